@@ -1,0 +1,92 @@
+"""The attention function that compressed models use: the base implementation, and around it what compression needs.
+
+It is registered with transformers under `kvcompress_<base>`, once per base implementation that is asked for. The
+three cases are told apart by the state of the layer that the keys come from:
+
+- prompt pass: nothing is stored. Attend over everything with the model's own mask, then compress and store.
+- continuation: a second prompt on a filled cache. Attend over what was kept and, causally, over the new tokens;
+  then compress and store the new ones.
+- decode: one token, already written behind the kept entries.
+
+After the first prompt the layer owns the mask: layers differ in length, and the model builds one mask for all.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+PREFIX = "kvcompress_"
+
+
+def register_attention(base: str) -> str:
+    """Register the compressed form of the attention implementation `base`; returns its name."""
+    name = PREFIX + base
+    AttentionInterface.register(name, partial(compressed_attention, base))
+    if base in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(name, partial(prompt_mask, ALL_MASK_ATTENTION_FUNCTIONS[base]))
+    return name
+
+
+def prompt_mask(base_mask: Callable, *args, q_offset=0, local_size=None, **kwargs):
+    """The base's mask for a prompt pass; none afterwards, where the layer makes it (sliding layers keep theirs)."""
+    if local_size is None and not isinstance(q_offset, torch.Tensor) and q_offset > 0:
+        return None
+    return base_mask(*args, q_offset=q_offset, local_size=local_size, **kwargs)
+
+
+def compressed_attention(
+    base: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' attention contract: query (batch, heads, queries, head_dim), key and value
+    (batch, kv_heads, keys, head_dim); returns the output (batch, queries, heads, head_dim) and weights or None."""
+    attend = base_attention(base, module)
+    layer = getattr(key, "kv_layer", None)
+    if layer is None:  # no cache, or a layer that keeps transformers' own storage
+        return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if not layer.is_prompt:
+        attention_mask = base_mask_format(base, layer.mask(query.shape[2]), query.dtype)
+    result = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if layer.staged is not None:
+        layer.compress(query, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    return result
+
+
+def base_attention(base: str, module: torch.nn.Module) -> Callable:
+    """The base implementation. `eager` is not registered: each modelling file has its own."""
+    if base == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    attend = ALL_ATTENTION_FUNCTIONS[base]
+    return partial(call_as, base, attend) if "flash" in base else attend
+
+
+def call_as(base: str, attend: Callable, module: torch.nn.Module, *args, **kwargs):
+    """Flash attention reads which of its kernels to use from the module's config, where our name stands."""
+    config = module.config
+    ours = config._attn_implementation
+    config._attn_implementation = base
+    try:
+        return attend(module, *args, **kwargs)
+    finally:
+        config._attn_implementation = ours
+
+
+def base_mask_format(base: str, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """The layer's bool mask (batch, 1, queries, keys) as `base` wants it."""
+    if mask is None or base == "sdpa":
+        return mask
+    if "flash" in base:  # causal by itself, aligned to the right; takes the padding of keys only
+        visible = mask[:, 0, -1]
+        return None if visible.all() else visible
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)

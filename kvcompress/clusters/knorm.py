@@ -1,0 +1,20 @@
+"""Key norm: a small key norm goes with a high attention. https://arxiv.org/abs/2406.11430"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .base import KVCluster, Prompt, register_method
+
+
+@register_method("knorm")
+@dataclass(frozen=True)
+class KnormKVCluster(KVCluster):
+    """Keeps the keys with the lowest L2 norm (section 3). The paper leaves the first two layers uncompressed; here
+    every layer has the same budget."""
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2406.11430"
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        return -keys.float().norm(dim=-1)

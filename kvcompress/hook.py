@@ -1,0 +1,134 @@
+"""Connect compression to a transformers model that nobody has edited, and disconnect it again.
+
+Two replacements are enough: the text model's attention function (see attention.py) and the cache (see cache.py).
+The model keeps its own forward; nothing is stored on its modules; leaving the context restores it.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from .attention import PREFIX, register_attention
+from .cache import CompressedCache, method_budget
+from .clusters.base import make_cluster
+from .errors import KVCompressError
+
+
+def compress(
+    model: PreTrainedModel,
+    method: str | None = None,
+    ratio: float | None = None,
+    budget: int | None = None,
+    max_new_tokens: int | None = None,
+    **options: object,
+) -> "Session":
+    """Compress the KV cache of everything that `model` generates inside the returned context.
+
+    ```python
+    with kvcompress.compress(model, method="snapkv", ratio=0.2, window_size=32) as session:
+        output = model.generate(**inputs)
+    session.cache.kept_indices(0)
+    ```
+
+    Args:
+        model: a transformers model whose attention goes through the attention interface.
+        method: a name of `list_methods()`; None or "full" compresses nothing, on the same path.
+        ratio: fraction of each prompt's KV entries that is kept, in (0, 1].
+        budget: in place of `ratio`, the entries kept per layer and KV head.
+        max_new_tokens: tokens to come that get room at once; see `CompressedCache`.
+        options: the method's own options.
+
+    Raises:
+        KVCompressError: at once, for an unknown method or option, a ratio out of range or an unsupported model.
+    """
+    make_cluster(method, **options)
+    method_budget(method, ratio, budget)
+    new_cache = {
+        "method": method,
+        "ratio": ratio,
+        "budget": budget,
+        "max_new_tokens": max_new_tokens,
+        **options,
+    }
+    return Session(model, new_cache)
+
+
+def attach(model: PreTrainedModel) -> "Session":
+    """Only connect: for generations that bring their own `CompressedCache` as `past_key_values`."""
+    return Session(model, None)
+
+
+class Session:
+    """A model with compression connected, as a context manager; any number of generations.
+
+    Attributes:
+        cache: the `CompressedCache` of the latest generation, None before the first.
+    """
+
+    def __init__(self, model: PreTrainedModel, new_cache: dict[str, Any] | None):
+        self.model, self.cache = model, None
+        self._new_cache = new_cache
+        self._config = attention_config(model)
+        self._forward_names = list(inspect.signature(model.forward).parameters)
+
+    def __enter__(self) -> "Session":
+        base = self._config._attn_implementation
+        if base.startswith(PREFIX):
+            raise KVCompressError("this model is already being compressed: leave the other context first")
+        self._base = base
+        self._config._attn_implementation = register_attention(base)
+        self._hook = self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hook.remove()
+        self._config._attn_implementation = self._base
+
+    def _before_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Give a new generation its cache and tell the cache what is coming."""
+        kwargs = dict(zip(self._forward_names, args, strict=False)) | kwargs
+        ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+        batch, columns = (embeds if ids is None else ids).shape[:2]
+        cache = self._cache_for(kwargs, model)
+        mask = kwargs.get("attention_mask")
+        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
+            raise KVCompressError("compression needs a 2-D attention mask (batch, tokens), left-padded, or none")
+        cache.start(batch, columns, ids, mask)
+        kwargs["past_key_values"] = self.cache = cache
+        return (), kwargs
+
+    def _cache_for(self, kwargs: dict, model: PreTrainedModel) -> CompressedCache:
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, CompressedCache):
+            return cache
+        use_cache = kwargs.get("use_cache")
+        if use_cache is False or (use_cache is None and not self._config.use_cache):
+            raise KVCompressError("use_cache is off: without a KV cache there is nothing to compress")
+        if self._new_cache is None:
+            raise KVCompressError("attach(...) compresses nothing by itself: give past_key_values=CompressedCache(...)")
+        # `generate` brings an empty DynamicCache of its own; the model returns ours in its place.
+        if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length()):
+            raise KVCompressError(
+                f"past_key_values is a {type(cache).__name__} with {cache.get_seq_length()} tokens: inside "
+                "compress(...) it must be a CompressedCache or absent"
+            )
+        return CompressedCache(model.config, **self._new_cache)
+
+
+def attention_config(model: PreTrainedModel) -> Any:
+    """The config whose `_attn_implementation` the decoder's attention layers read.
+
+    Raises KVCompressError where the decoder's attention does not go through the attention interface.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise KVCompressError(f"a {type(model).__name__} is not a transformers model")
+    config = model.config.get_text_config(decoder=True)
+    decoders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config]
+    if not decoders or not all(type(decoder)._can_set_attn_implementation() for decoder in decoders):
+        raise KVCompressError(
+            f"{type(model).__name__} is not supported: its decoder's attention does not go through transformers' "
+            "attention interface"
+        )
+    return config

@@ -1,0 +1,132 @@
+"""What one `generate` call costs: time to first token, time per output token, KV bytes, peak memory."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from .errors import KVCompressError
+from .hook import Session
+from .vision import vision_token_mask
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One batch through `generate`.
+
+    Attributes:
+        ttft_s: seconds from the call to the first new token: vision tower, prompt pass, compression, sampling.
+        tpot_s: seconds per further token; None where there was only one.
+        tokens_in, tokens_out, vision_tokens: per row, without pads; tokens_out ends with the end-of-sequence token.
+        kv_bytes_prompt, kv_bytes_end: bytes allocated for the whole batch's cache after the prompt and at the end.
+        realised_ratios: fraction of each row's prompt entries that was kept, [compressed layer][row].
+        peak_memory_bytes: most device memory allocated during the call on CUDA; elsewhere the most resident memory
+            of the process, since the call where the kernel lets the mark be reset, else since the process began.
+    """
+
+    ttft_s: float
+    tpot_s: float | None
+    tokens_in: list[int]
+    tokens_out: list[int]
+    vision_tokens: list[int]
+    kv_bytes_prompt: int
+    kv_bytes_end: int
+    realised_ratios: list[list[float]]
+    peak_memory_bytes: int
+
+
+class TokenClock(StoppingCriteria):
+    """Notes when each new token is there, device synchronised, and the cache's bytes after the prompt. Stops nothing."""
+
+    def __init__(self, session: Session):
+        self.session = session
+        self.times: list[float] = []
+        self.kv_bytes_prompt = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
+        synchronise(input_ids.device)
+        self.times.append(time.perf_counter())
+        if len(self.times) == 1:
+            self.kv_bytes_prompt = self.session.cache.nbytes
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel, session: Session, inputs: dict[str, torch.Tensor], **generate_kwargs: object
+) -> tuple[torch.LongTensor, Measurement]:
+    """`model.generate(**inputs, **generate_kwargs)` inside an entered `session`, measured.
+
+    Args:
+        inputs: what the processor returned, with `input_ids` (batch, columns), left-padded.
+        generate_kwargs: for `generate`; it must return sequences (the default), one per row.
+
+    Returns:
+        The new tokens (batch, new), without the prompt, and what they cost.
+    """
+    ids, device = inputs["input_ids"], model.device
+    mask = inputs.get("attention_mask")
+    clock = TokenClock(session)
+    criteria = StoppingCriteriaList([*generate_kwargs.pop("stopping_criteria", []), clock])
+    reset_peak_memory(device)
+    synchronise(device)
+    start = time.perf_counter()
+    sequences = model.generate(**inputs, stopping_criteria=criteria, **generate_kwargs)
+    synchronise(device)
+    if not isinstance(sequences, torch.Tensor) or len(sequences) != len(ids):
+        raise KVCompressError("measuring needs generate to return one sequence per row, as a tensor")
+    new = sequences[:, ids.shape[1] :]
+    times = clock.times
+    return new, Measurement(
+        ttft_s=times[0] - start,
+        tpot_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
+        tokens_in=[ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist(),
+        tokens_out=answer_lengths(new, model.generation_config.eos_token_id),
+        vision_tokens=vision_token_mask(model.config, ids).sum(1).tolist(),
+        kv_bytes_prompt=clock.kv_bytes_prompt,
+        kv_bytes_end=session.cache.nbytes,
+        realised_ratios=session.cache.realised_ratios(),
+        peak_memory_bytes=peak_memory(device),
+    )
+
+
+def answer_lengths(new: torch.LongTensor, eos_token_id: int | list[int] | None) -> list[int]:
+    """Tokens of each row of (batch, new) up to and with the first end-of-sequence token; all where there is none."""
+    if eos_token_id is None:
+        return [new.shape[1]] * len(new)
+    ends = torch.isin(new, torch.tensor(eos_token_id, device=new.device))
+    before = (ends.cumsum(1) == 0).sum(1)
+    return (before + ends.any(1)).tolist()
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until all work given to the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    mark = Path("/proc/self/clear_refs")
+    if mark.exists():
+        try:
+            mark.write_text("5")  # resets VmHWM
+        except PermissionError:  # some containers forbid it: the peak then covers the whole process
+            return
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes; see `Measurement.peak_memory_bytes`."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS counts bytes
