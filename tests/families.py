@@ -205,7 +205,7 @@ def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
     """
     for name, weight in model.named_parameters():
         if "embed_tokens" in name or name.endswith("image_newline"):
-            weight.normal_(generator=generator)
+            weight.normal_(std=0.25, generator=generator)  # small: else greedy decoding repeats its last token
         elif weight.ndim >= 2:
             weight.normal_(std=weight[0].numel() ** -0.5, generator=generator)
         elif name.endswith("bias"):

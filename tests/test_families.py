@@ -52,7 +52,7 @@ def test_greedy_output_varies_and_logits_have_order_one(family):
     model = family.build()
     output = generate(family, model, family.inputs(model, [40], [1] if family.is_vlm else None))
     tokens = output.sequences[0, -NEW:]
-    assert len(tokens.unique()) >= NEW // 2
+    assert len(tokens.unique()) > NEW // 2
     assert (tokens >= FIRST_TEXT).all()
     assert 0.5 < torch.stack(output.logits)[..., FIRST_TEXT:].std() < 2
 
