@@ -1,0 +1,414 @@
+"""The lmms-eval model `kvcompress`: any transformers chat model, with its KV cache compressed, every answer measured.
+
+    python -m lmms_eval --model kvcompress --model_args pretrained=ID,method=snapkv,ratio=0.2 --tasks textvqa_val
+
+Nothing here depends on a model family: the checkpoint's processor and chat template make the prompt. An exception
+while answering ends the run; an empty answer is one that the model gave. All arguments: docs/model-args.md.
+"""
+
+import gc
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
+from lmms_eval.api.model import lmms
+from lmms_eval.models.model_utils.gen_metrics import log_metrics
+from lmms_eval.protocol import ChatMessages
+from lmms_eval.utils import Collator
+from tqdm import tqdm
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    BatchFeature,
+    PreTrainedConfig,
+)
+
+import kvcompress
+from kvcompress import KVCompressError
+from kvcompress.measure import Measurement
+
+from . import llava_next
+from .arguments import LLAVA_ONEVISION_ARGUMENTS, ModelArguments, generation_arguments, make_cell, parse_arguments
+from .media import Prompt, read_messages
+
+# What a row holds in numbers, and `summarise` gives the spread of.
+QUANTITIES = (
+    "ttft_s",
+    "tpot_s",
+    "tokens_in",
+    "tokens_out",
+    "vision_tokens",
+    "kv_bytes_prompt",
+    "kv_bytes_end",
+    "peak_memory_bytes",
+)
+# The template `chat_template=plain`: the task's text as it is, for models that were never trained on chats.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{{ part['text'] if part['type'] == 'text' else '<' ~ part['type'] ~ '>\n' }}"
+    "{% endfor %}{% endfor %}"
+)
+WARM_UP_TOKENS = 4
+
+
+class KVCompressLM(lmms):
+    """One loaded model; `set_cell` switches the compression without loading again.
+
+    Attributes:
+        args: the model arguments; cell: the compression in force.
+        model, processor, tokenizer: transformers' own.
+        rows: one measurement per counted request since the start or the last `reset_rows`.
+    """
+
+    is_simple = False
+
+    def __init__(self, **arguments: Any):
+        """`arguments` as in docs/model-args.md. Raises KVCompressError for a wrong one, before anything is loaded."""
+        super().__init__()
+        self.args, self.cell = parse_arguments(**arguments)
+        self.accelerator = Accelerator()
+        self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+        self.device = _device(self.args, self.accelerator)
+        self.model, self.processor = _load(self.args, self.device)
+        self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        self.has_vision = self.tokenizer is not self.processor
+        self.rows: list[dict[str, Any]] = []
+        self._is_warm = False
+
+    # -- cells and measurements -----------------------------------------------------------------------------------
+
+    def set_cell(
+        self, method: str | None = None, ratio: float | None = None, budget: int | None = None, **options: Any
+    ) -> None:
+        """Use another compression from now on, on the same loaded model. Raises KVCompressError."""
+        self.cell = make_cell(method, ratio, budget, **options)
+        self._is_warm = False
+
+    def reset_rows(self) -> None:
+        self.rows = []
+
+    def gather_rows(self) -> list[dict[str, Any]]:
+        """The rows of all ranks, the same list on each, sorted by task and document. All ranks must call it."""
+        rows = gather_object(self.rows) if self.world_size > 1 else self.rows
+        return sorted(rows, key=lambda row: (row["task"], row["doc_id"]))
+
+    # -- what lmms-eval asks for ----------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        return self.args.batch_size
+
+    def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
+        """Answers in the order of the requests; batches hold requests of one kind of generation, longest text first."""
+        order = Collator(
+            requests,
+            sort_fn=lambda request: -len(request.args[0]),
+            group_fn=lambda request: request.args[2],
+            grouping=True,
+        )
+        results, seconds, counted = [], 0.0, len(self.rows)
+        with tqdm(total=len(requests), desc=self._label, disable=self.rank != 0) as progress:
+            for batch in order.get_batched(n=self.batch_size):
+                answers, elapsed = self._answer(batch)
+                results += answers
+                seconds += elapsed
+                progress.update(len(batch))
+        self._log(self.rows[counted:], seconds)
+        if self.args.measurements_path is not None:
+            rows = self.gather_rows()
+            if self.rank == 0:
+                write_rows(rows, self.args.measurements_path)
+        return order.get_original(results)
+
+    def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
+        raise NotImplementedError("multi-round tasks are not supported by --model kvcompress")
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        raise NotImplementedError(
+            "--model kvcompress answers generate_until tasks only: a likelihood over a given answer is computed in one "
+            "prompt pass, which KV compression does not change"
+        )
+
+    def clean(self) -> None:
+        """Keeps the model: lmms-eval calls this after every evaluation, and one model serves several. See `unload`."""
+
+    def unload(self) -> None:
+        """Free the model."""
+        del self.model
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    # -- one batch ------------------------------------------------------------------------------------------------
+
+    def _answer(self, batch: list[Instance]) -> tuple[list[GenerationResult], float]:
+        """The answers to a batch, and the seconds that generating them took; adds the rows of counted requests."""
+        inputs = self._inputs([self._prompt(request) for request in batch])
+        kwargs, until = generation_arguments(batch[0].args[2], self.args.max_new_tokens)
+        if not self._is_warm:
+            self._generate(inputs, {**kwargs, "max_new_tokens": min(kwargs["max_new_tokens"], WARM_UP_TOKENS)})
+            self._is_warm = True
+        start = time.perf_counter()
+        tokens, measured = self._generate(inputs, kwargs)
+        elapsed = time.perf_counter() - start
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        results = []
+        for row, (request, text) in enumerate(zip(batch, texts, strict=True)):
+            text = _cut(text, until)
+            counts = TokenCounts(input_tokens=measured.tokens_in[row], output_tokens=measured.tokens_out[row])
+            results.append(GenerationResult(text=text, token_counts=counts))
+            self.cache_hook.add_partial("generate_until", (request.args[0], request.args[2]), text)
+            if not request.metadata.get("__padding_only__"):
+                self.rows.append(self._row(request, measured, row, len(batch)))
+        return results, elapsed
+
+    def _prompt(self, request: Instance) -> Prompt:
+        _, doc_to_messages, _, doc_id, task, split = request.args
+        messages = doc_to_messages(self.task_dict[task][split][doc_id])
+        prompt = read_messages(ChatMessages(messages=messages), self.args.max_frames_num)
+        if not self.has_vision and (prompt.images or prompt.videos):
+            raise KVCompressError(
+                f"task {task!r} shows images or videos, but {self.args.pretrained} is a text-only model"
+            )
+        if self.args.system_prompt is not None:
+            system = self._resolve_system_prompt(self.args.system_prompt)
+            prompt.conversation = self._apply_system_prompt(prompt.conversation, system)
+        return prompt
+
+    def _inputs(self, prompts: list[Prompt]) -> BatchFeature:
+        """Model inputs for a batch of prompts, left-padded, on the model's device."""
+        conversations = [prompt.conversation for prompt in prompts]
+        if not self.has_vision:  # many templates of text-only models take strings, not lists of parts
+            conversations = [
+                [
+                    {**message, "content": "".join(part["text"] for part in message["content"])}
+                    for message in conversation
+                ]
+                for conversation in conversations
+            ]
+        texts = [
+            self.processor.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+            for conversation in conversations
+        ]
+        arguments: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
+        # A chat template writes the begin-of-sequence token where the model wants one.
+        bos = self.tokenizer.bos_token
+        if not self._is_plain and (not self.has_vision or (bos and texts[0].startswith(bos))):
+            arguments["add_special_tokens"] = False
+        if any(prompt.images for prompt in prompts):
+            arguments["images"] = [prompt.images for prompt in prompts]
+        if any(prompt.videos for prompt in prompts):
+            arguments["videos"] = [video for prompt in prompts for video in prompt.videos]
+            arguments["video_metadata"] = [metadata for prompt in prompts for metadata in prompt.video_metadata]
+            arguments["do_sample_frames"] = False
+        inputs = self.processor(text=texts, **arguments)
+        return BatchFeature(dict(inputs)).to(self.model.device, self.model.dtype)
+
+    def _generate(self, inputs: BatchFeature, kwargs: dict[str, Any]) -> tuple[torch.LongTensor, Measurement]:
+        """New tokens (batch, new) and what they cost, under the current cell."""
+        cell = self.cell
+        with kvcompress.compress(
+            self.model, cell.method, cell.ratio, cell.budget, kwargs["max_new_tokens"], **cell.options
+        ) as session:
+            return kvcompress.measure.generate(self.model, session, dict(inputs), **kwargs)
+
+    def _row(self, request: Instance, measured: Measurement, row: int, batch_size: int) -> dict[str, Any]:
+        """A request's measurements. Times and peak memory are the batch's; KV bytes are the row's share of it."""
+        _, _, _, doc_id, task, split = request.args
+        return {
+            "task": task,
+            "doc_id": doc_id,
+            "split": split,
+            "batch_size": batch_size,
+            "ttft_s": measured.ttft_s,
+            "tpot_s": measured.tpot_s,
+            "tokens_in": measured.tokens_in[row],
+            "tokens_out": measured.tokens_out[row],
+            "vision_tokens": measured.vision_tokens[row],
+            "kv_bytes_prompt": measured.kv_bytes_prompt // batch_size,
+            "kv_bytes_end": measured.kv_bytes_end // batch_size,
+            "realised_ratio": [layer[row] for layer in measured.realised_ratios],
+            "peak_memory_bytes": measured.peak_memory_bytes,
+        }
+
+    def _log(self, rows: list[dict[str, Any]], seconds: float) -> None:
+        """The averages that lmms-eval prints and writes under `throughput` (this rank's)."""
+        if not rows:
+            return
+        tokens = sum(row["tokens_out"] for row in rows)
+        summary = summarise(rows)
+        means = {name: summary[name]["mean"] for name in QUANTITIES if name in summary}
+        log_metrics(
+            total_elapsed_time=seconds,
+            total_gen_tokens=tokens,
+            avg_speed=tokens / seconds,
+            additional_metrics={**means, "realised_ratio": summary["realised_ratio"]["mean"]},
+        )
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.args.chat_template == "plain"
+
+    @property
+    def _label(self) -> str:
+        kept = f"budget {self.cell.budget}" if self.cell.budget else f"{self.cell.ratio or 1:g}"
+        return f"{self.cell.method} {kept}"
+
+
+# -- measurements -----------------------------------------------------------------------------------------------------
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Measurement rows -> what a results file holds of them.
+
+    For each of QUANTITIES: mean, median, p10 and p90 over the rows that have it (an answer of one token has no time
+    per token), left out where none has. For the realised ratio: the mean, least and most over rows (of each row's mean over
+    layers), and the mean per layer. `samples` is the number of rows.
+    """
+    summary: dict[str, Any] = {"samples": len(rows)}
+    for name in QUANTITIES:
+        values = [row[name] for row in rows if row[name] is not None]
+        if values:
+            p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist()
+            summary[name] = {"mean": float(np.mean(values)), "median": median, "p10": p10, "p90": p90}
+    if rows:
+        ratios = np.array([row["realised_ratio"] for row in rows])  # (rows, layers)
+        per_row = ratios.mean(1)
+        summary["realised_ratio"] = {
+            "mean": float(per_row.mean()),
+            "min": float(per_row.min()),
+            "max": float(per_row.max()),
+            "per_layer": ratios.mean(0).tolist(),
+        }
+    return summary
+
+
+def write_rows(rows: Iterable[dict[str, Any]], path: Path) -> None:
+    """Writes rows as JSON lines, the whole file at once: a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    os.replace(file.name, path)
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def _device(args: ModelArguments, accelerator: Accelerator) -> torch.device:
+    """Where this rank's model goes: the device asked for, or this rank's GPU, or the CPU."""
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise KVCompressError(f"device={name!r} is not a device: cpu, cuda, cuda:0") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise KVCompressError(
+            f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA GPUs; device=cpu runs without one"
+        )
+    if accelerator.num_processes > 1:
+        if args.device_map is not None:
+            raise KVCompressError(f"device_map={args.device_map!r} with several processes: each has one device")
+        if device.type == "cuda":
+            return torch.device("cuda", accelerator.local_process_index)
+    return device
+
+
+def _load(args: ModelArguments, device: torch.device) -> tuple[Any, Any]:
+    """The model in eval mode, and its processor (the tokenizer, for a text-only model)."""
+    source = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
+    load = {"dtype": args.dtype, "device_map": args.device_map or str(device)}
+    if args.attn_implementation is not None:
+        load["attn_implementation"] = args.attn_implementation
+    raw_config, _ = PreTrainedConfig.get_config_dict(args.pretrained, revision=args.revision)
+    if llava_next.is_llava_next(raw_config):
+        processor = llava_next.load_processor(args.pretrained, raw_config, args.revision)
+        model = llava_next.load_model(args.pretrained, raw_config, processor.tokenizer, args.revision, **load)
+    else:
+        config = AutoConfig.from_pretrained(args.pretrained, **source)
+        loader = _model_loader(config)
+        processor_loader = AutoTokenizer if loader is AutoModelForCausalLM else AutoProcessor
+        processor = processor_loader.from_pretrained(args.pretrained, **source)
+        if loader is AutoModelForImageTextToText and not hasattr(processor, "image_processor"):
+            raise KVCompressError(f"{args.pretrained}: AutoProcessor finds no image processor in the checkpoint")
+        model = loader.from_pretrained(args.pretrained, **source, **load)
+    _check_legacy(args, model.config)
+    _set_up_processor(args, processor)
+    _set_end_tokens(model, getattr(processor, "tokenizer", processor))
+    return model.eval(), processor
+
+
+def _model_loader(config: PreTrainedConfig) -> type[AutoModelForImageTextToText] | type[AutoModelForCausalLM]:
+    """The auto class for a config, by transformers' own tables or, with remote code, by the checkpoint's."""
+    remote = getattr(config, "auto_map", {})
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or "AutoModelForImageTextToText" in remote:
+        return AutoModelForImageTextToText
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in remote:
+        return AutoModelForCausalLM
+    raise KVCompressError(f"model type {config.model_type!r} is neither image-text-to-text nor a causal language model")
+
+
+def _check_legacy(args: ModelArguments, config: PreTrainedConfig) -> None:
+    for name in LLAVA_ONEVISION_ARGUMENTS:
+        if name in args.legacy and config.model_type != "llava_onevision":
+            raise KVCompressError(f"{name} has no meaning for a {config.model_type} model, only for llava_onevision")
+
+
+def _set_up_processor(args: ModelArguments, processor: Any) -> None:
+    """Chat template, padding side and image size, in place."""
+    if args.chat_template == "plain":
+        processor.chat_template = PLAIN_TEMPLATE
+    elif args.chat_template is not None:
+        if not Path(args.chat_template).is_file():
+            raise KVCompressError(f"chat_template={args.chat_template!r} is neither a file nor 'plain'")
+        processor.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+    if processor.chat_template is None:
+        raise KVCompressError(
+            f"{args.pretrained} has no chat template: give chat_template=FILE (Jinja), or chat_template=plain to send the "
+            "task's text as it is"
+        )
+    getattr(processor, "tokenizer", processor).padding_side = "left"
+    if args.min_pixels is None and args.max_pixels is None:
+        return
+    image_processor = getattr(processor, "image_processor", None)
+    if image_processor is None or "min_pixels" not in image_processor.valid_kwargs.__annotations__:
+        raise KVCompressError(
+            f"min_pixels and max_pixels have no meaning for {args.pretrained}: its processor ({type(processor).__name__}) "
+            "does not scale images by area"
+        )
+    # Where images are scaled by area, transformers keeps the bounds under these two names.
+    size = image_processor.size
+    image_processor.size = type(size)(
+        shortest_edge=args.min_pixels or size["shortest_edge"], longest_edge=args.max_pixels or size["longest_edge"]
+    )
+
+
+def _set_end_tokens(model: Any, tokenizer: Any) -> None:
+    """Fills in what `generate` needs and the checkpoint does not say."""
+    generation = model.generation_config
+    if generation.eos_token_id is None:
+        generation.eos_token_id = tokenizer.eos_token_id
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if generation.pad_token_id is None:
+        generation.pad_token_id = tokenizer.pad_token_id
+
+
+def _cut(text: str, until: list[str]) -> str:
+    """The text up to the first of the stop strings."""
+    for stop in until:
+        if stop:
+            text = text.split(stop, 1)[0]
+    return text
