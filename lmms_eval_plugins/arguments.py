@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
-
 from transformers import GenerationConfig
 
 import kvcompress

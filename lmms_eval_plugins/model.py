@@ -275,8 +275,8 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Measurement rows -> what a results file holds of them.
 
     For each of QUANTITIES: mean, median, p10 and p90 over the rows that have it (an answer of one token has no time
-    per token), left out where none has. For the realised ratio: the mean, least and most over rows (of each row's mean over
-    layers), and the mean per layer. `samples` is the number of rows.
+    per token), left out where none has. For the realised ratio: mean, least and most over rows (of each row's mean
+    over layers), and the mean per layer. `samples` is the number of rows.
     """
     summary: dict[str, Any] = {"samples": len(rows)}
     for name in QUANTITIES:
@@ -376,8 +376,8 @@ def _set_up_processor(args: ModelArguments, processor: Any) -> None:
         processor.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
     if processor.chat_template is None:
         raise KVCompressError(
-            f"{args.pretrained} has no chat template: give chat_template=FILE (Jinja), or chat_template=plain to send the "
-            "task's text as it is"
+            f"{args.pretrained} has no chat template: give chat_template=FILE (Jinja), or chat_template=plain to send "
+            "the task's text as it is"
         )
     getattr(processor, "tokenizer", processor).padding_side = "left"
     if args.min_pixels is None and args.max_pixels is None:
@@ -385,8 +385,8 @@ def _set_up_processor(args: ModelArguments, processor: Any) -> None:
     image_processor = getattr(processor, "image_processor", None)
     if image_processor is None or "min_pixels" not in image_processor.valid_kwargs.__annotations__:
         raise KVCompressError(
-            f"min_pixels and max_pixels have no meaning for {args.pretrained}: its processor ({type(processor).__name__}) "
-            "does not scale images by area"
+            f"min_pixels and max_pixels have no meaning for {args.pretrained}: its {type(processor).__name__} does not "
+            "scale images by area"
         )
     # Where images are scaled by area, transformers keeps the bounds under these two names.
     size = image_processor.size
