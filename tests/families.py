@@ -212,6 +212,8 @@ def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
             weight.normal_(std=0.1, generator=generator)
         if name.endswith(("q_proj.weight", "q_norm.weight")):
             weight.mul_(3.0)  # attention logits of standard deviation 3
+        if name.endswith("k_norm.weight"):
+            weight.uniform_(0.5, 1.5, generator=generator)  # with equal weights all keys have one and the same norm
     model.get_output_embeddings().weight[:FIRST_TEXT] = 0  # special tokens are never the most likely
 
 

@@ -1,0 +1,65 @@
+"""What the property tests draw: a family, a model's heads, a padded batch with images, a method with options."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+import kvcompress
+from tests.families import FAMILIES, Family
+
+METHODS = sorted(set(kvcompress.list_methods()) - {"full"})
+OPTIONS: dict[str, dict[str, list]] = {
+    "snapkv": {"window_size": [1, 4, 16, 32], "kernel_size": [1, 3, 7], "pooling": ["avg", "max"]},
+    "streamingllm": {"sinks": [0, 4, 9]},
+    "random": {"seed": [0, 7], "window_size": [0, 8]},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A drawn configuration, and what it builds."""
+
+    family: Family
+    heads: tuple[int, int]
+    lengths: tuple[int, ...]
+    images: tuple[int, ...] | None
+    method: str
+    options: tuple[tuple[str, Any], ...]
+    ratio: float
+    seed: int
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.family.build(3, *self.heads)
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        return self.family.inputs(self.model, self.lengths, self.images, self.seed)
+
+    def compress(self, **changes: object) -> kvcompress.Session:
+        arguments = {"method": self.method, "ratio": self.ratio, **dict(self.options), **changes}
+        return kvcompress.compress(self.model, **arguments)
+
+
+@st.composite
+def cases(draw: st.DrawFn, family: str, method: str | None = None, max_batch: int = 3) -> Case:
+    """Any batch with left padding, with and without images, any method and its options, any ratio."""
+    chosen = FAMILIES[family]
+    method = method or draw(st.sampled_from(METHODS))
+    lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=max_batch))
+    images = None
+    if chosen.is_vlm and draw(st.booleans()):
+        images = tuple(draw(st.integers(0, 2)) for _ in lengths)
+    options = {name: draw(st.sampled_from(values)) for name, values in OPTIONS.get(method, {}).items()}
+    return Case(
+        family=chosen,
+        heads=draw(st.sampled_from([(4, 2), (4, 1), (4, 4), (6, 2)])),
+        lengths=tuple(lengths),
+        images=images,
+        method=method,
+        options=tuple(options.items()),
+        ratio=draw(st.sampled_from([0.02, 0.1, 0.3, 0.5, 0.77, 0.99])),
+        seed=draw(st.integers(0, 1000)),
+    )

@@ -1,0 +1,112 @@
+import pytest
+import torch
+
+import kvcompress
+from tests.families import FAMILIES
+from tests.masked_reference import generate
+
+MODEL = FAMILIES["qwen2"].build()
+
+
+def prompt(lengths: list[int], **compress) -> tuple[kvcompress.CompressedCache, dict]:
+    inputs = FAMILIES["qwen2"].inputs(MODEL, lengths)
+    with kvcompress.compress(MODEL, **compress) as session:
+        MODEL(**inputs)
+    return session.cache, inputs
+
+
+def test_the_whole_prompt_is_freed_after_compression():
+    cache, _ = prompt([200], method="snapkv", ratio=0.1, max_new_tokens=0)
+    for layer in cache.layers:
+        assert layer.staged is None
+        assert layer.keys.untyped_storage().nbytes() == 20 * 2 * 16 * 4
+
+
+def test_room_is_allocated_once_and_no_decoded_token_copies_the_layer():
+    cache, _ = prompt([50, 40], method="snapkv", ratio=0.2, max_new_tokens=30)
+    layer = cache.layers[0]
+    before = layer.key_buffer.data_ptr()
+    for _ in range(30):
+        layer.update(torch.ones(2, 2, 1, 16), torch.ones(2, 2, 1, 16))
+    assert layer.key_buffer.data_ptr() == before
+    assert layer.key_buffer.shape[2] == 10 + 30
+
+
+def test_without_a_known_length_room_grows_and_keeps_what_was_stored():
+    cache, _ = prompt([50, 40], method="snapkv", ratio=0.2)
+    layer = cache.layers[0]
+    stored, buffers = layer.keys.clone(), set()
+    for _ in range(400):
+        layer.update(torch.ones(2, 2, 1, 16), torch.ones(2, 2, 1, 16))
+        buffers.add(layer.key_buffer.data_ptr())
+    assert torch.equal(layer.keys[:, :, :10], stored)
+    assert (layer.keys[:, :, 10:] == 1).all()
+    assert len(buffers) < 14
+    assert layer.key_buffer.shape[2] < 410 * 9 / 8 + 1
+    assert layer.visible.shape[1] == layer.key_buffer.shape[2]
+
+
+def test_seen_tokens_counts_tokens_not_entries():
+    cache, inputs = prompt([30, 12], method="knorm", ratio=0.3)
+    assert cache.seen_tokens == 30
+    assert cache.layers[0].stored == 9
+    assert cache.get_mask_sizes(1, 0) == (10, 21)
+
+
+def test_decoded_tokens_can_be_cropped_and_evicted_ones_not():
+    inputs = FAMILIES["qwen2"].inputs(MODEL, [30])
+    cache = kvcompress.CompressedCache(MODEL.config, "snapkv", 0.3)
+    with kvcompress.attach(MODEL):
+        generate(MODEL, inputs, 5, past_key_values=cache)
+    before = cache.kept_indices(1)[0][0].tolist()
+    cache.crop(-3)
+    assert cache.seen_tokens == 31
+    assert cache.kept_indices(1)[0][0].tolist() == before[:-3]
+    with pytest.raises(kvcompress.KVCompressError, match="cannot crop 2 tokens: only the 1 decoded"):
+        cache.crop(-2)
+
+
+def test_rows_can_be_reordered_repeated_and_selected():
+    cache, _ = prompt([30, 20], method="random", ratio=0.3)
+    kept = cache.kept_indices(0)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert [head.tolist() for head in cache.kept_indices(0)[0]] == [head.tolist() for head in kept[1]]
+    cache.batch_repeat_interleave(2)
+    assert cache.layers[0].keys.shape[0] == 4
+    assert cache.realised_ratios()[0] == pytest.approx([0.3, 0.3, 0.3, 0.3])
+    cache.batch_select_indices(torch.tensor([3]))
+    assert [head.tolist() for head in cache.kept_indices(0)[0]] == [head.tolist() for head in kept[0]]
+
+
+def test_beam_search_equals_the_unhooked_model_at_ratio_one():
+    inputs = FAMILIES["qwen2"].inputs(MODEL, [20, 11])
+    arguments = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False}
+    expected = MODEL.generate(**inputs, **arguments)
+    with kvcompress.compress(MODEL, "snapkv", 1.0):
+        assert torch.equal(MODEL.generate(**inputs, **arguments), expected)
+
+
+def test_a_fresh_cache_for_each_generation():
+    inputs = FAMILIES["qwen2"].inputs(MODEL, [30])
+    with kvcompress.compress(MODEL, "snapkv", 0.3) as session:
+        first, _ = generate(MODEL, inputs, 4)
+        cache = session.cache
+        second, _ = generate(MODEL, inputs, 4)
+    assert torch.equal(first, second)
+    assert session.cache is not cache
+
+
+def test_kept_indices_before_the_prompt_is_an_error():
+    with pytest.raises(kvcompress.KVCompressError, match="has not seen a prompt"):
+        kvcompress.CompressedCache(MODEL.config, "snapkv", 0.3).kept_indices(0)
+
+
+def test_embeddings_in_place_of_ids_give_the_same_answer():
+    inputs = FAMILIES["qwen2"].inputs(MODEL, [30, 21])
+    embeds = MODEL.get_input_embeddings()(inputs["input_ids"])
+    with kvcompress.compress(MODEL, "snapkv", 0.3):
+        expected, _ = generate(MODEL, inputs, 4)
+        ours = MODEL.generate(
+            inputs_embeds=embeds, attention_mask=inputs["attention_mask"], max_new_tokens=4, do_sample=False
+        )
+    assert torch.equal(ours, expected)

@@ -1,0 +1,142 @@
+"""Each method against a plain reference, written from its paper in float64, row by row, with loops."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvcompress
+
+SCALING = 0.25
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple:
+    """queries, keys, values of a left-padded batch, and its prompt facts."""
+    kv_heads, groups = draw(st.sampled_from([(1, 1), (2, 2), (2, 3), (1, 4)]))
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    columns = max(lengths)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    queries = torch.randn(len(lengths), kv_heads * groups, columns, 8, generator=generator) * 2
+    keys, values = (torch.randn(len(lengths), kv_heads, columns, 8, generator=generator) for _ in range(2))
+    budget = kvcompress.Budget(draw(st.sampled_from([0.05, 0.2, 0.5, 0.8])))
+    padding = torch.tensor([columns - length for length in lengths])
+    prompt = kvcompress.Prompt(
+        layer_idx=0,
+        num_layers=2,
+        lengths=lengths,
+        budgets=[budget(length) for length in lengths],
+        scaling=SCALING,
+        padding=padding if padding.any() else None,
+        row_seeds=tuple(range(len(lengths))),
+    )
+    return queries, keys, values, prompt
+
+
+def check(cluster: kvcompress.KVCluster, layer: tuple, reference) -> None:
+    """`reference(queries, keys, values, budget)` of one row's real tokens, one KV head and its query heads gives the
+    kept columns of that row."""
+    queries, keys, values, prompt = layer
+    kept = cluster.update_kv(queries, keys, values, prompt)
+    groups = queries.shape[1] // keys.shape[1]
+    for row, (length, budget) in enumerate(zip(prompt.lengths, prompt.budgets, strict=True)):
+        first = keys.shape[2] - length
+        for head in range(keys.shape[1]):
+            q, k, v = queries[row, head * groups : (head + 1) * groups], keys[row, head], values[row, head]
+            expected = sorted(reference(q[:, first:].double(), k[first:].double(), v[first:].double(), budget))
+            slots = kept.indices[row, head]
+            used = slots >= 0
+            assert (slots[used] - first).tolist() == expected
+            assert slots.tolist() == sorted(slots.tolist()), "unused slots come first, columns ascend"
+            assert torch.equal(kept.keys[row, head][used], k[slots[used]])
+            assert torch.equal(kept.values[row, head][used], v[slots[used]])
+
+
+def best(scores: list[float], budget: int) -> list[int]:
+    """Columns of the highest scores; the later one of two equals."""
+    return sorted(range(len(scores)), key=lambda column: (scores[column], column))[-budget:]
+
+
+@settings(max_examples=60, deadline=None)
+@given(layer=layers(), sinks=st.sampled_from([0, 1, 4]))
+def test_streamingllm_keeps_first_and_last_tokens(layer, sinks):
+    def reference(q, k, v, budget):
+        first = min(sinks, budget - 1)
+        recent = range(len(k) - (budget - first), len(k))
+        return {*range(first), *recent}
+
+    check(kvcompress.make_cluster("streamingllm", sinks=sinks), layer, reference)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layer=layers())
+def test_knorm_keeps_the_smallest_key_norms(layer):
+    check(
+        kvcompress.make_cluster("knorm"),
+        layer,
+        lambda q, k, v, budget: best([-(sum(x * x for x in key) ** 0.5) for key in k.tolist()], budget),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layer=layers(),
+    window=st.sampled_from([1, 3, 8, 64]),
+    kernel=st.sampled_from([1, 3, 5]),
+    pooling=st.sampled_from(["avg", "max"]),
+)
+def test_snapkv_keeps_window_and_what_it_attends_to(layer, window, kernel, pooling):
+    def reference(q, k, v, budget):
+        length = len(k)
+        w = min(window, length)
+        prefix, half = length - w, kernel // 2
+        scores = torch.zeros(len(q), prefix, dtype=torch.float64)
+        for head in range(len(q)):
+            votes = torch.zeros(prefix, dtype=torch.float64)
+            for query in range(length - w, length):
+                weights = torch.softmax(k[: query + 1] @ q[head, query] * SCALING, 0)
+                votes += weights[:prefix] / w
+            for column in range(prefix):
+                around = [votes[j] if 0 <= j < prefix else 0.0 for j in range(column - half, column + half + 1)]
+                scores[head, column] = sum(around) / kernel if pooling == "avg" else max(around)
+        # The library scores in fp32: let what is equal there be equal here.
+        return best([*scores.mean(0).float().tolist(), *[float("inf")] * w], budget)
+
+    cluster = kvcompress.make_cluster("snapkv", window_size=window, kernel_size=kernel, pooling=pooling)
+    check(cluster, layer, reference)
+
+
+def random_kept(seed: int, row_seed: int, layer: int = 0, length: int = 100) -> torch.Tensor:
+    keys = torch.zeros(1, 2, length, 4)
+    prompt = kvcompress.Prompt(layer, 2, [length], [length // 5], SCALING, row_seeds=(row_seed,))
+    return kvcompress.make_cluster("random", seed=seed, window_size=4).update_kv(keys, keys, keys, prompt).indices[0]
+
+
+def test_random_keeps_the_window_and_differs_by_seed_prompt_layer_and_head():
+    base = random_kept(seed=0, row_seed=1)
+    assert base[:, -4:].tolist() == [[96, 97, 98, 99]] * 2
+    others = [random_kept(1, 1), random_kept(0, 2), random_kept(0, 1, layer=1), base.flip(0)]
+    assert all(not torch.equal(base, other) for other in others)
+    assert torch.equal(base, random_kept(seed=0, row_seed=1))
+
+
+def test_random_draws_every_column_equally_often():
+    counts = torch.zeros(96)
+    draws = 500
+    for row_seed in range(draws):
+        for head in random_kept(seed=0, row_seed=row_seed):
+            counts[head[:-4]] += 1
+    expected = draws * 2 * 16 / 96
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert chi_square < 150  # 95 degrees of freedom: beyond 150 once in 5,000
+
+
+@pytest.mark.parametrize("pooling", ["avg", "max"])
+def test_snapkv_keeps_a_needle_that_the_last_query_attends_to(pooling):
+    keys = torch.zeros(1, 1, 200, 4)
+    keys[0, 0, 37] = 10.0
+    queries = torch.ones(1, 1, 200, 4)
+    prompt = kvcompress.Prompt(0, 1, [200], [13], 1.0)
+    kept = kvcompress.make_cluster("snapkv", window_size=8, kernel_size=5, pooling=pooling)
+    indices = kept.update_kv(queries, keys, keys, prompt).indices[0, 0].tolist()
+    assert indices == [*range(35, 40), *range(192, 200)]

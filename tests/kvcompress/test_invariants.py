@@ -1,0 +1,308 @@
+"""The promises that hold for every method on every family, over drawn shapes."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, StaticCache
+
+import kvcompress
+from tests.families import FAMILIES
+from tests.masked_reference import generate, only_attending_to
+
+from .strategies import METHODS, OPTIONS, cases
+
+NEW = 5
+TOLERANCE = 1e-4  # fp32, logits of order 1
+property_test = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def kept_of(cache: kvcompress.CompressedCache) -> list:
+    return [cache.kept_indices(layer) for layer in range(len(cache.layers))]
+
+
+def real_lengths(inputs: dict) -> list[int]:
+    return inputs["attention_mask"].sum(1).tolist()
+
+
+def expected_entries(ratio: float, length: int) -> int:
+    return max(1, math.floor(ratio * length + 0.5))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@property_test
+@given(data=st.data())
+def test_ratio_one_gives_the_logits_of_the_unhooked_model_bit_for_bit(family, data):
+    case = data.draw(cases(family, data.draw(st.sampled_from([*METHODS, "full"]))))
+    tokens, expected = generate(case.model, case.inputs, NEW)
+    with case.compress(ratio=1.0):
+        ours, logits = generate(case.model, case.inputs, NEW)
+    assert torch.equal(ours, tokens)
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@property_test
+@given(data=st.data())
+def test_decoding_equals_the_full_cache_under_a_mask_that_hides_what_was_dropped(family, data):
+    case = data.draw(cases(family))
+    with case.compress() as session:
+        tokens, logits = generate(case.model, case.inputs, NEW)
+    with only_attending_to(case.model, kept_of(session.cache)):
+        _, expected = generate(case.model, case.inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@property_test
+@given(data=st.data())
+def test_every_layer_and_head_stores_exactly_its_budget(family, data):
+    case = data.draw(cases(family))
+    inputs = case.inputs
+    with case.compress() as session:
+        generate(case.model, inputs, NEW)
+    wanted = [expected_entries(case.ratio, length) for length in real_lengths(inputs)]
+    decoded = NEW - 1  # the last token is returned, never fed
+    for layer, storage in enumerate(session.cache.layers):
+        kept = session.cache.kept_indices(layer)
+        assert [{len(head) for head in row} for row in kept] == [{n + decoded} for n in wanted]
+        assert storage.keys.shape == (len(wanted), case.heads[1], max(wanted) + decoded, 16)
+    ratios = [n / length for n, length in zip(wanted, real_lengths(inputs), strict=True)]
+    for layer_ratios in session.cache.realised_ratios():
+        assert layer_ratios == pytest.approx(ratios)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@property_test
+@given(data=st.data())
+def test_kept_indices_are_ascending_columns_of_real_tokens(family, data):
+    case = data.draw(cases(family))
+    inputs = case.inputs
+    with case.compress() as session:
+        generate(case.model, inputs, NEW)
+    columns = inputs["input_ids"].shape[1]
+    for kept in kept_of(session.cache):
+        for row, length in zip(kept, real_lengths(inputs), strict=True):
+            for head in row:
+                assert head.tolist() == sorted(set(head.tolist()))
+                assert columns - length <= head.min()
+                assert head[-NEW + 1 :].tolist() == list(range(columns, columns + NEW - 1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@property_test
+@given(data=st.data())
+def test_a_row_does_not_depend_on_its_batch_or_padding(family, data):
+    case = data.draw(cases(family))
+    inputs = case.inputs
+    columns = inputs["input_ids"].shape[1]
+    with case.compress() as session:
+        tokens, logits = generate(case.model, inputs, NEW)
+    batch = kept_of(session.cache)
+    for row, length in enumerate(real_lengths(inputs)):
+        with case.compress() as session:
+            _, alone = generate(case.model, case.family.solo(inputs, row), NEW, forced=tokens[row : row + 1])
+        torch.testing.assert_close(logits[row], alone[0], atol=TOLERANCE, rtol=0)
+        for together, solo in zip(batch, kept_of(session.cache), strict=True):
+            for a, b in zip(together[row], solo[0], strict=True):
+                assert (a - (columns - length)).tolist() == b.tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llava-onevision", "qwen2.5-vl"])
+@property_test
+@given(data=st.data())
+def test_a_second_prompt_sees_what_was_kept_and_is_compressed_in_turn(family, data):
+    case = data.draw(cases(family, max_batch=1))
+    first = case.inputs
+    more = torch.randint(8, 128, (1, data.draw(st.integers(2, 20))), generator=torch.Generator().manual_seed(1))
+
+    def two_turns(model, cache, forced=(None, None)):
+        tokens, _ = generate(model, first, NEW, forced[0], past_key_values=cache)
+        ids = torch.cat([first["input_ids"], tokens, more], 1)
+        second = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if "mm_token_type_ids" in first:
+            second["mm_token_type_ids"] = torch.zeros_like(ids)
+            second["mm_token_type_ids"][:, : first["input_ids"].shape[1]] = first["mm_token_type_ids"]
+        answer, logits = generate(model, second, NEW, forced[1], past_key_values=cache)
+        return (tokens, answer), logits
+
+    with case.compress() as session:
+        cache = kvcompress.CompressedCache(case.model.config, case.method, case.ratio, **dict(case.options))
+        forced, logits = two_turns(case.model, cache)
+        assert session.cache is cache
+    with only_attending_to(case.model, kept_of(cache)):
+        _, expected = two_turns(case.model, DynamicCache(config=case.model.config), forced)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    lengths = [first["input_ids"].shape[1], more.shape[1] + 1]  # the first answer's last token is new here
+    assert cache.layers[0].prompt_kept.tolist() == [sum(expected_entries(case.ratio, n) for n in lengths)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_seed_selects_the_same_entries(method):
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [40, 25])
+    runs = []
+    for _ in range(2):
+        with kvcompress.compress(model, method, 0.3) as session:
+            generate(model, inputs, NEW)
+        runs.append([[head.tolist() for row in layer for head in row] for layer in kept_of(session.cache)])
+    assert runs[0] == runs[1]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements that any operation returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_scoring_memory_is_linear_in_the_prompt(method):
+    def largest(length: int) -> int:
+        generator = torch.Generator().manual_seed(0)
+        queries, keys, values = (torch.randn(1, heads, length, 16, generator=generator) for heads in (4, 2, 2))
+        prompt = kvcompress.Prompt(0, 2, [length], [length // 10], 0.25, row_seeds=(1,))
+        with LargestTensor() as mode:
+            kvcompress.make_cluster(method).update_kv(queries, keys, values, prompt)
+        return mode.numel
+
+    assert largest(4000) <= 2.1 * largest(2000)
+
+
+def test_kv_bytes_are_those_of_the_tensors_and_fall_with_the_ratio():
+    model = FAMILIES["llava-onevision"].build()
+    inputs = FAMILIES["llava-onevision"].inputs(model, [200])
+    with kvcompress.compress(model, "snapkv", 0.1, max_new_tokens=NEW) as session:
+        generate(model, inputs, NEW)
+    kv_heads, head_dim, fp32, int32 = 2, 16, 4, 4
+    per_layer = kv_heads * ((20 + NEW) * head_dim * 2 * fp32 + 20 * int32)
+    assert session.cache.nbytes == 3 * per_layer
+    with kvcompress.compress(model, max_new_tokens=NEW) as session:
+        generate(model, inputs, NEW)
+    assert session.cache.nbytes == 3 * kv_heads * (200 + NEW) * head_dim * 2 * fp32
+
+
+def snapshot(model: torch.nn.Module) -> list:
+    """Every attribute name and hook of every module, and the attention implementations."""
+    modules = [
+        (name, sorted(module.__dict__), len(module._forward_pre_hooks), len(module._forward_hooks))
+        for name, module in model.named_modules()
+    ]
+    configs = [model.config, *(getattr(model.config, key) for key in model.config.sub_configs)]
+    return [modules, [config._attn_implementation for config in configs], model.config.to_dict()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_is_untouched_after_the_context_also_after_an_exception(family):
+    model = FAMILIES[family].build()
+    inputs = FAMILIES[family].inputs(model, [12])
+    generate(model, inputs, 2)  # transformers itself caches things on first use
+    before = snapshot(model)
+    with kvcompress.compress(model, "snapkv", 0.5):
+        generate(model, inputs, 2)
+        assert snapshot(model) != before
+    assert snapshot(model) == before
+    with pytest.raises(ZeroDivisionError), kvcompress.compress(model, "snapkv", 0.5):
+        raise ZeroDivisionError
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES[name].is_vlm])
+def test_the_vision_tower_keeps_its_own_attention(family):
+    model = FAMILIES[family].build()
+    with kvcompress.compress(model, "snapkv", 0.5):
+        assert model.config.vision_config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("method", METHODS)
+def test_eager_and_sdpa_agree(implementation, method):
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [50, 31])
+    with kvcompress.compress(model, method, 0.3):
+        tokens, expected = generate(model, inputs, NEW)
+    model.set_attn_implementation(implementation)
+    try:
+        with kvcompress.compress(model, method, 0.3):
+            _, logits = generate(model, inputs, NEW, forced=tokens)
+    finally:
+        model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": "snapk", "ratio": 0.5}, "there is no method 'snapk' .did you mean 'snapkv'?.*streamingllm"),
+        ({"method": "snapkv", "ratio": 0.5, "windo": 3}, "'snapkv' has no option 'windo' .did you mean 'window_size'"),
+        ({"method": "snapkv", "ratio": 0.5, "window_size": 0}, "'window_size' of method 'snapkv' is 0"),
+        ({"method": "snapkv", "ratio": 0.5, "pooling": "sum"}, "'pooling' of method 'snapkv' is 'sum'.*'avg' or 'max'"),
+        ({"method": "snapkv", "ratio": 0.5, "kernel_size": 4}, "kernel_size=4 is even"),
+        ({"method": "snapkv", "ratio": 0.0}, "ratio=0.0 is not in"),
+        ({"method": "snapkv", "ratio": 1.5}, "ratio=1.5 is not in"),
+        ({"method": "snapkv", "ratio": float("nan")}, "ratio=nan is not in"),
+        ({"method": "snapkv", "ratio": "0.5"}, "ratio='0.5' is not in"),
+        ({"method": "snapkv", "budget": 0}, "budget=0 is not an integer of at least 1"),
+        ({"method": "snapkv", "budget": 2.5}, "budget=2.5 is not an integer"),
+        ({"method": "snapkv", "ratio": 0.5, "budget": 10}, "either ratio= or budget="),
+        ({"method": "snapkv"}, "needs ratio="),
+        ({"method": "full", "ratio": 0.5}, "'full' compresses nothing"),
+        ({"ratio": 0.5}, "'full' compresses nothing"),
+    ],
+)
+def test_bad_input_is_one_clear_line_before_anything_runs(arguments, message):
+    with pytest.raises(kvcompress.KVCompressError, match=message) as error:
+        kvcompress.compress(FAMILIES["qwen2"].build(), **arguments)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_window_or_sinks_beyond_prompt_and_budget_are_no_error(method):
+    model = FAMILIES["qwen2"].build()
+    large = {"window_size": 500, "sinks": 500}
+    options = {name: large[name] for name in kvcompress.list_methods()[method].options if name in large}
+    for ratio, length in ((0.5, 9), (0.1, 9), (0.5, 1)):
+        with kvcompress.compress(model, method, ratio, **options) as session:
+            generate(model, FAMILIES["qwen2"].inputs(model, [length]), 3)
+        assert len(session.cache.kept_indices(0)[0][0]) == expected_entries(ratio, length) + 2
+
+
+def test_compression_that_cannot_happen_is_an_error_not_a_silent_full_cache():
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [20])
+    error = kvcompress.KVCompressError
+    with kvcompress.compress(model, "snapkv", 0.5):
+        with pytest.raises(error, match="use_cache is off"):
+            model.generate(**inputs, use_cache=False, max_new_tokens=2)
+        with pytest.raises(error, match="past_key_values is a StaticCache"):
+            model.generate(**inputs, past_key_values=StaticCache(model.config, 64), max_new_tokens=2)
+        with pytest.raises(error, match="2-D attention mask"):
+            model(input_ids=inputs["input_ids"], attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.bool))
+        with pytest.raises(error, match="not left-padded"):
+            model(input_ids=inputs["input_ids"], attention_mask=torch.arange(20)[None] < 15)
+        with pytest.raises(error, match="already being compressed"), kvcompress.compress(model, "knorm", 0.5):
+            pass
+    cache = kvcompress.CompressedCache(model.config, "snapkv", 0.5)
+    with pytest.raises(error, match="not inside kvcompress"):
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=2)
+    with kvcompress.attach(model), pytest.raises(error, match="give past_key_values"):
+        model.generate(**inputs, max_new_tokens=2)
+
+
+def test_an_attention_that_bypasses_the_interface_is_an_error():
+    with pytest.raises(kvcompress.KVCompressError, match="Linear is not a transformers model"):
+        kvcompress.compress(torch.nn.Linear(2, 2), "snapkv", 0.5)
+
+
+def test_options_that_tests_draw_exist_and_cover_every_option():
+    for name, info in kvcompress.list_methods().items():
+        assert set(OPTIONS.get(name, {})) == set(info.options), name

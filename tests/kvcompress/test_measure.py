@@ -1,0 +1,62 @@
+import time
+
+import pytest
+import torch
+
+import kvcompress
+from kvcompress import measure
+from tests.families import FAMILIES, IMAGE
+
+FAMILY = FAMILIES["llava-onevision"]
+MODEL = FAMILY.build()
+
+
+def measured(method="snapkv", ratio=0.2, new=6, **kwargs):
+    inputs = FAMILY.inputs(MODEL, [40, 25], [1, 0])
+    with kvcompress.compress(MODEL, method, ratio, max_new_tokens=new) as session:
+        tokens, result = measure.generate(MODEL, session, inputs, max_new_tokens=new, do_sample=False, **kwargs)
+    return inputs, tokens, result, session
+
+
+def test_tokens_are_counted_per_row_without_padding():
+    inputs, tokens, result, _ = measured()
+    assert result.tokens_in == [40, 25]
+    assert result.vision_tokens == [int((inputs["input_ids"][0] == IMAGE).sum()), 0]
+    assert result.tokens_out == [6, 6]
+    assert tokens.shape == (2, 6)
+
+
+def test_bytes_and_ratios_are_those_of_the_cache():
+    _, _, result, session = measured()
+    assert result.kv_bytes_end == session.cache.nbytes
+    assert 0 < result.kv_bytes_prompt <= result.kv_bytes_end
+    assert [row for layer in result.realised_ratios for row in layer] == pytest.approx([0.2] * 6)
+
+
+def test_time_is_split_at_the_first_token(monkeypatch):
+    """A model that needs 50 ms for the prompt and 20 ms per token, on a clock that only it advances."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    hook = MODEL.register_forward_hook(lambda *_, **k: now.__setitem__(0, now[0] + (0.05 if now[0] == 100.0 else 0.02)))
+    try:
+        _, _, result, _ = measured(new=4)
+    finally:
+        hook.remove()
+    assert result.ttft_s == pytest.approx(0.05)
+    assert result.tpot_s == pytest.approx(0.02)
+
+
+def test_a_single_token_has_no_time_per_token():
+    assert measured(new=1)[2].tpot_s is None
+
+
+def test_peak_memory_is_at_least_the_weights():
+    weights = sum(p.numel() * p.element_size() for p in MODEL.parameters())
+    assert measured()[2].peak_memory_bytes > weights
+
+
+def test_answer_lengths_end_with_the_end_token():
+    new = torch.tensor([[5, 2, 0, 0], [5, 6, 7, 8], [2, 2, 2, 2]])
+    assert measure.answer_lengths(new, 2) == [2, 4, 1]
+    assert measure.answer_lengths(new, [2, 6]) == [2, 2, 1]
+    assert measure.answer_lengths(new, None) == [4, 4, 4]

@@ -1,0 +1,76 @@
+"""The reference for selection methods: the full cache under a mask that hides exactly the dropped entries.
+
+Plain fp32 attention with repeated KV heads, no code of kvcompress: wrong positions, grouping, masks or gathers
+in the compressed cache all show as a difference in logits.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, LogitsProcessor, LogitsProcessorList
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+Kept = list[list[list[torch.Tensor]]]  # [layer][row][kv_head] -> columns of the sequence
+
+
+@contextmanager
+def only_attending_to(model: torch.nn.Module, kept: Kept) -> Iterator[None]:
+    """Inside, a query sees of the passes before its own only the columns in `kept`; its own pass is causal."""
+
+    def attention(module, query, key, value, attention_mask, scaling, **kwargs):
+        groups = query.shape[1] // key.shape[1]
+        first = key.shape[2] - query.shape[2]  # columns before this pass
+        visible = torch.zeros(*key.shape[:3], dtype=torch.bool, device=key.device)
+        for row, heads in enumerate(kept[module.layer_idx]):
+            for head, columns in enumerate(heads):
+                visible[row, head, columns[columns < first].to(key.device)] = True
+        visible = visible[:, :, None].repeat(1, 1, query.shape[2], 1)
+        visible[..., first:] = torch.ones(query.shape[2], query.shape[2], device=key.device).tril().bool()
+        visible = visible.repeat_interleave(groups, 1)
+        if attention_mask is not None:
+            visible = visible & attention_mask
+        visible[..., first:] |= torch.eye(query.shape[2], dtype=torch.bool, device=key.device)  # pads: no NaN
+        logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
+        weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
+        return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
+
+    config = model.config.get_text_config(decoder=True)
+    before = config._attn_implementation
+    AttentionInterface.register("masked_reference", attention)
+    AttentionMaskInterface.register("masked_reference", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    config._attn_implementation = "masked_reference"
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+class Force(LogitsProcessor):
+    """Makes `generate` emit the given tokens (batch, new), whatever the logits."""
+
+    def __init__(self, prompt_length: int, tokens: torch.Tensor):
+        self.prompt_length, self.tokens = prompt_length, tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        token = self.tokens[:, input_ids.shape[1] - self.prompt_length]
+        return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
+
+
+def generate(
+    model: torch.nn.Module, inputs: dict, new_tokens: int, forced: torch.Tensor | None = None, **kwargs: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy, or forced to given tokens: the new tokens (batch, new) and raw logits (batch, new, vocabulary)."""
+    prompt = inputs["input_ids"].shape[1]
+    if forced is not None:
+        kwargs["logits_processor"] = LogitsProcessorList([Force(prompt, forced)])
+    output = model.generate(
+        **inputs,
+        **kwargs,
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return output.sequences[:, prompt:], torch.stack(output.logits, 1)
