@@ -1,6 +1,5 @@
 """Every argument of `--model kvcompress --model_args ...`, in one place, checked before anything is loaded."""
 
-import importlib.resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +13,7 @@ from kvcompress.clusters import make_cluster, method_info
 from kvcompress.errors import unknown_name
 
 TINY_MODEL = "tiny"
+TINY_CHECKPOINT = Path(__file__).parent / "tiny_vlm" / "checkpoint"
 
 # Arguments of lmms-eval's LLaVA wrappers -> (values that mean what transformers does anyway, what to do instead).
 LEGACY_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -83,7 +83,7 @@ class ModelArguments(BaseModel):
     @classmethod
     def _bundled(cls, name: str) -> str:
         if name == TINY_MODEL:
-            return str(importlib.resources.files("lmms_eval_plugins") / "tiny_vlm" / "checkpoint")
+            return str(TINY_CHECKPOINT)
         return name
 
     @field_validator("measurements_path")
