@@ -6,7 +6,7 @@ A cell is one (task, model, method, ratio) under one set of settings:
         results.json    scores, efficiency summary, protocol, fingerprint
         samples.jsonl   one line per question: lmms-eval's sample with our measurement
 
-Every setting that differs from its default stands in the folder's name: different settings never share a folder.
+A setting that differs from its default stands in the folder name, so different settings never share a folder.
 """
 
 import ast
@@ -62,7 +62,7 @@ def settings_name(settings: dict[str, Any]) -> str:
 
 
 def model_folder(model: str) -> str:
-    """The folder name of a model: `tiny`, `org__name`, and for an absolute path `parent__name@<hash of path>`."""
+    """Folder name of a model: `tiny`, `org__name`; for an absolute path `parent__name@<hash of the path>`."""
     if not os.path.isabs(model):
         return _safe(model)
     # Two checkpoints may share their last two folders; the hash keeps them apart.
