@@ -38,7 +38,7 @@ class Measurement:
 
 
 class TokenClock(StoppingCriteria):
-    """Notes when each new token is there, device synchronised, and the cache's bytes after the prompt. Stops nothing."""
+    """Notes when each new token is there, and the cache's bytes after the prompt. Stops nothing."""
 
     def __init__(self, session: Session):
         self.session = session

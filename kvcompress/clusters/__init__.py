@@ -1,4 +1,7 @@
-"""One file per method; importing this package registers them all."""
+"""One file per method. Every file in this folder is imported, so a new file is a new method."""
+
+import importlib
+import pkgutil
 
 from .base import (
     Kept,
@@ -11,22 +14,15 @@ from .base import (
     method_name,
     register_method,
 )
-from .full import FullKVCluster
-from .knorm import KnormKVCluster
-from .random import RandomKVCluster
-from .snapkv import SnapKVCluster
-from .streamingllm import StreamingLLMKVCluster
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
-    "FullKVCluster",
     "KVCluster",
     "Kept",
-    "KnormKVCluster",
     "MethodInfo",
     "Prompt",
-    "RandomKVCluster",
-    "SnapKVCluster",
-    "StreamingLLMKVCluster",
     "list_methods",
     "make_cluster",
     "method_info",

@@ -1,0 +1,34 @@
+"""The code in the documentation runs."""
+
+import re
+from pathlib import Path
+
+import torch
+
+import kvcompress
+from kvcompress.clusters import base
+from tests.families import FAMILIES
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
+
+
+def test_the_example_method_is_registered_and_keeps_the_largest_values(monkeypatch, capsys):
+    monkeypatch.setattr(base, "_METHODS", dict(base._METHODS))
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [200])
+    namespace = {"kvcompress": kvcompress, "model": model, "inputs": inputs | {"max_new_tokens": 2}}
+    definition, use = python_blocks("adding-a-method.md")
+    assert len(definition.strip().splitlines()) <= 21
+    exec(definition, namespace)
+    assert kvcompress.list_methods()["value-norm"].options == {"window_size": 8}
+    exec(use, namespace)
+    session = namespace["session"]
+    assert session.cache.realised_ratios()[0] == [0.2]
+    kept = session.cache.kept_indices(0)[0][0]
+    assert len(kept) == 40 + 1
+    assert torch.equal(kept[-17:], torch.arange(184, 201))
+    assert "tensor(" in capsys.readouterr().out

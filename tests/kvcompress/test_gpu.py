@@ -1,0 +1,112 @@
+"""The same promises on a CUDA device: `pytest -m gpu`. Nothing here needs a hub or lmms-eval."""
+
+import copy
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import kvcompress
+from tests.families import FAMILIES
+from tests.masked_reference import generate, only_attending_to
+
+from .strategies import METHODS
+
+pytestmark = pytest.mark.gpu
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return torch.device("cuda")
+
+
+def on(device: torch.device, family: str, dtype: torch.dtype) -> tuple[torch.nn.Module, dict]:
+    model = copy.deepcopy(FAMILIES[family].build()).to(device, dtype)
+    images = [1, 0] if FAMILIES[family].is_vlm else None
+    inputs = FAMILIES[family].inputs(model, [60, 33], images)
+    return model, {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def kept_of(session: kvcompress.Session) -> list:
+    return [session.cache.kept_indices(layer) for layer in range(len(session.cache.layers))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_cuda_selects_what_the_cpu_selects(cuda, family, method):
+    logits, kept = {}, {}
+    tokens = None
+    for device in (torch.device("cpu"), cuda):
+        model, inputs = on(device, family, torch.float32)
+        with kvcompress.compress(model, method, 0.3) as session:
+            forced = None if tokens is None else tokens.to(device)
+            tokens, logits[device.type] = generate(model, inputs, NEW, forced)
+        kept[device.type] = {
+            (layer, row, head, column)
+            for layer, rows in enumerate(kept_of(session))
+            for row, heads in enumerate(rows)
+            for head, columns in enumerate(heads)
+            for column in columns.tolist()
+        }
+    both = kept["cpu"] & kept["cuda"]
+    assert len(both) / len(kept["cpu"]) > 0.98  # a tie in fp32 may fall the other way
+    if kept["cpu"] == kept["cuda"]:
+        torch.testing.assert_close(logits["cuda"].cpu(), logits["cpu"], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_decoding_equals_the_masked_full_cache(cuda, family, method, dtype):
+    model, inputs = on(cuda, family, dtype)
+    with kvcompress.compress(model, method, 0.3) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    with only_attending_to(model, kept_of(session)):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    difference = (logits.float() - expected.float()).abs()
+    assert difference.max() < (1e-3 if dtype == torch.float32 else 0.25)
+    assert difference.mean() < (1e-4 if dtype == torch.float32 else 0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ratio_one_is_bit_identical(cuda, family, dtype):
+    model, inputs = on(cuda, family, dtype)
+    tokens, expected = generate(model, inputs, NEW)
+    with kvcompress.compress(model, "snapkv", 1.0):
+        ours, logits = generate(model, inputs, NEW)
+    assert torch.equal(ours, tokens)
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_long_prompt_peaks_below_the_full_cache(cuda, method):
+    """The prompt's keys and values of a layer are freed as soon as the layer is compressed."""
+    config = Qwen2Config(
+        vocab_size=1000,
+        hidden_size=1024,
+        intermediate_size=1024,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=65536,
+    )
+    with torch.device(cuda):
+        model = Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    ids = torch.randint(0, 1000, (1, 32768), device=cuda)
+
+    def peak(method: str, ratio: float) -> int:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.no_grad(), kvcompress.compress(model, method, ratio):
+            model(ids, logits_to_keep=1)
+        return torch.cuda.max_memory_allocated() - before
+
+    full_cache = 2 * 16 * 32768 * 1024 * 2  # bytes: keys and values, layers, tokens, width, bf16
+    peak("full", 1.0)  # warm-up: workspaces
+    assert peak("full", 1.0) - peak(method, 0.1) > 0.7 * full_cache
