@@ -19,7 +19,5 @@ test_on() { # name of the overlay environment, requirement, pytest arguments
     "$overlay/bin/python" -m pytest -n 2 tests/kvcompress tests/test_families.py "$@"
 }
 
-failed=0
-test_on oldest "$OLDEST" "$@" || failed=1
-test_on newest "$NEWEST" "$@" || failed=1
-exit $failed
+test_on oldest "$OLDEST" "$@"
+test_on newest "$NEWEST" "$@"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.families import FAMILIES, FIRST_TEXT, IMAGE, VLM_FAMILIES, Family
+from tests.families import FAMILIES, FIRST_TEXT, IMAGE, PAD, VLM_FAMILIES, Family
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -22,10 +22,13 @@ def assert_rows_equal_their_solo_runs(family: Family, lengths, images):
     inputs = family.inputs(model, lengths, images)
     batch = generate(family, model, inputs)
     for row in range(len(lengths)):
-        solo = generate(family, model, family.solo(inputs, row))
+        alone = family.solo(inputs, row)
+        assert PAD not in alone["input_ids"]
+        assert alone["attention_mask"].all()
+        solo = generate(family, model, alone)
         assert torch.equal(solo.sequences[0, -NEW:], batch.sequences[row, -NEW:])
-        for alone, padded in zip(solo.logits, batch.logits, strict=True):
-            torch.testing.assert_close(alone[0], padded[row], atol=1e-4, rtol=0)
+        for unpadded, padded in zip(solo.logits, batch.logits, strict=True):
+            torch.testing.assert_close(unpadded[0], padded[row], atol=1e-4, rtol=0)
 
 
 @families
@@ -73,9 +76,7 @@ def test_attention_is_peaked(family):
 
 @families
 def test_models_have_grouped_queries_and_are_reproducible(family):
-    text = family.build(
-        num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2
-    ).config.get_text_config()
+    text = family.build(num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2).config.get_text_config()
     assert (text.num_hidden_layers, text.num_attention_heads, text.num_key_value_heads) == (2, 6, 2)
     model = family.build()
     assert model is family.build()
@@ -94,6 +95,17 @@ def test_lengths_count_image_tokens_and_grow_where_the_images_need_more(family):
     assert real[1] > family.image_tokens(1)
     assert ((inputs["input_ids"] == IMAGE).sum(-1) == family.image_tokens(1)).all()
     assert (inputs["attention_mask"].diff(dim=-1) >= 0).all()  # padding is on the left
+    assert torch.equal(inputs["attention_mask"] == 0, inputs["input_ids"] == PAD)
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
+def test_m_rope_counts_an_image_as_its_longer_side(name):
+    """An image of 12 tokens (3 x 4) advances the position by 4 only."""
+    family = FAMILIES[name]
+    model = family.build()
+    inputs = family.inputs(model, [50, 50, 20], [1, 2, 0])
+    model(**inputs)
+    assert model.model.rope_deltas.flatten().tolist() == [-8, -16, 0]
 
 
 def test_images_for_a_text_model_are_refused():
