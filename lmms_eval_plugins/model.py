@@ -57,11 +57,7 @@ QUANTITIES = (
     "peak_memory_bytes",
 )
 # The template `chat_template=plain`: the task's text as it is, for models that were never trained on chats.
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}{% for part in message['content'] %}"
-    "{{ part['text'] if part['type'] == 'text' else '<' ~ part['type'] ~ '>\n' }}"
-    "{% endfor %}{% endfor %}"
-)
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 WARM_UP_TOKENS = 4
 
 
@@ -369,6 +365,10 @@ def _check_legacy(args: ModelArguments, config: PreTrainedConfig) -> None:
 def _set_up_processor(args: ModelArguments, processor: Any) -> None:
     """Chat template, padding side and image size, in place."""
     if args.chat_template == "plain":
+        if hasattr(processor, "tokenizer"):
+            raise KVCompressError(
+                "chat_template=plain is for text-only models: images need a template with placeholders"
+            )
         processor.chat_template = PLAIN_TEMPLATE
     elif args.chat_template is not None:
         if not Path(args.chat_template).is_file():
@@ -376,8 +376,8 @@ def _set_up_processor(args: ModelArguments, processor: Any) -> None:
         processor.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
     if processor.chat_template is None:
         raise KVCompressError(
-            f"{args.pretrained} has no chat template: give chat_template=FILE (Jinja), or chat_template=plain to send "
-            "the task's text as it is"
+            f"{args.pretrained} has no chat template: give chat_template=FILE (Jinja), or, for a text-only model, "
+            "chat_template=plain to send the task's text as it is"
         )
     getattr(processor, "tokenizer", processor).padding_side = "left"
     if args.min_pixels is None and args.max_pixels is None:

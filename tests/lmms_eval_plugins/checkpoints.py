@@ -5,10 +5,13 @@ from typing import Any
 
 import av
 import numpy as np
+import torch
 from lmms_eval.api.instance import Instance
 from PIL import Image
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
     GotOcr2ImageProcessor,
     InternVLProcessor,
     InternVLVideoProcessor,
@@ -20,6 +23,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
+from lmms_eval_plugins.arguments import TINY_CHECKPOINT
 from tests.families import FAMILIES, FIRST_TEXT, INTERNVL_IMAGE, INTERNVL_TOKENS, VOCAB_SIZE
 
 CHAT_TEMPLATE = (
@@ -28,13 +32,25 @@ CHAT_TEMPLATE = (
     "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}MEDIA{% endif %}"
     "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
-QWEN_SPECIALS = ["<pad>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<eos>", "<unk>", "<7>"]
+QWEN_SPECIALS = [
+    "<pad>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<eos>",
+    "<unk>",
+    "<7>",
+]
 INTERNVL_SPECIALS = ["<pad>", "<IMG_CONTEXT>", "<video>", "<img>", "</img>", "<eos>", "<unk>", "<7>"]
 
 
 def save_checkpoint(family: str, folder: Path) -> str:
     """Saves the tiny random model of a family (see tests/families.py) with a tokenizer of single characters and the
-    family's own processor; returns the folder's name."""
+    family's own processor; returns the folder's name. LLaVA-OneVision is the bundled model with noise on its weights,
+    so that it does not answer in one word."""
+    if family == "llava-onevision":
+        return _save_noisy_bundled_model(folder)
     FAMILIES[family].build().save_pretrained(folder)
     if family == "internvl":
         tokenizer = character_tokenizer(
@@ -72,6 +88,19 @@ def save_checkpoint(family: str, folder: Path) -> str:
     return str(folder)
 
 
+def _save_noisy_bundled_model(folder: Path) -> str:
+    model = AutoModelForImageTextToText.from_pretrained(TINY_CHECKPOINT, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    embeddings = model.get_input_embeddings().weight
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += torch.randn(weight.shape, generator=generator) * weight.std()
+        embeddings[model.generation_config.eos_token_id] = 0  # tied: it is never the most likely
+    model.save_pretrained(folder)
+    AutoProcessor.from_pretrained(TINY_CHECKPOINT).save_pretrained(folder)
+    return str(folder)
+
+
 def character_tokenizer(specials: list[str], **named: str) -> PreTrainedTokenizerFast:
     """One token per character of printable ASCII, behind the special tokens that families.py has at 0 to 7; `named`
     tokens become attributes of the tokenizer."""
@@ -97,12 +126,12 @@ def image(seed: int, width: int = 96, height: int = 64) -> Image.Image:
 
 
 def write_video(path: Path, frames: int = 12, fps: int = 4, width: int = 64, height: int = 48) -> str:
-    """A video whose frame i is grey of brightness 20 * i; the container follows from the file name."""
+    """A video whose frame i is grey of brightness 20 * i (modulo 240); the container follows from the file name."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libvpx" if path.suffix == ".webm" else "mpeg4", rate=fps)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for index in range(frames):
-            grey = np.full((height, width, 3), 20 * index, dtype=np.uint8)
+            grey = np.full((height, width, 3), 20 * index % 240, dtype=np.uint8)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")))
         container.mux(stream.encode())
     return str(path)

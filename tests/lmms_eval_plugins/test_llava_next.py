@@ -189,6 +189,11 @@ def test_published_7b_config_maps_to_the_shapes_of_the_hub_conversion(original):
     assert (text.hidden_size, text.num_hidden_layers, text.num_key_value_heads) == (3584, 28, 4)
     assert text.rope_parameters["rope_theta"] == 1000000.0
     assert not text.use_sliding_window
-    assert (vision.num_hidden_layers, vision.image_size, vision.patch_size, vision.vision_use_head) == (26, 384, 14, False)
+    assert (vision.num_hidden_layers, vision.image_size, vision.patch_size, vision.vision_use_head) == (
+        26,
+        384,
+        14,
+        False,
+    )
     assert (converted.vision_feature_layer, converted.vision_aspect_ratio) == (-1, "anyres_max_9")
     assert len(converted.image_grid_pinpoints) == 36
