@@ -1,0 +1,30 @@
+"""Write a trained model as a Hugging Face folder that the oldest and the newest supported transformers load."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import GenerationConfig, LlavaOnevisionForConditionalGeneration, PreTrainedTokenizerFast
+
+from lmms_eval_plugins.tiny_vlm.modeling import build_processor
+
+
+def export(
+    model: LlavaOnevisionForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> None:
+    """bf16 safetensors, config, generation config, tokenizer and processor, replaced as a whole."""
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model = model.to(torch.bfloat16).cpu()
+    model.set_attn_implementation("sdpa")
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
+    )
+    model.save_pretrained(temporary)
+    build_processor(tokenizer).save_pretrained(temporary)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(temporary, folder)

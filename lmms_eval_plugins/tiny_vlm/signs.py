@@ -1,0 +1,245 @@
+"""Rendered scenes of coloured signs, and questions about them: the bundled model's whole world.
+
+A scene is a 156 x 156 image with four to six signs at free positions, each with a word, a number, or a word
+over a number, and with plain text, boxes, a gradient and noise around them. Everything is drawn from the
+`random.Random` that the caller gives: same seed, same pixels.
+"""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+PATCH = 12  # pixels; also the pitch of the text, so that each character's centre has a patch of its own
+GRID = 13  # patches per side
+SIDE = PATCH * GRID  # pixels
+
+DIGITS = string.digits
+LETTERS = "".join(c for c in string.ascii_lowercase if c not in "io")  # i and o look like 1 and 0 in capitals
+CHARACTERS = DIGITS + LETTERS
+COLORS = {
+    "red": (205, 35, 35),
+    "green": (30, 140, 50),
+    "blue": (35, 65, 205),
+    "yellow": (235, 215, 40),
+    "orange": (240, 135, 25),
+    "purple": (130, 45, 165),
+    "cyan": (45, 200, 215),
+    "white": (245, 245, 245),
+}
+# Words of the prompts. They are one token each and never stand on a sign.
+PROMPT_WORDS = (
+    "what number word color is on the below above sign that says answer question using a single or phrase "
+    "user assistant"
+).split() + list(COLORS)
+POST_PROMPT = "\nAnswer the question using a single word or phrase."  # lmms-eval's for textvqa_val
+
+HEADLINE_KINDS = ("c2n", "c2w", "w2n", "n2w")  # answers of two to four characters, one token each
+COLOR_KIND = "t2c"  # the answer is a colour: one token
+
+MARGIN = 2  # pixels of background around a sign's text
+FONT_SIZES = (12, 13)
+LABELS = ("glyph", "color", "index", "last", "left", "above")
+
+
+@dataclass(frozen=True)
+class Sign:
+    color: str
+    lines: tuple[str, ...]
+
+    @property
+    def word(self) -> str | None:
+        return next((line for line in self.lines if line[0] in LETTERS), None)
+
+    @property
+    def number(self) -> str | None:
+        return next((line for line in self.lines if line[0] in DIGITS), None)
+
+
+@dataclass(frozen=True)
+class Question:
+    """`kind` says what leads to what: c2n colour to number, w2n word to number below it, t2c text to colour."""
+
+    kind: str
+    text: str
+    answer: str
+
+
+@dataclass
+class Scene:
+    """pixels: (SIDE, SIDE, 3) uint8. labels: (len(LABELS), GRID, GRID) int64, for the patch under each
+    character's centre: 1 + index in CHARACTERS, 1 + index in COLORS, 1-based place in the line, whether it
+    ends the line, the character to its left and the one above it on the same sign; 0 is "none"."""
+
+    pixels: np.ndarray
+    signs: list[Sign]
+    labels: np.ndarray
+
+
+def questions(signs: list[Sign]) -> list[Question]:
+    """Every question that these signs answer, each with exactly one answer."""
+    found = []
+    for sign in signs:
+        if sign.number:
+            found.append(Question("c2n", f"what number is on the {sign.color} sign?", sign.number))
+        if sign.word:
+            found.append(Question("c2w", f"what word is on the {sign.color} sign?", sign.word))
+        if sign.word and sign.number:
+            found.append(Question("w2n", f"what number is below {sign.word}?", sign.number))
+            found.append(Question("n2w", f"what word is above {sign.number}?", sign.word))
+        found.append(Question("t2c", f"what color is the sign that says {sign.lines[-1]}?", sign.color))
+    return found
+
+
+def draw_scene(rng: Random) -> Scene:
+    """A scene to ask about: colours and texts are unique, no text is the beginning of another."""
+    canvas = _Canvas(rng)
+    canvas.gradient()
+    canvas.boxes(rng.randint(0, 5))
+    taken: list[str] = []
+    signs = []
+    for color in rng.sample(list(COLORS), rng.randint(4, 6)):
+        word, number = _new_text(rng, LETTERS, taken), _new_text(rng, DIGITS, taken)
+        lines = rng.choice([(word,), (number,), (word, number), (word, number)])
+        place = canvas.free_place(lines)
+        if place is None:
+            continue
+        canvas.write(place, lines, color)
+        taken += lines
+        signs.append(Sign(color, lines))
+    for _ in range(rng.randint(0, 2)):  # text without a sign
+        text = _new_text(rng, CHARACTERS, taken, shortest=1)
+        place = canvas.free_place((text,))
+        if place is not None:
+            canvas.write(place, (text,), None)
+            taken.append(text)
+    canvas.noise()
+    return Scene(canvas.bytes(), signs, canvas.labels)
+
+
+def draw_packed_scene(rng: Random) -> Scene:
+    """As many signs as fit, colours repeating: dense supervision for the vision tower, no questions."""
+    canvas = _Canvas(rng)
+    top = rng.randint(MARGIN, 12)
+    while top + PATCH <= SIDE - MARGIN:
+        rows = 2 if rng.random() < 0.4 and top + 2 * PATCH <= SIDE - MARGIN else 1
+        left = rng.randint(MARGIN, 16)
+        color = None
+        while True:
+            width = rng.randint(1, 4)
+            if left + width * PATCH > SIDE - MARGIN:
+                break
+            lengths = [width] + [rng.randint(1, width) for _ in range(rows - 1)]
+            lines = tuple("".join(rng.choices(CHARACTERS, k=length)) for length in lengths)
+            others = [name for name in COLORS if name != color]  # so that two neighbours stay two signs
+            color = None if color and rng.random() < 0.15 else rng.choice(others)
+            canvas.write((left, top), lines, color)
+            left += width * PATCH + rng.randint(2 * MARGIN, 14)
+        top += rows * PATCH + rng.randint(2 * MARGIN, 10)
+    canvas.noise()
+    return Scene(canvas.bytes(), [], canvas.labels)
+
+
+def _new_text(rng: Random, alphabet: str, taken: list[str], shortest: int = 2) -> str:
+    while True:
+        text = "".join(rng.choices(alphabet, k=rng.randint(shortest, 4)))
+        clashes = any(text.startswith(other) or other.startswith(text) for other in taken)
+        if not clashes and text not in PROMPT_WORDS:
+            return text
+
+
+class _Canvas:
+    """Float pixels under construction, with the patch labels of what has been written so far."""
+
+    def __init__(self, rng: Random) -> None:
+        self.rng = rng
+        level = rng.randint(90, 170)
+        self.pixels = np.empty((SIDE, SIDE, 3), np.float32)
+        self.pixels[:] = [level + rng.randint(-15, 15) for _ in range(3)]
+        self.labels = np.zeros((len(LABELS), GRID, GRID), np.int64)
+        self.occupied: list[tuple[int, int, int, int]] = []
+
+    def gradient(self) -> None:
+        ramp = np.linspace(-1, 1, SIDE, dtype=np.float32)
+        self.pixels += ramp[None, :, None] * self.rng.uniform(-25, 25)
+        self.pixels += ramp[:, None, None] * self.rng.uniform(-25, 25)
+
+    def boxes(self, count: int) -> None:
+        for _ in range(count):
+            x, y = self.rng.randint(0, SIDE - 10), self.rng.randint(0, SIDE - 10)
+            width, height = self.rng.randint(5, 70), self.rng.randint(3, 40)
+            self.pixels[y : y + height, x : x + width] += self.rng.uniform(-22, 22)
+
+    def noise(self) -> None:
+        x, y = self.rng.randint(0, SIDE), self.rng.randint(0, SIDE)
+        self.pixels += _noise()[y : y + SIDE, x : x + SIDE] * np.float32(self.rng.uniform(0, 6))
+
+    def bytes(self) -> np.ndarray:
+        return np.clip(self.pixels, 0, 255).astype(np.uint8)
+
+    def free_place(self, lines: tuple[str, ...]) -> tuple[int, int] | None:
+        """Top left corner of the text of a new sign, anywhere on the canvas; None when no place was found."""
+        width, height = PATCH * max(map(len, lines)), PATCH * len(lines)
+        for _ in range(60):
+            x = self.rng.randint(MARGIN, SIDE - MARGIN - width)
+            y = self.rng.randint(MARGIN, SIDE - MARGIN - height)
+            box = (x - MARGIN, y - MARGIN, x + width + MARGIN, y + height + MARGIN)
+            if not any(_overlap(box, other) for other in self.occupied):
+                self.occupied.append(box)
+                return x, y
+        return None
+
+    def write(self, place: tuple[int, int], lines: tuple[str, ...], color: str | None) -> None:
+        """Draw the sign (plain text where `color` is None) and label the patches of its characters."""
+        x, y = place
+        width, height = PATCH * max(map(len, lines)), PATCH * len(lines)
+        if color is None:
+            ink = np.full(3, self.rng.choice([60, 200]), np.float32)
+        else:
+            paint = np.clip([value + self.rng.randint(-14, 14) for value in COLORS[color]], 0, 255)
+            self.pixels[y - MARGIN : y + height + MARGIN, x - MARGIN : x + width + MARGIN] = paint
+            luminance = paint @ np.array([0.3, 0.59, 0.11])
+            ink = np.full(3, 250 if luminance < 125 else 10, np.float32)
+        size = self.rng.choice(FONT_SIZES)
+        row, column = (y + PATCH // 2) // PATCH, (x + PATCH // 2) // PATCH
+        for j, line in enumerate(lines):
+            for i, character in enumerate(line):
+                top, left = y + j * PATCH, x + i * PATCH
+                cell = self.pixels[top : top + PATCH, left : left + PATCH]
+                alpha = _glyph(character, size)
+                cell[:] = cell * (1 - alpha) + ink * alpha
+                self.labels[:, row + j, column + i] = (
+                    _code(character),
+                    0 if color is None else 1 + list(COLORS).index(color),
+                    1 + i,
+                    i == len(line) - 1,
+                    _code(line[i - 1]) if i else 0,
+                    _code(lines[j - 1][i]) if j and i < len(lines[j - 1]) else 0,
+                )
+
+
+def _code(character: str) -> int:
+    return 1 + CHARACTERS.index(character)
+
+
+def _overlap(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+@cache
+def _glyph(character: str, size: int) -> np.ndarray:
+    """(PATCH, PATCH, 1) coverage in [0, 1] of one capital letter or digit in Pillow's own font."""
+    image = Image.new("L", (PATCH, PATCH), 0)
+    font = ImageFont.load_default(size=size)
+    ImageDraw.Draw(image).text((PATCH / 2, PATCH / 2 + 0.5), character.upper(), font=font, fill=255, anchor="mm")
+    return np.asarray(image, dtype=np.float32)[..., None] / 255
+
+
+@cache
+def _noise() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((2 * SIDE, 2 * SIDE, 3), dtype=np.float32)

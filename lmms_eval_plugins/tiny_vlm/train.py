@@ -1,0 +1,385 @@
+"""Train the tiny vision-language model from nothing: `python -m lmms_eval_plugins.tiny_vlm.train --out DIR`.
+
+Three stages follow one another in one run: `vision` teaches the tower to read characters, `align` teaches the
+first layers of the language model where a character stands, `questions` teaches it to answer. The same command
+continues after a cut: DIR/state.pt holds all that the next step depends on. The curve is in DIR/log.jsonl; at
+the end the model is in DIR/checkpoint and its accuracy on fresh questions in DIR/accuracy.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import LlavaOnevisionForConditionalGeneration
+
+from lmms_eval_plugins.tiny_vlm.export import export
+from lmms_eval_plugins.tiny_vlm.modeling import (
+    PackedBatch,
+    Packer,
+    answer_logits,
+    build_model,
+    build_tokenizer,
+    grid_view,
+    packed_forward,
+    project,
+)
+from lmms_eval_plugins.tiny_vlm.signs import (
+    CHARACTERS,
+    COLORS,
+    LABELS,
+    draw_packed_scene,
+    draw_scene,
+    questions,
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One leg of the curriculum. `packed_share`: how many of its images are packed with signs (and unasked)."""
+
+    name: str
+    steps: int
+    images: int  # per step
+    packed_share: float
+    questions: int = 0  # per image at most
+    learning_rate: float = 2e-3
+    tower_scale: float = 1.0  # the tower's and projector's share of the learning rate
+    decay_from: float = 0.6  # of the stage, until when the learning rate is constant
+
+
+STAGES = (
+    Stage("vision", steps=1500, images=32, packed_share=0.75),
+    Stage("align", steps=300, images=16, packed_share=0.75),
+    Stage("questions", steps=2800, images=16, packed_share=0.0, questions=8, tower_scale=0.3),
+)
+WARM_UP = 60  # steps
+POST_PROMPT_SHARE = 0.5  # of the batches, those whose questions carry lmms-eval's post prompt
+LAST_LEARNING_RATE = 0.02  # of the peak
+LOG_EVERY = 25  # steps
+NONE_WEIGHT = 0.1  # of a patch without a character in the reading losses
+
+
+class Probes(nn.Module):
+    """Training-time heads over the patches; the exported model does not contain them.
+
+    Characters and colours are read off with the language model's own token embeddings, so that the projector
+    learns to speak its language.
+    """
+
+    def __init__(self, embeddings: nn.Embedding, packer: Packer) -> None:
+        super().__init__()
+        width = embeddings.embedding_dim
+        self.embeddings = [embeddings]  # in a list: not a submodule, it belongs to the model
+        self.characters = [packer.encode(character)[0] for character in CHARACTERS]
+        self.colors = [packer.encode(f" {color}")[0] for color in COLORS]
+        self.none = nn.Linear(width, 4)
+        self.index = nn.Linear(width, 5)
+        self.last = nn.Linear(width, 2)
+        self.left = nn.Linear(width, width)
+        self.above = nn.Linear(width, width)
+
+    def _tied(self, states: Tensor, tokens: list[int], none: Tensor) -> Tensor:
+        """(..., 1 + len(tokens)) logits: "none" first, then the tokens."""
+        logits = F.linear(states, self.embeddings[0].weight[tokens].float())
+        return torch.cat((none, logits), -1)
+
+    def vision_loss(self, features: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Read character, colour and place in the line off each patch. labels (B, len(LABELS), GRID, GRID)."""
+        target = dict(zip(LABELS, labels.flatten(2).unbind(1), strict=True))
+        features = features.float()
+        none = self.none(features)
+        weight = torch.where(target["glyph"] > 0, 1.0, NONE_WEIGHT)
+
+        def loss(logits: Tensor, name: str) -> Tensor:
+            each = F.cross_entropy(logits.flatten(0, 1), target[name].flatten(), reduction="none")
+            return (each * weight.flatten()).sum() / weight.sum()
+
+        glyph = self._tied(features, self.characters, none[..., :1])
+        color = self._tied(features, self.colors, none[..., 1:2])
+        place = loss(self.index(features), "index") + loss(self.last(features), "last")
+        return loss(glyph, "glyph") + loss(color, "color") + 0.5 * place, {
+            "glyph": _accuracy(glyph, target["glyph"], target["glyph"] > 0),
+            "color": _accuracy(color, target["color"], target["color"] > 0),
+        }
+
+    def position_loss(self, hidden: tuple[Tensor, ...], labels: Tensor, start: int) -> tuple[Tensor, dict]:
+        """Name the character to the left after the first layer and the one above after the second."""
+        target = dict(zip(LABELS, labels.flatten(2).unbind(1), strict=True))
+        here = target["glyph"] > 0
+        total, metrics = 0.0, {}
+        for layer, name, head in ((1, "left", self.left), (2, "above", self.above)):
+            states = grid_view(hidden[layer], start)[here].float()
+            states = F.rms_norm(states, states.shape[-1:])
+            none = self.none(states)[:, 1 + layer : 2 + layer]
+            logits = self._tied(head(states), self.characters, none)
+            total = total + F.cross_entropy(logits, target[name][here])
+            metrics[name] = _accuracy(logits, target[name][here], target[name][here] > 0)
+        return total, metrics
+
+
+def _accuracy(logits: Tensor, target: Tensor, where: Tensor) -> float:
+    return (logits.argmax(-1) == target)[where].float().mean().item()
+
+
+class StageData(Dataset):
+    """Step -> that step's batches. Each step has its own seed, so any worker, or a later run, draws the same."""
+
+    def __init__(self, stage: Stage, seed: int, packer: Packer, parts: int) -> None:
+        self.stage, self.seed, self.packer, self.parts = stage, seed, packer, parts
+
+    def __len__(self) -> int:
+        return self.stage.steps
+
+    def __getitem__(self, step: int) -> list[PackedBatch]:
+        rng = Random(f"{self.seed}/{self.stage.name}/{step}")
+        post_prompt = rng.random() < POST_PROMPT_SHARE
+        return [self._part(rng, self.stage.images // self.parts, post_prompt) for _ in range(self.parts)]
+
+    def _part(self, rng: Random, images: int, post_prompt: bool) -> PackedBatch:
+        scenes, asked = [], []
+        for _ in range(images):
+            scene = (draw_packed_scene if rng.random() < self.stage.packed_share else draw_scene)(rng)
+            possible = questions(scene.signs)
+            scenes.append(scene)
+            asked.append(rng.sample(possible, min(len(possible), self.stage.questions)))
+        pixels = torch.from_numpy(np.stack([scene.pixels for scene in scenes])).permute(0, 3, 1, 2)
+        labels = torch.from_numpy(np.stack([scene.labels for scene in scenes]))
+        return self.packer.batch(pixels.contiguous(), asked, labels, post_prompt)
+
+
+def learning_rate(stage: Stage, step: int) -> float:
+    """Linear warm-up, constant, cosine to LAST_LEARNING_RATE of the peak."""
+    warm_up = min(1.0, (step + 1) / WARM_UP)
+    past = max(0.0, (step / stage.steps - stage.decay_from) / (1 - stage.decay_from))
+    cosine = LAST_LEARNING_RATE + (1 - LAST_LEARNING_RATE) * 0.5 * (1 + math.cos(math.pi * past))
+    return stage.learning_rate * warm_up * cosine
+
+
+def build_optimizers(
+    model: LlavaOnevisionForConditionalGeneration, probes: Probes, stage: Stage
+) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the networks, AdamW for embeddings, norms, biases and probes."""
+    tower = {id(p) for m in (model.model.vision_tower, model.model.multi_modal_projector) for p in m.parameters()}
+    muon, adam = defaultdict(list), defaultdict(list)
+    for name, parameter in model.named_parameters():
+        inner = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+        (muon if inner else adam)[stage.tower_scale if id(parameter) in tower else 1.0].append(parameter)
+    adam[1.0] += probes.parameters()
+
+    def groups(by_scale: dict[float, list]) -> list[dict]:
+        return [{"params": parameters, "scale": scale} for scale, parameters in by_scale.items()]
+
+    return [
+        torch.optim.Muon(groups(muon), lr=stage.learning_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(groups(adam), lr=stage.learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+class Trainer:
+    """Model, probes, optimizers and the place in the curriculum, with all of it on disk for a later run."""
+
+    def __init__(self, out: Path, stages: tuple[Stage, ...], seed: int, device: torch.device, workers: int):
+        self.out, self.stages, self.seed, self.device, self.workers = out, stages, seed, device, workers
+        self.tokenizer = build_tokenizer()
+        self.packer = Packer(self.tokenizer)
+        self.model = build_model(self.tokenizer, seed).to(device)
+        self.model.set_attn_implementation("packed")
+        self.probes = Probes(self.model.get_input_embeddings(), self.packer).to(device)
+        self.parameters = [*self.model.parameters(), *self.probes.parameters()]
+        # On a CPU each batch is halved over two threads with one core each: nothing but the sum of their
+        # gradients waits for a busy core.
+        self.parts = 1 if device.type == "cuda" else 2
+        self.pool = ThreadPoolExecutor(self.parts)
+        self.stage_number, self.step, self.seconds = 0, 0, 0.0
+        self.optimizers = build_optimizers(self.model, self.probes, stages[0])
+        self.state_file = out / "state.pt"
+
+    def save(self) -> None:
+        state = {
+            "recipe": (self.seed, self.stages),
+            "place": (self.stage_number, self.step, self.seconds),
+            "model": self.model.state_dict(),
+            "probes": self.probes.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+        temporary = self.state_file.with_suffix(".tmp")
+        torch.save(state, temporary)
+        os.replace(temporary, self.state_file)
+
+    def resume(self) -> None:
+        """Take up the state in `out`. Raises ValueError when it was made with another seed or curriculum."""
+        state = torch.load(self.state_file, map_location=self.device, weights_only=False)
+        if state["recipe"] != (self.seed, self.stages):
+            raise ValueError(f"{self.state_file} was made by another recipe: {state['recipe']}; use an empty --out")
+        self.stage_number, self.step, self.seconds = state["place"]
+        self.model.load_state_dict(state["model"])
+        self.probes.load_state_dict(state["probes"])
+        if self.stage_number < len(self.stages):
+            self.optimizers = build_optimizers(self.model, self.probes, self.stages[self.stage_number])
+            for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(values)
+
+    def run(self, deadline: float, save_every: float = 120.0) -> bool:
+        """Train to the end, True, or until `deadline` (as time.monotonic counts), False. Saves either way."""
+        saved = time.monotonic()
+        while self.stage_number < len(self.stages):
+            stage = self.stages[self.stage_number]
+            averages = _Averages()
+            began = time.monotonic()
+            for batches in self._batches(stage):
+                averages.add(self._train_step(stage, batches))
+                self.step += 1
+                now = time.monotonic()
+                self.seconds += now - began
+                began = now
+                if self.step % LOG_EVERY == 0 or self.step == stage.steps:
+                    self._log({"stage": stage.name, "step": self.step, **averages.take()})
+                if now > deadline or now - saved > save_every:
+                    self.save()
+                    saved = now
+                    if now > deadline:
+                        return False
+            self.stage_number, self.step = self.stage_number + 1, 0
+            if self.stage_number < len(self.stages):
+                self.optimizers = build_optimizers(self.model, self.probes, self.stages[self.stage_number])
+            self.save()
+        return True
+
+    def _batches(self, stage: Stage) -> Iterator[list[PackedBatch]]:
+        data = StageData(stage, self.seed, self.packer, self.parts)
+        loader = DataLoader(
+            data,
+            batch_size=None,
+            sampler=range(self.step, stage.steps),
+            num_workers=self.workers,
+            multiprocessing_context="fork" if self.workers else None,
+            prefetch_factor=4 if self.workers else None,
+        )
+        return iter(loader)
+
+    def _train_step(self, stage: Stage, batches: list[PackedBatch]) -> dict[str, float]:
+        rate = learning_rate(stage, self.step)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group["scale"]
+        metrics = list(self.pool.map(lambda batch: self._backward(stage, batch), batches))
+        norm = nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        merged = defaultdict(list, norm=[norm.item()])
+        for part in metrics:
+            for name, values in part.items():
+                merged[name] += values
+        return merged
+
+    def _backward(self, stage: Stage, batch: PackedBatch) -> dict[str, list[float]]:
+        """Add the gradient of this part of the batch; returns what to log, as lists to be averaged."""
+        batch = batch.to(self.device)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            if stage.name == "vision":
+                features, hidden = project(self.model, batch.pixels), None
+            else:
+                features, hidden = packed_forward(self.model, batch, self.packer.image_start)
+        loss, metrics = self.probes.vision_loss(features, batch.labels)
+        metrics["vision_loss"] = loss.item()
+        scores = {}
+        if hidden is not None:
+            position, seen = self.probes.position_loss(hidden, batch.labels, self.packer.image_start)
+            loss = 0.3 * loss + 0.5 * position
+            metrics |= {"position_loss": position.item(), **seen}
+        if stage.questions:
+            logits, targets = answer_logits(self.model, hidden[-1], batch)
+            answer = F.cross_entropy(logits, targets)
+            loss = loss + answer
+            metrics["answer_loss"] = answer.item()
+            scores = _question_scores(logits.argmax(-1) == targets, batch)
+        (loss / self.parts).backward()
+        return {**{name: [value] for name, value in metrics.items()}, **scores}
+
+    def _log(self, row: dict) -> None:
+        row = {**row, "seconds": round(self.seconds, 1)}
+        with open(self.out / "log.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+
+
+def _question_scores(right: Tensor, batch: PackedBatch) -> dict[str, list[float]]:
+    """kind -> for each question of it, whether every token of the answer was right (given those before it)."""
+    rows, columns = (batch.targets != -100).nonzero(as_tuple=True)
+    wrong = {
+        (row, segment)
+        for row, segment, ok in zip(
+            rows.tolist(), batch.segments[rows, columns].tolist(), right.tolist(), strict=True
+        )
+        if not ok
+    }
+    scores = defaultdict(list)
+    for row, kinds in enumerate(batch.kinds):
+        for segment, kind in enumerate(kinds, start=1):
+            scores[kind].append(float((row, segment) not in wrong))
+    return scores
+
+
+class _Averages:
+    def __init__(self) -> None:
+        self.values = defaultdict(list)
+
+    def add(self, metrics: dict[str, list[float]]) -> None:
+        for name, values in metrics.items():
+            self.values[name] += [value for value in values if not math.isnan(value)]
+
+    def take(self) -> dict[str, float]:
+        averages = {k: round(sum(v) / len(v), 4) for k, v in sorted(self.values.items()) if v}
+        self.values.clear()
+        return averages
+
+
+def scaled(stages: tuple[Stage, ...], scale: float) -> tuple[Stage, ...]:
+    return tuple(replace(stage, steps=max(2, round(stage.steps * scale))) for stage in stages)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for state, log and the finished model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--scale", type=float, default=1.0, help="length of all stages, as a share of the recipe's")
+    parser.add_argument("--workers", type=int, default=1, help="processes that draw images; a GPU needs about 14")
+    parser.add_argument("--nice", type=int, default=10, help="how far to lower the priority on a CPU")
+    parser.add_argument("--max-minutes", type=float, default=math.inf, help="stop then; the same command continues")
+    arguments = parser.parse_args()
+
+    device = torch.device(arguments.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # per part of the batch, see Trainer
+        os.nice(arguments.nice)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(
+        arguments.out, scaled(STAGES, arguments.scale), arguments.seed, device, arguments.workers
+    )
+    if trainer.state_file.exists():
+        trainer.resume()
+    if not trainer.run(deadline=time.monotonic() + 60 * arguments.max_minutes):
+        print(f"stopped after {arguments.max_minutes} minutes; the same command continues")
+        return
+    export(trainer.model, trainer.tokenizer, arguments.out / "checkpoint")
+
+
+if __name__ == "__main__":
+    main()
