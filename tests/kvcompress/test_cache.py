@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 import torch
 
@@ -20,6 +22,13 @@ def test_the_whole_prompt_is_freed_after_compression():
     for layer in cache.layers:
         assert layer.staged is None
         assert layer.keys.untyped_storage().nbytes() == 20 * 2 * 16 * 4
+
+
+def test_nothing_else_keeps_the_whole_prompt_alive():
+    cache, _ = prompt([197], method="snapkv", ratio=0.1)
+    alive = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == (1, 2, 197, 16)]
+    assert not alive
+    assert cache.layers[0].stored == 20
 
 
 def test_room_is_allocated_once_and_no_decoded_token_copies_the_layer():
