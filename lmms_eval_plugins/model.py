@@ -12,13 +12,13 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
 from lmms_eval.api.model import lmms
 from lmms_eval.models.model_utils.gen_metrics import log_metrics
@@ -76,9 +76,12 @@ class KVCompressLM(lmms):
         """`arguments` as in docs/model-args.md. Raises KVCompressError for a wrong one, before anything is loaded."""
         super().__init__()
         self.args, self.cell = parse_arguments(**arguments)
+        # Starts the process group where there are several processes. Its own count is not used: without a GPU it says
+        # one process, although the group is there.
         self.accelerator = Accelerator()
-        self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
-        self.device = _device(self.args, self.accelerator)
+        if torch.distributed.is_initialized():
+            self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.device = _device(self.args, self.world_size)
         self.model, self.processor = _load(self.args, self.device)
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
         self.has_vision = self.tokenizer is not self.processor
@@ -99,8 +102,11 @@ class KVCompressLM(lmms):
 
     def gather_rows(self) -> list[dict[str, Any]]:
         """The rows of all ranks, the same list on each, sorted by task and document. All ranks must call it."""
-        rows = gather_object(self.rows) if self.world_size > 1 else self.rows
-        return sorted(rows, key=lambda row: (row["task"], row["doc_id"]))
+        ranks = [self.rows]
+        if self.world_size > 1:
+            ranks = [[] for _ in range(self.world_size)]
+            torch.distributed.all_gather_object(ranks, self.rows)
+        return sorted(chain.from_iterable(ranks), key=lambda row: (row["task"], row["doc_id"]))
 
     # -- what lmms-eval asks for ----------------------------------------------------------------------------------
 
@@ -303,7 +309,7 @@ def write_rows(rows: Iterable[dict[str, Any]], path: Path) -> None:
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
-def _device(args: ModelArguments, accelerator: Accelerator) -> torch.device:
+def _device(args: ModelArguments, world_size: int) -> torch.device:
     """Where this rank's model goes: the device asked for, or this rank's GPU, or the CPU."""
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -314,11 +320,11 @@ def _device(args: ModelArguments, accelerator: Accelerator) -> torch.device:
         raise KVCompressError(
             f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA GPUs; device=cpu runs without one"
         )
-    if accelerator.num_processes > 1:
+    if world_size > 1:
         if args.device_map is not None:
             raise KVCompressError(f"device_map={args.device_map!r} with several processes: each has one device")
         if device.type == "cuda":
-            return torch.device("cuda", accelerator.local_process_index)
+            return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return device
 
 
@@ -366,9 +372,7 @@ def _set_up_processor(args: ModelArguments, processor: Any) -> None:
     """Chat template, padding side and image size, in place."""
     if args.chat_template == "plain":
         if hasattr(processor, "tokenizer"):
-            raise KVCompressError(
-                "chat_template=plain is for text-only models: images need a template with placeholders"
-            )
+            raise KVCompressError("chat_template=plain is for text-only models: images need placeholders in the prompt")
         processor.chat_template = PLAIN_TEMPLATE
     elif args.chat_template is not None:
         if not Path(args.chat_template).is_file():

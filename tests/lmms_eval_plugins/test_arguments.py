@@ -55,7 +55,7 @@ def test_a_relative_measurements_path_is_fixed_at_the_start(monkeypatch, tmp_pat
 
 
 def test_pretrained_is_required():
-    with pytest.raises(KVCompressError, match="pretrained= is missing.*tiny"):
+    with pytest.raises(KVCompressError, match=r"pretrained= is missing.*tiny"):
         parse_arguments(method="snapkv", ratio=0.2)
 
 

@@ -16,6 +16,7 @@ def test_entry_point_gives_a_chat_model_that_lmms_eval_accepts():
 
 
 def test_manifests_import_neither_torch_nor_transformers():
-    code = "import sys, lmms_eval_plugins.manifests as m; m.manifests(); print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys; from lmms_eval_plugins.manifests import manifests; manifests()"
+    code += "; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("set()"), done.stdout
