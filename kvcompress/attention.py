@@ -55,12 +55,29 @@ def compressed_attention(
     layer = getattr(key, "kv_layer", None)
     if layer is None:  # no cache, or a layer that keeps transformers' own storage
         return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if not layer.is_prompt:
-        attention_mask = base_mask_format(base, layer.mask(query.shape[2]), query.dtype)
-    result = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if layer.staged is not None:
-        layer.compress(query, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if layer.is_prompt:
+        result = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    else:
+        result = attend_to_kept(base, attend, module, query, key, value, layer, scaling=scaling, **kwargs)
+    layer.after_attention(query, query.shape[-1] ** -0.5 if scaling is None else scaling)
     return result
+
+
+def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, key, value, layer, **kwargs):
+    """The base implementation over what a layer kept, under the layer's mask; arguments and result as above."""
+    mask = layer.mask(query.shape[2])  # (batch, 1 or kv_heads, queries, keys)
+    if mask is None or mask.shape[1] == 1:
+        return attend(module, query, key, value, base_mask_format(base, mask, query.dtype), **kwargs)
+    batch, kv_heads = key.shape[:2]
+    if "flash" not in base:
+        mask = mask.repeat_interleave(query.shape[1] // kv_heads, dim=1)
+        return attend(module, query, key, value, base_mask_format(base, mask, query.dtype), **kwargs)
+    # Flash attention takes the padding of a sequence, not of a head: each KV head becomes a sequence of its own.
+    query = query.reshape(batch * kv_heads, -1, *query.shape[2:])
+    key, value = key.flatten(0, 1).unsqueeze(1), value.flatten(0, 1).unsqueeze(1)
+    mask = base_mask_format(base, mask.flatten(0, 1).unsqueeze(1), query.dtype)
+    output, _ = attend(module, query, key, value, mask, **kwargs)  # (batch * kv_heads, queries, groups, head_dim)
+    return output.unflatten(0, (batch, kv_heads)).transpose(1, 2).flatten(2, 3), None
 
 
 def base_attention(base: str, module: torch.nn.Module) -> Callable:
@@ -83,7 +100,7 @@ def call_as(base: str, attend: Callable, module: torch.nn.Module, *args, **kwarg
 
 
 def base_mask_format(base: str, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """The layer's bool mask (batch, 1, queries, keys) as `base` wants it."""
+    """The layer's bool mask (batch, 1 or heads, queries, keys) as `base` wants it."""
     if mask is None or base == "sdpa":
         return mask
     if "flash" in base:  # causal by itself, aligned to the right; takes the padding of keys only

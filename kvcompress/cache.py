@@ -1,16 +1,20 @@
-"""Where the kept entries live: `CompressedCache`, a transformers cache, and its layers."""
+"""The life of a prompt in the cache: `CompressedCache`, a transformers cache, and its layers.
+
+How entries are laid out in memory is in storage.py, which of them stay is the cluster's choice.
+"""
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from .budget import Budget
-from .clusters.base import KVCluster, Prompt, make_cluster, method_info
+from .clusters.base import Kept, Prompt
 from .errors import KVCompressError
+from .policy import Policy, make_policy
 from .scoring import pad_columns
+from .storage import DenseStorage, Storage, store
 from .vision import vision_token_mask
 
 
@@ -19,12 +23,14 @@ class Chunk:
     """The tokens of one forward pass that will be compressed: a prompt, or a second prompt on a filled cache.
 
     Attributes:
+        columns: width of the batch.
         lengths: real tokens of each row.
-        padding: LongTensor (batch,) of left pad columns per row, or None where no row has any.
+        padding: LongTensor (batch, 1) of left pad columns per row, or None where no row has any.
         vision: bool (batch, columns) at vision tokens, or None where only embeddings are known.
         row_seeds: a checksum of each row's real tokens.
     """
 
+    columns: int
     lengths: list[int]
     padding: torch.Tensor | None
     vision: torch.Tensor | None
@@ -45,56 +51,71 @@ class Chunk:
         lengths = [columns] * batch if mask is None else mask.sum(1).tolist()
         padding = None
         if min(lengths) < columns:
-            padding = columns - torch.tensor(lengths, device=mask.device)
-            if not torch.equal(mask, ~pad_columns(padding, columns)):
+            padding = columns - torch.tensor(lengths, device=mask.device)[:, None]
+            if not torch.equal(mask, ~pad_columns(padding, columns)[:, 0]):
                 raise KVCompressError("the attention mask is not left-padded: set padding_side='left'")
         if input_ids is None:
-            return cls(lengths, padding, None, (0,) * batch)
+            return cls(columns, lengths, padding, None, (0,) * batch)
         rows = input_ids.cpu().numpy()
         seeds = tuple(zlib.crc32(row[columns - n :].tobytes()) for row, n in zip(rows, lengths, strict=True))
-        return cls(lengths, padding, vision_token_mask(config, input_ids), seeds)
+        return cls(columns, lengths, padding, vision_token_mask(config, input_ids), seeds)
+
+
+def right_aligned(kept: Kept) -> Kept:
+    """The same entries with all unused slots, which may stand anywhere, at the front."""
+    order = kept.indices.argsort(dim=-1, stable=True)
+    rows = order.unsqueeze(-1)
+    return Kept(
+        kept.keys.gather(2, rows.expand(-1, -1, -1, kept.keys.shape[3])),
+        kept.values.gather(2, rows.expand(-1, -1, -1, kept.values.shape[3])),
+        kept.indices.gather(2, order),
+    )
 
 
 class CompressedLayer(CacheLayerMixin):
-    """One layer's kept entries, at KV-head granularity, in a buffer with room for the tokens to come.
+    """One layer: stages a prompt, lets the cluster choose, stores the choice, writes decoded tokens behind it.
 
     A prompt pass has two steps. `update` only stages the new states and returns everything that is attended over;
-    after the attention, `compress` lets the cluster choose and stores its choice. A decoded token is written in
-    place behind the entries.
+    after the attention, `compress` lets the cluster choose and stores its choice: the full prompt's keys and values
+    of a layer are freed as soon as that layer is done.
 
     Attributes:
-        keys, values: (batch, kv_heads, stored, head_dim), views of the buffers.
+        storage: what is kept, None before the first prompt.
         seen: tokens seen, per row and including pads: the true position of the next token.
-        indices: LongTensor (batch, kv_heads, slots) with the column that each of the first slots holds, ascending, -1
-            in an unused slot; None means column = slot. Slots behind them hold the columns from `indexed` on.
-        visible: bool (batch, capacity), False at slots that hold nothing of their row; None where there is no such.
+        staged: keys and values of the prompt that is being processed.
+        chunk: what is known of that prompt; the cache sets it before the forward pass.
     """
 
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, layer_idx: int, num_layers: int, cluster: KVCluster, budget: Budget, room: int | None):
+    def __init__(self, layer_idx: int, num_layers: int, policy: Policy, room: int | None):
         super().__init__()
-        self.layer_idx, self.num_layers = layer_idx, num_layers
-        self.cluster, self.budget, self.room = cluster, budget, room
+        self.layer_idx, self.num_layers, self.policy, self.room = layer_idx, num_layers, policy, room
         self.reset()
 
     def reset(self) -> None:
-        self.keys = self.values = None
-        self.key_buffer = self.value_buffer = None
-        self.indices = self.visible = None
+        self.keys = self.values = None  # transformers' names; the entries are in `storage`
+        self.storage: Storage | None = None
         self.staged: tuple[torch.Tensor, torch.Tensor] | None = None
         self.chunk: Chunk | None = None
-        self.stored = self.seen = self.indexed = 0
+        self.seen = self.decoded = self.prompt_columns = 0
+        self.recent_queries: list[torch.Tensor] = []
+        self.row_seeds: tuple[int, ...] = ()
         self.prompt_lengths: list[int] = []
         self.prompt_kept: torch.Tensor | None = None
         self.is_initialized = False
 
-    # -- what transformers asks of a layer ------------------------------------------------------------------------
+    # -- what transformers asks of a layer
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
+
+    @property
+    def stored(self) -> int:
+        """Slots in use of the row and head that keeps most."""
+        return 0 if self.storage is None else self.storage.length
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -116,20 +137,23 @@ class CompressedLayer(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.seen += key_states.shape[2]
+        new = key_states.shape[2]
+        self.seen += new
         if self.chunk is not None:
             self.staged = (key_states, value_states)
-            if self.stored:
-                key_states = torch.cat([self.keys, key_states], dim=2)
-                value_states = torch.cat([self.values, value_states], dim=2)
-        elif self.stored:
-            self._append(key_states, value_states)
-            key_states, value_states = self.keys, self.values
+            if self.storage is not None:
+                old = self.storage.read()
+                key_states = torch.cat([old[0], key_states], dim=2)
+                value_states = torch.cat([old[1], value_states], dim=2)
+        elif self.storage is not None:
+            self.storage.append(key_states, value_states)
+            self.decoded += new
+            key_states, value_states = self.storage.read()
         else:
             raise KVCompressError(
                 "a CompressedCache was given to a model that is not inside kvcompress.compress(...) or attach(...)"
             )
-        # The attention function receives these very objects: this is how it finds its layer.
+        # The attention function receives this very object: this is how it finds its layer.
         key_states = key_states.view_as(key_states)
         key_states.kv_layer = self
         return key_states, value_states
@@ -138,153 +162,191 @@ class CompressedLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.stored:
-            self.batch_select_indices(torch.arange(self.keys.shape[0]).repeat_interleave(repeats))
+        if self.storage is not None:
+            rows = torch.arange(len(self.prompt_lengths))
+            self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order."""
-        if not self.stored:
+        if self.storage is None:
             return
         indices = indices.to(self.device)
-        for name in ("key_buffer", "value_buffer", "indices", "visible", "prompt_kept"):
-            if (tensor := getattr(self, name)) is not None:
-                setattr(self, name, tensor[indices])
-        self.prompt_lengths = [self.prompt_lengths[row] for row in indices.tolist()]
-        self._set_views()
+        self.storage.select(indices)
+        self.prompt_kept = self.prompt_kept[indices]
+        self.recent_queries = [queries[indices] for queries in self.recent_queries]
+        rows = indices.tolist()
+        self.prompt_lengths = [self.prompt_lengths[row] for row in rows]
+        self.row_seeds = tuple(self.row_seeds[row] for row in rows)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens; only decoded ones can be."""
         removed = abs(tokens_to_remove)
-        if removed > self.seen - self.indexed:
+        if removed > self.decoded:
             raise KVCompressError(
-                f"cannot crop {removed} tokens: only the {self.seen - self.indexed} decoded since the last prompt "
-                "can be taken back, what was evicted is gone"
+                f"cannot crop {removed} tokens: only the {self.decoded} decoded since the last prompt or eviction can "
+                "be taken back, what was evicted is gone"
             )
-        self.stored, self.seen = self.stored - removed, self.seen - removed
-        self._set_views()
+        self.storage.drop_last(removed)
+        self.seen -= removed
+        self.decoded -= removed
 
-    # -- prompt pass ----------------------------------------------------------------------------------------------
+    # -- what the attention function asks of a layer
 
     @property
     def is_prompt(self) -> bool:
         """True while the first prompt is staged: nothing is stored before it, so the model's own mask is right."""
-        return self.staged is not None and not self.stored
-
-    def compress(self, queries: torch.Tensor, scaling: float) -> None:
-        """Store what the cluster keeps of the staged prompt. `queries`: (batch, heads, new, head_dim), rotated."""
-        (keys, values), chunk = self.staged, self.chunk
-        self.staged = self.chunk = None
-        padding = None if chunk.padding is None else chunk.padding.to(keys.device)
-        budgets = [self.budget(length) for length in chunk.lengths]
-        first_column = self.seen - keys.shape[2]
-        if budgets == chunk.lengths:  # nothing to drop: pads stay too, so that every shape is the full cache's
-            visible = None
-            if padding is not None:
-                visible = ~pad_columns(padding, keys.shape[2])
-            kept = torch.tensor(chunk.lengths, device=keys.device)
-            indices = None
-        else:
-            prompt = Prompt(
-                self.layer_idx, self.num_layers, chunk.lengths, budgets, scaling, padding,
-                None if chunk.vision is None else chunk.vision.to(keys.device), chunk.row_seeds,
-            )  # fmt: skip
-            result = self.cluster.update_kv(queries, keys, values, prompt)
-            keys, values, indices = result.keys, result.values, result.indices
-            visible = indices[:, 0] >= 0 if min(budgets) < max(budgets) else None
-            kept = (indices >= 0).sum(2).float().mean(1)
-        self._store(keys, values, indices, visible, first_column)
-        self.prompt_kept = kept if self.prompt_kept is None else self.prompt_kept + kept
-        self.prompt_lengths = [
-            a + b for a, b in zip(self.prompt_lengths or [0] * len(budgets), chunk.lengths, strict=True)
-        ]
+        return self.staged is not None and self.storage is None
 
     def mask(self, query_length: int) -> torch.Tensor | None:
         """What `query_length` new queries may see of the stored entries and of themselves.
 
         Returns:
-            bool (batch, 1, query_length, keys), True = attend; None where every query sees every key.
+            bool (batch, 1 or kv_heads, query_length, keys), True = attend; None where every query sees every key.
         """
+        visible = self.storage.visible()
         if self.staged is None:  # decode: the new token is stored already
-            return None if self.visible is None else self.visible[:, None, None, : self.stored]
-        batch = self.keys.shape[0]
-        old = torch.ones(batch, self.stored, dtype=torch.bool, device=self.device)
-        if self.visible is not None:
-            old = self.visible[:, : self.stored]
+            return None if visible is None else visible[:, :, None]
+        batch = len(self.chunk.lengths)
+        if visible is None:
+            visible = torch.ones(batch, 1, self.stored, dtype=torch.bool, device=self.device)
         new = torch.ones(query_length, query_length, dtype=torch.bool, device=self.device).tril()
-        new = new.expand(batch, 1, -1, -1)
+        new = new.expand(batch, visible.shape[1], -1, -1)
         if self.chunk.padding is not None:
             # A pad query sees itself, so that its softmax is defined; nobody reads its output.
             itself = torch.eye(query_length, dtype=torch.bool, device=self.device)
             pads = pad_columns(self.chunk.padding.to(self.device), query_length)
-            new = new & ~pads[:, None, None] | itself
-        return torch.cat([old[:, None, None].expand(-1, 1, query_length, -1), new], dim=-1)
+            new = new & ~pads[:, :, None] | itself
+        return torch.cat([visible[:, :, None].expand(-1, -1, query_length, -1), new], dim=-1)
 
-    # -- storage --------------------------------------------------------------------------------------------------
+    def after_attention(self, queries: torch.Tensor, scaling: float) -> None:
+        """Compress a staged prompt; while decoding, evict when it is time. `queries`: (batch, heads, new, head_dim)."""
+        if self.staged is not None:
+            self._compress(queries, scaling)
+        elif self.policy.decode is not None:
+            self._remember(queries)
+            if self.decoded >= self.policy.decode_interval:
+                self._evict(scaling)
 
-    def _store(self, keys, values, indices, visible, first_column: int) -> None:
-        """Put a compressed chunk, whose columns start at `first_column`, behind what is stored."""
-        if indices is not None or self.stored:
-            if indices is None:
-                indices = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
-                if visible is not None:
-                    indices = indices.masked_fill(~visible[:, None], -1)
-            indices = torch.where(indices < 0, -1, indices + first_column)
-            indices = torch.cat([self.columns(), indices], dim=2) if self.stored else indices
-        old, new = self.stored, keys.shape[2]
-        self._append(keys, values)
-        if visible is not None:
-            if self.visible is None:
-                self.visible = torch.ones(keys.shape[0], self.key_buffer.shape[2], dtype=torch.bool, device=keys.device)
-            self.visible[:, old : old + new] = visible
-        self.indices = None if indices is None else indices.to(torch.int32)
-        self.indexed = self.seen
+    # -- compression
 
-    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write states (batch, kv_heads, new, head_dim) behind the stored ones; grow where there is no room."""
-        end = self.stored + keys.shape[2]
-        if self.key_buffer is None or end > self.key_buffer.shape[2]:
-            # Without a known answer length: an eighth more, so that a token costs a constant number of copies.
-            first, room = self.key_buffer is None, max(32, end // 8)
-            self._grow(end + (self.room if first and self.room is not None else room), keys, values)
-        self.key_buffer[:, :, self.stored : end] = keys
-        self.value_buffer[:, :, self.stored : end] = values
-        self.stored = end
-        self._set_views()
-
-    def _grow(self, capacity: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        def larger(buffer, like):
-            grown = like.new_empty(*like.shape[:2], capacity, like.shape[3])
-            if buffer is not None:
-                grown[:, :, : self.stored] = buffer[:, :, : self.stored]
-            return grown
-
-        self.key_buffer, self.value_buffer = larger(self.key_buffer, keys), larger(self.value_buffer, values)
-        if self.visible is not None:
-            grown = self.visible.new_ones(self.visible.shape[0], capacity)
-            grown[:, : self.stored] = self.visible[:, : self.stored]
-            self.visible = grown
-
-    def _set_views(self) -> None:
-        self.keys = self.key_buffer[:, :, : self.stored]
-        self.values = self.value_buffer[:, :, : self.stored]
-
-    def columns(self) -> torch.Tensor:
-        """The column that each slot holds: LongTensor (batch, kv_heads, stored), -1 in an unused slot."""
-        shape = self.keys.shape[:2]
-        if self.indices is None:
-            columns = torch.arange(self.stored, device=self.device).expand(*shape, -1)
+    def _compress(self, queries: torch.Tensor, scaling: float) -> None:
+        """Store what the cluster keeps of the staged prompt."""
+        (keys, values), chunk = self.staged, self.chunk
+        self.staged = self.chunk = None
+        budgets = [self.policy.budget(length) for length in chunk.lengths]
+        padding = None if chunk.padding is None else chunk.padding.to(keys.device)
+        first = self.seen - chunk.columns
+        if budgets == chunk.lengths and (self.storage is None or self._is_whole):
+            # Nothing to drop: pads stay too, so that every shape is that of transformers' own cache.
+            pads = None if padding is None else pad_columns(padding, chunk.columns)[:, 0]
+            self._store_whole(keys, values, pads)
+            kept = torch.tensor(chunk.lengths, device=keys.device, dtype=torch.float32)
         else:
-            decoded = torch.arange(self.stored - self.indices.shape[2], device=self.device) + self.indexed
-            columns = torch.cat([self.indices.long(), decoded.expand(*shape, -1)], dim=2)
-        if self.visible is not None:
-            columns = columns.masked_fill(~self.visible[:, None, : self.stored], -1)
-        return columns
+            prompt = Prompt(
+                layer_idx=self.layer_idx,
+                num_layers=self.num_layers,
+                lengths=chunk.lengths,
+                budgets=budgets,
+                scaling=scaling,
+                padding=padding,
+                vision=None if chunk.vision is None else chunk.vision.to(keys.device),
+                row_seeds=chunk.row_seeds,
+                head_budget=self.policy.head_budget,
+                safeguard=self.policy.engine.safeguard,
+            )
+            result = self._update_kv(queries, keys, values, prompt)
+            kept = (result.indices >= 0).sum(2).float().mean(1)
+            indices = torch.where(result.indices < 0, -1, result.indices + first)
+            uniform = padding is None and prompt.head_budget == "uniform"
+            self._store(Kept(result.keys, result.values, indices), first, uniform)
+        self.prompt_kept = kept if self.prompt_kept is None else self.prompt_kept + kept
+        before = self.prompt_lengths or [0] * len(budgets)
+        self.prompt_lengths = [a + b for a, b in zip(before, chunk.lengths, strict=True)]
+        self.prompt_columns += chunk.columns
+        self.row_seeds = chunk.row_seeds
+        self.decoded, self.recent_queries = 0, []
+        if self.policy.decode is not None:
+            self._remember(queries)
+
+    def _update_kv(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> Kept:
+        cluster = self.policy.cluster
+        prompt = replace(prompt, budgets=cluster.layer_budgets(prompt))
+        return cluster.update_kv(queries, keys, values, prompt)
+
+    def _evict(self, scaling: float) -> None:
+        """Bring the stored entries, decoded ones included, back to the decode budget."""
+        kept = self.storage.kept(self.seen)
+        used = kept.indices >= 0
+        entries = used.sum(-1).amax(1).tolist()
+        answer = self.seen - self.prompt_columns
+        tokens = [length + answer for length in self.prompt_lengths]  # of each row, evicted ones included
+        budgets = [min(self.policy.decode(n), held) for n, held in zip(tokens, entries, strict=True)]
+        self.decoded = 0
+        if budgets == entries:
+            return
+        prompt = Prompt(
+            layer_idx=self.layer_idx,
+            num_layers=self.num_layers,
+            lengths=entries,
+            budgets=budgets,
+            scaling=scaling,
+            padding=(~used).sum(-1),
+            row_seeds=self.row_seeds,
+            head_budget=self.policy.head_budget,
+            safeguard=self.policy.engine.safeguard,
+            columns=kept.indices,
+            seen=self.seen,
+            tokens=tuple(tokens),
+        )
+        queries = torch.cat(self.recent_queries, dim=2) if self.recent_queries else None
+        result = self._update_kv(queries, kept.keys, kept.values, prompt)
+        columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
+        self.storage = store(Kept(result.keys, result.values, columns), self.policy.decode_interval, uniform=False)
+
+    def _remember(self, queries: torch.Tensor) -> None:
+        """Keep the last rotated queries, as many as the cluster scores with."""
+        window = self.policy.cluster.query_window
+        if not window:
+            return
+        self.recent_queries.append(queries[:, :, -window:])
+        if len(self.recent_queries) > 2 * window:
+            self.recent_queries = [torch.cat(self.recent_queries, dim=2)[:, :, -window:]]
+
+    # -- storage
+
+    @property
+    def _is_whole(self) -> bool:
+        return isinstance(self.storage, DenseStorage) and self.storage.is_whole
+
+    def _store_whole(self, keys: torch.Tensor, values: torch.Tensor, pads: torch.Tensor | None) -> None:
+        if self.storage is not None:
+            hidden = self.storage.visible()
+            if hidden is not None or pads is not None:
+                empty = torch.zeros(len(keys), self.stored, dtype=torch.bool, device=keys.device)
+                before = empty if hidden is None else ~hidden[:, 0]
+                pads = torch.cat([before, keys.new_zeros(len(keys), keys.shape[2]).bool() if pads is None else pads], 1)
+            old = self.storage.read()
+            keys, values = torch.cat([old[0], keys], dim=2), torch.cat([old[1], values], dim=2)
+        self.storage = DenseStorage(keys, values, None, pads, self.room)
+
+    def _store(self, kept: Kept, first: int, uniform: bool) -> None:
+        """Put a compressed chunk, whose columns begin at `first`, behind what is stored."""
+        if self.storage is not None:
+            old = self.storage.kept(first)
+            joined = Kept(
+                torch.cat([old.keys, kept.keys], dim=2),
+                torch.cat([old.values, kept.values], dim=2),
+                torch.cat([old.indices, kept.indices], dim=2),
+            )
+            kept = right_aligned(joined)
+            uniform = False
+        self.storage = store(kept, self.room, uniform)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, spare room and index included."""
-        tensors = (self.key_buffer, self.value_buffer, self.indices, self.visible)
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
+        tensors = [] if self.storage is None else self.storage.tensors()
+        return sum(tensor.untyped_storage().nbytes() for tensor in [*tensors, *self.recent_queries])
 
 
 class CompressedCache(DynamicCache):
@@ -298,7 +360,7 @@ class CompressedCache(DynamicCache):
         method: name of a registered method; None is `full`.
         ratio, budget: what is kept, see `Budget`; neither is needed for `full`.
         max_new_tokens: tokens to come that get room at once; without it, room grows by an eighth when it is used up.
-        options: the method's options.
+        options: the method's options and the engine's, see `kvcompress.policy.Engine`.
     """
 
     def __init__(
@@ -310,12 +372,12 @@ class CompressedCache(DynamicCache):
         max_new_tokens: int | None = None,
         **options: object,
     ):
-        cluster, limit = make_cluster(method, **options), method_budget(method, ratio, budget)
+        self.policy = make_policy(method, ratio, budget, **options)
         super().__init__(config=config)
         self.config = config
         for layer_idx, layer in enumerate(self.layers):
             if type(layer) is DynamicLayer:
-                self.layers[layer_idx] = CompressedLayer(layer_idx, len(self.layers), cluster, limit, max_new_tokens)
+                self.layers[layer_idx] = CompressedLayer(layer_idx, len(self.layers), self.policy, max_new_tokens)
         if not self.compressed_layers:
             raise KVCompressError(f"a {config.model_type} model has no layer with full attention: nothing to compress")
 
@@ -358,9 +420,9 @@ class CompressedCache(DynamicCache):
         layer = self.layers[layer_idx]
         if not isinstance(layer, CompressedLayer):
             raise KVCompressError(f"layer {layer_idx} is not compressed: it is a {type(layer).__name__}")
-        if not layer.stored:
+        if layer.storage is None:
             raise KVCompressError(f"layer {layer_idx} has not seen a prompt yet")
-        return [[head[head >= 0].cpu() for head in row] for row in layer.columns()]
+        return [[head[head >= 0].cpu() for head in row] for row in layer.storage.columns(layer.seen)]
 
     def realised_ratios(self) -> list[list[float]]:
         """Fraction of each row's real prompt tokens that was kept, mean over KV heads: [compressed layer][row]."""
@@ -368,15 +430,3 @@ class CompressedCache(DynamicCache):
             [kept / length for kept, length in zip(layer.prompt_kept.tolist(), layer.prompt_lengths, strict=True)]
             for layer in self.compressed_layers
         ]
-
-
-def method_budget(method: str | None, ratio: float | None, budget: int | None) -> Budget:
-    """The budget of a method. `full` keeps all, so it takes no other; every other method needs one."""
-    name = method_info(method).name
-    if name != "full":
-        if ratio is None and budget is None:
-            raise KVCompressError(f"method {name!r} needs ratio= (fraction kept, in (0, 1]) or budget= (entries kept)")
-        return Budget(ratio, budget)
-    if budget is not None or ratio not in (None, 1):
-        raise KVCompressError(f"method 'full' compresses nothing: ratio={ratio}, budget={budget} cannot be honoured")
-    return Budget(ratio=1.0)

@@ -11,9 +11,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from .attention import PREFIX, register_attention
-from .cache import CompressedCache, method_budget
-from .clusters.base import make_cluster
+from .cache import CompressedCache
 from .errors import KVCompressError
+from .policy import make_policy
 
 
 def compress(
@@ -38,13 +38,12 @@ def compress(
         ratio: fraction of each prompt's KV entries that is kept, in (0, 1].
         budget: in place of `ratio`, the entries kept per layer and KV head.
         max_new_tokens: tokens to come that get room at once; see `CompressedCache`.
-        options: the method's own options.
+        options: the method's own options and the engine's, see `kvcompress.policy.Engine`.
 
     Raises:
         KVCompressError: at once, for an unknown method or option, a ratio out of range or an unsupported model.
     """
-    make_cluster(method, **options)
-    method_budget(method, ratio, budget)
+    make_policy(method, ratio, budget, **options)
     new_cache = {
         "method": method,
         "ratio": ratio,

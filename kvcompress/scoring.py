@@ -1,7 +1,8 @@
 """Score primitives that the methods share. Shapes: q (batch, heads, queries, head_dim), k and v
 (batch, kv_heads, keys, head_dim), scores (batch, kv_heads, keys); a higher score is kept longer.
 
-Padding is on the left: `padding` is None or a LongTensor (batch,) with the number of pad columns of each row.
+Padding is on the left: `padding` is None or a LongTensor (batch, 1 or kv_heads) with the number of leading columns
+that hold nothing.
 """
 
 import torch
@@ -9,8 +10,8 @@ import torch.nn.functional as F
 
 
 def pad_columns(padding: torch.Tensor, columns: int) -> torch.Tensor:
-    """True at pad columns: bool (batch, columns)."""
-    return torch.arange(columns, device=padding.device) < padding[:, None]
+    """True at pad columns: bool (batch, 1 or kv_heads, columns)."""
+    return torch.arange(columns, device=padding.device) < padding[..., None]
 
 
 def window_attention(
@@ -19,11 +20,18 @@ def window_attention(
     window: int,
     scaling: float,
     padding: torch.Tensor | None = None,
+    key_columns: torch.Tensor | None = None,
+    seen: int | None = None,
 ) -> torch.Tensor:
     """Causal attention weights of the last `window` queries over all keys, in fp32.
 
     Only `window` rows are computed, so memory is linear in the prompt; queries are grouped onto their KV head
     without repeating the keys.
+
+    Args:
+        padding: see the module.
+        key_columns, seen: while decoding, the column of the sequence that each key comes from
+            (batch, kv_heads, keys) and the number of columns seen; without them keys and queries are one prompt.
 
     Returns:
         (batch, kv_heads, groups, window, keys); rows of pad queries are zero. `window` shrinks to the number of
@@ -35,15 +43,20 @@ def window_attention(
     recent = queries[:, :, -window:].float().reshape(batch, kv_heads, groups * window, head_dim)
     logits = recent @ keys.float().transpose(2, 3) * scaling
     logits = logits.view(batch, kv_heads, groups, window, columns)
-    # The last `window` columns are causal among themselves; everything before them is visible.
-    future = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
-    logits[..., -window:].masked_fill_(future, float("-inf"))
+    if key_columns is None:  # the last `window` columns are causal among themselves; all before them is visible
+        future = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
+        logits[..., -window:].masked_fill_(future, float("-inf"))
+    else:
+        query_columns = torch.arange(seen - window, seen, device=keys.device)
+        future = key_columns[:, :, None, :] > query_columns[:, None]
+        logits.masked_fill_(future[:, :, None], float("-inf"))
     if padding is None:
         return logits.softmax(-1)
-    pads = pad_columns(padding, columns)[:, None, None, None, :]
+    pads = pad_columns(padding, columns)[:, :, None, None, :]
     weights = logits.masked_fill_(pads, float("-inf")).softmax(-1)
-    pad_queries = pads[..., -window:].transpose(3, 4)
-    return weights.masked_fill_(pad_queries, 0.0)  # also clears the NaN of a pad query, which sees no key
+    if key_columns is None:
+        weights.masked_fill_(pads[..., -window:].transpose(3, 4), 0.0)
+    return weights.nan_to_num_(0.0)  # a pad query sees no key
 
 
 def pool_scores(scores: torch.Tensor, kernel_size: int, mode: str) -> torch.Tensor:
@@ -51,30 +64,3 @@ def pool_scores(scores: torch.Tensor, kernel_size: int, mode: str) -> torch.Tens
     pool = {"avg": F.avg_pool1d, "max": F.max_pool1d}[mode]
     flat = pool(scores.flatten(0, -2).unsqueeze(1), kernel_size, stride=1, padding=kernel_size // 2)
     return flat.view(scores.shape)
-
-
-def top_indices(scores: torch.Tensor, budgets: list[int], padding: torch.Tensor | None = None) -> torch.Tensor:
-    """The columns of the highest scores, ascending.
-
-    Among equal scores (as among protected columns, which are +inf) the most recent wins, so that the selection
-    depends neither on the batch nor on the device's top-k.
-
-    Args:
-        scores: (batch, kv_heads, keys).
-        budgets: entries to keep per KV head, one number per row; at most the row's real tokens.
-        padding: pad columns are never selected.
-
-    Returns:
-        LongTensor (batch, kv_heads, max(budgets)); a row with a smaller budget starts with -1, so that kept
-        entries are aligned to the right.
-    """
-    columns, most = scores.shape[-1], max(budgets)
-    if padding is not None:
-        scores = scores.masked_fill(pad_columns(padding, columns)[:, None], float("-inf"))
-    order = scores.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :most]
-    kept = columns - 1 - order
-    if min(budgets) < most:
-        rank = torch.arange(most, device=scores.device)
-        over = rank >= torch.tensor(budgets, device=scores.device)[:, None]
-        kept = kept.masked_fill(over[:, None], -1)
-    return kept.sort(-1).values

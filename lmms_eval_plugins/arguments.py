@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 import kvcompress
 from kvcompress import KVCompressError
-from kvcompress.cache import method_budget
+from kvcompress.policy import method_budget
 from kvcompress.clusters import make_cluster, method_info
 from kvcompress.errors import unknown_name
 

@@ -15,14 +15,16 @@ Kept = list[list[list[torch.Tensor]]]  # [layer][row][kv_head] -> columns of the
 
 
 @contextmanager
-def only_attending_to(model: torch.nn.Module, kept: Kept) -> Iterator[None]:
-    """Inside, a query sees of the passes before its own only the columns in `kept`; its own pass is causal."""
+def only_attending_to(model: torch.nn.Module, kept: Kept | dict[int, Kept]) -> Iterator[None]:
+    """Inside, a query sees of the passes before its own only the columns in `kept`; its own pass is causal. Where
+    entries are evicted while decoding, `kept` is a dictionary: columns seen before a pass -> what was kept of them."""
 
     def attention(module, query, key, value, attention_mask, scaling, **kwargs):
         groups = query.shape[1] // key.shape[1]
         first = key.shape[2] - query.shape[2]  # columns before this pass
         visible = torch.zeros(*key.shape[:3], dtype=torch.bool, device=key.device)
-        for row, heads in enumerate(kept[module.layer_idx]):
+        now = kept[first] if isinstance(kept, dict) and first else kept
+        for row, heads in enumerate(now[module.layer_idx] if first else []):
             for head, columns in enumerate(heads):
                 visible[row, head, columns[columns < first].to(key.device)] = True
         visible = visible[:, :, None].repeat(1, 1, query.shape[2], 1)

@@ -5,25 +5,30 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import ClassVar, TypeVar
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 
-from ..errors import KVCompressError, unknown_name
-from ..scoring import top_indices
+from ..errors import KVCompressError, unknown_name, validated
+from ..selection import adaptive_indices, top_indices
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a cluster may know of the prompt it compresses, in one layer.
+    """What a cluster may know of what it compresses, in one layer: a prompt, or while decoding the stored entries.
 
     Attributes:
         layer_idx: index of the layer.
         num_layers: number of layers of the model.
-        lengths: real tokens of each row.
-        budgets: entries to keep per KV head, one number per row, at most the row's length.
+        lengths: real tokens of each row (while decoding: its entries, of the KV head that has most).
+        budgets: entries to keep per KV head, one number per row; with adaptive heads their mean.
         scaling: factor of q·k before the softmax.
-        padding: LongTensor (batch,) of left pad columns per row, or None where no row has any.
-        vision: bool (batch, columns), True at image and video tokens, or None where the ids are unknown.
+        padding: LongTensor (batch, 1 or kv_heads) of leading columns that hold nothing, or None where there are none.
+        vision: bool (batch, columns), True at image and video tokens, or None where they are unknown.
+        protected: bool (batch, columns), True at what must stay, such as text where only vision tokens are evicted.
         row_seeds: one integer per row, a checksum of its tokens: randomness that follows the row, not the batch.
+        head_budget, safeguard: see `kvcompress.policy.Engine`.
+        columns: while decoding, LongTensor (batch, kv_heads, entries): the column of the sequence that each entry
+            comes from; None in a prompt, where it is its place.
+        seen: while decoding, the columns of the sequence so far.
+        tokens: while decoding, the real tokens of each row so far, evicted ones included.
     """
 
     layer_idx: int
@@ -33,13 +38,20 @@ class Prompt:
     scaling: float
     padding: torch.Tensor | None = None
     vision: torch.Tensor | None = None
+    protected: torch.Tensor | None = None
     row_seeds: tuple[int, ...] = ()
+    head_budget: str = "uniform"
+    safeguard: float = 0.2
+    columns: torch.Tensor | None = None
+    seen: int | None = None
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What lives on: keys and values (batch, kv_heads, kept, head_dim), and the prompt columns that they come from,
-    LongTensor (batch, kv_heads, kept), ascending; -1 marks the unused leading slots of a row that keeps fewer."""
+    """What lives on: keys and values (batch, kv_heads, kept, head_dim), and the columns of the input that they come
+    from, LongTensor (batch, kv_heads, kept), ascending; -1 marks the unused leading slots of a row or head that
+    keeps fewer."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -52,9 +64,25 @@ class KVCluster:
     A method is a dataclass that derives from this and gives `score`; its fields are the method's options. One that
     does more than select (merge, for example) overrides `update_kv`. A cluster holds options only: what belongs to
     a generation is on its cache.
+
+    Attributes:
+        paper: where the method comes from.
+        head_budget: `adaptive` where the method splits a row's budget over its KV heads by their scores.
+        decode_interval: decode steps from one eviction to the next, where the user asks for eviction and says no more.
     """
 
     paper: ClassVar[str] = ""
+    head_budget: ClassVar[str] = "uniform"
+    decode_interval: ClassVar[int] = 16
+
+    @property
+    def query_window(self) -> int:
+        """How many of the last queries `score` looks at while decoding; 0: none."""
+        return 0
+
+    def layer_budgets(self, prompt: Prompt) -> list[int]:
+        """Entries to keep per KV head in this layer, one number per row; `prompt.budgets` is the mean over layers."""
+        return prompt.budgets
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
         """How much each key is worth; the highest `prompt.budgets[row]` per row and KV head are kept.
@@ -71,9 +99,25 @@ class KVCluster:
 
     def update_kv(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> Kept:
         """Compress one layer's prompt before it is stored. Arguments as in `score`."""
-        indices = top_indices(self.score(queries, keys, values, prompt), prompt.budgets, prompt.padding)
-        rows = indices.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1])
-        return Kept(keys.gather(2, rows), values.gather(2, rows[..., : values.shape[-1]]), indices)
+        return gather(keys, values, self.select(self.score(queries, keys, values, prompt), prompt))
+
+    def select(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        """The columns to keep, given scores (batch, kv_heads, keys); as in `Kept.indices`."""
+        if prompt.protected is not None:
+            scores = scores.masked_fill(prompt.protected[:, None], float("inf"))
+        if prompt.head_budget == "adaptive":
+            return adaptive_indices(scores, prompt.budgets, prompt.safeguard, prompt.padding)
+        return top_indices(scores, prompt.budgets, prompt.padding)
+
+
+def gather(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor) -> Kept:
+    """The entries at `indices`, as in `Kept.indices`; what stands in unused slots does not matter."""
+    rows = indices.clamp(min=0).unsqueeze(-1)
+    return Kept(
+        keys.gather(2, rows.expand(-1, -1, -1, keys.shape[3])),
+        values.gather(2, rows.expand(-1, -1, -1, values.shape[3])),
+        indices,
+    )
 
 
 @dataclass(frozen=True)
@@ -137,12 +181,4 @@ def make_cluster(method: str | None, **options: object) -> KVCluster:
     for option in options:
         if option not in info.options:
             raise unknown_name(f"method {info.name!r} has no option", option, info.options)
-    try:
-        return TypeAdapter(info.cls).validate_python({**info.options, **options})
-    except ValidationError as error:
-        first = error.errors()[0]
-        if not first["loc"]:  # raised by the dataclass's own __post_init__
-            raise KVCompressError(f"method {info.name!r}: {first['msg']}") from None
-        raise KVCompressError(
-            f"option {first['loc'][0]!r} of method {info.name!r} is {first['input']!r}: {first['msg']}"
-        ) from None
+    return validated(info.cls, f"method {info.name!r}: option", {**info.options, **options})

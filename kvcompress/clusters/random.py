@@ -15,7 +15,7 @@ class RandomKVCluster(KVCluster):
     """Keeps a uniformly random set per layer and KV head, and the last `window_size` tokens.
 
     The draw follows `seed`, the layer and the row's own tokens, so it is the same alone, in any batch and on any
-    device, and differs from prompt to prompt.
+    device, and differs from prompt to prompt and from one eviction to the next.
     """
 
     seed: int = 0
@@ -25,7 +25,8 @@ class RandomKVCluster(KVCluster):
         batch, kv_heads, columns, _ = keys.shape
         scores = torch.zeros(batch, kv_heads, columns)
         for row, length in enumerate(prompt.lengths):
-            key = f"{self.seed} {prompt.layer_idx} {prompt.row_seeds[row]}"
+            tokens = prompt.tokens[row] if prompt.tokens else length
+            key = f"{self.seed} {prompt.layer_idx} {prompt.row_seeds[row]} {tokens}"
             generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
             scores[row, :, columns - length :] = torch.rand(kv_heads, length, generator=generator)
         if self.window_size:

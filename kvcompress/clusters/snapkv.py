@@ -31,9 +31,13 @@ class SnapKVCluster(KVCluster):
         if self.kernel_size % 2 == 0:
             raise KVCompressError(f"kernel_size={self.kernel_size} is even: pooling is centred, so it must be odd")
 
+    @property
+    def query_window(self) -> int:
+        return self.window_size
+
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
         window = min(self.window_size, keys.shape[2])
-        weights = window_attention(queries, keys, window, prompt.scaling, prompt.padding)
+        weights = window_attention(queries, keys, window, prompt.scaling, prompt.padding, prompt.columns, prompt.seen)
         votes = weights[..., :-window].mean(3)  # (batch, kv_heads, groups, keys - window)
         scores = torch.full(keys.shape[:3], float("inf"), device=keys.device)
         if votes.shape[-1]:

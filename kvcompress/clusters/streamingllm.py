@@ -24,10 +24,10 @@ class StreamingLLMKVCluster(KVCluster):
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
         columns = keys.shape[2]
-        column = torch.arange(columns, device=keys.device, dtype=torch.float32)
-        first = 0 if prompt.padding is None else prompt.padding[:, None]
-        position = (column - first).expand(keys.shape[0], -1)  # (batch, columns), 0 at the first real token
+        position = torch.arange(columns, device=keys.device, dtype=torch.float32)
+        if prompt.padding is not None:
+            position = position - prompt.padding[..., None]  # 0 at the first real token
         # Recent tokens rank by position, sinks above them in order, the last token above all.
         score = torch.where(position < self.sinks, 2 * columns - position, position)
-        score[:, -1] = float("inf")
-        return score[:, None].expand(keys.shape[:3])
+        score[..., -1] = float("inf")
+        return score.expand(keys.shape[:3])

@@ -11,6 +11,7 @@ from tests.families import FAMILIES, Family
 
 METHODS = sorted(set(kvcompress.list_methods()) - {"full"})
 OPTIONS: dict[str, dict[str, list]] = {
+    "adakv": {"window_size": [1, 8, 32], "kernel_size": [1, 7], "pooling": ["avg", "max"]},
     "snapkv": {"window_size": [1, 4, 16, 32], "kernel_size": [1, 3, 7], "pooling": ["avg", "max"]},
     "streamingllm": {"sinks": [0, 4, 9]},
     "random": {"seed": [0, 7], "window_size": [0, 8]},
@@ -38,6 +39,12 @@ class Case:
     def inputs(self) -> dict[str, torch.Tensor]:
         return self.family.inputs(self.model, self.lengths, self.images, self.seed)
 
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the KV heads of a row share one budget."""
+        method = kvcompress.list_methods()[self.method].cls.head_budget
+        return dict(self.options).get("head_budget", method) == "adaptive"
+
     def compress(self, **changes: object) -> kvcompress.Session:
         arguments = {"method": self.method, "ratio": self.ratio, **dict(self.options), **changes}
         return kvcompress.compress(self.model, **arguments)
@@ -53,6 +60,9 @@ def cases(draw: st.DrawFn, family: str, method: str | None = None, max_batch: in
     if chosen.is_vlm and draw(st.booleans()):
         images = tuple(draw(st.integers(0, 2)) for _ in lengths)
     options = {name: draw(st.sampled_from(values)) for name, values in OPTIONS.get(method, {}).items()}
+    if draw(st.booleans()):
+        options["head_budget"] = draw(st.sampled_from(["uniform", "adaptive"]))
+        options["safeguard"] = draw(st.sampled_from([0.0, 0.2, 1.0]))
     return Case(
         family=chosen,
         heads=draw(st.sampled_from([(4, 2), (4, 1), (4, 4), (6, 2)])),

@@ -21,44 +21,48 @@ def test_the_whole_prompt_is_freed_after_compression():
     cache, _ = prompt([200], method="snapkv", ratio=0.1, max_new_tokens=0)
     for layer in cache.layers:
         assert layer.staged is None
-        assert layer.keys.untyped_storage().nbytes() == 20 * 2 * 16 * 4
+        assert layer.storage.keys.untyped_storage().nbytes() == 20 * 2 * 16 * 4
 
 
 def test_nothing_else_keeps_the_whole_prompt_alive():
     cache, _ = prompt([197], method="snapkv", ratio=0.1)
     alive = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == (1, 2, 197, 16)]
     assert not alive
-    assert cache.layers[0].stored == 20
+    assert cache.layers[0].storage.length == 20
 
 
-def test_room_is_allocated_once_and_no_decoded_token_copies_the_layer():
-    cache, _ = prompt([50, 40], method="snapkv", ratio=0.2, max_new_tokens=30)
+@pytest.mark.parametrize("lengths", [[50, 50], [50, 40]], ids=["dense", "ragged"])
+def test_room_is_allocated_once_and_no_decoded_token_copies_the_layer(lengths):
+    cache, _ = prompt(lengths, method="snapkv", ratio=0.2, max_new_tokens=30)
     layer = cache.layers[0]
-    before = layer.key_buffer.data_ptr()
+    before = layer.storage.keys.data_ptr()
     for _ in range(30):
         layer.update(torch.ones(2, 2, 1, 16), torch.ones(2, 2, 1, 16))
-    assert layer.key_buffer.data_ptr() == before
-    assert layer.key_buffer.shape[2] == 10 + 30
+    assert layer.storage.keys.data_ptr() == before
+    entries = 2 * sum(length // 5 + 30 for length in lengths)
+    assert layer.storage.keys.numel() == entries * 16
 
 
-def test_without_a_known_length_room_grows_and_keeps_what_was_stored():
-    cache, _ = prompt([50, 40], method="snapkv", ratio=0.2)
+@pytest.mark.parametrize("lengths", [[50, 50], [50, 40]], ids=["dense", "ragged"])
+def test_without_a_known_length_room_grows_and_keeps_what_was_stored(lengths):
+    cache, _ = prompt(lengths, method="snapkv", ratio=0.2)
     layer = cache.layers[0]
-    stored, buffers = layer.keys.clone(), set()
+    stored, buffers = layer.storage.read()[0].clone(), set()
+    used = layer.storage.columns(layer.seen) >= 0
     for _ in range(400):
         layer.update(torch.ones(2, 2, 1, 16), torch.ones(2, 2, 1, 16))
-        buffers.add(layer.key_buffer.data_ptr())
-    assert torch.equal(layer.keys[:, :, :10], stored)
-    assert (layer.keys[:, :, 10:] == 1).all()
+        buffers.add(layer.storage.keys.data_ptr())
+    keys, _ = layer.storage.read()
+    assert torch.equal(keys[:, :, :10][used], stored[used])
+    assert (keys[:, :, 10:] == 1).all()
     assert len(buffers) < 14
-    assert layer.key_buffer.shape[2] < 410 * 9 / 8 + 1
-    assert layer.visible.shape[1] == layer.key_buffer.shape[2]
+    assert layer.storage.keys.numel() / (4 * 16) < 410 * 9 / 8 + 1
 
 
 def test_seen_tokens_counts_tokens_not_entries():
     cache, _ = prompt([30, 12], method="knorm", ratio=0.3)
     assert cache.seen_tokens == 30
-    assert cache.layers[0].stored == 9
+    assert cache.layers[0].storage.length == 9
     assert cache.get_mask_sizes(1, 0) == (10, 21)
 
 
@@ -81,7 +85,7 @@ def test_rows_can_be_reordered_repeated_and_selected():
     cache.reorder_cache(torch.tensor([1, 0]))
     assert [head.tolist() for head in cache.kept_indices(0)[0]] == [head.tolist() for head in kept[1]]
     cache.batch_repeat_interleave(2)
-    assert cache.layers[0].keys.shape[0] == 4
+    assert cache.layers[0].storage.read()[0].shape[0] == 4
     assert cache.realised_ratios()[0] == pytest.approx([0.3, 0.3, 0.3, 0.3])
     cache.batch_select_indices(torch.tensor([3]))
     assert [head.tolist() for head in cache.kept_indices(0)[0]] == [head.tolist() for head in kept[0]]

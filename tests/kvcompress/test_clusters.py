@@ -20,7 +20,7 @@ def layers(draw: st.DrawFn) -> tuple:
     queries = torch.randn(len(lengths), kv_heads * groups, columns, 8, generator=generator) * 2
     keys, values = (torch.randn(len(lengths), kv_heads, columns, 8, generator=generator) for _ in range(2))
     budget = kvcompress.Budget(draw(st.sampled_from([0.05, 0.2, 0.5, 0.8])))
-    padding = torch.tensor([columns - length for length in lengths])
+    padding = torch.tensor([[columns - length] for length in lengths])
     prompt = kvcompress.Prompt(
         layer_idx=0,
         num_layers=2,

@@ -3,7 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress.scoring import pad_columns, pool_scores, top_indices, window_attention
+from kvcompress.scoring import pad_columns, pool_scores, window_attention
+from kvcompress.selection import top_indices
 
 
 @settings(max_examples=60, deadline=None)
@@ -18,10 +19,10 @@ def test_window_attention_is_the_tail_of_the_full_causal_attention(seed, lengths
     columns, kv_heads = max(lengths), 2
     queries = torch.randn(len(lengths), kv_heads * groups, columns, 8, generator=generator)
     keys = torch.randn(len(lengths), kv_heads, columns, 8, generator=generator)
-    padding = torch.tensor([columns - length for length in lengths])
+    padding = torch.tensor([[columns - length] for length in lengths])
     ours = window_attention(queries, keys, window, 0.3, padding)
     window = min(window, columns)
-    for row, pad in enumerate(padding.tolist()):
+    for row, (pad,) in enumerate(padding.tolist()):
         for head in range(kv_heads * groups):
             logits = queries[row, head].double() @ keys[row, head // groups].double().T * 0.3
             visible = torch.ones(columns, columns, dtype=torch.bool).tril()
@@ -48,7 +49,7 @@ def test_top_indices_are_the_best_real_columns_the_latest_among_equals(rows, see
     lengths, budgets = [length for length, _ in rows], [min(rows_) for rows_ in rows]
     columns = max(lengths)
     scores = torch.randint(0, levels, (len(rows), 2, columns), generator=torch.Generator().manual_seed(seed)).float()
-    padding = torch.tensor([columns - length for length in lengths])
+    padding = torch.tensor([[columns - length] for length in lengths])
     kept = top_indices(scores, budgets, padding)
     assert kept.shape == (len(rows), 2, max(budgets))
     for row, (length, budget) in enumerate(zip(lengths, budgets, strict=True)):
@@ -59,4 +60,5 @@ def test_top_indices_are_the_best_real_columns_the_latest_among_equals(rows, see
 
 
 def test_pad_columns_are_the_leading_ones():
-    assert pad_columns(torch.tensor([0, 2]), 3).tolist() == [[False, False, False], [True, True, False]]
+    expected = [[[False, False, False]], [[True, True, False]]]
+    assert pad_columns(torch.tensor([[0], [2]]), 3).tolist() == expected

@@ -1,0 +1,103 @@
+"""Everything that the user asked for, checked: the method and its options, how much is kept, of what, and when."""
+
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from .budget import Budget
+from .clusters.base import KVCluster, make_cluster, method_info
+from .errors import KVCompressError, unknown_name, validated
+
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What applies to every method. Each field is an option of `compress`, `CompressedCache` and the plugin.
+
+    Attributes:
+        head_budget: `uniform`: each KV head keeps as much; `adaptive`: the heads of a row share one budget and keep
+            as their scores deserve (AdaKV). None: what the method prescribes, uniform for most.
+        safeguard: with adaptive heads, the part of its even share that each head is sure of.
+        scope: `prompt`: the whole prompt is scored and compressed, the question steers the selection; `context`: only
+            what precedes the question, up to the last image or video token of the row or up to `context_tokens`.
+        context_tokens: for `scope=context`, the number of leading tokens of each row that are the context.
+        ratio_of: what the ratio or budget refers to: `prompt`: all entries in the scope; `vision`: image and video
+            tokens, only these are evicted and text is kept.
+        first_token: `full`: the answer's first token comes from the prompt pass, which attends over everything (as
+            with every peer); `compressed`: the last prompt token is fed again on the compressed cache.
+        decode_budget, decode_ratio: entries, or the fraction of the row's tokens, that are kept while decoding;
+            neither: every decoded token is kept.
+        decode_interval: decode steps from one eviction to the next; None: what the method prescribes.
+    """
+
+    head_budget: Literal["uniform", "adaptive"] | None = None
+    safeguard: Annotated[float, Field(ge=0, le=1)] = 0.2
+    scope: Literal["prompt", "context"] = "prompt"
+    context_tokens: NonNegativeInt | None = None
+    ratio_of: Literal["prompt", "vision"] = "prompt"
+    first_token: Literal["full", "compressed"] = "full"
+    decode_budget: PositiveInt | None = None
+    decode_ratio: Fraction | None = None
+    decode_interval: PositiveInt | None = None
+
+
+ENGINE_OPTIONS = {field.name: field.default for field in fields(Engine)}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A cluster, its budget, and the engine's options, with the method's own choices filled in."""
+
+    method: str
+    cluster: KVCluster
+    budget: Budget
+    engine: Engine
+
+    @property
+    def head_budget(self) -> str:
+        return self.engine.head_budget or self.cluster.head_budget
+
+    @property
+    def decode_interval(self) -> int:
+        return self.engine.decode_interval or self.cluster.decode_interval
+
+    @property
+    def decode(self) -> Budget | None:
+        """The budget while decoding, None where every decoded token is kept."""
+        if self.engine.decode_budget is None and self.engine.decode_ratio is None:
+            return None
+        return Budget(self.engine.decode_ratio, self.engine.decode_budget)
+
+
+def make_policy(
+    method: str | None = None, ratio: float | None = None, budget: int | None = None, **options: object
+) -> Policy:
+    """Check and combine what the user gave; `options` are the method's and the engine's. Raises KVCompressError."""
+    info = method_info(method)
+    own = {name: value for name, value in options.items() if name not in ENGINE_OPTIONS}
+    for name in own:
+        if name not in info.options:
+            raise unknown_name(f"method {info.name!r} has no option", name, [*info.options, *ENGINE_OPTIONS])
+    cluster = make_cluster(method, **own)
+    engine = validated(Engine, "option", {name: options[name] for name in options if name in ENGINE_OPTIONS})
+    if engine.context_tokens is not None and engine.scope != "context":
+        raise KVCompressError(f"context_tokens={engine.context_tokens} needs scope='context'")
+    if engine.decode_budget is not None and engine.decode_ratio is not None:
+        raise KVCompressError("give either decode_budget= or decode_ratio=, not both")
+    if info.name == "full" and (engine.decode_budget is not None or engine.decode_ratio is not None):
+        raise KVCompressError("method 'full' evicts nothing, so it takes neither decode_budget= nor decode_ratio=")
+    return Policy(info.name, cluster, method_budget(info.name, ratio, budget), engine)
+
+
+def method_budget(method: str | None, ratio: float | None, budget: int | None) -> Budget:
+    """The budget of a method. `full` keeps all, so it takes no other; every other method needs one."""
+    name = method_info(method).name
+    if name != "full":
+        if ratio is None and budget is None:
+            raise KVCompressError(f"method {name!r} needs ratio= (fraction kept, in (0, 1]) or budget= (entries kept)")
+        return Budget(ratio, budget)
+    if budget is not None or ratio not in (None, 1):
+        raise KVCompressError(f"method 'full' compresses nothing: ratio={ratio}, budget={budget} cannot be honoured")
+    return Budget(ratio=1.0)
