@@ -4,6 +4,8 @@ How entries are laid out in memory is in storage.py, which of them stay is the c
 """
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from .clusters.base import Kept, Prompt
 from .errors import KVCompressError
-from .policy import Policy, make_policy
+from .policy import Engine, Policy, make_policy
 from .scoring import pad_columns
 from .storage import DenseStorage, Storage, store
 from .vision import vision_token_mask
@@ -27,6 +29,8 @@ class Chunk:
         lengths: real tokens of each row.
         padding: LongTensor (batch, 1) of left pad columns per row, or None where no row has any.
         vision: bool (batch, columns) at vision tokens, or None where only embeddings are known.
+        vision_lengths: vision tokens of each row; empty where `vision` is None.
+        context: leading real tokens of each row that are compressed; the rest, the question, is kept.
         row_seeds: a checksum of each row's real tokens.
     """
 
@@ -34,19 +38,24 @@ class Chunk:
     lengths: list[int]
     padding: torch.Tensor | None
     vision: torch.Tensor | None
+    vision_lengths: list[int]
+    context: list[int]
     row_seeds: tuple[int, ...]
 
     @classmethod
     def of(
         cls,
         config: PreTrainedConfig,
+        engine: Engine,
+        is_first: bool,
         batch: int,
         columns: int,
         input_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
     ) -> "Chunk":
         """From the model's inputs: `input_ids` (batch, columns) or None, and the 2-D padding mask
-        (batch, at least columns) or None. One synchronisation with the device."""
+        (batch, at least columns) or None. `is_first`: nothing precedes this prompt in the cache. Synchronises with
+        the device, once per prompt."""
         mask = None if attention_mask is None else attention_mask[:, -columns:].bool()
         lengths = [columns] * batch if mask is None else mask.sum(1).tolist()
         padding = None
@@ -54,11 +63,47 @@ class Chunk:
             padding = columns - torch.tensor(lengths, device=mask.device)[:, None]
             if not torch.equal(mask, ~pad_columns(padding, columns)[:, 0]):
                 raise KVCompressError("the attention mask is not left-padded: set padding_side='left'")
-        if input_ids is None:
-            return cls(columns, lengths, padding, None, (0,) * batch)
-        rows = input_ids.cpu().numpy()
-        seeds = tuple(zlib.crc32(row[columns - n :].tobytes()) for row, n in zip(rows, lengths, strict=True))
-        return cls(columns, lengths, padding, vision_token_mask(config, input_ids), seeds)
+        vision, vision_lengths, seeds = None, [], (0,) * batch
+        if input_ids is not None:
+            vision = vision_token_mask(config, input_ids)
+            vision_lengths = vision.sum(1).tolist()
+            rows = input_ids.cpu().numpy()
+            seeds = tuple(zlib.crc32(row[columns - n :].tobytes()) for row, n in zip(rows, lengths, strict=True))
+        elif engine.ratio_of == "vision" or (engine.scope == "context" and engine.context_tokens is None):
+            raise KVCompressError("ratio_of='vision' and scope='context' need input_ids: embeddings do not tell images")
+        context = _context_lengths(engine, is_first, lengths, vision)
+        return cls(columns, lengths, padding, vision, vision_lengths, context, seeds)
+
+
+def _context_lengths(engine: Engine, is_first: bool, lengths: list[int], vision: torch.Tensor | None) -> list[int]:
+    """Leading real tokens of each row that are compressed."""
+    if engine.scope == "prompt":
+        return lengths
+    if engine.context_tokens is not None:
+        return [min(engine.context_tokens, length) if is_first else 0 for length in lengths]
+    columns = vision.shape[1]
+    behind = vision.flip(1).int().argmax(1).tolist()  # columns behind the last vision token
+    found = vision.any(1).tolist()
+    if is_first and not all(found):
+        raise KVCompressError(
+            f"scope='context': row {found.index(False)} has no image or video token that ends the context; "
+            "give context_tokens="
+        )
+    return [length - min(rest, columns) if has else 0 for length, rest, has in zip(lengths, behind, found, strict=True)]
+
+
+def joined(parts: list[Kept]) -> Kept:
+    """All slots of the parts, one behind the other."""
+    return Kept(
+        torch.cat([part.keys for part in parts], dim=2),
+        torch.cat([part.values for part in parts], dim=2),
+        torch.cat([part.indices for part in parts], dim=2),
+    )
+
+
+def _columns_of(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, width, head_dim): the given columns (batch, width) of each row of the states."""
+    return states.gather(2, columns[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
 
 
 def right_aligned(kept: Kept) -> Kept:
@@ -190,6 +235,32 @@ class CompressedLayer(CacheLayerMixin):
         self.seen -= removed
         self.decoded -= removed
 
+    def snapshot(self) -> dict[str, object]:
+        """The layer's state; what is appended from now on does not touch it."""
+        saved = {**self.__dict__, "recent_queries": list(self.recent_queries)}
+        if self.storage is not None:
+            self.storage = self.storage.fork()
+        return saved
+
+    def restore(self, saved: dict[str, object]) -> None:
+        """Go back to a snapshot."""
+        self.__dict__.update(saved)
+
+    def forget_last(self) -> None:
+        """Drop the last token of the prompt that was just compressed, so that it can be fed again."""
+        kept = self.storage.kept(self.seen)
+        last = kept.indices == self.seen - 1
+        if self._is_whole:
+            self.storage.drop_last(1)
+        else:
+            self.storage = store(
+                right_aligned(replace(kept, indices=kept.indices.masked_fill(last, -1))), self.room, uniform=False
+            )
+        # The token that is fed again is stored in every head, whether the cluster had kept it or not.
+        self.prompt_kept = self.prompt_kept + 1 - last.any(2).float().mean(1)
+        self.seen -= 1
+        self.recent_queries = [queries[:, :, :-1] for queries in self.recent_queries]
+
     # -- what the attention function asks of a layer
 
     @property
@@ -233,15 +304,15 @@ class CompressedLayer(CacheLayerMixin):
         """Store what the cluster keeps of the staged prompt."""
         (keys, values), chunk = self.staged, self.chunk
         self.staged = self.chunk = None
-        budgets = [self.policy.budget(length) for length in chunk.lengths]
+        budgets = self._budgets(chunk)
         padding = None if chunk.padding is None else chunk.padding.to(keys.device)
-        first = self.seen - chunk.columns
-        if budgets == chunk.lengths and (self.storage is None or self._is_whole):
+        if budgets == chunk.context and (self.storage is None or self._is_whole):
             # Nothing to drop: pads stay too, so that every shape is that of transformers' own cache.
             pads = None if padding is None else pad_columns(padding, chunk.columns)[:, 0]
             self._store_whole(keys, values, pads)
             kept = torch.tensor(chunk.lengths, device=keys.device, dtype=torch.float32)
         else:
+            vision = None if chunk.vision is None else chunk.vision.to(keys.device)
             prompt = Prompt(
                 layer_idx=self.layer_idx,
                 num_layers=self.num_layers,
@@ -249,16 +320,22 @@ class CompressedLayer(CacheLayerMixin):
                 budgets=budgets,
                 scaling=scaling,
                 padding=padding,
-                vision=None if chunk.vision is None else chunk.vision.to(keys.device),
+                vision=vision,
+                protected=~vision if self.policy.engine.ratio_of == "vision" else None,
                 row_seeds=chunk.row_seeds,
                 head_budget=self.policy.head_budget,
                 safeguard=self.policy.engine.safeguard,
             )
-            result = self._update_kv(queries, keys, values, prompt)
+            if chunk.context == chunk.lengths:
+                result = self._update_kv(queries, keys, values, prompt)
+                uniform = padding is None and prompt.head_budget == "uniform" and len(set(budgets)) == 1
+            else:
+                result = self._update_context(queries, keys, values, prompt, chunk.context)
+                uniform = False
             kept = (result.indices >= 0).sum(2).float().mean(1)
-            indices = torch.where(result.indices < 0, -1, result.indices + first)
-            uniform = padding is None and prompt.head_budget == "uniform"
-            self._store(Kept(result.keys, result.values, indices), first, uniform)
+            first = self.seen - chunk.columns
+            result = replace(result, indices=torch.where(result.indices < 0, -1, result.indices + first))
+            self._store(result, first, uniform)
         self.prompt_kept = kept if self.prompt_kept is None else self.prompt_kept + kept
         before = self.prompt_lengths or [0] * len(budgets)
         self.prompt_lengths = [a + b for a, b in zip(before, chunk.lengths, strict=True)]
@@ -267,6 +344,45 @@ class CompressedLayer(CacheLayerMixin):
         self.decoded, self.recent_queries = 0, []
         if self.policy.decode is not None:
             self._remember(queries)
+
+    def _budgets(self, chunk: Chunk) -> list[int]:
+        """Entries to keep of each row's context, per KV head."""
+        if self.policy.engine.ratio_of == "prompt":
+            return [self.policy.budget(length) if length else 0 for length in chunk.context]
+        # Vision tokens lie in the context, whatever the scope; its text is kept.
+        return [
+            length - images + (self.policy.budget(images) if images else 0)
+            for length, images in zip(chunk.context, chunk.vision_lengths, strict=True)
+        ]
+
+    def _update_context(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt, context: list[int]
+    ) -> Kept:
+        """Compress each row's first `context` real tokens as if they were the whole prompt, and keep the rest."""
+        columns = keys.shape[2]
+        pads = torch.tensor([columns - length for length in prompt.lengths], device=keys.device)
+        length = torch.tensor(context, device=keys.device)
+        width = max(context)
+        part = []
+        if width:
+            # Rows end their context at different columns: shift each so that all are aligned to the right.
+            empty = width - length
+            source = (pads - empty)[:, None] + torch.arange(width, device=keys.device)
+            padding = empty[:, None] if min(context) < width else None
+            source_rows = source.clamp(min=0)
+            taken = [_columns_of(states, source_rows) for states in (queries, keys, values)]
+            masks = {
+                name: None if mask is None else mask.gather(1, source_rows)
+                for name, mask in (("vision", prompt.vision), ("protected", prompt.protected))
+            }
+            inner = replace(prompt, lengths=context, padding=padding, **masks)
+            result = self._update_kv(*taken, inner)
+            indices = source_rows[:, None].expand(-1, keys.shape[1], -1).gather(2, result.indices.clamp(min=0))
+            part.append(replace(result, indices=indices.masked_fill(result.indices < 0, -1)))
+        rest = torch.arange(min(context), columns, device=keys.device)  # columns of every row's question, and more
+        is_question = (rest >= (pads + length)[:, None])[:, None].expand(-1, keys.shape[1], -1)
+        part.append(Kept(keys[:, :, rest], values[:, :, rest], torch.where(is_question, rest, -1)))
+        return right_aligned(joined(part))
 
     def _update_kv(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> Kept:
         cluster = self.policy.cluster
@@ -332,13 +448,7 @@ class CompressedLayer(CacheLayerMixin):
     def _store(self, kept: Kept, first: int, uniform: bool) -> None:
         """Put a compressed chunk, whose columns begin at `first`, behind what is stored."""
         if self.storage is not None:
-            old = self.storage.kept(first)
-            joined = Kept(
-                torch.cat([old.keys, kept.keys], dim=2),
-                torch.cat([old.values, kept.values], dim=2),
-                torch.cat([old.indices, kept.indices], dim=2),
-            )
-            kept = right_aligned(joined)
+            kept = right_aligned(joined([self.storage.kept(first), kept]))
             uniform = False
         self.storage = store(kept, self.room, uniform)
 
@@ -383,14 +493,31 @@ class CompressedCache(DynamicCache):
 
     def start(
         self, batch: int, columns: int, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
-    ) -> None:
-        """Announce a forward pass over (batch, columns) tokens. A prompt will be compressed; one more token on a
-        filled cache is a decode step, which is only written down."""
+    ) -> bool:
+        """Announce a forward pass over (batch, columns) tokens. True for a prompt, which will be compressed; one more
+        token on a filled cache is a decode step, which is only written down."""
         if columns == 1 and self.seen_tokens:
-            return
-        chunk = Chunk.of(self.config, batch, columns, input_ids, attention_mask)
+            return False
+        is_first = not self.seen_tokens
+        chunk = Chunk.of(self.config, self.policy.engine, is_first, batch, columns, input_ids, attention_mask)
         for layer in self.compressed_layers:
             layer.chunk, layer.staged = chunk, None
+        return True
+
+    def forget_last(self) -> None:
+        """Drop the prompt's last token, so that it can be fed again on the compressed cache."""
+        for layer in self.compressed_layers:
+            layer.forget_last()
+
+    @contextmanager
+    def reuse(self) -> Iterator["CompressedCache"]:
+        """What is generated inside starts from what the cache holds now; afterwards it holds exactly that again."""
+        saved = [layer.snapshot() for layer in self.compressed_layers]
+        try:
+            yield self
+        finally:
+            for layer, state in zip(self.compressed_layers, saved, strict=True):
+                layer.restore(state)
 
     @property
     def compressed_layers(self) -> list[CompressedLayer]:

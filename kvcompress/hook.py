@@ -5,6 +5,8 @@ The model keeps its own forward; nothing is stored on its modules; leaving the c
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,11 +80,15 @@ class Session:
             raise KVCompressError("this model is already being compressed: leave the other context first")
         self._base = base
         self._config._attn_implementation = register_attention(base)
-        self._hook = self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._hooks = [
+            self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            self.model.register_forward_hook(self._after_forward, with_kwargs=True),
+        ]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._config._attn_implementation = self._base
 
     def _before_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -94,9 +100,40 @@ class Session:
         mask = kwargs.get("attention_mask")
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
             raise KVCompressError("compression needs a 2-D attention mask (batch, tokens), left-padded, or none")
-        cache.start(batch, columns, ids, mask)
+        self._is_prompt = cache.start(batch, columns, ids, mask)
         kwargs["past_key_values"] = self.cache = cache
         return (), kwargs
+
+    def _after_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict, output: Any) -> Any:
+        """For `first_token="compressed"`: feed the prompt's last token again, on what was kept."""
+        cache = kwargs["past_key_values"]
+        if not self._is_prompt or cache.policy.engine.first_token == "full":
+            return None
+        cache.forget_last()
+        last = {"past_key_values": cache, "attention_mask": kwargs.get("attention_mask"), "use_cache": True}
+        for name in ("input_ids", "inputs_embeds"):
+            if kwargs.get(name) is not None:
+                last[name] = kwargs[name][:, -1:]
+        if kwargs.get("position_ids") is not None:
+            last["position_ids"] = kwargs["position_ids"][..., -1:]
+        return model(**last, return_dict=kwargs.get("return_dict"))
+
+    @contextmanager
+    def reuse(self) -> Iterator[CompressedCache]:
+        """Ask several questions about one compressed prompt: each `with session.reuse() as cache:` starts from what
+        the cache held when it was entered, and leaves it as it was.
+
+        ```python
+        model(**context)                      # a prompt pass: compressed and stored
+        for question in questions:            # input_ids and attention_mask of context and question together
+            with session.reuse() as cache:
+                answer = model.generate(**question, past_key_values=cache)
+        ```
+        """
+        if self.cache is None:
+            raise KVCompressError("there is nothing to reuse yet: run the model on the context first")
+        with self.cache.reuse() as cache:
+            yield cache
 
     def _cache_for(self, kwargs: dict, model: PreTrainedModel) -> CompressedCache:
         cache = kwargs.get("past_key_values")

@@ -61,7 +61,8 @@ def store(kept: Kept, room: int | None, uniform: bool) -> Storage:
     lengths = counts.tolist()
     flat = [length for row in lengths for length in row]
     if min(flat) == max(flat):
-        return DenseStorage(*(part[:, :, -flat[0] :] for part in (kept.keys, kept.values, kept.indices)), None, room)
+        unused = kept.indices.shape[2] - flat[0]
+        return DenseStorage(*(part[:, :, unused:] for part in (kept.keys, kept.values, kept.indices)), None, room)
     return RaggedStorage(kept, counts, flat, room)
 
 

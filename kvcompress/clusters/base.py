@@ -104,6 +104,8 @@ class KVCluster:
     def select(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
         """The columns to keep, given scores (batch, kv_heads, keys); as in `Kept.indices`."""
         if prompt.protected is not None:
+            # What must stay goes before what the method itself protects, such as its window.
+            scores = scores.clamp(max=torch.finfo(scores.dtype).max)
             scores = scores.masked_fill(prompt.protected[:, None], float("inf"))
         if prompt.head_budget == "adaptive":
             return adaptive_indices(scores, prompt.budgets, prompt.safeguard, prompt.padding)

@@ -1,0 +1,189 @@
+"""What is compressed (`scope`), what the ratio counts (`ratio_of`), when it takes hold (`first_token`), reuse."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+import kvcompress
+from tests.families import FAMILIES, IMAGE, VLM_FAMILIES
+from tests.masked_reference import generate, only_attending_to
+
+from .strategies import METHODS, cases
+from .test_invariants import expected_entries, kept_of, real_lengths
+
+NEW = 5
+TOLERANCE = 1e-4
+property_test = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def with_images(case):
+    """The same case with at least one image in every row."""
+    images = case.images or (0,) * len(case.lengths)
+    return dataclasses.replace(case, images=tuple(min(max(count, 1), 2) for count in images))
+
+
+def last_image_column(inputs: dict) -> list[int]:
+    return [int(torch.nonzero(row == IMAGE)[-1]) for row in inputs["input_ids"]]
+
+
+@pytest.mark.parametrize("family", VLM_FAMILIES)
+@property_test
+@given(data=st.data())
+def test_decoding_after_scope_context_equals_the_masked_full_cache(family, data):
+    case = with_images(data.draw(cases(family)))
+    ratio_of = data.draw(st.sampled_from(["prompt", "vision"]))
+    with case.compress(scope="context", ratio_of=ratio_of) as session:
+        tokens, logits = generate(case.model, case.inputs, NEW)
+    with only_attending_to(case.model, kept_of(session.cache)):
+        _, expected = generate(case.model, case.inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llava-onevision", "qwen2.5-vl"])
+@property_test
+@given(data=st.data())
+def test_scope_context_keeps_the_question_and_the_budget_of_the_context(family, data):
+    case = with_images(data.draw(cases(family)))
+    inputs = case.inputs
+    columns = inputs["input_ids"].shape[1]
+    with case.compress(scope="context") as session:
+        generate(case.model, inputs, 1)
+    for layer in range(3):
+        kept = session.cache.kept_indices(layer)
+        for row, (end, length) in enumerate(zip(last_image_column(inputs), real_lengths(inputs), strict=True)):
+            context = end + 1 - (columns - length)
+            for head in kept[row]:
+                assert head[head > end].tolist() == list(range(end + 1, columns))
+            of_context = [int((head <= end).sum()) for head in kept[row]]
+            assert sum(of_context) == case.heads[1] * expected_entries(case.ratio, context)
+            assert case.is_adaptive or len(set(of_context)) == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_question_does_not_steer_what_scope_context_keeps(method):
+    family = FAMILIES["llava-onevision"]
+    model = family.build()
+    inputs = family.inputs(model, [60], [1])
+    options = {"window_size": 4} if method in ("snapkv", "adakv") else {}
+    other = {**inputs, "input_ids": inputs["input_ids"].clone()}
+    end = last_image_column(inputs)[0]
+    other["input_ids"][0, end + 2 :] = inputs["input_ids"][0, end + 2 :].flip(0)
+    kept = {}
+    for scope in ("prompt", "context"):
+        for question in (inputs, other):
+            with kvcompress.compress(model, method, 0.3, scope=scope, **options) as session:
+                generate(model, question, 1)
+            of_context = [head[head <= end].tolist() for head in session.cache.kept_indices(1)[0]]
+            kept.setdefault(scope, []).append(of_context)
+    assert kept["context"][0] == kept["context"][1]
+    if options:
+        assert kept["prompt"][0] != kept["prompt"][1]
+
+
+@pytest.mark.parametrize("family", ["llava-onevision", "qwen3-vl"])
+@pytest.mark.parametrize("scope", ["prompt", "context"])
+@property_test
+@given(data=st.data())
+def test_ratio_of_vision_evicts_only_vision_tokens(family, scope, data):
+    case = data.draw(cases(family))
+    case = with_images(case) if scope == "context" else case
+    inputs = case.inputs
+    with case.compress(ratio_of="vision", scope=scope) as session:
+        generate(case.model, inputs, 1)
+    real = inputs["attention_mask"].bool()
+    image = inputs["input_ids"] == IMAGE
+    for row, kept in enumerate(session.cache.kept_indices(0)):
+        images = int(image[row].sum())
+        text = set(torch.nonzero(real[row] & ~image[row]).flatten().tolist())
+        assert all(text <= set(head.tolist()) for head in kept)
+        vision = [len(head) - len(text) for head in kept]
+        assert sum(vision) == case.heads[1] * (expected_entries(case.ratio, images) if images else 0)
+
+
+def test_an_explicit_context_and_a_missing_one():
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [50, 30])
+    with kvcompress.compress(model, "snapkv", 0.2, scope="context", context_tokens=20) as session:
+        generate(model, inputs, 1)
+    kept = session.cache.kept_indices(0)
+    assert [len(head) for head in kept[0]] == [4 + 30] * 2
+    assert [len(head) for head in kept[1]] == [4 + 10] * 2
+    with (
+        kvcompress.compress(model, "snapkv", 0.2, scope="context"),
+        pytest.raises(kvcompress.KVCompressError, match="row 0 has no image or video token"),
+    ):
+        generate(model, inputs, 1)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llava-onevision", "qwen2.5-vl"])
+@property_test
+@given(data=st.data())
+def test_first_token_compressed_feeds_the_last_prompt_token_on_what_was_kept(family, data):
+    case = data.draw(cases(family))
+    inputs = case.inputs
+    assume(min(real_lengths(inputs)) > 1)
+    with case.compress(first_token="compressed") as session:
+        tokens, logits = generate(case.model, inputs, NEW)
+    columns = inputs["input_ids"].shape[1]
+    per_token = {"input_ids", "attention_mask", "mm_token_type_ids"}
+    before = {name: t[:, :-1] if name in per_token else t for name, t in inputs.items()}
+    cache = DynamicCache(config=case.model.config)
+    generate(case.model, before, 1, past_key_values=cache)  # a prompt pass with the positions of a padded batch
+    rest = {name: t for name, t in inputs.items() if name in per_token}
+    with only_attending_to(case.model, kept_of(session.cache)):
+        _, expected = generate(case.model, rest, NEW, forced=tokens, past_key_values=cache)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    assert session.cache.seen_tokens == columns + NEW - 1
+
+
+def test_first_token_compressed_is_felt_by_the_first_token():
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [60])
+    _, full = generate(model, inputs, 1)
+    for protocol, same in (("full", True), ("compressed", False)):
+        with kvcompress.compress(model, "streamingllm", 0.1, first_token=protocol):
+            _, logits = generate(model, inputs, 1)
+        assert torch.equal(logits, full) is same
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("options", [{}, {"decode_budget": 15, "decode_interval": 1}], ids=["", "evicting"])
+def test_each_question_about_a_reused_context_is_as_if_it_were_the_first(method, options):
+    family = FAMILIES["llava-onevision"]
+    model = family.build()
+    context = family.inputs(model, [40], [1])
+    questions = [torch.randint(8, 128, (1, n), generator=torch.Generator().manual_seed(n)) for n in (4, 9, 4)]
+
+    def ask(question, cache):
+        ids = torch.cat([context["input_ids"], question], 1)
+        return generate(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 20, past_key_values=cache)
+
+    alone = []
+    for question in questions:
+        with kvcompress.compress(model, method, 0.3, **options) as session:
+            model(**context)
+            alone.append(ask(question, session.cache)[1])
+    with kvcompress.compress(model, method, 0.3, **options) as session:
+        model(**context)
+        held = [[head.tolist() for head in session.cache.kept_indices(layer)[0]] for layer in range(3)]
+        keys = [layer.storage.read()[0].clone() for layer in session.cache.layers]
+        for question, expected in zip(questions, alone, strict=True):
+            with session.reuse() as cache:
+                assert torch.equal(ask(question, cache)[1], expected)
+            assert [[h.tolist() for h in session.cache.kept_indices(layer)[0]] for layer in range(3)] == held
+            assert session.cache.seen_tokens == context["input_ids"].shape[1]
+        for layer, before in zip(session.cache.layers, keys, strict=True):
+            assert torch.equal(layer.storage.read()[0], before)
+
+
+def test_reuse_before_a_prompt_is_an_error():
+    with (
+        kvcompress.compress(FAMILIES["qwen2"].build(), "snapkv", 0.3) as session,
+        pytest.raises(kvcompress.KVCompressError, match="nothing to reuse"),
+        session.reuse(),
+    ):
+        pass
