@@ -32,11 +32,13 @@ def register_attention(base: str) -> str:
     return name
 
 
-def prompt_mask(base_mask: Callable, *args, q_offset=0, local_size=None, **kwargs):
+def prompt_mask(base_mask: Callable, batch_size, q_length, kv_length, q_offset=0, local_size=None, **kwargs):
     """The base's mask for a prompt pass; none afterwards, where the layer makes it (sliding layers keep theirs)."""
-    if local_size is None and not isinstance(q_offset, torch.Tensor) and q_offset > 0:
+    # With static shapes the offset is on the device; one query then is a decode step.
+    is_later = q_length == 1 if isinstance(q_offset, torch.Tensor) else q_offset > 0
+    if local_size is None and is_later:
         return None
-    return base_mask(*args, q_offset=q_offset, local_size=local_size, **kwargs)
+    return base_mask(batch_size, q_length, kv_length, q_offset=q_offset, local_size=local_size, **kwargs)
 
 
 def compressed_attention(
@@ -66,6 +68,8 @@ def compressed_attention(
 def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, key, value, layer, **kwargs):
     """The base implementation over what a layer kept, under the layer's mask; arguments and result as above."""
     mask = layer.mask(query.shape[2])  # (batch, 1 or kv_heads, queries, keys)
+    if base == "sdpa" and layer.is_compileable and query.shape[2] == 1:
+        return one_query_per_head(query, key, value, mask, kwargs["scaling"]), None
     if mask is None or mask.shape[1] == 1:
         return attend(module, query, key, value, base_mask_format(base, mask, query.dtype), **kwargs)
     batch, kv_heads = key.shape[:2]
@@ -78,6 +82,14 @@ def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, 
     mask = base_mask_format(base, mask.flatten(0, 1).unsqueeze(1), query.dtype)
     output, _ = attend(module, query, key, value, mask, **kwargs)  # (batch * kv_heads, queries, groups, head_dim)
     return output.unflatten(0, (batch, kv_heads)).transpose(1, 2).flatten(2, 3), None
+
+
+def one_query_per_head(query, key, value, mask, scaling: float | None) -> torch.Tensor:
+    """A decode step with the query heads of each KV head as its queries: unlike transformers' masked path under
+    `torch.compile`, it does not repeat keys and values. mask (batch, 1 or kv_heads, 1, keys)."""
+    packed = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])  # (batch, kv_heads, groups, head_dim)
+    output = torch.nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+    return output.reshape(query.shape[0], 1, -1, value.shape[3])
 
 
 def base_attention(base: str, module: torch.nn.Module) -> Callable:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .errors import KVCompressError
 
@@ -35,3 +36,24 @@ class Budget:
         """Entries kept of `length`: `ratio * length` rounded half up, at least 1 and at most `length`."""
         wanted = self.entries if self.ratio is None else math.floor(self.ratio * length + 0.5)
         return min(max(wanted, 1), length)
+
+
+def pyramid(budget: int, length: int, num_layers: int, beta: float, least: int) -> list[int]:
+    """Entries per layer that fall linearly from the first layer to the last and sum to exactly `budget * num_layers`.
+
+    PyramidKV (https://arxiv.org/abs/2406.02069, section 3.3): the last layer gets `budget / beta`, the first as much
+    more than the mean as the last gets less; where that is more than `length`, the first gets `length`. Where the
+    last layer would get fewer than `least` (a window), all layers get the same.
+    """
+    last = budget / beta
+    first = 2 * budget - last
+    if first > length:
+        first, last = length, 2 * budget - length
+    if last < least or num_layers == 1:
+        return [budget] * num_layers
+    # Rounding the running total, not each term, makes the sum exact.
+    totals = [0.0]
+    for layer in range(num_layers):
+        totals.append(totals[-1] + first - layer * (first - last) / (num_layers - 1))
+    ends = [math.floor(total + 0.5) for total in totals]
+    return [end - begin for begin, end in pairwise(ends)]

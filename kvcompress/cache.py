@@ -16,7 +16,7 @@ from .clusters.base import Kept, Prompt
 from .errors import KVCompressError
 from .policy import Engine, Policy, make_policy
 from .scoring import pad_columns
-from .storage import DenseStorage, Storage, store
+from .storage import DenseStorage, StaticStorage, Storage, store
 from .vision import vision_token_mask
 
 
@@ -56,7 +56,7 @@ class Chunk:
         """From the model's inputs: `input_ids` (batch, columns) or None, and the 2-D padding mask
         (batch, at least columns) or None. `is_first`: nothing precedes this prompt in the cache. Synchronises with
         the device, once per prompt."""
-        mask = None if attention_mask is None else attention_mask[:, -columns:].bool()
+        mask = _padding_mask(attention_mask, columns)
         lengths = [columns] * batch if mask is None else mask.sum(1).tolist()
         padding = None
         if min(lengths) < columns:
@@ -73,6 +73,21 @@ class Chunk:
             raise KVCompressError("ratio_of='vision' and scope='context' need input_ids: embeddings do not tell images")
         context = _context_lengths(engine, is_first, lengths, vision)
         return cls(columns, lengths, padding, vision, vision_lengths, context, seeds)
+
+
+def _padding_mask(mask: torch.Tensor | dict | None, columns: int) -> torch.Tensor | None:
+    """bool (batch, columns), True at real tokens, from what `generate` hands over: the 2-D mask; for a cache with
+    static shapes a 4-D mask (batch, 1, queries, keys), bool or additive, or one per type of layer."""
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention")
+    if mask is None:
+        return None
+    if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[1] == 1:
+        last = mask[:, 0, -1]  # the last token sees every real one
+        mask = last if last.dtype == torch.bool else last == 0
+    elif not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
+        raise KVCompressError("compression needs a 2-D attention mask (batch, tokens), left-padded, or none")
+    return mask[:, -columns:].bool()
 
 
 def _context_lengths(engine: Engine, is_first: bool, lengths: list[int], vision: torch.Tensor | None) -> list[int]:
@@ -126,13 +141,12 @@ class CompressedLayer(CacheLayerMixin):
 
     Attributes:
         storage: what is kept, None before the first prompt.
-        seen: tokens seen, per row and including pads: the true position of the next token.
+        counted: tokens seen; with static shapes those of the prompt, the storage counts the others.
         staged: keys and values of the prompt that is being processed.
         chunk: what is known of that prompt; the cache sets it before the forward pass.
     """
 
     is_sliding = False
-    is_compileable = False
 
     def __init__(self, layer_idx: int, num_layers: int, policy: Policy, room: int | None):
         super().__init__()
@@ -144,7 +158,7 @@ class CompressedLayer(CacheLayerMixin):
         self.storage: Storage | None = None
         self.staged: tuple[torch.Tensor, torch.Tensor] | None = None
         self.chunk: Chunk | None = None
-        self.seen = self.decoded = self.prompt_columns = 0
+        self.counted = self.decoded = self.prompt_columns = 0
         self.recent_queries: list[torch.Tensor] = []
         self.row_seeds: tuple[int, ...] = ()
         self.prompt_lengths: list[int] = []
@@ -158,12 +172,25 @@ class CompressedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     @property
+    def is_compileable(self) -> bool:
+        """Whether a decode step is the same graph each time; `generate` then compiles it on a GPU."""
+        return self.policy.engine.cache_implementation == "static"
+
+    @property
+    def seen(self) -> int:
+        """Tokens seen, per row and including pads: the true position of the next token."""
+        return int(self.get_seq_length())
+
+    @property
     def stored(self) -> int:
         """Slots in use of the row and head that keeps most."""
         return 0 if self.storage is None else self.storage.length
 
-    def get_seq_length(self) -> int:
-        return self.seen
+    def get_seq_length(self) -> int | torch.Tensor:
+        """Tokens seen; with static shapes a tensor on the device, so that no step waits for it."""
+        if isinstance(self.storage, StaticStorage) and self.staged is None:
+            return self.counted + self.storage.appended()
+        return self.counted
 
     def get_max_length(self) -> int:
         return -1
@@ -171,7 +198,9 @@ class CompressedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.stored + query_length, self.seen - self.stored
+        if self.is_compileable and self.storage is not None:  # only the padding of a second prompt is read off it
+            return query_length, 0 if query_length == 1 else self.seen
+        return self.stored + query_length, self.counted - self.stored
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """New states (batch, kv_heads, new, head_dim) in; the keys and values to attend over out."""
@@ -182,9 +211,8 @@ class CompressedLayer(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        new = key_states.shape[2]
-        self.seen += new
         if self.chunk is not None:
+            self.counted = self.seen + key_states.shape[2]
             self.staged = (key_states, value_states)
             if self.storage is not None:
                 old = self.storage.read()
@@ -192,7 +220,9 @@ class CompressedLayer(CacheLayerMixin):
                 value_states = torch.cat([old[1], value_states], dim=2)
         elif self.storage is not None:
             self.storage.append(key_states, value_states)
-            self.decoded += new
+            if not self.is_compileable:  # a graph must not count in Python: it would be another graph at each step
+                self.counted += key_states.shape[2]
+                self.decoded += key_states.shape[2]
             key_states, value_states = self.storage.read()
         else:
             raise KVCompressError(
@@ -226,14 +256,16 @@ class CompressedLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens; only decoded ones can be."""
         removed = abs(tokens_to_remove)
-        if removed > self.decoded:
+        decoded = int(self.storage.appended()) if self.is_compileable else self.decoded
+        if removed > decoded:
             raise KVCompressError(
-                f"cannot crop {removed} tokens: only the {self.decoded} decoded since the last prompt or eviction can "
+                f"cannot crop {removed} tokens: only the {decoded} decoded since the last prompt or eviction can "
                 "be taken back, what was evicted is gone"
             )
         self.storage.drop_last(removed)
-        self.seen -= removed
-        self.decoded -= removed
+        if not self.is_compileable:
+            self.counted -= removed
+            self.decoded -= removed
 
     def snapshot(self) -> dict[str, object]:
         """The layer's state; what is appended from now on does not touch it."""
@@ -250,15 +282,14 @@ class CompressedLayer(CacheLayerMixin):
         """Drop the last token of the prompt that was just compressed, so that it can be fed again."""
         kept = self.storage.kept(self.seen)
         last = kept.indices == self.seen - 1
-        if self._is_whole:
+        if self._is_whole and not self.is_compileable:
             self.storage.drop_last(1)
         else:
-            self.storage = store(
-                right_aligned(replace(kept, indices=kept.indices.masked_fill(last, -1))), self.room, uniform=False
-            )
+            rest = right_aligned(replace(kept, indices=kept.indices.masked_fill(last, -1)))
+            self.storage = self._new_storage(rest, uniform=False)
         # The token that is fed again is stored in every head, whether the cluster had kept it or not.
         self.prompt_kept = self.prompt_kept + 1 - last.any(2).float().mean(1)
-        self.seen -= 1
+        self.counted -= 1
         self.recent_queries = [queries[:, :, :-1] for queries in self.recent_queries]
 
     # -- what the attention function asks of a layer
@@ -432,7 +463,7 @@ class CompressedLayer(CacheLayerMixin):
 
     @property
     def _is_whole(self) -> bool:
-        return isinstance(self.storage, DenseStorage) and self.storage.is_whole
+        return isinstance(self.storage, (DenseStorage, StaticStorage)) and self.storage.is_whole
 
     def _store_whole(self, keys: torch.Tensor, values: torch.Tensor, pads: torch.Tensor | None) -> None:
         if self.storage is not None:
@@ -443,14 +474,22 @@ class CompressedLayer(CacheLayerMixin):
                 pads = torch.cat([before, keys.new_zeros(len(keys), keys.shape[2]).bool() if pads is None else pads], 1)
             old = self.storage.read()
             keys, values = torch.cat([old[0], keys], dim=2), torch.cat([old[1], values], dim=2)
-        self.storage = DenseStorage(keys, values, None, pads, self.room)
+        if self.is_compileable:
+            self.storage = StaticStorage(keys, values, None, pads, self.room)
+        else:
+            self.storage = DenseStorage(keys, values, None, pads, self.room)
 
     def _store(self, kept: Kept, first: int, uniform: bool) -> None:
         """Put a compressed chunk, whose columns begin at `first`, behind what is stored."""
         if self.storage is not None:
             kept = right_aligned(joined([self.storage.kept(first), kept]))
             uniform = False
-        self.storage = store(kept, self.room, uniform)
+        self.storage = self._new_storage(kept, uniform)
+
+    def _new_storage(self, kept: Kept, uniform: bool) -> Storage:
+        if self.is_compileable:
+            return StaticStorage(kept.keys, kept.values, kept.indices, None, self.room)
+        return store(kept, self.room, uniform)
 
     @property
     def nbytes(self) -> int:
@@ -483,6 +522,8 @@ class CompressedCache(DynamicCache):
         **options: object,
     ):
         self.policy = make_policy(method, ratio, budget, **options)
+        if self.policy.engine.cache_implementation == "static" and max_new_tokens is None:
+            raise KVCompressError("cache_implementation='static' needs max_new_tokens=: the room of its fixed shapes")
         super().__init__(config=config)
         self.config = config
         for layer_idx, layer in enumerate(self.layers):
@@ -496,9 +537,9 @@ class CompressedCache(DynamicCache):
     ) -> bool:
         """Announce a forward pass over (batch, columns) tokens. True for a prompt, which will be compressed; one more
         token on a filled cache is a decode step, which is only written down."""
-        if columns == 1 and self.seen_tokens:
+        is_first = self.compressed_layers[0].storage is None
+        if columns == 1 and not is_first:
             return False
-        is_first = not self.seen_tokens
         chunk = Chunk.of(self.config, self.policy.engine, is_first, batch, columns, input_ids, attention_mask)
         for layer in self.compressed_layers:
             layer.chunk, layer.staged = chunk, None
@@ -526,7 +567,7 @@ class CompressedCache(DynamicCache):
     @property
     def seen_tokens(self) -> int:
         """Tokens seen, kept or not, pads included."""
-        return self.get_seq_length()
+        return self.compressed_layers[0].seen
 
     @property
     def nbytes(self) -> int:

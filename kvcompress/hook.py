@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from .attention import PREFIX, register_attention
@@ -98,8 +97,6 @@ class Session:
         batch, columns = (embeds if ids is None else ids).shape[:2]
         cache = self._cache_for(kwargs, model)
         mask = kwargs.get("attention_mask")
-        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
-            raise KVCompressError("compression needs a 2-D attention mask (batch, tokens), left-padded, or none")
         self._is_prompt = cache.start(batch, columns, ids, mask)
         kwargs["past_key_values"] = self.cache = cache
         return (), kwargs

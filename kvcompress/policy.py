@@ -30,6 +30,8 @@ class Engine:
         decode_budget, decode_ratio: entries, or the fraction of the row's tokens, that are kept while decoding;
             neither: every decoded token is kept.
         decode_interval: decode steps from one eviction to the next; None: what the method prescribes.
+        cache_implementation: `dynamic`: buffers grow where they must; `static`: after the prompt the entries move into
+            buffers of a fixed shape, with room for `max_new_tokens`, so that decoding can run as one compiled graph.
     """
 
     head_budget: Literal["uniform", "adaptive"] | None = None
@@ -41,6 +43,7 @@ class Engine:
     decode_budget: PositiveInt | None = None
     decode_ratio: Fraction | None = None
     decode_interval: PositiveInt | None = None
+    cache_implementation: Literal["dynamic", "static"] = "dynamic"
 
 
 ENGINE_OPTIONS = {field.name: field.default for field in fields(Engine)}
@@ -86,7 +89,12 @@ def make_policy(
         raise KVCompressError(f"context_tokens={engine.context_tokens} needs scope='context'")
     if engine.decode_budget is not None and engine.decode_ratio is not None:
         raise KVCompressError("give either decode_budget= or decode_ratio=, not both")
-    if info.name == "full" and (engine.decode_budget is not None or engine.decode_ratio is not None):
+    evicts = engine.decode_budget is not None or engine.decode_ratio is not None
+    if evicts and engine.cache_implementation == "static":
+        raise KVCompressError(
+            "cache_implementation='static' has fixed shapes: no decode_budget= or decode_ratio= with it"
+        )
+    if evicts and info.name == "full":
         raise KVCompressError("method 'full' evicts nothing, so it takes neither decode_budget= nor decode_ratio=")
     return Policy(info.name, cluster, method_budget(info.name, ratio, budget), engine)
 

@@ -14,6 +14,7 @@ OPTIONS: dict[str, dict[str, list]] = {
     "adakv": {"window_size": [1, 8, 32], "kernel_size": [1, 7], "pooling": ["avg", "max"]},
     "snapkv": {"window_size": [1, 4, 16, 32], "kernel_size": [1, 3, 7], "pooling": ["avg", "max"]},
     "streamingllm": {"sinks": [0, 4, 9]},
+    "pyramidkv": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg"], "beta": [1.0, 3.0, 20.0]},
     "random": {"seed": [0, 7], "window_size": [0, 8]},
 }
 

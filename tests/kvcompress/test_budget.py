@@ -1,8 +1,11 @@
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcompress import Budget, KVCompressError
+from kvcompress.budget import pyramid
 
 
 @given(ratio=st.floats(0, 1, exclude_min=True), length=st.integers(1, 100_000))
@@ -30,3 +33,23 @@ def test_a_number_of_entries_is_capped_by_the_prompt(entries, length):
 def test_anything_else_is_an_error(arguments):
     with pytest.raises(KVCompressError):
         Budget(*arguments)
+
+
+@given(
+    budget=st.integers(1, 2000),
+    more=st.integers(0, 5000),
+    layers=st.integers(1, 80),
+    beta=st.floats(1, 50),
+    least=st.integers(1, 64),
+)
+def test_a_pyramid_sums_exactly_falls_and_never_exceeds_the_prompt(budget, more, layers, beta, least):
+    budgets = pyramid(budget, budget + more, layers, beta, min(least, budget))
+    assert sum(budgets) == budget * layers
+    assert all(1 <= n <= budget + more for n in budgets)
+    assert all(a >= b - 1 for a, b in pairwise(budgets))  # rounding may shift one entry
+
+
+def test_a_pyramid_worked_by_hand():
+    assert pyramid(100, 10_000, 5, beta=10, least=8) == [190, 145, 100, 55, 10]
+    assert pyramid(100, 150, 5, beta=10, least=8) == [150, 125, 100, 75, 50]  # the first layer keeps all it has
+    assert pyramid(100, 10_000, 5, beta=20, least=8) == [100] * 5  # the last layer would hold less than the window
