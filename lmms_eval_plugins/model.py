@@ -76,9 +76,9 @@ class KVCompressLM(lmms):
         """`arguments` as in docs/model-args.md. Raises KVCompressError for a wrong one, before anything is loaded."""
         super().__init__()
         self.args, self.cell = parse_arguments(**arguments)
-        # Starts the process group where there are several processes. Its own count is not used: without a GPU it says
-        # one process, although the group is there.
-        self.accelerator = Accelerator()
+        # Starts the process group where there are several processes. Without cpu=True a machine without GPU counts as
+        # one process. lmms-eval's command line has made an Accelerator before, without it: so ask the group itself.
+        self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
         if torch.distributed.is_initialized():
             self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.device = _device(self.args, self.world_size)

@@ -16,7 +16,7 @@ from lmms_eval_plugins.model import KVCompressLM, summarise, write_rows
 
 from .checkpoints import image, requests, save_checkpoint, write_video
 
-VLM_FAMILIES = ("llava-onevision", "qwen2-vl", "qwen3-vl", "internvl")
+VLM_FAMILIES = ("llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl")
 
 
 def load(pretrained="tiny", **arguments) -> KVCompressLM:
