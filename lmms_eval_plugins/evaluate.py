@@ -219,7 +219,7 @@ def find_tasks(names: list[str], include_path: Path | None) -> "TaskManager":
 
 
 def load_tasks(manager: "TaskManager", name: str, data_root: Path | None) -> list["Task"]:
-    """The task of this name, or the tasks of the group, with their data. Raises EvaluationFailed where it is missing."""
+    """The task, or the tasks of the group, with their data. Raises EvaluationFailed where data is missing."""
     try:
         with working_directory(data_root), one_attempt():
             return leaf_tasks(manager.load_task_or_group([name], "chat"))
@@ -449,8 +449,14 @@ def run(request: Request, argv: list[str]) -> None:
 
 def load_model(arguments: "ModelArguments") -> "KVCompressLM":
     """Raises EvaluationFailed where transformers cannot find, read or place the checkpoint."""
+    import torch
+
+    from .arguments import TINY_MODEL, ModelArguments
     from .model import KVCompressLM
 
+    if arguments.pretrained == ModelArguments(pretrained=TINY_MODEL).pretrained and "OMP_NUM_THREADS" not in os.environ:
+        # Its layers are too small to share: two threads mostly wait for each other, on a busy machine for seconds.
+        torch.set_num_threads(1)
     try:
         return KVCompressLM(**arguments.model_dump(exclude_unset=True))
     except (OSError, ImportError) as error:

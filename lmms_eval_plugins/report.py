@@ -55,6 +55,7 @@ def cell_row(cell: dict[str, Any]) -> dict[str, Any]:
         "tpot_s": median("tpot_s"),
         "kv_bytes": median("kv_bytes_prompt"),
         "samples": cell["n_samples"],
+        "batch_size": protocol["settings"].get("batch_size", 1),
         "settings": settings_name(protocol["settings"]),
     }
 
@@ -97,21 +98,26 @@ def _bytes(value: float | None) -> str:
     return f"{value:.2f} GiB"
 
 
-NOTE = (
-    "Ratio: fraction of the prompt's KV entries kept. TTFT: time to first token; per token: time per output token "
-    "after it; KV cache: bytes held after the prompt, per sample; all three are medians."
-)
+def note(frame: pd.DataFrame) -> str:
+    """What the columns mean."""
+    batch_size = int(frame["batch_size"].iloc[0])
+    of_batch = f", of a batch of {batch_size}" if batch_size > 1 else ""
+    return (
+        "Ratio: fraction of the prompt's KV entries that is kept; realised: as measured. TTFT: time to first token; "
+        f"per token: time of each further one (medians{of_batch}). KV cache: bytes held after the prompt, per sample "
+        "(median)."
+    )
 
 
 def markdown(frame: pd.DataFrame, title: str) -> str:
     header, rows = table_rows(frame)
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return f"# {title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{NOTE}\n"
+    return f"# {title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{note(frame)}\n"
 
 
 def terminal_table(frame: pd.DataFrame, title: str) -> Table:
     header, rows = table_rows(frame)
-    table = Table(title=title, caption=NOTE)
+    table = Table(title=title, caption=note(frame))
     for column in header:
         table.add_column(column, justify="left" if column == "method" else "right")
     for row in rows:
@@ -167,7 +173,8 @@ def report(folder: Path, settings: dict[str, Any] | None = None, console: Consol
     Raises:
         FileNotFoundError: there is no finished cell.
     """
-    console = console or Console()
+    # Where the output is no terminal, rich would fold the table to 80 columns.
+    console = console or Console(width=None if sys.stdout.isatty() else 120)
     cells = load_cells(folder)
     if settings is not None:
         cells = [c for c in cells if settings_name(c["protocol"]["settings"]) == settings_name(settings)]
