@@ -53,7 +53,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(rf"(?<![a-z]) ?(?:{words})(?![a-z])|[\s\S]"), "isolated"),
+            pre_tokenizers.Split(Regex(rf" ?(?<![a-z])(?:{words})(?![a-z])|[\s\S]"), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -136,6 +136,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaOnevision
     embedding = model.model.vision_tower.get_parameter(_position_embedding_name(model))
     with torch.no_grad():
         embedding.copy_(0.5 * _sinusoids(GRID, embedding.shape[-1]))
+    for layer in (model.model.multi_modal_projector.linear_1, model.model.multi_modal_projector.linear_2):
+        nn.init.xavier_uniform_(layer.weight)  # transformers' default is ten times smaller and learns slower
     return model
 
 
@@ -197,9 +199,7 @@ class Packer:
         targets = [IGNORED] * (len(asked) - 1) + answer + [IGNORED]
         return asked + answer, targets
 
-    def batch(
-        self, pixels: Tensor, asked: list[list[Question]], labels: Tensor, post_prompt: bool
-    ) -> PackedBatch:
+    def batch(self, pixels: Tensor, asked: list[list[Question]], labels: Tensor, post_prompt: bool) -> PackedBatch:
         rows = []
         for questions in asked:
             ids, targets = list(self.prefix), [IGNORED] * len(self.prefix)
@@ -214,8 +214,7 @@ class Packer:
         fills = (self.tokenizer.pad_token_id, -1, 0, IGNORED)
         longest = max(len(row[0]) for row in rows)
         ids, segments, positions, targets = (
-            torch.tensor([row[i] + [fill] * (longest - len(row[i])) for row in rows])
-            for i, fill in enumerate(fills)
+            torch.tensor([row[i] + [fill] * (longest - len(row[i])) for row in rows]) for i, fill in enumerate(fills)
         )
         kinds = [[question.kind for question in questions] for questions in asked]
         return PackedBatch(pixels, ids, segments, positions, targets, labels, kinds)

@@ -42,6 +42,7 @@ from lmms_eval_plugins.tiny_vlm.signs import (
     CHARACTERS,
     COLORS,
     LABELS,
+    PATCH,
     draw_packed_scene,
     draw_scene,
     questions,
@@ -56,6 +57,7 @@ class Stage:
     steps: int
     images: int  # per step
     packed_share: float
+    jitter_grows_until: float = 0.0  # of the stage: from packed text on the patch grid to text anywhere
     questions: int = 0  # per image at most
     learning_rate: float = 2e-3
     tower_scale: float = 1.0  # the tower's and projector's share of the learning rate
@@ -63,9 +65,9 @@ class Stage:
 
 
 STAGES = (
-    Stage("vision", steps=1500, images=32, packed_share=0.75),
-    Stage("align", steps=300, images=16, packed_share=0.75),
-    Stage("questions", steps=2800, images=16, packed_share=0.0, questions=8, tower_scale=0.3),
+    Stage("vision", steps=1000, images=24, packed_share=1.0, jitter_grows_until=0.5),
+    Stage("align", steps=250, images=16, packed_share=0.75),
+    Stage("questions", steps=2400, images=16, packed_share=0.0, questions=8, tower_scale=0.3),
 )
 WARM_UP = 60  # steps
 POST_PROMPT_SHARE = 0.5  # of the batches, those whose questions carry lmms-eval's post prompt
@@ -95,7 +97,7 @@ class Probes(nn.Module):
 
     def _tied(self, states: Tensor, tokens: list[int], none: Tensor) -> Tensor:
         """(..., 1 + len(tokens)) logits: "none" first, then the tokens."""
-        logits = F.linear(states, self.embeddings[0].weight[tokens].float())
+        logits = F.linear(states, F.normalize(self.embeddings[0].weight[tokens].float(), dim=-1))
         return torch.cat((none, logits), -1)
 
     def vision_loss(self, features: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, float]]:
@@ -148,12 +150,15 @@ class StageData(Dataset):
     def __getitem__(self, step: int) -> list[PackedBatch]:
         rng = Random(f"{self.seed}/{self.stage.name}/{step}")
         post_prompt = rng.random() < POST_PROMPT_SHARE
-        return [self._part(rng, self.stage.images // self.parts, post_prompt) for _ in range(self.parts)]
+        grown = step / max(1, self.stage.jitter_grows_until * self.stage.steps)
+        jitter = min(PATCH // 2, int(grown * PATCH / 2))
+        return [self._part(rng, jitter, post_prompt) for _ in range(self.parts)]
 
-    def _part(self, rng: Random, images: int, post_prompt: bool) -> PackedBatch:
+    def _part(self, rng: Random, jitter: int, post_prompt: bool) -> PackedBatch:
         scenes, asked = [], []
-        for _ in range(images):
-            scene = (draw_packed_scene if rng.random() < self.stage.packed_share else draw_scene)(rng)
+        for _ in range(self.stage.images // self.parts):
+            packed = rng.random() < self.stage.packed_share
+            scene = draw_packed_scene(rng, jitter) if packed else draw_scene(rng)
             possible = questions(scene.signs)
             scenes.append(scene)
             asked.append(rng.sample(possible, min(len(possible), self.stage.questions)))
@@ -211,7 +216,8 @@ class Trainer:
 
     def save(self) -> None:
         state = {
-            "recipe": (self.seed, self.stages),
+            "seed": self.seed,
+            "stages": self.stages,
             "place": (self.stage_number, self.step, self.seconds),
             "model": self.model.state_dict(),
             "probes": self.probes.state_dict(),
@@ -224,9 +230,11 @@ class Trainer:
     def resume(self) -> None:
         """Take up the state in `out`. Raises ValueError when it was made with another seed or curriculum."""
         state = torch.load(self.state_file, map_location=self.device, weights_only=False)
-        if state["recipe"] != (self.seed, self.stages):
-            raise ValueError(f"{self.state_file} was made by another recipe: {state['recipe']}; use an empty --out")
         self.stage_number, self.step, self.seconds = state["place"]
+        done = self.stage_number + 1
+        if (state["seed"], state["stages"][:done]) != (self.seed, self.stages[:done]):
+            made = f"seed {state['seed']} and {state['stages'][:done]}"
+            raise ValueError(f"{self.state_file} was made with {made}; give another --out")
         self.model.load_state_dict(state["model"])
         self.probes.load_state_dict(state["probes"])
         if self.stage_number < len(self.stages):
@@ -324,9 +332,7 @@ def _question_scores(right: Tensor, batch: PackedBatch) -> dict[str, list[float]
     rows, columns = (batch.targets != -100).nonzero(as_tuple=True)
     wrong = {
         (row, segment)
-        for row, segment, ok in zip(
-            rows.tolist(), batch.segments[rows, columns].tolist(), right.tolist(), strict=True
-        )
+        for row, segment, ok in zip(rows.tolist(), batch.segments[rows, columns].tolist(), right.tolist(), strict=True)
         if not ok
     }
     scores = defaultdict(list)
@@ -370,9 +376,7 @@ def main() -> None:
         torch.set_num_threads(1)  # per part of the batch, see Trainer
         os.nice(arguments.nice)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(
-        arguments.out, scaled(STAGES, arguments.scale), arguments.seed, device, arguments.workers
-    )
+    trainer = Trainer(arguments.out, scaled(STAGES, arguments.scale), arguments.seed, device, arguments.workers)
     if trainer.state_file.exists():
         trainer.resume()
     if not trainer.run(deadline=time.monotonic() + 60 * arguments.max_minutes):
