@@ -154,6 +154,10 @@ def needs_hub(request: Request) -> bool:
     return not is_local or not bundled.issuperset(request.tasks)
 
 
+def is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
 def hub_is_reachable(timeout_s: float = 5) -> bool:
     """Whether the hub, or a proxy on the way to it, answers at all."""
     try:
@@ -257,13 +261,15 @@ def data_error(task: str, error: Exception, data_root: Path | None) -> str:
     """One line: what is missing, and the command that brings it."""
     message = " ".join(str(error).split())
     repository = re.search(r"['\"]([\w.-]+/[\w.-]+)['\"]", message)
-    if not (os.environ.get("HF_HUB_OFFLINE") == "1" and isinstance(error, OSError) and repository):
+    if not (is_offline() and isinstance(error, OSError)):
         return f"the data of task {task!r} could not be loaded: {type(error).__name__}: {message[:300]}"
+    absent = f"the data of task {task!r} is not on this machine, and {HUB} is not reachable or HF_HUB_OFFLINE is set: "
+    if repository is None:  # videos, which lmms-eval unpacks under HF_HOME
+        return absent + "run the command once with --limit 1 where there is network, and copy its HF_HOME folder here"
     name, folder = repository[1], f"{data_root or DEFAULT_DATA_ROOT}/{repository[1]}"
-    return (
-        f"the data of task {task!r} is not on this machine, and {HUB} is not reachable or HF_HUB_OFFLINE is set: where "
-        f"there is network run `hf download {name} --repo-type dataset --local-dir {folder}`, and copy the folder here "
-        f"to {folder}"
+    return absent + (
+        f"where there is network run `hf download {name} --repo-type dataset --local-dir {folder}`, and copy the "
+        f"folder here to {folder}"
     )
 
 
@@ -368,7 +374,7 @@ def merge_samples(
             if row is None:
                 raise EvaluationFailed(f"{task}: the answer to question {sample['doc_id']} was not measured")
             arguments = sample["arguments"]
-            scores = {key: value for key, value in sample.items() if key not in ("doc", "doc_hash", "arguments")}
+            scores = {key: value for key, value in sample.items() if key not in ("doc_hash", "arguments")}
             merged.append({"task": task, "input": arguments[0] if arguments else None, **scores, "measurement": row})
     return merged
 
@@ -411,7 +417,7 @@ def run(request: Request, argv: list[str]) -> None:
 
     arguments, cells = check_arguments(request)
     check_device(arguments.device, processes)
-    if os.environ.get("HF_HUB_OFFLINE") == "1":
+    if is_offline():
         check_model_is_local(arguments)
     if processes > 1 and "LOCAL_RANK" not in os.environ:
         launch_ranks(processes, argv)
