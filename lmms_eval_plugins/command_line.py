@@ -100,7 +100,8 @@ def parse(argv: list[str]) -> Request:
     for name in ("data_root", "include_path"):
         folder = getattr(flags, name)
         if folder is not None and not folder.is_dir():
-            raise UsageError(f"--{name} {str(folder)!r} is not a folder")
+            raise UsageError(f"--{name.replace('_root', '-root')} {str(folder)!r} is not a folder")
+        setattr(flags, name, folder and folder.resolve())  # the working directory changes before it is used
 
     budgets = [_budget(item) for item in _items(str(arguments.pop("budget", "")))]
     if bool(budgets) == (ratio != "-"):

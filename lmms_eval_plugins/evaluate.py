@@ -85,6 +85,8 @@ def check_arguments(request: Request) -> tuple["ModelArguments", list[tuple[Cell
         valid = sorted({*ModelArguments.model_fields, "budget", *options} - {"legacy", "pretrained"})
         raise KVCompressError(f"unknown argument {name!r}{nearest(name, valid)} for {asked}; valid: {', '.join(valid)}")
     model = request.model if request.model == TINY_MODEL else local_or_hub(request.model)
+    for name in {"chat_template", "system_prompt"} & own.keys():  # text, or a file of the present working directory
+        own[name] = str(Path(own[name]).resolve()) if Path(str(own[name])).is_file() else own[name]
     arguments, _ = parse_arguments(pretrained=model, **own)
 
     settings = run_settings(arguments, request.flags)
@@ -118,7 +120,7 @@ def run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dict
     if flags.seed != DEFAULT_SEEDS:
         settings["seed"] = ",".join(str(seed) for seed in flags.seed)
     if flags.data_root is not None:
-        settings["data"] = flags.data_root.resolve().name
+        settings["data"] = flags.data_root.name
     for name in ("limit", "gen_kwargs", "num_fewshot", "predict_only"):
         if value := getattr(flags, name):
             settings[name] = value
@@ -213,12 +215,13 @@ def find_tasks(names: list[str], include_path: Path | None) -> "TaskManager":
         return task_manager(names)
     from lmms_eval.tasks import TaskManager
 
-    official, manager = TaskManager(), TaskManager(include_path=[str(BUNDLED_TASKS), str(include_path)])
+    manager = TaskManager(include_path=[str(BUNDLED_TASKS), str(include_path)])
     for name in names:
         if name not in manager.all_tasks:
             raise UsageError(f"unknown task {name!r}{nearest(name, manager.all_tasks)}")
-        if name in official.all_tasks and name in task_names(include_path):
-            raise UsageError(f"task {name!r} of --include_path has the name of one of lmms-eval's: rename it")
+        # lmms-eval would run its own without a word.
+        if name in task_names(include_path) and include_path not in Path(manager.task_index[name]["yaml_path"]).parents:
+            raise UsageError(f"task {name!r} of --include_path has the name of another task: rename it")
     return manager
 
 
