@@ -1,6 +1,6 @@
 """Rendered scenes of coloured signs, and questions about them: the bundled model's whole world.
 
-A scene is a 156 x 156 image with four to six signs at free positions, each with a word, a number, or a word
+A scene is a 208 x 208 image with four to six signs at free positions, each with a word, a number, or a word
 over a number, and with plain text, boxes, a gradient and noise around them. Everything is drawn from the
 `random.Random` that the caller gives: same seed, same pixels.
 """
@@ -15,7 +15,7 @@ from random import Random
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-PATCH = 12  # pixels; also the pitch of the text, so that each character's centre has a patch of its own
+PATCH = 16  # pixels; also the pitch of the text, so that each character's centre has a patch of its own
 GRID = 13  # patches per side
 SIDE = PATCH * GRID  # pixels
 

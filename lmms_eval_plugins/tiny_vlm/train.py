@@ -59,6 +59,8 @@ class Stage:
     packed_share: float
     jitter_grows_until: float = 0.0  # of the stage: from packed text on the patch grid to text anywhere
     questions: int = 0  # per image at most
+    post_prompt_share: float = 0.0  # of the batches, those whose questions carry lmms-eval's post prompt
+    base_view: bool = False  # whether the language model sees it, see PackedBatch
     learning_rate: float = 2e-3
     tower_scale: float = 1.0  # the tower's and projector's share of the learning rate
     decay_from: float = 0.6  # of the stage, until when the learning rate is constant
@@ -70,7 +72,6 @@ STAGES = (
     Stage("questions", steps=2400, images=16, packed_share=0.0, questions=8, tower_scale=0.3),
 )
 WARM_UP = 60  # steps
-POST_PROMPT_SHARE = 0.5  # of the batches, those whose questions carry lmms-eval's post prompt
 LAST_LEARNING_RATE = 0.02  # of the peak
 LOG_EVERY = 25  # steps
 NONE_WEIGHT = 0.1  # of a patch without a character in the reading losses
@@ -119,13 +120,13 @@ class Probes(nn.Module):
             "color": _accuracy(color, target["color"], target["color"] > 0),
         }
 
-    def position_loss(self, hidden: tuple[Tensor, ...], labels: Tensor, start: int) -> tuple[Tensor, dict]:
+    def position_loss(self, hidden: tuple[Tensor, ...], batch: PackedBatch) -> tuple[Tensor, dict[str, float]]:
         """Name the character to the left after the first layer and the one above after the second."""
-        target = dict(zip(LABELS, labels.flatten(2).unbind(1), strict=True))
+        target = dict(zip(LABELS, batch.labels.flatten(2).unbind(1), strict=True))
         here = target["glyph"] > 0
         total, metrics = 0.0, {}
         for layer, name, head in ((1, "left", self.left), (2, "above", self.above)):
-            states = grid_view(hidden[layer], start)[here].float()
+            states = grid_view(hidden[layer], batch)[here].float()
             states = F.rms_norm(states, states.shape[-1:])
             none = self.none(states)[:, 1 + layer : 2 + layer]
             logits = self._tied(head(states), self.characters, none)
@@ -149,7 +150,7 @@ class StageData(Dataset):
 
     def __getitem__(self, step: int) -> list[PackedBatch]:
         rng = Random(f"{self.seed}/{self.stage.name}/{step}")
-        post_prompt = rng.random() < POST_PROMPT_SHARE
+        post_prompt = rng.random() < self.stage.post_prompt_share
         grown = step / max(1, self.stage.jitter_grows_until * self.stage.steps)
         jitter = min(PATCH // 2, int(grown * PATCH / 2))
         return [self._part(rng, jitter, post_prompt) for _ in range(self.parts)]
@@ -164,7 +165,7 @@ class StageData(Dataset):
             asked.append(rng.sample(possible, min(len(possible), self.stage.questions)))
         pixels = torch.from_numpy(np.stack([scene.pixels for scene in scenes])).permute(0, 3, 1, 2)
         labels = torch.from_numpy(np.stack([scene.labels for scene in scenes]))
-        return self.packer.batch(pixels.contiguous(), asked, labels, post_prompt)
+        return self.packer.batch(pixels.contiguous(), asked, labels, post_prompt, self.stage.base_view)
 
 
 def learning_rate(stage: Stage, step: int) -> float:
@@ -303,12 +304,12 @@ class Trainer:
             if stage.name == "vision":
                 features, hidden = project(self.model, batch.pixels), None
             else:
-                features, hidden = packed_forward(self.model, batch, self.packer.image_start)
+                features, hidden = packed_forward(self.model, batch)
         loss, metrics = self.probes.vision_loss(features, batch.labels)
         metrics["vision_loss"] = loss.item()
         scores = {}
         if hidden is not None:
-            position, seen = self.probes.position_loss(hidden, batch.labels, self.packer.image_start)
+            position, seen = self.probes.position_loss(hidden, batch)
             loss = 0.3 * loss + 0.5 * position
             metrics |= {"position_loss": position.item(), **seen}
         if stage.questions:

@@ -6,7 +6,7 @@ import pytest
 import kvcompress
 from lmms_eval_plugins.tasks import BUNDLED_TASKS, task_manager
 from lmms_eval_plugins.tiny_vlm import dataset
-from lmms_eval_plugins.tiny_vlm.signs import POST_PROMPT
+from lmms_eval_plugins.tiny_vlm.signs import POST_PROMPT, SIDE
 
 lmms_eval_tasks = pytest.importorskip("lmms_eval.tasks")
 
@@ -38,7 +38,7 @@ def test_bundled_tasks_hold_what_is_shipped(tasks):
         docs = tasks[name].test_docs()
         assert docs["question_id"] == pq.read_table(file)["question_id"].to_pylist()
         assert len(docs) == count
-        assert tasks[name].doc_to_visual(docs[0])[0].size == (156, 156)
+        assert tasks[name].doc_to_visual(docs[0])[0].size == (SIDE, SIDE)
 
 
 def test_the_bundled_folder_serves_lmms_evals_include_path():
@@ -56,7 +56,7 @@ def test_official_textvqa_runs_untouched_from_a_local_folder(tmp_path, monkeypat
     (task,) = lmms_eval_tasks.get_task_dict(["textvqa_val"], manager, "chat").values()
     doc = task.test_docs()[0]
     assert len(task.test_docs()) == 500
-    assert doc["image"].size == (156, 156)
+    assert doc["image"].size == (SIDE, SIDE)
     assert task.process_results(doc, [doc["answers"][0]])["exact_match"] == 1
 
 
