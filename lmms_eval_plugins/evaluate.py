@@ -85,6 +85,8 @@ def check_arguments(request: Request) -> tuple["ModelArguments", list[tuple[Cell
         valid = sorted({*ModelArguments.model_fields, "budget", *options} - {"legacy", "pretrained"})
         raise KVCompressError(f"unknown argument {name!r}{nearest(name, valid)} for {asked}; valid: {', '.join(valid)}")
     model = request.model if request.model == TINY_MODEL else local_or_hub(request.model)
+    for name in {"chat_template", "system_prompt"} & own.keys():  # text, or a file of the present working directory
+        own[name] = str(Path(own[name]).resolve()) if Path(str(own[name])).is_file() else own[name]
     arguments, _ = parse_arguments(pretrained=model, **own)
 
     settings = run_settings(arguments, request.flags)
@@ -118,7 +120,7 @@ def run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dict
     if flags.seed != DEFAULT_SEEDS:
         settings["seed"] = ",".join(str(seed) for seed in flags.seed)
     if flags.data_root is not None:
-        settings["data"] = flags.data_root.resolve().name
+        settings["data"] = flags.data_root.name
     for name in ("limit", "gen_kwargs", "num_fewshot", "predict_only"):
         if value := getattr(flags, name):
             settings[name] = value
@@ -152,6 +154,10 @@ def needs_hub(request: Request) -> bool:
     bundled = {path.stem for path in (Path(__file__).parent / "tasks").rglob("*.yaml")}
     is_local = request.model == "tiny" or Path(request.model).expanduser().is_dir()
     return not is_local or not bundled.issuperset(request.tasks)
+
+
+def is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def hub_is_reachable(timeout_s: float = 5) -> bool:
@@ -209,17 +215,18 @@ def find_tasks(names: list[str], include_path: Path | None) -> "TaskManager":
         return task_manager(names)
     from lmms_eval.tasks import TaskManager
 
-    official, manager = TaskManager(), TaskManager(include_path=[str(BUNDLED_TASKS), str(include_path)])
+    manager = TaskManager(include_path=[str(BUNDLED_TASKS), str(include_path)])
     for name in names:
         if name not in manager.all_tasks:
             raise UsageError(f"unknown task {name!r}{nearest(name, manager.all_tasks)}")
-        if name in official.all_tasks and name in task_names(include_path):
-            raise UsageError(f"task {name!r} of --include_path has the name of one of lmms-eval's: rename it")
+        # lmms-eval would run its own without a word.
+        if name in task_names(include_path) and include_path not in Path(manager.task_index[name]["yaml_path"]).parents:
+            raise UsageError(f"task {name!r} of --include_path has the name of another task: rename it")
     return manager
 
 
 def load_tasks(manager: "TaskManager", name: str, data_root: Path | None) -> list["Task"]:
-    """The task of this name, or the tasks of the group, with their data. Raises EvaluationFailed where it is missing."""
+    """The task, or the tasks of the group, with their data. Raises EvaluationFailed where data is missing."""
     try:
         with working_directory(data_root), one_attempt():
             return leaf_tasks(manager.load_task_or_group([name], "chat"))
@@ -257,13 +264,15 @@ def data_error(task: str, error: Exception, data_root: Path | None) -> str:
     """One line: what is missing, and the command that brings it."""
     message = " ".join(str(error).split())
     repository = re.search(r"['\"]([\w.-]+/[\w.-]+)['\"]", message)
-    if not (os.environ.get("HF_HUB_OFFLINE") == "1" and isinstance(error, OSError) and repository):
+    if not (is_offline() and isinstance(error, OSError)):
         return f"the data of task {task!r} could not be loaded: {type(error).__name__}: {message[:300]}"
+    absent = f"the data of task {task!r} is not on this machine, and {HUB} is not reachable or HF_HUB_OFFLINE is set: "
+    if repository is None:  # videos, which lmms-eval unpacks under HF_HOME
+        return absent + "run the command once with --limit 1 where there is network, and copy its HF_HOME folder here"
     name, folder = repository[1], f"{data_root or DEFAULT_DATA_ROOT}/{repository[1]}"
-    return (
-        f"the data of task {task!r} is not on this machine, and {HUB} is not reachable or HF_HUB_OFFLINE is set: where "
-        f"there is network run `hf download {name} --repo-type dataset --local-dir {folder}`, and copy the folder here "
-        f"to {folder}"
+    return absent + (
+        f"where there is network run `hf download {name} --repo-type dataset --local-dir {folder}`, and copy the "
+        f"folder here to {folder}"
     )
 
 
@@ -368,7 +377,7 @@ def merge_samples(
             if row is None:
                 raise EvaluationFailed(f"{task}: the answer to question {sample['doc_id']} was not measured")
             arguments = sample["arguments"]
-            scores = {key: value for key, value in sample.items() if key not in ("doc", "doc_hash", "arguments")}
+            scores = {key: value for key, value in sample.items() if key not in ("doc_hash", "arguments")}
             merged.append({"task": task, "input": arguments[0] if arguments else None, **scores, "measurement": row})
     return merged
 
@@ -411,7 +420,7 @@ def run(request: Request, argv: list[str]) -> None:
 
     arguments, cells = check_arguments(request)
     check_device(arguments.device, processes)
-    if os.environ.get("HF_HUB_OFFLINE") == "1":
+    if is_offline():
         check_model_is_local(arguments)
     if processes > 1 and "LOCAL_RANK" not in os.environ:
         launch_ranks(processes, argv)
@@ -449,8 +458,14 @@ def run(request: Request, argv: list[str]) -> None:
 
 def load_model(arguments: "ModelArguments") -> "KVCompressLM":
     """Raises EvaluationFailed where transformers cannot find, read or place the checkpoint."""
+    import torch
+
+    from .arguments import TINY_MODEL, ModelArguments
     from .model import KVCompressLM
 
+    if arguments.pretrained == ModelArguments(pretrained=TINY_MODEL).pretrained and "OMP_NUM_THREADS" not in os.environ:
+        # Its layers are too small to share: two threads mostly wait for each other, on a busy machine for seconds.
+        torch.set_num_threads(1)
     try:
         return KVCompressLM(**arguments.model_dump(exclude_unset=True))
     except (OSError, ImportError) as error:

@@ -76,7 +76,9 @@ def read_video(path: str | Path, max_frames_num: int) -> tuple[np.ndarray, Video
         stream.thread_type = "AUTO"
         # Matroska and WebM do not record how many frames they hold: count packets, which decodes nothing.
         total = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
-        fps = float(stream.average_rate)
+        fps = float(stream.average_rate) if stream.average_rate else None
+    if total == 0:
+        raise KVCompressError(f"{path} holds no video frame")
     wanted = np.linspace(0, total - 1, min(total, max_frames_num), dtype=int)
     with av.open(str(path)) as container:
         container.streams.video[0].thread_type = "AUTO"
@@ -95,7 +97,7 @@ def read_video(path: str | Path, max_frames_num: int) -> tuple[np.ndarray, Video
         fps=fps,
         width=width,
         height=height,
-        duration=total / fps,
+        duration=total / fps if fps else None,
         video_backend="pyav",
         frames_indices=taken,
     )

@@ -76,9 +76,9 @@ class KVCompressLM(lmms):
         """`arguments` as in docs/model-args.md. Raises KVCompressError for a wrong one, before anything is loaded."""
         super().__init__()
         self.args, self.cell = parse_arguments(**arguments)
-        # Starts the process group where there are several processes. Its own count is not used: without a GPU it says
-        # one process, although the group is there.
-        self.accelerator = Accelerator()
+        # Starts the process group where there are several processes. Without cpu=True a machine without GPU counts as
+        # one process. lmms-eval's command line has made an Accelerator before, without it: so ask the group itself.
+        self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
         if torch.distributed.is_initialized():
             self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.device = _device(self.args, self.world_size)
@@ -230,6 +230,7 @@ class KVCompressLM(lmms):
     def _row(self, request: Instance, measured: Measurement, row: int, batch_size: int) -> dict[str, Any]:
         """A request's measurements. Times and peak memory are the batch's; KV bytes are the row's share of it."""
         _, _, _, doc_id, task, split = request.args
+        beams = len(measured.realised_ratios[0]) // batch_size
         return {
             "task": task,
             "doc_id": doc_id,
@@ -242,7 +243,7 @@ class KVCompressLM(lmms):
             "vision_tokens": measured.vision_tokens[row],
             "kv_bytes_prompt": measured.kv_bytes_prompt // batch_size,
             "kv_bytes_end": measured.kv_bytes_end // batch_size,
-            "realised_ratio": [layer[row] for layer in measured.realised_ratios],
+            "realised_ratio": [layer[row * beams] for layer in measured.realised_ratios],
             "peak_memory_bytes": measured.peak_memory_bytes,
         }
 

@@ -55,7 +55,9 @@ def cell_row(cell: dict[str, Any]) -> dict[str, Any]:
         "tpot_s": median("tpot_s"),
         "kv_bytes": median("kv_bytes_prompt"),
         "samples": cell["n_samples"],
+        "batch_size": protocol["settings"].get("batch_size", 1),
         "settings": settings_name(protocol["settings"]),
+        "settings_text": ", ".join(f"{key}={value}" for key, value in sorted(protocol["settings"].items())),
     }
 
 
@@ -67,16 +69,21 @@ def sweep_frame(cells: list[dict[str, Any]]) -> pd.DataFrame:
     return frame.sort_values(["settings", "order", "series", "size"], ascending=[True, True, True, False])
 
 
+def score_scale(frame: pd.DataFrame) -> int:
+    """100 for a score in [0, 1], shown in percent; 1 for a sum, such as MME's, or a score out of 100."""
+    return 1 if (frame["score"].astype(float) > 1).any() else 100
+
+
 TABLE_COLUMNS = ["method", "ratio kept", "{metric}", "TTFT", "per token", "KV cache", "realised ratio", "samples"]
 
 
 def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     """Header and formatted cells, the same for the terminal and for Markdown."""
     header = [column.format(metric=frame["metric"].iloc[0] or "score") for column in TABLE_COLUMNS]
-    rows = []
+    rows, scale = [], score_scale(frame)
     for row in frame.itertuples():
         size = f"{row.ratio:g}" if pd.notna(row.ratio) else f"budget {row.budget:.0f}"
-        score = _number(row.score, "{:.1f}", 100) + (f" ± {100 * row.stderr:.1f}" if pd.notna(row.stderr) else "")
+        score = _number(row.score, "{:.1f}", scale) + (f" ± {scale * row.stderr:.1f}" if pd.notna(row.stderr) else "")
         ttft, tpot = _number(row.ttft_s, "{:.1f} ms", 1e3), _number(row.tpot_s, "{:.1f} ms", 1e3)
         realised = _number(row.realised, "{:.3f}")
         rows.append([row.series, size, score, ttft, tpot, _bytes(row.kv_bytes), realised, str(row.samples)])
@@ -97,21 +104,26 @@ def _bytes(value: float | None) -> str:
     return f"{value:.2f} GiB"
 
 
-NOTE = (
-    "Ratio: fraction of the prompt's KV entries kept. TTFT: time to first token; per token: time per output token "
-    "after it; KV cache: bytes held after the prompt, per sample; all three are medians."
-)
+def note(frame: pd.DataFrame) -> str:
+    """What the columns mean."""
+    batch_size = int(frame["batch_size"].iloc[0])
+    of_batch = f", of a batch of {batch_size}" if batch_size > 1 else ""
+    return (
+        "Ratio: fraction of the prompt's KV entries that is kept; realised: as measured. TTFT: time to first token; "
+        f"per token: time of each further one (medians{of_batch}). KV cache: bytes allocated after the prompt, with "
+        "room for the answer, per sample (median)."
+    )
 
 
 def markdown(frame: pd.DataFrame, title: str) -> str:
     header, rows = table_rows(frame)
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return f"# {title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{NOTE}\n"
+    return f"# {title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{note(frame)}\n"
 
 
 def terminal_table(frame: pd.DataFrame, title: str) -> Table:
     header, rows = table_rows(frame)
-    table = Table(title=title, caption=NOTE)
+    table = Table(title=title, caption=note(frame))
     for column in header:
         table.add_column(column, justify="left" if column == "method" else "right")
     for row in rows:
@@ -122,16 +134,17 @@ def terminal_table(frame: pd.DataFrame, title: str) -> Table:
 def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
     """Score against ratio (or budget), one line per method with its standard error; the full cache dashed."""
     full, compressed = frame[frame["method"] == "full"], frame[frame["method"] != "full"]
+    scale = score_scale(frame)
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for row in full.itertuples():
-        axes.axhline(100 * row.score, color="black", linestyle="--", linewidth=1.2, label="full cache")
+        axes.axhline(scale * row.score, color="black", linestyle="--", linewidth=1.2, label="full cache")
     markers = iter("os^Dv<>pXP*hd" * 8)
     for series, points in compressed.groupby("series", sort=True):
         points = points.sort_values("size")
         axes.errorbar(
             points["size"],
-            100 * points["score"],
-            yerr=100 * points["stderr"].astype(float),
+            scale * points["score"],
+            yerr=scale * points["stderr"].astype(float),
             marker=next(markers),
             capsize=3,
             linewidth=1.6,
@@ -144,7 +157,7 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
         axes.minorticks_off()
     is_budget = compressed["ratio"].isna().any()
     axes.set_xlabel("KV entries kept per layer and head" if is_budget else "ratio of the prompt's KV entries kept")
-    axes.set_ylabel(f"{frame['metric'].iloc[0]} (%)")
+    axes.set_ylabel(frame["metric"].iloc[0] + (" (%)" if scale == 100 else ""))
     axes.set_ylim(bottom=0)
     axes.set_title(title, fontsize=11)
     axes.grid(alpha=0.3)
@@ -167,7 +180,8 @@ def report(folder: Path, settings: dict[str, Any] | None = None, console: Consol
     Raises:
         FileNotFoundError: there is no finished cell.
     """
-    console = console or Console()
+    # Where the output is no terminal, rich would fold the table to 80 columns.
+    console = console or Console(width=None if sys.stdout.isatty() else 120)
     cells = load_cells(folder)
     if settings is not None:
         cells = [c for c in cells if settings_name(c["protocol"]["settings"]) == settings_name(settings)]
@@ -176,7 +190,7 @@ def report(folder: Path, settings: dict[str, Any] | None = None, console: Consol
     written = []
     for name, frame in sweep_frame(cells).groupby("settings"):
         protocol = cells[0]["protocol"]
-        title = f"{protocol['task']}, {protocol['model']}" + (f" ({name})" if name else "")
+        title = f"{protocol['task']}, {protocol['model']}" + (f" ({frame['settings_text'].iloc[0]})" if name else "")
         table_path = folder / ("-".join(filter(None, ["report", name])) + ".md")
         write_text(table_path, markdown(frame, title))
         console.print(terminal_table(frame, title))

@@ -53,5 +53,7 @@ def task_manager(names: list[str], model_name: str | None = None) -> TaskManager
         if name not in manager.all_tasks:
             near = difflib.get_close_matches(name, manager.all_tasks, n=3)
             hint = f"did you mean {', '.join(near)}?" if near else "list them with: python -m lmms_eval --tasks list"
-            raise KVCompressError(f"unknown task {name!r}: not bundled ({', '.join(bundled)}), not in lmms-eval; {hint}")
+            raise KVCompressError(
+                f"unknown task {name!r}: not bundled ({', '.join(bundled)}), not in lmms-eval; {hint}"
+            )
     return manager

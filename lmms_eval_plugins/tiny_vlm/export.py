@@ -7,15 +7,12 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers import GenerationConfig, LlavaOnevisionForConditionalGeneration, PreTrainedTokenizerFast
 
 from lmms_eval_plugins.tiny_vlm.modeling import build_processor
 
 
-def export(
-    model: LlavaOnevisionForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path
-) -> None:
+def export(model: LlavaOnevisionForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """bf16 safetensors, config, generation config, tokenizer and processor, replaced as a whole."""
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)

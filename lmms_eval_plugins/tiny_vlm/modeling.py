@@ -1,6 +1,6 @@
 """The tiny LLaVA-OneVision: configuration, tokenizer, processor, and the packed sequence it is trained on.
 
-Model, tokenizer and processor are transformers' own classes. A 156 x 156 image is one anyres tile, so the
+Model, tokenizer and processor are transformers' own classes. A 208 x 208 image is one anyres tile, so the
 prompt holds it twice, as the base view (169 tokens) and as the grid view (13 rows of 13 and a newline, 182
 tokens), like any image of the tower's own size in LLaVA-OneVision. Larger images take up to four tiles.
 """
@@ -8,7 +8,7 @@ tokens), like any image of the tower's own size in LLaVA-OneVision. Larger image
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,8 @@ from lmms_eval_plugins.tiny_vlm.signs import GRID, PATCH, POST_PROMPT, PROMPT_WO
 
 PINPOINTS = [[SIDE, SIDE], [SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]
 BASE_TOKENS = GRID * GRID
-IMAGE_TOKENS = BASE_TOKENS + GRID * (GRID + 1)
+GRID_TOKENS = GRID * (GRID + 1)
+IMAGE_TOKENS = BASE_TOKENS + GRID_TOKENS
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -53,7 +54,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(rf"(?<![a-z]) ?(?:{words})(?![a-z])|[\s\S]"), "isolated"),
+            pre_tokenizers.Split(Regex(rf" ?(?<![a-z])(?:{words})(?![a-z])|[\s\S]"), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -136,6 +137,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaOnevision
     embedding = model.model.vision_tower.get_parameter(_position_embedding_name(model))
     with torch.no_grad():
         embedding.copy_(0.5 * _sinusoids(GRID, embedding.shape[-1]))
+    for layer in (model.model.multi_modal_projector.linear_1, model.model.multi_modal_projector.linear_2):
+        nn.init.xavier_uniform_(layer.weight)  # transformers' default is ten times smaller and learns slower
     return model
 
 
@@ -148,7 +151,7 @@ def _position_embedding_name(model: LlavaOnevisionForConditionalGeneration) -> s
 
 def _sinusoids(side: int, width: int) -> Tensor:
     """(side * side, width): a quarter each of sin row, cos row, sin column, cos column."""
-    frequency = torch.exp(torch.linspace(0, -3, width // 4))
+    frequency = 2.5 * torch.exp(torch.linspace(0, -2.8, width // 4))  # radians per patch
     angle = torch.arange(side)[:, None] * frequency
     columns = torch.cat((angle.sin(), angle.cos()), -1).expand(side, side, -1)
     return torch.cat((columns.transpose(0, 1), columns), -1).reshape(side * side, width)
@@ -157,6 +160,9 @@ def _sinusoids(side: int, width: int) -> Tensor:
 @dataclass
 class PackedBatch:
     """Several questions about each image in one sequence; T is the longest row's length.
+
+    Rows begin with the image, `image_start` tokens in; it ends at `image_end`. Without its base view it has only
+    the GRID_TOKENS of the grid view: half the work, for the earlier part of the training.
 
     pixels (B, 3, SIDE, SIDE) uint8; ids, segments, positions and targets (B, T): `segments` is 0 for the image
     prefix, the question's number from 1, -1 for padding; `targets` holds the next token where it belongs to an
@@ -170,10 +176,12 @@ class PackedBatch:
     targets: Tensor
     labels: Tensor
     kinds: list[list[str]]
+    image_start: int
+    image_end: int
 
     def to(self, device: torch.device) -> PackedBatch:
         moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return PackedBatch(**moved, kinds=self.kinds)
+        return replace(self, **moved)
 
 
 class Packer:
@@ -181,10 +189,8 @@ class Packer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
-        start, end = self.encode("<|im_start|>user "), self.encode("\n")
-        image = tokenizer.convert_tokens_to_ids("<image>")
-        self.prefix = [*start, *[image] * IMAGE_TOKENS, *end]
-        self.image_start = len(start)
+        self.start, self.end = self.encode("<|im_start|>user "), self.encode("\n")
+        self.image = tokenizer.convert_tokens_to_ids("<image>")
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -198,27 +204,35 @@ class Packer:
         return asked + answer, targets
 
     def batch(
-        self, pixels: Tensor, asked: list[list[Question]], labels: Tensor, post_prompt: bool
+        self,
+        pixels: Tensor,
+        asked: list[list[Question]],
+        labels: Tensor,
+        post_prompt: bool,
+        base_view: bool = True,
     ) -> PackedBatch:
+        image_tokens = IMAGE_TOKENS if base_view else GRID_TOKENS
+        prefix = [*self.start, *[self.image] * image_tokens, *self.end]
         rows = []
         for questions in asked:
-            ids, targets = list(self.prefix), [IGNORED] * len(self.prefix)
+            ids, targets = list(prefix), [IGNORED] * len(prefix)
             segments, positions = [0] * len(ids), list(range(len(ids)))
             for number, question in enumerate(questions, start=1):
                 segment_ids, segment_targets = self.segment(question, post_prompt)
                 ids += segment_ids
                 targets += segment_targets
                 segments += [number] * len(segment_ids)
-                positions += range(len(self.prefix), len(self.prefix) + len(segment_ids))
+                positions += range(len(prefix), len(prefix) + len(segment_ids))
             rows.append((ids, segments, positions, targets))
         fills = (self.tokenizer.pad_token_id, -1, 0, IGNORED)
         longest = max(len(row[0]) for row in rows)
         ids, segments, positions, targets = (
-            torch.tensor([row[i] + [fill] * (longest - len(row[i])) for row in rows])
-            for i, fill in enumerate(fills)
+            torch.tensor([row[i] + [fill] * (longest - len(row[i])) for row in rows]) for i, fill in enumerate(fills)
         )
         kinds = [[question.kind for question in questions] for questions in asked]
-        return PackedBatch(pixels, ids, segments, positions, targets, labels, kinds)
+        image_start = len(self.start)
+        image_end = image_start + image_tokens
+        return PackedBatch(pixels, ids, segments, positions, targets, labels, kinds, image_start, image_end)
 
 
 def project(model: LlavaOnevisionForConditionalGeneration, pixels: Tensor) -> Tensor:
@@ -229,7 +243,7 @@ def project(model: LlavaOnevisionForConditionalGeneration, pixels: Tensor) -> Te
 
 
 def packed_forward(
-    model: LlavaOnevisionForConditionalGeneration, batch: PackedBatch, image_start: int
+    model: LlavaOnevisionForConditionalGeneration, batch: PackedBatch
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The model over packed rows: each question sees the image and itself, at the positions it has alone.
 
@@ -238,17 +252,14 @@ def packed_forward(
     """
     inner = model.model
     features = project(model, batch.pixels)
-    # Base view and grid view show the same pixels here, so the tower runs once; the grid view has a newline
-    # after each row.
-    count, _, width = features.shape
-    newline = inner.image_newline.to(features.dtype).expand(count, GRID, 1, width)
-    grid = torch.cat((features.view(count, GRID, GRID, width), newline), 2).flatten(1, 2)
-    embeddings = inner.language_model.embed_tokens(batch.ids)
-    before, _, after = embeddings.split(
-        [image_start, IMAGE_TOKENS, embeddings.shape[1] - image_start - IMAGE_TOKENS], 1
-    )
-    embeddings = torch.cat((before, features.to(before.dtype), grid.to(before.dtype), after), 1)
-
+    # Base view and grid view show the same pixels, so the tower runs once; the grid view has a newline after
+    # each row.
+    newline = inner.image_newline.to(features.dtype).expand(len(features), GRID, 1, -1)
+    image = torch.cat((features.unflatten(1, (GRID, GRID)), newline), 2).flatten(1, 2)
+    if batch.image_end - batch.image_start == IMAGE_TOKENS:
+        image = torch.cat((features, image), 1)
+    text = inner.language_model.embed_tokens(batch.ids)
+    embeddings = torch.cat((text[:, : batch.image_start], image.to(text.dtype), text[:, batch.image_end :]), 1)
     output = inner.language_model(
         inputs_embeds=embeddings,
         attention_mask=question_mask(batch.segments),
@@ -315,8 +326,7 @@ def answer_logits(
     return F.linear(hidden[here].float(), model.lm_head.weight.float()), batch.targets[here]
 
 
-def grid_view(hidden: Tensor, image_start: int) -> Tensor:
+def grid_view(hidden: Tensor, batch: PackedBatch) -> Tensor:
     """The hidden states of the grid view's patches, newlines left out: (B, GRID * GRID, width)."""
-    start = image_start + BASE_TOKENS
-    rows = hidden[:, start : start + GRID * (GRID + 1)].unflatten(1, (GRID, GRID + 1))
+    rows = hidden[:, batch.image_end - GRID_TOKENS : batch.image_end].unflatten(1, (GRID, GRID + 1))
     return rows[:, :, :GRID].flatten(1, 2)

@@ -1,6 +1,6 @@
 """Rendered scenes of coloured signs, and questions about them: the bundled model's whole world.
 
-A scene is a 156 x 156 image with four to six signs at free positions, each with a word, a number, or a word
+A scene is a 208 x 208 image with four to six signs at free positions, each with a word, a number, or a word
 over a number, and with plain text, boxes, a gradient and noise around them. Everything is drawn from the
 `random.Random` that the caller gives: same seed, same pixels.
 """
@@ -15,7 +15,7 @@ from random import Random
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-PATCH = 12  # pixels; also the pitch of the text, so that each character's centre has a patch of its own
+PATCH = 16  # pixels; also the pitch of the text, so that each character's centre has a patch of its own
 GRID = 13  # patches per side
 SIDE = PATCH * GRID  # pixels
 
@@ -34,9 +34,10 @@ COLORS = {
 }
 # Words of the prompts. They are one token each and never stand on a sign.
 PROMPT_WORDS = (
-    "what number word color is on the below above sign that says answer question using a single or phrase "
-    "user assistant"
-).split() + list(COLORS)
+    *("what", "number", "word", "color", "is", "on", "the", "below", "above", "sign", "that", "says"),
+    *("answer", "question", "using", "a", "single", "or", "phrase", "user", "assistant"),
+    *COLORS,
+)
 POST_PROMPT = "\nAnswer the question using a single word or phrase."  # lmms-eval's for textvqa_val
 
 HEADLINE_KINDS = ("c2n", "c2w", "w2n", "n2w")  # answers of two to four characters, one token each
@@ -122,25 +123,29 @@ def draw_scene(rng: Random) -> Scene:
     return Scene(canvas.bytes(), signs, canvas.labels)
 
 
-def draw_packed_scene(rng: Random) -> Scene:
-    """As many signs as fit, colours repeating: dense supervision for the vision tower, no questions."""
+def draw_packed_scene(rng: Random, jitter: int = PATCH // 2) -> Scene:
+    """As many signs as fit, colours repeating: dense supervision for the vision tower, no questions.
+
+    Text lies up to `jitter` pixels off the patch grid: 0 is the easiest to read, PATCH // 2 is anywhere.
+    """
     canvas = _Canvas(rng)
-    top = rng.randint(MARGIN, 12)
-    while top + PATCH <= SIDE - MARGIN:
-        rows = 2 if rng.random() < 0.4 and top + 2 * PATCH <= SIDE - MARGIN else 1
-        left = rng.randint(MARGIN, 16)
-        color = None
+    canvas.gradient()
+    down = rng.randint(-jitter, jitter)
+    row = 1
+    while row < GRID - 1:
+        height = 2 if rng.random() < 0.4 and row < GRID - 2 else 1
+        right = rng.randint(-jitter, jitter)
+        column = rng.randint(1, 2)
         while True:
             width = rng.randint(1, 4)
-            if left + width * PATCH > SIDE - MARGIN:
+            if column + width >= GRID:
                 break
-            lengths = [width] + [rng.randint(1, width) for _ in range(rows - 1)]
+            lengths = [width] + [rng.randint(1, width) for _ in range(height - 1)]
             lines = tuple("".join(rng.choices(CHARACTERS, k=length)) for length in lengths)
-            others = [name for name in COLORS if name != color]  # so that two neighbours stay two signs
-            color = None if color and rng.random() < 0.15 else rng.choice(others)
-            canvas.write((left, top), lines, color)
-            left += width * PATCH + rng.randint(2 * MARGIN, 14)
-        top += rows * PATCH + rng.randint(2 * MARGIN, 10)
+            color = rng.choice([None, *COLORS])
+            canvas.write((column * PATCH + right, row * PATCH + down), lines, color)
+            column += width + 1
+        row += height + 1
     canvas.noise()
     return Scene(canvas.bytes(), [], canvas.labels)
 

@@ -42,6 +42,7 @@ from lmms_eval_plugins.tiny_vlm.signs import (
     CHARACTERS,
     COLORS,
     LABELS,
+    PATCH,
     draw_packed_scene,
     draw_scene,
     questions,
@@ -56,19 +57,21 @@ class Stage:
     steps: int
     images: int  # per step
     packed_share: float
+    jitter_grows_until: float = 0.0  # of the stage: from packed text on the patch grid to text anywhere
     questions: int = 0  # per image at most
+    post_prompt_share: float = 0.0  # of the batches, those whose questions carry lmms-eval's post prompt
+    base_view: bool = False  # whether the language model sees it, see PackedBatch
     learning_rate: float = 2e-3
     tower_scale: float = 1.0  # the tower's and projector's share of the learning rate
     decay_from: float = 0.6  # of the stage, until when the learning rate is constant
 
 
 STAGES = (
-    Stage("vision", steps=1500, images=32, packed_share=0.75),
-    Stage("align", steps=300, images=16, packed_share=0.75),
-    Stage("questions", steps=2800, images=16, packed_share=0.0, questions=8, tower_scale=0.3),
+    Stage("vision", steps=1000, images=24, packed_share=1.0, jitter_grows_until=0.5),
+    Stage("align", steps=250, images=16, packed_share=0.75),
+    Stage("questions", steps=2400, images=16, packed_share=0.0, questions=8, tower_scale=0.3),
 )
 WARM_UP = 60  # steps
-POST_PROMPT_SHARE = 0.5  # of the batches, those whose questions carry lmms-eval's post prompt
 LAST_LEARNING_RATE = 0.02  # of the peak
 LOG_EVERY = 25  # steps
 NONE_WEIGHT = 0.1  # of a patch without a character in the reading losses
@@ -95,7 +98,7 @@ class Probes(nn.Module):
 
     def _tied(self, states: Tensor, tokens: list[int], none: Tensor) -> Tensor:
         """(..., 1 + len(tokens)) logits: "none" first, then the tokens."""
-        logits = F.linear(states, self.embeddings[0].weight[tokens].float())
+        logits = F.linear(states, F.normalize(self.embeddings[0].weight[tokens].float(), dim=-1))
         return torch.cat((none, logits), -1)
 
     def vision_loss(self, features: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, float]]:
@@ -117,13 +120,13 @@ class Probes(nn.Module):
             "color": _accuracy(color, target["color"], target["color"] > 0),
         }
 
-    def position_loss(self, hidden: tuple[Tensor, ...], labels: Tensor, start: int) -> tuple[Tensor, dict]:
+    def position_loss(self, hidden: tuple[Tensor, ...], batch: PackedBatch) -> tuple[Tensor, dict[str, float]]:
         """Name the character to the left after the first layer and the one above after the second."""
-        target = dict(zip(LABELS, labels.flatten(2).unbind(1), strict=True))
+        target = dict(zip(LABELS, batch.labels.flatten(2).unbind(1), strict=True))
         here = target["glyph"] > 0
         total, metrics = 0.0, {}
         for layer, name, head in ((1, "left", self.left), (2, "above", self.above)):
-            states = grid_view(hidden[layer], start)[here].float()
+            states = grid_view(hidden[layer], batch)[here].float()
             states = F.rms_norm(states, states.shape[-1:])
             none = self.none(states)[:, 1 + layer : 2 + layer]
             logits = self._tied(head(states), self.characters, none)
@@ -147,19 +150,22 @@ class StageData(Dataset):
 
     def __getitem__(self, step: int) -> list[PackedBatch]:
         rng = Random(f"{self.seed}/{self.stage.name}/{step}")
-        post_prompt = rng.random() < POST_PROMPT_SHARE
-        return [self._part(rng, self.stage.images // self.parts, post_prompt) for _ in range(self.parts)]
+        post_prompt = rng.random() < self.stage.post_prompt_share
+        grown = step / max(1, self.stage.jitter_grows_until * self.stage.steps)
+        jitter = min(PATCH // 2, int(grown * PATCH / 2))
+        return [self._part(rng, jitter, post_prompt) for _ in range(self.parts)]
 
-    def _part(self, rng: Random, images: int, post_prompt: bool) -> PackedBatch:
+    def _part(self, rng: Random, jitter: int, post_prompt: bool) -> PackedBatch:
         scenes, asked = [], []
-        for _ in range(images):
-            scene = (draw_packed_scene if rng.random() < self.stage.packed_share else draw_scene)(rng)
+        for _ in range(self.stage.images // self.parts):
+            packed = rng.random() < self.stage.packed_share
+            scene = draw_packed_scene(rng, jitter) if packed else draw_scene(rng)
             possible = questions(scene.signs)
             scenes.append(scene)
             asked.append(rng.sample(possible, min(len(possible), self.stage.questions)))
         pixels = torch.from_numpy(np.stack([scene.pixels for scene in scenes])).permute(0, 3, 1, 2)
         labels = torch.from_numpy(np.stack([scene.labels for scene in scenes]))
-        return self.packer.batch(pixels.contiguous(), asked, labels, post_prompt)
+        return self.packer.batch(pixels.contiguous(), asked, labels, post_prompt, self.stage.base_view)
 
 
 def learning_rate(stage: Stage, step: int) -> float:
@@ -211,7 +217,8 @@ class Trainer:
 
     def save(self) -> None:
         state = {
-            "recipe": (self.seed, self.stages),
+            "seed": self.seed,
+            "stages": self.stages,
             "place": (self.stage_number, self.step, self.seconds),
             "model": self.model.state_dict(),
             "probes": self.probes.state_dict(),
@@ -224,9 +231,11 @@ class Trainer:
     def resume(self) -> None:
         """Take up the state in `out`. Raises ValueError when it was made with another seed or curriculum."""
         state = torch.load(self.state_file, map_location=self.device, weights_only=False)
-        if state["recipe"] != (self.seed, self.stages):
-            raise ValueError(f"{self.state_file} was made by another recipe: {state['recipe']}; use an empty --out")
         self.stage_number, self.step, self.seconds = state["place"]
+        done = self.stage_number + 1
+        if (state["seed"], state["stages"][:done]) != (self.seed, self.stages[:done]):
+            made = f"seed {state['seed']} and {state['stages'][:done]}"
+            raise ValueError(f"{self.state_file} was made with {made}; give another --out")
         self.model.load_state_dict(state["model"])
         self.probes.load_state_dict(state["probes"])
         if self.stage_number < len(self.stages):
@@ -295,12 +304,12 @@ class Trainer:
             if stage.name == "vision":
                 features, hidden = project(self.model, batch.pixels), None
             else:
-                features, hidden = packed_forward(self.model, batch, self.packer.image_start)
+                features, hidden = packed_forward(self.model, batch)
         loss, metrics = self.probes.vision_loss(features, batch.labels)
         metrics["vision_loss"] = loss.item()
         scores = {}
         if hidden is not None:
-            position, seen = self.probes.position_loss(hidden, batch.labels, self.packer.image_start)
+            position, seen = self.probes.position_loss(hidden, batch)
             loss = 0.3 * loss + 0.5 * position
             metrics |= {"position_loss": position.item(), **seen}
         if stage.questions:
@@ -324,9 +333,7 @@ def _question_scores(right: Tensor, batch: PackedBatch) -> dict[str, list[float]
     rows, columns = (batch.targets != -100).nonzero(as_tuple=True)
     wrong = {
         (row, segment)
-        for row, segment, ok in zip(
-            rows.tolist(), batch.segments[rows, columns].tolist(), right.tolist(), strict=True
-        )
+        for row, segment, ok in zip(rows.tolist(), batch.segments[rows, columns].tolist(), right.tolist(), strict=True)
         if not ok
     }
     scores = defaultdict(list)
@@ -370,9 +377,7 @@ def main() -> None:
         torch.set_num_threads(1)  # per part of the batch, see Trainer
         os.nice(arguments.nice)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(
-        arguments.out, scaled(STAGES, arguments.scale), arguments.seed, device, arguments.workers
-    )
+    trainer = Trainer(arguments.out, scaled(STAGES, arguments.scale), arguments.seed, device, arguments.workers)
     if trainer.state_file.exists():
         trainer.resume()
     if not trainer.run(deadline=time.monotonic() + 60 * arguments.max_minutes):

@@ -16,6 +16,7 @@ from transformers import (
     InternVLProcessor,
     InternVLVideoProcessor,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
     Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
@@ -73,6 +74,7 @@ def save_checkpoint(family: str, folder: Path) -> str:
         patch = {"patch_size": 16} if family == "qwen3-vl" else {}
         cls, video = {
             "qwen2-vl": (Qwen2VLProcessor, Qwen2VLVideoProcessor),
+            "qwen2.5-vl": (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor),
             "qwen3-vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor),
         }[family]
         processor = cls(

@@ -162,6 +162,11 @@ def test_grid_given_as_a_range_of_tiles_is_the_published_list():
     assert sorted(llava_next._grid_pinpoints(config)) == [[h, w] for h in tiles for w in tiles]
 
 
+def test_grid_resolutions_turn_from_width_height_to_height_width():
+    config = {"image_grid_pinpoints": [[384, 768], [1152, 384]]}
+    assert llava_next._grid_pinpoints(config) == [[768, 384], [384, 1152]]
+
+
 def test_published_7b_config_maps_to_the_shapes_of_the_hub_conversion(original):
     """The values of lmms-lab/llava-onevision-qwen2-7b-ov against those of llava-hf/llava-onevision-qwen2-7b-ov-hf."""
     processor = llava_next.load_processor(str(original), json.loads((original / "config.json").read_text()))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 import kvcompress
@@ -16,7 +17,7 @@ from lmms_eval_plugins.model import KVCompressLM, summarise, write_rows
 
 from .checkpoints import image, requests, save_checkpoint, write_video
 
-VLM_FAMILIES = ("llava-onevision", "qwen2-vl", "qwen3-vl", "internvl")
+VLM_FAMILIES = ("llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl")
 
 
 def load(pretrained="tiny", **arguments) -> KVCompressLM:
@@ -111,6 +112,18 @@ def test_a_full_cache_answer_is_what_transformers_itself_generates(checkpoint, f
     assert result.token_counts.output_tokens == new.shape[1]
 
 
+def test_a_begin_of_sequence_token_stands_in_the_prompt_once(checkpoint):
+    """The template writes it, or for plain text the tokenizer; the two never both."""
+    for family, template in (("qwen2-vl", "<7>Hi"), ("llama", "<7>Hi"), ("llama", "plain")):
+        lm = load(checkpoint(family), chat_template="plain" if template == "plain" else None)
+        if template != "plain":
+            lm.processor.chat_template = template
+        lm.tokenizer.add_special_tokens({"bos_token": "<7>"})
+        lm.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<7> $A", special_tokens=[("<7>", 7)])
+        (request,) = requests(lm, [{"text": "hello"}])
+        assert lm._inputs([lm._prompt(request)])["input_ids"][0].tolist().count(7) == 1
+
+
 def test_frame_timestamps_of_a_video_reach_the_prompt(checkpoint, video):
     """Qwen3-VL writes them; 12 frames at 4 per second, of which 0, 3, 7, 11 are taken and merged in pairs."""
     lm = load(checkpoint("qwen3-vl"))
@@ -134,12 +147,26 @@ def test_images_for_a_text_only_model_are_an_error(checkpoint):
         lm.generate_until(requests(lm, [{"text": "?", "images": [image(0)]}]))
 
 
-def test_results_keep_the_order_of_the_requests_over_batches_and_generation_arguments(lm):
+def test_results_keep_the_order_of_the_requests_over_batches_and_generation_arguments(checkpoint, lm):
     docs = [{"text": "what word is on the red sign?" * n, "images": [image(n, 192, 192)]} for n in (1, 3, 2)]
     expected = [lm.generate_until(requests(lm, [doc], max_new_tokens=n))[0].text for doc in docs for n in (1, 6)]
     assert len(set(expected)) > 2
-    mixed = [requests(lm, docs, max_new_tokens=n)[doc] for doc in range(3) for n in (1, 6)]
-    assert texts(lm.generate_until(mixed)) == expected
+    batched = load(checkpoint("llava-onevision"), batch_size=2)
+    mixed = [requests(batched, docs, max_new_tokens=n)[doc] for doc in range(3) for n in (1, 6)]
+    assert texts(batched.generate_until(mixed)) == expected
+
+
+def test_beam_search_rows_are_those_of_the_documents(lm, checkpoint):
+    docs = [{"text": "what word is on the red sign?", "images": [image(n, 192, 192)]} for n in (1, 2)] + [
+        {"text": "hello"}
+    ]
+    batched = load(checkpoint("llava-onevision"), batch_size=3)
+    for each in (lm, batched):
+        each.set_cell("streamingllm", budget=40)
+    expected = texts(lm.generate_until(requests(lm, docs, num_beams=2)))
+    assert texts(batched.generate_until(requests(batched, docs, num_beams=2))) == expected
+    for row in batched.rows:
+        assert row["realised_ratio"][0] == pytest.approx(min(40 / row["tokens_in"], 1))
 
 
 def test_a_tasks_own_stop_string_cuts_the_answer_and_lmms_evals_default_does_not(checkpoint):
@@ -244,7 +271,8 @@ def test_kv_bytes_are_a_rows_share_of_the_batch(checkpoint):
         lm = load(checkpoint("llama"), batch_size=batch_size)
         lm.generate_until(requests(lm, docs))
         rows.append(lm.rows[0])
-    assert rows[0]["kv_bytes_end"] == rows[1]["kv_bytes_end"]
+    for name in ("kv_bytes_prompt", "kv_bytes_end"):
+        assert rows[0][name] == rows[1][name]
 
 
 def test_each_cell_is_warmed_up_once_and_the_warm_up_is_not_counted(lm, monkeypatch):

@@ -1,0 +1,62 @@
+"""scripts/run_eval.sh: hands its arguments and the exit code through, from any folder."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """An active virtual environment whose python does the real one's work, but installs nothing and keeps a log."""
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    log = tmp_path / "python.log"
+    python.write_text(
+        f'#!/bin/sh\nprintf "%s|" "$@" >> {log}\necho >> {log}\n'
+        f'case "$*" in *"pip install"*) exit 0;; *) exec {sys.executable} "$@";; esac\n'
+    )
+    python.chmod(0o755)
+    return {**os.environ, "VIRTUAL_ENV": str(tmp_path / "venv")}, log
+
+
+def run_eval(environment, *arguments, cwd=ROOT, script=ROOT / "scripts" / "run_eval.sh"):
+    return subprocess.run([script, *arguments], env=environment[0], cwd=cwd, capture_output=True, text=True)
+
+
+def test_arguments_and_exit_code_pass_through(environment, tmp_path):
+    done = run_eval(environment, "a task", "tiny", "snapkv", "7", "--limit", "2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: RATIO 7 is not in (0, 1]")
+    assert "-m|lmms_eval_plugins.evaluate|a task|tiny|snapkv|7|--limit|2|" in environment[1].read_text()
+
+
+def test_requirements_are_installed_once(environment):
+    for _ in range(2):
+        run_eval(environment, "a", "tiny", "snapkv", "7")
+    assert environment[1].read_text().count("pip|install") == 1
+
+
+def test_changed_requirements_are_installed_again(environment, tmp_path):
+    for name in ("scripts", "lmms_eval_plugins"):
+        shutil.copytree(
+            ROOT / name, tmp_path / "clone" / name, ignore=shutil.ignore_patterns("checkpoint", "*.parquet")
+        )
+    for name in ("requirements.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / "clone" / name)
+    for _ in range(2):
+        run_eval(environment, "a", "tiny", "snapkv", "7", script=tmp_path / "clone" / "scripts" / "run_eval.sh")
+        with open(tmp_path / "clone" / "requirements.txt", "a") as file:
+            file.write("\n# changed\n")
+    assert environment[1].read_text().count("pip|install") == 2
+
+
+def test_help_shows_the_usage(environment):
+    done = run_eval(environment, "--help")
+    assert done.returncode == 0
+    assert "TASK MODEL METHOD RATIO [flags] [key=value ...]" in done.stdout

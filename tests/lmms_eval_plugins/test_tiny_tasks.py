@@ -1,0 +1,73 @@
+"""The bundled tasks through lmms-eval's own task code."""
+
+import pyarrow.parquet as pq
+import pytest
+
+import kvcompress
+from lmms_eval_plugins.tasks import BUNDLED_TASKS, task_manager
+from lmms_eval_plugins.tiny_vlm import dataset
+from lmms_eval_plugins.tiny_vlm.signs import POST_PROMPT, SIDE
+
+lmms_eval_tasks = pytest.importorskip("lmms_eval.tasks")
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    names = ["tiny_textvqa", "tiny_textvqa_color"]
+    return lmms_eval_tasks.get_task_dict(names, task_manager(names), "chat")
+
+
+def test_bundled_tasks_use_the_official_prompt_metric_and_aggregation(tasks):
+    from lmms_eval.tasks.textvqa import utils
+
+    for task in tasks.values():
+        assert task.config.process_results.__code__.co_filename == utils.__file__
+        doc = task.test_docs()[0]
+        assert task.doc_to_text(doc) == doc["question"].capitalize() + POST_PROMPT
+        assert task.process_results(doc, [doc["answers"][0].upper() + "."])["exact_match"] == 1
+        assert task.process_results(doc, ["nonsense"])["exact_match"] == 0
+        assert set(task.aggregation()) == {"exact_match", "submission"}
+        assert task.config.generation_kwargs["max_new_tokens"] == 16
+
+
+def test_bundled_tasks_hold_what_is_shipped(tasks):
+    for name, file, count in (
+        ("tiny_textvqa", dataset.HEADLINE, 500),
+        ("tiny_textvqa_color", dataset.COLOR, 100),
+    ):
+        docs = tasks[name].test_docs()
+        assert docs["question_id"] == pq.read_table(file)["question_id"].to_pylist()
+        assert len(docs) == count
+        assert tasks[name].doc_to_visual(docs[0])[0].size == (SIDE, SIDE)
+
+
+def test_the_bundled_folder_serves_lmms_evals_include_path():
+    manager = lmms_eval_tasks.TaskManager(include_defaults=False, include_path=str(BUNDLED_TASKS))
+    assert manager.all_tasks == ["tiny_textvqa", "tiny_textvqa_color"]
+    assert lmms_eval_tasks.get_task_dict(["tiny_textvqa_color"], manager, "chat")
+
+
+def test_official_textvqa_runs_untouched_from_a_local_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["dataset", "--as-textvqa", str(tmp_path)])
+    dataset.main()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    manager = task_manager(["textvqa_val"])
+    (task,) = lmms_eval_tasks.get_task_dict(["textvqa_val"], manager, "chat").values()
+    doc = task.test_docs()[0]
+    assert len(task.test_docs()) == 500
+    assert doc["image"].size == (SIDE, SIDE)
+    assert task.process_results(doc, [doc["answers"][0]])["exact_match"] == 1
+
+
+def test_only_the_folders_of_the_named_tasks_are_indexed():
+    assert len(task_manager(["tiny_textvqa", "textvqa_val"]).all_tasks) < 20
+
+
+def test_groups_and_tags_of_lmms_eval_are_found():
+    assert "mmmu" in task_manager(["mmmu", "tiny_textvqa"]).all_tasks
+
+
+def test_an_unknown_task_is_one_clear_error():
+    with pytest.raises(kvcompress.KVCompressError, match=r"unknown task 'tiny_textvqq'.*tiny_textvqa"):
+        task_manager(["tiny_textvqq"])

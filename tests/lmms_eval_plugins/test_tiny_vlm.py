@@ -1,0 +1,274 @@
+"""The bundled model's world, its training, its shipped checkpoint and data."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+import kvcompress
+from lmms_eval_plugins.tiny_vlm import CHECKPOINT, signs
+from lmms_eval_plugins.tiny_vlm.accuracy import Reader, by_kind
+from lmms_eval_plugins.tiny_vlm.dataset import COLOR, HEADLINE, draw_examples, read_examples
+from lmms_eval_plugins.tiny_vlm.export import export
+from lmms_eval_plugins.tiny_vlm.modeling import (
+    IMAGE_TOKENS,
+    Packer,
+    build_model,
+    build_processor,
+    build_tokenizer,
+    packed_forward,
+)
+from lmms_eval_plugins.tiny_vlm.signs import COLOR_KIND, GRID, HEADLINE_KINDS, PATCH, POST_PROMPT, SIDE
+from lmms_eval_plugins.tiny_vlm.train import Stage, StageData, Trainer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def reader():
+    return Reader(CHECKPOINT)
+
+
+# -- the world
+
+
+@pytest.mark.parametrize("draw", [signs.draw_scene, signs.draw_packed_scene])
+def test_the_same_seed_draws_the_same_scene_and_another_seed_another(draw):
+    first, again, other = draw(Random("1")), draw(Random("1")), draw(Random("2"))
+    assert np.array_equal(first.pixels, again.pixels)
+    assert np.array_equal(first.labels, again.labels)
+    assert first.signs == again.signs
+    assert not np.array_equal(first.pixels, other.pixels)
+
+
+def test_no_question_has_two_answers():
+    for seed in range(200):
+        scene = signs.draw_scene(Random(seed))
+        colors = [sign.color for sign in scene.signs]
+        texts = [line for sign in scene.signs for line in sign.lines]
+        assert len(set(colors)) == len(colors)
+        assert not any(a.startswith(b) for a in texts for b in texts if a is not b)
+        asked = [question.text for question in signs.questions(scene.signs)]
+        assert len(set(asked)) == len(asked)
+
+
+def test_signs_lie_anywhere_not_only_near_the_patch_grid(monkeypatch):
+    places = []
+    write = signs._Canvas.write
+    monkeypatch.setattr(
+        signs._Canvas, "write", lambda self, place, *rest: (places.append(place), write(self, place, *rest))
+    )
+    for seed in range(200):
+        signs.draw_scene(Random(seed))
+    for axis in (0, 1):
+        offsets = np.bincount([place[axis] % PATCH for place in places], minlength=PATCH) / len(places)
+        assert offsets.min() > 0.03  # of 1 / 16 each
+
+
+def test_labels_name_the_character_under_each_patch():
+    canvas = signs._Canvas(Random(0))
+    canvas.write((2 * PATCH + 6, 3 * PATCH + 5), ("ab", "7"), "blue")
+    glyph, color, index, last, left, above = canvas.labels
+    places = list(zip(*np.nonzero(glyph), strict=True))
+    assert places == [(3, 2), (3, 3), (4, 2)]
+    names = " " + signs.CHARACTERS
+    assert [names[glyph[place]] for place in places] == ["a", "b", "7"]
+    assert [names[left[place]] for place in places] == [" ", "a", " "]
+    assert [names[above[place]] for place in places] == [" ", " ", "a"]
+    assert [index[place] for place in places] == [1, 2, 1]
+    assert [last[place] for place in places] == [0, 1, 1]
+    assert {color[place] for place in places} == {1 + list(signs.COLORS).index("blue")}
+
+
+# -- tokenizer and processor
+
+
+def test_headline_answers_take_one_token_per_character_and_colours_one_token(tokenizer):
+    for kind in HEADLINE_KINDS:
+        for example in draw_examples(20, (kind,), f"tokens-{kind}"):
+            answer = example.question.answer
+            assert 2 <= len(answer) <= 4
+            assert len(tokenizer(answer)["input_ids"]) == len(answer)
+    for color in signs.COLORS:
+        assert len(tokenizer(color)["input_ids"]) == 1
+        assert len(tokenizer(f" {color}")["input_ids"]) == 1
+
+
+def test_the_tokenizer_spells_whatever_it_does_not_know(tokenizer):
+    assert tokenizer.decode(tokenizer("Wörd 42, naïve: 漢 redo")["input_ids"]) == "wörd 42, naïve: 漢 redo"
+    assert len(tokenizer("redo")["input_ids"]) == 4
+
+
+def test_an_image_is_351_tokens_and_the_prompt_about_380(tokenizer):
+    example = draw_examples(1, ("w2n",), "length")[0]
+    inputs = build_processor(tokenizer)(
+        images=[Image.fromarray(example.pixels)], text=["<image>\n" + example.question.text + POST_PROMPT]
+    )
+    assert inputs["input_ids"][0].count(tokenizer.convert_tokens_to_ids("<image>")) == IMAGE_TOKENS == 351
+    assert 360 < len(inputs["input_ids"][0]) < 400
+
+
+# -- training
+
+
+def test_packed_questions_have_the_logits_of_separate_prompts(tokenizer):
+    packer, processor = Packer(tokenizer), build_processor(tokenizer)
+    model = build_model(tokenizer, seed=0).eval()
+    scenes = [signs.draw_scene(Random(seed)) for seed in range(2)]
+    asked = [signs.questions(scene.signs)[:count] for scene, count in zip(scenes, (3, 5), strict=True)]
+    pixels = torch.from_numpy(np.stack([scene.pixels for scene in scenes])).permute(0, 3, 1, 2)
+    batch = packer.batch(pixels, asked, torch.zeros(2, 6, GRID, GRID, dtype=torch.long), post_prompt=True)
+    prefix = batch.image_end + len(packer.end)
+    model.set_attn_implementation("packed")
+    with torch.no_grad():
+        _, hidden = packed_forward(model, batch)
+    model.set_attn_implementation("sdpa")
+    for row, number in ((0, 3), (1, 1), (1, 5)):
+        question = asked[row][number - 1]
+        here = batch.segments[row] == number
+        answer = packer.encode(f"{question.answer}<|im_end|>")
+        message = {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": Image.fromarray(scenes[row].pixels)},
+                {"type": "text", "text": question.text.capitalize() + POST_PROMPT},
+            ],
+        }
+        inputs = processor.apply_chat_template(
+            [message], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+        )
+        ids = torch.cat((inputs["input_ids"], torch.tensor([answer])), 1)
+        assert ids[0, prefix:].tolist() == batch.ids[row, here].tolist()
+        assert batch.targets[row, here][-len(answer) - 1 : -1].tolist() == answer
+        with torch.no_grad():
+            expected = model(
+                input_ids=ids, pixel_values=inputs["pixel_values"], image_sizes=inputs["image_sizes"]
+            ).logits[0, prefix:]
+        torch.testing.assert_close(model.lm_head(hidden[-1][row, here]), expected, atol=1e-5, rtol=0)
+
+
+SHORT_STAGES = (
+    Stage("vision", steps=2, images=2, packed_share=1.0, jitter_grows_until=0.5),
+    Stage("align", steps=2, images=2, packed_share=0.5),
+    Stage("questions", steps=2, images=2, packed_share=0.0, questions=2),
+)
+
+
+def short_trainer(out: Path, seed: int = 0, stages=SHORT_STAGES) -> Trainer:
+    out.mkdir(exist_ok=True)
+    return Trainer(out, stages, seed, torch.device("cpu"), workers=0)
+
+
+def test_training_that_was_cut_after_every_step_ends_with_the_same_weights(tmp_path):
+    whole = short_trainer(tmp_path / "whole")
+    assert whole.run(deadline=float("inf"))
+    for _ in range(7):
+        cut = short_trainer(tmp_path / "cut")
+        if cut.state_file.exists():
+            cut.resume()
+        if cut.run(deadline=0.0):
+            break
+    else:
+        pytest.fail("six steps, one at a time, did not finish")
+    expected = dict(whole.model.named_parameters())
+    assert all(torch.equal(value, expected[name]) for name, value in cut.model.named_parameters())
+
+
+def test_training_does_not_continue_what_another_recipe_began(tmp_path):
+    short_trainer(tmp_path).run(deadline=0.0)
+    with pytest.raises(ValueError, match="seed 0"):
+        short_trainer(tmp_path, seed=1).resume()
+    longer = (replace(SHORT_STAGES[0], steps=3), *SHORT_STAGES[1:])
+    with pytest.raises(ValueError, match="another --out"):
+        short_trainer(tmp_path, stages=longer).resume()
+
+
+def test_each_step_draws_other_images(tokenizer):
+    data = StageData(SHORT_STAGES[2], seed=0, packer=Packer(tokenizer), parts=2)
+    pixels = [part.pixels for step in (0, 1) for part in data[step]]
+    assert len({image.numpy().tobytes() for image in pixels}) == 4
+    assert torch.equal(data[1][0].pixels, pixels[2])
+
+
+def test_an_exported_model_answers_as_the_trained_one(tmp_path, tokenizer):
+    model = build_model(tokenizer, seed=3).to(torch.bfloat16)
+    expected = {name: value.clone() for name, value in model.named_parameters()}
+    export(model, tokenizer, tmp_path / "checkpoint")
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "checkpoint")
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.named_parameters())
+    assert Reader(tmp_path / "checkpoint").answers(draw_examples(1, HEADLINE_KINDS, "export"))
+
+
+# -- what is shipped
+
+
+def test_the_shipped_checkpoint_loads_with_no_key_missing_or_unexpected():
+    model, info = AutoModelForImageTextToText.from_pretrained(CHECKPOINT, output_loading_info=True)
+    assert not any(info.values()), info
+    assert model.dtype == torch.bfloat16
+    assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) < 15e6
+
+
+def test_the_shipped_processor_is_what_the_code_builds(tokenizer, reader):
+    text = "What number is below XQZ?" + POST_PROMPT
+    assert reader.processor.tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert reader.processor.chat_template == build_processor(tokenizer).chat_template
+
+
+def test_the_shipped_questions_have_textvqas_columns_and_come_from_the_generator():
+    columns = "image_id question_id question question_tokens image image_width image_height flickr_original_url "
+    columns += "flickr_300k_url answers image_classes set_name ocr_tokens"
+    ids = []
+    for file, kinds, count, name in (
+        (HEADLINE, HEADLINE_KINDS, 500, "validation"),
+        (COLOR, (COLOR_KIND,), 100, "validation-color"),
+    ):
+        table = pq.read_table(file)
+        assert table.column_names == columns.split()
+        assert table.num_rows == count
+        assert file.stat().st_size < 4e6
+        for row, example in zip(table.slice(0, 8).to_pylist(), draw_examples(8, kinds, name), strict=True):
+            assert (row["question"], row["answers"]) == (example.question.text, [example.question.answer] * 10)
+            image = np.asarray(Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB"), dtype=float)
+            assert image.shape == (SIDE, SIDE, 3)
+            assert abs(image - example.pixels).mean() < 4
+        ids += table["question_id"].to_pylist()
+    assert len(set(ids)) == 600
+
+
+def test_the_shipped_checkpoint_answers_the_shipped_questions(reader):
+    examples = read_examples(HEADLINE)[:24]
+    assert by_kind(examples, reader.answers(examples))["all"] >= 90
+
+
+@pytest.mark.slow
+def test_accuracy_on_all_shipped_questions_and_on_fresh_ones_anywhere(reader):
+    examples = read_examples(HEADLINE)
+    assert by_kind(examples, reader.answers(examples))["all"] >= 98
+    fresh = draw_examples(200, HEADLINE_KINDS, "fresh")
+    assert by_kind(fresh, reader.answers(fresh))["all"] >= 97
+
+
+@pytest.mark.slow
+def test_compression_bends_the_curve_as_the_model_card_says(reader):
+    examples = read_examples(HEADLINE)[:100]
+
+    def score(method: str, ratio: float, **options: object) -> float:
+        with kvcompress.compress(reader.model, method=method, ratio=ratio, max_new_tokens=8, **options):
+            return by_kind(examples, reader.answers(examples))["all"]
+
+    assert score("snapkv", 0.1, window_size=8) >= 70
+    assert score("streamingllm", 0.1) <= 18
+    assert score("random", 0.1) <= 18
+    for method, options in (("snapkv", {"window_size": 8}), ("streamingllm", {}), ("random", {})):
+        assert score(method, 0.02, **options) <= 60
