@@ -1,12 +1,12 @@
 """Everything that the user asked for, checked: the method and its options, how much is kept, of what, and when."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from .budget import Budget
-from .clusters.base import KVCluster, make_cluster, method_info
+from .clusters.base import KVCluster, MethodInfo, make_cluster, method_info
 from .errors import KVCompressError, unknown_name, validated
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -46,7 +46,15 @@ class Engine:
     cache_implementation: Literal["dynamic", "static"] = "dynamic"
 
 
-ENGINE_OPTIONS = {field.name: field.default for field in fields(Engine)}
+FULL_OPTIONS = ("first_token", "cache_implementation")  # the others say how to compress
+
+
+def all_options(info: MethodInfo) -> dict[str, object]:
+    """Every option that a method takes, its own and the engine's, with its default."""
+    engine = {field.name: field.default for field in fields(Engine)}
+    if info.name == "full":
+        return {**info.options, **{name: engine[name] for name in FULL_OPTIONS}}
+    return {**info.options, **engine, "head_budget": info.cls.head_budget, "decode_interval": info.cls.decode_interval}
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,13 @@ class Policy:
         return self.engine.decode_interval or self.cluster.decode_interval
 
     @property
+    def options(self) -> dict[str, object]:
+        """Every option of the method with the value in force, as in `all_options`."""
+        given = {**asdict(self.cluster), **asdict(self.engine)}
+        own = {"head_budget": self.head_budget, "decode_interval": self.decode_interval}
+        return {name: own.get(name, given[name]) for name in all_options(method_info(self.method))}
+
+    @property
     def decode(self) -> Budget | None:
         """The budget while decoding, None where every decoded token is kept."""
         if self.engine.decode_budget is None and self.engine.decode_ratio is None:
@@ -79,12 +94,12 @@ def make_policy(
 ) -> Policy:
     """Check and combine what the user gave; `options` are the method's and the engine's. Raises KVCompressError."""
     info = method_info(method)
-    own = {name: value for name, value in options.items() if name not in ENGINE_OPTIONS}
-    for name in own:
-        if name not in info.options:
-            raise unknown_name(f"method {info.name!r} has no option", name, [*info.options, *ENGINE_OPTIONS])
+    for name in options:
+        if name not in all_options(info):
+            raise unknown_name(f"method {info.name!r} has no option", name, all_options(info))
+    own = {name: value for name, value in options.items() if name in info.options}
     cluster = make_cluster(method, **own)
-    engine = validated(Engine, "option", {name: options[name] for name in options if name in ENGINE_OPTIONS})
+    engine = validated(Engine, "option", {name: value for name, value in options.items() if name not in own})
     if engine.context_tokens is not None and engine.scope != "context":
         raise KVCompressError(f"context_tokens={engine.context_tokens} needs scope='context'")
     if engine.decode_budget is not None and engine.decode_ratio is not None:
@@ -94,8 +109,6 @@ def make_policy(
         raise KVCompressError(
             "cache_implementation='static' has fixed shapes: no decode_budget= or decode_ratio= with it"
         )
-    if evicts and info.name == "full":
-        raise KVCompressError("method 'full' evicts nothing, so it takes neither decode_budget= nor decode_ratio=")
     return Policy(info.name, cluster, method_budget(info.name, ratio, budget), engine)
 
 

@@ -8,9 +8,9 @@ from transformers import GenerationConfig
 
 import kvcompress
 from kvcompress import KVCompressError
-from kvcompress.policy import method_budget
-from kvcompress.clusters import make_cluster, method_info
+from kvcompress.clusters import method_info
 from kvcompress.errors import unknown_name
+from kvcompress.policy import all_options, make_policy
 
 TINY_MODEL = "tiny"
 TINY_CHECKPOINT = Path(__file__).parent / "tiny_vlm" / "checkpoint"
@@ -45,8 +45,7 @@ class Cell(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> "Cell":
-        make_cluster(self.method, **self.options)
-        method_budget(self.method, self.ratio, self.budget)
+        make_policy(self.method, self.ratio, self.budget, **self.options)
         return self
 
 
@@ -107,7 +106,7 @@ def parse_arguments(**arguments: Any) -> tuple[ModelArguments, Cell]:
     options = {name: value for name, value in given.items() if name not in ModelArguments.model_fields}
     method = method_info(cell.get("method"))
     for option in options:
-        if option not in method.options:
+        if option not in all_options(method):
             raise _unknown_argument(option, method.name)
     own = {name: value for name, value in given.items() if name not in options}
     if "pretrained" not in own:
@@ -136,12 +135,14 @@ def _legacy_value(name: str, value: Any) -> Any:
 
 def _unknown_argument(name: str, method: str) -> KVCompressError:
     methods = kvcompress.list_methods().values()
-    owners = [info.name for info in methods if name in info.options]
+    valid = all_options(method_info(method))
+    owners = [info.name for info in methods if name in all_options(info)]
     if owners:
-        valid = ", ".join(method_info(method).options) or "none"
-        return KVCompressError(f"{name!r} is an option of {', '.join(owners)}; options of {method!r}: {valid}")
+        return KVCompressError(
+            f"{name!r} is an option of {', '.join(owners)}; options of {method!r}: {', '.join(valid)}"
+        )
     own = [field for field in ModelArguments.model_fields if field != "legacy"]
-    return unknown_name("model argument", name, [*own, "method", "ratio", "budget", *method_info(method).options])
+    return unknown_name("there is no model argument", name, [*own, "method", "ratio", "budget", *valid])
 
 
 def _validated(model: type[BaseModel], **values: Any) -> Any:
@@ -175,7 +176,7 @@ def generation_arguments(task_kwargs: dict[str, Any], max_new_tokens: int) -> tu
     valid = GenerationConfig().to_dict()
     for key in kwargs:
         if key not in valid:
-            raise unknown_name("generation argument", key, valid)
+            raise unknown_name("there is no generation argument", key, valid)
     kwargs["max_new_tokens"] = kwargs.get("max_new_tokens") or max_new_tokens
     temperature = kwargs.get("temperature")
     kwargs["do_sample"] = bool(kwargs.get("do_sample", temperature)) and temperature != 0

@@ -67,19 +67,20 @@ def check_arguments(request: Request) -> tuple["ModelArguments", list[tuple[Cell
 
     Raises KVCompressError or UsageError for an unknown method, option or model argument, or a wrong value of one.
     """
-    from kvcompress import KVCompressError, list_methods, make_cluster
+    from kvcompress import KVCompressError, list_methods
     from kvcompress.clusters import method_info
+    from kvcompress.policy import all_options, make_policy
 
     from .arguments import LEGACY_ARGUMENTS, TINY_MODEL, ModelArguments, parse_arguments
 
     methods = list({method_info(name).name: method_info(name) for name in request.methods}.values())
-    options = {name for info in methods for name in info.options}
+    options = {name for info in methods for name in all_options(info)}
     own = {name: value for name, value in request.arguments.items() if name not in options}
     for name in own:
         if name in ModelArguments.model_fields or name in LEGACY_ARGUMENTS:
             continue
         asked = ", ".join(info.name for info in methods)
-        owners = ", ".join(info.name for info in list_methods().values() if name in info.options)
+        owners = ", ".join(info.name for info in list_methods().values() if name in all_options(info))
         if owners:
             raise KVCompressError(f"{name!r} is an option of {owners}, not of {asked}")
         valid = sorted({*ModelArguments.model_fields, "budget", *options} - {"legacy", "pretrained"})
@@ -93,12 +94,13 @@ def check_arguments(request: Request) -> tuple["ModelArguments", list[tuple[Cell
     cells = []
     for task in request.tasks:
         for info in methods:
-            given = {name: value for name, value in request.arguments.items() if name in info.options}
-            all_options = asdict(make_cluster(info.name, **given))
-            changed = {name: value for name, value in all_options.items() if value != info.options[name]}
+            defaults = all_options(info)
+            given = {name: value for name, value in request.arguments.items() if name in defaults}
+            in_force = make_policy(info.name, 1.0, **given).options
+            changed = {name: value for name, value in in_force.items() if value != defaults[name]}
             sizes = [{"ratio": ratio} for ratio in request.ratios] + [{"budget": size} for size in request.budgets]
             for size in [{"ratio": 1.0}] if info.name == "full" else sizes:
-                cells.append((Cell(task, model, info.name, **size, options=changed, settings=settings), all_options))
+                cells.append((Cell(task, model, info.name, **size, options=changed, settings=settings), in_force))
     return arguments, cells
 
 
@@ -388,9 +390,8 @@ def protocol(job: Job) -> dict[str, Any]:
         **{key: value for key, value in asdict(job.cell).items() if key != "options"},
         "options": job.options,
         "changed_options": job.cell.options,
-        "scope": "prompt",  # entries of the prompt are dropped, once, after it was processed
-        "ratio_of": "prompt",  # the ratio counts all entries of the prompt, text and vision
-        "first_token": "full",  # the first token is computed before anything is dropped
+        # `full` drops nothing, so it has no scope and no denominator.
+        **{name: job.options.get(name) for name in ("scope", "ratio_of", "first_token")},
     }
 
 

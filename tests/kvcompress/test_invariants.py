@@ -269,7 +269,7 @@ def test_eager_and_sdpa_agree(implementation, method):
         ({"method": "snapkv", "ratio": 0.5, "decode_budget": 0}, "option 'decode_budget' is 0"),
         ({"method": "snapkv", "ratio": 0.5, "decode_ratio": 1.5}, "option 'decode_ratio' is 1.5"),
         ({"method": "snapkv", "ratio": 0.5, "decode_ratio": 0.5, "decode_budget": 5}, "either decode_budget="),
-        ({"method": "full", "decode_budget": 5}, "'full' evicts nothing"),
+        ({"method": "full", "decode_budget": 5}, "'full' has no option 'decode_budget'"),
         ({"method": "full", "ratio": 0.5}, "'full' compresses nothing"),
         ({"ratio": 0.5}, "'full' compresses nothing"),
     ],
