@@ -16,7 +16,7 @@ from .clusters.base import Kept, Prompt
 from .errors import KVCompressError
 from .policy import Engine, Policy, make_policy
 from .scoring import pad_columns
-from .storage import DenseStorage, StaticStorage, Storage, store
+from .storage import DenseStorage, QuantizedStorage, StaticStorage, Storage, store
 from .vision import vision_token_mask
 
 
@@ -253,20 +253,6 @@ class CompressedLayer(CacheLayerMixin):
         self.prompt_lengths = [self.prompt_lengths[row] for row in rows]
         self.row_seeds = tuple(self.row_seeds[row] for row in rows)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens; only decoded ones can be."""
-        removed = abs(tokens_to_remove)
-        decoded = int(self.storage.appended()) if self.is_compileable else self.decoded
-        if removed > decoded:
-            raise KVCompressError(
-                f"cannot crop {removed} tokens: only the {decoded} decoded since the last prompt or eviction can "
-                "be taken back, what was evicted is gone"
-            )
-        self.storage.drop_last(removed)
-        if not self.is_compileable:
-            self.counted -= removed
-            self.decoded -= removed
-
     def snapshot(self) -> dict[str, object]:
         """The layer's state; what is appended from now on does not touch it."""
         saved = {**self.__dict__, "recent_queries": list(self.recent_queries)}
@@ -282,11 +268,8 @@ class CompressedLayer(CacheLayerMixin):
         """Drop the last token of the prompt that was just compressed, so that it can be fed again."""
         kept = self.storage.kept(self.seen)
         last = kept.indices == self.seen - 1
-        if self._is_whole and not self.is_compileable:
-            self.storage.drop_last(1)
-        else:
-            rest = right_aligned(replace(kept, indices=kept.indices.masked_fill(last, -1)))
-            self.storage = self._new_storage(rest, uniform=False)
+        rest = right_aligned(replace(kept, indices=kept.indices.masked_fill(last, -1)))
+        self.storage = self._new_storage(rest, uniform=False)
         # The token that is fed again is stored in every head, whether the cluster had kept it or not.
         self.prompt_kept = self.prompt_kept + 1 - last.any(2).float().mean(1)
         self.counted -= 1
@@ -337,13 +320,16 @@ class CompressedLayer(CacheLayerMixin):
         self.staged = self.chunk = None
         budgets = self._budgets(chunk)
         padding = None if chunk.padding is None else chunk.padding.to(keys.device)
-        if budgets == chunk.context and (self.storage is None or self._is_whole):
+        if budgets == chunk.context and self._is_whole:
             # Nothing to drop: pads stay too, so that every shape is that of transformers' own cache.
             pads = None if padding is None else pad_columns(padding, chunk.columns)[:, 0]
             self._store_whole(keys, values, pads)
             kept = torch.tensor(chunk.lengths, device=keys.device, dtype=torch.float32)
         else:
             vision = None if chunk.vision is None else chunk.vision.to(keys.device)
+            text = None
+            if self.policy.engine.ratio_of == "vision":
+                text = tuple(n - images for n, images in zip(chunk.context, chunk.vision_lengths, strict=True))
             prompt = Prompt(
                 layer_idx=self.layer_idx,
                 num_layers=self.num_layers,
@@ -352,7 +338,8 @@ class CompressedLayer(CacheLayerMixin):
                 scaling=scaling,
                 padding=padding,
                 vision=vision,
-                protected=~vision if self.policy.engine.ratio_of == "vision" else None,
+                protected=None if text is None else ~vision,
+                protected_lengths=text or (),
                 row_seeds=chunk.row_seeds,
                 head_budget=self.policy.head_budget,
                 safeguard=self.policy.engine.safeguard,
@@ -417,8 +404,15 @@ class CompressedLayer(CacheLayerMixin):
 
     def _update_kv(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> Kept:
         cluster = self.policy.cluster
-        prompt = replace(prompt, budgets=cluster.layer_budgets(prompt))
-        return cluster.update_kv(queries, keys, values, prompt)
+        # A layer's share is one of what can be evicted at all.
+        fixed = prompt.protected_lengths or (0,) * len(prompt.lengths)
+        share = replace(
+            prompt,
+            lengths=[length - n for length, n in zip(prompt.lengths, fixed, strict=True)],
+            budgets=[budget - n for budget, n in zip(prompt.budgets, fixed, strict=True)],
+        )
+        budgets = [budget + n for budget, n in zip(cluster.layer_budgets(share), fixed, strict=True)]
+        return cluster.update_kv(queries, keys, values, replace(prompt, budgets=budgets))
 
     def _evict(self, scaling: float) -> None:
         """Bring the stored entries, decoded ones included, back to the decode budget."""
@@ -448,7 +442,7 @@ class CompressedLayer(CacheLayerMixin):
         queries = torch.cat(self.recent_queries, dim=2) if self.recent_queries else None
         result = self._update_kv(queries, kept.keys, kept.values, prompt)
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
-        self.storage = store(Kept(result.keys, result.values, columns), self.policy.decode_interval, uniform=False)
+        self.storage = self._new_storage(Kept(result.keys, result.values, columns), uniform=False)
 
     def _remember(self, queries: torch.Tensor) -> None:
         """Keep the last rotated queries, as many as the cluster scores with."""
@@ -463,7 +457,10 @@ class CompressedLayer(CacheLayerMixin):
 
     @property
     def _is_whole(self) -> bool:
-        return isinstance(self.storage, (DenseStorage, StaticStorage)) and self.storage.is_whole
+        """Nothing was dropped so far, and another prompt can be put behind it in one piece."""
+        if isinstance(self.storage, (DenseStorage, StaticStorage)):
+            return self.storage.is_whole
+        return self.storage is None
 
     def _store_whole(self, keys: torch.Tensor, values: torch.Tensor, pads: torch.Tensor | None) -> None:
         if self.storage is not None:
@@ -474,22 +471,33 @@ class CompressedLayer(CacheLayerMixin):
                 pads = torch.cat([before, keys.new_zeros(len(keys), keys.shape[2]).bool() if pads is None else pads], 1)
             old = self.storage.read()
             keys, values = torch.cat([old[0], keys], dim=2), torch.cat([old[1], values], dim=2)
-        if self.is_compileable:
-            self.storage = StaticStorage(keys, values, None, pads, self.room)
-        else:
-            self.storage = DenseStorage(keys, values, None, pads, self.room)
+        self.storage = self._fixed_storage(keys, values, None, pads) or DenseStorage(
+            keys, values, None, pads, self.room
+        )
 
     def _store(self, kept: Kept, first: int, uniform: bool) -> None:
         """Put a compressed chunk, whose columns begin at `first`, behind what is stored."""
+        if isinstance(self.storage, QuantizedStorage):
+            self.storage.extend(kept, first)  # what is quantized already stays as it is
+            return
         if self.storage is not None:
             kept = right_aligned(joined([self.storage.kept(first), kept]))
             uniform = False
         self.storage = self._new_storage(kept, uniform)
 
     def _new_storage(self, kept: Kept, uniform: bool) -> Storage:
-        if self.is_compileable:
-            return StaticStorage(kept.keys, kept.values, kept.indices, None, self.room)
-        return store(kept, self.room, uniform)
+        fixed = self._fixed_storage(kept.keys, kept.values, kept.indices, None)
+        room = self.room if self.policy.decode is None else self.policy.decode_interval
+        return fixed or store(kept, room, uniform)
+
+    def _fixed_storage(self, keys, values, indices, pads) -> Storage | None:
+        """The storage that the user chose; None for `dynamic`, where it follows from the lengths."""
+        engine = self.policy.engine
+        if engine.cache_implementation == "static":
+            return StaticStorage(keys, values, indices, pads, self.room)
+        if engine.cache_implementation == "quantized":
+            return QuantizedStorage(keys, values, indices, pads, engine.quantizer, engine.kv_residual)
+        return None
 
     @property
     def nbytes(self) -> int:
@@ -544,6 +552,15 @@ class CompressedCache(DynamicCache):
         for layer in self.compressed_layers:
             layer.chunk, layer.staged = chunk, None
         return True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise KVCompressError(
+            "tokens cannot be taken back from a compressed cache, so assisted decoding (assistant_model, "
+            "prompt_lookup_num_tokens) does not work with it"
+        )
+
+    def activate_past_recording(self) -> None:
+        self.crop(0)
 
     def forget_last(self) -> None:
         """Drop the prompt's last token, so that it can be fed again on the compressed cache."""

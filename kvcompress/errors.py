@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -21,11 +22,17 @@ def unknown_name(problem: str, name: object, valid: Iterable[str]) -> KVCompress
     return KVCompressError(f"{problem} {name!r}{hint}; valid: {', '.join(valid) or 'none'}")
 
 
+@cache
+def _adapter(cls: type[Validated]) -> TypeAdapter[Validated]:
+    """Building one takes milliseconds, more than a short generation."""
+    return TypeAdapter(cls)
+
+
 def validated(cls: type[Validated], what: str, values: dict[str, Any]) -> Validated:
     """`cls(**values)` for a dataclass, with the values checked against its annotations. `what` names a field in the
     message of the KVCompressError that is raised for a wrong value."""
     try:
-        return TypeAdapter(cls).validate_python(values)
+        return _adapter(cls).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         if not first["loc"]:  # raised by the dataclass's own __post_init__

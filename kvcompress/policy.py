@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from .budget import Budget
 from .clusters.base import KVCluster, MethodInfo, make_cluster, method_info
 from .errors import KVCompressError, unknown_name, validated
+from .quantization import Quantizer
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
@@ -31,7 +32,10 @@ class Engine:
             neither: every decoded token is kept.
         decode_interval: decode steps from one eviction to the next; None: what the method prescribes.
         cache_implementation: `dynamic`: buffers grow where they must; `static`: after the prompt the entries move into
-            buffers of a fixed shape, with room for `max_new_tokens`, so that decoding can run as one compiled graph.
+            buffers of a fixed shape, with room for `max_new_tokens`, so that decoding can run as one compiled graph;
+            `quantized`: kept entries are stored in `kv_bits`, once, and decoded ones whenever `kv_residual` are there.
+        kv_bits, kv_backend, kv_group_size, kv_residual: for `quantized`: bits per number, `quanto` or `hqq`, numbers
+            that share a scale, decoded tokens that wait in full precision.
     """
 
     head_budget: Literal["uniform", "adaptive"] | None = None
@@ -43,10 +47,19 @@ class Engine:
     decode_budget: PositiveInt | None = None
     decode_ratio: Fraction | None = None
     decode_interval: PositiveInt | None = None
-    cache_implementation: Literal["dynamic", "static"] = "dynamic"
+    cache_implementation: Literal["dynamic", "static", "quantized"] = "dynamic"
+    kv_bits: PositiveInt = 4
+    kv_backend: Literal["quanto", "hqq"] = "quanto"
+    kv_group_size: PositiveInt = 64
+    kv_residual: PositiveInt = 128
+
+    @property
+    def quantizer(self) -> Quantizer:
+        return Quantizer(self.kv_backend, self.kv_bits, self.kv_group_size)
 
 
-FULL_OPTIONS = ("first_token", "cache_implementation")  # the others say how to compress
+STORAGE_OPTIONS = ("cache_implementation", "kv_bits", "kv_backend", "kv_group_size", "kv_residual")
+FULL_OPTIONS = ("first_token", *STORAGE_OPTIONS)  # the others say how to compress
 
 
 def all_options(info: MethodInfo) -> dict[str, object]:
@@ -105,10 +118,15 @@ def make_policy(
     if engine.decode_budget is not None and engine.decode_ratio is not None:
         raise KVCompressError("give either decode_budget= or decode_ratio=, not both")
     evicts = engine.decode_budget is not None or engine.decode_ratio is not None
-    if evicts and engine.cache_implementation == "static":
+    if evicts and engine.cache_implementation != "dynamic":
         raise KVCompressError(
-            "cache_implementation='static' has fixed shapes: no decode_budget= or decode_ratio= with it"
+            f"decode_budget= and decode_ratio= need cache_implementation='dynamic': {engine.cache_implementation!r} "
+            "stores an entry once and for all"
         )
+    if engine.cache_implementation == "quantized":
+        engine.quantizer.check()
+    elif given := [name for name in STORAGE_OPTIONS[1:] if name in options and options[name] != getattr(Engine, name)]:
+        raise KVCompressError(f"{given[0]}= needs cache_implementation='quantized'")
     return Policy(info.name, cluster, method_budget(info.name, ratio, budget), engine)
 
 

@@ -23,6 +23,7 @@ class Prompt:
         padding: LongTensor (batch, 1 or kv_heads) of leading columns that hold nothing, or None where there are none.
         vision: bool (batch, columns), True at image and video tokens, or None where they are unknown.
         protected: bool (batch, columns), True at what must stay, such as text where only vision tokens are evicted.
+        protected_lengths: how many columns of each row that is; empty where nothing is protected.
         row_seeds: one integer per row, a checksum of its tokens: randomness that follows the row, not the batch.
         head_budget, safeguard: see `kvcompress.policy.Engine`.
         columns: while decoding, LongTensor (batch, kv_heads, entries): the column of the sequence that each entry
@@ -39,6 +40,7 @@ class Prompt:
     padding: torch.Tensor | None = None
     vision: torch.Tensor | None = None
     protected: torch.Tensor | None = None
+    protected_lengths: tuple[int, ...] = ()
     row_seeds: tuple[int, ...] = ()
     head_budget: str = "uniform"
     safeguard: float = 0.2

@@ -66,19 +66,6 @@ def test_seen_tokens_counts_tokens_not_entries():
     assert cache.get_mask_sizes(1, 0) == (10, 21)
 
 
-def test_decoded_tokens_can_be_cropped_and_evicted_ones_not():
-    inputs = FAMILIES["qwen2"].inputs(MODEL, [30])
-    cache = kvcompress.CompressedCache(MODEL.config, "snapkv", 0.3)
-    with kvcompress.attach(MODEL):
-        generate(MODEL, inputs, 5, past_key_values=cache)
-    before = cache.kept_indices(1)[0][0].tolist()
-    cache.crop(-3)
-    assert cache.seen_tokens == 31
-    assert cache.kept_indices(1)[0][0].tolist() == before[:-3]
-    with pytest.raises(kvcompress.KVCompressError, match="cannot crop 2 tokens: only the 1 decoded"):
-        cache.crop(-2)
-
-
 def test_rows_can_be_reordered_repeated_and_selected():
     cache, _ = prompt([30, 20], method="random", ratio=0.3)
     kept = cache.kept_indices(0)

@@ -1,0 +1,87 @@
+"""Low-bit storage of states, through optimum-quanto or hqq. Groups of consecutive numbers share a scale and a zero."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import KVCompressError
+
+BITS = {"quanto": (2, 4), "hqq": (1, 2, 4, 8)}
+PACKAGES = {"quanto": "optimum.quanto", "hqq": "hqq"}
+PIP_NAMES = {"quanto": "optimum-quanto", "hqq": "hqq"}
+ROWS_PER_BYTE = 8  # both pack several rows into one byte, so rows come in multiples
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """Quantizes tensors once and gives them back.
+
+    Attributes:
+        backend: `quanto` or `hqq`.
+        bits: per number; which are offered depends on the backend.
+        group_size: numbers that share a scale and a zero.
+    """
+
+    backend: str
+    bits: int
+    group_size: int
+
+    def check(self) -> None:
+        """Raises KVCompressError where the backend lacks these bits or is not installed."""
+        if self.bits not in BITS[self.backend]:
+            offered = ", ".join(str(bits) for bits in BITS[self.backend])
+            raise KVCompressError(f"kv_bits={self.bits} is not offered by kv_backend={self.backend!r}: {offered}")
+        package = PACKAGES[self.backend]
+        if importlib.util.find_spec(package.split(".")[0]) is None or importlib.util.find_spec(package) is None:
+            raise KVCompressError(
+                f"kv_backend={self.backend!r} is not installed: pip install {PIP_NAMES[self.backend]}"
+            )
+
+    def quantize(self, states: torch.Tensor) -> "Quantized":
+        """`states` of any shape; groups run along the last dimension, then on through the others."""
+        flat = states.reshape(-1)
+        rows = -(-flat.numel() // self.group_size)
+        rows = -(-rows // ROWS_PER_BYTE) * ROWS_PER_BYTE
+        # The filler repeats the last number, so that it does not widen a group's range.
+        padded = flat.new_empty(rows * self.group_size)
+        padded[: flat.numel()] = flat
+        padded[flat.numel() :] = flat[-1:]
+        tensors, restore = _BACKENDS[self.backend](padded.view(rows, self.group_size), self.bits)
+        return Quantized(states.shape, tensors, restore)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantized tensor: its shape, the tensors that it takes in memory, and how to get it back."""
+
+    shape: torch.Size
+    tensors: list[torch.Tensor]
+    restore: Callable[[], torch.Tensor]
+
+    def dequantize(self) -> torch.Tensor:
+        return self.restore().reshape(-1)[: self.shape.numel()].view(self.shape)
+
+
+def _quanto(rows: torch.Tensor, bits: int) -> tuple[list[torch.Tensor], Callable[[], torch.Tensor]]:
+    from optimum.quanto import MaxOptimizer, qint2, qint4, quantize_weight
+
+    qtype = {2: qint2, 4: qint4}[bits]
+    scale, shift = MaxOptimizer()(rows, qtype, 0, None)
+    packed = quantize_weight(rows, qtype, 0, scale, shift, None)
+    return [packed._data._data, packed._scale, packed._shift], packed.dequantize
+
+
+def _hqq(rows: torch.Tensor, bits: int) -> tuple[list[torch.Tensor], Callable[[], torch.Tensor]]:
+    from hqq.core.quantize import Quantizer as HQQ
+
+    packed, meta = HQQ.quantize(
+        rows, nbits=bits, axis=1, group_size=rows.shape[1], device=str(rows.device), compute_dtype=rows.dtype
+    )
+    dtype = rows.dtype  # not `rows` itself: the closure would keep it alive
+    return [packed, meta["scale"], meta["zero"]], lambda: HQQ.dequantize(packed, meta).to(dtype)
+
+
+_BACKENDS: dict[str, Any] = {"quanto": _quanto, "hqq": _hqq}
