@@ -1,6 +1,6 @@
 """The tiny LLaVA-OneVision: configuration, tokenizer, processor, and the packed sequence it is trained on.
 
-Model, tokenizer and processor are transformers' own classes. A 208 x 208 image is one anyres tile, so the
+Model, tokenizer and processor are transformers' own classes. A 156 x 156 image is one anyres tile, so the
 prompt holds it twice, as the base view (169 tokens) and as the grid view (13 rows of 13 and a newline, 182
 tokens), like any image of the tower's own size in LLaVA-OneVision. Larger images take up to four tiles.
 """
@@ -130,31 +130,26 @@ def build_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaOnevisionProcess
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaOnevisionForConditionalGeneration:
-    """Fresh weights. The tower's position embeddings start as 2-D sinusoids: "the patch to my right" is then
-    the same rotation everywhere, instead of something to learn for each of 169 places."""
+    """Fresh weights. The tower's position embeddings start as 2-D sinusoids, in which "the patch to my right" is
+    the same rotation everywhere."""
     torch.manual_seed(seed)
     model = LlavaOnevisionForConditionalGeneration(build_config(tokenizer))
-    embedding = model.model.vision_tower.get_parameter(_position_embedding_name(model))
-    with torch.no_grad():
-        embedding.copy_(0.5 * _sinusoids(GRID, embedding.shape[-1]))
+    # The path to it differs between transformers releases.
+    (positions,) = (
+        p for n, p in model.model.vision_tower.named_parameters() if n.endswith("position_embedding.weight")
+    )
+    positions.data.copy_(0.5 * _sinusoids(positions.shape[1]))
     for layer in (model.model.multi_modal_projector.linear_1, model.model.multi_modal_projector.linear_2):
         nn.init.xavier_uniform_(layer.weight)  # transformers' default is ten times smaller and learns slower
     return model
 
 
-def _position_embedding_name(model: LlavaOnevisionForConditionalGeneration) -> str:
-    """Its module path differs between transformers releases."""
-    names = [n for n, _ in model.model.vision_tower.named_parameters() if "position_embedding" in n]
-    (name,) = names
-    return name
-
-
-def _sinusoids(side: int, width: int) -> Tensor:
-    """(side * side, width): a quarter each of sin row, cos row, sin column, cos column."""
-    frequency = 2.5 * torch.exp(torch.linspace(0, -2.8, width // 4))  # radians per patch
-    angle = torch.arange(side)[:, None] * frequency
-    columns = torch.cat((angle.sin(), angle.cos()), -1).expand(side, side, -1)
-    return torch.cat((columns.transpose(0, 1), columns), -1).reshape(side * side, width)
+def _sinusoids(width: int) -> Tensor:
+    """(GRID * GRID, width): a quarter each of sin row, cos row, sin column, cos column."""
+    frequencies = 2.5 * torch.exp(torch.linspace(0, -2.8, width // 4))  # radians per patch
+    angle = torch.arange(GRID)[:, None] * frequencies
+    columns = torch.cat((angle.sin(), angle.cos()), -1).expand(GRID, GRID, -1)
+    return torch.cat((columns.transpose(0, 1), columns), -1).flatten(0, 1)
 
 
 @dataclass

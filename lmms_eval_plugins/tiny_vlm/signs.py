@@ -1,6 +1,6 @@
 """Rendered scenes of coloured signs, and questions about them: the bundled model's whole world.
 
-A scene is a 208 x 208 image with four to six signs at free positions, each with a word, a number, or a word
+A scene is a 156 x 156 image with four to six signs at free positions, each with a word, a number, or a word
 over a number, and with plain text, boxes, a gradient and noise around them. Everything is drawn from the
 `random.Random` that the caller gives: same seed, same pixels.
 """
@@ -15,22 +15,22 @@ from random import Random
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-PATCH = 16  # pixels; also the pitch of the text, so that each character's centre has a patch of its own
+PATCH = 12  # pixels; also the pitch of the text, so that each character's centre has a patch of its own
 GRID = 13  # patches per side
 SIDE = PATCH * GRID  # pixels
 
 DIGITS = string.digits
 LETTERS = "".join(c for c in string.ascii_lowercase if c not in "io")  # i and o look like 1 and 0 in capitals
 CHARACTERS = DIGITS + LETTERS
-COLORS = {
-    "red": (205, 35, 35),
-    "green": (30, 140, 50),
-    "blue": (35, 65, 205),
-    "yellow": (235, 215, 40),
-    "orange": (240, 135, 25),
-    "purple": (130, 45, 165),
-    "cyan": (45, 200, 215),
-    "white": (245, 245, 245),
+COLORS = {  # light enough for dark letters
+    "red": (235, 75, 75),
+    "green": (60, 175, 75),
+    "blue": (85, 130, 250),
+    "yellow": (240, 225, 60),
+    "orange": (245, 150, 40),
+    "purple": (185, 95, 225),
+    "cyan": (60, 215, 225),
+    "white": (248, 248, 248),
 }
 # Words of the prompts. They are one token each and never stand on a sign.
 PROMPT_WORDS = (
@@ -45,6 +45,7 @@ COLOR_KIND = "t2c"  # the answer is a colour: one token
 
 MARGIN = 2  # pixels of background around a sign's text
 FONT_SIZES = (12, 13)
+STROKE = 3  # eighths of a pixel, on either side
 LABELS = ("glyph", "color", "index", "last", "left", "above")
 
 
@@ -163,7 +164,7 @@ class _Canvas:
 
     def __init__(self, rng: Random) -> None:
         self.rng = rng
-        level = rng.randint(90, 170)
+        level = rng.randint(120, 190)
         self.pixels = np.empty((SIDE, SIDE, 3), np.float32)
         self.pixels[:] = [level + rng.randint(-15, 15) for _ in range(3)]
         self.labels = np.zeros((len(LABELS), GRID, GRID), np.int64)
@@ -204,12 +205,11 @@ class _Canvas:
         x, y = place
         width, height = PATCH * max(map(len, lines)), PATCH * len(lines)
         if color is None:
-            ink = np.full(3, self.rng.choice([60, 200]), np.float32)
+            ink = np.float32(self.rng.randint(30, 60))
         else:
             paint = np.clip([value + self.rng.randint(-14, 14) for value in COLORS[color]], 0, 255)
             self.pixels[y - MARGIN : y + height + MARGIN, x - MARGIN : x + width + MARGIN] = paint
-            luminance = paint @ np.array([0.3, 0.59, 0.11])
-            ink = np.full(3, 250 if luminance < 125 else 10, np.float32)
+            ink = np.float32(self.rng.randint(0, 20))
         size = self.rng.choice(FONT_SIZES)
         row, column = (y + PATCH // 2) // PATCH, (x + PATCH // 2) // PATCH
         for j, line in enumerate(lines):
@@ -239,10 +239,13 @@ def _overlap(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> bool
 @cache
 def _glyph(character: str, size: int) -> np.ndarray:
     """(PATCH, PATCH, 1) coverage in [0, 1] of one capital letter or digit in Pillow's own font."""
-    image = Image.new("L", (PATCH, PATCH), 0)
-    font = ImageFont.load_default(size=size)
-    ImageDraw.Draw(image).text((PATCH / 2, PATCH / 2 + 0.5), character.upper(), font=font, fill=255, anchor="mm")
-    return np.asarray(image, dtype=np.float32)[..., None] / 255
+    fine = 8 * PATCH  # drawn large and bold, then reduced: thin strokes would be lost between patches
+    image = Image.new("L", (fine, fine), 0)
+    font = ImageFont.load_default(size=8 * size)
+    ImageDraw.Draw(image).text(
+        (fine / 2, fine / 2), character.upper(), font=font, fill=255, anchor="mm", stroke_width=STROKE
+    )
+    return np.asarray(image.reduce(8), dtype=np.float32)[..., None] / 255
 
 
 @cache

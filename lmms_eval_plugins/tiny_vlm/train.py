@@ -1,7 +1,8 @@
 """Train the tiny vision-language model from nothing: `python -m lmms_eval_plugins.tiny_vlm.train --out DIR`.
 
-Three stages follow one another in one run: `vision` teaches the tower to read characters, `align` teaches the
-first layers of the language model where a character stands, `questions` teaches it to answer. The same command
+Four stages follow one another in one run: `vision` teaches the tower to read characters, `align` teaches the
+first layers of the language model where a character stands, `questions` teaches it to answer, `prompts` to answer
+the prompts as they are in use. The same command
 continues after a cut: DIR/state.pt holds all that the next step depends on. The curve is in DIR/log.jsonl; at
 the end the model is in DIR/checkpoint and its accuracy on fresh questions in DIR/accuracy.json.
 """
@@ -67,9 +68,30 @@ class Stage:
 
 
 STAGES = (
-    Stage("vision", steps=1000, images=24, packed_share=1.0, jitter_grows_until=0.5),
-    Stage("align", steps=250, images=16, packed_share=0.75),
-    Stage("questions", steps=2400, images=16, packed_share=0.0, questions=8, tower_scale=0.3),
+    Stage("vision", steps=2400, images=12, packed_share=1.0, jitter_grows_until=0.25),
+    Stage("align", steps=300, images=16, packed_share=0.75),
+    Stage(
+        "questions",
+        steps=1800,
+        images=16,
+        packed_share=0.0,
+        questions=8,
+        post_prompt_share=0.25,
+        tower_scale=0.3,
+        decay_from=1.0,
+    ),
+    Stage(
+        "prompts",
+        steps=1200,
+        images=16,
+        packed_share=0.0,
+        questions=8,
+        post_prompt_share=0.6,
+        base_view=True,
+        tower_scale=0.3,
+        learning_rate=1.5e-3,
+        decay_from=0.2,
+    ),
 )
 WARM_UP = 60  # steps
 LAST_LEARNING_RATE = 0.02  # of the peak
@@ -171,7 +193,7 @@ class StageData(Dataset):
 def learning_rate(stage: Stage, step: int) -> float:
     """Linear warm-up, constant, cosine to LAST_LEARNING_RATE of the peak."""
     warm_up = min(1.0, (step + 1) / WARM_UP)
-    past = max(0.0, (step / stage.steps - stage.decay_from) / (1 - stage.decay_from))
+    past = max(0.0, step / stage.steps - stage.decay_from) / max(1 - stage.decay_from, 1e-9)
     cosine = LAST_LEARNING_RATE + (1 - LAST_LEARNING_RATE) * 0.5 * (1 + math.cos(math.pi * past))
     return stage.learning_rate * warm_up * cosine
 
