@@ -61,7 +61,7 @@ def cases(draw: st.DrawFn, family: str, method: str | None = None, max_batch: in
     if chosen.is_vlm and draw(st.booleans()):
         images = tuple(draw(st.integers(0, 2)) for _ in lengths)
     options = {name: draw(st.sampled_from(values)) for name, values in OPTIONS.get(method, {}).items()}
-    if draw(st.booleans()):
+    if method != "full" and draw(st.booleans()):
         options["head_budget"] = draw(st.sampled_from(["uniform", "adaptive"]))
         options["safeguard"] = draw(st.sampled_from([0.0, 0.2, 1.0]))
     return Case(
