@@ -1,0 +1,165 @@
+"""Random configurations of everything, each checked against the masked full cache and against its rows run alone.
+
+    python -m tests.fuzz --configurations 2000 --out runs/fuzz.jsonl
+
+Configuration i follows from the seed and i alone. A run that was cut goes on where it stopped, and a failure is run
+again with `--only i`. A configuration ends as `ok`, as `refused` with a KVCompressError (a clear error), or as a failure.
+"""
+
+import argparse
+import collections
+import contextlib
+import json
+import random
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+import kvcompress
+from tests.families import FAMILIES
+from tests.kvcompress.strategies import METHODS, OPTIONS
+from tests.masked_reference import generate, only_attending_to
+
+NEW = 8
+TOLERANCE = 2e-4
+EIGHT_BITS = {"cache_implementation": "quantized", "kv_backend": "hqq", "kv_bits": 8, "kv_group_size": 16}
+
+
+def draw(seed: int, index: int) -> dict[str, Any]:
+    """Configuration `index`."""
+    rng = random.Random(f"{seed} {index}")
+    family = rng.choice(list(FAMILIES))
+    method = rng.choice([*METHODS, "full"])
+    batch = rng.choice([1, 1, 2, 3])
+    lengths = [rng.randint(1, 70) for _ in range(batch)]
+    images = None
+    if FAMILIES[family].is_vlm and rng.random() < 0.6:
+        images = [rng.randint(0, 2) for _ in range(batch)]
+    options = {name: rng.choice(values) for name, values in OPTIONS.get(method, {}).items()}
+    if method != "full":
+        size = {"ratio": round(rng.uniform(0.01, 1.0), 3)} if rng.random() < 0.7 else {"budget": rng.randint(1, 60)}
+        options |= size | {"scope": rng.choice(["prompt", "prompt", "context"])}
+        options["ratio_of"] = rng.choice(["prompt", "prompt", "vision"])
+        if options["scope"] == "context" and (not images or 0 in images or rng.random() < 0.5):
+            options["context_tokens"] = rng.randint(0, 40)
+        if rng.random() < 0.4:
+            options |= {"head_budget": "adaptive", "safeguard": rng.choice([0.0, 0.2, 1.0])}
+        if rng.random() < 0.4:
+            options |= {"decode_interval": rng.choice([1, 2, 5])}
+            options |= rng.choice([{"decode_budget": rng.randint(1, 40)}, {"decode_ratio": rng.uniform(0.05, 1)}])
+    options["first_token"] = rng.choice(["full", "full", "compressed"])
+    if "decode_interval" not in options or rng.random() < 0.05:
+        options |= rng.choice([{}, {"cache_implementation": "static"}, EIGHT_BITS])
+    return {
+        "family": family,
+        "heads": rng.choice([(4, 2), (4, 1), (4, 4), (6, 2)]),
+        "lengths": lengths,
+        "images": images,
+        "seed": rng.randint(0, 10_000),
+        "method": method,
+        "options": options,
+    }
+
+
+class History(StoppingCriteria):
+    """Columns seen -> what every layer held then."""
+
+    def __init__(self, session: kvcompress.Session):
+        self.session, self.kept = session, {}
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+        cache = self.session.cache
+        self.kept[cache.seen_tokens] = [cache.kept_indices(layer) for layer in range(len(cache.layers))]
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def answer(model: torch.nn.Module, inputs: dict, config: dict, forced=None) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    with kvcompress.compress(model, config["method"], max_new_tokens=NEW + 1, **config["options"]) as session:
+        history = History(session)
+        criteria = StoppingCriteriaList([history])
+        tokens, logits = generate(model, inputs, NEW, forced, stopping_criteria=criteria)
+    return tokens, logits, history.kept
+
+
+def check(config: dict[str, Any]) -> None:
+    """Raises AssertionError for a wrong result, KVCompressError where the configuration is refused."""
+    family = FAMILIES[config["family"]]
+    model = family.build(3, *config["heads"])
+    inputs = family.inputs(model, config["lengths"], config["images"], config["seed"])
+    tokens, logits, history = answer(model, inputs, config)
+    columns = inputs["input_ids"].shape[1]
+    exact = config["options"].get("cache_implementation") != "quantized"
+
+    if exact and config["options"]["first_token"] == "full":
+        with only_attending_to(model, history):
+            _, expected = generate(model, inputs, NEW, forced=tokens)
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+    # Key norms of equal tokens tie, and rounding decides; in a batch it may decide otherwise.
+    if config["method"] == "knorm" or not exact:
+        return
+    for row, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
+        if len(config["lengths"]) == 1:
+            break
+        _, alone, solo = answer(model, family.solo(inputs, row), config, tokens[row : row + 1])
+        torch.testing.assert_close(logits[row], alone[0], atol=TOLERANCE, rtol=0)
+        for seen, layers in history.items():
+            for layer, solo_layer in zip(layers, solo[seen - columns + length], strict=True):
+                for head, solo_head in zip(layer[row], solo_layer[0], strict=True):
+                    assert (head - (columns - length)).tolist() == solo_head.tolist(), "kept sets differ"
+
+
+def outcome(config: dict[str, Any]) -> dict[str, str]:
+    try:
+        check(config)
+    except kvcompress.KVCompressError as error:
+        return {"outcome": "refused", "error": str(error)}
+    except Exception as error:  # whatever it is, it is a finding
+        return {"outcome": type(error).__name__, "error": traceback.format_exc(limit=-4)}
+    return {"outcome": "ok"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--configurations", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/fuzz.jsonl"))
+    parser.add_argument("--only", type=int, help="run this configuration alone and print it")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.only is not None:
+        config = draw(arguments.seed, arguments.only)
+        print(json.dumps(config, indent=2))
+        check(config)
+        return 0
+
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    results: dict[int, dict] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for line in arguments.out.read_text().splitlines():
+            if (row := json.loads(line))["seed"] == arguments.seed:
+                results[row["index"]] = row
+    with arguments.out.open("a") as file:
+        for index in tqdm([i for i in range(arguments.configurations) if i not in results]):
+            config = draw(arguments.seed, index)
+            results[index] = {"seed": arguments.seed, "index": index, **outcome(config), "config": config}
+            file.write(json.dumps(results[index]) + "\n")
+            file.flush()
+    counts = collections.Counter(row["outcome"] for row in results.values())
+    print(f"{len(results)} configurations: {dict(counts)}")
+    refusals = collections.Counter(row["error"] for row in results.values() if row["outcome"] == "refused")
+    for error, count in refusals.most_common():
+        print(f"{count:6} x refused: {error}")
+    failed = {i: row for i, row in results.items() if row["outcome"] not in ("ok", "refused")}
+    for index, row in list(failed.items())[:10]:
+        print(f"failed: --seed {arguments.seed} --only {index}\n{row['error']}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
