@@ -29,7 +29,7 @@ class Chunk:
         lengths: real tokens of each row.
         padding: LongTensor (batch, 1) of left pad columns per row, or None where no row has any.
         vision: bool (batch, columns) at vision tokens, or None where only embeddings are known.
-        vision_lengths: vision tokens of each row; empty where `vision` is None.
+        vision_lengths: vision tokens in each row's context; empty where `vision` is None.
         context: leading real tokens of each row that are compressed; the rest, the question, is kept.
         row_seeds: a checksum of each row's real tokens.
     """
@@ -66,12 +66,14 @@ class Chunk:
         vision, vision_lengths, seeds = None, [], (0,) * batch
         if input_ids is not None:
             vision = vision_token_mask(config, input_ids)
-            vision_lengths = vision.sum(1).tolist()
             rows = input_ids.cpu().numpy()
             seeds = tuple(zlib.crc32(row[columns - n :].tobytes()) for row, n in zip(rows, lengths, strict=True))
         elif engine.ratio_of == "vision" or (engine.scope == "context" and engine.context_tokens is None):
             raise KVCompressError("ratio_of='vision' and scope='context' need input_ids: embeddings do not tell images")
         context = _context_lengths(engine, is_first, lengths, vision)
+        if vision is not None:
+            ends = torch.tensor([columns - n + m for n, m in zip(lengths, context, strict=True)], device=vision.device)
+            vision_lengths = (vision & (torch.arange(columns, device=vision.device) < ends[:, None])).sum(1).tolist()
         return cls(columns, lengths, padding, vision, vision_lengths, context, seeds)
 
 
@@ -367,7 +369,6 @@ class CompressedLayer(CacheLayerMixin):
         """Entries to keep of each row's context, per KV head."""
         if self.policy.engine.ratio_of == "prompt":
             return [self.policy.budget(length) if length else 0 for length in chunk.context]
-        # Vision tokens lie in the context, whatever the scope; its text is kept.
         return [
             length - images + (self.policy.budget(images) if images else 0)
             for length, images in zip(chunk.context, chunk.vision_lengths, strict=True)

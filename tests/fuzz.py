@@ -3,7 +3,8 @@
     python -m tests.fuzz --configurations 2000 --out runs/fuzz.jsonl
 
 Configuration i follows from the seed and i alone. A run that was cut goes on where it stopped, and a failure is run
-again with `--only i`. A configuration ends as `ok`, as `refused` with a KVCompressError (a clear error), or as a failure.
+again with `--only i`. A configuration ends as `ok`, as `refused` with a KVCompressError (a clear error), or as a
+failure.
 """
 
 import argparse

@@ -1,5 +1,7 @@
 """Each method against a plain reference, written from its paper in float64, row by row, with loops."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -78,32 +80,63 @@ def test_knorm_keeps_the_smallest_key_norms(layer):
     )
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    layer=layers(),
-    window=st.sampled_from([1, 3, 8, 64]),
-    kernel=st.sampled_from([1, 3, 5]),
-    pooling=st.sampled_from(["avg", "max"]),
-)
-def test_snapkv_keeps_window_and_what_it_attends_to(layer, window, kernel, pooling):
-    def reference(q, k, v, budget):
-        length = len(k)
-        w = min(window, length)
-        prefix, half = length - w, kernel // 2
-        scores = torch.zeros(len(q), prefix, dtype=torch.float64)
-        for head in range(len(q)):
-            votes = torch.zeros(prefix, dtype=torch.float64)
-            for query in range(length - w, length):
-                weights = torch.softmax(k[: query + 1] @ q[head, query] * SCALING, 0)
-                votes += weights[:prefix] / w
-            for column in range(prefix):
-                around = [votes[j] if 0 <= j < prefix else 0.0 for j in range(column - half, column + half + 1)]
-                scores[head, column] = sum(around) / kernel if pooling == "avg" else max(around)
-        # The library scores in fp32: let what is equal there be equal here.
-        return best([*scores.mean(0).float().tolist(), *[float("inf")] * w], budget)
+def snapkv_scores(q, k, window: int, kernel: int, pooling: str) -> list[float]:
+    """SnapKV's score of every key of one KV head, from the full rows of attention; +inf in the window."""
+    length = len(k)
+    w = min(window, length)
+    prefix, half = length - w, kernel // 2
+    scores = torch.zeros(len(q), prefix, dtype=torch.float64)
+    for head in range(len(q)):
+        votes = torch.zeros(prefix, dtype=torch.float64)
+        for query in range(length - w, length):
+            weights = torch.softmax(k[: query + 1] @ q[head, query] * SCALING, 0)
+            votes += weights[:prefix] / w
+        for column in range(prefix):
+            around = [votes[j] if 0 <= j < prefix else 0.0 for j in range(column - half, column + half + 1)]
+            scores[head, column] = sum(around) / kernel if pooling == "avg" else max(around)
+    # The library scores in fp32: let what is equal there be equal here.
+    return [*scores.mean(0).float().tolist(), *[float("inf")] * w]
 
+
+window_options = {
+    "window": st.sampled_from([1, 3, 8, 64]),
+    "kernel": st.sampled_from([1, 3, 5]),
+    "pooling": st.sampled_from(["avg", "max"]),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(layer=layers(), **window_options)
+def test_snapkv_keeps_window_and_what_it_attends_to(layer, window, kernel, pooling):
     cluster = kvcompress.make_cluster("snapkv", window_size=window, kernel_size=kernel, pooling=pooling)
-    check(cluster, layer, reference)
+    check(cluster, layer, lambda q, k, v, budget: best(snapkv_scores(q, k, window, kernel, pooling), budget))
+
+
+@settings(max_examples=60, deadline=None)
+@given(layer=layers(), safeguard=st.sampled_from([0.0, 0.2, 0.7, 1.0]), **window_options)
+def test_adaptive_heads_keep_the_best_of_all_heads_after_each_heads_sure_share(
+    layer, safeguard, window, kernel, pooling
+):
+    queries, keys, values, prompt = layer
+    prompt = dataclasses.replace(prompt, head_budget="adaptive", safeguard=safeguard)
+    cluster = kvcompress.make_cluster("adakv", window_size=window, kernel_size=kernel, pooling=pooling)
+    kept = cluster.update_kv(queries, keys, values, prompt)
+    groups, kv_heads = queries.shape[1] // keys.shape[1], keys.shape[1]
+    for row, (length, budget) in enumerate(zip(prompt.lengths, prompt.budgets, strict=True)):
+        first = keys.shape[2] - length
+        scored = []
+        for head in range(kv_heads):
+            q = queries[row, head * groups : (head + 1) * groups, first:].double()
+            scores = snapkv_scores(q, keys[row, head, first:].double(), window, kernel, pooling)
+            sure = best(scores, int(safeguard * budget)) if int(safeguard * budget) else []
+            for column, score in enumerate(scores):
+                scored.append((float("inf") if column in sure else score, column, head))
+        # Among equal scores the later column; among the heads at one column, the last.
+        expected = sorted(scored)[-budget * kv_heads :]
+        for head in range(kv_heads):
+            slots = kept.indices[row, head]
+            ours = (slots[slots >= 0] - first).tolist()
+            assert ours == sorted(column for _, column, h in expected if h == head)
 
 
 def random_kept(seed: int, row_seed: int, layer: int = 0, length: int = 100) -> torch.Tensor:

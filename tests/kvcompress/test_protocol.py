@@ -117,6 +117,18 @@ def test_an_explicit_context_and_a_missing_one():
         generate(model, inputs, 1)
 
 
+def test_ratio_of_vision_counts_the_vision_tokens_of_an_explicit_context_only():
+    family = FAMILIES["qwen2-vl"]
+    model = family.build()
+    inputs = family.inputs(model, [50], [2])
+    context = 10  # ends inside the first image: 3 tokens of text, a mark, 6 of its 12 tokens
+    with kvcompress.compress(
+        model, "knorm", 0.5, scope="context", context_tokens=context, ratio_of="vision"
+    ) as session:
+        generate(model, inputs, 1)
+    assert [len(head) for head in session.cache.kept_indices(0)[0]] == [50 - 3] * 2
+
+
 @pytest.mark.parametrize("family", ["qwen2", "llava-onevision", "qwen2.5-vl"])
 @property_test
 @given(data=st.data())
