@@ -16,7 +16,7 @@ from .clusters.base import Kept, Prompt
 from .errors import KVCompressError
 from .policy import Engine, Policy, make_policy
 from .scoring import pad_columns
-from .storage import DenseStorage, QuantizedStorage, StaticStorage, Storage, store
+from .storage import DenseStorage, OffloadedStorage, QuantizedStorage, StaticStorage, Storage, store
 from .vision import vision_token_mask
 
 
@@ -271,7 +271,7 @@ class CompressedLayer(CacheLayerMixin):
         kept = self.storage.kept(self.seen)
         last = kept.indices == self.seen - 1
         rest = right_aligned(replace(kept, indices=kept.indices.masked_fill(last, -1)))
-        self.storage = self._new_storage(rest, uniform=False)
+        self.storage = self._new_storage(rest.keys, rest.values, rest.indices, None)
         # The token that is fed again is stored in every head, whether the cluster had kept it or not.
         self.prompt_kept = self.prompt_kept + 1 - last.any(2).float().mean(1)
         self.counted -= 1
@@ -443,7 +443,7 @@ class CompressedLayer(CacheLayerMixin):
         queries = torch.cat(self.recent_queries, dim=2) if self.recent_queries else None
         result = self._update_kv(queries, kept.keys, kept.values, prompt)
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
-        self.storage = self._new_storage(Kept(result.keys, result.values, columns), uniform=False)
+        self.storage = self._new_storage(result.keys, result.values, columns, None)
 
     def _remember(self, queries: torch.Tensor) -> None:
         """Keep the last rotated queries, as many as the cluster scores with."""
@@ -459,7 +459,7 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def _is_whole(self) -> bool:
         """Nothing was dropped so far, and another prompt can be put behind it in one piece."""
-        if isinstance(self.storage, (DenseStorage, StaticStorage)):
+        if isinstance(self.storage, (DenseStorage, StaticStorage, OffloadedStorage)):
             return self.storage.is_whole
         return self.storage is None
 
@@ -472,9 +472,7 @@ class CompressedLayer(CacheLayerMixin):
                 pads = torch.cat([before, keys.new_zeros(len(keys), keys.shape[2]).bool() if pads is None else pads], 1)
             old = self.storage.read()
             keys, values = torch.cat([old[0], keys], dim=2), torch.cat([old[1], values], dim=2)
-        self.storage = self._fixed_storage(keys, values, None, pads) or DenseStorage(
-            keys, values, None, pads, self.room
-        )
+        self.storage = self._new_storage(keys, values, None, pads)
 
     def _store(self, kept: Kept, first: int, uniform: bool) -> None:
         """Put a compressed chunk, whose columns begin at `first`, behind what is stored."""
@@ -484,21 +482,24 @@ class CompressedLayer(CacheLayerMixin):
         if self.storage is not None:
             kept = right_aligned(joined([self.storage.kept(first), kept]))
             uniform = False
-        self.storage = self._new_storage(kept, uniform)
+        self.storage = self._new_storage(kept.keys, kept.values, kept.indices, None, uniform)
 
-    def _new_storage(self, kept: Kept, uniform: bool) -> Storage:
-        fixed = self._fixed_storage(kept.keys, kept.values, kept.indices, None)
+    def _new_storage(self, keys, values, indices, pads, uniform: bool = False) -> Storage:
+        """Arguments as in storage.py; `indices` None for a cache that keeps everything, which may hold pads."""
+        engine, device = self.policy.engine, keys.device
+        kind = engine.cache_implementation
         room = self.room if self.policy.decode is None else self.policy.decode_interval
-        return fixed or store(kept, room, uniform)
-
-    def _fixed_storage(self, keys, values, indices, pads) -> Storage | None:
-        """The storage that the user chose; None for `dynamic`, where it follows from the lengths."""
-        engine = self.policy.engine
-        if engine.cache_implementation == "static":
-            return StaticStorage(keys, values, indices, pads, self.room)
-        if engine.cache_implementation == "quantized":
-            return QuantizedStorage(keys, values, indices, pads, engine.quantizer, engine.kv_residual)
-        return None
+        if kind.startswith("offloaded"):
+            keys, values, indices, pads = (None if t is None else t.cpu() for t in (keys, values, indices, pads))
+        if kind in ("static", "offloaded_static"):
+            storage = StaticStorage(keys, values, indices, pads, self.room)
+        elif kind == "quantized":
+            storage = QuantizedStorage(keys, values, indices, pads, engine.quantizer, engine.kv_residual)
+        elif indices is None:
+            storage = DenseStorage(keys, values, None, pads, room)
+        else:
+            storage = store(Kept(keys, values, indices), room, uniform)
+        return OffloadedStorage(storage, device) if kind.startswith("offloaded") else storage
 
     @property
     def nbytes(self) -> int:
@@ -531,8 +532,9 @@ class CompressedCache(DynamicCache):
         **options: object,
     ):
         self.policy = make_policy(method, ratio, budget, **options)
-        if self.policy.engine.cache_implementation == "static" and max_new_tokens is None:
-            raise KVCompressError("cache_implementation='static' needs max_new_tokens=: the room of its fixed shapes")
+        kind = self.policy.engine.cache_implementation
+        if "static" in kind and max_new_tokens is None:
+            raise KVCompressError(f"cache_implementation={kind!r} needs max_new_tokens=: the room of its fixed shapes")
         super().__init__(config=config)
         self.config = config
         for layer_idx, layer in enumerate(self.layers):
@@ -562,6 +564,12 @@ class CompressedCache(DynamicCache):
 
     def activate_past_recording(self) -> None:
         self.crop(0)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        following = self.layers[(layer_idx + 1) % len(self.layers)]
+        if isinstance(following, CompressedLayer) and following.storage is not None:
+            following.storage.prefetch()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def forget_last(self) -> None:
         """Drop the prompt's last token, so that it can be fed again on the compressed cache."""

@@ -33,6 +33,7 @@ class Engine:
         decode_interval: decode steps from one eviction to the next; None: what the method prescribes.
         cache_implementation: `dynamic`: buffers grow where they must; `static`: after the prompt the entries move into
             buffers of a fixed shape, with room for `max_new_tokens`, so that decoding can run as one compiled graph;
+            `offloaded`, `offloaded_static`: the same in the CPU's memory, fetched one layer ahead (not compiled);
             `quantized`: kept entries are stored in `kv_bits`, once, and decoded ones whenever `kv_residual` are there.
         kv_bits, kv_backend, kv_group_size, kv_residual: for `quantized`: bits per number, `quanto` or `hqq`, numbers
             that share a scale, decoded tokens that wait in full precision.
@@ -47,7 +48,7 @@ class Engine:
     decode_budget: PositiveInt | None = None
     decode_ratio: Fraction | None = None
     decode_interval: PositiveInt | None = None
-    cache_implementation: Literal["dynamic", "static", "quantized"] = "dynamic"
+    cache_implementation: Literal["dynamic", "static", "offloaded", "offloaded_static", "quantized"] = "dynamic"
     kv_bits: PositiveInt = 4
     kv_backend: Literal["quanto", "hqq"] = "quanto"
     kv_group_size: PositiveInt = 64
@@ -118,10 +119,10 @@ def make_policy(
     if engine.decode_budget is not None and engine.decode_ratio is not None:
         raise KVCompressError("give either decode_budget= or decode_ratio=, not both")
     evicts = engine.decode_budget is not None or engine.decode_ratio is not None
-    if evicts and engine.cache_implementation != "dynamic":
+    if evicts and engine.cache_implementation not in ("dynamic", "offloaded"):
         raise KVCompressError(
-            f"decode_budget= and decode_ratio= need cache_implementation='dynamic': {engine.cache_implementation!r} "
-            "stores an entry once and for all"
+            f"decode_budget= and decode_ratio= do not go with cache_implementation={engine.cache_implementation!r}, "
+            "which stores an entry once and for all; dynamic and offloaded do"
         )
     if engine.cache_implementation == "quantized":
         engine.quantizer.check()

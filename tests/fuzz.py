@@ -55,7 +55,8 @@ def draw(seed: int, index: int) -> dict[str, Any]:
             options |= rng.choice([{"decode_budget": rng.randint(1, 40)}, {"decode_ratio": rng.uniform(0.05, 1)}])
     options["first_token"] = rng.choice(["full", "full", "compressed"])
     if "decode_interval" not in options or rng.random() < 0.05:
-        options |= rng.choice([{}, {"cache_implementation": "static"}, EIGHT_BITS])
+        kinds = ["dynamic", "static", "offloaded", "offloaded_static"]
+        options |= rng.choice([EIGHT_BITS, *({"cache_implementation": kind} for kind in kinds)])
     return {
         "family": family,
         "heads": rng.choice([(4, 2), (4, 1), (4, 4), (6, 2)]),

@@ -110,3 +110,28 @@ def test_a_long_prompt_peaks_below_the_full_cache(cuda, method):
     full_cache = 2 * 16 * 32768 * 1024 * 2  # bytes: keys and values, layers, tokens, width, bf16
     peak("full", 1.0)  # warm-up: workspaces
     assert peak("full", 1.0) - peak(method, 0.1) > 0.7 * full_cache
+
+
+@pytest.mark.parametrize("kind", ["offloaded", "offloaded_static"])
+def test_offloaded_entries_are_not_on_the_device(cuda, kind):
+    model, inputs = on(cuda, "qwen2", torch.float32)
+    with kvcompress.compress(model, "snapkv", 0.3) as session:
+        tokens, expected = generate(model, inputs, NEW)
+    with kvcompress.compress(model, "snapkv", 0.3, max_new_tokens=NEW, cache_implementation=kind) as session:
+        _, logits = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+    for layer in session.cache.layers:
+        assert all(tensor.device.type == "cpu" for tensor in layer.storage.tensors())
+
+
+@pytest.mark.parametrize("method", ["snapkv", "pyramidkv", "full"])
+def test_generate_compiles_static_decoding_by_itself_with_the_same_tokens(cuda, method):
+    model, inputs = on(cuda, "qwen2", torch.float32)
+    ratio = None if method == "full" else 0.3
+    with kvcompress.compress(model, method, ratio):
+        expected, _ = generate(model, inputs, 64)
+    cache = kvcompress.CompressedCache(model.config, method, ratio, max_new_tokens=64, cache_implementation="static")
+    with kvcompress.attach(model):
+        tokens, _ = generate(model, inputs, 64, past_key_values=cache)
+    assert torch.equal(tokens, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
