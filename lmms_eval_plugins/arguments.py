@@ -67,6 +67,11 @@ class ModelArguments(BaseModel):
     )
     batch_size: PositiveInt = Field(1, description="Prompts per generate call.")
     use_cache: Literal[True] = Field(True, description="Without a KV cache there is nothing to compress.")
+    on_oom: Literal["raise", "halve_batch", "offload"] = Field(
+        "raise",
+        description="When the GPU's memory does not suffice for a batch: stop; answer it in two halves; or keep its "
+        "KV cache in the CPU's memory.",
+    )
     max_new_tokens: PositiveInt = Field(128, description="Longest answer where the task does not set one.")
     max_frames_num: PositiveInt = Field(32, description="Most frames taken from a video, evenly spread.")
     min_pixels: PositiveInt | None = Field(None, description="Smallest image area, where the processor scales.")

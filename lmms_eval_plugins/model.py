@@ -24,6 +24,7 @@ from lmms_eval.api.model import lmms
 from lmms_eval.models.model_utils.gen_metrics import log_metrics
 from lmms_eval.protocol import ChatMessages
 from lmms_eval.utils import Collator
+from loguru import logger
 from tqdm import tqdm
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -59,6 +60,8 @@ QUANTITIES = (
 # The template `chat_template=plain`: the task's text as it is, for models that were never trained on chats.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 WARM_UP_TOKENS = 4
+# cache_implementation -> the same in the CPU's memory, for `on_oom=offload`.
+OFFLOADED = {"dynamic": "offloaded", "static": "offloaded_static"}
 
 
 class KVCompressLM(lmms):
@@ -86,7 +89,7 @@ class KVCompressLM(lmms):
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
         self.has_vision = self.tokenizer is not self.processor
         self.rows: list[dict[str, Any]] = []
-        self._is_warm = False
+        self._is_warm = self._said_oom = False
 
     # -- cells and measurements -----------------------------------------------------------------------------------
 
@@ -125,7 +128,7 @@ class KVCompressLM(lmms):
         results, seconds, counted = [], 0.0, len(self.rows)
         with tqdm(total=len(requests), desc=self._label, disable=self.rank != 0) as progress:
             for batch in order.get_batched(n=self.batch_size):
-                answers, elapsed = self._answer(batch)
+                answers, elapsed = self._answer_within_memory(batch)
                 results += answers
                 seconds += elapsed
                 progress.update(len(batch))
@@ -155,6 +158,39 @@ class KVCompressLM(lmms):
         torch.cuda.empty_cache()
 
     # -- one batch ------------------------------------------------------------------------------------------------
+
+    def _answer_within_memory(self, batch: list[Instance]) -> tuple[list[GenerationResult], float]:
+        """`_answer`, tried again as `on_oom` says when the device's memory does not suffice."""
+        wanted = self.args.on_oom
+        try:
+            return self._answer(batch)
+        except torch.OutOfMemoryError:
+            offloaded = OFFLOADED.get(self.cell.options.get("cache_implementation", "dynamic"))
+            if wanted == "raise" or (wanted == "halve_batch" and len(batch) == 1) or (not offloaded):
+                raise
+        # Behind the `except`, whose traceback would keep what did not fit alive.
+        gc.collect()
+        torch.cuda.empty_cache()
+        if not self._said_oom:
+            logger.warning(f"out of memory at batch size {len(batch)}: on_oom={wanted}, from here on where needed")
+            self._said_oom = True
+        counted = len(self.rows)
+        if wanted == "halve_batch":
+            half = len(batch) // 2
+            (first, first_s), (second, second_s) = map(self._answer_within_memory, (batch[:half], batch[half:]))
+            answers, elapsed = first + second, first_s + second_s
+        else:
+            before = self.cell
+            self.set_cell(
+                before.method, before.ratio, before.budget, **{**before.options, "cache_implementation": offloaded}
+            )
+            try:
+                answers, elapsed = self._answer(batch)
+            finally:
+                self.cell = before
+        for row in self.rows[counted:]:
+            row["on_oom"] = wanted
+        return answers, elapsed
 
     def _answer(self, batch: list[Instance]) -> tuple[list[GenerationResult], float]:
         """The answers to a batch, and the seconds that generating them took; adds the rows of counted requests."""
@@ -245,6 +281,7 @@ class KVCompressLM(lmms):
             "kv_bytes_end": measured.kv_bytes_end // batch_size,
             "realised_ratio": [layer[row * beams] for layer in measured.realised_ratios],
             "peak_memory_bytes": measured.peak_memory_bytes,
+            "on_oom": None,  # what was done where memory did not suffice
         }
 
     def _log(self, rows: list[dict[str, Any]], seconds: float) -> None:

@@ -312,6 +312,58 @@ def test_an_exception_while_generating_ends_the_run(lm, monkeypatch):
     assert lm.generate_until(requests(lm, [{"text": "hello"}]))  # and leaves the model usable
 
 
+def no_memory_for(lm: KVCompressLM, monkeypatch, too_much) -> list[tuple[int, str]]:
+    """Make `_generate` run out of memory where `too_much(batch_size, cache_implementation)`; returns all attempts."""
+    attempts, generate = [], lm._generate
+
+    def limited(inputs, kwargs):
+        attempt = (len(inputs["input_ids"]), lm.cell.options.get("cache_implementation", "dynamic"))
+        attempts.append(attempt)
+        if too_much(*attempt):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return generate(inputs, kwargs)
+
+    monkeypatch.setattr(lm, "_generate", limited)
+    return attempts
+
+
+def test_out_of_memory_halves_the_batch_until_it_fits(checkpoint, monkeypatch):
+    docs = [{"text": f"question {i}"} for i in range(5)]
+    lm = load(checkpoint("llava-onevision"), batch_size=5, on_oom="halve_batch", method="snapkv", ratio=0.5)
+    expected = texts(lm.generate_until(requests(lm, docs)))
+    lm.reset_rows()
+    attempts = no_memory_for(lm, monkeypatch, lambda batch, _: batch > 1)
+    assert texts(lm.generate_until(requests(lm, docs))) == expected
+    assert [batch for batch, _ in attempts] == [5, 2, 1, 1, 3, 1, 2, 1, 1]
+    assert [row["on_oom"] for row in lm.rows] == ["halve_batch"] * 5
+    assert [row["batch_size"] for row in lm.rows] == [1] * 5
+
+
+@pytest.mark.parametrize(("kind", "offloaded"), [("dynamic", "offloaded"), ("static", "offloaded_static")])
+def test_out_of_memory_offloads_that_batch_only(checkpoint, monkeypatch, kind, offloaded):
+    docs = [{"text": f"question {i}"} for i in range(3)]
+    lm = load(checkpoint("llava-onevision"), on_oom="offload", method="snapkv", ratio=0.5, cache_implementation=kind)
+    expected = texts(lm.generate_until(requests(lm, docs)))
+    lm.reset_rows()
+    refused = iter([False, True, False, False])
+    no_memory_for(lm, monkeypatch, lambda _, used: used == kind and next(refused))
+    assert texts(lm.generate_until(requests(lm, docs))) == expected
+    assert [row["on_oom"] for row in lm.rows] == [None, "offload", None]
+    assert lm.cell.options["cache_implementation"] == kind
+
+
+@pytest.mark.parametrize("on_oom", ["raise", "halve_batch", "offload"])
+def test_memory_that_never_suffices_and_other_errors_end_the_run(checkpoint, monkeypatch, on_oom):
+    lm = load(checkpoint("llava-onevision"), on_oom=on_oom)
+    no_memory_for(lm, monkeypatch, lambda *_: True)
+    with pytest.raises(torch.OutOfMemoryError):
+        lm.generate_until(requests(lm, [{"text": "hello"}]))
+    attempts = no_memory_for(lm, monkeypatch, lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        lm.generate_until(requests(lm, [{"text": "hello"}]))
+    assert len(attempts) == 1
+
+
 def test_measurements_path_holds_all_rows_of_all_evaluations(tmp_path, checkpoint):
     path = tmp_path / "new" / "rows.jsonl"
     lm = load(checkpoint("llama"), measurements_path=str(path))
