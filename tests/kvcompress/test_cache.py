@@ -2,6 +2,7 @@ import gc
 
 import pytest
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import kvcompress
 from tests.families import FAMILIES
@@ -110,3 +111,51 @@ def test_embeddings_in_place_of_ids_give_the_same_answer():
             inputs_embeds=embeds, attention_mask=inputs["attention_mask"], max_new_tokens=4, do_sample=False
         )
     assert torch.equal(ours, expected)
+
+
+def sliding_model(layer_types: list[str]) -> Qwen2ForCausalLM:
+    config = Qwen2Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=len(layer_types),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=12,
+        layer_types=layer_types,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Qwen2ForCausalLM(config).eval()
+
+
+def test_sliding_window_layers_are_left_alone_and_the_log_says_so_once(caplog):
+    model = sliding_model(["full_attention", "sliding_attention", "full_attention"])
+    inputs = FAMILIES["qwen2"].inputs(model, [40, 25])
+    tokens, expected = generate(model, inputs, 6)
+    with kvcompress.compress(model, "snapkv", 1.0):
+        ours, logits = generate(model, inputs, 6)
+    assert torch.equal(ours, tokens)
+    assert torch.equal(logits, expected)
+    with kvcompress.compress(model, "snapkv", 0.2) as session:
+        generate(model, inputs, 6)
+        generate(model, inputs, 6)
+    assert len(session.cache.kept_indices(2)[0][0]) == 8 + 5
+    assert len(session.cache.realised_ratios()) == 2
+    with pytest.raises(
+        kvcompress.KVCompressError, match="layer 1 is not compressed: it is a DynamicSlidingWindowLayer"
+    ):
+        session.cache.kept_indices(1)
+    assert session.cache.nbytes > sum(layer.nbytes for layer in session.cache.compressed_layers)
+    said = [record.message for record in caplog.records if record.name == "kvcompress"]
+    assert said == [
+        "qwen2: 1 of 3 layers have no full attention (sliding windows and the like); they keep transformers' own "
+        "cache, uncompressed"
+    ]
+
+
+def test_a_model_without_any_full_attention_is_an_error():
+    model = sliding_model(["sliding_attention"] * 2)
+    with pytest.raises(kvcompress.KVCompressError, match="no layer with full attention"):
+        kvcompress.CompressedCache(model.config, "snapkv", 0.2)

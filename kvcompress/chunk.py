@@ -1,0 +1,101 @@
+"""What is known of a prompt before its forward pass: lengths, padding, vision tokens, where the question begins."""
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+
+from .errors import KVCompressError
+from .policy import Engine
+from .scoring import pad_columns
+from .vision import vision_token_mask
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The tokens of one forward pass that will be compressed: a prompt, or a second prompt on a filled cache.
+
+    Attributes:
+        columns: width of the batch.
+        lengths: real tokens of each row.
+        padding: LongTensor (batch, 1) of left pad columns per row, or None where no row has any.
+        vision: bool (batch, columns) at vision tokens, or None where only embeddings are known.
+        vision_lengths: vision tokens in each row's context; empty where `vision` is None.
+        context: leading real tokens of each row that are compressed; the rest, the question, is kept.
+        row_seeds: a checksum of each row's real tokens.
+    """
+
+    columns: int
+    lengths: list[int]
+    padding: torch.Tensor | None
+    vision: torch.Tensor | None
+    vision_lengths: list[int]
+    context: list[int]
+    row_seeds: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        config: PreTrainedConfig,
+        engine: Engine,
+        is_first: bool,
+        batch: int,
+        columns: int,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+    ) -> "Chunk":
+        """From the model's inputs: `input_ids` (batch, columns) or None, and the 2-D padding mask
+        (batch, at least columns) or None. `is_first`: nothing precedes this prompt in the cache. Synchronises with
+        the device, once per prompt."""
+        mask = _padding_mask(attention_mask, columns)
+        lengths = [columns] * batch if mask is None else mask.sum(1).tolist()
+        padding = None
+        if min(lengths) < columns:
+            padding = columns - torch.tensor(lengths, device=mask.device)[:, None]
+            if not torch.equal(mask, ~pad_columns(padding, columns)[:, 0]):
+                raise KVCompressError("the attention mask is not left-padded: set padding_side='left'")
+        vision, vision_lengths, seeds = None, [], (0,) * batch
+        if input_ids is not None:
+            vision = vision_token_mask(config, input_ids)
+            rows = input_ids.cpu().numpy()
+            seeds = tuple(zlib.crc32(row[columns - n :].tobytes()) for row, n in zip(rows, lengths, strict=True))
+        elif engine.ratio_of == "vision" or (engine.scope == "context" and engine.context_tokens is None):
+            raise KVCompressError("ratio_of='vision' and scope='context' need input_ids: embeddings do not tell images")
+        context = _context_lengths(engine, is_first, lengths, vision)
+        if vision is not None:
+            ends = torch.tensor([columns - n + m for n, m in zip(lengths, context, strict=True)], device=vision.device)
+            vision_lengths = (vision & (torch.arange(columns, device=vision.device) < ends[:, None])).sum(1).tolist()
+        return cls(columns, lengths, padding, vision, vision_lengths, context, seeds)
+
+
+def _padding_mask(mask: torch.Tensor | dict | None, columns: int) -> torch.Tensor | None:
+    """bool (batch, columns), True at real tokens, from what `generate` hands over: the 2-D mask; for a cache with
+    static shapes a 4-D mask (batch, 1, queries, keys), bool or additive, or one per type of layer."""
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention")
+    if mask is None:
+        return None
+    if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[1] == 1:
+        last = mask[:, 0, -1]  # the last token sees every real one
+        mask = last if last.dtype == torch.bool else last == 0
+    elif not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
+        raise KVCompressError("compression needs a 2-D attention mask (batch, tokens), left-padded, or none")
+    return mask[:, -columns:].bool()
+
+
+def _context_lengths(engine: Engine, is_first: bool, lengths: list[int], vision: torch.Tensor | None) -> list[int]:
+    """Leading real tokens of each row that are compressed."""
+    if engine.scope == "prompt":
+        return lengths
+    if engine.context_tokens is not None:
+        return [min(engine.context_tokens, length) if is_first else 0 for length in lengths]
+    columns = vision.shape[1]
+    behind = vision.flip(1).int().argmax(1).tolist()  # columns behind the last vision token
+    found = vision.any(1).tolist()
+    if is_first and not all(found):
+        raise KVCompressError(
+            f"scope='context': row {found.index(False)} has no image or video token that ends the context; "
+            "give context_tokens="
+        )
+    return [length - min(rest, columns) if has else 0 for length, rest, has in zip(lengths, behind, found, strict=True)]
