@@ -89,7 +89,10 @@ def _context_lengths(engine: Engine, is_first: bool, lengths: list[int], vision:
     if engine.scope == "prompt":
         return lengths
     if engine.context_tokens is not None:
-        return [min(engine.context_tokens, length) if is_first else 0 for length in lengths]
+        if not is_first:
+            return [0] * len(lengths)
+        wanted = engine.context_tokens
+        return [min(wanted, length) if wanted >= 0 else max(length + wanted, 0) for length in lengths]
     columns = vision.shape[1]
     behind = vision.flip(1).int().argmax(1).tolist()  # columns behind the last vision token
     found = vision.any(1).tolist()

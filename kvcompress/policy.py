@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, PositiveInt
 
 from .budget import Budget
 from .clusters.base import KVCluster, MethodInfo, make_cluster, method_info
@@ -23,7 +23,8 @@ class Engine:
         safeguard: with adaptive heads, the part of its even share that each head is sure of.
         scope: `prompt`: the whole prompt is scored and compressed, the question steers the selection; `context`: only
             what precedes the question, up to the last image or video token of the row or up to `context_tokens`.
-        context_tokens: for `scope=context`, the number of leading tokens of each row that are the context.
+        context_tokens: for `scope=context`, the number of leading tokens of each row that are the context; negative: all
+            but that many.
         ratio_of: what the ratio or budget refers to: `prompt`: all entries in the scope; `vision`: image and video
             tokens, only these are evicted and text is kept.
         first_token: `full`: the answer's first token comes from the prompt pass, which attends over everything (as
@@ -42,7 +43,7 @@ class Engine:
     head_budget: Literal["uniform", "adaptive"] | None = None
     safeguard: Annotated[float, Field(ge=0, le=1)] = 0.2
     scope: Literal["prompt", "context"] = "prompt"
-    context_tokens: NonNegativeInt | None = None
+    context_tokens: int | None = None
     ratio_of: Literal["prompt", "vision"] = "prompt"
     first_token: Literal["full", "compressed"] = "full"
     decode_budget: PositiveInt | None = None

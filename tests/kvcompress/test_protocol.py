@@ -110,6 +110,9 @@ def test_an_explicit_context_and_a_missing_one():
     kept = session.cache.kept_indices(0)
     assert [len(head) for head in kept[0]] == [4 + 30] * 2
     assert [len(head) for head in kept[1]] == [4 + 10] * 2
+    with kvcompress.compress(model, "snapkv", 0.2, scope="context", context_tokens=-10) as session:
+        generate(model, inputs, 1)
+    assert [len(row[0]) for row in session.cache.kept_indices(0)] == [8 + 10, 4 + 10]
     with (
         kvcompress.compress(model, "snapkv", 0.2, scope="context"),
         pytest.raises(kvcompress.KVCompressError, match="row 0 has no image or video token"),
