@@ -23,8 +23,8 @@ class Engine:
         safeguard: with adaptive heads, the part of its even share that each head is sure of.
         scope: `prompt`: the whole prompt is scored and compressed, the question steers the selection; `context`: only
             what precedes the question, up to the last image or video token of the row or up to `context_tokens`.
-        context_tokens: for `scope=context`, the number of leading tokens of each row that are the context; negative: all
-            but that many.
+        context_tokens: for `scope=context`, how many leading tokens of each row are the context; negative: all but
+            that many.
         ratio_of: what the ratio or budget refers to: `prompt`: all entries in the scope; `vision`: image and video
             tokens, only these are evicted and text is kept.
         first_token: `full`: the answer's first token comes from the prompt pass, which attends over everything (as

@@ -139,8 +139,26 @@ class KVCompressLM(lmms):
                 write_rows(rows, self.args.measurements_path)
         return order.get_original(results)
 
-    def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
-        raise NotImplementedError("multi-round tasks are not supported by --model kvcompress")
+    def generate_until_multi_round(self, requests: list[Instance]) -> list[list[str]]:
+        """The answers of all rounds of each request. A round's messages come from the task, which sees the answers so
+        far and says when there are no more; each round is a prompt of its own, with a row of its own."""
+        results, counted, seconds = [], len(self.rows), 0.0
+        for request in tqdm(requests, desc=self._label, disable=self.rank != 0):
+            _, doc_to_messages, _, doc_id, task, split = request.args
+            doc = self.task_dict[task][split][doc_id]
+            messages, is_over, answers, info = doc_to_messages(doc), False, [], None
+            while not is_over:
+                before = len(self.rows)
+                (answer,), elapsed = self._answer_within_memory([request], [self._prompt(request, messages)])
+                for row in self.rows[before:]:
+                    row["round"] = len(answers)
+                answers, seconds = [*answers, answer.text], seconds + elapsed
+                messages, is_over, answers, info = doc_to_messages(
+                    doc, round_idx=len(answers), previous_output=answers, previous_round_info=info
+                )
+            results.append(answers)
+        self._log(self.rows[counted:], seconds)
+        return results
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         raise NotImplementedError(
@@ -159,11 +177,14 @@ class KVCompressLM(lmms):
 
     # -- one batch ------------------------------------------------------------------------------------------------
 
-    def _answer_within_memory(self, batch: list[Instance]) -> tuple[list[GenerationResult], float]:
+    def _answer_within_memory(
+        self, batch: list[Instance], prompts: list[Prompt] | None = None
+    ) -> tuple[list[GenerationResult], float]:
         """`_answer`, tried again as `on_oom` says when the device's memory does not suffice."""
+        prompts = prompts or [self._prompt(request) for request in batch]
         wanted = self.args.on_oom
         try:
-            return self._answer(batch)
+            return self._answer(batch, prompts)
         except torch.OutOfMemoryError:
             offloaded = OFFLOADED.get(self.cell.options.get("cache_implementation", "dynamic"))
             if wanted == "raise" or (wanted == "halve_batch" and len(batch) == 1) or (not offloaded):
@@ -177,7 +198,8 @@ class KVCompressLM(lmms):
         counted = len(self.rows)
         if wanted == "halve_batch":
             half = len(batch) // 2
-            (first, first_s), (second, second_s) = map(self._answer_within_memory, (batch[:half], batch[half:]))
+            first, first_s = self._answer_within_memory(batch[:half], prompts[:half])
+            second, second_s = self._answer_within_memory(batch[half:], prompts[half:])
             answers, elapsed = first + second, first_s + second_s
         else:
             before = self.cell
@@ -185,16 +207,16 @@ class KVCompressLM(lmms):
                 before.method, before.ratio, before.budget, **{**before.options, "cache_implementation": offloaded}
             )
             try:
-                answers, elapsed = self._answer(batch)
+                answers, elapsed = self._answer(batch, prompts)
             finally:
                 self.cell = before
         for row in self.rows[counted:]:
             row["on_oom"] = wanted
         return answers, elapsed
 
-    def _answer(self, batch: list[Instance]) -> tuple[list[GenerationResult], float]:
+    def _answer(self, batch: list[Instance], prompts: list[Prompt]) -> tuple[list[GenerationResult], float]:
         """The answers to a batch, and the seconds that generating them took; adds the rows of counted requests."""
-        inputs = self._inputs([self._prompt(request) for request in batch])
+        inputs = self._inputs(prompts)
         kwargs, until = generation_arguments(batch[0].args[2], self.args.max_new_tokens)
         if not self._is_warm:
             self._generate(inputs, {**kwargs, "max_new_tokens": min(kwargs["max_new_tokens"], WARM_UP_TOKENS)})
@@ -213,9 +235,11 @@ class KVCompressLM(lmms):
                 self.rows.append(self._row(request, measured, row, len(batch)))
         return results, elapsed
 
-    def _prompt(self, request: Instance) -> Prompt:
+    def _prompt(self, request: Instance, messages: list[dict[str, Any]] | None = None) -> Prompt:
+        """The prompt of a request, or of `messages` in its place."""
         _, doc_to_messages, _, doc_id, task, split = request.args
-        messages = doc_to_messages(self.task_dict[task][split][doc_id])
+        if messages is None:
+            messages = doc_to_messages(self.task_dict[task][split][doc_id])
         prompt = read_messages(ChatMessages(messages=messages), self.args.max_frames_num)
         if not self.has_vision and (prompt.images or prompt.videos):
             raise KVCompressError(

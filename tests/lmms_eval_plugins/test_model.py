@@ -15,7 +15,7 @@ import kvcompress
 from kvcompress import KVCompressError
 from lmms_eval_plugins.model import KVCompressLM, summarise, write_rows
 
-from .checkpoints import image, requests, save_checkpoint, write_video
+from .checkpoints import image, messages, requests, save_checkpoint, write_video
 
 VLM_FAMILIES = ("llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl")
 
@@ -403,6 +403,30 @@ def test_summary_gives_the_spread_of_each_quantity():
 # -- the life of a model ----------------------------------------------------------------------------------------------
 
 
+def test_rounds_follow_the_task_and_each_has_a_row(lm):
+    """A task of two rounds whose second question quotes the first answer and adds an image; and one of one round."""
+
+    def rounds(doc, round_idx=None, previous_output=None, previous_round_info=None):
+        if round_idx is None:
+            return messages({"text": doc["text"]})
+        if round_idx == doc["rounds"]:
+            return None, True, previous_output, None
+        assert previous_round_info == ("seen" if round_idx > 1 else None)
+        content = {"text": f"you said {previous_output[-1]}. and here?", "images": [image(1)]}
+        return messages(content), False, previous_output, "seen"
+
+    docs = [{"text": "what is it?", "rounds": 3}, {"text": "hello", "rounds": 1}]
+    lm.set_cell(method="snapkv", ratio=0.5)
+    made = requests(lm, docs)
+    for request in made:
+        request.arguments = (request.args[0], rounds, *request.args[2:])
+    first, second = lm.generate_until_multi_round(made)
+    assert [(row["doc_id"], row["round"]) for row in lm.gather_rows()] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    follow_up = {"text": f"you said {first[0]}. and here?", "images": [image(1)]}
+    expected = lm.generate_until(requests(lm, [{"text": "what is it?"}, follow_up, {"text": "hello"}]))
+    assert [first[0], first[1], second[0]] == texts(expected)
+
+
 def test_lmms_evals_clean_keeps_the_model_and_unload_frees_it(checkpoint):
     lm = load(checkpoint("llama"))
     lm.clean()
@@ -412,8 +436,6 @@ def test_lmms_evals_clean_keeps_the_model_and_unload_frees_it(checkpoint):
 
 
 def test_other_request_types_are_clear_errors(lm):
-    with pytest.raises(NotImplementedError, match="multi-round"):
-        lm.generate_until_multi_round([])
     with pytest.raises(NotImplementedError, match="generate_until"):
         lm.loglikelihood([])
 
