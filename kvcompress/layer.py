@@ -45,8 +45,8 @@ class CompressedLayer(CacheLayerMixin):
     """One layer: stages a prompt, lets the cluster choose, stores the choice, writes decoded tokens behind it.
 
     A prompt pass has two steps. `update` only stages the new states and returns everything that is attended over;
-    after the attention, `compress` lets the cluster choose and stores its choice: the full prompt's keys and values
-    of a layer are freed as soon as that layer is done.
+    after the attention, `after_attention` lets the cluster choose and stores its choice: the full prompt's keys and
+    values of a layer are freed as soon as that layer is done.
 
     Attributes:
         storage: what is kept, None before the first prompt.
@@ -128,7 +128,8 @@ class CompressedLayer(CacheLayerMixin):
                 key_states = torch.cat([old[0], key_states], dim=2)
                 value_states = torch.cat([old[1], value_states], dim=2)
         elif self.storage is not None:
-            self.storage.append(key_states, value_states)
+            with torch.no_grad():
+                self.storage.append(key_states, value_states)
             if not self.is_compileable:  # a graph must not count in Python: it would be another graph at each step
                 self.counted += key_states.shape[2]
                 self.decoded += key_states.shape[2]
@@ -212,6 +213,7 @@ class CompressedLayer(CacheLayerMixin):
             new = new & ~pads[:, :, None] | itself
         return torch.cat([visible[:, :, None].expand(-1, -1, query_length, -1), new], dim=-1)
 
+    @torch.no_grad()
     def after_attention(self, queries: torch.Tensor, scaling: float) -> None:
         """Compress a staged prompt; while decoding, evict when it is time. `queries`: (batch, heads, new, head_dim)."""
         if self.staged is not None:
@@ -357,7 +359,7 @@ class CompressedLayer(CacheLayerMixin):
         window = self.policy.cluster.query_window
         if not window:
             return
-        self.recent_queries.append(queries[:, :, -window:])
+        self.recent_queries.append(queries[:, :, -window:].clone())  # a view would keep all of the prompt's alive
         if len(self.recent_queries) > 2 * window:
             self.recent_queries = [torch.cat(self.recent_queries, dim=2)[:, :, -window:]]
 

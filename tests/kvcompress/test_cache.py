@@ -1,3 +1,4 @@
+import copy
 import gc
 
 import pytest
@@ -25,11 +26,24 @@ def test_the_whole_prompt_is_freed_after_compression():
         assert layer.storage.keys.untyped_storage().nbytes() == 20 * 2 * 16 * 4
 
 
-def test_nothing_else_keeps_the_whole_prompt_alive():
-    cache, _ = prompt([197], method="snapkv", ratio=0.1)
-    alive = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == (1, 2, 197, 16)]
-    assert not alive
+@pytest.mark.parametrize("options", [{}, {"decode_budget": 20}], ids=["", "evicting"])
+def test_nothing_else_keeps_the_whole_prompt_alive(options):
+    cache, _ = prompt([197], method="snapkv", ratio=0.1, **options)
+    tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
+    assert not [t for t in tensors if t.shape == (1, 2, 197, 16)]
+    # Nor does a view of the prompt's 4 query heads: its memory would be theirs.
+    assert not [t for t in tensors if t.shape[-1:] == (16,) and t.untyped_storage().nbytes() == 4 * 197 * 16 * 4]
     assert cache.layers[0].storage.length == 20
+
+
+def test_a_prompt_outside_no_grad_keeps_no_graph_alive():
+    model = copy.deepcopy(MODEL).requires_grad_(True)
+    inputs = FAMILIES["qwen2"].inputs(model, [40])
+    with torch.enable_grad(), kvcompress.compress(model, "snapkv", 0.3) as session:
+        model(**inputs)
+        model(input_ids=inputs["input_ids"][:, :1], past_key_values=session.cache)
+    for layer in session.cache.layers:
+        assert not any(tensor.requires_grad for tensor in layer.storage.tensors())
 
 
 @pytest.mark.parametrize("lengths", [[50, 50], [50, 40]], ids=["dense", "ragged"])
