@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import kvcompress
@@ -78,6 +78,45 @@ def test_knorm_keeps_the_smallest_key_norms(layer):
         layer,
         lambda q, k, v, budget: best([-(sum(x * x for x in key) ** 0.5) for key in k.tolist()], budget),
     )
+
+
+@settings(max_examples=60, deadline=None)
+@given(layer=layers())
+def test_vnorm_keeps_the_largest_value_norms(layer):
+    check(
+        kvcompress.make_cluster("vnorm"),
+        layer,
+        lambda q, k, v, budget: best([sum(x * x for x in value) ** 0.5 for value in v.tolist()], budget),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(layer=layers())
+def test_keydiff_keeps_the_keys_least_like_the_mean_direction(layer):
+    def reference(q, k, v, budget):
+        unit = [key / key.norm() for key in k]
+        anchor = sum(unit) / len(unit)
+        return best([-float(key @ anchor / (key.norm() * anchor.norm())) for key in k], budget)
+
+    assume(min(layer[-1].lengths) > 2)  # with two tokens the cosines are equal, and rounding decides
+    check(kvcompress.make_cluster("keydiff"), layer, reference)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layer=layers())
+def test_tova_keeps_what_the_last_query_of_all_heads_attends_to(layer):
+    queries, keys, values, prompt = layer
+    kept = kvcompress.make_cluster("tova").update_kv(queries, keys, values, prompt)
+    groups = queries.shape[1] // keys.shape[1]
+    for row, (length, budget) in enumerate(zip(prompt.lengths, prompt.budgets, strict=True)):
+        first = keys.shape[2] - length
+        mean = torch.zeros(length, dtype=torch.float64)
+        for head in range(queries.shape[1]):
+            k = keys[row, head // groups, first:].double()
+            mean += torch.softmax(k @ queries[row, head, -1].double() * SCALING, 0) / queries.shape[1]
+        expected = sorted(best([*mean[:-1].tolist(), float("inf")], budget))
+        for slots in kept.indices[row]:
+            assert (slots[slots >= 0] - first).tolist() == expected
 
 
 def snapkv_scores(q, k, window: int, kernel: int, pooling: str) -> list[float]:

@@ -1,0 +1,26 @@
+"""KeyDiff: keys that differ from the mean key. https://arxiv.org/abs/2504.15364"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from ..scoring import pad_columns
+from .base import KVCluster, Prompt, register_method
+
+
+@register_method("keydiff")
+@dataclass(frozen=True)
+class KeyDiffKVCluster(KVCluster):
+    """Keeps the keys with the lowest cosine similarity to the anchor, the mean of all normalised keys (section 3.2).
+    Needs no queries."""
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2504.15364"
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        unit = F.normalize(keys.float(), dim=-1)
+        if prompt.padding is not None:
+            unit = unit.masked_fill(pad_columns(prompt.padding, keys.shape[2])[..., None], 0.0)
+        anchor = F.normalize(unit.sum(2, keepdim=True), dim=-1)  # the sum points where the mean does
+        return -(unit * anchor).sum(-1)

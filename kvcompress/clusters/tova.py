@@ -1,0 +1,29 @@
+"""TOVA: token omission via attention. https://arxiv.org/abs/2401.06104"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..scoring import window_attention
+from .base import KVCluster, Prompt, register_method
+
+
+@register_method("tova")
+@dataclass(frozen=True)
+class TOVAKVCluster(KVCluster):
+    """Keeps what the last query attends to most, averaged over all heads, so that the heads of a layer keep the same
+    tokens (section 3.2). While decoding, the state of fixed size drops one token at each step."""
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2401.06104"
+    decode_interval: ClassVar[int] = 1
+
+    @property
+    def query_window(self) -> int:
+        return 1
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        weights = window_attention(queries, keys, 1, prompt.scaling, prompt.padding, prompt.columns, prompt.seen)
+        scores = weights[..., 0, :].mean((1, 2))  # (batch, keys)
+        scores[:, -1] = float("inf")  # the last token stays
+        return scores[:, None].expand(keys.shape[:3])
