@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -28,8 +28,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlavaOnevisionForConditionalGeneration
 
+from lmms_eval_plugins.tiny_vlm.accuracy import Reader, by_kind
+from lmms_eval_plugins.tiny_vlm.dataset import draw_examples
 from lmms_eval_plugins.tiny_vlm.export import export
 from lmms_eval_plugins.tiny_vlm.modeling import (
+    IGNORED,
     PackedBatch,
     Packer,
     answer_logits,
@@ -41,7 +44,9 @@ from lmms_eval_plugins.tiny_vlm.modeling import (
 )
 from lmms_eval_plugins.tiny_vlm.signs import (
     CHARACTERS,
+    COLOR_KIND,
     COLORS,
+    HEADLINE_KINDS,
     LABELS,
     PATCH,
     draw_packed_scene,
@@ -72,7 +77,7 @@ STAGES = (
     Stage("align", steps=300, images=16, packed_share=0.75),
     Stage(
         "questions",
-        steps=1800,
+        steps=3200,
         images=16,
         packed_share=0.0,
         questions=8,
@@ -82,7 +87,7 @@ STAGES = (
     ),
     Stage(
         "prompts",
-        steps=1200,
+        steps=1000,
         images=16,
         packed_share=0.0,
         questions=8,
@@ -90,12 +95,13 @@ STAGES = (
         base_view=True,
         tower_scale=0.3,
         learning_rate=1.5e-3,
-        decay_from=0.2,
+        decay_from=0.3,
     ),
 )
 WARM_UP = 60  # steps
 LAST_LEARNING_RATE = 0.02  # of the peak
 LOG_EVERY = 25  # steps
+FRESH_QUESTIONS = 500  # that the finished model is asked
 NONE_WEIGHT = 0.1  # of a patch without a character in the reading losses
 
 
@@ -240,7 +246,7 @@ class Trainer:
     def save(self) -> None:
         state = {
             "seed": self.seed,
-            "stages": self.stages,
+            "stages": [asdict(stage) for stage in self.stages],
             "place": (self.stage_number, self.step, self.seconds),
             "model": self.model.state_dict(),
             "probes": self.probes.state_dict(),
@@ -252,10 +258,11 @@ class Trainer:
 
     def resume(self) -> None:
         """Take up the state in `out`. Raises ValueError when it was made with another seed or curriculum."""
-        state = torch.load(self.state_file, map_location=self.device, weights_only=False)
+        state = torch.load(self.state_file, map_location=self.device, weights_only=True)
         self.stage_number, self.step, self.seconds = state["place"]
         done = self.stage_number + 1
-        if (state["seed"], state["stages"][:done]) != (self.seed, self.stages[:done]):
+        stages = [asdict(stage) for stage in self.stages]
+        if (state["seed"], state["stages"][:done]) != (self.seed, stages[:done]):
             made = f"seed {state['seed']} and {state['stages'][:done]}"
             raise ValueError(f"{self.state_file} was made with {made}; give another --out")
         self.model.load_state_dict(state["model"])
@@ -264,6 +271,7 @@ class Trainer:
             self.optimizers = build_optimizers(self.model, self.probes, self.stages[self.stage_number])
             for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(values)
+        self._forget_rows_after_state()
 
     def run(self, deadline: float, save_every: float = 120.0) -> bool:
         """Train to the end, True, or until `deadline` (as time.monotonic counts), False. Saves either way."""
@@ -343,6 +351,18 @@ class Trainer:
         (loss / self.parts).backward()
         return {**{name: [value] for name, value in metrics.items()}, **scores}
 
+    def _forget_rows_after_state(self) -> None:
+        """Drop the log rows of the steps between the saved state and the cut: they are about to be done again."""
+        log = self.out / "log.jsonl"
+        if not log.exists():
+            return
+        names = [stage.name for stage in self.stages]
+        rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+        kept = [row for row in rows if (names.index(row["stage"]), row["step"]) <= (self.stage_number, self.step)]
+        temporary = log.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        os.replace(temporary, log)
+
     def _log(self, row: dict) -> None:
         row = {**row, "seconds": round(self.seconds, 1)}
         with open(self.out / "log.jsonl", "a", encoding="utf-8") as file:
@@ -352,7 +372,7 @@ class Trainer:
 
 def _question_scores(right: Tensor, batch: PackedBatch) -> dict[str, list[float]]:
     """kind -> for each question of it, whether every token of the answer was right (given those before it)."""
-    rows, columns = (batch.targets != -100).nonzero(as_tuple=True)
+    rows, columns = (batch.targets != IGNORED).nonzero(as_tuple=True)
     wrong = {
         (row, segment)
         for row, segment, ok in zip(rows.tolist(), batch.segments[rows, columns].tolist(), right.tolist(), strict=True)
@@ -406,6 +426,11 @@ def main() -> None:
         print(f"stopped after {arguments.max_minutes} minutes; the same command continues")
         return
     export(trainer.model, trainer.tokenizer, arguments.out / "checkpoint")
+    examples = draw_examples(FRESH_QUESTIONS, (*HEADLINE_KINDS, COLOR_KIND), "fresh")
+    answers = Reader(arguments.out / "checkpoint", device=arguments.device).answers(examples)
+    accuracy = {"questions": len(examples), "percent": by_kind(examples, answers)}
+    (arguments.out / "accuracy.json").write_text(json.dumps(accuracy) + "\n", encoding="utf-8")
+    print(json.dumps(accuracy))
 
 
 if __name__ == "__main__":

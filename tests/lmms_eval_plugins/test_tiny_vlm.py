@@ -1,6 +1,7 @@
 """The bundled model's world, its training, its shipped checkpoint and data."""
 
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -182,6 +183,11 @@ def test_training_that_was_cut_after_every_step_ends_with_the_same_weights(tmp_p
         pytest.fail("six steps, one at a time, did not finish")
     expected = dict(whole.model.named_parameters())
     assert all(torch.equal(value, expected[name]) for name, value in cut.model.named_parameters())
+    whole_log, cut_log = (
+        [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        for name in ("whole", "cut")
+    )
+    assert [(row["stage"], row["step"]) for row in cut_log] == [(row["stage"], row["step"]) for row in whole_log]
 
 
 def test_training_does_not_continue_what_another_recipe_began(tmp_path):
