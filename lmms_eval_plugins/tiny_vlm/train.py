@@ -65,6 +65,7 @@ class Stage:
     packed_share: float
     jitter_grows_until: float = 0.0  # of the stage: from packed text on the patch grid to text anywhere
     questions: int = 0  # per image at most
+    color_share: float = 1.0  # of the possible questions for a colour, those that may be asked
     post_prompt_share: float = 0.0  # of the batches, those whose questions carry lmms-eval's post prompt
     base_view: bool = False  # whether the language model sees it, see PackedBatch
     learning_rate: float = 2e-3
@@ -77,7 +78,7 @@ STAGES = (
     Stage("align", steps=300, images=16, packed_share=0.75),
     Stage(
         "questions",
-        steps=3200,
+        steps=2800,
         images=16,
         packed_share=0.0,
         questions=8,
@@ -86,16 +87,29 @@ STAGES = (
         decay_from=1.0,
     ),
     Stage(
-        "prompts",
-        steps=1000,
+        "pairs",
+        steps=1200,
         images=16,
         packed_share=0.0,
         questions=8,
+        color_share=0.3,
+        post_prompt_share=0.25,
+        learning_rate=1.5e-3,
+        tower_scale=0.1,
+        decay_from=1.0,
+    ),
+    Stage(
+        "prompts",
+        steps=600,
+        images=16,
+        packed_share=0.0,
+        questions=8,
+        color_share=0.3,
         post_prompt_share=0.6,
         base_view=True,
-        tower_scale=0.3,
         learning_rate=1.5e-3,
-        decay_from=0.3,
+        tower_scale=0.1,
+        decay_from=0.1,
     ),
 )
 WARM_UP = 60  # steps
@@ -188,7 +202,11 @@ class StageData(Dataset):
         for _ in range(self.stage.images // self.parts):
             packed = rng.random() < self.stage.packed_share
             scene = draw_packed_scene(rng, jitter) if packed else draw_scene(rng)
-            possible = questions(scene.signs)
+            possible = [
+                question
+                for question in questions(scene.signs)
+                if question.kind != COLOR_KIND or self.stage.color_share == 1 or rng.random() < self.stage.color_share
+            ]
             scenes.append(scene)
             asked.append(rng.sample(possible, min(len(possible), self.stage.questions)))
         pixels = torch.from_numpy(np.stack([scene.pixels for scene in scenes])).permute(0, 3, 1, 2)

@@ -78,7 +78,7 @@ def test_signs_lie_anywhere_not_only_near_the_patch_grid(monkeypatch):
 
 def test_labels_name_the_character_under_each_patch():
     canvas = signs._Canvas(Random(0))
-    canvas.write((2 * PATCH + 6, 3 * PATCH + 5), ("ab", "7"), "blue")
+    canvas.write((2 * PATCH + 5, 3 * PATCH + 5), ("ab", "7"), "blue")
     glyph, color, index, last, left, above = canvas.labels
     places = list(zip(*np.nonzero(glyph), strict=True))
     assert places == [(3, 2), (3, 3), (4, 2)]
