@@ -313,7 +313,6 @@ class CompressedLayer(CacheLayerMixin):
         return right_aligned(joined(part))
 
     def _update_kv(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> Kept:
-        cluster = self.policy.cluster
         # A layer's share is one of what can be evicted at all.
         fixed = prompt.protected_lengths or (0,) * len(prompt.lengths)
         share = replace(
@@ -321,8 +320,8 @@ class CompressedLayer(CacheLayerMixin):
             lengths=[length - n for length, n in zip(prompt.lengths, fixed, strict=True)],
             budgets=[budget - n for budget, n in zip(prompt.budgets, fixed, strict=True)],
         )
-        budgets = [budget + n for budget, n in zip(cluster.layer_budgets(share), fixed, strict=True)]
-        return cluster.update_kv(queries, keys, values, replace(prompt, budgets=budgets))
+        budgets = [n + more for n, more in zip(fixed, self.policy.cluster.layer_budgets(share), strict=True)]
+        return self.policy.cluster.update_kv(queries, keys, values, replace(prompt, budgets=budgets))
 
     def _evict(self, scaling: float) -> None:
         """Bring the stored entries, decoded ones included, back to the decode budget."""
@@ -331,15 +330,11 @@ class CompressedLayer(CacheLayerMixin):
         entries = used.sum(-1).amax(1).tolist()
         answer = self.seen - self.prompt_columns
         tokens = [length + answer for length in self.prompt_lengths]  # of each row, evicted ones included
-        budgets = [min(self.policy.decode(n), held) for n, held in zip(tokens, entries, strict=True)]
-        self.decoded = 0
-        if budgets == entries:
-            return
         prompt = Prompt(
             layer_idx=self.layer_idx,
             num_layers=self.num_layers,
-            lengths=entries,
-            budgets=budgets,
+            lengths=tokens,
+            budgets=[self.policy.decode(n) for n in tokens],
             scaling=scaling,
             padding=(~used).sum(-1),
             row_seeds=self.row_seeds,
@@ -349,8 +344,15 @@ class CompressedLayer(CacheLayerMixin):
             seen=self.seen,
             tokens=tuple(tokens),
         )
+        # Layers share a row's budget out by its tokens, which are the same for all, not by what each happens to hold.
+        shares = self.policy.cluster.layer_budgets(prompt)
+        budgets = [min(share, held) for share, held in zip(shares, entries, strict=True)]
+        self.decoded = 0
+        if budgets == entries:
+            return
         queries = torch.cat(self.recent_queries, dim=2) if self.recent_queries else None
-        result = self._update_kv(queries, kept.keys, kept.values, prompt)
+        prompt = replace(prompt, lengths=entries, budgets=budgets)
+        result = self.policy.cluster.update_kv(queries, kept.keys, kept.values, prompt)
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
         self.storage = self._new_storage(result.keys, result.values, columns, None)
 

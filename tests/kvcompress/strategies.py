@@ -41,6 +41,11 @@ class Case:
         return self.family.inputs(self.model, self.lengths, self.images, self.seed)
 
     @property
+    def may_tie(self) -> bool:
+        """Two keys are equally like their mean: rounding decides which one keydiff keeps."""
+        return self.method == "keydiff" and min(self.lengths) < 3
+
+    @property
     def is_adaptive(self) -> bool:
         """Whether the KV heads of a row share one budget."""
         method = kvcompress.list_methods()[self.method].cls.head_budget

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -66,6 +66,7 @@ def test_every_step_equals_the_full_cache_under_a_mask_of_what_is_held(family, d
 @given(data=st.data())
 def test_a_row_evicts_the_same_alone_as_in_a_batch(family, data):
     case, options = data.draw(cases(family)), data.draw(decode_options)
+    assume(not case.may_tie)
     inputs = case.inputs
     columns = inputs["input_ids"].shape[1]
     tokens = new_tokens(inputs)
@@ -86,14 +87,15 @@ def test_a_row_evicts_the_same_alone_as_in_a_batch(family, data):
 def test_memory_stays_bounded_however_long_the_answer_is(method, interval):
     model = FAMILIES["qwen2"].build()
     inputs = FAMILIES["qwen2"].inputs(model, [60, 40])
-    with kvcompress.compress(model, method, 0.5, decode_budget=12, decode_interval=interval) as session:
+    small = {"window_size": 4} if "window_size" in kvcompress.list_methods()[method].options else {}
+    with kvcompress.compress(model, method, 0.5, decode_budget=12, decode_interval=interval, **small) as session:
         nbytes = {}
         for new in (40, 80):
             generate(model, inputs, new)
             nbytes[new] = session.cache.nbytes
-    for layer in session.cache.layers:
-        sizes = [len(head) for row in session.cache.kept_indices(layer.layer_idx) for head in row]
-        assert sum(sizes) / len(sizes) < 12 + interval
+    kept = [session.cache.kept_indices(layer) for layer in range(3)]
+    sizes = [len(head) for layer in kept for row in layer for head in row]
+    assert sum(sizes) / len(sizes) < 12 + interval  # layers and heads may share a budget
     assert nbytes[80] == pytest.approx(nbytes[40], rel=0.3)  # spare room and remembered queries vary a little
 
 

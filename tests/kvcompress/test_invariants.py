@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
@@ -103,6 +103,7 @@ def test_kept_indices_are_ascending_columns_of_real_tokens(family, data):
 @given(data=st.data())
 def test_a_row_does_not_depend_on_its_batch_or_padding(family, data):
     case = data.draw(cases(family))
+    assume(not case.may_tie)
     inputs = case.inputs
     columns = inputs["input_ids"].shape[1]
     with case.compress() as session:

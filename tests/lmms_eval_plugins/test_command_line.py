@@ -42,7 +42,7 @@ def test_no_task_means_the_demo():
 def test_demo_takes_flags_and_arguments():
     request = parse(["--limit", "8", "window_size=16", "--batch_size", "1"])
     assert (request.tasks, request.flags.limit) == (["tiny_textvqa"], 8)
-    assert request.arguments == {"window_size": 16, "batch_size": 1}
+    assert request.arguments == {"window_size": 16, "kernel_size": 7, "pooling": "max", "batch_size": 1}
 
 
 def test_flags_of_lmms_eval():

@@ -94,7 +94,7 @@ def tiny_tower(monkeypatch):
         "intermediate_size": 512,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
-        "image_size": 96,
+        "image_size": 156,
         "patch_size": 12,
     }
     monkeypatch.setitem(llava_next.VISION_TOWERS, TOWER, tower)
