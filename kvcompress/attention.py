@@ -6,7 +6,7 @@ three cases are told apart by the state of the layer that the keys come from:
 - prompt pass: nothing is stored. Attend over everything with the model's own mask, then compress and store.
 - continuation: a second prompt on a filled cache. Attend over what was kept and, causally, over the new tokens;
   then compress and store the new ones.
-- decode: one token, already written behind the kept entries.
+- decode: one token, already written behind the kept entries. Ragged entries are read where they lie.
 
 After the first prompt the layer owns the mask: layers differ in length, and the model builds one mask for all.
 """
@@ -19,6 +19,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .storage import RaggedStorage
 
 PREFIX = "kvcompress_"
 
@@ -57,16 +59,21 @@ def compressed_attention(
     layer = getattr(key, "kv_layer", None)
     if layer is None:  # no cache, or a layer that keeps transformers' own storage
         return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layer.is_prompt:
         result = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     else:
         result = attend_to_kept(base, attend, module, query, key, value, layer, scaling=scaling, **kwargs)
-    layer.after_attention(query, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    layer.after_attention(query, scaling)
     return result
 
 
 def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, key, value, layer, **kwargs):
     """The base implementation over what a layer kept, under the layer's mask; arguments and result as above."""
+    if layer.staged is None and isinstance(layer.storage, RaggedStorage):
+        if decodes_in_place(base, kwargs):
+            return layer.storage.decode(query, kwargs["scaling"]).transpose(1, 2), None
+        key, value = layer.storage.read()
     mask = layer.mask(query.shape[2])  # (batch, 1 or kv_heads, queries, keys)
     if base == "sdpa" and layer.is_compileable and query.shape[2] == 1:
         return one_query_per_head(query, key, value, mask, kwargs["scaling"]), None
@@ -84,7 +91,13 @@ def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, 
     return output.unflatten(0, (batch, kv_heads)).transpose(1, 2).flatten(2, 3), None
 
 
-def one_query_per_head(query, key, value, mask, scaling: float | None) -> torch.Tensor:
+def decodes_in_place(base: str, kwargs: dict) -> bool:
+    """Whether ragged entries can be attended to where they lie: plain attention, and nobody asks for the weights, for
+    which `eager` is there."""
+    return base != "eager" and all(kwargs.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
+
+
+def one_query_per_head(query, key, value, mask, scaling: float) -> torch.Tensor:
     """A decode step with the query heads of each KV head as its queries: unlike transformers' masked path under
     `torch.compile`, it does not repeat keys and values. mask (batch, 1 or kv_heads, 1, keys)."""
     packed = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])  # (batch, kv_heads, groups, head_dim)

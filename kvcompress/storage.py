@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .clusters.base import Kept
+from .kernels.ragged_decode import ragged_decode
 from .quantization import Quantized, Quantizer
 
 LEAST_ROOM = 32
@@ -138,28 +139,31 @@ class DenseStorage(Storage):
 
 class RaggedStorage(Storage):
     """One flat buffer (entries, head_dim) for keys and one for values; each row and KV head is a segment of it, with
-    spare rows at its end. A decode write is one `index_copy_` of batch * kv_heads rows.
+    spare rows at its end. A decode write is one `index_copy_` of batch * kv_heads rows, and a decoded token attends
+    to the segments where they lie.
 
     Args:
         kept: right-aligned, with -1 in unused slots.
-        counts: LongTensor (batch, kv_heads), entries in use; `flat` is the same as a list.
+        counts: LongTensor (batch, kv_heads), entries in use; `flat` is the same as a list, so that no later step has
+            to ask the device.
     """
 
     def __init__(self, kept: Kept, counts: torch.Tensor, flat: list[int], room: int | None):
         self.entries = self.length = max(flat)
         self.appended = 0
-        self.counts = counts
+        self.counts, self.flat = counts, flat
         used = kept.indices >= 0
         self.indices = kept.indices[used].to(torch.int32)
-        self._place(kept.keys[used], kept.values[used], sum(flat), spare(self.entries) if room is None else room)
+        self._place(kept.keys[used], kept.values[used], spare(self.entries) if room is None else room)
 
-    def _place(self, keys: torch.Tensor, values: torch.Tensor, total: int, room: int) -> None:
+    def _place(self, keys: torch.Tensor, values: torch.Tensor, room: int) -> None:
         """Write segments (entries in use, head_dim), row by row and head by head, with `room` behind each."""
         self.room = room
         size = (self.counts + self.appended).flatten()
         ends = (size + room).cumsum(0)
         self.starts = (ends - room - size).view_as(self.counts)
         # Entry i of the packed order lies behind the room of all segments before its own.
+        total = len(keys)
         segment = torch.repeat_interleave(size, output_size=total)
         rows = torch.arange(total, device=keys.device) + segment * room
         capacity = total + room * size.numel()
@@ -181,7 +185,7 @@ class RaggedStorage(Storage):
     def _grow(self, room: int) -> None:
         used, rows = self._rows()
         rows = rows[used]
-        self._place(self.keys[rows], self.values[rows], rows.numel(), room)
+        self._place(self.keys[rows], self.values[rows], room)
 
     def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Which slots are in use, and the buffer row of each: (batch, kv_heads, length)."""
@@ -192,6 +196,12 @@ class RaggedStorage(Storage):
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         _, rows = self._rows()
         return self.keys[rows], self.values[rows]
+
+    def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Attention of one token's queries (batch, heads, 1, head_dim), which stand behind all that is stored, without
+        gathering; the result has the same shape."""
+        sizes = [rows for length in self.flat for rows in (length + self.appended, self.room)]
+        return ragged_decode(query, self.keys, self.values, self.starts, self.counts + self.appended, sizes, scaling)
 
     def visible(self) -> torch.Tensor:
         return self._rows()[0]
@@ -209,10 +219,12 @@ class RaggedStorage(Storage):
         used, buffer_rows = used[rows], buffer_rows[rows]
         kept = torch.full((*self.counts.shape, self.entries), -1, device=self.keys.device, dtype=torch.int32)
         kept[self._rows()[0][..., : self.entries]] = self.indices
+        heads = self.counts.shape[1]
+        self.flat = [n for row in rows.tolist() for n in self.flat[row * heads : (row + 1) * heads]]
         self.counts = self.counts[rows]
         self.indices = kept[rows][used[..., : self.entries]]
         packed = buffer_rows[used]
-        self._place(self.keys[packed], self.values[packed], packed.numel(), self.room)
+        self._place(self.keys[packed], self.values[packed], self.room)
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.keys, self.values, self.indices, self.counts, self.starts]
