@@ -13,7 +13,7 @@ from .clusters.base import Kept, Prompt
 from .errors import KVCompressError
 from .policy import Policy
 from .scoring import pad_columns
-from .storage import DenseStorage, OffloadedStorage, QuantizedStorage, StaticStorage, Storage, store
+from .storage import DenseStorage, OffloadedStorage, QuantizedStorage, RaggedStorage, StaticStorage, Storage, store
 
 
 def joined(parts: list[Kept]) -> Kept:
@@ -133,7 +133,8 @@ class CompressedLayer(CacheLayerMixin):
             if not self.is_compileable:  # a graph must not count in Python: it would be another graph at each step
                 self.counted += key_states.shape[2]
                 self.decoded += key_states.shape[2]
-            key_states, value_states = self.storage.read()
+            if not isinstance(self.storage, RaggedStorage):  # its entries are attended to where they lie
+                key_states, value_states = self.storage.read()
         else:
             raise KVCompressError(
                 "a CompressedCache was given to a model that is not inside kvcompress.compress(...) or attach(...)"
