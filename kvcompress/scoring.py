@@ -64,3 +64,21 @@ def pool_scores(scores: torch.Tensor, kernel_size: int, mode: str) -> torch.Tens
     pool = {"avg": F.avg_pool1d, "max": F.max_pool1d}[mode]
     flat = pool(scores.flatten(0, -2).unsqueeze(1), kernel_size, stride=1, padding=kernel_size // 2)
     return flat.view(scores.shape)
+
+
+def aligned_left(states: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    """States (batch, kv_heads, columns, ...) with each row's first real token at column 0; pads go behind the last."""
+    return states if padding is None else _rotated(states, padding)
+
+
+def aligned_right(states: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    """Undo `aligned_left`."""
+    return states if padding is None else _rotated(states, -padding)
+
+
+def _rotated(states: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """Column c of the result is column c + by, modulo the number of columns; by: (batch, 1 or kv_heads)."""
+    columns = states.shape[2]
+    source = (torch.arange(columns, device=states.device) + by[..., None]) % columns
+    source = source.expand(states.shape[:3])
+    return states.gather(2, source if states.ndim == 3 else source[..., None].expand_as(states))

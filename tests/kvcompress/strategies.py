@@ -14,6 +14,9 @@ OPTIONS: dict[str, dict[str, list]] = {
     "adakv": {"window_size": [1, 8, 32], "kernel_size": [1, 7], "pooling": ["avg", "max"]},
     "snapkv": {"window_size": [1, 4, 16, 32], "kernel_size": [1, 3, 7], "pooling": ["avg", "max"]},
     "streamingllm": {"sinks": [0, 4, 9]},
+    "lagkv": {"sinks": [0, 4], "lag": [2, 8, 128]},
+    "cur": {"sinks": [0, 4], "window_size": [0, 1, 16], "leverage": ["key", "value", "kv_avg", "kv_product"]},
+    "chunkkv": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg", "max"], "chunk_size": [1, 5, 20]},
     "pyramidkv": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg"], "beta": [1.0, 3.0, 20.0]},
     "random": {"seed": [0, 7], "window_size": [0, 8]},
 }

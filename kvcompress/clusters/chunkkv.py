@@ -1,0 +1,41 @@
+"""ChunkKV: whole chunks of neighbouring tokens, so that what belongs together stays. https://arxiv.org/abs/2502.00299"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveInt
+
+from ..scoring import aligned_left, aligned_right, pad_columns
+from .base import Prompt, register_method
+from .snapkv import SnapKVCluster
+
+
+@register_method("chunkkv")
+@dataclass(frozen=True)
+class ChunkKVCluster(SnapKVCluster):
+    """Keeps the chunks of `chunk_size` tokens with the highest mean of SnapKV's scores over tokens and heads, the
+    same for all heads (section 3.2, algorithm 1).
+
+    Chunks are counted from a row's first token; those that hold a part of the observation window go first. The budget
+    is exact: of the last chunk that has room, only the most recent tokens stay.
+    """
+
+    chunk_size: PositiveInt = 20
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2502.00299"
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        size, padding, columns = self.chunk_size, prompt.padding, keys.shape[2]
+        scores = super().score(queries, keys, values, prompt)
+        tokens = torch.ones_like(scores)
+        if padding is not None:
+            pads = pad_columns(padding, columns)
+            scores, tokens = scores.masked_fill(pads, 0.0), tokens.masked_fill(pads, 0.0)
+        totals, counts = (
+            F.pad(aligned_left(x, padding).sum(1, keepdim=True), (0, -columns % size)).unflatten(-1, (-1, size)).sum(-1)
+            for x in (scores, tokens)
+        )
+        mean = (totals / counts).repeat_interleave(size, dim=-1)[..., :columns]
+        return aligned_right(mean.expand(keys.shape[:3]), padding)

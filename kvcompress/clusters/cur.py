@@ -1,0 +1,52 @@
+"""CurDKV: keys and values of high leverage. https://arxiv.org/abs/2509.15038"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import NonNegativeInt
+
+from ..scoring import aligned_left, aligned_right, pad_columns
+from .base import KVCluster, Prompt, register_method
+
+
+@register_method("cur")
+@dataclass(frozen=True)
+class CURKVCluster(KVCluster):
+    """Keeps the sinks and the tokens whose key and value have the largest approximate leverage scores: squared norms
+    as fractions of their sum over `window_size` neighbours, multiplied (section 4, algorithm 1, without the random
+    projection). Needs no queries.
+
+    Windows are counted from a row's first token; `window_size=0` is one window for the whole prompt.
+    """
+
+    sinks: NonNegativeInt = 4
+    window_size: NonNegativeInt = 16
+    leverage: Literal["key", "value", "kv_avg", "kv_product"] = "kv_product"
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2509.15038"
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        of_keys = self._leverage(keys, prompt.padding)
+        of_values = self._leverage(values, prompt.padding)
+        scores = {
+            "key": of_keys,
+            "value": of_values,
+            "kv_avg": (of_keys + of_values) / 2,
+            "kv_product": of_keys * of_values,
+        }[self.leverage]
+        scores = scores / scores.sum(-1, keepdim=True)  # makes heads comparable
+        scores[..., : self.sinks] = float("inf")
+        return aligned_right(scores, prompt.padding)
+
+    def _leverage(self, states: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+        """(batch, kv_heads, columns), each row's first token at column 0; 0 at pads."""
+        columns = states.shape[2]
+        squares = states.float().square().sum(-1)
+        if padding is not None:
+            squares = squares.masked_fill(pad_columns(padding, columns), 0.0)
+        window = self.window_size or columns
+        windows = F.pad(aligned_left(squares, padding), (0, -columns % window)).unflatten(-1, (-1, window))
+        total = windows.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)  # pads have none
+        return (windows / total).flatten(2)[..., :columns]

@@ -1,0 +1,56 @@
+"""LagKV: tokens that stand out from the ones behind them. https://arxiv.org/abs/2504.04704"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field, NonNegativeInt
+
+from ..scoring import aligned_left, aligned_right
+from .base import KVCluster, Prompt, register_method
+
+
+def lag_relative_information(states: torch.Tensor, lag: int) -> torch.Tensor:
+    """How much each token of all partitions but the last varies over the channels, each channel measured by its range
+    in the next partition (equations 3 to 6). states (batch, kv_heads, partitions * lag, head_dim) in fp32; the
+    result (batch, kv_heads, partitions - 1, lag) sums to 1 in each partition."""
+    parts = states.unflatten(2, (-1, lag))
+    tokens, reference = parts[:, :, :-1], parts[:, :, 1:]
+    least, most = reference.amin(3, keepdim=True), reference.amax(3, keepdim=True)
+    span = (most - least).clamp(min=torch.finfo(torch.float32).eps)  # equal tokens have none
+    return ((tokens - least) / span).std(-1).softmax(-1)
+
+
+@register_method("lagkv")
+@dataclass(frozen=True)
+class LagKVCluster(KVCluster):
+    """Keeps, of each partition of `lag` tokens, the keys and values that stand out from the next partition
+    (section 2.2; 4 sinks and a lag of 128 as published). Needs no queries.
+
+    A row is cut into partitions behind its sinks. Tokens compete by their rank in their partition, so all partitions
+    keep equally many. The last whole partition is only a reference; it and the tokens behind it stay, as far as the
+    budget reaches, the most recent first. So a row of less than two partitions keeps sinks and recent tokens.
+    """
+
+    sinks: NonNegativeInt = 4
+    lag: Annotated[int, Field(ge=2)] = 128
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2504.04704"
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        sinks, lag, padding, columns = self.sinks, self.lag, prompt.padding, keys.shape[2]
+        scores = torch.ones(keys.shape[:3], device=keys.device)
+        partitions = (columns - sinks) // lag
+        if partitions > 1:
+            parts = slice(sinks, sinks + partitions * lag)
+            of_keys, of_values = (
+                lag_relative_information(aligned_left(states, padding)[:, :, parts].float(), lag)
+                for states in (keys, values)
+            )
+            ranks = (of_keys + of_values).argsort(dim=-1, stable=True).argsort(-1)
+            scores[:, :, sinks : parts.stop - lag] = ranks.flatten(2) / lag  # below 1
+        position = torch.arange(columns, device=keys.device)
+        length = columns if padding is None else columns - padding[..., None]
+        scored = sinks + ((length - sinks) // lag - 1) * lag  # the row's end may lie before the batch's
+        scores = scores.masked_fill(position >= scored, 1.0).masked_fill(position < sinks, float("inf"))
+        return aligned_right(scores, padding)

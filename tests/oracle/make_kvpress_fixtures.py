@@ -1,0 +1,193 @@
+"""What kvpress keeps, recorded: makes `kvpress.npz`, which `test_kvpress.py` reads.
+
+kvpress needs transformers below 5.3, so it lives in an environment of its own:
+
+    python -m venv kvpress-env
+    kvpress-env/bin/pip install kvpress==0.5.5
+    kvpress-env/bin/python tests/oracle/make_kvpress_fixtures.py
+
+Tiny random models run one prompt each; every press then compresses the same states, for several numbers of kept
+entries. The file holds, for each prompt `<model>-<length>`:
+
+    <prompt>/queries        float32 (layers, heads, length, head_dim), rotated
+    <prompt>/keys, values   float32 (layers, kv_heads, length, head_dim), keys rotated
+    <prompt>/o_proj         float32 (layers, hidden, heads * head_dim)
+    <prompt>/inv_freq       float32 (head_dim / 2): column c is at position c
+    <prompt>/<press>/<n>    the kept columns as bits: numpy.packbits of (layers, kv_heads, length) along the last
+                            dimension; n: entries that the press was asked for, per layer and head
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from kvpress import (
+    AdaKVPress,
+    BasePress,
+    ChunkKVPress,
+    CriticalAdaKVPress,
+    CriticalKVPress,
+    CURPress,
+    ExpectedAttentionPress,
+    KeyDiffPress,
+    KnormPress,
+    LagKVPress,
+    ObservedAttentionPress,
+    PyramidKVPress,
+    SnapKVPress,
+    StreamingLLMPress,
+    TOVAPress,
+)
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 2, 16, 512
+KEPT = {301: [30, 61, 150, 211], 150: [15, 41, 75], 203: [20, 49, 101]}
+SINKS = 4
+
+PRESSES = {
+    "streamingllm": StreamingLLMPress,
+    "knorm": KnormPress,
+    "keydiff": KeyDiffPress,
+    "tova": TOVAPress,
+    "observed-attention": ObservedAttentionPress,
+    "snapkv-8-5": lambda: SnapKVPress(window_size=8, kernel_size=5),
+    "snapkv-16-7": lambda: SnapKVPress(window_size=16, kernel_size=7),
+    "snapkv-64-5": SnapKVPress,
+    "pyramidkv-8-5": lambda: PyramidKVPress(window_size=8),
+    "pyramidkv-8-5-beta-3": lambda: PyramidKVPress(window_size=8, beta=3),
+    "lagkv-128": LagKVPress,
+    "lagkv-64": lambda: LagKVPress(lag_size=64),
+    "lagkv-16": lambda: LagKVPress(lag_size=16),
+    "cur": CURPress,
+    "cur-key": lambda: CURPress(leverage_type="key"),
+    "cur-avg": lambda: CURPress(leverage_type="kv_avg", local_window_size=10),
+    "cur-global": lambda: CURPress(use_local_approximation=False),
+    "value-norm": lambda: CURPress(leverage_type="value", use_local_approximation=False, num_sinks=0),
+    "expected-attention": ExpectedAttentionPress,
+    "expected-attention-eps": lambda: ExpectedAttentionPress(epsilon=1e-2),
+    "expected-attention-mean": lambda: ExpectedAttentionPress(use_covariance=False, n_future_positions=64),
+    "criticalkv-8-5": lambda: CriticalKVPress(SnapKVPress(window_size=8)),
+    "chunkkv-8-5": lambda: ChunkKVPress(SnapKVPress(window_size=8)),
+    "chunkkv-8-5-by-7": lambda: ChunkKVPress(SnapKVPress(window_size=8), chunk_length=7),
+    "adakv-snapkv-8-5": lambda: AdaKVPress(SnapKVPress(window_size=8)),
+    "adakv-snapkv-8-5-half": lambda: AdaKVPress(SnapKVPress(window_size=8), alpha_safeguard=0.5),
+    "adakv-cur": lambda: AdaKVPress(CURPress()),
+    "adakv-keydiff": lambda: AdaKVPress(KeyDiffPress()),
+    "adakv-expected-attention-eps": lambda: AdaKVPress(ExpectedAttentionPress(epsilon=1e-2)),
+    "critical-adakv-8-5": lambda: CriticalAdaKVPress(SnapKVPress(window_size=8)),
+}
+
+
+def numbers_kept(press: BasePress, length: int) -> list[int]:
+    """How many entries a press is asked to keep: numbers that cut no tie, since kvpress resolves ties at random.
+    All tokens of an observation window are equal; with LagKV, those of the same rank in each partition."""
+    if not isinstance(press, LagKVPress):
+        return [n for n in KEPT[length] if n > getattr(press, "window_size", 0)]
+    scored = (length - SINKS) // press.lag_size - 1  # partitions; the last one is a reference only
+    ranks = (press.lag_size // 8, press.lag_size // 2, press.lag_size * 3 // 4)
+    return [length - scored * press.lag_size + scored * rank for rank in ranks] if scored > 0 else []
+
+
+@dataclass
+class LayerInput:
+    """What one attention layer was given, and what it made of it."""
+
+    module: torch.nn.Module
+    hidden: torch.Tensor
+    kwargs: dict
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    attentions: torch.Tensor
+
+
+def make_model(name: str, layers: int) -> PreTrainedModel:
+    """A random model whose attention is peaked: with the usual initialisation it is flat."""
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": HEADS * HEAD_DIM,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+    }
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes)) if name == "qwen2" else LlamaForCausalLM(LlamaConfig(**sizes))
+    for parameter_name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        elif parameter_name.endswith("bias"):
+            torch.nn.init.normal_(weight, std=0.1)
+        if parameter_name.endswith("q_proj.weight"):
+            weight.data.mul_(3.0)
+    return model.eval().requires_grad_(False)
+
+
+def run(model: PreTrainedModel, length: int) -> list[LayerInput]:
+    """One prompt through the model: the inputs and states of each layer."""
+    calls = []
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: calls.append((module, kwargs)), with_kwargs=True
+        )
+        for layer in model.model.layers
+    ]
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(length))[None, :length]
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    for hook in hooks:
+        hook.remove()
+    inputs = []
+    for (module, kwargs), stored in zip(calls, cache.layers, strict=True):
+        module.rotary_emb = model.model.rotary_emb  # as a press does when it is attached
+        queries = module.q_proj(kwargs["hidden_states"]).view(1, length, HEADS, HEAD_DIM).transpose(1, 2)
+        queries, _ = apply_rotary_pos_emb(queries, queries, *kwargs["position_embeddings"])
+        logits = queries @ stored.keys.repeat_interleave(HEADS // KV_HEADS, 1).mT * HEAD_DIM**-0.5
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        attentions = logits.masked_fill(future, float("-inf")).softmax(-1)
+        inputs.append(
+            LayerInput(module, kwargs["hidden_states"], kwargs, queries, stored.keys, stored.values, attentions)
+        )
+    return inputs
+
+
+def kept_columns(press: BasePress, layer: LayerInput) -> torch.Tensor:
+    """bool (kv_heads, length): what the press keeps of one layer."""
+    attentions = layer.attentions if isinstance(press, ObservedAttentionPress) else None
+    layer.module.masked_key_indices = None
+    keys, _ = press.compress(layer.module, layer.hidden, layer.keys, layer.values, attentions, layer.kwargs)
+    length = layer.keys.shape[2]
+    if layer.module.masked_key_indices is not None:  # head-wise presses mask instead of removing
+        kept = torch.ones(KV_HEADS, length, dtype=torch.bool)
+        _, heads, columns = layer.module.masked_key_indices
+        kept[heads, columns] = False
+        return kept
+    return (layer.keys[0, :, :, None] == keys[0, :, None]).all(-1).any(-1)  # all keys of a head differ
+
+
+def main() -> None:
+    arrays = {}
+    for name, layers, length in (("qwen2", 3, 301), ("qwen2", 3, 150), ("llama", 4, 203)):
+        model = make_model(name, layers)
+        inputs = run(model, length)
+        prompt = f"{name}-{length}"
+        for states in ("queries", "keys", "values"):
+            arrays[f"{prompt}/{states}"] = torch.cat([getattr(layer, states) for layer in inputs]).numpy()
+        arrays[f"{prompt}/o_proj"] = torch.stack([layer.module.o_proj.weight for layer in inputs]).numpy()
+        arrays[f"{prompt}/inv_freq"] = model.model.rotary_emb.inv_freq.numpy()
+        for press_name, make_press in PRESSES.items():
+            for n in numbers_kept(make_press(), length):
+                press = make_press()
+                press.compression_ratio = 1 - (n + 0.5) / length  # kvpress keeps int((1 - ratio) * length)
+                kept = torch.stack([kept_columns(press, layer) for layer in inputs])
+                arrays[f"{prompt}/{press_name}/{n}"] = np.packbits(kept.numpy(), axis=-1)
+    path = Path(__file__).with_name("kvpress.npz")
+    np.savez(path, **arrays)
+    print(f"{path}: {len(arrays)} arrays, {path.stat().st_size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The same kept sets as kvpress (https://github.com/NVIDIA/kvpress) per layer and head, on the states that
+`make_kvpress_fixtures.py` recorded. Every comparison runs alone and in a left-padded batch with another prompt."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import kvcompress
+from kvcompress.budget import pyramid
+
+FIXTURES = np.load(Path(__file__).with_name("kvpress.npz"))
+PROMPTS = {"qwen2-301": 301, "qwen2-150": 150, "llama-203": 203}
+
+# kvpress's press in the fixtures -> our method and its options.
+SNAPKV = {"window_size": 8, "kernel_size": 5, "pooling": "avg"}
+ADAPTIVE = {"head_budget": "adaptive", "safeguard": 0.2}
+SAME = {
+    "streamingllm": ("streamingllm", {}),
+    "knorm": ("knorm", {}),
+    "keydiff": ("keydiff", {}),
+    "tova": ("tova", {}),
+    "value-norm": ("vnorm", {}),
+    "snapkv-8-5": ("snapkv", SNAPKV),
+    "snapkv-16-7": ("snapkv", {"window_size": 16, "kernel_size": 7}),
+    "snapkv-64-5": ("snapkv", {"window_size": 64, "kernel_size": 5}),
+    "lagkv-128": ("lagkv", {}),
+    "lagkv-64": ("lagkv", {"lag": 64}),
+    "lagkv-16": ("lagkv", {"lag": 16}),
+    "cur": ("cur", {}),
+    "cur-key": ("cur", {"leverage": "key"}),
+    "cur-avg": ("cur", {"leverage": "kv_avg", "window_size": 10}),
+    "cur-global": ("cur", {"window_size": 0}),
+    "chunkkv-8-5": ("chunkkv", SNAPKV),
+    "chunkkv-8-5-by-7": ("chunkkv", {**SNAPKV, "chunk_size": 7}),
+    "adakv-snapkv-8-5": ("adakv", SNAPKV | ADAPTIVE),
+    "adakv-snapkv-8-5-half": ("snapkv", SNAPKV | ADAPTIVE | {"safeguard": 0.5}),
+    "adakv-cur": ("cur", ADAPTIVE),
+    "adakv-keydiff": ("keydiff", ADAPTIVE),
+    # Under kvpress's own budgets per layer; what they are is a test of its own.
+    "pyramidkv-8-5": ("snapkv", SNAPKV),
+    "pyramidkv-8-5-beta-3": ("snapkv", SNAPKV),
+}
+
+
+def recorded(prompt: str, press: str) -> dict[int, torch.Tensor]:
+    """Entries asked for -> what kvpress kept: bool (layers, kv_heads, length)."""
+    start = f"{prompt}/{press}/"
+    return {
+        int(name.removeprefix(start)): torch.from_numpy(
+            np.unpackbits(FIXTURES[name], axis=-1, count=PROMPTS[prompt]).astype(bool)
+        )
+        for name in FIXTURES.files
+        if name.startswith(start)
+    }
+
+
+def states(prompts: list[str], layer: int) -> list[torch.Tensor]:
+    """queries, keys, values of one layer, the prompts padded on the left to one batch. Pads hold what would win every
+    comparison if it were looked at."""
+    width = max(PROMPTS[prompt] for prompt in prompts)
+    batch = []
+    for name in ("queries", "keys", "values"):
+        rows = [torch.from_numpy(FIXTURES[f"{prompt}/{name}"][layer]) for prompt in prompts]
+        batch.append(
+            torch.stack([torch.nn.functional.pad(row, (0, 0, width - row.shape[1], 0), value=9.0) for row in rows])
+        )
+    return batch
+
+
+def kept(method: str, options: dict, prompts: list[str], layer: int, budgets: list[int]) -> list[torch.Tensor]:
+    """What our method keeps of one layer: bool (kv_heads, length) for each prompt of the batch."""
+    options = dict(options)
+    engine = {name: options.pop(name) for name in ("head_budget", "safeguard") if name in options}
+    lengths = [PROMPTS[prompt] for prompt in prompts]
+    queries, keys, values = states(prompts, layer)
+    padding = torch.tensor([[max(lengths) - length] for length in lengths])
+    prompt = kvcompress.Prompt(
+        layer_idx=layer,
+        num_layers=FIXTURES[f"{prompts[0]}/keys"].shape[0],
+        lengths=lengths,
+        budgets=budgets,
+        scaling=keys.shape[-1] ** -0.5,
+        padding=padding if padding.any() else None,
+        row_seeds=tuple(range(len(prompts))),
+        **engine,
+    )
+    indices = kvcompress.make_cluster(method, **options).update_kv(queries, keys, values, prompt).indices
+    columns = max(lengths)
+    chosen = torch.zeros(*indices.shape[:2], columns + 1, dtype=torch.bool)
+    chosen = chosen.scatter(2, indices.remainder(columns + 1), True)[..., :columns]
+    return [row[:, columns - length :] for row, length in zip(chosen, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("press", SAME)
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_the_kept_sets_are_those_of_kvpress(prompt, press):
+    expected = recorded(prompt, press)
+    if not expected:
+        pytest.skip("this prompt is too short for the press to score anything")
+    for entries, layers in expected.items():
+        for layer, theirs in enumerate(layers):
+            budget, rest = divmod(int(theirs.sum()), len(theirs))
+            assert rest == 0, "kvpress keeps a whole number per head on average"
+            (ours,) = kept(*SAME[press], [prompt], layer, [budget])
+            assert torch.equal(ours, theirs), f"{press} {entries}: layer {layer}"
+
+
+@pytest.mark.parametrize("press", SAME)
+def test_the_kept_sets_in_a_padded_batch_are_those_of_kvpress(press):
+    prompts = ["qwen2-150", "qwen2-301"]
+    expected = [recorded(prompt, press) for prompt in prompts]
+    for pair in zip(*(each.values() for each in expected), strict=False):
+        for layer, theirs in enumerate(zip(*pair, strict=True)):
+            budgets = [int(mask.sum()) // len(mask) for mask in theirs]
+            ours = kept(*SAME[press], prompts, layer, budgets)
+            assert all(map(torch.equal, ours, theirs)), f"{press} {budgets}: layer {layer}"
+
+
+@pytest.mark.parametrize(("press", "beta"), [("pyramidkv-8-5", 20), ("pyramidkv-8-5-beta-3", 3)])
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_pyramid_budgets_differ_from_kvpress_only_by_an_exact_sum(prompt, press, beta):
+    """Ours sum to layers * budget; kvpress rounds each layer, and clamps the first layer to the prompt without its
+    window, where ours clamps to the prompt."""
+    length, clamped = PROMPTS[prompt], 0
+    for entries, layers in recorded(prompt, press).items():
+        theirs = layers[:, 0].sum(-1).tolist()
+        ours = pyramid(entries, length, len(layers), beta, least=8)
+        assert sum(ours) == entries * len(layers)
+        if max(theirs) == length - 8:
+            clamped += 1
+            continue
+        assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= 1, entries
+    assert clamped < len(recorded(prompt, press))
