@@ -61,7 +61,7 @@ def compressed_attention(
         result = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     else:
         result = attend_to_kept(base, attend, module, query, key, value, layer, scaling=scaling, **kwargs)
-    layer.after_attention(query, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    layer.after_attention(query, query.shape[-1] ** -0.5 if scaling is None else scaling, module)
     return result
 
 

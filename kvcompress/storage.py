@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .clusters.base import Kept
+from .prompt import Kept
 from .quantization import Quantized, Quantizer
 
 LEAST_ROOM = 32
