@@ -64,7 +64,7 @@ def compressed_attention(
         result = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     else:
         result = attend_to_kept(base, attend, module, query, key, value, layer, scaling=scaling, **kwargs)
-    layer.after_attention(query, scaling)
+    layer.after_attention(query, scaling, module)
     return result
 
 

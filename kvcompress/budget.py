@@ -1,6 +1,7 @@
 """How many KV entries a prompt may keep."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -36,6 +37,37 @@ class Budget:
         """Entries kept of `length`: `ratio * length` rounded half up, at least 1 and at most `length`."""
         wanted = self.entries if self.ratio is None else math.floor(self.ratio * length + 0.5)
         return min(max(wanted, 1), length)
+
+
+def allocate(weights: Sequence[float], total: int, most: int) -> list[int]:
+    """Integers in proportion to the weights, each at most `most` and, where the total allows, at least 1, that sum to
+    exactly `total`: what a capped one cannot take goes to the others, and what rounding leaves over goes by largest
+    remainder, the earlier one among equals."""
+    count = len(weights)
+    if not 0 <= total <= count * most:
+        raise ValueError(f"{total} cannot be shared out over {count} parts of at most {most}")
+    least = 1 if total >= count else 0
+    top = max(weights)
+    positive = [max(weight / top, 1e-9) if top > 0 else 1.0 for weight in weights]
+
+    def shares(scale: float) -> list[float]:
+        return [min(max(scale * weight, least), most) for weight in positive]
+
+    low, high = 0.0, (most + 1) / min(positive)
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(shares(middle)) < total else (low, middle)
+    wanted = shares(high)
+    parts = [math.floor(share + 1e-9) for share in wanted]
+    order = sorted(range(count), key=lambda i: (parts[i] - wanted[i], i))  # largest remainder first
+    over = sum(parts) - total
+    for i in reversed(order):  # only where rounding noise lifted a share to the next integer
+        if over > 0 and parts[i] > least:
+            parts[i], over = parts[i] - 1, over - 1
+    for i in order:
+        if over < 0 and parts[i] < most:
+            parts[i], over = parts[i] + 1, over + 1
+    return parts
 
 
 def pyramid(budget: int, length: int, num_layers: int, beta: float, least: int) -> list[int]:

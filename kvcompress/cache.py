@@ -49,9 +49,10 @@ class CompressedCache(DynamicCache):
             raise KVCompressError(f"cache_implementation={kind!r} needs max_new_tokens=: the room of its fixed shapes")
         super().__init__(config=config)
         self.config = config
-        for layer_idx, layer in enumerate(self.layers):
-            if type(layer) is DynamicLayer:
-                self.layers[layer_idx] = CompressedLayer(layer_idx, len(self.layers), self.policy, max_new_tokens)
+        full_attention = [layer_idx for layer_idx, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
+        for place, layer_idx in enumerate(full_attention):
+            layer = CompressedLayer(layer_idx, place, len(full_attention), self.policy, max_new_tokens)
+            self.layers[layer_idx] = layer
         compressed = len(self.compressed_layers)
         if compressed < len(self.layers):
             _say_once(
@@ -71,8 +72,18 @@ class CompressedCache(DynamicCache):
             return False
         chunk = Chunk.of(self.config, self.policy.engine, is_first, batch, columns, input_ids, attention_mask)
         for layer in self.compressed_layers:
-            layer.chunk, layer.staged = chunk, None
+            layer.chunk, layer.staged, layer.pending = chunk, None, None
         return True
+
+    def finish(self) -> None:
+        """A prompt's forward pass is over: where the layers' budgets depend on all layers, compress them now."""
+        waiting = [layer for layer in self.compressed_layers if layer.pending is not None]
+        if not waiting:
+            return
+        measured = torch.stack([layer.pending.measured for layer in waiting]).cpu()
+        budgets = self.policy.layer_budget.budgets(waiting[0].pending.share, measured)
+        for layer in waiting:
+            layer.finish(budgets)
 
     def crop(self, tokens_to_remove: int) -> None:
         raise KVCompressError(

@@ -102,9 +102,12 @@ class Session:
         return (), kwargs
 
     def _after_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict, output: Any) -> Any:
-        """For `first_token="compressed"`: feed the prompt's last token again, on what was kept."""
+        """Finish a prompt. For `first_token="compressed"`: feed its last token again, on what was kept."""
         cache = kwargs["past_key_values"]
-        if not self._is_prompt or cache.policy.engine.first_token == "full":
+        if not self._is_prompt:
+            return None
+        cache.finish()
+        if cache.policy.engine.first_token == "full":
             return None
         cache.forget_last()
         last = {"past_key_values": cache, "attention_mask": kwargs.get("attention_mask"), "use_cache": True}

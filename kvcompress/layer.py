@@ -3,42 +3,39 @@
 How entries are laid out in memory is in storage.py; which of them stay is the cluster's choice.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from .budget import allocate
 from .chunk import Chunk
-from .clusters.base import Kept, Prompt
 from .errors import KVCompressError
+from .part import Part, context_part, evictable, joined, right_aligned, with_budgets
 from .policy import Policy
+from .prompt import Kept, Prompt
 from .scoring import pad_columns
 from .storage import DenseStorage, OffloadedStorage, QuantizedStorage, RaggedStorage, StaticStorage, Storage, store
 
 
-def joined(parts: list[Kept]) -> Kept:
-    """All slots of the parts, one behind the other."""
-    return Kept(
-        torch.cat([part.keys for part in parts], dim=2),
-        torch.cat([part.values for part in parts], dim=2),
-        torch.cat([part.indices for part in parts], dim=2),
-    )
+@dataclass
+class Pending:
+    """A prompt that was scored, and is kept whole until all layers' budgets are known."""
+
+    chunk: Chunk
+    part: Part
+    scores: torch.Tensor
+    measured: torch.Tensor
+
+    @property
+    def share(self) -> Prompt:
+        return evictable(self.part.prompt)
 
 
-def _columns_of(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """(batch, heads, width, head_dim): the given columns (batch, width) of each row of the states."""
-    return states.gather(2, columns[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
-
-
-def right_aligned(kept: Kept) -> Kept:
-    """The same entries with all unused slots, which may stand anywhere, at the front."""
-    order = kept.indices.argsort(dim=-1, stable=True)
-    rows = order.unsqueeze(-1)
-    return Kept(
-        kept.keys.gather(2, rows.expand(-1, -1, -1, kept.keys.shape[3])),
-        kept.values.gather(2, rows.expand(-1, -1, -1, kept.values.shape[3])),
-        kept.indices.gather(2, order),
-    )
+def _is_uniform(part: Part, prompt: Prompt) -> bool:
+    """Whether every row and head of what is kept fills all slots."""
+    equal = prompt.padding is None and len(set(prompt.budgets)) == 1
+    return equal and part.rest is None and prompt.head_budget != "adaptive"
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -52,14 +49,19 @@ class CompressedLayer(CacheLayerMixin):
         storage: what is kept, None before the first prompt.
         counted: tokens seen; with static shapes those of the prompt, the storage counts the others.
         staged: keys and values of the prompt that is being processed.
+        pending: a prompt whose choice waits for the other layers.
+        layer_shares: what the layers kept of the latest prompt, [layer][row], where that was measured.
+        memory: for a cluster that accumulates, its sum for every stored entry, (batch, kv_heads, entries).
         chunk: what is known of that prompt; the cache sets it before the forward pass.
     """
 
     is_sliding = False
 
-    def __init__(self, layer_idx: int, num_layers: int, policy: Policy, room: int | None):
+    def __init__(self, layer_idx: int, place: int, num_layers: int, policy: Policy, room: int | None):
+        """`layer_idx`: the model's; `place`: among the `num_layers` layers that are compressed."""
         super().__init__()
-        self.layer_idx, self.num_layers, self.policy, self.room = layer_idx, num_layers, policy, room
+        self.layer_idx, self.place, self.num_layers = layer_idx, place, num_layers
+        self.policy, self.room = policy, room
         self.reset()
 
     def reset(self) -> None:
@@ -67,6 +69,9 @@ class CompressedLayer(CacheLayerMixin):
         self.storage: Storage | None = None
         self.staged: tuple[torch.Tensor, torch.Tensor] | None = None
         self.chunk: Chunk | None = None
+        self.pending: Pending | None = None
+        self.layer_shares: list[list[int]] | None = None
+        self.memory: torch.Tensor | None = None
         self.counted = self.decoded = self.prompt_columns = 0
         self.recent_queries: list[torch.Tensor] = []
         self.row_seeds: tuple[int, ...] = ()
@@ -113,7 +118,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """New states (batch, kv_heads, new, head_dim) in; the keys and values to attend over out."""
-        if self.staged is not None:
+        if self.staged is not None or self.pending is not None:
             raise KVCompressError(
                 f"layer {self.layer_idx} was never compressed: the model's attention does not go through "
                 "transformers' attention interface, or the model is not inside kvcompress.compress(...)"
@@ -160,9 +165,12 @@ class CompressedLayer(CacheLayerMixin):
         self.storage.select(indices)
         self.prompt_kept = self.prompt_kept[indices]
         self.recent_queries = [queries[indices] for queries in self.recent_queries]
+        self.memory = None if self.memory is None else self.memory[indices]
         rows = indices.tolist()
         self.prompt_lengths = [self.prompt_lengths[row] for row in rows]
         self.row_seeds = tuple(self.row_seeds[row] for row in rows)
+        if self.layer_shares is not None:
+            self.layer_shares = [[layer[row] for row in rows] for layer in self.layer_shares]
 
     def snapshot(self) -> dict[str, object]:
         """The layer's state; what is appended from now on does not touch it."""
@@ -177,10 +185,11 @@ class CompressedLayer(CacheLayerMixin):
 
     def forget_last(self) -> None:
         """Drop the last token of the prompt that was just compressed, so that it can be fed again."""
-        kept = self.storage.kept(self.seen)
+        kept = self._kept(self.seen)
         last = kept.indices == self.seen - 1
         rest = right_aligned(replace(kept, indices=kept.indices.masked_fill(last, -1)))
         self.storage = self._new_storage(rest.keys, rest.values, rest.indices, None)
+        self.memory = rest.memory
         # The token that is fed again is stored in every head, whether the cluster had kept it or not.
         self.prompt_kept = self.prompt_kept + 1 - last.any(2).float().mean(1)
         self.counted -= 1
@@ -215,65 +224,109 @@ class CompressedLayer(CacheLayerMixin):
         return torch.cat([visible[:, :, None].expand(-1, -1, query_length, -1), new], dim=-1)
 
     @torch.no_grad()
-    def after_attention(self, queries: torch.Tensor, scaling: float) -> None:
-        """Compress a staged prompt; while decoding, evict when it is time. `queries`: (batch, heads, new, head_dim)."""
+    def after_attention(self, queries: torch.Tensor, scaling: float, module: torch.nn.Module) -> None:
+        """Compress a staged prompt; while decoding, evict when it is time. `queries`: (batch, heads, new, head_dim);
+        `module`: the model's attention module."""
         if self.staged is not None:
-            self._compress(queries, scaling)
+            self._compress(queries, scaling, module)
         elif self.policy.decode is not None:
             self._remember(queries)
             if self.decoded >= self.policy.decode_interval:
-                self._evict(scaling)
+                self._evict(scaling, module)
 
     # -- compression
 
-    def _compress(self, queries: torch.Tensor, scaling: float) -> None:
-        """Store what the cluster keeps of the staged prompt."""
+    def _compress(self, queries: torch.Tensor, scaling: float, module: torch.nn.Module) -> None:
+        """Store what the cluster keeps of the staged prompt; where that depends on all layers, get ready for it."""
         (keys, values), chunk = self.staged, self.chunk
         self.staged = self.chunk = None
-        budgets = self._budgets(chunk)
-        padding = None if chunk.padding is None else chunk.padding.to(keys.device)
-        if budgets == chunk.context and self._is_whole:
-            # Nothing to drop: pads stay too, so that every shape is that of transformers' own cache.
-            pads = None if padding is None else pad_columns(padding, chunk.columns)[:, 0]
-            self._store_whole(keys, values, pads)
-            kept = torch.tensor(chunk.lengths, device=keys.device, dtype=torch.float32)
-        else:
-            vision = None if chunk.vision is None else chunk.vision.to(keys.device)
-            text = None
-            if self.policy.engine.ratio_of == "vision":
-                text = tuple(n - images for n, images in zip(chunk.context, chunk.vision_lengths, strict=True))
-            prompt = Prompt(
-                layer_idx=self.layer_idx,
-                num_layers=self.num_layers,
-                lengths=chunk.lengths,
-                budgets=budgets,
-                scaling=scaling,
-                padding=padding,
-                vision=vision,
-                protected=None if text is None else ~vision,
-                protected_lengths=text or (),
-                row_seeds=chunk.row_seeds,
-                head_budget=self.policy.head_budget,
-                safeguard=self.policy.engine.safeguard,
-            )
-            if chunk.context == chunk.lengths:
-                result = self._update_kv(queries, keys, values, prompt)
-                uniform = padding is None and prompt.head_budget == "uniform" and len(set(budgets)) == 1
-            else:
-                result = self._update_context(queries, keys, values, prompt, chunk.context)
-                uniform = False
-            kept = (result.indices >= 0).sum(2).float().mean(1)
-            first = self.seen - chunk.columns
-            result = replace(result, indices=torch.where(result.indices < 0, -1, result.indices + first))
-            self._store(result, first, uniform)
-        self.prompt_kept = kept if self.prompt_kept is None else self.prompt_kept + kept
-        before = self.prompt_lengths or [0] * len(budgets)
-        self.prompt_lengths = [a + b for a, b in zip(before, chunk.lengths, strict=True)]
-        self.prompt_columns += chunk.columns
-        self.row_seeds = chunk.row_seeds
         self.decoded, self.recent_queries = 0, []
         if self.policy.decode is not None:
             self._remember(queries)
+        budgets = self._budgets(chunk)
+        prompt = self._prompt(chunk, budgets, scaling, module, keys.device)
+        if budgets == chunk.context and self._is_whole:
+            # Nothing to drop: pads stay too, so that every shape is that of transformers' own cache.
+            pads = None if prompt.padding is None else pad_columns(prompt.padding, chunk.columns)[:, 0]
+            self._store_whole(keys, values, pads, self._observe(queries, keys, prompt))
+            self._count(chunk, torch.tensor(chunk.lengths, device=keys.device, dtype=torch.float32))
+            return
+        part = Part(queries, keys, values, prompt)
+        if chunk.context != chunk.lengths:
+            part = context_part(queries, keys, values, prompt, chunk.context)
+        if max(chunk.context) == 0:
+            self._settle(chunk, part.rest, uniform=False)
+            return
+        part.prompt = replace(part.prompt, accumulated=self._observe(part.queries, part.keys, part.prompt))
+        cluster, rule = self.policy.cluster, self.policy.layer_budget
+        if rule.is_measured:
+            scores = cluster.score(part.queries, part.keys, part.values, part.prompt)
+            measured = rule.measure(part.queries, part.keys, part.values, scores, part.prompt)
+            part.queries = None
+            self.pending = Pending(chunk, part, scores, measured)
+            return
+        prompt = with_budgets(part.prompt, rule.budgets(evictable(part.prompt))[self.place])
+        kept = cluster.update_kv(part.queries, part.keys, part.values, prompt)
+        self._settle(chunk, part.in_prompt(kept), uniform=_is_uniform(part, prompt))
+
+    def finish(self, budgets: list[list[int]]) -> None:
+        """Make the choice that waited for all layers. `budgets`: entries kept of the evictable ones, [layer][row]."""
+        pending, self.pending, self.layer_shares = self.pending, None, budgets
+        part = pending.part
+        prompt = with_budgets(part.prompt, budgets[self.place])
+        kept = self.policy.cluster.keep(pending.scores, part.keys, part.values, prompt)
+        self._settle(pending.chunk, part.in_prompt(kept), uniform=_is_uniform(part, prompt))
+
+    def _prompt(
+        self, chunk: Chunk, budgets: list[int], scaling: float, module: torch.nn.Module, device: torch.device
+    ) -> Prompt:
+        vision = None if chunk.vision is None else chunk.vision.to(device)
+        text = None
+        if self.policy.engine.ratio_of == "vision":
+            text = tuple(n - images for n, images in zip(chunk.context, chunk.vision_lengths, strict=True))
+        return Prompt(
+            lengths=chunk.lengths,
+            budgets=budgets,
+            padding=None if chunk.padding is None else chunk.padding.to(device),
+            vision=vision,
+            protected=None if text is None else ~vision,
+            protected_lengths=text or (),
+            row_seeds=chunk.row_seeds,
+            **self._constants(scaling, module),
+        )
+
+    def _constants(self, scaling: float, module: torch.nn.Module) -> dict[str, object]:
+        """The fields of every `Prompt` of this layer."""
+        engine = self.policy.engine
+        return {
+            "layer_idx": self.place,
+            "num_layers": self.num_layers,
+            "scaling": scaling,
+            "module": module,
+            "window": self.policy.cluster.query_window,
+            "head_budget": self.policy.head_budget,
+            "safeguard": engine.safeguard,
+            "pyramid_beta": engine.pyramid_beta,
+            "merge": self.policy.part("merge"),
+            "merge_modality": engine.merge_modality,
+        }
+
+    def _observe(self, queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt) -> torch.Tensor | None:
+        return self.policy.cluster.observe(queries, keys, prompt) if self.policy.accumulates else None
+
+    def _settle(self, chunk: Chunk, kept: Kept, uniform: bool) -> None:
+        """Store what is kept of a prompt. `uniform`: it is known that no slot is unused."""
+        first = self.seen - chunk.columns
+        self._count(chunk, (kept.indices >= 0).sum(2).float().mean(1))
+        self._store(replace(kept, indices=torch.where(kept.indices < 0, -1, kept.indices + first)), first, uniform)
+
+    def _count(self, chunk: Chunk, kept: torch.Tensor) -> None:
+        """Note a prompt of which `kept` entries (batch,) were stored, in the mean over KV heads."""
+        self.prompt_kept = kept if self.prompt_kept is None else self.prompt_kept + kept
+        before = self.prompt_lengths or [0] * len(chunk.lengths)
+        self.prompt_lengths = [a + b for a, b in zip(before, chunk.lengths, strict=True)]
+        self.prompt_columns += chunk.columns
+        self.row_seeds = chunk.row_seeds
 
     def _budgets(self, chunk: Chunk) -> list[int]:
         """Entries to keep of each row's context, per KV head."""
@@ -284,82 +337,65 @@ class CompressedLayer(CacheLayerMixin):
             for length, images in zip(chunk.context, chunk.vision_lengths, strict=True)
         ]
 
-    def _update_context(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt, context: list[int]
-    ) -> Kept:
-        """Compress each row's first `context` real tokens as if they were the whole prompt, and keep the rest."""
-        columns = keys.shape[2]
-        pads = torch.tensor([columns - length for length in prompt.lengths], device=keys.device)
-        length = torch.tensor(context, device=keys.device)
-        width = max(context)
-        part = []
-        if width:
-            # Rows end their context at different columns: shift each so that all are aligned to the right.
-            empty = width - length
-            source = (pads - empty)[:, None] + torch.arange(width, device=keys.device)
-            padding = empty[:, None] if min(context) < width else None
-            source_rows = source.clamp(min=0)
-            taken = [_columns_of(states, source_rows) for states in (queries, keys, values)]
-            masks = {
-                name: None if mask is None else mask.gather(1, source_rows)
-                for name, mask in (("vision", prompt.vision), ("protected", prompt.protected))
-            }
-            inner = replace(prompt, lengths=context, padding=padding, **masks)
-            result = self._update_kv(*taken, inner)
-            indices = source_rows[:, None].expand(-1, keys.shape[1], -1).gather(2, result.indices.clamp(min=0))
-            part.append(replace(result, indices=indices.masked_fill(result.indices < 0, -1)))
-        rest = torch.arange(min(context), columns, device=keys.device)  # columns of every row's question, and more
-        is_question = (rest >= (pads + length)[:, None])[:, None].expand(-1, keys.shape[1], -1)
-        part.append(Kept(keys[:, :, rest], values[:, :, rest], torch.where(is_question, rest, -1)))
-        return right_aligned(joined(part))
-
-    def _update_kv(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> Kept:
-        # A layer's share is one of what can be evicted at all.
-        fixed = prompt.protected_lengths or (0,) * len(prompt.lengths)
-        share = replace(
-            prompt,
-            lengths=[length - n for length, n in zip(prompt.lengths, fixed, strict=True)],
-            budgets=[budget - n for budget, n in zip(prompt.budgets, fixed, strict=True)],
-        )
-        budgets = [n + more for n, more in zip(fixed, self.policy.cluster.layer_budgets(share), strict=True)]
-        return self.policy.cluster.update_kv(queries, keys, values, replace(prompt, budgets=budgets))
-
-    def _evict(self, scaling: float) -> None:
+    def _evict(self, scaling: float, module: torch.nn.Module) -> None:
         """Bring the stored entries, decoded ones included, back to the decode budget."""
-        kept = self.storage.kept(self.seen)
+        kept = self._kept(self.seen)
         used = kept.indices >= 0
         entries = used.sum(-1).amax(1).tolist()
         answer = self.seen - self.prompt_columns
         tokens = [length + answer for length in self.prompt_lengths]  # of each row, evicted ones included
+        queries = torch.cat(self.recent_queries, dim=2) if self.recent_queries else None
         prompt = Prompt(
-            layer_idx=self.layer_idx,
-            num_layers=self.num_layers,
             lengths=tokens,
             budgets=[self.policy.decode(n) for n in tokens],
-            scaling=scaling,
             padding=(~used).sum(-1),
             row_seeds=self.row_seeds,
-            head_budget=self.policy.head_budget,
-            safeguard=self.policy.engine.safeguard,
             columns=kept.indices,
             seen=self.seen,
             tokens=tuple(tokens),
+            **self._constants(scaling, module),
         )
+        if self.policy.accumulates:
+            added = self.policy.cluster.observe(queries[:, :, -self.decoded :], kept.keys, prompt)
+            prompt = replace(prompt, accumulated=kept.memory + added)
+            self.memory = prompt.accumulated
         # Layers share a row's budget out by its tokens, which are the same for all, not by what each happens to hold.
-        shares = self.policy.cluster.layer_budgets(prompt)
+        shares = self._decode_shares(prompt)
         budgets = [min(share, held) for share, held in zip(shares, entries, strict=True)]
         self.decoded = 0
         if budgets == entries:
             return
-        queries = torch.cat(self.recent_queries, dim=2) if self.recent_queries else None
-        prompt = replace(prompt, lengths=entries, budgets=budgets)
-        result = self.policy.cluster.update_kv(queries, kept.keys, kept.values, prompt)
+        if queries is not None and self.policy.cluster.query_window:
+            queries = queries[:, :, -self.policy.cluster.query_window :]
+        result = self.policy.cluster.update_kv(
+            queries, kept.keys, kept.values, replace(prompt, lengths=entries, budgets=budgets)
+        )
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
         self.storage = self._new_storage(result.keys, result.values, columns, None)
+        self.memory = result.memory
+
+    def _decode_shares(self, prompt: Prompt) -> list[int]:
+        """This layer's budget of each row. Shares that were measured in the prompt stay as they were."""
+        if self.layer_shares is None:
+            rule = self.policy.layer_budget
+            return prompt.budgets if rule.is_measured else rule.budgets(prompt)[self.place]
+        return [
+            allocate([layer[row] for layer in self.layer_shares], budget * self.num_layers, length)[self.place]
+            for row, (budget, length) in enumerate(zip(prompt.budgets, prompt.lengths, strict=True))
+        ]
+
+    def _kept(self, seen: int) -> Kept:
+        """All that is stored, with what is remembered of it; tokens appended since have nothing yet."""
+        kept = self.storage.kept(seen)
+        if not self.policy.accumulates:
+            return kept
+        known = kept.keys.new_zeros(*kept.indices.shape[:2], 0).float() if self.memory is None else self.memory
+        new = kept.indices.shape[2] - known.shape[2]
+        return replace(kept, memory=torch.nn.functional.pad(known, (0, new)))
 
     def _remember(self, queries: torch.Tensor) -> None:
         """Keep the last rotated queries, as many as the cluster scores with."""
-        window = self.policy.cluster.query_window
+        window = self.policy.query_window
         if not window:
             return
         self.recent_queries.append(queries[:, :, -window:].clone())  # a view would keep all of the prompt's alive
@@ -375,7 +411,10 @@ class CompressedLayer(CacheLayerMixin):
             return self.storage.is_whole
         return self.storage is None
 
-    def _store_whole(self, keys: torch.Tensor, values: torch.Tensor, pads: torch.Tensor | None) -> None:
+    def _store_whole(self, keys, values, pads: torch.Tensor | None, memory: torch.Tensor | None) -> None:
+        if memory is not None and self.storage is not None:
+            memory = torch.cat([self._kept(self.seen - keys.shape[2]).memory, memory], dim=2)
+        self.memory = memory
         if self.storage is not None:
             hidden = self.storage.visible()
             if hidden is not None or pads is not None:
@@ -392,8 +431,9 @@ class CompressedLayer(CacheLayerMixin):
             self.storage.extend(kept, first)  # what is quantized already stays as it is
             return
         if self.storage is not None:
-            kept = right_aligned(joined([self.storage.kept(first), kept]))
+            kept = right_aligned(joined(self._kept(first), kept))
             uniform = False
+        self.memory = kept.memory
         self.storage = self._new_storage(kept.keys, kept.values, kept.indices, None, uniform)
 
     def _new_storage(self, keys, values, indices, pads, uniform: bool = False) -> Storage:

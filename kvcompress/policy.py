@@ -8,6 +8,8 @@ from pydantic import Field, PositiveInt
 from .budget import Budget
 from .clusters.base import KVCluster, MethodInfo, make_cluster, method_info
 from .errors import KVCompressError, unknown_name, validated
+from .layer_budgets import LayerBudget, layer_budget
+from .merging import MERGES
 from .quantization import Quantizer
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -18,9 +20,18 @@ class Engine:
     """What applies to every method. Each field is an option of `compress`, `CompressedCache` and the plugin.
 
     Attributes:
-        head_budget: `uniform`: each KV head keeps as much; `adaptive`: the heads of a row share one budget and keep
-            as their scores deserve (AdaKV). None: what the method prescribes, uniform for most.
+        scorer: name of another method whose scores, and options, take the place of this method's own; this method
+            then says how budgets are shared out, what is merged, and when.
+        layer_budget: how the budget is shared out over the layers: a name of `list_layer_budgets()`. None: what the
+            method prescribes, uniform for most.
+        pyramid_beta: for `layer_budget=pyramid`: the mean budget over the last layer's.
+        head_budget: `uniform`: each KV head keeps as much; `shared`: all heads of a layer keep the same tokens, those
+            with the highest mean score; `adaptive`: the heads of a row share one budget and keep as their scores
+            deserve (AdaKV). None: what the method prescribes, uniform for most.
         safeguard: with adaptive heads, the part of its even share that each head is sure of.
+        merge: what becomes of evicted entries: `none`: they are dropped; `average`, `pivot`, `weighted`: each is merged
+            into the kept entry whose key is most like its own (see merging.py). None: what the method prescribes.
+        merge_modality: `any`; `same`: vision is merged into vision and text into text only.
         scope: `prompt`: the whole prompt is scored and compressed, the question steers the selection; `context`: only
             what precedes the question, up to the last image or video token of the row or up to `context_tokens`.
         context_tokens: for `scope=context`, how many leading tokens of each row are the context; negative: all but
@@ -40,8 +51,13 @@ class Engine:
             that share a scale, decoded tokens that wait in full precision.
     """
 
-    head_budget: Literal["uniform", "adaptive"] | None = None
+    scorer: str | None = None
+    layer_budget: str | None = None
+    pyramid_beta: Annotated[float, Field(ge=1)] = 20.0
+    head_budget: Literal["uniform", "shared", "adaptive"] | None = None
     safeguard: Annotated[float, Field(ge=0, le=1)] = 0.2
+    merge: str | None = None
+    merge_modality: Literal["any", "same"] = "any"
     scope: Literal["prompt", "context"] = "prompt"
     context_tokens: int | None = None
     ratio_of: Literal["prompt", "vision"] = "prompt"
@@ -64,37 +80,61 @@ STORAGE_OPTIONS = ("cache_implementation", "kv_bits", "kv_backend", "kv_group_si
 FULL_OPTIONS = ("first_token", *STORAGE_OPTIONS)  # the others say how to compress
 
 
-def all_options(info: MethodInfo) -> dict[str, object]:
-    """Every option that a method takes, its own and the engine's, with its default."""
+PARTS = ("layer_budget", "head_budget", "merge", "decode_interval")  # None: the method's own choice
+
+
+def all_options(info: MethodInfo, scorer: str | None = None) -> dict[str, object]:
+    """Every option that a method takes, its own (with a `scorer` that one's) and the engine's, with its default."""
     engine = {field.name: field.default for field in fields(Engine)}
     if info.name == "full":
         return {**info.options, **{name: engine[name] for name in FULL_OPTIONS}}
-    return {**info.options, **engine, "head_budget": info.cls.head_budget, "decode_interval": info.cls.decode_interval}
+    own = info.options if scorer is None else method_info(scorer).options
+    return {**own, **engine, **{part: getattr(info.cls, part) for part in PARTS}}
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A cluster, its budget, and the engine's options, with the method's own choices filled in."""
+    """What scores (`cluster`), how much is kept, and the engine's options, with the method's own choices filled in."""
 
     method: str
     cluster: KVCluster
     budget: Budget
     engine: Engine
 
+    def part(self, name: str) -> object:
+        """One of `PARTS`: as the user gave it, else as the method prescribes."""
+        given = getattr(self.engine, name)
+        return getattr(method_info(self.method).cls, name) if given is None else given
+
     @property
     def head_budget(self) -> str:
-        return self.engine.head_budget or self.cluster.head_budget
+        return self.part("head_budget")
+
+    @property
+    def layer_budget(self) -> LayerBudget:
+        return layer_budget(self.part("layer_budget"))
 
     @property
     def decode_interval(self) -> int:
-        return self.engine.decode_interval or self.cluster.decode_interval
+        return self.part("decode_interval")
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the stored entries' scores are carried on from eviction to eviction."""
+        return self.decode is not None and type(self.cluster).observe is not KVCluster.observe
+
+    @property
+    def query_window(self) -> int:
+        """How many of the last queries are remembered while decoding."""
+        return max(self.cluster.query_window, self.decode_interval if self.accumulates else 0)
 
     @property
     def options(self) -> dict[str, object]:
         """Every option of the method with the value in force, as in `all_options`."""
         given = {**asdict(self.cluster), **asdict(self.engine)}
-        own = {"head_budget": self.head_budget, "decode_interval": self.decode_interval}
-        return {name: own.get(name, given[name]) for name in all_options(method_info(self.method))}
+        parts = {name: self.part(name) for name in PARTS}
+        valid = all_options(method_info(self.method), self.engine.scorer)
+        return {name: parts.get(name, given[name]) for name in valid}
 
     @property
     def decode(self) -> Budget | None:
@@ -108,13 +148,17 @@ def make_policy(
     method: str | None = None, ratio: float | None = None, budget: int | None = None, **options: object
 ) -> Policy:
     """Check and combine what the user gave; `options` are the method's and the engine's. Raises KVCompressError."""
-    info = method_info(method)
+    info, scorer = method_info(method), options.get("scorer")
+    valid = all_options(info, scorer)
     for name in options:
-        if name not in all_options(info):
-            raise unknown_name(f"method {info.name!r} has no option", name, all_options(info))
-    own = {name: value for name, value in options.items() if name in info.options}
-    cluster = make_cluster(method, **own)
+        if name not in valid:
+            raise unknown_name(f"method {info.name!r} has no option", name, valid)
+    scored_by = info if scorer is None else method_info(scorer)
+    own = {name: value for name, value in options.items() if name in scored_by.options}
+    cluster = make_cluster(scored_by.name, **own)
     engine = validated(Engine, "option", {name: value for name, value in options.items() if name not in own})
+    policy = Policy(info.name, cluster, method_budget(info.name, ratio, budget), engine)
+    _check_parts(policy, info, scored_by)
     if engine.context_tokens is not None and engine.scope != "context":
         raise KVCompressError(f"context_tokens={engine.context_tokens} needs scope='context'")
     if engine.decode_budget is not None and engine.decode_ratio is not None:
@@ -129,7 +173,29 @@ def make_policy(
         engine.quantizer.check()
     elif given := [name for name in STORAGE_OPTIONS[1:] if name in options and options[name] != getattr(Engine, name)]:
         raise KVCompressError(f"{given[0]}= needs cache_implementation='quantized'")
-    return Policy(info.name, cluster, method_budget(info.name, ratio, budget), engine)
+    return policy
+
+
+def _check_parts(policy: Policy, info: MethodInfo, scored_by: MethodInfo) -> None:
+    """Whether the method, the scorer, the layer budget and the merge go together."""
+
+    def overrides(cls: type[KVCluster], *names: str) -> bool:
+        return any(getattr(cls, name) is not getattr(KVCluster, name) for name in names)
+
+    if scored_by is not info and (overrides(info.cls, "keep", "select", "update_kv") or info.name == "full"):
+        raise KVCompressError(f"method {info.name!r} chooses by more than scores: it takes no scorer=")
+    if scored_by is not info and (overrides(scored_by.cls, "update_kv") or scored_by.name == "full"):
+        raise KVCompressError(f"method {scored_by.name!r} cannot be a scorer: it does not choose by scores")
+    if policy.layer_budget.is_measured and overrides(scored_by.cls, "update_kv"):
+        raise KVCompressError(
+            f"method {scored_by.name!r} takes no layer_budget={policy.part('layer_budget')!r}, which is known only "
+            "after the last layer: it chooses at once"
+        )
+    merges = ["none", *MERGES]
+    if policy.part("merge") not in merges:
+        raise unknown_name("there is no merge", policy.part("merge"), merges)
+    if policy.engine.merge_modality != "any" and policy.part("merge") == "none":
+        raise KVCompressError(f"merge_modality={policy.engine.merge_modality!r} needs merge=")
 
 
 def method_budget(method: str | None, ratio: float | None, budget: int | None) -> Budget:

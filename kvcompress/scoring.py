@@ -5,6 +5,8 @@ Padding is on the left: `padding` is None or a LongTensor (batch, 1 or kv_heads)
 that hold nothing.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
@@ -57,6 +59,53 @@ def window_attention(
     if key_columns is None:
         weights.masked_fill_(pads[..., -window:].transpose(3, 4), 0.0)
     return weights.nan_to_num_(0.0)  # a pad query sees no key
+
+
+def attention_blocks(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scaling: float,
+    padding: torch.Tensor | None = None,
+    first: int = 0,
+    block: int = 128,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """A prompt's causal attention weights from query column `first` on, a block of queries at a time: what scores that
+    need all queries are made from. Memory is `block` rows.
+
+    Yields:
+        the block's query columns, and their weights (batch, kv_heads, groups, rows, keys) in fp32 over the keys up to
+        the block's end (those behind it are not seen); rows of pad queries are zero.
+    """
+    for start in range(first, keys.shape[2], block):
+        end = min(start + block, keys.shape[2])
+        yield slice(start, end), window_attention(queries[:, :, :end], keys[:, :, :end], end - start, scaling, padding)
+
+
+def column_sums(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scaling: float,
+    padding: torch.Tensor | None = None,
+    observers: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What each key of a prompt receives from all queries, or from those at `observers` (bool (batch, queries)): the
+    column sums of the causal attention, averaged over the query heads of a KV head. (batch, kv_heads, keys)."""
+    sums = torch.zeros(keys.shape[:3], device=keys.device)
+    first = 0
+    if observers is not None:
+        first = int(observers.any(0).int().argmax())
+    for rows, weights in attention_blocks(queries, keys, scaling, padding, first):
+        if observers is not None:
+            weights = weights * observers[:, None, None, rows, None]
+        sums[..., : rows.stop] += weights.sum(3).mean(2)
+    return sums
+
+
+def protect_recent(scores: torch.Tensor, recent: list[int]) -> torch.Tensor:
+    """The scores (batch, kv_heads, keys) with +inf at the last `recent[row]` columns of each row."""
+    age = torch.arange(scores.shape[-1], 0, -1, device=scores.device)  # 1 at the last column
+    young = age <= torch.tensor(recent, device=scores.device)[:, None]
+    return scores.masked_fill(young[:, None], float("inf"))
 
 
 def pool_scores(scores: torch.Tensor, kernel_size: int, mode: str) -> torch.Tensor:

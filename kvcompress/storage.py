@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .clusters.base import Kept
 from .kernels.ragged_decode import ragged_decode
+from .prompt import Kept
 from .quantization import Quantized, Quantizer
 
 LEAST_ROOM = 32

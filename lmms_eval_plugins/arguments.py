@@ -111,7 +111,7 @@ def parse_arguments(**arguments: Any) -> tuple[ModelArguments, Cell]:
     options = {name: value for name, value in given.items() if name not in ModelArguments.model_fields}
     method = method_info(cell.get("method"))
     for option in options:
-        if option not in all_options(method):
+        if option not in all_options(method, options.get("scorer")):
             raise _unknown_argument(option, method.name)
     own = {name: value for name, value in given.items() if name not in options}
     if "pretrained" not in own:

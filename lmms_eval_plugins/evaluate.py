@@ -74,7 +74,8 @@ def check_arguments(request: Request) -> tuple["ModelArguments", list[tuple[Cell
     from .arguments import LEGACY_ARGUMENTS, TINY_MODEL, ModelArguments, parse_arguments
 
     methods = list({method_info(name).name: method_info(name) for name in request.methods}.values())
-    options = {name for info in methods for name in all_options(info)}
+    scorer = request.arguments.get("scorer")
+    options = {name for info in methods for name in all_options(info, scorer)}
     own = {name: value for name, value in request.arguments.items() if name not in options}
     for name in own:
         if name in ModelArguments.model_fields or name in LEGACY_ARGUMENTS:
@@ -94,7 +95,7 @@ def check_arguments(request: Request) -> tuple["ModelArguments", list[tuple[Cell
     cells = []
     for task in request.tasks:
         for info in methods:
-            defaults = all_options(info)
+            defaults = all_options(info, scorer)
             given = {name: value for name, value in request.arguments.items() if name in defaults}
             in_force = make_policy(info.name, 1.0, **given).options
             changed = {name: value for name, value in in_force.items() if value != defaults[name]}

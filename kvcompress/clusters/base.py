@@ -7,57 +7,9 @@ from typing import ClassVar, TypeVar
 import torch
 
 from ..errors import KVCompressError, unknown_name, validated
+from ..merging import merge_evicted
+from ..prompt import Kept, Prompt, gather
 from ..selection import adaptive_indices, top_indices
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What a cluster may know of what it compresses, in one layer: a prompt, or while decoding the stored entries.
-
-    Attributes:
-        layer_idx: index of the layer.
-        num_layers: number of layers of the model.
-        lengths: real tokens of each row (while decoding: its entries, of the KV head that has most).
-        budgets: entries to keep per KV head, one number per row; with adaptive heads their mean.
-        scaling: factor of q·k before the softmax.
-        padding: LongTensor (batch, 1 or kv_heads) of leading columns that hold nothing, or None where there are none.
-        vision: bool (batch, columns), True at image and video tokens, or None where they are unknown.
-        protected: bool (batch, columns), True at what must stay, such as text where only vision tokens are evicted.
-        protected_lengths: how many columns of each row that is; empty where nothing is protected.
-        row_seeds: one integer per row, a checksum of its tokens: randomness that follows the row, not the batch.
-        head_budget, safeguard: see `kvcompress.policy.Engine`.
-        columns: while decoding, LongTensor (batch, kv_heads, entries): the column of the sequence that each entry
-            comes from; None in a prompt, where it is its place.
-        seen: while decoding, the columns of the sequence so far.
-        tokens: while decoding, the real tokens of each row so far, evicted ones included.
-    """
-
-    layer_idx: int
-    num_layers: int
-    lengths: list[int]
-    budgets: list[int]
-    scaling: float
-    padding: torch.Tensor | None = None
-    vision: torch.Tensor | None = None
-    protected: torch.Tensor | None = None
-    protected_lengths: tuple[int, ...] = ()
-    row_seeds: tuple[int, ...] = ()
-    head_budget: str = "uniform"
-    safeguard: float = 0.2
-    columns: torch.Tensor | None = None
-    seen: int | None = None
-    tokens: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What lives on: keys and values (batch, kv_heads, kept, head_dim), and the columns of the input that they come
-    from, LongTensor (batch, kv_heads, kept), ascending; -1 marks the unused leading slots of a row or head that
-    keeps fewer."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    indices: torch.Tensor
 
 
 class KVCluster:
@@ -67,24 +19,28 @@ class KVCluster:
     does more than select (merge, for example) overrides `update_kv`. A cluster holds options only: what belongs to
     a generation is on its cache.
 
+    Its parts can be exchanged one by one: the scores (`scorer=` another method), how a budget is shared out over the
+    layers (`layer_budget=`) and over the KV heads of a layer (`head_budget=`), what becomes of evicted entries
+    (`merge=`), and how often decoding evicts (`decode_interval=`). The attributes are the method's own choice.
+
     Attributes:
         paper: where the method comes from.
-        head_budget: `adaptive` where the method splits a row's budget over its KV heads by their scores.
+        layer_budget: name of the rule in `kvcompress.layer_budgets`.
+        head_budget: `uniform`, `shared` or `adaptive`, see `kvcompress.policy.Engine`.
+        merge: `none`, or how evicted entries are merged into kept ones, see merging.py.
         decode_interval: decode steps from one eviction to the next, where the user asks for eviction and says no more.
     """
 
     paper: ClassVar[str] = ""
+    layer_budget: ClassVar[str] = "uniform"
     head_budget: ClassVar[str] = "uniform"
+    merge: ClassVar[str] = "none"
     decode_interval: ClassVar[int] = 16
 
     @property
     def query_window(self) -> int:
         """How many of the last queries `score` looks at while decoding; 0: none."""
         return 0
-
-    def layer_budgets(self, prompt: Prompt) -> list[int]:
-        """Entries to keep per KV head in this layer, one number per row; `prompt.budgets` is the mean over layers."""
-        return prompt.budgets
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
         """How much each key is worth; the highest `prompt.budgets[row]` per row and KV head are kept.
@@ -99,29 +55,33 @@ class KVCluster:
         """
         raise TypeError(f"{type(self).__name__} defines neither score nor update_kv")
 
+    def observe(self, queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt) -> torch.Tensor | None:
+        """For a method whose scores add up over all queries, prompt and answer: what these queries add to each column,
+        (batch, kv_heads, keys). While decoding that evicts, `score` finds the sum so far in `prompt.accumulated`."""
+        return None
+
     def update_kv(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> Kept:
         """Compress one layer's prompt before it is stored. Arguments as in `score`."""
-        return gather(keys, values, self.select(self.score(queries, keys, values, prompt), prompt))
+        return self.keep(self.score(queries, keys, values, prompt), keys, values, prompt)
+
+    def keep(self, scores: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> Kept:
+        """What lives on, given scores (batch, kv_heads, keys)."""
+        kept = gather(keys, values, self.select(scores, prompt), prompt.accumulated)
+        merge = prompt.merge or self.merge
+        return kept if merge == "none" else merge_evicted(kept, keys, values, prompt, merge)
 
     def select(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
         """The columns to keep, given scores (batch, kv_heads, keys); as in `Kept.indices`."""
+        head_budget = prompt.head_budget or self.head_budget
+        if head_budget == "shared":
+            scores = scores.mean(1, keepdim=True).expand_as(scores)
         if prompt.protected is not None:
             # What must stay goes before what the method itself protects, such as its window.
             scores = scores.clamp(max=torch.finfo(scores.dtype).max)
             scores = scores.masked_fill(prompt.protected[:, None], float("inf"))
-        if prompt.head_budget == "adaptive":
+        if head_budget == "adaptive":
             return adaptive_indices(scores, prompt.budgets, prompt.safeguard, prompt.padding)
         return top_indices(scores, prompt.budgets, prompt.padding)
-
-
-def gather(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor) -> Kept:
-    """The entries at `indices`, as in `Kept.indices`; what stands in unused slots does not matter."""
-    rows = indices.clamp(min=0).unsqueeze(-1)
-    return Kept(
-        keys.gather(2, rows.expand(-1, -1, -1, keys.shape[3])),
-        values.gather(2, rows.expand(-1, -1, -1, values.shape[3])),
-        indices,
-    )
 
 
 @dataclass(frozen=True)

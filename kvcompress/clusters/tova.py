@@ -16,6 +16,7 @@ class TOVAKVCluster(KVCluster):
     tokens (section 3.2). While decoding, the state of fixed size drops one token at each step."""
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2401.06104"
+    head_budget: ClassVar[str] = "shared"
     decode_interval: ClassVar[int] = 1
 
     @property
@@ -24,6 +25,6 @@ class TOVAKVCluster(KVCluster):
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
         weights = window_attention(queries, keys, 1, prompt.scaling, prompt.padding, prompt.columns, prompt.seen)
-        scores = weights[..., 0, :].mean((1, 2))  # (batch, keys)
-        scores[:, -1] = float("inf")  # the last token stays
-        return scores[:, None].expand(keys.shape[:3])
+        scores = weights[..., 0, :].mean(2)  # (batch, kv_heads, keys)
+        scores[..., -1] = float("inf")  # the last token stays
+        return scores

@@ -7,17 +7,21 @@ import torch
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress.layer_budgets import list_layer_budgets
+from kvcompress.merging import MERGES
+from kvcompress.policy import Policy, make_policy
 from tests.families import FAMILIES, Family
 
 METHODS = sorted(set(kvcompress.list_methods()) - {"full"})
 OPTIONS: dict[str, dict[str, list]] = {
     "adakv": {"window_size": [1, 8, 32], "kernel_size": [1, 7], "pooling": ["avg", "max"]},
+    "h2o": {"recent": [0.0, 0.5, 1.0]},
     "snapkv": {"window_size": [1, 4, 16, 32], "kernel_size": [1, 3, 7], "pooling": ["avg", "max"]},
     "streamingllm": {"sinks": [0, 4, 9]},
     "lagkv": {"sinks": [0, 4], "lag": [2, 8, 128]},
     "cur": {"sinks": [0, 4], "window_size": [0, 1, 16], "leverage": ["key", "value", "kv_avg", "kv_product"]},
     "chunkkv": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg", "max"], "chunk_size": [1, 5, 20]},
-    "pyramidkv": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg"], "beta": [1.0, 3.0, 20.0]},
+    "pyramidkv": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg"]},
     "random": {"seed": [0, 7], "window_size": [0, 8]},
 }
 
@@ -49,10 +53,23 @@ class Case:
         return self.method == "keydiff" and min(self.lengths) < 3
 
     @property
+    def policy(self) -> Policy:
+        return make_policy(self.method, self.ratio, **dict(self.options))
+
+    @property
     def is_adaptive(self) -> bool:
         """Whether the KV heads of a row share one budget."""
-        method = kvcompress.list_methods()[self.method].cls.head_budget
-        return dict(self.options).get("head_budget", method) == "adaptive"
+        return self.policy.head_budget == "adaptive"
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every layer has the same budget."""
+        return self.policy.part("layer_budget") == "uniform"
+
+    @property
+    def unmerged(self) -> dict[str, str]:
+        """Changes that let entries be dropped, never merged: only then is the full cache under a mask the same."""
+        return {} if self.method == "full" else {"merge": "none", "merge_modality": "any"}
 
     def compress(self, **changes: object) -> kvcompress.Session:
         arguments = {"method": self.method, "ratio": self.ratio, **dict(self.options), **changes}
@@ -70,8 +87,14 @@ def cases(draw: st.DrawFn, family: str, method: str | None = None, max_batch: in
         images = tuple(draw(st.integers(0, 2)) for _ in lengths)
     options = {name: draw(st.sampled_from(values)) for name, values in OPTIONS.get(method, {}).items()}
     if method != "full" and draw(st.booleans()):
-        options["head_budget"] = draw(st.sampled_from(["uniform", "adaptive"]))
+        options["head_budget"] = draw(st.sampled_from(["uniform", "shared", "adaptive"]))
         options["safeguard"] = draw(st.sampled_from([0.0, 0.2, 1.0]))
+    if method != "full" and draw(st.integers(0, 2)) == 0:
+        options["layer_budget"] = draw(st.sampled_from(sorted(list_layer_budgets())))
+        options["pyramid_beta"] = draw(st.sampled_from([1.0, 3.0, 20.0]))
+    if method != "full" and draw(st.integers(0, 3)) == 0:
+        options["merge"] = draw(st.sampled_from(sorted(MERGES)))
+        options["merge_modality"] = draw(st.sampled_from(["any", "same"]))
     return Case(
         family=chosen,
         heads=draw(st.sampled_from([(4, 2), (4, 1), (4, 4), (6, 2)])),

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcompress import Budget, KVCompressError
-from kvcompress.budget import pyramid
+from kvcompress.budget import allocate, pyramid
 
 
 @given(ratio=st.floats(0, 1, exclude_min=True), length=st.integers(1, 100_000))
@@ -53,3 +53,31 @@ def test_a_pyramid_worked_by_hand():
     assert pyramid(100, 10_000, 5, beta=10, least=8) == [190, 145, 100, 55, 10]
     assert pyramid(100, 150, 5, beta=10, least=8) == [150, 125, 100, 75, 50]  # the first layer keeps all it has
     assert pyramid(100, 10_000, 5, beta=20, least=8) == [100] * 5  # the last layer would hold less than the window
+
+
+@given(
+    weights=st.lists(st.floats(0, 1e6), min_size=1, max_size=40),
+    most=st.integers(0, 500),
+    share=st.floats(0, 1),
+)
+def test_an_allocation_sums_exactly_within_its_bounds_and_follows_the_weights(weights, most, share):
+    total = round(share * most * len(weights))
+    parts = allocate(weights, total, most)
+    assert sum(parts) == total
+    assert all((1 if total >= len(weights) else 0) <= part <= most for part in parts)
+    ranked = sorted(zip(weights, parts, strict=True))
+    assert all(a <= b + 1 for (_, a), (_, b) in pairwise(ranked))  # rounding may shift one entry
+
+
+def test_allocations_worked_by_hand():
+    assert allocate([1, 1, 2], 8, most=10) == [2, 2, 4]
+    assert allocate([1, 1, 2], 8, most=3) == [3, 2, 3]  # what the third cannot take goes to the others
+    assert allocate([3, 2, 2], 10, most=10) == [4, 3, 3]  # 4.29, 2.86, 2.86
+    assert allocate([0, 1], 5, most=9) == [1, 4]  # nobody is left with nothing
+    assert allocate([0, 0, 0], 4, most=9) == [2, 1, 1]
+
+
+@pytest.mark.parametrize("total", [-1, 7])
+def test_more_than_there_is_cannot_be_allocated(total):
+    with pytest.raises(ValueError, match="cannot be shared out"):
+        allocate([1, 1], total, most=3)

@@ -55,7 +55,7 @@ decode_options = st.fixed_dictionaries({"decode_interval": st.sampled_from([1, 3
 @given(data=st.data())
 def test_every_step_equals_the_full_cache_under_a_mask_of_what_is_held(family, data):
     case, options = data.draw(cases(family)), data.draw(decode_options)
-    tokens, logits, history = run(case, case.inputs, **options)
+    tokens, logits, history = run(case, case.inputs, **options, **case.unmerged)
     with only_attending_to(case.model, history):
         _, expected = generate(case.model, case.inputs, NEW, forced=tokens)
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)

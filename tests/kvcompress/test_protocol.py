@@ -36,7 +36,7 @@ def last_image_column(inputs: dict) -> list[int]:
 def test_decoding_after_scope_context_equals_the_masked_full_cache(family, data):
     case = with_images(data.draw(cases(family)))
     ratio_of = data.draw(st.sampled_from(["prompt", "vision"]))
-    with case.compress(scope="context", ratio_of=ratio_of) as session:
+    with case.compress(scope="context", ratio_of=ratio_of, **case.unmerged) as session:
         tokens, logits = generate(case.model, case.inputs, NEW)
     with only_attending_to(case.model, kept_of(session.cache)):
         _, expected = generate(case.model, case.inputs, NEW, forced=tokens)
@@ -139,7 +139,7 @@ def test_first_token_compressed_feeds_the_last_prompt_token_on_what_was_kept(fam
     case = data.draw(cases(family))
     inputs = case.inputs
     assume(min(real_lengths(inputs)) > 1)
-    with case.compress(first_token="compressed") as session:
+    with case.compress(first_token="compressed", **case.unmerged) as session:
         tokens, logits = generate(case.model, inputs, NEW)
     columns = inputs["input_ids"].shape[1]
     per_token = {"input_ids", "attention_mask", "mm_token_type_ids"}

@@ -1,0 +1,35 @@
+"""H2O: heavy hitters, the keys that all queries together attend to most. https://arxiv.org/abs/2306.14048"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+
+from ..scoring import column_sums, protect_recent, window_attention
+from .base import KVCluster, Prompt, register_method
+
+
+@register_method("h2o")
+@dataclass(frozen=True)
+class H2OKVCluster(KVCluster):
+    """Keeps the keys with the largest accumulated attention (section 4.2), and for `recent` of the budget the most
+    recent tokens; half and half as published. While decoding, every new query's attention is added to the sums."""
+
+    recent: Annotated[float, Field(ge=0, le=1)] = 0.5
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2306.14048"
+    decode_interval: ClassVar[int] = 1
+
+    def observe(self, queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        if prompt.columns is None:
+            return column_sums(queries, keys, prompt.scaling, prompt.padding)
+        rows = queries.shape[2]
+        weights = window_attention(queries, keys, rows, prompt.scaling, prompt.padding, prompt.columns, prompt.seen)
+        return weights.sum(3).mean(2)
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        sums = prompt.accumulated
+        if sums is None:
+            sums = self.observe(queries, keys, prompt)
+        return protect_recent(sums, [int(self.recent * budget) for budget in prompt.budgets])

@@ -1,0 +1,11 @@
+"""How a model's budget is shared out over its layers. One file per rule; a new file is a new `layer_budget=`."""
+
+import importlib
+import pkgutil
+
+from .base import LayerBudget, layer_budget, list_layer_budgets, register_layer_budget
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["LayerBudget", "layer_budget", "list_layer_budgets", "register_layer_budget"]

@@ -1,0 +1,30 @@
+"""Layers whose attention is dense keep more. https://arxiv.org/abs/2410.23317"""
+
+import torch
+
+from ..prompt import Prompt
+from ..scoring import attention_blocks
+from ..vision import observer_queries
+from .base import LayerBudget, register_layer_budget
+
+THRESHOLD = 0.01  # of a row's maximum: what is below counts as nothing (section 4.1)
+
+
+@register_layer_budget("sparsity")
+class SparsityLayerBudget(LayerBudget):
+    """In proportion to the density of a layer's attention (VL-Cache, section 4.1): the part of the visible weights
+    that reach a hundredth of their row's largest, over the queries behind the last image, mean over the heads."""
+
+    def measure(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt
+    ) -> torch.Tensor:
+        observers = observer_queries(prompt, keys)
+        first = int(observers.any(0).int().argmax())
+        dense = torch.zeros(keys.shape[0], device=keys.device)
+        for rows, weights in attention_blocks(queries, keys, prompt.scaling, prompt.padding, first):
+            above = (weights >= THRESHOLD * weights.amax(-1, keepdim=True)) & (weights > 0)
+            dense += (above.sum(-1) * observers[:, None, None, rows]).sum((1, 2, 3))
+        column = torch.arange(keys.shape[2], device=keys.device)
+        pads = 0 if prompt.padding is None else prompt.padding[:, :1]
+        visible = ((column + 1 - pads) * observers).sum(1)
+        return dense / (visible * queries.shape[1])

@@ -1,0 +1,78 @@
+"""What a method is given of a layer, `Prompt`, and what it gives back, `Kept`."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a cluster may know of what it compresses, in one layer: a prompt, or while decoding the stored entries.
+
+    Attributes:
+        layer_idx: place of the layer among those that are compressed.
+        num_layers: how many layers are compressed.
+        lengths: real tokens of each row (while decoding: its entries, of the KV head that has most).
+        budgets: entries to keep per KV head, one number per row; with adaptive heads their mean.
+        scaling: factor of q·k before the softmax.
+        padding: LongTensor (batch, 1 or kv_heads) of leading columns that hold nothing, or None where there are none.
+        vision: bool (batch, columns), True at image and video tokens, or None where they are unknown.
+        protected: bool (batch, columns), True at what must stay, such as text where only vision tokens are evicted.
+        protected_lengths: how many columns of each row that is; empty where nothing is protected.
+        row_seeds: one integer per row, a checksum of its tokens: randomness that follows the row, not the batch.
+        module: the model's attention module, for what a score needs of its weights (`o_proj`).
+        window: how many of the last queries the method scores with (`KVCluster.query_window`).
+        head_budget, safeguard, pyramid_beta, merge, merge_modality: see `kvcompress.policy.Engine`; None is the
+            cluster's own choice.
+        columns: while decoding, LongTensor (batch, kv_heads, entries): the column of the sequence that each entry
+            comes from; None in a prompt, where it is its place.
+        seen: while decoding, the columns of the sequence so far.
+        tokens: while decoding, the real tokens of each row so far, evicted ones included.
+        accumulated: for a cluster that accumulates, while decoding is to evict: what `observe` has added up for each
+            column so far, (batch, kv_heads, columns).
+    """
+
+    layer_idx: int
+    num_layers: int
+    lengths: list[int]
+    budgets: list[int]
+    scaling: float
+    padding: torch.Tensor | None = None
+    vision: torch.Tensor | None = None
+    protected: torch.Tensor | None = None
+    protected_lengths: tuple[int, ...] = ()
+    row_seeds: tuple[int, ...] = ()
+    module: torch.nn.Module | None = None
+    window: int = 0
+    head_budget: str | None = None
+    safeguard: float = 0.2
+    pyramid_beta: float = 20.0
+    merge: str | None = None
+    merge_modality: str = "any"
+    columns: torch.Tensor | None = None
+    seen: int | None = None
+    tokens: tuple[int, ...] = ()
+    accumulated: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What lives on: keys and values (batch, kv_heads, kept, head_dim), and the columns of the input that they come
+    from, LongTensor (batch, kv_heads, kept), ascending; -1 marks the unused leading slots of a row or head that
+    keeps fewer. `memory` (batch, kv_heads, kept): what a cluster that accumulates remembers of each."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    indices: torch.Tensor
+    memory: torch.Tensor | None = None
+
+
+def gather(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, memory: torch.Tensor | None = None) -> Kept:
+    """The entries at `indices`, as in `Kept.indices`; what stands in unused slots does not matter."""
+    rows = indices.clamp(min=0).unsqueeze(-1)
+    return Kept(
+        keys.gather(2, rows.expand(-1, -1, -1, keys.shape[3])),
+        values.gather(2, rows.expand(-1, -1, -1, values.shape[3])),
+        indices,
+        None if memory is None else memory.gather(2, indices.clamp(min=0)),
+    )
