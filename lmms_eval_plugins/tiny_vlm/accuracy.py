@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, BatchFeature
 
 from lmms_eval_plugins.tiny_vlm.dataset import Example
 from lmms_eval_plugins.tiny_vlm.signs import POST_PROMPT
+
+MAX_NEW_TOKENS = 8  # the longest answer has four, and the end
 
 
 class Reader:
@@ -21,32 +23,35 @@ class Reader:
         self.model = AutoModelForImageTextToText.from_pretrained(checkpoint).to(device).eval()
         self.batch_size = batch_size
 
+    def inputs(self, examples: list[Example], post_prompt: str = POST_PROMPT) -> BatchFeature:
+        """What the model takes, one row per question."""
+        messages = [
+            [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "image": Image.fromarray(example.pixels)},
+                        {"type": "text", "text": example.question.text.capitalize() + post_prompt},
+                    ],
+                }
+            ]
+            for example in examples
+        ]
+        return self.processor.apply_chat_template(
+            messages,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            add_generation_prompt=True,
+            processor_kwargs={"padding": True},
+        ).to(self.model.device, self.model.dtype)
+
     @torch.no_grad()
     def answers(self, examples: list[Example], post_prompt: str = POST_PROMPT) -> list[str]:
         texts = []
         for start in range(0, len(examples), self.batch_size):
-            batch = examples[start : start + self.batch_size]
-            messages = [
-                [
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "image", "image": Image.fromarray(example.pixels)},
-                            {"type": "text", "text": example.question.text.capitalize() + post_prompt},
-                        ],
-                    }
-                ]
-                for example in batch
-            ]
-            inputs = self.processor.apply_chat_template(
-                messages,
-                tokenize=True,
-                return_dict=True,
-                return_tensors="pt",
-                add_generation_prompt=True,
-                processor_kwargs={"padding": True},
-            ).to(self.model.device, self.model.dtype)
-            output = self.model.generate(**inputs, max_new_tokens=8, do_sample=False)
+            inputs = self.inputs(examples[start : start + self.batch_size], post_prompt)
+            output = self.model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
             new = output[:, inputs["input_ids"].shape[1] :]
             texts += self.processor.batch_decode(new, skip_special_tokens=True)
         return texts
