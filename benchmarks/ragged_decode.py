@@ -1,0 +1,209 @@
+"""Decoding over ragged entries: the ways to attend to them, and adakv against a uniform method of the same budget.
+
+    python -m benchmarks.ragged_decode                                   # CPU, fp32, all cores
+    python -m benchmarks.ragged_decode --device cuda --dtype bfloat16
+
+First, one attention layer at a decode step: every way that this machine offers, checked against the plain reference
+and then timed. Second, whole decode steps of a model with the shape of SmolLM2-135M and random weights on a compressed
+prompt: adakv, whose heads differ in length, against snapkv, whose heads do not.
+"""
+
+import argparse
+import copy
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvcompress
+from kvcompress.kernels.ragged_decode import (
+    decode_by_segment,
+    decode_gathered,
+    has_triton,
+    ragged_decode_reference,
+)
+
+from .timing import cell, environment, interleaved, table, write
+
+BATCHES = (1, 8, 32)
+LENGTHS = (64, 256, 1024, 4096)  # mean entries per segment; segments have 0.3 to 1.7 of it
+SPARE = 32
+MODELS = {"SmolLM2-135M": (9, 3, 64), "Qwen2-7B": (28, 4, 128)}  # heads, KV heads, head_dim
+RATIO = 0.1
+
+
+def ragged_case(batch: int, heads: int, kv_heads: int, head_dim: int, length: int, **kind) -> dict:
+    """A query and ragged entries with spare rows between, as a storage holds them, and the same without spare rows and
+    with every segment of the mean length; `sizes` as in `ragged_decode`."""
+    generator = torch.Generator().manual_seed(length)
+    shares = torch.empty(batch, kv_heads).uniform_(0.3, 1.7, generator=generator)
+    lengths = (shares * length).long().clamp(min=1)
+    ends = (lengths.flatten() + SPARE).cumsum(0)
+    rows = int(ends[-1])
+    mean = int(lengths.float().mean())
+    return {
+        "query": torch.randn(batch, heads, 1, head_dim, **kind),
+        "keys": torch.randn(rows, head_dim, **kind),
+        "values": torch.randn(rows, head_dim, **kind),
+        "starts": (ends - SPARE - lengths.flatten()).view_as(lengths).to(kind["device"]),
+        "lengths": lengths.to(kind["device"]),
+        "sizes": [n for length in lengths.flatten().tolist() for n in (length, SPARE)],
+        "dense": tuple(torch.randn(batch, kv_heads, mean, head_dim, **kind) for _ in range(2)),
+    }
+
+
+def ways_to_attend(case: dict) -> dict[str, Callable[[], torch.Tensor]]:
+    """name -> one decode step's attention, (batch, heads, 1, head_dim). All compute the same but `uniform`, which is
+    what a uniform method of as many entries pays."""
+    query, keys, values, starts, lengths = (case[name] for name in ("query", "keys", "values", "starts", "lengths"))
+    sizes, scaling = case["sizes"], query.shape[-1] ** -0.5
+    longest = max(sizes[::2])
+    ways = {
+        "uniform": partial(scaled_dot_product_attention, query, *case["dense"], scale=scaling, enable_gqa=True),
+        "gathered": lambda: decode_gathered(query, keys, values, starts, lengths, longest, scaling),
+    }
+    if query.device.type == "cpu":
+        ways["by segment"] = lambda: decode_by_segment(query, keys, values, sizes, scaling)
+        return ways
+    if has_triton():
+        from kvcompress.kernels.ragged_decode_triton import ragged_decode_triton
+
+        ways["triton"] = lambda: ragged_decode_triton(query, keys, values, starts, lengths, longest, scaling)
+    if query.dtype == torch.float32:
+        return ways  # the others know 16 bits only
+    # To them a segment is a sequence of one KV head, with the query heads of its group.
+    packed = query.view(starts.numel(), -1, query.shape[3])
+    query_ends = torch.arange(len(packed) + 1, device=query.device, dtype=torch.int32)
+    if find_spec("torch.nn.attention.varlen"):
+        from torch.nn.attention.varlen import varlen_attn
+
+        starts_end = torch.cat([starts.flatten(), starts.new_tensor([len(keys)])]).int()
+        used = lengths.flatten().int()
+        arguments = (packed, keys[:, None], values[:, None], query_ends, starts_end, 1, longest)
+        ways["varlen_attn"] = lambda: varlen_attn(*arguments, scale=scaling, enable_gqa=True, seqused_k=used).view_as(
+            query
+        )
+    if find_spec("flash_attn"):
+        from flash_attn import flash_attn_varlen_func
+
+        # It takes no lengths beside the starts, so it could not have spare rows.
+        parts = [[part for part in states.split(sizes)[::2]] for states in (keys, values)]
+        tight = [torch.cat(part)[:, None] for part in parts]
+        ends = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0)).int()
+        ways["flash_attn_varlen_func, no spare rows"] = lambda: flash_attn_varlen_func(
+            packed, *tight, query_ends, ends, 1, longest, softmax_scale=scaling
+        ).view_as(query)
+    return ways
+
+
+def one_layer(device: torch.device, dtype: torch.dtype, repeats: int) -> list[dict]:
+    records = []
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    for model, (heads, kv_heads, head_dim) in MODELS.items():
+        for batch in BATCHES:
+            for length in LENGTHS:
+                case = ragged_case(batch, heads, kv_heads, head_dim, length, device=device, dtype=dtype)
+                ways = ways_to_attend(case)
+                wanted = ragged_decode_reference(
+                    *(case[name] for name in ("query", "keys", "values", "starts", "lengths")), head_dim**-0.5
+                )
+                for name, call in ways.items():
+                    if name != "uniform":
+                        torch.testing.assert_close(call(), wanted, atol=tolerance, rtol=tolerance)
+                taken = interleaved(ways, repeats, device)
+                records.append({"model": model, "batch": batch, "kv_heads": kv_heads, "length": length, "ms": taken})
+    return records
+
+
+def whole_model(device: torch.device, dtype: torch.dtype, prompt: int, repeats: int) -> list[dict]:
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+    ids = torch.randint(0, config.vocab_size, (1, prompt), device=device)
+    prompts = {}
+    for method in ("snapkv", "adakv"):
+        prompts[method] = kvcompress.CompressedCache(config, method, RATIO, max_new_tokens=repeats + 2)
+        with torch.no_grad(), kvcompress.attach(model):
+            model(ids, past_key_values=prompts[method], logits_to_keep=1)
+    lengths = [len(head) for layer in range(30) for head in prompts["adakv"].kept_indices(layer)[0]]
+    records = []
+    for batch in (1, 8):
+        caches = copy.deepcopy(prompts)
+        for cache in caches.values():
+            cache.batch_repeat_interleave(batch)  # the prompt pass is not what is measured here
+        nbytes = {method: cache.nbytes for method, cache in caches.items()}
+        token = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        with torch.no_grad(), kvcompress.attach(model):
+            ways = {method: partial(model, token, past_key_values=cache) for method, cache in caches.items()}
+            taken = interleaved(ways, repeats, device)
+        spread = [min(lengths), max(lengths)]
+        records.append({"batch": batch, "prompt": prompt, "nbytes": nbytes, "adakv_lengths": spread, "ms": taken})
+    return records
+
+
+def report(layer: list[dict], model: list[dict], dtype: torch.dtype, device: torch.device) -> str:
+    names = list(dict.fromkeys(name for record in layer for name in record["ms"]))
+    rows = [
+        [record["model"], record["batch"], record["kv_heads"], record["length"]]
+        + [cell(record["ms"][name]) for name in names]
+        for record in layer
+    ]
+    text = (
+        "# Decoding over ragged entries\n\n"
+        f"Milliseconds, median (quartiles), {dtype} on {environment(device)['device']}.\n\n"
+        "## One layer's attention at a decode step\n\n"
+        "Heads of two models; segments, one per row and KV head, of 0.3 to 1.7 times the mean length, with "
+        f"{SPARE} spare rows each. `uniform` is plain attention over as many entries in heads of equal length; the "
+        "others all attend to the ragged entries.\n\n"
+        + table(["heads of", "batch", "KV heads", "mean length", *names], rows)
+    )
+    if model:
+        rows = [
+            [record["batch"], "{}-{}".format(*record["adakv_lengths"])]
+            + [f"{record['nbytes'][method] / 1e6:.2f}" for method in record["ms"]]
+            + [cell(taken) for taken in record["ms"].values()]
+            + [f"{record['ms']['adakv']['median'] / record['ms']['snapkv']['median']:.2f}"]
+            for record in model
+        ]
+        header = ["batch", "entries per head (adakv)", "snapkv MB", "adakv MB", "snapkv", "adakv", "adakv / snapkv"]
+        text += (
+            "\n## A whole decode step\n\n"
+            f"A model of SmolLM2-135M's shape with random weights, a prompt of {model[0]['prompt']} tokens (the same "
+            f"in every row), ratio {RATIO}. Megabytes with the room for new tokens.\n\n" + table(header, rows)
+        )
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--prompt", type=int, default=4096, help="tokens of the whole model's prompt; 0 leaves it out")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ragged_decode"), help="without a suffix")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    dtype = getattr(torch, arguments.dtype)
+    layer = one_layer(arguments.device, dtype, arguments.repeats)
+    model = whole_model(arguments.device, dtype, arguments.prompt, arguments.repeats) if arguments.prompt else []
+    records = [{"dtype": arguments.dtype, **record} for record in [*layer, *model]]
+    write(arguments.out, report(layer, model, dtype, arguments.device), records, arguments.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What the speed benchmarks share: interleaved repeats, their summary, the environment they ran in, their files."""
+
+import datetime
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+
+from kvcompress.measure import synchronise
+
+
+def interleaved(ways: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, dict]:
+    """Milliseconds of each way, {"median", "q1", "q3", "repeats"}. The ways take turns, so that what else the machine
+    does strikes all of them; the first two turns warm up and are not counted."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats + 2):
+        for name, call in ways.items():
+            synchronise(device)
+            start = time.perf_counter()
+            call()
+            synchronise(device)
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: summary(taken[2:]) for name, taken in times.items()}
+
+
+def summary(milliseconds: list[float]) -> dict:
+    """Median and quartiles."""
+    q1, median, q3 = statistics.quantiles(milliseconds, n=4, method="inclusive")
+    return {"median": median, "q1": q1, "q3": q3, "repeats": len(milliseconds)}
+
+
+def cell(taken: dict) -> str:
+    """A summary as `median (q1-q3)`."""
+    return f"{taken['median']:.3g} ({taken['q1']:.3g}-{taken['q3']:.3g})"
+
+
+def environment(device: torch.device) -> dict:
+    """Where and with what a benchmark ran."""
+    return {
+        "date": str(datetime.date.today()),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_name()} CPU",
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]} ({len(names)} cores)" if names else platform.machine()
+
+
+def table(header: list[str], rows: list[list]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(str(cell) for cell in line)} |\n" for line in lines)
+
+
+def write(out: Path, text: str, records: list[dict], device: torch.device) -> None:
+    """`out`.md, for reading, and `out`.json, with everything that was measured; prints the former."""
+    place = environment(device)
+    text += f"\nMade on {', '.join(f'{name} {value}' for name, value in place.items())}.\n"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".md").write_text(text)
+    out.with_suffix(".json").write_text(json.dumps({"environment": place, "records": records}, indent=1) + "\n")
+    print(text)
