@@ -19,10 +19,10 @@ SHAPES = [
 
 
 def ragged_case(batch, kv_heads, groups, head_dim, most, spare, dtype, seed=0, device="cpu") -> tuple:
-    """Arguments of `ragged_decode` up to `sizes`: segments of 1 to `most` entries, one of them 1; NaN in spare rows."""
+    """Arguments of `ragged_decode` up to `sizes`: segments of 1 to `most` entries, one of each; NaN in spare rows."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, most + 1, (batch, kv_heads), generator=generator)
-    lengths[-1, -1] = 1
+    lengths[0, 0], lengths[-1, -1] = most, 1
     flat = lengths.flatten()
     ends = (flat + spare).cumsum(0)
     starts = ends - spare - flat

@@ -99,6 +99,7 @@ def test_weights_asked_for_from_eager_are_those_over_the_kept_entries(ragged_cac
             output = MODEL(torch.tensor([[5], [6]]), past_key_values=ragged_cache, output_attentions=True)
     finally:
         MODEL.set_attn_implementation("sdpa")
+    assert len(output.attentions) == 3
     for weights in output.attentions:
         assert weights.shape == (2, 4, 1, 301)
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 1))
