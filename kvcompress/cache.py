@@ -13,6 +13,7 @@ from .chunk import Chunk
 from .errors import KVCompressError
 from .layer import CompressedLayer
 from .policy import make_policy
+from .rotary import Rotary
 
 
 @cache
@@ -74,6 +75,11 @@ class CompressedCache(DynamicCache):
         for layer in self.compressed_layers:
             layer.chunk, layer.staged, layer.pending = chunk, None, None
         return True
+
+    def rotate(self, rotary: Rotary) -> None:
+        """Say how the forward pass rotates its queries, before its first layer: for methods that undo it."""
+        for layer in self.compressed_layers:
+            layer.rotary = rotary
 
     def finish(self) -> None:
         """A prompt's forward pass is over: where the layers' budgets depend on all layers, compress them now."""

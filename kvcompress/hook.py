@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from .attention import PREFIX, register_attention
 from .cache import CompressedCache
 from .errors import KVCompressError
 from .policy import make_policy
+from .rotary import Rotary, rotary_embeddings
 
 
 def compress(
@@ -44,7 +46,8 @@ def compress(
     Raises:
         KVCompressError: at once, for an unknown method or option, a ratio out of range or an unsupported model.
     """
-    make_policy(method, ratio, budget, **options)
+    if make_policy(method, ratio, budget, **options).cluster.unrotated_queries:
+        rotary_embeddings(text_decoder(model))
     new_cache = {
         "method": method,
         "ratio": ratio,
@@ -70,7 +73,7 @@ class Session:
     def __init__(self, model: PreTrainedModel, new_cache: dict[str, Any] | None):
         self.model, self.cache = model, None
         self._new_cache = new_cache
-        self._config = attention_config(model)
+        self._config = text_decoder(model).config
         self._forward_names = list(inspect.signature(model.forward).parameters)
 
     def __enter__(self) -> "Session":
@@ -83,6 +86,7 @@ class Session:
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.model.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
+        self._sees_rotary = False
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -98,8 +102,22 @@ class Session:
         cache = self._cache_for(kwargs, model)
         mask = kwargs.get("attention_mask")
         self._is_prompt = cache.start(batch, columns, ids, mask)
+        if cache.policy.cluster.unrotated_queries and not self._sees_rotary:
+            self._sees_rotary = True
+            for rotary in rotary_embeddings(text_decoder(model)):
+                self._hooks.append(rotary.register_forward_hook(self._after_rotary, with_kwargs=True))
         kwargs["past_key_values"] = self.cache = cache
         return (), kwargs
+
+    def _after_rotary(self, rotary: torch.nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
+        """Tell the cache how this pass rotates its queries."""
+        names = list(inspect.signature(rotary.forward).parameters)
+        call = dict(zip(names, args, strict=False)) | kwargs
+        layer_type = call.get("layer_type")
+        needed = self._is_prompt or self.cache.policy.decode is not None
+        if needed and layer_type in (None, "full_attention"):
+            states, positions = call[names[0]], call["position_ids"]
+            self.cache.rotate(Rotary.of(self._config, rotary, states, positions, output, layer_type))
 
     def _after_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict, output: Any) -> Any:
         """Finish a prompt. For `first_token="compressed"`: feed its last token again, on what was kept."""
@@ -153,8 +171,8 @@ class Session:
         return CompressedCache(model.config, **self._new_cache)
 
 
-def attention_config(model: PreTrainedModel) -> Any:
-    """The config whose `_attn_implementation` the decoder's attention layers read.
+def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The innermost decoder, the one that holds the attention layers; they read `_attn_implementation` in its config.
 
     Raises KVCompressError where the decoder's attention does not go through the attention interface.
     """
@@ -167,4 +185,4 @@ def attention_config(model: PreTrainedModel) -> Any:
             f"{type(model).__name__} is not supported: its decoder's attention does not go through transformers' "
             "attention interface"
         )
-    return config
+    return decoders[-1]

@@ -14,6 +14,7 @@ from .errors import KVCompressError
 from .part import Part, context_part, evictable, joined, right_aligned, with_budgets
 from .policy import Policy
 from .prompt import Kept, Prompt
+from .rotary import Rotary
 from .scoring import pad_columns
 from .storage import DenseStorage, OffloadedStorage, QuantizedStorage, RaggedStorage, StaticStorage, Storage, store
 
@@ -53,6 +54,7 @@ class CompressedLayer(CacheLayerMixin):
         layer_shares: what the layers kept of the latest prompt, [layer][row], where that was measured.
         memory: for a cluster that accumulates, its sum for every stored entry, (batch, kv_heads, entries).
         chunk: what is known of that prompt; the cache sets it before the forward pass.
+        rotary: how the pass rotates its queries, where the cluster wants them unrotated; see `CompressedCache.rotate`.
     """
 
     is_sliding = False
@@ -69,6 +71,7 @@ class CompressedLayer(CacheLayerMixin):
         self.storage: Storage | None = None
         self.staged: tuple[torch.Tensor, torch.Tensor] | None = None
         self.chunk: Chunk | None = None
+        self.rotary: Rotary | None = None
         self.pending: Pending | None = None
         self.layer_shares: list[list[int]] | None = None
         self.memory: torch.Tensor | None = None
@@ -245,6 +248,7 @@ class CompressedLayer(CacheLayerMixin):
             self._remember(queries)
         budgets = self._budgets(chunk)
         prompt = self._prompt(chunk, budgets, scaling, module, keys.device)
+        self.rotary = None
         if budgets == chunk.context and self._is_whole:
             # Nothing to drop: pads stay too, so that every shape is that of transformers' own cache.
             pads = None if prompt.padding is None else pad_columns(prompt.padding, chunk.columns)[:, 0]
@@ -260,13 +264,13 @@ class CompressedLayer(CacheLayerMixin):
         part.prompt = replace(part.prompt, accumulated=self._observe(part.queries, part.keys, part.prompt))
         cluster, rule = self.policy.cluster, self.policy.layer_budget
         if rule.is_measured:
-            scores = cluster.score(part.queries, part.keys, part.values, part.prompt)
+            scores = cluster.score(self._for_cluster(part), part.keys, part.values, part.prompt)
             measured = rule.measure(part.queries, part.keys, part.values, scores, part.prompt)
             part.queries = None
             self.pending = Pending(chunk, part, scores, measured)
             return
         prompt = with_budgets(part.prompt, rule.budgets(evictable(part.prompt))[self.place])
-        kept = cluster.update_kv(part.queries, part.keys, part.values, prompt)
+        kept = cluster.update_kv(self._for_cluster(part), part.keys, part.values, prompt)
         self._settle(chunk, part.in_prompt(kept), uniform=_is_uniform(part, prompt))
 
     def finish(self, budgets: list[list[int]]) -> None:
@@ -303,6 +307,7 @@ class CompressedLayer(CacheLayerMixin):
             "num_layers": self.num_layers,
             "scaling": scaling,
             "module": module,
+            "rotary": self.rotary,
             "window": self.policy.cluster.query_window,
             "head_budget": self.policy.head_budget,
             "safeguard": engine.safeguard,
@@ -310,6 +315,19 @@ class CompressedLayer(CacheLayerMixin):
             "merge": self.policy.part("merge"),
             "merge_modality": engine.merge_modality,
         }
+
+    def _for_cluster(self, part: Part) -> torch.Tensor:
+        """A prompt's queries as the cluster wants them."""
+        return self._unrotated(part.queries, part.prompt.rotary)
+
+    def _unrotated(self, queries: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        if not self.policy.cluster.unrotated_queries:
+            return queries
+        if rotary is None:
+            raise KVCompressError(
+                f"layer {self.layer_idx} does not know how its queries are rotated: call cache.rotate"
+            )
+        return rotary.unrotated(queries)
 
     def _observe(self, queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt) -> torch.Tensor | None:
         return self.policy.cluster.observe(queries, keys, prompt) if self.policy.accumulates else None
@@ -394,11 +412,12 @@ class CompressedLayer(CacheLayerMixin):
         return replace(kept, memory=torch.nn.functional.pad(known, (0, new)))
 
     def _remember(self, queries: torch.Tensor) -> None:
-        """Keep the last rotated queries, as many as the cluster scores with."""
+        """Keep the last queries, as many as the cluster scores with, and as it wants them."""
         window = self.policy.query_window
         if not window:
             return
-        self.recent_queries.append(queries[:, :, -window:].clone())  # a view would keep all of the prompt's alive
+        recent = self._unrotated(queries[:, :, -window:], self.rotary)
+        self.recent_queries.append(recent.clone())  # a view would keep all of the prompt's alive
         if len(self.recent_queries) > 2 * window:
             self.recent_queries = [torch.cat(self.recent_queries, dim=2)[:, :, -window:]]
 

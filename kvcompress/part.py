@@ -50,10 +50,11 @@ def context_part(
         for name, mask in (("vision", prompt.vision), ("protected", prompt.protected))
     }
     padding = empty[:, None] if min(context) < width else None
+    rotary = None if prompt.rotary is None else prompt.rotary.columns(source)
     rest = torch.arange(min(context), columns, device=keys.device)  # columns of every row's question, and more
     is_question = (rest >= (pads + length)[:, None])[:, None].expand(-1, keys.shape[1], -1)
     question = Kept(keys[:, :, rest], values[:, :, rest], torch.where(is_question, rest, -1))
-    return Part(*taken, replace(prompt, lengths=context, padding=padding, **masks), source, question)
+    return Part(*taken, replace(prompt, lengths=context, padding=padding, rotary=rotary, **masks), source, question)
 
 
 def evictable(prompt: Prompt) -> Prompt:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .rotary import Rotary
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -21,6 +23,7 @@ class Prompt:
         protected_lengths: how many columns of each row that is; empty where nothing is protected.
         row_seeds: one integer per row, a checksum of its tokens: randomness that follows the row, not the batch.
         module: the model's attention module, for what a score needs of its weights (`o_proj`).
+        rotary: how the prompt's columns are rotated (while decoding: the latest), for a cluster that asks for it.
         window: how many of the last queries the method scores with (`KVCluster.query_window`).
         head_budget, safeguard, pyramid_beta, merge, merge_modality: see `kvcompress.policy.Engine`; None is the
             cluster's own choice.
@@ -43,6 +46,7 @@ class Prompt:
     protected_lengths: tuple[int, ...] = ()
     row_seeds: tuple[int, ...] = ()
     module: torch.nn.Module | None = None
+    rotary: Rotary | None = None
     window: int = 0
     head_budget: str | None = None
     safeguard: float = 0.2

@@ -31,6 +31,13 @@ def top_indices(scores: torch.Tensor, budgets: list[int], padding: torch.Tensor 
     return kept.sort(-1).values
 
 
+def ranks(scores: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+    """The place of each column among its KV head's, 0 for the highest score; arguments and ties as in `top_indices`."""
+    if padding is not None:
+        scores = scores.masked_fill(pad_columns(padding, scores.shape[-1]), float("-inf"))
+    return scores.flip(-1).argsort(dim=-1, descending=True, stable=True).argsort(-1).flip(-1)
+
+
 def adaptive_indices(
     scores: torch.Tensor, budgets: list[int], safeguard: float, padding: torch.Tensor | None = None
 ) -> torch.Tensor:

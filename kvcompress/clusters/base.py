@@ -29,6 +29,8 @@ class KVCluster:
         head_budget: `uniform`, `shared` or `adaptive`, see `kvcompress.policy.Engine`.
         merge: `none`, or how evicted entries are merged into kept ones, see merging.py.
         decode_interval: decode steps from one eviction to the next, where the user asks for eviction and says no more.
+        unrotated_queries: whether `score` wants the queries as they were before the rotary position embedding; it
+            finds in `prompt.rotary` how queries to come will be rotated.
     """
 
     paper: ClassVar[str] = ""
@@ -36,6 +38,7 @@ class KVCluster:
     head_budget: ClassVar[str] = "uniform"
     merge: ClassVar[str] = "none"
     decode_interval: ClassVar[int] = 16
+    unrotated_queries: ClassVar[bool] = False
 
     @property
     def query_window(self) -> int:
@@ -46,7 +49,7 @@ class KVCluster:
         """How much each key is worth; the highest `prompt.budgets[row]` per row and KV head are kept.
 
         Args:
-            queries: (batch, heads, queries, head_dim), rotated.
+            queries: (batch, heads, queries, head_dim), rotated, unless `unrotated_queries`.
             keys, values: (batch, kv_heads, keys, head_dim), rotated; `keys` columns are the prompt's tokens.
             prompt: lengths, budgets, padding and the like.
 
@@ -72,16 +75,20 @@ class KVCluster:
 
     def select(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
         """The columns to keep, given scores (batch, kv_heads, keys); as in `Kept.indices`."""
-        head_budget = prompt.head_budget or self.head_budget
-        if head_budget == "shared":
+        scores = self.prepared(scores, prompt)
+        if (prompt.head_budget or self.head_budget) == "adaptive":
+            return adaptive_indices(scores, prompt.budgets, prompt.safeguard, prompt.padding)
+        return top_indices(scores, prompt.budgets, prompt.padding)
+
+    def prepared(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        """The scores to choose by: the mean of all heads where they keep the same tokens, +inf at what must stay."""
+        if (prompt.head_budget or self.head_budget) == "shared":
             scores = scores.mean(1, keepdim=True).expand_as(scores)
         if prompt.protected is not None:
             # What must stay goes before what the method itself protects, such as its window.
             scores = scores.clamp(max=torch.finfo(scores.dtype).max)
             scores = scores.masked_fill(prompt.protected[:, None], float("inf"))
-        if head_budget == "adaptive":
-            return adaptive_indices(scores, prompt.budgets, prompt.safeguard, prompt.padding)
-        return top_indices(scores, prompt.budgets, prompt.padding)
+        return scores
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from .snapkv import SnapKVCluster
 @register_method("chunkkv")
 @dataclass(frozen=True)
 class ChunkKVCluster(SnapKVCluster):
-    """Keeps the chunks of `chunk_size` tokens with the highest mean of SnapKV's scores over tokens and heads, the
-    same for all heads (section 3.2, algorithm 1).
+    """Keeps the chunks of `chunk_size` tokens with the highest mean of SnapKV's scores, the same chunks for all heads
+    (section 3.2, algorithm 1).
 
     Chunks are counted from a row's first token; those that hold a part of the observation window go first. The budget
     is exact: of the last chunk that has room, only the most recent tokens stay.
@@ -25,6 +25,7 @@ class ChunkKVCluster(SnapKVCluster):
     chunk_size: PositiveInt = 20
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2502.00299"
+    head_budget: ClassVar[str] = "shared"
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
         size, padding, columns = self.chunk_size, prompt.padding, keys.shape[2]
@@ -34,8 +35,8 @@ class ChunkKVCluster(SnapKVCluster):
             pads = pad_columns(padding, columns)
             scores, tokens = scores.masked_fill(pads, 0.0), tokens.masked_fill(pads, 0.0)
         totals, counts = (
-            F.pad(aligned_left(x, padding).sum(1, keepdim=True), (0, -columns % size)).unflatten(-1, (-1, size)).sum(-1)
+            F.pad(aligned_left(x, padding), (0, -columns % size)).unflatten(-1, (-1, size)).sum(-1)
             for x in (scores, tokens)
         )
         mean = (totals / counts).repeat_interleave(size, dim=-1)[..., :columns]
-        return aligned_right(mean.expand(keys.shape[:3]), padding)
+        return aligned_right(mean, padding)

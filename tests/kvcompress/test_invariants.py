@@ -1,6 +1,7 @@
 """The promises that hold for every method on every family, over drawn shapes."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 import kvcompress
+from kvcompress.rotary import Rotary
 from tests.families import FAMILIES
 from tests.masked_reference import generate, only_attending_to
 
@@ -179,7 +181,10 @@ def test_scoring_memory_is_linear_in_the_prompt(method):
     def largest(length: int) -> int:
         generator = torch.Generator().manual_seed(0)
         queries, keys, values = (torch.randn(1, heads, length, 16, generator=generator) for heads in (4, 2, 2))
-        prompt = kvcompress.Prompt(0, 2, [length], [length // 10], 0.25, row_seeds=(1,))
+        module = SimpleNamespace(o_proj=torch.nn.Linear(64, 64))
+        angles = torch.ones(1, length, 16)
+        rotary = Rotary(angles, angles, torch.arange(length)[None], torch.ones(8))
+        prompt = kvcompress.Prompt(0, 2, [length], [length // 10], 0.25, row_seeds=(1,), module=module, rotary=rotary)
         with LargestTensor() as mode:
             kvcompress.make_cluster(method).update_kv(queries, keys, values, prompt)
         return mode.numel

@@ -2,6 +2,7 @@
 `make_kvpress_fixtures.py` recorded. Every comparison runs alone and in a left-padded batch with another prompt."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import kvcompress
 from kvcompress.budget import pyramid
+from kvcompress.rotary import Rotary
 
 FIXTURES = np.load(Path(__file__).with_name("kvpress.npz"))
 PROMPTS = {"qwen2-301": 301, "qwen2-150": 150, "llama-203": 203}
@@ -34,6 +36,12 @@ SAME = {
     "cur-global": ("cur", {"window_size": 0}),
     "chunkkv-8-5": ("chunkkv", SNAPKV),
     "chunkkv-8-5-by-7": ("chunkkv", {**SNAPKV, "chunk_size": 7}),
+    "criticalkv-8-5": ("criticalkv", SNAPKV),
+    "critical-adakv-8-5": ("criticalkv", SNAPKV | ADAPTIVE),
+    "expected-attention": ("expected-attention", {}),
+    "expected-attention-eps": ("expected-attention", {"epsilon": 0.01}),
+    "expected-attention-mean": ("expected-attention", {"covariance": False, "future": 64}),
+    "adakv-expected-attention-eps": ("expected-attention", {"epsilon": 0.01} | ADAPTIVE),
     "adakv-snapkv-8-5": ("adakv", SNAPKV | ADAPTIVE),
     "adakv-snapkv-8-5-half": ("snapkv", SNAPKV | ADAPTIVE | {"safeguard": 0.5}),
     "adakv-cur": ("cur", ADAPTIVE),
@@ -69,6 +77,20 @@ def states(prompts: list[str], layer: int) -> list[torch.Tensor]:
     return batch
 
 
+def rotation(prompt: str, positions: torch.Tensor) -> Rotary:
+    """How the prompt's model rotates columns at these positions (batch, columns)."""
+    inv_freq = torch.from_numpy(FIXTURES[f"{prompt}/inv_freq"])
+    angles = (positions[..., None] * inv_freq).repeat(1, 1, 2)
+    return Rotary(angles.cos(), angles.sin(), positions, inv_freq)
+
+
+def output_projection(prompt: str, layer: int) -> torch.nn.Linear:
+    weight = torch.from_numpy(FIXTURES[f"{prompt}/o_proj"][layer])
+    linear = torch.nn.Linear(*weight.shape, bias=False)
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
 def kept(method: str, options: dict, prompts: list[str], layer: int, budgets: list[int]) -> list[torch.Tensor]:
     """What our method keeps of one layer: bool (kv_heads, length) for each prompt of the batch."""
     options = dict(options)
@@ -76,6 +98,7 @@ def kept(method: str, options: dict, prompts: list[str], layer: int, budgets: li
     lengths = [PROMPTS[prompt] for prompt in prompts]
     queries, keys, values = states(prompts, layer)
     padding = torch.tensor([[max(lengths) - length] for length in lengths])
+    rotary = rotation(prompts[0], torch.arange(max(lengths)) - padding)
     prompt = kvcompress.Prompt(
         layer_idx=layer,
         num_layers=FIXTURES[f"{prompts[0]}/keys"].shape[0],
@@ -84,9 +107,14 @@ def kept(method: str, options: dict, prompts: list[str], layer: int, budgets: li
         scaling=keys.shape[-1] ** -0.5,
         padding=padding if padding.any() else None,
         row_seeds=tuple(range(len(prompts))),
+        module=SimpleNamespace(o_proj=output_projection(prompts[0], layer)),
+        rotary=rotary,
         **engine,
     )
-    indices = kvcompress.make_cluster(method, **options).update_kv(queries, keys, values, prompt).indices
+    cluster = kvcompress.make_cluster(method, **options)
+    if cluster.unrotated_queries:
+        queries = rotary.unrotated(queries)
+    indices = cluster.update_kv(queries, keys, values, prompt).indices
     columns = max(lengths)
     chosen = torch.zeros(*indices.shape[:2], columns + 1, dtype=torch.bool)
     chosen = chosen.scatter(2, indices.remainder(columns + 1), True)[..., :columns]
@@ -116,6 +144,18 @@ def test_the_kept_sets_in_a_padded_batch_are_those_of_kvpress(press):
             budgets = [int(mask.sum()) // len(mask) for mask in theirs]
             ours = kept(*SAME[press], prompts, layer, budgets)
             assert all(map(torch.equal, ours, theirs)), f"{press} {budgets}: layer {layer}"
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_h2o_sums_over_the_queries_that_see_a_key_are_kvpress_observed_attention(prompt):
+    """H2O ranks the sums themselves, and keeps recent tokens; kvpress divides and keeps none."""
+    for entries, layers in recorded(prompt, "observed-attention").items():
+        for layer, theirs in enumerate(layers):
+            queries, keys, values = states([prompt], layer)
+            facts = kvcompress.Prompt(layer, len(layers), [PROMPTS[prompt]], [entries], keys.shape[-1] ** -0.5)
+            sums = kvcompress.make_cluster("h2o", recent=0.0).score(queries, keys, values, facts)
+            means = sums / torch.arange(PROMPTS[prompt], 0, -1)
+            assert torch.equal(torch.zeros_like(theirs).scatter(1, means[0].topk(entries).indices, True), theirs)
 
 
 @pytest.mark.parametrize(("press", "beta"), [("pyramidkv-8-5", 20), ("pyramidkv-8-5-beta-3", 3)])

@@ -1,0 +1,67 @@
+"""CriticalKV: attention weighted by how far a value moves the output. https://arxiv.org/abs/2502.03805"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+
+from ..errors import KVCompressError
+from ..selection import ranks
+from .base import Kept, Prompt, register_method
+from .snapkv import SnapKVCluster
+
+BLOCK = 256  # keys whose projections are held at a time
+
+
+def projected_norm(values: torch.Tensor, module: torch.nn.Module | None) -> torch.Tensor:
+    """L1 norm of each value after its part of the output projection, mean over the query heads of a KV head.
+
+    Args:
+        values: (batch, kv_heads, keys, head_dim).
+        module: the attention module; the weight of its `o_proj` is (hidden, heads * head_dim).
+
+    Returns:
+        (batch, kv_heads, keys) in fp32.
+    """
+    projection = getattr(module, "o_proj", None)
+    if not isinstance(projection, torch.nn.Linear):
+        raise KVCompressError(f"method 'criticalkv' needs an attention with a linear o_proj, {module} has none")
+    weight = projection.weight.float().unflatten(1, (values.shape[1], -1, values.shape[3]))
+    weight = weight.permute(2, 1, 3, 0)  # (groups, kv_heads, head_dim, hidden)
+    norms = [
+        torch.stack([(block.float() @ of_group).abs().sum(-1) for of_group in weight]).mean(0)
+        for block in values.split(BLOCK, dim=2)
+    ]
+    return torch.cat(norms, dim=-1)
+
+
+@register_method("criticalkv")
+@dataclass(frozen=True)
+class CriticalKVCluster(SnapKVCluster):
+    """SnapKV's scores in two stages (section 4, algorithm 1): `first_stage` of a head's budget goes to the highest
+    scores, the rest to the highest (score + epsilon) * ||W_o v||_1, which bounds how far the output moves when the
+    entry is dropped. With `head_budget="adaptive"` the heads' budgets follow the scores alone (algorithm 2)."""
+
+    first_stage: Annotated[float, Field(ge=0, le=1)] = 0.5
+    epsilon: Annotated[float, Field(ge=0)] = 1e-4
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2502.03805"
+
+    def keep(self, scores: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> Kept:
+        budgets = torch.tensor(prompt.budgets, device=keys.device)[:, None].expand(scores.shape[:2])
+        scores = self.prepared(scores, prompt)
+        adaptive = (prompt.head_budget or self.head_budget) == "adaptive"
+        safe = 0
+        if adaptive:
+            safe = (prompt.safeguard * budgets).long()
+            budgets = (self.select(scores, prompt) >= 0).sum(-1)
+        first = (self.first_stage * budgets).long().clamp(min=safe)
+        sure = ranks(scores, prompt.padding) < first[..., None]
+        weighted = (scores + self.epsilon) * projected_norm(values, prompt.module)
+        largest = torch.finfo(scores.dtype).max
+        weighted = torch.where(sure | (scores >= largest), torch.inf, weighted)
+        if adaptive:
+            chosen = ranks(weighted, prompt.padding) < budgets[..., None]
+            weighted = torch.where(chosen, torch.inf, 0.0)
+        return super().keep(weighted, keys, values, prompt)

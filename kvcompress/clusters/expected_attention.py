@@ -1,0 +1,65 @@
+"""Expected attention: what queries to come will attend to. https://arxiv.org/abs/2510.00636"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from .base import KVCluster, Prompt, register_method
+
+
+@register_method("expected-attention")
+@dataclass(frozen=True)
+class ExpectedAttentionKVCluster(KVCluster):
+    """Keeps what future queries are expected to take most from: mean attention weight times the value's norm
+    (section 3, equations 4 to 8; 4 sinks, 512 positions, epsilon 0 as published).
+
+    Queries before their rotation are taken as Gaussian; their mean and covariance over the prompt, turned by the mean
+    rotation of the next `future` text positions, give the expected weight of a key in closed form. Sinks count neither
+    as queries nor as keys, and stay. While decoding, the statistics are those of the last `window_size` queries.
+    """
+
+    sinks: NonNegativeInt = 4
+    future: PositiveInt = 512
+    covariance: bool = True
+    epsilon: Annotated[float, Field(ge=0)] = 0.0
+    window_size: PositiveInt = 128
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2510.00636"
+    unrotated_queries: ClassVar[bool] = True
+
+    @property
+    def query_window(self) -> int:
+        return self.window_size
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        mean, covariance = self._future_queries(queries, prompt)
+        keys = keys.float()
+        # (batch, kv_heads, groups, ...): the query heads of each KV head
+        mean = mean.unflatten(1, (keys.shape[1], -1))
+        logits = mean @ keys.mT * prompt.scaling
+        if self.covariance:
+            for group, spread in enumerate(covariance.unflatten(1, (keys.shape[1], -1)).unbind(2)):
+                logits[:, :, group] += (keys @ spread * keys).sum(-1) * prompt.scaling**2 / 2
+        position = torch.arange(keys.shape[2], device=keys.device)
+        if prompt.padding is not None:
+            position = position - prompt.padding[..., None]
+        sinks = (position < self.sinks).expand(keys.shape[:3])  # and pads
+        weights = logits.masked_fill(sinks[:, :, None], float("-inf")).softmax(-1).mean(2)
+        return ((weights + self.epsilon) * values.float().norm(dim=-1)).masked_fill(sinks, float("inf"))
+
+    def _future_queries(self, queries: torch.Tensor, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean (batch, heads, head_dim) and covariance (batch, heads, head_dim, head_dim) of the queries to come."""
+        count, head_dim = queries.shape[2:]
+        tokens = torch.tensor(prompt.tokens or prompt.lengths, device=queries.device)[:, None]
+        position = torch.arange(count, device=queries.device) + tokens - count  # among the row's tokens
+        counted = (position >= self.sinks)[:, None, :, None]
+        number = counted.sum(2, keepdim=True).clamp(min=1)
+        queries = queries.float().masked_fill(~counted, 0.0)
+        mean = queries.sum(2, keepdim=True) / number
+        centred = (queries - mean).masked_fill(~counted, 0.0)
+        covariance = centred.mT @ centred / number
+        padding = prompt.padding if prompt.columns is None else None
+        rotation = prompt.rotary.mean_rotation(self.future, head_dim, padding)[:, None]
+        return (mean @ rotation.mT)[:, :, 0], rotation @ covariance @ rotation.mT
