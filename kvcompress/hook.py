@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from .attention import PREFIX, register_attention
 from .cache import CompressedCache
 from .errors import KVCompressError
 from .policy import make_policy
-from .rotary import Rotary, rotary_embeddings
+from .rotary import Rotary, rotary_embeddings, watch_rotary
 
 
 def compress(
@@ -73,7 +72,7 @@ class Session:
     def __init__(self, model: PreTrainedModel, new_cache: dict[str, Any] | None):
         self.model, self.cache = model, None
         self._new_cache = new_cache
-        self._config = text_decoder(model).config
+        self._config = attention_config(model)
         self._forward_names = list(inspect.signature(model.forward).parameters)
 
     def __enter__(self) -> "Session":
@@ -104,20 +103,14 @@ class Session:
         self._is_prompt = cache.start(batch, columns, ids, mask)
         if cache.policy.cluster.unrotated_queries and not self._sees_rotary:
             self._sees_rotary = True
-            for rotary in rotary_embeddings(text_decoder(model)):
-                self._hooks.append(rotary.register_forward_hook(self._after_rotary, with_kwargs=True))
+            self._hooks += watch_rotary(text_decoder(model), self._after_rotary)
         kwargs["past_key_values"] = self.cache = cache
         return (), kwargs
 
-    def _after_rotary(self, rotary: torch.nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
+    def _after_rotary(self, rotary: Rotary) -> None:
         """Tell the cache how this pass rotates its queries."""
-        names = list(inspect.signature(rotary.forward).parameters)
-        call = dict(zip(names, args, strict=False)) | kwargs
-        layer_type = call.get("layer_type")
-        needed = self._is_prompt or self.cache.policy.decode is not None
-        if needed and layer_type in (None, "full_attention"):
-            states, positions = call[names[0]], call["position_ids"]
-            self.cache.rotate(Rotary.of(self._config, rotary, states, positions, output, layer_type))
+        if self._is_prompt or self.cache.policy.decode is not None:
+            self.cache.rotate(rotary)
 
     def _after_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict, output: Any) -> Any:
         """Finish a prompt. For `first_token="compressed"`: feed its last token again, on what was kept."""
@@ -171,8 +164,13 @@ class Session:
         return CompressedCache(model.config, **self._new_cache)
 
 
+def attention_config(model: PreTrainedModel) -> Any:
+    """The config whose `_attn_implementation` the decoder's attention layers read. Raises as `text_decoder`."""
+    return text_decoder(model).config
+
+
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The innermost decoder, the one that holds the attention layers; they read `_attn_implementation` in its config.
+    """The innermost decoder, the one that holds the attention layers.
 
     Raises KVCompressError where the decoder's attention does not go through the attention interface.
     """

@@ -4,11 +4,14 @@ RoPE turns each pair of channels (i, i + half) of a query by position * inv_freq
 taken from its rotary embedding's output, so M-RoPE, scaled frequencies and padding need no formula of their own.
 """
 
+import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import PreTrainedConfig
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .errors import KVCompressError
 from .scoring import pad_columns
@@ -100,7 +103,7 @@ def _merged_axes(config: PreTrainedConfig, angle: torch.Tensor) -> torch.Tensor:
     return torch.cat([part[i % 3] for i, part in enumerate(angle.split(sections, dim=-1))], dim=-1)
 
 
-def rotary_embeddings(decoder: torch.nn.Module) -> list[torch.nn.Module]:
+def rotary_embeddings(decoder: PreTrainedModel) -> list[torch.nn.Module]:
     """The modules that compute cos and sin for a decoder's attention layers.
 
     Raises KVCompressError where there are none, where a layer goes without, or where the model pairs channels in
@@ -117,3 +120,18 @@ def rotary_embeddings(decoder: torch.nn.Module) -> list[torch.nn.Module]:
     if theirs is None or not torch.equal(theirs(probe), rotate_half(probe)):
         raise KVCompressError(f"{name} rotates queries in a way that is not known: it cannot be undone")
     return modules
+
+
+def watch_rotary(decoder: PreTrainedModel, receive: Callable[[Rotary], None]) -> list[RemovableHandle]:
+    """Call `receive` in each forward pass of a decoder, before its first layer, with how its full attention layers
+    are rotated, until the returned handles are removed. Raises as `rotary_embeddings`."""
+
+    def after(module: torch.nn.Module, args: tuple, kwargs: dict, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        names = list(inspect.signature(module.forward).parameters)
+        call = dict(zip(names, args, strict=False)) | kwargs
+        layer_type = call.get("layer_type")
+        if layer_type in (None, "full_attention"):
+            states, positions = call[names[0]], call["position_ids"]
+            receive(Rotary.of(decoder.config, module, states, positions, output, layer_type))
+
+    return [module.register_forward_hook(after, with_kwargs=True) for module in rotary_embeddings(decoder)]
