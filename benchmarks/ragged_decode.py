@@ -14,12 +14,14 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvcompress
+from kvcompress import attention
 from kvcompress.kernels.ragged_decode import (
     decode_by_segment,
     decode_gathered,
@@ -27,7 +29,7 @@ from kvcompress.kernels.ragged_decode import (
     ragged_decode_reference,
 )
 
-from .timing import cell, environment, interleaved, table, write
+from .timing import CLOCKS, cell, environment, interleaved, table, write
 
 BATCHES = (1, 8, 32)
 LENGTHS = (64, 256, 1024, 4096)  # mean entries per segment; segments have 0.3 to 1.7 of it
@@ -100,7 +102,7 @@ def ways_to_attend(case: dict) -> dict[str, Callable[[], torch.Tensor]]:
     return ways
 
 
-def one_layer(device: torch.device, dtype: torch.dtype, repeats: int) -> list[dict]:
+def one_layer(device: torch.device, dtype: torch.dtype, repeats: int, clock: str) -> list[dict]:
     records = []
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     for model, (heads, kv_heads, head_dim) in MODELS.items():
@@ -114,12 +116,12 @@ def one_layer(device: torch.device, dtype: torch.dtype, repeats: int) -> list[di
                 for name, call in ways.items():
                     if name != "uniform":
                         torch.testing.assert_close(call(), wanted, atol=tolerance, rtol=tolerance)
-                taken = interleaved(ways, repeats, device)
+                taken = interleaved(ways, repeats, device, clock)
                 records.append({"model": model, "batch": batch, "kv_heads": kv_heads, "length": length, "ms": taken})
     return records
 
 
-def whole_model(device: torch.device, dtype: torch.dtype, prompt: int, repeats: int) -> list[dict]:
+def whole_model(device: torch.device, dtype: torch.dtype, prompt: int, repeats: int, clock: str) -> list[dict]:
     config = LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
@@ -149,13 +151,21 @@ def whole_model(device: torch.device, dtype: torch.dtype, prompt: int, repeats: 
         token = torch.zeros(batch, 1, dtype=torch.long, device=device)
         with torch.no_grad(), kvcompress.attach(model):
             ways = {method: partial(model, token, past_key_values=cache) for method, cache in caches.items()}
-            taken = interleaved(ways, repeats, device)
+            gathering = copy.deepcopy(caches["adakv"])
+            ways["adakv, gathered"] = partial(decode_gathering, model, token, gathering)
+            taken = interleaved(ways, repeats, device, clock)
         spread = [min(lengths), max(lengths)]
         records.append({"batch": batch, "prompt": prompt, "nbytes": nbytes, "adakv_lengths": spread, "ms": taken})
     return records
 
 
-def report(layer: list[dict], model: list[dict], dtype: torch.dtype, device: torch.device) -> str:
+def decode_gathering(model: LlamaForCausalLM, token: torch.Tensor, cache: kvcompress.CompressedCache) -> None:
+    """A decode step that copies all entries into a padded tensor, in every layer."""
+    with mock.patch.object(attention, "decodes_in_place", return_value=False):
+        model(token, past_key_values=cache)
+
+
+def report(layer: list[dict], model: list[dict], dtype: torch.dtype, device: torch.device, clock: str) -> str:
     names = list(dict.fromkeys(name for record in layer for name in record["ms"]))
     rows = [
         [record["model"], record["batch"], record["kv_heads"], record["length"]]
@@ -164,7 +174,7 @@ def report(layer: list[dict], model: list[dict], dtype: torch.dtype, device: tor
     ]
     text = (
         "# Decoding over ragged entries\n\n"
-        f"Milliseconds, median (quartiles), {dtype} on {environment(device)['device']}.\n\n"
+        f"Milliseconds ({clock} clock), median (quartiles), {dtype} on {environment(device)['device']}.\n\n"
         "## One layer's attention at a decode step\n\n"
         "Heads of two models; segments, one per row and KV head, of 0.3 to 1.7 times the mean length, with "
         f"{SPARE} spare rows each. `uniform` is plain attention over as many entries in heads of equal length; the "
@@ -174,12 +184,12 @@ def report(layer: list[dict], model: list[dict], dtype: torch.dtype, device: tor
     if model:
         rows = [
             [record["batch"], "{}-{}".format(*record["adakv_lengths"])]
-            + [f"{record['nbytes'][method] / 1e6:.2f}" for method in record["ms"]]
+            + [f"{nbytes / 1e6:.2f}" for nbytes in record["nbytes"].values()]
             + [cell(taken) for taken in record["ms"].values()]
             + [f"{record['ms']['adakv']['median'] / record['ms']['snapkv']['median']:.2f}"]
             for record in model
         ]
-        header = ["batch", "entries per head (adakv)", "snapkv MB", "adakv MB", "snapkv", "adakv", "adakv / snapkv"]
+        header = ["batch", "entries per head (adakv)", "snapkv MB", "adakv MB", *model[0]["ms"], "adakv / snapkv"]
         text += (
             "\n## A whole decode step\n\n"
             f"A model of SmolLM2-135M's shape with random weights, a prompt of {model[0]['prompt']} tokens (the same "
@@ -193,16 +203,18 @@ def main() -> None:
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--prompt", type=int, default=4096, help="tokens of the whole model's prompt; 0 leaves it out")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ragged_decode"), help="without a suffix")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     dtype = getattr(torch, arguments.dtype)
-    layer = one_layer(arguments.device, dtype, arguments.repeats)
-    model = whole_model(arguments.device, dtype, arguments.prompt, arguments.repeats) if arguments.prompt else []
+    how = (arguments.repeats, arguments.clock)
+    layer = one_layer(arguments.device, dtype, *how)
+    model = whole_model(arguments.device, dtype, arguments.prompt, *how) if arguments.prompt else []
     records = [{"dtype": arguments.dtype, **record} for record in [*layer, *model]]
-    write(arguments.out, report(layer, model, dtype, arguments.device), records, arguments.device)
+    write(arguments.out, report(layer, model, dtype, arguments.device, arguments.clock), records, arguments.device)
 
 
 if __name__ == "__main__":
