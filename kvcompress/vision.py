@@ -4,6 +4,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from .prompt import Prompt
+from .scoring import column_sums, window_attention
+
+RECENT_QUERIES = 32  # observe where no image says where the question begins, and while decoding
 
 
 def vision_token_ids(config: PreTrainedConfig) -> list[int]:
@@ -17,7 +20,7 @@ def vision_token_mask(config: PreTrainedConfig, input_ids: torch.Tensor) -> torc
     return torch.isin(input_ids, torch.tensor(vision_token_ids(config), device=input_ids.device, dtype=input_ids.dtype))
 
 
-def observer_queries(prompt: Prompt, keys: torch.Tensor, fallback: int = 32) -> torch.Tensor:
+def observer_queries(prompt: Prompt, keys: torch.Tensor, fallback: int = RECENT_QUERIES) -> torch.Tensor:
     """The queries that ask about the images: the tokens behind each row's last vision token. bool (batch, columns).
 
     A row without vision tokens, or with none behind the last one, is observed by its last `fallback` real tokens;
@@ -29,3 +32,23 @@ def observer_queries(prompt: Prompt, keys: torch.Tensor, fallback: int = 32) -> 
         behind = prompt.vision.flip(1).int().argmax(1)  # columns behind the last vision token
         first = torch.where(prompt.vision.any(1) & (behind > 0), columns - behind, first)
     return torch.arange(columns, device=keys.device) >= first[:, None]
+
+
+def question_attention(queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+    """What each key receives from `observer_queries`, while decoding from the recent queries at hand: sums over the
+    queries, averaged over the query heads of a KV head. (batch, kv_heads, keys); arguments as in `KVCluster.score`."""
+    if prompt.columns is None:
+        observers = observer_queries(prompt, keys)
+        return column_sums(queries, keys, prompt.scaling, prompt.padding, observers)
+    rows = queries.shape[2]
+    weights = window_attention(queries, keys, rows, prompt.scaling, prompt.padding, prompt.columns, prompt.seen)
+    return weights.sum(3).mean(2)
+
+
+def text_first(scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+    """Scores (batch, kv_heads, keys), none negative, changed so that every vision token ranks below all text; each
+    kind keeps its own order, which adding a constant would round away. Unchanged where nothing is known of vision."""
+    if prompt.vision is None:
+        return scores
+    below = -1 / scores.clamp(min=torch.finfo(scores.dtype).tiny)
+    return torch.where(prompt.vision[:, None], below, scores)

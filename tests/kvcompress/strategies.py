@@ -12,12 +12,21 @@ from kvcompress.merging import MERGES
 from kvcompress.policy import Policy, make_policy
 from tests.families import FAMILIES, Family
 
-METHODS = sorted(set(kvcompress.list_methods()) - {"full"})
+METHODS = sorted(  # token methods have tests of their own
+    {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.KVCluster)} - {"full"}
+)
 OPTIONS: dict[str, dict[str, list]] = {
     "adakv": {"window_size": [1, 8, 32], "kernel_size": [1, 7], "pooling": ["avg", "max"]},
-    "h2o": {"recent": [0.0, 0.5, 1.0]},
-    "snapkv": {"window_size": [1, 4, 16, 32], "kernel_size": [1, 3, 7], "pooling": ["avg", "max"]},
-    "streamingllm": {"sinks": [0, 4, 9]},
+    "look-m": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
+    "vl-cache": {"recent": [0.0, 0.1], "variant": ["paper", "effivlm"]},
+    "h2o": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
+    "snapkv": {
+        "window_size": [1, 4, 16, 32],
+        "kernel_size": [1, 3, 7],
+        "pooling": ["avg", "max"],
+        "variant": ["paper", "effivlm"],
+    },
+    "streamingllm": {"sinks": [0, 4, 9], "variant": ["paper", "effivlm"]},
     "criticalkv": {
         "window_size": [1, 8],
         "kernel_size": [1, 5],
@@ -35,8 +44,8 @@ OPTIONS: dict[str, dict[str, list]] = {
     "lagkv": {"sinks": [0, 4], "lag": [2, 8, 128]},
     "cur": {"sinks": [0, 4], "window_size": [0, 1, 16], "leverage": ["key", "value", "kv_avg", "kv_product"]},
     "chunkkv": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg", "max"], "chunk_size": [1, 5, 20]},
-    "pyramidkv": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg"]},
-    "random": {"seed": [0, 7], "window_size": [0, 8]},
+    "pyramidkv": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg"], "variant": ["paper", "effivlm"]},
+    "random": {"seed": [0, 7], "window_size": [0, 8], "variant": ["paper", "effivlm"]},
 }
 
 

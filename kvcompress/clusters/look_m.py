@@ -1,0 +1,40 @@
+"""LOOK-M: text first, and evicted entries merged into kept ones. https://arxiv.org/abs/2406.18139"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from ..scoring import protect_recent
+from ..vision import text_first
+from .base import KVCluster, Prompt, register_method
+from .h2o import H2OKVCluster
+
+
+@register_method("look-m")
+@dataclass(frozen=True)
+class LookMKVCluster(KVCluster):
+    """Keeps recent tokens and those with the largest accumulated attention, text before vision (section 3.2),
+    and merges each evicted entry into the kept one with the likest key (section 3.3; pivotal
+    merging, the best of the paper's three; `merge=` names the others, `merge_modality=same` keeps text and vision
+    apart).
+
+    `recent` is the part of the budget for recent tokens, half as published; `variant="effivlm"` is EffiVLM-Bench's
+    tenth. Where text alone exceeds the budget, text is ranked by its attention. While decoding, all is text.
+    """
+
+    recent: Annotated[float, Field(ge=0, le=1)] = 0.5
+    variant: Literal["paper", "effivlm"] = "paper"
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2406.18139"
+    merge: ClassVar[str] = "pivot"
+
+    observe = H2OKVCluster.observe
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        sums = prompt.accumulated
+        if sums is None:
+            sums = self.observe(queries, keys, prompt)
+        share, least = (0.1, 1) if self.variant == "effivlm" else (self.recent, 0)
+        return protect_recent(text_first(sums, prompt), [max(least, int(share * budget)) for budget in prompt.budgets])

@@ -1,0 +1,45 @@
+"""VL-Cache: what the question attends to, more of it where attention is dense. https://arxiv.org/abs/2410.23317"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from ..scoring import protect_recent
+from ..vision import RECENT_QUERIES, question_attention
+from .base import KVCluster, Prompt, register_method
+
+
+@register_method("vl-cache")
+@dataclass(frozen=True)
+class VLCacheKVCluster(KVCluster):
+    """Keeps the keys with the largest attention accumulated over the queries behind the last image (section 4.2), and
+    for `recent` of the budget the most recent tokens; layers share the budget by their density (section 4.1,
+    `layer_budget="sparsity"`).
+
+    Each KV head keeps its own, by the mean over its query heads; `head_budget="shared"` lets all heads keep the same.
+    `recent` counts from a layer's own budget; `variant="effivlm"` is EffiVLM-Bench's window of a tenth of the mean
+    budget, the same in every layer.
+    """
+
+    recent: Annotated[float, Field(ge=0, le=1)] = 0.1
+    variant: Literal["paper", "effivlm"] = "paper"
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2410.23317"
+    layer_budget: ClassVar[str] = "sparsity"
+
+    @property
+    def query_window(self) -> int:
+        return RECENT_QUERIES
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        scores = question_attention(queries, keys, prompt)
+        if self.variant == "effivlm":  # here the budget is still the mean over the layers
+            scores = protect_recent(scores, [max(1, int(0.1 * budget)) for budget in prompt.budgets])
+        return scores
+
+    def select(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        if self.variant == "paper":
+            scores = protect_recent(scores, [int(self.recent * budget) for budget in prompt.budgets])
+        return super().select(scores, prompt)
