@@ -39,6 +39,11 @@ class Budget:
         return min(max(wanted, 1), length)
 
 
+def effivlm_window(budget: int) -> int:
+    """The most recent tokens that EffiVLM-Bench's methods keep of a budget: a tenth, and at least one."""
+    return max(1, int(0.1 * budget))
+
+
 def allocate(weights: Sequence[float], total: int, most: int) -> list[int]:
     """Integers in proportion to the weights, each at most `most` and, where the total allows, at least 1, that sum to
     exactly `total`: what a capped one cannot take goes to the others, and what rounding leaves over goes by largest

@@ -1,5 +1,6 @@
 """What a method is given of a layer, `Prompt`, and what it gives back, `Kept`."""
 
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -80,3 +81,15 @@ def gather(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, memo
         indices,
         None if memory is None else memory.gather(2, indices.clamp(min=0)),
     )
+
+
+def uniform_noise(prompt: Prompt, kv_heads: int, columns: int, seed: int | str) -> torch.Tensor:
+    """Numbers drawn evenly from [0, 1), (batch, kv_heads, columns), zero at pads. The draw follows the seed, the layer
+    and the row's own tokens: it is the same alone, in any batch and on any device, and another one at each eviction."""
+    noise = torch.zeros(len(prompt.lengths), kv_heads, columns)
+    for row, length in enumerate(prompt.lengths):
+        tokens = prompt.tokens[row] if prompt.tokens else length
+        key = f"{seed} {prompt.layer_idx} {prompt.row_seeds[row]} {tokens}"
+        generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+        noise[row, :, columns - length :] = torch.rand(kv_heads, length, generator=generator)
+    return noise

@@ -16,7 +16,7 @@ def pad_columns(padding: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.arange(columns, device=padding.device) < padding[..., None]
 
 
-def window_attention(
+def window_logits(
     queries: torch.Tensor,
     keys: torch.Tensor,
     window: int,
@@ -25,7 +25,7 @@ def window_attention(
     key_columns: torch.Tensor | None = None,
     seen: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention weights of the last `window` queries over all keys, in fp32.
+    """Scaled products of the last `window` queries with all keys, in fp32; -inf at what a query does not see.
 
     Only `window` rows are computed, so memory is linear in the prompt; queries are grouped onto their KV head
     without repeating the keys.
@@ -36,8 +36,7 @@ def window_attention(
             (batch, kv_heads, keys) and the number of columns seen; without them keys and queries are one prompt.
 
     Returns:
-        (batch, kv_heads, groups, window, keys); rows of pad queries are zero. `window` shrinks to the number of
-        queries where there are fewer.
+        (batch, kv_heads, groups, window, keys). `window` shrinks to the number of queries where there are fewer.
     """
     batch, kv_heads, columns, head_dim = keys.shape
     window = min(window, queries.shape[2])
@@ -52,12 +51,28 @@ def window_attention(
         query_columns = torch.arange(seen - window, seen, device=keys.device)
         future = key_columns[:, :, None, :] > query_columns[:, None]
         logits.masked_fill_(future[:, :, None], float("-inf"))
+    if padding is not None:
+        logits.masked_fill_(pad_columns(padding, columns)[:, :, None, None, :], float("-inf"))
+    return logits
+
+
+def window_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    window: int,
+    scaling: float,
+    padding: torch.Tensor | None = None,
+    key_columns: torch.Tensor | None = None,
+    seen: int | None = None,
+) -> torch.Tensor:
+    """Causal attention weights of the last `window` queries over all keys: the softmax of `window_logits`, whose
+    arguments and shape it has. Rows of pad queries are zero."""
+    weights = window_logits(queries, keys, window, scaling, padding, key_columns, seen).softmax(-1)
     if padding is None:
-        return logits.softmax(-1)
-    pads = pad_columns(padding, columns)[:, :, None, None, :]
-    weights = logits.masked_fill_(pads, float("-inf")).softmax(-1)
+        return weights
     if key_columns is None:
-        weights.masked_fill_(pads[..., -window:].transpose(3, 4), 0.0)
+        pads = pad_columns(padding, keys.shape[2])[:, :, None, None, -weights.shape[3] :]
+        weights.masked_fill_(pads.transpose(3, 4), 0.0)
     return weights.nan_to_num_(0.0)  # a pad query sees no key
 
 

@@ -6,12 +6,12 @@ from typing import ClassVar, Literal
 from pydantic import PositiveInt
 
 from .base import register_method
-from .snapkv import SnapKVCluster
+from .snapkv import WindowKVCluster
 
 
 @register_method("adakv")
 @dataclass(frozen=True)
-class AdaKVCluster(SnapKVCluster):
+class AdaKVCluster(WindowKVCluster):
     """SnapKV's scores, ranked over all KV heads of a layer, so that a head whose attention is spread keeps more
     (algorithm 1; window 32, max pooling over 7 keys as in the paper's code). `head_budget="adaptive"` does the same
     with the scores of any other method; `safeguard` is the share that each head is sure of."""

@@ -9,12 +9,12 @@ from pydantic import PositiveInt
 
 from ..scoring import aligned_left, aligned_right, pad_columns
 from .base import Prompt, register_method
-from .snapkv import SnapKVCluster
+from .snapkv import WindowKVCluster
 
 
 @register_method("chunkkv")
 @dataclass(frozen=True)
-class ChunkKVCluster(SnapKVCluster):
+class ChunkKVCluster(WindowKVCluster):
     """Keeps the chunks of `chunk_size` tokens with the highest mean of SnapKV's scores, the same chunks for all heads
     (section 3.2, algorithm 1).
 

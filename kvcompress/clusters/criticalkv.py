@@ -9,7 +9,7 @@ from pydantic import Field
 from ..errors import KVCompressError
 from ..selection import ranks
 from .base import Kept, Prompt, register_method
-from .snapkv import SnapKVCluster
+from .snapkv import WindowKVCluster
 
 BLOCK = 256  # keys whose projections are held at a time
 
@@ -38,7 +38,7 @@ def projected_norm(values: torch.Tensor, module: torch.nn.Module | None) -> torc
 
 @register_method("criticalkv")
 @dataclass(frozen=True)
-class CriticalKVCluster(SnapKVCluster):
+class CriticalKVCluster(WindowKVCluster):
     """SnapKV's scores in two stages (section 4, algorithm 1): `first_stage` of a head's budget goes to the highest
     scores, the rest to the highest (score + epsilon) * ||W_o v||_1, which bounds how far the output moves when the
     entry is dropped. With `head_budget="adaptive"` the heads' budgets follow the scores alone (algorithm 2)."""

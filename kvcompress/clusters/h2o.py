@@ -1,11 +1,12 @@
 """H2O: heavy hitters, the keys that all queries together attend to most. https://arxiv.org/abs/2306.14048"""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
 
+from ..budget import effivlm_window
 from ..scoring import column_sums, protect_recent, window_attention
 from .base import KVCluster, Prompt, register_method
 
@@ -14,9 +15,11 @@ from .base import KVCluster, Prompt, register_method
 @dataclass(frozen=True)
 class H2OKVCluster(KVCluster):
     """Keeps the keys with the largest accumulated attention (section 4.2), and for `recent` of the budget the most
-    recent tokens; half and half as published. While decoding, every new query's attention is added to the sums."""
+    recent tokens; half and half as published, a tenth with `variant="effivlm"`. While decoding, every new query's
+    attention is added to the sums."""
 
     recent: Annotated[float, Field(ge=0, le=1)] = 0.5
+    variant: Literal["paper", "effivlm"] = "paper"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.14048"
     decode_interval: ClassVar[int] = 1
@@ -29,7 +32,9 @@ class H2OKVCluster(KVCluster):
         return weights.sum(3).mean(2)
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        sums = prompt.accumulated
-        if sums is None:
-            sums = self.observe(queries, keys, prompt)
-        return protect_recent(sums, [int(self.recent * budget) for budget in prompt.budgets])
+        return self.observe(queries, keys, prompt) if prompt.accumulated is None else prompt.accumulated
+
+    def prepared(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        # Here the budget is the layer's own, and the recent tokens' sums are still known to whoever merges.
+        recent = [effivlm_window(n) if self.variant == "effivlm" else int(self.recent * n) for n in prompt.budgets]
+        return super().prepared(protect_recent(scores, recent), prompt)

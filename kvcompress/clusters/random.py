@@ -1,18 +1,22 @@
 """Random eviction: the baseline that every method has to beat."""
 
-import zlib
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from pydantic import NonNegativeInt
 
+from ..budget import effivlm_window
+from ..prompt import uniform_noise
+from ..scoring import protect_recent
 from .base import KVCluster, Prompt, register_method
 
 
 @register_method("random")
 @dataclass(frozen=True)
 class RandomKVCluster(KVCluster):
-    """Keeps a uniformly random set per layer and KV head, and the last `window_size` tokens.
+    """Keeps a uniformly random set per layer and KV head, and the last `window_size` tokens; `variant="effivlm"` the
+    last tenth of the budget.
 
     The draw follows `seed`, the layer and the row's own tokens, so it is the same alone, in any batch and on any
     device, and differs from prompt to prompt and from one eviction to the next.
@@ -20,15 +24,11 @@ class RandomKVCluster(KVCluster):
 
     seed: int = 0
     window_size: NonNegativeInt = 8
+    variant: Literal["paper", "effivlm"] = "paper"
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        batch, kv_heads, columns, _ = keys.shape
-        scores = torch.zeros(batch, kv_heads, columns)
-        for row, length in enumerate(prompt.lengths):
-            tokens = prompt.tokens[row] if prompt.tokens else length
-            key = f"{self.seed} {prompt.layer_idx} {prompt.row_seeds[row]} {tokens}"
-            generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-            scores[row, :, columns - length :] = torch.rand(kv_heads, length, generator=generator)
-        if self.window_size:
-            scores[:, :, -self.window_size :] = float("inf")
-        return scores.to(keys.device)
+        return uniform_noise(prompt, keys.shape[1], keys.shape[2], self.seed).to(keys.device)
+
+    def prepared(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        windows = [effivlm_window(n) if self.variant == "effivlm" else self.window_size for n in prompt.budgets]
+        return super().prepared(protect_recent(scores, windows), prompt)

@@ -6,26 +6,23 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import PositiveInt
 
+from ..budget import effivlm_window
 from ..errors import KVCompressError
-from ..scoring import pool_scores, window_attention
+from ..scoring import pool_scores, protect_recent, window_attention
 from .base import KVCluster, Prompt, register_method
 
 
-@register_method("snapkv")
 @dataclass(frozen=True)
-class SnapKVCluster(KVCluster):
-    """Keeps the observation window and the keys that its queries attend to most (section 4, listing 1).
+class WindowKVCluster(KVCluster):
+    """Keeps an observation window, the last `window_size` tokens, and the keys that its queries vote for.
 
-    The weights of the last `window_size` queries are averaged over the window, pooled along the keys so that
-    neighbours stay together, and averaged over the query heads of each KV head. Where the budget is smaller than
-    the window, the most recent tokens stay.
+    Votes are pooled along the keys so that neighbours stay together, and averaged over the query heads of each KV
+    head. Where the budget is smaller than the window, the most recent tokens stay.
     """
 
     window_size: PositiveInt = 32
     kernel_size: PositiveInt = 5
     pooling: Literal["avg", "max"] = "avg"
-
-    paper: ClassVar[str] = "https://arxiv.org/abs/2404.14469"
 
     def __post_init__(self) -> None:
         if self.kernel_size % 2 == 0:
@@ -35,11 +32,41 @@ class SnapKVCluster(KVCluster):
     def query_window(self) -> int:
         return self.window_size
 
+    def windows(self, prompt: Prompt) -> list[int]:
+        """Tokens in each row's window."""
+        return [self.window_size] * len(prompt.lengths)
+
+    def votes(self, weights: torch.Tensor, in_window: torch.Tensor) -> torch.Tensor:
+        """(batch, kv_heads, groups, keys), from attention weights (batch, kv_heads, groups, queries, keys) and whether
+        a query is in its row's window (batch, 1, 1, queries, 1): the window's mean."""
+        return (weights * in_window).sum(3) / in_window.sum(3)
+
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        window = min(self.window_size, keys.shape[2])
-        weights = window_attention(queries, keys, window, prompt.scaling, prompt.padding, prompt.columns, prompt.seen)
-        votes = weights[..., :-window].mean(3)  # (batch, kv_heads, groups, keys - window)
-        scores = torch.full(keys.shape[:3], float("inf"), device=keys.device)
-        if votes.shape[-1]:
-            scores[..., :-window] = pool_scores(votes, self.kernel_size, self.pooling).mean(2)
-        return scores
+        windows = [min(window, keys.shape[2]) for window in self.windows(prompt)]
+        weights = window_attention(
+            queries, keys, max(windows), prompt.scaling, prompt.padding, prompt.columns, prompt.seen
+        )
+        sizes = torch.tensor(windows, device=keys.device)[:, None]
+        in_window = torch.arange(weights.shape[3], 0, -1, device=keys.device) <= sizes
+        votes = self.votes(weights, in_window[:, None, None, :, None])
+        before = torch.arange(keys.shape[2], 0, -1, device=keys.device) > sizes  # the window itself has no vote
+        scores = pool_scores(votes * before[:, None, None], self.kernel_size, self.pooling).mean(2)
+        return protect_recent(scores, windows)
+
+
+@register_method("snapkv")
+@dataclass(frozen=True)
+class SnapKVCluster(WindowKVCluster):
+    """Keeps the observation window and the keys that its queries attend to most (section 4, listing 1): the mean of
+    their weights, pooled. With `variant="effivlm"` the window is a tenth of the budget; while decoding it is at most
+    `window_size`, which many queries are remembered."""
+
+    variant: Literal["paper", "effivlm"] = "paper"
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2404.14469"
+
+    def windows(self, prompt: Prompt) -> list[int]:
+        if self.variant == "paper":
+            return super().windows(prompt)
+        most = self.window_size if prompt.columns is not None else max(prompt.lengths)
+        return [min(effivlm_window(budget), most) for budget in prompt.budgets]
