@@ -17,8 +17,9 @@ from transformers import (
 
 import kvcompress
 from kvcompress.clusters.expected_attention import ExpectedAttentionKVCluster
-from kvcompress.rotary import Rotary
-from tests.families import FAMILIES, HEAD_DIM
+from kvcompress.hook import text_decoder
+from kvcompress.rotary import Rotary, watch_rotary
+from tests.families import FAMILIES, HEAD_DIM, VLM_FAMILIES
 
 TINY = {
     "vocab_size": 64,
@@ -79,20 +80,43 @@ def test_unrotated_queries_are_those_before_the_rotary_embedding(family, scope, 
             torch.testing.assert_close(ours[row, :, -length:], theirs[row][:, real[row]][:, :length], atol=2e-5, rtol=0)
 
 
+def assert_foresees(prompt: kvcompress.Prompt, rotary: Rotary, columns: list[int]) -> None:
+    """The mean rotation of one position to come is that of these columns, one of each row."""
+    foreseen = prompt.rotary.mean_rotation(1, HEAD_DIM, prompt.padding)
+    cos, sin = foreseen.diagonal(dim1=1, dim2=2), foreseen.diagonal(HEAD_DIM // 2, 1, 2)
+    rows = range(len(columns))
+    torch.testing.assert_close(cos, rotary.cos[rows, columns], atol=1e-5, rtol=0)
+    torch.testing.assert_close(-sin, rotary.sin[rows, columns, : HEAD_DIM // 2], atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_queries_to_come_are_rotated_as_the_model_goes_on(family, given):
-    """The next text tokens have the positions that follow the prompt's: with future=1 the mean rotation is theirs."""
     family = FAMILIES[family]
     model = family.build()
     inputs = family.inputs(model, [50, 31], [1, 2] if family.is_vlm else None)
-    with kvcompress.compress(model, "expected-attention", 0.5, future=1, decode_budget=25, decode_interval=1):
+    with kvcompress.compress(model, "expected-attention", 0.5, decode_budget=25, decode_interval=1):
         model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
-    prompt, first = given[0][1], given[3][1]  # layer 0, in the prompt and when one more token was seen
-    assert first.seen == prompt.rotary.cos.shape[1] + 1
-    foreseen = prompt.rotary.mean_rotation(1, HEAD_DIM, prompt.padding)
-    cos, sin = foreseen.diagonal(dim1=1, dim2=2), foreseen.diagonal(HEAD_DIM // 2, 1, 2)
-    torch.testing.assert_close(cos, first.rotary.cos[:, 0], atol=1e-5, rtol=0)
-    torch.testing.assert_close(-sin, first.rotary.sin[:, 0, : HEAD_DIM // 2], atol=1e-5, rtol=0)
+    (_, prompt), (_, next_token) = given[0], given[3]  # layer 0, in the prompt and when one more token was seen
+    assert next_token.seen == prompt.rotary.cos.shape[1] + 1
+    assert_foresees(prompt, next_token.rotary, [0, 0])
+
+
+@pytest.mark.parametrize("family", VLM_FAMILIES)
+def test_behind_an_image_text_goes_on_where_the_model_lets_it(family, given):
+    """Under M-RoPE that is after the largest of the image's three positions."""
+    family = FAMILIES[family]
+    model = family.build()
+    inputs = family.inputs(model, [70, 51], [2, 1])
+    whole = []
+    with kvcompress.compress(model, "expected-attention", 0.5, scope="context") as session:
+        hooks = watch_rotary(text_decoder(model), whole.append)
+        model(**inputs)
+        for hook in hooks:
+            hook.remove()
+    assert session.cache.seen_tokens == inputs["input_ids"].shape[1]
+    prompt = given[0][1]
+    pads = (inputs["attention_mask"] == 0).sum(1).tolist()
+    assert_foresees(prompt, whole[0], [pad + length for pad, length in zip(pads, prompt.lengths, strict=True)])
 
 
 def test_the_mean_rotation_is_the_mean_of_the_models_rotations():
@@ -104,6 +128,14 @@ def test_the_mean_rotation_is_the_mean_of_the_models_rotations():
         a, b = torch.complex(query[:2], query[2:4]) * torch.exp(1j * inv_freq * position) * 1.5, query[4:]
         expected += torch.cat([a.real, a.imag, b]) / 3
     torch.testing.assert_close(rotary.mean_rotation(3, 6)[0] @ query, expected)
+
+
+def test_the_positions_of_pads_do_not_count():
+    positions = torch.tensor([[99, 0, 1], [0, 1, 2]])
+    angles = torch.ones(2, 3, 4)
+    rotary = Rotary(angles, angles, positions, torch.tensor([1.0, 0.3]))
+    short, long = rotary.mean_rotation(1, 4, torch.tensor([[1], [0]])).diagonal(dim1=1, dim2=2)[:, 0]
+    torch.testing.assert_close(torch.stack([short, long]), torch.tensor([2.0, 3.0]).cos())
 
 
 def test_gemma3_with_a_rotary_embedding_per_type_of_layer_gives_the_full_layers_their_own(given):

@@ -1,0 +1,150 @@
+"""lagkv, cur, chunkkv, criticalkv and expected-attention against plain references, written from their papers in
+float64, row by row, with loops: what kvpress's fixtures do not show, such as padding, short rows and ties."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvcompress
+from kvcompress.rotary import Rotary
+from tests.kvcompress.test_clusters import SCALING, best, check, layers, snapkv_scores
+
+plain_test = settings(max_examples=40, deadline=None)
+INFINITE = float("inf")
+
+
+@plain_test
+@given(layer=layers(), sinks=st.sampled_from([0, 1, 4]), lag=st.sampled_from([2, 5, 8]))
+def test_lagkv_keeps_what_varies_most_within_the_range_of_the_next_partition(layer, sinks, lag):
+    def ranks(states, begin):
+        """Of the partition's tokens, each measured by the channels' range in the partition behind it."""
+        reference = states[begin + lag : begin + 2 * lag]
+        least, most = reference.min(0).values, reference.max(0).values
+        return torch.stack([((token - least) / (most - least)).std() for token in states[begin : begin + lag]]).softmax(
+            0
+        )
+
+    def reference(q, k, v, budget):
+        scores = [INFINITE] * min(sinks, len(k)) + [1.0] * (len(k) - sinks)
+        partitions = (len(k) - sinks) // lag
+        for begin in range(sinks, sinks + (partitions - 1) * lag, lag):
+            information = (ranks(k, begin) + ranks(v, begin)).tolist()
+            for token, score in enumerate(information):
+                scores[begin + token] = sum(other < score for other in information) / lag
+        return best(scores, budget)
+
+    check(kvcompress.make_cluster("lagkv", sinks=sinks, lag=lag), layer, reference)
+
+
+@plain_test
+@given(layer=layers(), sinks=st.sampled_from([0, 4]), window=st.sampled_from([0, 3, 16]))
+@pytest.mark.parametrize("leverage", ["key", "value", "kv_avg", "kv_product"])
+def test_cur_keeps_the_largest_shares_of_their_windows_squared_norms(layer, sinks, window, leverage):
+    def shares(states):
+        squares = [float(token @ token) for token in states]
+        size = window or len(squares)
+        return [square / sum(squares[i // size * size : (i // size + 1) * size]) for i, square in enumerate(squares)]
+
+    def reference(q, k, v, budget):
+        combine = {
+            "key": lambda a, b: a,
+            "value": lambda a, b: b,
+            "kv_avg": lambda a, b: a + b,
+            "kv_product": lambda a, b: a * b,
+        }[leverage]
+        scores = [combine(a, b) for a, b in zip(shares(k), shares(v), strict=True)]
+        return best([*[INFINITE] * min(sinks, len(k)), *scores[sinks:]], budget)
+
+    check(kvcompress.make_cluster("cur", sinks=sinks, window_size=window, leverage=leverage), layer, reference)
+
+
+@plain_test
+@given(layer=layers(), size=st.sampled_from([1, 4, 20]), window=st.sampled_from([1, 3, 64]))
+def test_chunkkv_keeps_the_best_chunks_of_all_heads_and_cuts_the_last(layer, size, window):
+    queries, keys, values, prompt = layer
+    cluster = kvcompress.make_cluster("chunkkv", window_size=window, kernel_size=3, chunk_size=size)
+    kept = cluster.update_kv(queries, keys, values, prompt)
+    kv_heads, groups = keys.shape[1], queries.shape[1] // keys.shape[1]
+    for row, (length, budget) in enumerate(zip(prompt.lengths, prompt.budgets, strict=True)):
+        first = keys.shape[2] - length
+        means = torch.zeros(length, dtype=torch.float64)
+        for head in range(kv_heads):
+            q = queries[row, head * groups : (head + 1) * groups, first:].double()
+            scores = snapkv_scores(q, keys[row, head, first:].double(), window, 3, "avg")
+            for begin in range(0, length, size):
+                chunk = scores[begin : begin + size]
+                means[begin : begin + size] += sum(chunk) / len(chunk) / kv_heads
+        expected = sorted(best(means.tolist(), budget))
+        for head in range(kv_heads):
+            slots = kept.indices[row, head]
+            assert (slots[slots >= 0] - first).tolist() == expected
+
+
+@plain_test
+@given(layer=layers(), stage=st.sampled_from([0.0, 0.5, 1.0]), window=st.sampled_from([1, 3]))
+def test_criticalkv_spends_the_rest_of_the_budget_on_what_moves_the_output_most(layer, stage, window):
+    queries, keys, values, prompt = layer
+    kv_heads, groups = keys.shape[1], queries.shape[1] // keys.shape[1]
+    projection = torch.nn.Linear(queries.shape[1] * 8, 6, bias=False)
+    torch.nn.init.normal_(projection.weight, generator=torch.Generator().manual_seed(0))
+    prompt = dataclasses.replace(prompt, module=SimpleNamespace(o_proj=projection))
+    weight = projection.weight.detach().double().view(6, kv_heads, groups, 8)
+    cluster = kvcompress.make_cluster("criticalkv", window_size=window, kernel_size=1, first_stage=stage)
+    kept = cluster.update_kv(queries, keys, values, prompt)
+    for row, (length, budget) in enumerate(zip(prompt.lengths, prompt.budgets, strict=True)):
+        first = keys.shape[2] - length
+        for head in range(kv_heads):
+            q = queries[row, head * groups : (head + 1) * groups, first:].double()
+            scores = snapkv_scores(q, keys[row, head, first:].double(), window, 1, "avg")
+            sure = best(scores, int(stage * budget)) if int(stage * budget) else []
+            moved = []
+            for column, value in enumerate(values[row, head, first:].double()):
+                norms = [(weight[:, head, group] @ value).abs().sum().item() for group in range(groups)]
+                moved.append((scores[column] + 1e-4) * sum(norms) / groups if column not in sure else INFINITE)
+            slots = kept.indices[row, head]
+            assert (slots[slots >= 0] - first).tolist() == sorted(best(moved, budget))
+
+
+@plain_test
+@given(
+    layer=layers(), sinks=st.sampled_from([0, 4]), future=st.sampled_from([1, 7]), epsilon=st.sampled_from([0.0, 0.1])
+)
+def test_expected_attention_keeps_what_gaussian_queries_to_come_would_take_most_from(layer, sinks, future, epsilon):
+    queries, keys, values, prompt = layer  # queries as they were before their rotation
+    inv_freq = torch.tensor([1.0, 0.3, 0.1, 0.03])
+    padding = keys.shape[2] - torch.tensor(prompt.lengths)[:, None]
+    positions = torch.arange(keys.shape[2]) - padding
+    angles = (positions[..., None] * inv_freq).repeat(1, 1, 2)
+    rotary = Rotary(angles.cos(), angles.sin(), positions, inv_freq)
+    prompt = dataclasses.replace(prompt, rotary=rotary)
+
+    def rotation(position):
+        """One position's rotation of (a, b), the halves of a query, as complex numbers."""
+        turn = torch.exp(1j * inv_freq.double() * position)
+        return torch.cat(
+            [torch.cat([turn.real.diag(), -turn.imag.diag()], 1), torch.cat([turn.imag.diag(), turn.real.diag()], 1)]
+        )
+
+    def reference(q, k, v, budget):
+        length = len(k)
+        turned = sum(rotation(position) for position in range(length, length + future)) / future
+        weights = torch.zeros(max(length - sinks, 0), dtype=torch.float64)
+        for head in q[:, sinks:]:
+            if not len(weights):
+                break
+            mean = turned @ head.mean(0)
+            covariance = sum(torch.outer(x - head.mean(0), x - head.mean(0)) for x in head) / len(head)
+            covariance = turned @ covariance @ turned.T
+            logits = [(mean @ key * SCALING + key @ covariance @ key * SCALING**2 / 2).item() for key in k[sinks:]]
+            total = sum(math.exp(logit - max(logits)) for logit in logits)
+            weights += torch.tensor([math.exp(logit - max(logits)) / total / len(q) for logit in logits])
+        scores = [(w + epsilon) * value.norm() for w, value in zip(weights.tolist(), v[sinks:], strict=True)]
+        return best([*[INFINITE] * min(sinks, length), *scores], budget)
+
+    cluster = kvcompress.make_cluster("expected-attention", sinks=sinks, future=future, epsilon=epsilon)
+    check(cluster, (queries, keys, values, prompt), reference)
