@@ -5,6 +5,7 @@ from .cache import CompressedCache
 from .clusters import Kept, KVCluster, MethodInfo, Prompt, list_methods, make_cluster, register_method
 from .errors import KVCompressError
 from .hook import Session, attach, compress
+from .tokens import TokenMethod
 
 __all__ = [
     "Budget",
@@ -15,6 +16,7 @@ __all__ = [
     "MethodInfo",
     "Prompt",
     "Session",
+    "TokenMethod",
     "attach",
     "compress",
     "list_methods",

@@ -24,6 +24,8 @@ class Chunk:
         vision_lengths: vision tokens in each row's context; empty where `vision` is None.
         context: leading real tokens of each row that are compressed; the rest, the question, is kept.
         row_seeds: a checksum of each row's real tokens.
+        source: where tokens were dropped on the way to a layer: LongTensor (batch, left), the columns that reach it, -1
+            where a row has fewer (`padding` then counts those).
     """
 
     columns: int
@@ -33,6 +35,7 @@ class Chunk:
     vision_lengths: list[int]
     context: list[int]
     row_seeds: tuple[int, ...]
+    source: torch.Tensor | None = None
 
     @classmethod
     def of(

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
 
 from .attention import PREFIX, register_attention
 from .cache import CompressedCache
 from .errors import KVCompressError
 from .policy import make_policy
+from .pruning import prune
 from .rotary import Rotary, rotary_embeddings, watch_rotary
 
 
@@ -86,9 +88,11 @@ class Session:
             self.model.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
         self._sees_rotary = False
+        self._of_pass: list[RemovableHandle] = []
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._end_pass()
         for hook in self._hooks:
             hook.remove()
         self._config._attn_implementation = self._base
@@ -101,11 +105,20 @@ class Session:
         cache = self._cache_for(kwargs, model)
         mask = kwargs.get("attention_mask")
         self._is_prompt = cache.start(batch, columns, ids, mask)
+        self._end_pass()
+        if self._is_prompt and cache.policy.tokens is not None:
+            self._of_pass = prune(text_decoder(model), self._base, cache)
         if cache.policy.cluster.unrotated_queries and not self._sees_rotary:
             self._sees_rotary = True
             self._hooks += watch_rotary(text_decoder(model), self._after_rotary)
         kwargs["past_key_values"] = self.cache = cache
         return (), kwargs
+
+    def _end_pass(self) -> None:
+        """Remove the hooks of one prompt pass."""
+        for hook in self._of_pass:
+            hook.remove()
+        self._of_pass = []
 
     def _after_rotary(self, rotary: Rotary) -> None:
         """Tell the cache how this pass rotates its queries."""
@@ -115,6 +128,7 @@ class Session:
     def _after_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict, output: Any) -> Any:
         """Finish a prompt. For `first_token="compressed"`: feed its last token again, on what was kept."""
         cache = kwargs["past_key_values"]
+        self._end_pass()
         if not self._is_prompt:
             return None
         cache.finish()

@@ -3,6 +3,7 @@
 How entries are laid out in memory is in storage.py; which of them stay is the cluster's choice.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,6 +55,7 @@ class CompressedLayer(CacheLayerMixin):
         layer_shares: what the layers kept of the latest prompt, [layer][row], where that was measured.
         memory: for a cluster that accumulates, its sum for every stored entry, (batch, kv_heads, entries).
         chunk: what is known of that prompt; the cache sets it before the forward pass.
+        watch: called with the next prompt's queries, keys and scaling, by whoever wants to see the layer attend.
         rotary: how the pass rotates its queries, where the cluster wants them unrotated; see `CompressedCache.rotate`.
     """
 
@@ -72,6 +74,7 @@ class CompressedLayer(CacheLayerMixin):
         self.staged: tuple[torch.Tensor, torch.Tensor] | None = None
         self.chunk: Chunk | None = None
         self.rotary: Rotary | None = None
+        self.watch: Callable[[torch.Tensor, torch.Tensor, float], None] | None = None
         self.pending: Pending | None = None
         self.layer_shares: list[list[int]] | None = None
         self.memory: torch.Tensor | None = None
@@ -129,7 +132,7 @@ class CompressedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.chunk is not None:
-            self.counted = self.seen + key_states.shape[2]
+            self.counted = self.seen + self.chunk.columns
             self.staged = (key_states, value_states)
             if self.storage is not None:
                 old = self.storage.read()
@@ -244,6 +247,13 @@ class CompressedLayer(CacheLayerMixin):
         (keys, values), chunk = self.staged, self.chunk
         self.staged = self.chunk = None
         self.decoded, self.recent_queries = 0, []
+        if self.watch is not None:
+            self.watch(queries, keys, scaling)
+            self.watch = None
+        if chunk.source is not None:  # a token method has chosen: all that came so far is stored
+            columns = chunk.source[:, None].expand(keys.shape[:3])
+            self._settle(chunk, Kept(keys, values, columns), uniform=chunk.padding is None)
+            return
         if self.policy.decode is not None:
             self._remember(queries)
         budgets = self._budgets(chunk)
@@ -348,6 +358,8 @@ class CompressedLayer(CacheLayerMixin):
 
     def _budgets(self, chunk: Chunk) -> list[int]:
         """Entries to keep of each row's context, per KV head."""
+        if self.policy.tokens is not None:
+            return chunk.context
         if self.policy.engine.ratio_of == "prompt":
             return [self.policy.budget(length) if length else 0 for length in chunk.context]
         return [

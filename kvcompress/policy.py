@@ -6,11 +6,12 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from .budget import Budget
-from .clusters.base import KVCluster, MethodInfo, make_cluster, method_info
+from .clusters.base import KVCluster, MethodInfo, make_cluster, make_method, method_info
 from .errors import KVCompressError, unknown_name, validated
 from .layer_budgets import LayerBudget, layer_budget
 from .merging import MERGES
 from .quantization import Quantizer
+from .tokens.base import TokenMethod
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
@@ -88,23 +89,29 @@ def all_options(info: MethodInfo, scorer: str | None = None) -> dict[str, object
     engine = {field.name: field.default for field in fields(Engine)}
     if info.name == "full":
         return {**info.options, **{name: engine[name] for name in FULL_OPTIONS}}
+    if issubclass(info.cls, TokenMethod):
+        return {**info.options, **{name: engine[name] for name in FULL_OPTIONS}, "ratio_of": "vision"}
     own = info.options if scorer is None else method_info(scorer).options
     return {**own, **engine, **{part: getattr(info.cls, part) for part in PARTS}}
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What scores (`cluster`), how much is kept, and the engine's options, with the method's own choices filled in."""
+    """What scores (`cluster`), how much is kept, and the engine's options, with the method's own choices filled in.
+
+    A method that drops tokens before they are cached is `tokens`; the cluster then keeps all that reaches it.
+    """
 
     method: str
     cluster: KVCluster
     budget: Budget
     engine: Engine
+    tokens: TokenMethod | None = None
 
     def part(self, name: str) -> object:
         """One of `PARTS`: as the user gave it, else as the method prescribes."""
         given = getattr(self.engine, name)
-        return getattr(method_info(self.method).cls, name) if given is None else given
+        return getattr(method_info(self.method).cls, name, getattr(KVCluster, name)) if given is None else given
 
     @property
     def head_budget(self) -> str:
@@ -131,7 +138,7 @@ class Policy:
     @property
     def options(self) -> dict[str, object]:
         """Every option of the method with the value in force, as in `all_options`."""
-        given = {**asdict(self.cluster), **asdict(self.engine)}
+        given = {**asdict(self.tokens or self.cluster), **asdict(self.engine)}
         parts = {name: self.part(name) for name in PARTS}
         valid = all_options(method_info(self.method), self.engine.scorer)
         return {name: parts.get(name, given[name]) for name in valid}
@@ -155,9 +162,17 @@ def make_policy(
             raise unknown_name(f"method {info.name!r} has no option", name, valid)
     scored_by = info if scorer is None else method_info(scorer)
     own = {name: value for name, value in options.items() if name in scored_by.options}
-    cluster = make_cluster(scored_by.name, **own)
-    engine = validated(Engine, "option", {name: value for name, value in options.items() if name not in own})
-    policy = Policy(info.name, cluster, method_budget(info.name, ratio, budget), engine)
+    of_engine = {name: value for name, value in options.items() if name not in own}
+    tokens = None
+    if issubclass(info.cls, TokenMethod):
+        tokens, cluster = make_method(info.name, **own), make_cluster("full")
+        of_engine = {"ratio_of": "vision", **of_engine}
+    else:
+        cluster = make_cluster(scored_by.name, **own)
+    engine = validated(Engine, "option", of_engine)
+    policy = Policy(info.name, cluster, method_budget(info.name, ratio, budget), engine, tokens)
+    if tokens is not None and engine.ratio_of != "vision":
+        raise KVCompressError(f"method {info.name!r} drops vision tokens only: ratio_of='vision', not 'prompt'")
     _check_parts(policy, info, scored_by)
     if engine.context_tokens is not None and engine.scope != "context":
         raise KVCompressError(f"context_tokens={engine.context_tokens} needs scope='context'")

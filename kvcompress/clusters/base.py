@@ -12,7 +12,13 @@ from ..prompt import Kept, Prompt, gather
 from ..selection import adaptive_indices, top_indices
 
 
-class KVCluster:
+class Method:
+    """What has a name in `list_methods()`: a dataclass; its fields are its options. `paper`: where it comes from."""
+
+    paper: ClassVar[str] = ""
+
+
+class KVCluster(Method):
     """Decides which keys and values of one attention layer live on.
 
     A method is a dataclass that derives from this and gives `score`; its fields are the method's options. One that
@@ -24,7 +30,6 @@ class KVCluster:
     (`merge=`), and how often decoding evicts (`decode_interval=`). The attributes are the method's own choice.
 
     Attributes:
-        paper: where the method comes from.
         layer_budget: name of the rule in `kvcompress.layer_budgets`.
         head_budget: `uniform`, `shared` or `adaptive`, see `kvcompress.policy.Engine`.
         merge: `none`, or how evicted entries are merged into kept ones, see merging.py.
@@ -33,7 +38,6 @@ class KVCluster:
             finds in `prompt.rotary` how queries to come will be rotated.
     """
 
-    paper: ClassVar[str] = ""
     layer_budget: ClassVar[str] = "uniform"
     head_budget: ClassVar[str] = "uniform"
     merge: ClassVar[str] = "none"
@@ -93,16 +97,19 @@ class KVCluster:
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """An entry of `list_methods()`: the class, its paper, and its options with their defaults."""
+    """An entry of `list_methods()`: the class, its paper, and its options with their defaults.
+
+    The class is a `KVCluster`, or a `kvcompress.tokens.TokenMethod`, whose ratio counts vision tokens only.
+    """
 
     name: str
-    cls: type[KVCluster]
+    cls: type[Method]
     paper: str
     options: dict[str, object]
 
 
 _METHODS: dict[str, MethodInfo] = {}
-ClusterClass = TypeVar("ClusterClass", bound=type[KVCluster])
+MethodClass = TypeVar("MethodClass", bound=type[Method])
 
 
 def method_name(name: str) -> str:
@@ -110,13 +117,13 @@ def method_name(name: str) -> str:
     return str(name).lower().replace("_", "-")
 
 
-def register_method(name: str) -> Callable[[ClusterClass], ClusterClass]:
-    """Class decorator: makes a cluster dataclass usable as `method=name` everywhere. The name must be free."""
+def register_method(name: str) -> Callable[[MethodClass], MethodClass]:
+    """Class decorator: makes a method's dataclass usable as `method=name` everywhere. The name must be free."""
 
-    def register(cls: ClusterClass) -> ClusterClass:
+    def register(cls: MethodClass) -> MethodClass:
         key = method_name(name)
-        if not (is_dataclass(cls) and issubclass(cls, KVCluster)):
-            raise KVCompressError(f"{cls.__name__} is not a dataclass that derives from KVCluster")
+        if not (is_dataclass(cls) and issubclass(cls, Method)):
+            raise KVCompressError(f"{cls.__name__} is not a dataclass that derives from KVCluster or TokenMethod")
         known = _METHODS.get(key)
         # A notebook cell that is run again may redefine its own class.
         if known and (known.cls.__module__, known.cls.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -148,6 +155,14 @@ def method_info(name: str | None) -> MethodInfo:
 
 def make_cluster(method: str | None, **options: object) -> KVCluster:
     """The cluster of a method with the given options, validated. Raises KVCompressError."""
+    info = method_info(method)
+    if not issubclass(info.cls, KVCluster):
+        raise KVCompressError(f"method {info.name!r} drops tokens before they are cached: it is no cluster")
+    return make_method(method, **options)
+
+
+def make_method(method: str | None, **options: object) -> Method:
+    """The method with the given options, validated. Raises KVCompressError."""
     info = method_info(method)
     for option in options:
         if option not in info.options:

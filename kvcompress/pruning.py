@@ -1,0 +1,164 @@
+"""Drop tokens in front of a decoder layer, so that it and all later ones run, and cache, fewer columns.
+
+The hooks of one prompt pass do it, on a model that nobody has edited: on the way into a layer they gather the columns
+that are left (hidden states, rotary embeddings, mask), and on the way out they write the results back among all
+columns. What stands between two layers therefore keeps its shape: final norm, logits, and what a model adds to the
+hidden states on the way (DeepStack) need nothing special. Dropped columns carry their last hidden state, unread.
+
+Rows differ in length: the columns that are left of a row are aligned to the right, and the leading places of a
+shorter row hold columns that it has dropped, masked like pads.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from .attention import base_mask_format
+from .cache import CompressedCache
+from .errors import KVCompressError
+from .scoring import pad_columns
+from .tokens.base import Attention, Tokens
+
+
+def prune(decoder: PreTrainedModel, base: str, cache: CompressedCache) -> list[RemovableHandle]:
+    """Make the forward pass that `cache` was told of drop vision tokens as its token method says.
+
+    Args:
+        decoder: the text model with the decoder layers.
+        base: the attention implementation that the model had.
+
+    Returns:
+        What undoes it. None of it is left in the model once all are removed.
+    """
+    layers = getattr(decoder, "layers", None)
+    if layers is None or len(layers) != len(cache.layers):
+        raise KVCompressError(f"method {cache.policy.method!r} finds no decoder layers in {type(decoder).__name__}")
+    if len(cache.compressed_layers) != len(cache.layers):
+        raise KVCompressError(
+            f"method {cache.policy.method!r} needs a model whose layers all have full attention: "
+            f"{cache.config.model_type} has sliding windows or the like"
+        )
+    pruning = Pruning(base, cache)
+    return pruning.attach(layers) if pruning.is_needed else []
+
+
+class Pruning:
+    """One prompt pass that gets shorter on its way.
+
+    Attributes:
+        source: LongTensor (batch, left), the column of the prompt in each place that is left.
+        vision: bool (batch, left), True where that is a vision token.
+        padding: LongTensor (batch, 1) of leading places that hold nothing, None where there are none.
+        stages: decoder layer -> vision tokens kept from there on, one number per row.
+    """
+
+    def __init__(self, base: str, cache: CompressedCache):
+        self.base, self.cache, self.method = base, cache, cache.policy.tokens
+        self.chunk = chunk = cache.compressed_layers[0].chunk
+        counts, num_layers = chunk.vision_lengths, len(cache.layers)
+        kept = [cache.policy.budget(n) if n else 0 for n in counts]
+        budgets = [self.method.budgets(k, n, num_layers) for k, n in zip(kept, counts, strict=True)]
+        self.stages = dict(zip(self.method.layers(num_layers), map(list, zip(*budgets, strict=True)), strict=True))
+        self.counts = counts
+        device = chunk.vision.device
+        self.source = torch.arange(chunk.columns, device=device).expand(len(counts), -1)
+        self.vision, self.padding = chunk.vision, chunk.padding
+        self.rows = torch.arange(len(counts), device=device)[:, None]
+        self.scores = self.prepared = self.whole = None
+        self.is_shorter, self.mask = False, None
+
+    @property
+    def is_needed(self) -> bool:
+        return any(budgets != self.counts for budgets in self.stages.values())
+
+    def attach(self, layers: torch.nn.ModuleList) -> list[RemovableHandle]:
+        handles = [layers[0].register_forward_pre_hook(self._prepare, with_kwargs=True)]
+        first = min(self.stages)
+        for index in range(first, len(layers)):
+            handles.append(layers[index].register_forward_pre_hook(self._entering(index), with_kwargs=True))
+            handles.append(layers[index].register_forward_hook(self._leave))
+        for index in self.stages:
+            if index:
+                self.cache.layers[index - 1].watch = self._watch
+        return handles
+
+    def _tokens(self, **known: Any) -> Tokens:
+        return Tokens(self.vision, self.padding, prepared=self.prepared, **known)
+
+    def _prepare(self, layer: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self.prepared = self.method.prepare(self._tokens(hidden=hidden, budgets=self.counts))
+
+    def _watch(self, queries: torch.Tensor, keys: torch.Tensor, scaling: float) -> None:
+        """The layer in front of a choice attends: score its tokens."""
+        attention = Attention(queries, keys, scaling)
+        self.scores = self.method.score(self._tokens(attention=attention, budgets=self.counts))
+
+    def _entering(self, index: int):
+        def enter(layer: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            hidden, rest = (args[0], args[1:]) if args else (kwargs["hidden_states"], ())
+            if index in self.stages:
+                hidden = self._choose(index, hidden)
+            self.whole = hidden
+            embeddings = tuple(self._left(part) for part in kwargs["position_embeddings"])
+            # Gaps between position ids would look like several packed sequences to flash attention; rotation comes
+            # with the embeddings.
+            kwargs = {**kwargs, "position_embeddings": embeddings, "position_ids": None}
+            kwargs["attention_mask"] = base_mask_format(self.base, self.mask, hidden.dtype)
+            kwargs.pop("hidden_states", None)
+            return (self._left(hidden), *rest), kwargs
+
+        return enter
+
+    def _leave(self, layer: torch.nn.Module, args: tuple, output: Any) -> Any:
+        """Write a layer's result back among all columns."""
+        whole, self.whole = self.whole.clone(), None
+        whole[self.rows, self.source] = output[0] if isinstance(output, tuple) else output
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+    def _left(self, states: torch.Tensor) -> torch.Tensor:
+        """The columns that are left of states (..., batch or 1, columns, size)."""
+        rows, source = self.rows.to(states.device), self.source.to(states.device)
+        return states.expand(*states.shape[:-3], len(rows), -1, -1)[..., rows, source, :]
+
+    def _choose(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Drop tokens in front of layer `index`; returns the hidden states of all columns."""
+        tokens = self._tokens(hidden=self._left(hidden), budgets=self.stages[index])
+        scores, self.scores = self.method.score(tokens) if index == 0 else self.scores, None
+        chosen, merged = self.method.choose(scores, tokens)
+        if merged is not tokens.hidden:
+            hidden = hidden.clone()
+            hidden[self.rows, self.source] = merged
+        stays = tokens.real & (chosen | ~self.vision)
+        lengths = [
+            length - vision + budget
+            for length, vision, budget in zip(self.chunk.lengths, self.counts, self.stages[index], strict=True)
+        ]
+        left = max(lengths)
+        order = stays.int().argsort(dim=1, stable=True)[:, -left:]  # a row's dropped tokens first
+        used = stays.gather(1, order)
+        self.source, self.vision = self.source.gather(1, order), (self.vision & stays).gather(1, order)
+        if self.prepared is not None:
+            self.prepared = self.prepared[self.rows, order]
+        self.padding = None
+        if min(lengths) < left:
+            self.padding = left - torch.tensor(lengths, device=order.device)[:, None]
+        self.mask = self._mask(left)
+        columns = torch.where(used, self.source, -1)
+        for layer in self.cache.layers[index:]:
+            layer.chunk = replace(self.chunk, source=columns, padding=self.padding)
+        return hidden
+
+    def _mask(self, left: int) -> torch.Tensor | None:
+        """bool (batch, 1, left, left), True = attend; None where the base is causal by itself and nothing is padded."""
+        device = self.source.device
+        if self.padding is None and self.base != "eager":
+            return None
+        mask = torch.ones(left, left, dtype=torch.bool, device=device).tril()[None, None]
+        if self.padding is None:
+            return mask
+        itself = torch.eye(left, dtype=torch.bool, device=device)  # a pad query sees itself, so its softmax is defined
+        return mask & ~pad_columns(self.padding, left)[:, :, None] | itself

@@ -1,0 +1,97 @@
+"""What a token method is: a `TokenMethod` that chooses the vision tokens which go on through the language model."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+
+from ..clusters.base import Method
+from ..scoring import pad_columns
+from ..selection import top_indices
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A decoder layer's rotated queries (batch, heads, tokens, head_dim), its keys (batch, kv_heads, tokens, head_dim),
+    and the factor of q·k before the softmax."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    scaling: float
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens that are left where a method chooses among them, and what it may know of them.
+
+    Attributes:
+        vision: bool (batch, tokens), True at vision tokens.
+        padding: LongTensor (batch, 1) of leading places that hold nothing, or None where there are none.
+        budgets: vision tokens to keep, one number per row.
+        hidden: their hidden states on the way into the decoder layer in front of which tokens are dropped,
+            (batch, tokens, hidden_size); None while the layer before it attends.
+        attention: for `sees="attention"`: that of the decoder layer before.
+        prepared: what `TokenMethod.prepare` returned, of the tokens that are left.
+    """
+
+    vision: torch.Tensor
+    padding: torch.Tensor | None
+    budgets: list[int]
+    hidden: torch.Tensor | None = None
+    attention: Attention | None = None
+    prepared: torch.Tensor | None = None
+
+    @property
+    def real(self) -> torch.Tensor:
+        """bool (batch, tokens), False at places that hold nothing."""
+        if self.padding is None:
+            return torch.ones_like(self.vision)
+        return ~pad_columns(self.padding, self.vision.shape[1])[:, 0]
+
+    def best(self, scores: torch.Tensor, budgets: list[int] | None = None) -> torch.Tensor:
+        """The vision tokens with the highest scores (batch, tokens), `budgets[row]` of each row or all that may stay:
+        bool (batch, tokens). Among equals the later wins. The prompt's last token goes before all others where it is a
+        vision token: the answer is read off it."""
+        scores = scores.float().masked_fill(~self.vision, float("-inf"))
+        scores[:, -1] = float("inf")
+        scores[:, -1].masked_fill_(~self.vision[:, -1], float("-inf"))
+        kept = top_indices(scores[:, None], self.budgets if budgets is None else budgets)[:, 0]
+        chosen = F.pad(torch.zeros_like(self.vision), (0, 1))  # -1, no token, becomes a column that is cut off
+        return chosen.scatter_(1, kept.remainder(chosen.shape[1]), True)[:, :-1]
+
+
+class TokenMethod(Method, ABC):
+    """Chooses vision tokens to drop, so that the layers behind the choice run, and cache, a shorter prompt.
+
+    A dataclass that derives from this; its fields are its options. `ratio` is the fraction of each row's vision tokens
+    that is kept; all else stays. Kept tokens keep their positions.
+
+    Attributes:
+        sees: what the choice is made from: `attention`: that of the decoder layer before it; `tower`: that of the
+            vision tower; `frames`: the embeddings of a video's frames.
+    """
+
+    sees: ClassVar[Literal["attention", "tower", "frames"]] = "attention"
+
+    @abstractmethod
+    def layers(self, num_layers: int) -> list[int]:
+        """The decoder layers in front of which tokens are dropped, ascending; 0: before the language model."""
+
+    def budgets(self, kept: int, vision_tokens: int, num_layers: int) -> list[int]:
+        """Vision tokens kept from each of `layers` on, where `kept` of `vision_tokens` are asked for."""
+        return [kept for _ in self.layers(num_layers)]
+
+    def prepare(self, tokens: Tokens) -> torch.Tensor | None:
+        """What the method wants to remember of each token's embedding (batch, tokens, ...), or None."""
+        return None
+
+    @abstractmethod
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        """How much each token is worth, (batch, tokens) in fp32. What stands at text and pads does not matter."""
+
+    def choose(self, scores: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """The vision tokens that stay, bool (batch, tokens), `tokens.budgets[row]` of them in each row; and the hidden
+        states (batch, tokens, hidden_size), changed where something is merged into those that stay."""
+        return tokens.best(scores), tokens.hidden

@@ -1,0 +1,34 @@
+"""FastV: an image is worth half its tokens after layer 2. https://arxiv.org/abs/2403.06764"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from pydantic import PositiveInt
+
+from ..clusters.base import register_method
+from ..errors import KVCompressError
+from ..scoring import window_attention
+from .base import TokenMethod, Tokens
+
+
+@register_method("fastv")
+@dataclass(frozen=True)
+class FastV(TokenMethod):
+    """From decoder layer `layer` (K) on, only the vision tokens stay that the prompt's last token attends to most in
+    the layer before, averaged over its heads (section 4.1, ranked as in the released code). The layers before it
+    process and cache all tokens. `ratio` is 1 - R of the paper, which recommends K = 2, R = 0.5."""
+
+    layer: PositiveInt = 2
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2403.06764"
+
+    def layers(self, num_layers: int) -> list[int]:
+        if self.layer >= num_layers:
+            raise KVCompressError(f"fastv: layer={self.layer} is not below the model's {num_layers} layers")
+        return [self.layer]
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        attention = tokens.attention
+        weights = window_attention(attention.queries, attention.keys, 1, attention.scaling, tokens.padding)
+        return weights[..., 0, :].mean((1, 2))
