@@ -123,6 +123,14 @@ def protect_recent(scores: torch.Tensor, recent: list[int]) -> torch.Tensor:
     return scores.masked_fill(young[:, None], float("inf"))
 
 
+def protect_ends(scores: torch.Tensor, sinks: int, padding: torch.Tensor | None) -> torch.Tensor:
+    """The scores (batch, kv_heads, keys) with +inf at each row's first `sinks` tokens and at its last."""
+    position = torch.arange(scores.shape[-1], device=scores.device)
+    start = 0 if padding is None else padding[..., None]
+    ends = (position < start + sinks) | (position == scores.shape[-1] - 1)
+    return scores.masked_fill(ends, float("inf"))
+
+
 def pool_scores(scores: torch.Tensor, kernel_size: int, mode: str) -> torch.Tensor:
     """1-D `avg` or `max` pooling along the keys, stride 1, same length; zeros beyond both ends count (as in SnapKV)."""
     pool = {"avg": F.avg_pool1d, "max": F.max_pool1d}[mode]

@@ -6,7 +6,8 @@ from transformers import PreTrainedConfig
 from .prompt import Prompt
 from .scoring import column_sums, window_attention
 
-RECENT_QUERIES = 32  # observe where no image says where the question begins, and while decoding
+RECENT_QUERIES = 32  # observe where no image says where the question begins
+DECODED_QUERIES = 16  # observe while decoding
 
 
 def vision_token_ids(config: PreTrainedConfig) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
+from ..budget import effivlm_window
 from ..scoring import protect_recent
 from ..vision import text_first
 from .base import KVCluster, Prompt, register_method
@@ -33,8 +34,9 @@ class LookMKVCluster(KVCluster):
     observe = H2OKVCluster.observe
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        sums = prompt.accumulated
-        if sums is None:
-            sums = self.observe(queries, keys, prompt)
-        share, least = (0.1, 1) if self.variant == "effivlm" else (self.recent, 0)
-        return protect_recent(text_first(sums, prompt), [max(least, int(share * budget)) for budget in prompt.budgets])
+        sums = self.observe(queries, keys, prompt) if prompt.accumulated is None else prompt.accumulated
+        return text_first(sums, prompt)
+
+    def prepared(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        recent = [effivlm_window(n) if self.variant == "effivlm" else int(self.recent * n) for n in prompt.budgets]
+        return super().prepared(protect_recent(scores, recent), prompt)

@@ -6,8 +6,9 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
+from ..budget import effivlm_window
 from ..scoring import protect_recent
-from ..vision import RECENT_QUERIES, question_attention
+from ..vision import DECODED_QUERIES, question_attention
 from .base import KVCluster, Prompt, register_method
 
 
@@ -31,15 +32,15 @@ class VLCacheKVCluster(KVCluster):
 
     @property
     def query_window(self) -> int:
-        return RECENT_QUERIES
+        return DECODED_QUERIES
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
         scores = question_attention(queries, keys, prompt)
         if self.variant == "effivlm":  # here the budget is still the mean over the layers
-            scores = protect_recent(scores, [max(1, int(0.1 * budget)) for budget in prompt.budgets])
+            scores = protect_recent(scores, [effivlm_window(budget) for budget in prompt.budgets])
         return scores
 
-    def select(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+    def prepared(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
         if self.variant == "paper":
             scores = protect_recent(scores, [int(self.recent * budget) for budget in prompt.budgets])
-        return super().select(scores, prompt)
+        return super().prepared(scores, prompt)

@@ -18,6 +18,9 @@ METHODS = sorted(  # token methods have tests of their own
 OPTIONS: dict[str, dict[str, list]] = {
     "adakv": {"window_size": [1, 8, 32], "kernel_size": [1, 7], "pooling": ["avg", "max"]},
     "look-m": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
+    "prefixkv": {"sinks": [0, 4, 9]},
+    "csp": {"recent": [0.0, 0.5, 1.0], "cross": [0.0, 0.1, 1.0]},
+    "mixkv": {"window_size": [1, 8, 32], "kernel_size": [1, 5], "pooling": ["avg", "max"]},
     "vl-cache": {"recent": [0.0, 0.1], "variant": ["paper", "effivlm"]},
     "h2o": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
     "snapkv": {

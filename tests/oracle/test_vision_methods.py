@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import kvcompress
 from kvcompress.layer_budgets import layer_budget
 from kvcompress.vision import text_first
-from tests.kvcompress.test_clusters import SCALING, layers
+from tests.kvcompress.test_clusters import SCALING, layers, snapkv_scores
 from tests.kvcompress.test_merging import merged_by_hand
 
 INF = float("inf")
@@ -178,3 +178,110 @@ def test_the_hybrid_layer_budget_is_four_fifths_even_and_one_fifth_by_density():
     assert rule.weights(torch.tensor([0.1, 0.3]), 10, 100) == pytest.approx([0.4 + 0.05, 0.4 + 0.15])
     prompt = kvcompress.Prompt(0, 2, [100], [10], 1.0)
     assert rule.budgets(prompt, torch.tensor([[0.1], [0.3]])) == [[9], [11]]
+
+
+@oracle
+@given(layer=vision_layers(), sinks=st.sampled_from([0, 1, 4]))
+def test_prefixkv_keeps_what_all_queries_of_all_heads_attend_to(layer, sinks):
+    def reference(row, head):
+        ranks = [(0, score) for score in row.A.mean(0).sum(0).tolist()]
+        return [(9, 0.0) if i < sinks or i == row.n - 1 else rank for i, rank in enumerate(ranks)]
+
+    check(kvcompress.make_cluster("prefixkv", sinks=sinks), layer, reference)
+
+
+@oracle
+@given(layer=layers(), other=layers(), ratio=st.sampled_from([0.2, 0.5, 0.8]))
+def test_the_prefix_budget_gives_every_layer_the_same_part_of_its_attention(layer, other, ratio):
+    """Two rows' attention as if it were two layers of one prompt: the prefixes of one common part p fill the budget."""
+    rule, (a, b) = layer_budget("prefix"), (Row(layer, 0), Row(other, 0))
+    n = min(a.n, b.n)
+    sums = [row.A[:, :n, :n].mean(0).sum(0) for row in (a, b)]
+    total = 2 * max(1, round(ratio * n))
+    prompt = kvcompress.Prompt(0, 2, [n], [total // 2], SCALING)
+    scores = [s[None, None].float() for s in sums]
+    kept = rule.budgets(prompt, torch.stack([measured("prefix", (None, None, None, prompt), s) for s in scores]))
+
+    def prefixes(part: float) -> list[int]:
+        """Tokens until their sum reaches `part`, and five that are protected."""
+        sizes = []
+        for s in sums:
+            ranked, size, held = sorted(s.tolist(), reverse=True), 0, 0.0
+            while held < part * sum(ranked) and size < n - 1:
+                held, size = held + ranked[size], size + 1
+            sizes.append(min(max(size, 1) + 5, n))
+        return sizes
+
+    sums_of_kept = [layer[0] for layer in kept]
+    assert sum(sums_of_kept) == total
+    fitting = [sizes for step in range(1001) if sum(sizes := prefixes(step / 1000)) <= total]
+    if fitting and total - sum(fitting[-1]) <= 2:  # else the protected ones alone are too many, or p jumps
+        assert all(abs(ours - size) <= 2 for ours, size in zip(sums_of_kept, fitting[-1], strict=True))
+
+
+def test_a_layer_whose_attention_is_spread_keeps_more_by_prefix():
+    prompt = kvcompress.Prompt(0, 2, [100], [30], 1.0)
+    peaked, flat = 0.5 ** torch.arange(100.0), torch.ones(100)
+    one, two = (measured("prefix", (None, None, None, prompt), s[None, None]) for s in (peaked, flat))
+    (few,), (many,) = layer_budget("prefix").budgets(prompt, torch.stack([one, two]))
+    assert few + many == 60
+    assert few < 13
+
+
+@oracle
+@given(layer=vision_layers(), recent=st.sampled_from([0.0, 0.3, 0.5]), cross=st.sampled_from([0.0, 0.1, 0.5]))
+def test_csp_ranks_attention_within_and_across_modalities_apart(layer, recent, cross):
+    queries, keys, values, prompt = layer
+    kept = kvcompress.make_cluster("csp", recent=recent, cross=cross).update_kv(queries, keys, values, prompt)
+    for number, row in enumerate(rows_of(layer)):
+        window = max(1, int(recent * row.budget))
+        rest = row.budget - window
+        across = min(rest, max(1, int(cross * rest))) if cross else 0
+        weights = row.logits.exp() / (1 + row.logits.exp().sum(-1, keepdim=True))
+        for head in range(row.kv_heads):
+            voting = row.of_head(head, weights)[row.n - window :]
+            same = torch.tensor([[row.vision[i] == seen for seen in row.vision] for i in range(row.n - window, row.n)])
+            own, other = (voting * same).sum(0).tolist(), (voting * ~same).sum(0).tolist()
+            if not any(other):
+                other = own
+            slots = kept.indices[number, head]
+            ours = set((slots[slots >= 0] - row.first).tolist())
+            past = range(row.n - window)
+            first = sorted(past, key=lambda i: (own[i], i))[len(past) - (rest - across) :]
+            left = sorted(set(past) - set(first), key=lambda i: (other[i], i))
+            expected = {*range(row.n - window, row.n), *first, *left[len(left) - across :]}
+            if ours != expected:  # only where fp32 cannot tell two scores apart
+                gaps = [abs(score[a] - score[b]) for score in (own, other) for a in ours for b in expected if a != b]
+                assert min(gaps) < 1e-6
+            assert len(ours) == row.budget
+
+
+def minmax(x: list[float], mean: float) -> list[float]:
+    span = max(x) - min(x)
+    unit = [(value - min(x)) / span if span else 0.0 for value in x]
+    return [value * mean / (sum(unit) / len(unit)) if any(unit) else 0.0 for value in unit]
+
+
+@oracle
+@given(layer=vision_layers(), window=st.sampled_from([1, 3, 8]), kernel=st.sampled_from([1, 5]))
+def test_mixkv_mixes_attention_value_norm_and_unlikeness_by_redundancy(layer, window, kernel):
+    def reference(row, head):
+        past = max(0, row.n - window)
+        attention = snapkv_scores(
+            row.q[head * row.groups : (head + 1) * row.groups], row.k[head], window, kernel, "avg"
+        )[:past]
+        if not past:
+            return [(9, 0.0)] * row.n
+        mean = sum(attention) / past
+        unit = [key / key.norm() for key in row.k[head][:past]]
+        centre = sum(unit) / past
+        alike = [float(a @ b) for i, a in enumerate(unit) for j, b in enumerate(unit) if i != j]
+        redundancy = sum(alike) / len(alike) if alike else 0.0
+        diversity = minmax([-float(u @ centre) for u in unit], mean)
+        norms = minmax([float(value.norm()) for value in row.v[head][:past]], mean)
+        mixed = [
+            redundancy * d + (1 - redundancy) * (a + v) for a, d, v in zip(attention, diversity, norms, strict=True)
+        ]
+        return [(0, score) for score in mixed] + [(9, 0.0)] * (row.n - past)
+
+    check(kvcompress.make_cluster("mixkv", window_size=window, kernel_size=kernel), layer, reference)

@@ -1,0 +1,85 @@
+"""CSP: attention within and across modalities, ranked apart. https://arxiv.org/abs/2412.04652"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+
+from ..scoring import column_sums, pad_columns, protect_recent, window_attention
+from ..selection import top_indices
+from ..vision import DECODED_QUERIES
+from .base import KVCluster, Prompt, register_method
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@register_method("csp")
+@dataclass(frozen=True)
+class CSPKVCluster(KVCluster):
+    """Keeps the most recent tokens, `recent` of the budget, and what they attend to, ranked twice (section 3): `cross`
+    of the rest goes to the keys that queries of the other modality attend to most, what remains to those that queries
+    of the same modality do. Attention is the softmax with 1 added to its denominator, so that a query may attend to
+    nothing.
+
+    A key that both rankings would take counts once, so that the budget is exact. Where no recent query attends across
+    (in a text-only prompt, say), the second share goes by the first ranking, too. While decoding, all is text and at
+    most the last 16 queries vote.
+    """
+
+    recent: Share = 0.5
+    cross: Share = 0.1
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2412.04652"
+
+    @property
+    def query_window(self) -> int:
+        return DECODED_QUERIES
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        columns = keys.shape[2]
+        windows = [max(1, int(self.recent * budget)) for budget in prompt.budgets]
+        own, cross = votes(queries, keys, prompt, windows)
+        cross = torch.where(cross.any(-1, keepdim=True), cross, own)
+        rest = [budget - window for budget, window in zip(prompt.budgets, windows, strict=True)]
+        by_own = [n - min(n, max(1, int(self.cross * n))) if self.cross else n for n in rest]
+        before = protect_recent(-own, windows).neg()  # -inf in the window, which stays anyway
+        first = top_indices(before, by_own, prompt.padding).remainder(
+            columns + 1
+        )  # -1 becomes a column that is cut off
+        chosen = torch.zeros(*keys.shape[:2], columns + 1, dtype=torch.bool, device=keys.device)
+        chosen = chosen.scatter_(-1, first, True)[..., :columns]
+        return protect_recent(cross.masked_fill(chosen, float("inf")), windows)
+
+
+def votes(
+    queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt, windows: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each key receives from the last `windows[row]` queries of its own modality, and from those of the other:
+    twice (batch, kv_heads, keys).
+
+    A key of zeros before a row's first is what adds 1 to each softmax's denominator: its logit is 0.
+    """
+    padding = prompt.padding
+    keys = F.pad(keys, (0, 0, 1, 0))
+    if padding is not None:  # the last pad is now the key of zeros
+        keys = keys.masked_fill(pad_columns(padding + 1, keys.shape[2])[..., None], 0.0)
+    sizes = torch.tensor(windows, device=keys.device)[:, None]
+    if prompt.columns is not None:
+        columns = F.pad(prompt.columns, (1, 0), value=-1)
+        weights = window_attention(queries, keys, queries.shape[2], prompt.scaling, padding, columns, prompt.seen)
+        voting = torch.arange(weights.shape[3], 0, -1, device=keys.device) <= sizes
+        own = (weights * voting[:, None, None, :, None]).sum(3).mean(2)[..., 1:]
+        return own, torch.zeros_like(own)
+    queries = F.pad(queries, (0, 0, 1, 0))
+    voting = torch.arange(keys.shape[2], 0, -1, device=keys.device) <= sizes
+    if prompt.vision is None:
+        own = column_sums(queries, keys, prompt.scaling, padding, voting)[..., 1:]
+        return own, torch.zeros_like(own)
+    is_vision = F.pad(prompt.vision, (1, 0))
+    of_text, of_vision = (
+        column_sums(queries, keys, prompt.scaling, padding, voting & kind)[..., 1:] for kind in (~is_vision, is_vision)
+    )
+    at_vision = prompt.vision[:, None]
+    return torch.where(at_vision, of_vision, of_text), torch.where(at_vision, of_text, of_vision)

@@ -1,0 +1,45 @@
+"""MixKV: important keys, and where a head's keys are all alike, different ones. https://arxiv.org/abs/2510.20707"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from ..scoring import pad_columns
+from .base import Prompt, register_method
+from .snapkv import WindowKVCluster
+
+
+@register_method("mixkv")
+@dataclass(frozen=True)
+class MixKVCluster(WindowKVCluster):
+    """Mixes importance and diversity by how redundant a head is (section 3.2; over SnapKV with a window of 32).
+
+    Importance is SnapKV's score plus the value's norm, diversity how little a key is like the mean key; both are
+    brought to the range of SnapKV's scores. The weight of diversity is the mean cosine of two keys of the head. All
+    this over the tokens before the window, which stays.
+    """
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2510.20707"
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        attention = super().score(queries, keys, values, prompt)
+        mixed = attention.isfinite()  # all but the window
+        if prompt.padding is not None:
+            mixed = mixed & ~pad_columns(prompt.padding, keys.shape[2])
+        count = mixed.sum(-1, keepdim=True).clamp(min=1)
+
+        def rescaled(x: torch.Tensor) -> torch.Tensor:
+            """To [0, 1], then to the mean of the attention."""
+            least = x.masked_fill(~mixed, float("inf")).amin(-1, keepdim=True)
+            x = (x - least).masked_fill(~mixed, 0.0)
+            x = x / x.amax(-1, keepdim=True).clamp(min=1e-12)
+            return x * attention.masked_fill(~mixed, 0.0).sum(-1, keepdim=True) / x.sum(-1, keepdim=True).clamp(min=1.0)
+
+        unit = F.normalize(keys.float(), dim=-1).masked_fill(~mixed[..., None], 0.0)
+        mean = unit.sum(2, keepdim=True) / count[..., None]
+        redundancy = (count * (mean * mean).sum(-1) - 1) / (count - 1).clamp(min=1)
+        diversity = rescaled(-(unit * mean).sum(-1))
+        importance = attention + rescaled(values.float().norm(dim=-1))
+        return torch.where(mixed, redundancy * diversity + (1 - redundancy) * importance, attention)

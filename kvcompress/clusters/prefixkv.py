@@ -1,0 +1,37 @@
+"""PrefixKV: each layer keeps the prefix of its ranking that holds as much attention. https://arxiv.org/abs/2412.03409"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from pydantic import NonNegativeInt
+
+from ..scoring import protect_ends
+from .base import KVCluster, Prompt, register_method
+from .h2o import H2OKVCluster
+
+
+@register_method("prefixkv")
+@dataclass(frozen=True)
+class PrefixKVCluster(KVCluster):
+    """Keeps the keys with the largest accumulated attention over all queries and heads, the same in all heads, the
+    first `sinks` tokens and the last (section 3; 4 start tokens as in the paper's code).
+
+    Layers share the budget so that each keeps about the same part of its attention (`layer_budget="prefix"`), found for
+    each prompt; the paper finds it once, on ten samples, and reuses it. While decoding, attention is summed on; the
+    paper's code drops the entry at a fixed distance from the end.
+    """
+
+    sinks: NonNegativeInt = 4
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2412.03409"
+    layer_budget: ClassVar[str] = "prefix"
+    head_budget: ClassVar[str] = "shared"
+
+    observe = H2OKVCluster.observe
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        return self.observe(queries, keys, prompt) if prompt.accumulated is None else prompt.accumulated
+
+    def prepared(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        return super().prepared(protect_ends(scores, self.sinks, prompt.padding), prompt)
