@@ -161,6 +161,8 @@ def make_policy(
         if name not in valid:
             raise unknown_name(f"method {info.name!r} has no option", name, valid)
     scored_by = info if scorer is None else method_info(scorer)
+    if scored_by is not info and issubclass(scored_by.cls, TokenMethod):
+        raise KVCompressError(f"method {scored_by.name!r} cannot be a scorer: it drops tokens before they are cached")
     own = {name: value for name, value in options.items() if name in scored_by.options}
     of_engine = {name: value for name, value in options.items() if name not in own}
     tokens = None

@@ -6,10 +6,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import kvcompress
+from kvcompress.policy import all_options, make_policy
 from tests.families import FAMILIES, VLM_FAMILIES
 from tests.masked_reference import generate
 
@@ -158,3 +159,157 @@ def test_a_text_only_prompt_and_ratio_one_run_as_the_full_model_bit_for_bit(fami
         _, logits = generate(model, inputs, NEW)
     assert torch.equal(logits, expected)
     assert session.cache.realised_ratios() == [[1.0, 1.0]] * 4
+
+
+METHODS = sorted(
+    name
+    for name, info in kvcompress.list_methods().items()
+    if issubclass(info.cls, kvcompress.TokenMethod) and name != "dycoke"  # which is for video
+)
+ON_ALL_FAMILIES = [("fastv", family) for family in VLM_FAMILIES]
+
+
+@pytest.mark.parametrize(("method", "family"), ON_ALL_FAMILIES)
+@pytest.mark.parametrize("ratio", [0.1, 0.6])
+def test_a_row_alone_keeps_the_same_tokens_and_has_the_same_logits(method, family, ratio):
+    model, inputs = batch(family)
+    with kvcompress.compress(model, method, ratio) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    together = kept_columns(session.cache)
+    for row, length in enumerate(LENGTHS):
+        solo = FAMILIES[family].solo(inputs, row)
+        with kvcompress.compress(model, method, ratio) as session:
+            _, alone = generate(model, solo, NEW, forced=tokens[row : row + 1])
+        torch.testing.assert_close(logits[row], alone[0], atol=TOLERANCE, rtol=0)
+        pads = max(LENGTHS) - length
+        assert [[c - pads for c in layer[row]] for layer in together] == [
+            layer[0] for layer in kept_columns(session.cache)
+        ]
+
+
+@pytest.mark.parametrize("family", ["llava-onevision", "qwen2.5-vl"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"first_token": "compressed"},
+        {"cache_implementation": "static", "max_new_tokens": NEW},
+        {"cache_implementation": "offloaded"},
+    ],
+    ids=["first-token-compressed", "static", "offloaded"],
+)
+def test_every_storage_and_protocol_decodes_as_the_reference(family, options):
+    model, inputs = batch(family)
+    with kvcompress.compress(model, "fastv", 0.3, **options) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    with hidden_from(model, kept_columns(session.cache)):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llava-onevision", "qwen2.5-vl"])
+def test_a_second_prompt_sees_what_was_kept(family):
+    model, first = batch(family, [40], [1])
+    more = torch.randint(8, 128, (1, 9), generator=torch.Generator().manual_seed(1))
+    with kvcompress.compress(model, "fastv", 0.3) as session:
+        tokens, _ = generate(model, first, NEW)
+        cache, ids = session.cache, torch.cat([first["input_ids"], tokens, more], 1)
+        second = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if "mm_token_type_ids" in first:
+            second["mm_token_type_ids"] = torch.zeros_like(ids)
+            second["mm_token_type_ids"][:, :40] = first["mm_token_type_ids"]
+        answer, logits = generate(model, second, NEW, past_key_values=cache)
+    with hidden_from(model, kept_columns(cache)):
+        plain = DynamicCache(config=model.config)
+        generate(model, first, NEW, forced=tokens, past_key_values=plain)
+        _, expected = generate(model, second, NEW, forced=answer, past_key_values=plain)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_eager_and_sdpa_agree_with_and_without_padding(implementation):
+    for lengths, images in (([40], [1]), (LENGTHS, IMAGES)):
+        model, inputs = batch("qwen2-vl", lengths, images)
+        with kvcompress.compress(model, "fastv", 0.3):
+            tokens, expected = generate(model, inputs, NEW)
+        model.set_attn_implementation(implementation)
+        try:
+            with kvcompress.compress(model, "fastv", 0.3):
+                _, logits = generate(model, inputs, NEW, forced=tokens)
+        finally:
+            model.set_attn_implementation("sdpa")
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_hook_outlives_the_context_also_after_an_exception(method):
+    model, inputs = batch("llava-onevision", [40], [1])
+    generate(model, inputs, 1)
+
+    def state() -> list:
+        return [
+            (name, sorted(module.__dict__), len(module._forward_pre_hooks), len(module._forward_hooks))
+            for name, module in model.named_modules()
+        ]
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    before = state()
+    with kvcompress.compress(model, method, 0.5):
+        generate(model, inputs, 2)
+        between = state()
+    assert state() == before
+    assert sum(a != b for a, b in zip(before, between, strict=True)) == 1  # the model's own, that any method has
+    handle = model.get_decoder().layers[3].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError), kvcompress.compress(model, method, 0.5):
+        generate(model, inputs, 2)
+    handle.remove()
+    assert state() == before
+
+
+def test_the_last_token_stays_also_where_it_is_a_vision_token():
+    model, inputs = batch("qwen2-vl", [40], [1])
+    end = int(vision_of(inputs)[0].nonzero().max()) + 1
+    cut = {name: tensor[:, :end] if tensor.shape[:2] == (1, 40) else tensor for name, tensor in inputs.items()}
+    with kvcompress.compress(model, "fastv", 0.1) as session:
+        generate(model, cut, 2)
+    assert kept_columns(session.cache)[3][0][-2:] == [end - 1, end]  # the only vision token, and the decoded one
+    assert int(vision_of(inputs)[0, kept_columns(session.cache)[3][0][:-1]].sum()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": "fastv"}, "'fastv' needs ratio="),
+        ({"method": "fastv", "ratio": 1.5}, "ratio=1.5 is not in"),
+        ({"method": "fastv", "ratio": 0.5, "layer": 0}, "'fastv': option 'layer' is 0"),
+        ({"method": "fastv", "ratio": 0.5, "scorer": "snapkv"}, "'fastv' has no option 'scorer'"),
+        ({"method": "fastv", "ratio": 0.5, "decode_ratio": 0.5}, "'fastv' has no option 'decode_ratio'"),
+        ({"method": "fastv", "ratio": 0.5, "ratio_of": "prompt"}, "'fastv' drops vision tokens only"),
+        ({"method": "snapkv", "ratio": 0.5, "scorer": "fastv"}, "'fastv' cannot be a scorer"),
+    ],
+)
+def test_bad_input_is_one_clear_line_before_anything_runs(arguments, message):
+    with pytest.raises(kvcompress.KVCompressError, match=message) as error:
+        kvcompress.compress(FAMILIES["qwen2-vl"].build(), **arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_what_only_the_model_can_tell_is_an_error_too():
+    model, inputs = batch("qwen2-vl", [40], [1], layers=3)
+    with pytest.raises(kvcompress.KVCompressError, match="layer=7 is not below the model's 3 layers"):
+        with kvcompress.compress(model, "fastv", 0.5, layer=7):
+            model.generate(**inputs, max_new_tokens=1)
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    with pytest.raises(kvcompress.KVCompressError, match="need input_ids"):
+        with kvcompress.compress(model, "fastv", 0.5):
+            model.generate(inputs_embeds=embeds, max_new_tokens=1)
+
+
+def test_options_say_what_the_ratio_counts():
+    info = kvcompress.list_methods()["fastv"]
+    assert issubclass(info.cls, kvcompress.TokenMethod)
+    assert all_options(info)["ratio_of"] == "vision"
+    assert make_policy("fastv", 0.5).options["ratio_of"] == "vision"
+    with pytest.raises(kvcompress.KVCompressError, match="it is no cluster"):
+        kvcompress.make_cluster("fastv")
