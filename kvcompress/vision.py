@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from .prompt import Prompt
-from .scoring import column_sums, window_attention
+from .scoring import attention_blocks, column_sums, window_attention
 
 RECENT_QUERIES = 32  # observe where no image says where the question begins
 DECODED_QUERIES = 16  # observe while decoding
@@ -44,6 +44,29 @@ def question_attention(queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt
     rows = queries.shape[2]
     weights = window_attention(queries, keys, rows, prompt.scaling, prompt.padding, prompt.columns, prompt.seen)
     return weights.sum(3).mean(2)
+
+
+def elite_attention(queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt, alpha: float = 0.9) -> torch.Tensor:
+    """What each key of a prompt receives from the elite queries, on average (AirCache, section 3.2): of the observers
+    those that the last query, mean over the heads, attends to with at least `alpha` of the most.
+
+    A vision token's part is of the attention to vision tokens and elite only, a text token's of all attention.
+    (batch, kv_heads, keys), averaged over the query heads of a KV head.
+    """
+    last = window_attention(queries, keys, 1, prompt.scaling, prompt.padding)[..., 0, :].mean((1, 2))
+    observers = observer_queries(prompt, keys)
+    last = last.masked_fill(~observers, 0.0)
+    elite = observers & (last >= alpha * last.amax(1, keepdim=True))
+    vision = torch.zeros_like(elite) if prompt.vision is None else prompt.vision
+    first = int(observers.any(0).int().argmax())
+    sums = torch.zeros(keys.shape[:3], device=keys.device)
+    for rows, weights in attention_blocks(queries, keys, prompt.scaling, prompt.padding, first):
+        at_vision = vision[:, None, None, None, : rows.stop]
+        counted = weights * (vision | elite)[:, None, None, None, : rows.stop]
+        counted = counted / counted.sum(-1, keepdim=True).clamp(min=torch.finfo(counted.dtype).tiny)
+        weights = torch.where(at_vision, counted, weights) * elite[:, None, None, rows, None]
+        sums[..., : rows.stop] += weights.sum(3).mean(2)
+    return sums / elite.sum(1)[:, None, None]
 
 
 def text_first(scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:

@@ -43,6 +43,8 @@ class PrefixLayerBudget(LayerBudget):
 
 def _cumulated(scores: torch.Tensor) -> torch.Tensor:
     """The scores' part of their sum, cumulated from the highest to the lowest."""
+    if not len(scores):
+        return scores
     best = scores[scores.isfinite()].max() if scores.isfinite().any() else scores.new_tensor(1.0)
     scores = scores.clamp(max=best)
     scores = scores - scores.min().clamp(max=0)

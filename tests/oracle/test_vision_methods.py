@@ -2,6 +2,7 @@
 papers' formulas. Batches are padded on the left; vision tokens stand anywhere, in some rows nowhere."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -285,3 +286,101 @@ def test_mixkv_mixes_attention_value_norm_and_unlikeness_by_redundancy(layer, wi
         return [(0, score) for score in mixed] + [(9, 0.0)] * (row.n - past)
 
     check(kvcompress.make_cluster("mixkv", window_size=window, kernel_size=kernel), layer, reference)
+
+
+@oracle
+@given(layer=vision_layers(), recent=st.sampled_from([0.0, 0.5]))
+def test_meda_keeps_recent_tokens_and_heavy_text_before_heavy_vision(layer, recent):
+    def reference(row, head):
+        ranks = [(0 if row.vision[i] else 1, score) for i, score in enumerate(row.of_head(head).sum(0).tolist())]
+        return with_recent(ranks, int(recent * row.budget))
+
+    check(kvcompress.make_cluster("meda", recent=recent), layer, reference)
+
+
+@oracle
+@given(layer=vision_layers())
+def test_the_entropy_budget_is_the_softmax_of_the_cross_modal_entropy(layer):
+    def entropy(weights: list[float]) -> float:
+        return -sum(w / sum(weights) * math.log(w / sum(weights)) for w in weights if w)
+
+    def of(row, asking, asked):
+        total = sum(
+            entropy(row.A[h, i, asked].tolist()) for h in range(len(row.A)) for i in asking if row.A[h, i, asked].any()
+        )
+        return total / len(row.A) / max(1, len(asking))
+
+    ours = measured("entropy", layer)
+    expected = [of(row, row.text, row.images) + of(row, row.images, row.text) for row in rows_of(layer)]
+    assert ours.tolist() == pytest.approx(expected, abs=1e-4)
+    shares = layer_budget("entropy").weights(torch.tensor([1.0, 2.0]), 10, 100)
+    assert shares == pytest.approx([1 / (1 + math.e), math.e / (1 + math.e)])
+
+
+def elite_importance(row: Row, alpha: float) -> torch.Tensor:
+    """(kv_heads, n): what the elite queries give to each token."""
+    last = {j: float(row.A[:, -1, j].mean()) for j in row.observers}
+    elite = [j for j in last if last[j] >= alpha * max(last.values())]
+    total = torch.zeros(len(row.A), row.n, dtype=torch.float64)
+    for h in range(len(row.A)):
+        for e in elite:
+            counted = sorted({*row.images, *elite} & set(range(e + 1)))
+            among = torch.zeros(row.n, dtype=torch.float64)
+            among[counted] = row.logits[h, e, counted].softmax(0)
+            total[h] += torch.where(torch.tensor(row.vision), among, row.A[h, e]) / len(elite)
+    return total.unflatten(0, (row.kv_heads, row.groups)).mean(1)
+
+
+@oracle
+@given(layer=vision_layers(), alpha=st.sampled_from([0.1, 0.5, 0.9, 1.0]))
+def test_aircache_evicts_the_vision_tokens_that_the_elite_attend_to_least(layer, alpha):
+    def reference(row, head):
+        scores = elite_importance(row, alpha)[head].tolist()
+        return [(0 if row.vision[i] else 1, score) for i, score in enumerate(scores)]
+
+    check(kvcompress.make_cluster("aircache", alpha=alpha), layer, reference)
+
+
+@oracle
+@given(layer=vision_layers())
+def test_the_strength_budget_measures_sum_and_skewness_of_the_vision_tokens_importance(layer):
+    for ours, row in zip(measured("strength", layer).tolist(), rows_of(layer), strict=True):
+        scores = elite_importance(row, 0.9).mean(0)[row.images]
+        strength, skewness = float(scores.sum()), 0.0
+        if len(scores) > 1:
+            apart = scores - scores.mean()
+            skewness = max(0.0, float((apart**3).mean() / (apart**2).mean() ** 1.5))
+        assert ours == pytest.approx([strength, skewness, len(row.text)], abs=2e-3)
+
+
+def test_the_strength_budget_shares_out_what_text_leaves():
+    rule = layer_budget("strength")
+    layers_measured = torch.tensor([[[0.2, 1.0, 10.0]], [[0.6, 3.0, 10.0]]])
+    assert rule.budgets(kvcompress.Prompt(0, 2, [100], [30], 1.0), layers_measured) == [[20], [40]]
+    assert rule.budgets(kvcompress.Prompt(0, 2, [100], [10], 1.0), layers_measured) == [[10], [10]]
+    no_vision = torch.tensor([[[0.0, 0.0, 10.0]], [[0.0, 0.0, 10.0]]])
+    assert rule.budgets(kvcompress.Prompt(0, 2, [100], [30], 1.0), no_vision) == [[30], [30]]
+
+
+@oracle
+@given(layer=vision_layers(), sinks=st.sampled_from([0, 2, 4]))
+def test_tgv_kv_weights_the_questions_words_and_evicts_text_last(layer, sinks):
+    def reference(row, head):
+        mean, rows = row.A.mean(0), row.observers
+        weight = {j: sum(float(mean[i, j]) for i in rows if i >= j) / (row.n - j) for j in rows}
+        ranks = []
+        for column in range(row.n):
+            if row.vision[column]:
+                ranks.append((0, sum(float(mean[j, column]) * weight[j] for j in rows)))
+            else:
+                ranks.append((1, float(mean[:, column].sum())))
+        return [(9, 0.0) if i < sinks or i == row.n - 1 else rank for i, rank in enumerate(ranks)]
+
+    check(kvcompress.make_cluster("tgv-kv", sinks=sinks), layer, reference)
+
+
+@oracle
+@given(layer=vision_layers())
+def test_the_vision_budget_is_the_questions_attention_to_vision(layer):
+    expected = [float(row.A.mean(0)[row.observers][:, row.images].sum()) for row in rows_of(layer)]
+    assert measured("vision", layer).tolist() == pytest.approx(expected, abs=1e-4)

@@ -1,0 +1,36 @@
+"""AirCache: vision tokens that the words that matter attend to. https://arxiv.org/abs/2503.23956"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+
+from ..vision import DECODED_QUERIES, elite_attention, question_attention, text_first
+from .base import KVCluster, Prompt, register_method
+
+
+@register_method("aircache")
+@dataclass(frozen=True)
+class AirCacheKVCluster(KVCluster):
+    """Evicts vision tokens only, those that the elite queries attend to least: the tokens behind the last image that
+    the last one attends to with at least `alpha` of the most (section 3.2). Layers share the vision budget by strength
+    and skewness of that attention (section 3.3, `layer_budget="strength"`).
+
+    The paper's budget counts vision tokens, as `ratio_of="vision"` does. Where text alone exceeds the budget, text is
+    ranked by the elite's attention to it. While decoding, all recent queries are elite.
+    """
+
+    alpha: Annotated[float, Field(gt=0, le=1)] = 0.9
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2503.23956"
+    layer_budget: ClassVar[str] = "strength"
+
+    @property
+    def query_window(self) -> int:
+        return DECODED_QUERIES
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        if prompt.columns is not None:
+            return question_attention(queries, keys, prompt)
+        return text_first(elite_attention(queries, keys, prompt, self.alpha), prompt)

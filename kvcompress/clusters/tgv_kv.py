@@ -1,0 +1,61 @@
+"""TGV-KV: the question's words, weighted, choose the vision tokens. https://arxiv.org/abs/2606.03075"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from pydantic import NonNegativeInt
+
+from ..scoring import attention_blocks, column_sums, protect_ends, window_attention
+from ..vision import observer_queries, text_first
+from .base import KVCluster, Prompt, register_method
+
+
+@register_method("tgv-kv")
+@dataclass(frozen=True)
+class TGVKVCluster(KVCluster):
+    """Text-guided vision eviction, the same in all heads: vision tokens by the attention of the queries behind the last
+    image, each weighted by how much the later ones attend to it (text-weighted ranking); text, by what it receives from
+    all queries, goes last (text priority); the first `sinks` tokens and the last stay. Layers share the budget by how
+    much the question attends to vision (`layer_budget="vision"`).
+
+    Where text alone exceeds the budget, text is ranked by that sum. While decoding, the tokens that the last query
+    attends to least go.
+    """
+
+    sinks: NonNegativeInt = 4
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2606.03075"
+    layer_budget: ClassVar[str] = "vision"
+    head_budget: ClassVar[str] = "shared"
+    decode_interval: ClassVar[int] = 1
+
+    @property
+    def query_window(self) -> int:
+        return 1
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        if prompt.columns is not None:
+            weights = window_attention(queries, keys, 1, prompt.scaling, prompt.padding, prompt.columns, prompt.seen)
+            scores = weights[..., 0, :].mean(2)
+        else:
+            scores = column_sums(queries, keys, prompt.scaling, prompt.padding).mean(1, keepdim=True)
+            if prompt.vision is not None:
+                of_vision = weighted_question_attention(queries, keys, prompt)[:, None]
+                scores = text_first(torch.where(prompt.vision[:, None], of_vision, scores), prompt)
+            scores = scores.expand(keys.shape[:3])
+        return protect_ends(scores, self.sinks, prompt.padding)
+
+
+def weighted_question_attention(queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+    """What each key receives from the queries behind the last image, each query weighted by the mean attention that
+    it receives from those that see it: (batch, keys). Attention is the mean over the heads."""
+    observers = observer_queries(prompt, keys)
+    first = int(observers.any(0).int().argmax())
+    received = column_sums(queries, keys, prompt.scaling, prompt.padding, observers).mean(1)
+    column = torch.arange(keys.shape[2], 0, -1, device=keys.device)  # how many queries see each
+    weight = received / column * observers
+    sums = torch.zeros_like(received)
+    for rows, weights in attention_blocks(queries, keys, prompt.scaling, prompt.padding, first):
+        sums[:, : rows.stop] += (weights.mean((1, 2)) * weight[:, rows, None]).sum(1)
+    return sums

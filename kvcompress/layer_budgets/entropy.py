@@ -1,0 +1,39 @@
+"""Layers in which text and vision look at much of each other keep more. https://arxiv.org/abs/2502.17599"""
+
+import torch
+
+from ..prompt import Prompt
+from ..scoring import attention_blocks
+from .base import LayerBudget, register_layer_budget
+
+
+@register_layer_budget("entropy")
+class EntropyLayerBudget(LayerBudget):
+    """By the softmax over the layers of their cross-modal attention entropy (MEDA, section 3.2): the entropy of a text
+    query's attention over the vision tokens, mean over text queries and heads, plus that of vision over text.
+
+    A query only attends to what is before it (the paper's code leaves the causal mask out); one that sees nothing of
+    the other modality has no entropy. Where a row has one modality only, its layers share evenly.
+    """
+
+    def measure(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt
+    ) -> torch.Tensor:
+        of_vision, of_text = torch.zeros(2, keys.shape[0], device=keys.device)
+        if prompt.vision is None:
+            return of_text
+        for rows, weights in attention_blocks(queries, keys, prompt.scaling, prompt.padding):
+            asks = prompt.vision[:, rows]
+            other = asks[:, :, None] != prompt.vision[:, None, : rows.stop]
+            across = weights * other[:, None, None]
+            total = across.sum(-1)
+            seen = total.clamp(min=torch.finfo(total.dtype).tiny)
+            entropy = torch.where(total > 0, seen.log() - torch.xlogy(across, across).sum(-1) / seen, 0.0).mean((1, 2))
+            of_vision += (entropy * asks).sum(1)
+            of_text += (entropy * ~asks).sum(1)
+        vision_tokens = prompt.vision.sum(1)
+        text_tokens = torch.tensor(prompt.lengths, device=keys.device) - vision_tokens
+        return of_text / text_tokens.clamp(min=1) + of_vision / vision_tokens.clamp(min=1)
+
+    def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
+        return measured.double().softmax(0).tolist()
