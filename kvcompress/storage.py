@@ -385,6 +385,13 @@ class StaticStorage(Storage):
         self.usable = ~torch.cat([unused, room_used], dim=2)
         self.slots = torch.arange(self.capacity, device=keys.device)
         self.cursor = torch.full((1,), self.entries, device=keys.device)
+        self._mark()
+
+    def _mark(self) -> None:
+        """The graph writes into these tensors: CUDA graphs are given up where it may not count on their place. Without
+        a guard, other tensors (the next prompt's) are recorded anew and not compiled anew."""
+        for tensor in (self.keys, self.values, self.cursor):
+            torch._dynamo.mark_static_address(tensor, guard=False)
 
     @property
     def length(self) -> int:
@@ -422,10 +429,12 @@ class StaticStorage(Storage):
         for name in ("keys", "values", "usable"):
             setattr(self, name, getattr(self, name)[rows])
         self.indices = None if self.indices is None else self.indices[rows]
+        self._mark()
 
     def fork(self) -> "StaticStorage":
         twin = super().fork()
         twin.cursor = self.cursor.clone()
+        twin._mark()
         return twin
 
     def tensors(self) -> list[torch.Tensor]:

@@ -76,6 +76,24 @@ def test_generate_compiles_the_decode_step_itself():
     del model._compiled_call
 
 
+def test_prompts_of_other_lengths_compile_once_more_and_then_never():
+    model = FAMILIES["qwen2"].build(1)
+    config = CompileConfig(fullgraph=True, backend="eager", mode="default")  # `dynamic` as transformers leaves it
+    config._compile_all_devices = True
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for length in (30, 41, 52, 37, 63):
+        inputs = FAMILIES["qwen2"].inputs(model, [length])
+        with kvcompress.compress(model, "snapkv", 0.3):
+            expected, _ = generate(model, inputs, 6)
+        cache = kvcompress.CompressedCache(model.config, "snapkv", 0.3, max_new_tokens=6, **STATIC)
+        with kvcompress.attach(model):
+            tokens, _ = generate(model, inputs, 6, past_key_values=cache, compile_config=config)
+        assert torch.equal(tokens, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    del model._compiled_call
+
+
 def test_static_buffers_hold_the_kept_entries_and_the_room():
     model = FAMILIES["qwen2"].build()
     with kvcompress.compress(model, "snapkv", 0.2, max_new_tokens=9, **STATIC) as session:
