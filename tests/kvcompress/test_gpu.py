@@ -7,9 +7,13 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import kvcompress
+from benchmarks.ragged_decode import ragged_case as benchmark_case
+from benchmarks.ragged_decode import ways_to_attend
+from kvcompress.kernels.ragged_decode import ragged_decode, ragged_decode_reference
 from tests.families import FAMILIES
 from tests.masked_reference import generate, only_attending_to
 
+from .ragged_cases import TOLERANCE, check_triton, ragged_case
 from .strategies import METHODS
 
 pytestmark = pytest.mark.gpu
@@ -131,7 +135,37 @@ def test_generate_compiles_static_decoding_by_itself_with_the_same_tokens(cuda, 
     with kvcompress.compress(model, method, ratio):
         expected, _ = generate(model, inputs, 64)
     cache = kvcompress.CompressedCache(model.config, method, ratio, max_new_tokens=64, cache_implementation="static")
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.reset()
     with kvcompress.attach(model):
         tokens, _ = generate(model, inputs, 64, past_key_values=cache)
     assert torch.equal(tokens, expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    del model._compiled_call
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_triton_kernel_equals_the_reference(cuda, dtype):
+    pytest.importorskip("triton")
+    check_triton(dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_ragged_decoding_takes_as_many_splits_as_the_device_wants(cuda, dtype):
+    """Long segments and few of them, short ones and many: what `ragged_decode` itself chooses."""
+    for batch, kv_heads, most in ((1, 1, 9000), (2, 3, 700), (64, 8, 40)):
+        *case, sizes = ragged_case(batch, kv_heads, 3, 64, most, 5, dtype, device=cuda)
+        expected = ragged_decode_reference(*case, 0.125)
+        output = ragged_decode(*case, sizes, 0.125)
+        torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_benchmarked_ways_of_ragged_decoding_are_right(cuda, dtype):
+    case = benchmark_case(4, 6, 2, 64, 300, device=cuda, dtype=dtype)
+    arguments = [case[name] for name in ("query", "keys", "values", "starts", "lengths")]
+    expected = ragged_decode_reference(*arguments, 0.125)
+    for name, attend in ways_to_attend(case).items():
+        if name != "uniform":
+            torch.testing.assert_close(attend(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], msg=name)
