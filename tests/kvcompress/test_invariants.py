@@ -184,7 +184,7 @@ def test_scoring_memory_is_linear_in_the_prompt(method):
         module = SimpleNamespace(o_proj=torch.nn.Linear(64, 64))
         angles = torch.ones(1, length, 16)
         rotary = Rotary(angles, angles, torch.arange(length)[None], torch.ones(8))
-        prompt = kvcompress.Prompt(0, 2, [length], [length // 10], 0.25, row_seeds=(1,), module=module, rotary=rotary)
+        prompt = kvcompress.Prompt(0, 2, [length], [length // 5], 0.25, row_seeds=(1,), module=module, rotary=rotary)
         with LargestTensor() as mode:
             kvcompress.make_cluster(method).update_kv(queries, keys, values, prompt)
         return mode.numel
