@@ -17,7 +17,7 @@ from .cache import CompressedCache
 from .errors import KVCompressError
 from .policy import make_policy
 from .pruning import prune
-from .rotary import Rotary, rotary_embeddings, watch_rotary
+from .rotary import rotary_embeddings, watch_rotary
 
 
 def compress(
@@ -87,7 +87,6 @@ class Session:
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.model.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
-        self._sees_rotary = False
         self._of_pass: list[RemovableHandle] = []
         return self
 
@@ -108,22 +107,16 @@ class Session:
         self._end_pass()
         if self._is_prompt and cache.policy.tokens is not None:
             self._of_pass = prune(text_decoder(model), self._base, cache)
-        if cache.policy.cluster.unrotated_queries and not self._sees_rotary:
-            self._sees_rotary = True
-            self._hooks += watch_rotary(text_decoder(model), self._after_rotary)
+        if cache.policy.cluster.unrotated_queries and (self._is_prompt or cache.policy.decode is not None):
+            self._of_pass += watch_rotary(text_decoder(model), cache.rotate)
         kwargs["past_key_values"] = self.cache = cache
         return (), kwargs
 
     def _end_pass(self) -> None:
-        """Remove the hooks of one prompt pass."""
+        """Remove the hooks of one pass."""
         for hook in self._of_pass:
             hook.remove()
         self._of_pass = []
-
-    def _after_rotary(self, rotary: Rotary) -> None:
-        """Tell the cache how this pass rotates its queries."""
-        if self._is_prompt or self.cache.policy.decode is not None:
-            self.cache.rotate(rotary)
 
     def _after_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict, output: Any) -> Any:
         """Finish a prompt. For `first_token="compressed"`: feed its last token again, on what was kept."""
