@@ -25,8 +25,11 @@ def projected_norm(values: torch.Tensor, module: torch.nn.Module | None) -> torc
         (batch, kv_heads, keys) in fp32.
     """
     projection = getattr(module, "o_proj", None)
-    if not isinstance(projection, torch.nn.Linear):
-        raise KVCompressError(f"method 'criticalkv' needs an attention with a linear o_proj, {module} has none")
+    if not isinstance(projection, torch.nn.Linear) or not projection.weight.is_floating_point():
+        raise KVCompressError(
+            f"method 'criticalkv' needs an attention with a linear, unquantized o_proj, not a {type(module).__name__} "
+            f"with o_proj={type(projection).__name__}"
+        )
     weight = projection.weight.float().unflatten(1, (values.shape[1], -1, values.shape[3]))
     weight = weight.permute(2, 1, 3, 0)  # (groups, kv_heads, head_dim, hidden)
     norms = [

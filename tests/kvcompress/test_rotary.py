@@ -30,6 +30,7 @@ TINY = {
     "num_key_value_heads": 1,
     "pad_token_id": 0,
 }
+ADAPTIVE = {"head_budget": "adaptive"}
 
 
 @pytest.fixture
@@ -190,3 +191,24 @@ def test_scaled_cos_and_sin_are_undone_and_foreseen(given):
 def test_a_model_whose_rotation_cannot_be_undone_is_an_error_at_once(model, message):
     with pytest.raises(kvcompress.KVCompressError, match=message):
         kvcompress.compress(model(), "expected-attention", 0.5)
+
+
+def test_nothing_watches_the_rotary_embedding_between_prompt_passes():
+    """A decode step is compiled with static shapes: a hook would be in its graph."""
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [20])
+    with kvcompress.compress(model, "expected-attention", 0.5) as session:
+        model(**inputs)
+        assert len(session.cache.kept_indices(0)[0][0]) == 10
+        assert not model.model.rotary_emb._forward_hooks
+
+
+def test_expected_attention_scores_for_another_method():
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [40, 25])
+    kept = []
+    for method, options in (("adakv", {"scorer": "expected-attention"}), ("expected-attention", ADAPTIVE)):
+        with kvcompress.compress(model, method, 0.3, epsilon=0.01, **options) as session:
+            model(**inputs)
+        kept.append([[head.tolist() for head in row] for row in session.cache.kept_indices(1)])
+    assert kept[0] == kept[1]

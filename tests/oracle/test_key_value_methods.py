@@ -148,3 +148,10 @@ def test_expected_attention_keeps_what_gaussian_queries_to_come_would_take_most_
 
     cluster = kvcompress.make_cluster("expected-attention", sinks=sinks, future=future, epsilon=epsilon)
     check(cluster, (queries, keys, values, prompt), reference)
+
+
+def test_criticalkv_without_an_output_projection_is_a_clear_error():
+    states = torch.ones(1, 1, 5, 4)
+    prompt = kvcompress.Prompt(0, 1, [5], [2], SCALING, module=torch.nn.Identity())
+    with pytest.raises(kvcompress.KVCompressError, match="linear, unquantized o_proj, not a Identity with o_proj=None"):
+        kvcompress.make_cluster("criticalkv").update_kv(states, states, states, prompt)
