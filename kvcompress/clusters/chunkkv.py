@@ -16,7 +16,7 @@ from .snapkv import WindowKVCluster
 @dataclass(frozen=True)
 class ChunkKVCluster(WindowKVCluster):
     """Keeps the chunks of `chunk_size` tokens with the highest mean of SnapKV's scores, the same chunks for all heads
-    (section 3.2, algorithm 1).
+    (algorithm 1).
 
     Chunks are counted from a row's first token; those that hold a part of the observation window go first. The budget
     is exact: of the last chunk that has room, only the most recent tokens stay.

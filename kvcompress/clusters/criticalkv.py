@@ -42,9 +42,9 @@ def projected_norm(values: torch.Tensor, module: torch.nn.Module | None) -> torc
 @register_method("criticalkv")
 @dataclass(frozen=True)
 class CriticalKVCluster(WindowKVCluster):
-    """SnapKV's scores in two stages (section 4, algorithm 1): `first_stage` of a head's budget goes to the highest
-    scores, the rest to the highest (score + epsilon) * ||W_o v||_1, which bounds how far the output moves when the
-    entry is dropped. With `head_budget="adaptive"` the heads' budgets follow the scores alone (algorithm 2)."""
+    """SnapKV's scores in two stages (algorithm 1): `first_stage` of a head's budget goes to the highest scores, the
+    rest to the highest (score + epsilon) * ||W_o v||_1, which bounds how far the output moves when the entry is dropped
+    (theorem 3.3). With `head_budget="adaptive"` the heads' budgets follow the scores alone."""
 
     first_stage: Annotated[float, Field(ge=0, le=1)] = 0.5
     epsilon: Annotated[float, Field(ge=0)] = 1e-4

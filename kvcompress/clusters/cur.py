@@ -15,8 +15,8 @@ from .base import KVCluster, Prompt, register_method
 @dataclass(frozen=True)
 class CURKVCluster(KVCluster):
     """Keeps the sinks and the tokens whose key and value have the largest approximate leverage scores: squared norms
-    as fractions of their sum over `window_size` neighbours, multiplied (section 4, algorithm 1, without the random
-    projection). Needs no queries.
+    as fractions of their sum over `window_size` neighbours, multiplied (without the paper's random projection).
+    Needs no queries.
 
     Windows are counted from a row's first token; `window_size=0` is one window for the whole prompt.
     """

@@ -13,7 +13,8 @@ from .base import KVCluster, Prompt, register_method
 @dataclass(frozen=True)
 class ExpectedAttentionKVCluster(KVCluster):
     """Keeps what future queries are expected to take most from: mean attention weight times the value's norm
-    (section 3, equations 4 to 8; 4 sinks, 512 positions, epsilon 0 as published).
+    (4 sinks, 512 positions and epsilon 0 as in the authors' kvpress; its leaderboard has epsilon 0.01 and adaptive
+    heads).
 
     Queries before their rotation are taken as Gaussian; their mean and covariance over the prompt, turned by the mean
     rotation of the next `future` text positions, give the expected weight of a key in closed form. Sinks count neither

@@ -12,7 +12,7 @@ from .base import KVCluster, Prompt, register_method
 
 def lag_relative_information(states: torch.Tensor, lag: int) -> torch.Tensor:
     """How much each token of all partitions but the last varies over the channels, each channel measured by its range
-    in the next partition (equations 3 to 6). states (batch, kv_heads, partitions * lag, head_dim) in fp32; the
+    in the next partition. states (batch, kv_heads, partitions * lag, head_dim) in fp32; the
     result (batch, kv_heads, partitions - 1, lag) sums to 1 in each partition."""
     parts = states.unflatten(2, (-1, lag))
     tokens, reference = parts[:, :, :-1], parts[:, :, 1:]
@@ -24,8 +24,8 @@ def lag_relative_information(states: torch.Tensor, lag: int) -> torch.Tensor:
 @register_method("lagkv")
 @dataclass(frozen=True)
 class LagKVCluster(KVCluster):
-    """Keeps, of each partition of `lag` tokens, the keys and values that stand out from the next partition
-    (section 2.2; 4 sinks and a lag of 128 as published). Needs no queries.
+    """Keeps, of each partition of `lag` tokens, the keys and values that stand out from the next partition (4 sinks
+    and a lag of 128 as published). Needs no queries.
 
     A row is cut into partitions behind its sinks. Tokens compete by their rank in their partition, so all partitions
     keep equally many. The last whole partition is only a reference; it and the tokens behind it stay, as far as the
