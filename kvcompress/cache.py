@@ -64,14 +64,21 @@ class CompressedCache(DynamicCache):
             raise KVCompressError(f"a {config.model_type} model has no layer with full attention: nothing to compress")
 
     def start(
-        self, batch: int, columns: int, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
+        self,
+        batch: int,
+        columns: int,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        video_grid_thw: torch.Tensor | None = None,
     ) -> bool:
         """Announce a forward pass over (batch, columns) tokens. True for a prompt, which will be compressed; one more
         token on a filled cache is a decode step, which is only written down."""
         is_first = self.compressed_layers[0].storage is None
         if columns == 1 and not is_first:
             return False
-        chunk = Chunk.of(self.config, self.policy.engine, is_first, batch, columns, input_ids, attention_mask)
+        chunk = Chunk.of(
+            self.config, self.policy.engine, is_first, batch, columns, input_ids, attention_mask, video_grid_thw
+        )
         for layer in self.compressed_layers:
             layer.chunk, layer.staged, layer.pending = chunk, None, None
         return True

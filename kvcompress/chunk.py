@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from .errors import KVCompressError
 from .policy import Engine
 from .scoring import pad_columns
-from .vision import vision_token_mask
+from .vision import frame_tokens, vision_token_mask
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Chunk:
         vision_lengths: vision tokens in each row's context; empty where `vision` is None.
         context: leading real tokens of each row that are compressed; the rest, the question, is kept.
         row_seeds: a checksum of each row's real tokens.
+        frame_tokens: vision tokens per frame of each row, 0 where unknown, see `kvcompress.vision.frame_tokens`.
         source: where tokens were dropped on the way to a layer: LongTensor (batch, left), the columns that reach it, -1
             where a row has fewer (`padding` then counts those).
     """
@@ -35,6 +36,7 @@ class Chunk:
     vision_lengths: list[int]
     context: list[int]
     row_seeds: tuple[int, ...]
+    frame_tokens: tuple[int, ...] = ()
     source: torch.Tensor | None = None
 
     @classmethod
@@ -47,10 +49,11 @@ class Chunk:
         columns: int,
         input_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
+        video_grid_thw: torch.Tensor | None = None,
     ) -> "Chunk":
-        """From the model's inputs: `input_ids` (batch, columns) or None, and the 2-D padding mask
-        (batch, at least columns) or None. `is_first`: nothing precedes this prompt in the cache. Synchronises with
-        the device, once per prompt."""
+        """From the model's inputs: `input_ids` (batch, columns) or None, the 2-D padding mask (batch, at least columns)
+        or None, and the frames, height and width in patches of its videos (videos, 3) or None. `is_first`: nothing
+        precedes this prompt in the cache. Synchronises with the device, once per prompt."""
         mask = _padding_mask(attention_mask, columns)
         lengths = [columns] * batch if mask is None else mask.sum(1).tolist()
         padding = None
@@ -59,8 +62,10 @@ class Chunk:
             if not torch.equal(mask, ~pad_columns(padding, columns)[:, 0]):
                 raise KVCompressError("the attention mask is not left-padded: set padding_side='left'")
         vision, vision_lengths, seeds = None, [], (0,) * batch
+        frames: tuple[int, ...] = ()
         if input_ids is not None:
             vision = vision_token_mask(config, input_ids)
+            frames = frame_tokens(config, input_ids, video_grid_thw)
             rows = input_ids.cpu().numpy()
             seeds = tuple(zlib.crc32(row[columns - n :].tobytes()) for row, n in zip(rows, lengths, strict=True))
         elif engine.ratio_of == "vision" or (engine.scope == "context" and engine.context_tokens is None):
@@ -69,7 +74,7 @@ class Chunk:
         if vision is not None:
             ends = torch.tensor([columns - n + m for n, m in zip(lengths, context, strict=True)], device=vision.device)
             vision_lengths = (vision & (torch.arange(columns, device=vision.device) < ends[:, None])).sum(1).tolist()
-        return cls(columns, lengths, padding, vision, vision_lengths, context, seeds)
+        return cls(columns, lengths, padding, vision, vision_lengths, context, seeds, frames)
 
 
 def _padding_mask(mask: torch.Tensor | dict | None, columns: int) -> torch.Tensor | None:

@@ -303,6 +303,7 @@ class CompressedLayer(CacheLayerMixin):
             budgets=budgets,
             padding=None if chunk.padding is None else chunk.padding.to(device),
             vision=vision,
+            frame_tokens=chunk.frame_tokens,
             protected=None if text is None else ~vision,
             protected_lengths=text or (),
             row_seeds=chunk.row_seeds,

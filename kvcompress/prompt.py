@@ -20,6 +20,7 @@ class Prompt:
         scaling: factor of q·k before the softmax.
         padding: LongTensor (batch, 1 or kv_heads) of leading columns that hold nothing, or None where there are none.
         vision: bool (batch, columns), True at image and video tokens, or None where they are unknown.
+        frame_tokens: vision tokens per frame of each row's video, 0 where unknown; empty where no tokens are known.
         protected: bool (batch, columns), True at what must stay, such as text where only vision tokens are evicted.
         protected_lengths: how many columns of each row that is; empty where nothing is protected.
         row_seeds: one integer per row, a checksum of its tokens: randomness that follows the row, not the batch.
@@ -43,6 +44,7 @@ class Prompt:
     scaling: float
     padding: torch.Tensor | None = None
     vision: torch.Tensor | None = None
+    frame_tokens: tuple[int, ...] = ()
     protected: torch.Tensor | None = None
     protected_lengths: tuple[int, ...] = ()
     row_seeds: tuple[int, ...] = ()

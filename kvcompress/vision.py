@@ -7,18 +7,56 @@ from .prompt import Prompt
 from .scoring import attention_blocks, column_sums, window_attention
 
 RECENT_QUERIES = 32  # observe where no image says where the question begins
+VIDEO_ID_NAMES = ("video_token_id", "video_token_index")
 DECODED_QUERIES = 16  # observe while decoding
 
 
 def vision_token_ids(config: PreTrainedConfig) -> list[int]:
     """The placeholder ids of image and video tokens in `input_ids`, empty for a text-only model."""
-    names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+    names = ("image_token_id", "image_token_index", *VIDEO_ID_NAMES)
     return sorted({value for name in names if (value := getattr(config, name, None)) is not None})
 
 
 def vision_token_mask(config: PreTrainedConfig, input_ids: torch.Tensor) -> torch.Tensor:
     """True at image and video tokens: bool (batch, columns). There may be several spans or none."""
     return torch.isin(input_ids, torch.tensor(vision_token_ids(config), device=input_ids.device, dtype=input_ids.dtype))
+
+
+def frame_tokens(
+    config: PreTrainedConfig, input_ids: torch.Tensor, video_grid_thw: torch.Tensor | None
+) -> tuple[int, ...]:
+    """How many vision tokens each frame has, per row of `input_ids`; 0 where that is unknown.
+
+    Known are: videos of the Qwen-VL family, from the `video_grid_thw` (videos, 3) that their processor gives; the
+    video of LLaVA-OneVision, from the config; and rows with several spans of vision tokens of one length, each of which
+    is a frame (InternVL; also several images of one size). Where a row's frames differ in size, or where images stand
+    beside its video, they are unknown.
+    """
+    vision = vision_token_mask(config, input_ids).cpu()
+    video_ids = [value for name in VIDEO_ID_NAMES if (value := getattr(config, name, None)) is not None]
+    is_video = torch.isin(input_ids.cpu(), torch.tensor(video_ids, dtype=input_ids.dtype))
+    videos = [] if video_grid_thw is None else _grid_sizes(config, video_grid_thw)
+    result = []
+    for row, of_video in zip(vision, is_video.sum(1).tolist(), strict=True):
+        kinds, lengths = row.unique_consecutive(return_counts=True)
+        spans, sizes, left = lengths[kinds].tolist(), set(), of_video
+        while left > 0 and videos:
+            frames, size = videos.pop(0)
+            sizes.add(size)
+            left -= frames * size
+        if of_video != sum(spans):  # images, alone or beside a video
+            sizes = set(spans) if not of_video and len(spans) > 1 else set()
+        elif config.model_type == "llava_onevision" and len(spans) == 1:
+            side = config.vision_config.image_size // config.vision_config.patch_size
+            sizes = {((side + 1) // 2) ** 2}  # pooled 2 x 2
+        result.append(sizes.pop() if len(sizes) == 1 else 0)
+    return tuple(result)
+
+
+def _grid_sizes(config: PreTrainedConfig, video_grid_thw: torch.Tensor) -> list[tuple[int, int]]:
+    """Frames, and tokens per frame, of each video."""
+    merged = config.vision_config.spatial_merge_size**2
+    return [(frames, height * width // merged) for frames, height, width in video_grid_thw.tolist()]
 
 
 def observer_queries(prompt: Prompt, keys: torch.Tensor, fallback: int = RECENT_QUERIES) -> torch.Tensor:

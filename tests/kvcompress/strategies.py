@@ -24,6 +24,7 @@ OPTIONS: dict[str, dict[str, list]] = {
     "meda": {"recent": [0.0, 0.5, 1.0]},
     "aircache": {"alpha": [0.1, 0.9, 1.0]},
     "tgv-kv": {"sinks": [0, 4]},
+    "infinipot-v": {"tar": [0.0, 0.5, 1.0], "recent": [0.0, 0.25], "frame_tokens": [0, 1, 4]},
     "vl-cache": {"recent": [0.0, 0.1], "variant": ["paper", "effivlm"]},
     "cake": {"window_size": [1, 8, 32], "kernel_size": [1, 5], "pooling": ["avg"], "gamma": [0.0, 200.0]},
     "sagekv": {"sinks": [0, 4], "recent": [0.0, 0.25, 0.5]},

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.layer_budgets import layer_budget
-from kvcompress.vision import text_first
+from kvcompress.vision import frame_tokens, text_first
+from tests.families import FAMILIES, IMAGE, VIDEO
 from tests.kvcompress.test_clusters import SCALING, layers, snapkv_scores
 from tests.kvcompress.test_merging import merged_by_hand
 
@@ -384,3 +385,67 @@ def test_tgv_kv_weights_the_questions_words_and_evicts_text_last(layer, sinks):
 def test_the_vision_budget_is_the_questions_attention_to_vision(layer):
     expected = [float(row.A.mean(0)[row.observers][:, row.images].sum()) for row in rows_of(layer)]
     assert measured("vision", layer).tolist() == pytest.approx(expected, abs=1e-4)
+
+
+@oracle
+@given(
+    layer=vision_layers(),
+    tar=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+    recent=st.sampled_from([0.0, 0.25, 0.5]),
+    frame=st.sampled_from([1, 2, 5]),
+)
+def test_infinipot_v_keeps_new_frames_what_changed_before_them_and_large_values(layer, tar, recent, frame):
+    def reference(row, head):
+        norms = row.v[head].norm(dim=-1).tolist()
+        ranks = [(0 if row.vision[i] else 9, norm) for i, norm in enumerate(norms)]
+        images = row.images
+        frames = len(images) // frame
+        if frames < 2:
+            return ranks
+        new = max(1, int(recent * frames))
+        old = frames - new
+        room = max(0, row.budget - len(row.text))
+        redundancy = {}
+        for o in range(old * frame):
+            key = row.k[head, images[o]]
+            same_place = [row.k[head, images[f * frame + o % frame]] for f in range(old, frames)]
+            redundancy[o] = sum(float(torch.cosine_similarity(key, k, dim=0)) for k in same_place) / new
+        order = sorted(redundancy, key=lambda o: (-redundancy[o], o)) + list(range(old * frame, len(images)))
+        first = room - round((1 - tar) * room)
+        for o in order[len(order) - first :] if first else []:
+            ranks[images[o]] = (5, 0.0)
+        return ranks
+
+    cluster = kvcompress.make_cluster("infinipot-v", tar=tar, recent=recent, frame_tokens=frame)
+    check(cluster, layer, reference)
+    *states, prompt = layer
+    found = dataclasses.replace(prompt, frame_tokens=(frame,) * len(prompt.lengths))
+    by_prompt = kvcompress.make_cluster("infinipot-v", tar=tar, recent=recent).update_kv(*states, found)
+    assert torch.equal(by_prompt.indices, cluster.update_kv(*states, prompt).indices)
+
+
+T, V, I = 9, VIDEO, IMAGE  # noqa: E741
+
+
+@pytest.mark.parametrize(
+    ("family", "ids", "grid", "expected"),
+    [
+        ("qwen2-vl", [T, *[V] * 12, T], [[3, 4, 4]], 4),
+        ("qwen2-vl", [T, *[V] * 12, T], None, 0),
+        ("qwen3-vl", [*[V] * 4, T, *[V] * 4], [[2, 4, 4]], 4),
+        ("qwen2.5-vl", [*[V] * 4, T, *[V] * 8], [[1, 4, 4], [2, 4, 4]], 4),
+        ("qwen2.5-vl", [*[V] * 4, T, *[V] * 12], [[1, 4, 4], [2, 4, 6]], 0),
+        ("qwen2.5-vl", [*[V] * 4, T, *[I] * 4], [[1, 4, 4]], 0),
+        ("qwen2.5-vl", [*[I] * 4, T, *[I] * 4], None, 4),
+        ("qwen2.5-vl", [*[I] * 4, T, *[I] * 3], None, 0),
+        ("qwen2.5-vl", [T, *[I] * 4, T], None, 0),
+        ("qwen2", [T, T, T], None, 0),
+        ("llava-onevision", [T, *[V] * 4, T], None, 1),
+        ("internvl", [T, *[I] * 9, T, *[I] * 9, T, *[I] * 9, T], None, 9),
+    ],
+)
+def test_frames_are_found_by_grid_config_or_equal_spans(family, ids, grid, expected):
+    config = FAMILIES[family].build().config
+    grid = None if grid is None else torch.tensor(grid)
+    assert frame_tokens(config, torch.tensor([ids]), grid) == (expected,)
+    assert frame_tokens(config, torch.tensor([ids, [T] * len(ids)]), grid) == (expected, 0)
