@@ -103,7 +103,7 @@ class Session:
         batch, columns = (embeds if ids is None else ids).shape[:2]
         cache = self._cache_for(kwargs, model)
         mask = kwargs.get("attention_mask")
-        self._is_prompt = cache.start(batch, columns, ids, mask)
+        self._is_prompt = cache.start(batch, columns, ids, mask, kwargs.get("video_grid_thw"))
         self._end_pass()
         if self._is_prompt and cache.policy.tokens is not None:
             self._of_pass = prune(text_decoder(model), self._base, cache)
