@@ -18,6 +18,7 @@ from .errors import KVCompressError
 from .policy import make_policy
 from .pruning import prune
 from .rotary import rotary_embeddings, watch_rotary
+from .tower import TowerWatch
 
 
 def compress(
@@ -47,7 +48,8 @@ def compress(
     Raises:
         KVCompressError: at once, for an unknown method or option, a ratio out of range or an unsupported model.
     """
-    if make_policy(method, ratio, budget, **options).cluster.unrotated_queries:
+    policy = make_policy(method, ratio, budget, **options)
+    if policy.cluster.unrotated_queries:
         rotary_embeddings(text_decoder(model))
     new_cache = {
         "method": method,
@@ -56,7 +58,10 @@ def compress(
         "max_new_tokens": max_new_tokens,
         **options,
     }
-    return Session(model, new_cache)
+    watch = None
+    if policy.tokens is not None and policy.tokens.sees == "tower":
+        watch = TowerWatch(model, policy.tokens.tower_layer)
+    return Session(model, new_cache, watch)
 
 
 def attach(model: PreTrainedModel) -> "Session":
@@ -71,8 +76,8 @@ class Session:
         cache: the `CompressedCache` of the latest generation, None before the first.
     """
 
-    def __init__(self, model: PreTrainedModel, new_cache: dict[str, Any] | None):
-        self.model, self.cache = model, None
+    def __init__(self, model: PreTrainedModel, new_cache: dict[str, Any] | None, watch: TowerWatch | None = None):
+        self.model, self.cache, self._watch = model, None, watch
         self._new_cache = new_cache
         self._config = attention_config(model)
         self._forward_names = list(inspect.signature(model.forward).parameters)
@@ -87,6 +92,8 @@ class Session:
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.model.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
+        if self._watch is not None:
+            self._hooks += self._watch.attach()
         self._of_pass: list[RemovableHandle] = []
         return self
 
@@ -106,7 +113,7 @@ class Session:
         self._is_prompt = cache.start(batch, columns, ids, mask, kwargs.get("video_grid_thw"))
         self._end_pass()
         if self._is_prompt and cache.policy.tokens is not None:
-            self._of_pass = prune(text_decoder(model), self._base, cache)
+            self._of_pass = prune(text_decoder(model), self._base, cache, self._watch)
         if cache.policy.cluster.unrotated_queries and (self._is_prompt or cache.policy.decode is not None):
             self._of_pass += watch_rotary(text_decoder(model), cache.rotate)
         kwargs["past_key_values"] = self.cache = cache

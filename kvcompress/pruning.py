@@ -21,14 +21,18 @@ from .cache import CompressedCache
 from .errors import KVCompressError
 from .scoring import pad_columns
 from .tokens.base import Attention, Tokens
+from .tower import TowerWatch
 
 
-def prune(decoder: PreTrainedModel, base: str, cache: CompressedCache) -> list[RemovableHandle]:
+def prune(
+    decoder: PreTrainedModel, base: str, cache: CompressedCache, watch: TowerWatch | None
+) -> list[RemovableHandle]:
     """Make the forward pass that `cache` was told of drop vision tokens as its token method says.
 
     Args:
         decoder: the text model with the decoder layers.
         base: the attention implementation that the model had.
+        watch: what saw the vision tower attend, for a method that looks at it.
 
     Returns:
         What undoes it. None of it is left in the model once all are removed.
@@ -42,7 +46,15 @@ def prune(decoder: PreTrainedModel, base: str, cache: CompressedCache) -> list[R
             f"{cache.config.model_type} has sliding windows or the like"
         )
     pruning = Pruning(base, cache)
-    return pruning.attach(layers) if pruning.is_needed else []
+    if not pruning.is_needed:
+        return []
+    if cache.policy.tokens.sees == "tower":
+        if watch is None:
+            raise KVCompressError(
+                f"method {cache.policy.method!r} works inside kvcompress.compress(...), not attach(...)"
+            )
+        pruning.tower = watch.take(pruning.vision)
+    return pruning.attach(layers)
 
 
 class Pruning:
@@ -67,8 +79,8 @@ class Pruning:
         self.source = torch.arange(chunk.columns, device=device).expand(len(counts), -1)
         self.vision, self.padding = chunk.vision, chunk.padding
         self.rows = torch.arange(len(counts), device=device)[:, None]
-        self.scores = self.prepared = self.whole = None
-        self.is_shorter, self.mask = False, None
+        self.scores = self.prepared = self.whole = self.tower = None
+        self.mask = None
 
     @property
     def is_needed(self) -> bool:
@@ -86,7 +98,7 @@ class Pruning:
         return handles
 
     def _tokens(self, **known: Any) -> Tokens:
-        return Tokens(self.vision, self.padding, prepared=self.prepared, **known)
+        return Tokens(self.vision, self.padding, tower=self.tower, prepared=self.prepared, **known)
 
     def _prepare(self, layer: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]

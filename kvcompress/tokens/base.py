@@ -23,6 +23,16 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Tower:
+    """What a layer of the vision tower made of the prompt's tokens: the attention that each received, averaged over the
+    heads, (batch, columns) in fp32, -inf where there is no patch (text, newlines); and its keys
+    (batch, columns, heads, head_dim)."""
+
+    received: torch.Tensor
+    keys: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Tokens:
     """The tokens that are left where a method chooses among them, and what it may know of them.
 
@@ -33,6 +43,7 @@ class Tokens:
         hidden: their hidden states on the way into the decoder layer in front of which tokens are dropped,
             (batch, tokens, hidden_size); None while the layer before it attends.
         attention: for `sees="attention"`: that of the decoder layer before.
+        tower: for `sees="tower"`: that of the vision tower.
         prepared: what `TokenMethod.prepare` returned, of the tokens that are left.
     """
 
@@ -41,6 +52,7 @@ class Tokens:
     budgets: list[int]
     hidden: torch.Tensor | None = None
     attention: Attention | None = None
+    tower: Tower | None = None
     prepared: torch.Tensor | None = None
 
     @property
@@ -54,9 +66,9 @@ class Tokens:
         """The vision tokens with the highest scores (batch, tokens), `budgets[row]` of each row or all that may stay:
         bool (batch, tokens). Among equals the later wins. The prompt's last token goes before all others where it is a
         vision token: the answer is read off it."""
-        scores = scores.float().masked_fill(~self.vision, float("-inf"))
+        scores = scores.float().clamp(min=torch.finfo(torch.float32).min)
         scores[:, -1] = float("inf")
-        scores[:, -1].masked_fill_(~self.vision[:, -1], float("-inf"))
+        scores = scores.masked_fill(~self.vision, float("-inf"))
         kept = top_indices(scores[:, None], self.budgets if budgets is None else budgets)[:, 0]
         chosen = F.pad(torch.zeros_like(self.vision), (0, 1))  # -1, no token, becomes a column that is cut off
         return chosen.scatter_(1, kept.remainder(chosen.shape[1]), True)[:, :-1]

@@ -166,10 +166,11 @@ METHODS = sorted(
     for name, info in kvcompress.list_methods().items()
     if issubclass(info.cls, kvcompress.TokenMethod) and name != "dycoke"  # which is for video
 )
-ON_ALL_FAMILIES = [("fastv", family) for family in VLM_FAMILIES]
+CASES = [("fastv", family) for family in VLM_FAMILIES]
+CASES += [("visionzip", "llava-onevision"), ("prumerge+", "llava-onevision")]
 
 
-@pytest.mark.parametrize(("method", "family"), ON_ALL_FAMILIES)
+@pytest.mark.parametrize(("method", "family"), CASES)
 @pytest.mark.parametrize("ratio", [0.1, 0.6])
 def test_a_row_alone_keeps_the_same_tokens_and_has_the_same_logits(method, family, ratio):
     model, inputs = batch(family)
@@ -259,7 +260,8 @@ def test_no_hook_outlives_the_context_also_after_an_exception(method):
         generate(model, inputs, 2)
         between = state()
     assert state() == before
-    assert sum(a != b for a, b in zip(before, between, strict=True)) == 1  # the model's own, that any method has
+    changed = {a[0] for a, b in zip(before, between, strict=True) if a != b}
+    assert not any(name.startswith("model.language_model") for name in changed)  # a decode step pays nothing
     handle = model.get_decoder().layers[3].mlp.register_forward_pre_hook(fail)
     with pytest.raises(ZeroDivisionError), kvcompress.compress(model, method, 0.5):
         generate(model, inputs, 2)
@@ -297,13 +299,20 @@ def test_bad_input_is_one_clear_line_before_anything_runs(arguments, message):
 
 def test_what_only_the_model_can_tell_is_an_error_too():
     model, inputs = batch("qwen2-vl", [40], [1], layers=3)
-    with pytest.raises(kvcompress.KVCompressError, match="layer=7 is not below the model's 3 layers"):
-        with kvcompress.compress(model, "fastv", 0.5, layer=7):
-            model.generate(**inputs, max_new_tokens=1)
+    error = kvcompress.KVCompressError
+    with kvcompress.compress(model, "fastv", 0.5, layer=7), pytest.raises(error, match="layer=7 is not below .* 3 "):
+        model.generate(**inputs, max_new_tokens=1)
     embeds = model.get_input_embeddings()(inputs["input_ids"])
-    with pytest.raises(kvcompress.KVCompressError, match="need input_ids"):
-        with kvcompress.compress(model, "fastv", 0.5):
-            model.generate(inputs_embeds=embeds, max_new_tokens=1)
+    with kvcompress.compress(model, "fastv", 0.5), pytest.raises(error, match="need input_ids"):
+        model.generate(inputs_embeds=embeds, max_new_tokens=1)
+    with pytest.raises(error, match="no access to the vision tower's attention of a qwen2_vl model"):
+        kvcompress.compress(model, "visionzip", 0.5)
+    model, inputs = batch("llava-onevision", [40], [1])
+    with pytest.raises(error, match="tower_layer=-3: the vision tower has 2 layers"):
+        kvcompress.compress(model, "visionzip", 0.5, tower_layer=-3)
+    cache = kvcompress.CompressedCache(model.config, "visionzip", 0.5)
+    with kvcompress.attach(model), pytest.raises(error, match="works inside kvcompress.compress"):
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
 
 
 def test_options_say_what_the_ratio_counts():
@@ -313,3 +322,140 @@ def test_options_say_what_the_ratio_counts():
     assert make_policy("fastv", 0.5).options["ratio_of"] == "vision"
     with pytest.raises(kvcompress.KVCompressError, match="it is no cluster"):
         kvcompress.make_cluster("fastv")
+
+
+# -- what the vision tower looks at
+
+
+def patches_of(images: int) -> list[tuple[int, int] | None]:
+    """(tile, patch) of each token of an image of the tiny LLaVA-OneVision, in a row of so many; None for a newline."""
+    base = [(0, patch) for patch in range(4)]
+    if images > 1:
+        return [*base, None]
+    lines = [[(tile, 2 * line + patch) for tile in (1, 2) for patch in (0, 1)] for line in (0, 1)]
+    return [*base, *lines[0], None, *lines[1], None]
+
+
+def tower_reference(model: torch.nn.Module, inputs: dict, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64: the attention that each column's patch receives (-inf without patch), and its keys."""
+    tower, ids = model.model.vision_tower, inputs["input_ids"]
+    received = torch.full(ids.shape, -math.inf, dtype=torch.float64)
+    keys = torch.zeros(*ids.shape, 2, 16, dtype=torch.float64)
+    image = 0
+    for row, images in enumerate(inputs["batch_num_images"].tolist()):
+        columns = (ids[row] == 1).nonzero()[:, 0].split(len(patches_of(images)))
+        for place in columns if images else []:
+            tower.set_attn_implementation("eager")
+            try:
+                output = tower(inputs["pixel_values"][image], output_attentions=True, output_hidden_states=True)
+            finally:
+                tower.set_attn_implementation("sdpa")
+            weights = output.attentions[layer].double().mean((1, 2))  # (tiles, patches)
+            encoder = [module for module in tower.modules() if hasattr(module, "self_attn")][layer]
+            states = encoder.layer_norm1(output.hidden_states[:-1][layer])
+            of_tiles = encoder.self_attn.k_proj(states).double().unflatten(-1, (2, 16))
+            for column, patch in zip(place.tolist(), patches_of(images), strict=True):
+                if patch is not None:
+                    received[row, column], keys[row, column] = weights[patch], of_tiles[patch]
+            image += 1
+    return received, keys
+
+
+@contextmanager
+def entering(model: torch.nn.Module, index: int) -> Iterator[list[torch.Tensor]]:
+    """The hidden states that decoder layer `index` really runs on, at each pass."""
+    states = []
+    norm = model.get_decoder().layers[index].input_layernorm
+    handle = norm.register_forward_pre_hook(lambda _, args: states.append(args[0].clone()))
+    try:
+        yield states
+    finally:
+        handle.remove()
+
+
+def run(method: str, ratio: float, **options: object) -> tuple:
+    """LLaVA-OneVision: the model, its inputs, kept columns of the rows, embeddings, embeddings that reach layer 0."""
+    model, inputs = batch("llava-onevision")
+    with entering(model, 0) as states:
+        generate(model, inputs, 1)
+        with kvcompress.compress(model, method, ratio, **options) as session:
+            generate(model, inputs, 1)
+    return model, inputs, kept_columns(session.cache)[0], states[0], states[1]
+
+
+@pytest.mark.parametrize(("method", "options"), [("visionzip", {"contextual": 0.0}), ("prumerge+", {"neighbours": 0})])
+@pytest.mark.parametrize("ratio", [0.1, 0.5])
+def test_without_merging_they_equal_the_full_model_in_which_dropped_tokens_are_hidden(method, options, ratio):
+    model, inputs = batch("llava-onevision")
+    with kvcompress.compress(model, method, ratio, **options) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    vision = vision_of(inputs)
+    for row, columns in enumerate(kept[0]):
+        assert sum(vision[row, c].item() for c in columns if c < 61) == budget(ratio, int(vision[row].sum()))
+
+
+@pytest.mark.parametrize("layer", [-1, -2])
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.9])
+def test_visionzip_keeps_dominant_tokens_and_merges_the_others_into_contextual_ones(ratio, layer):
+    share = 0.4
+    model, inputs, kept, embeddings, reached = run("visionzip", ratio, contextual=share, tower_layer=layer)
+    received, keys = tower_reference(model, inputs, layer)
+    vision, real = vision_of(inputs), inputs["attention_mask"].bool()
+    for row in range(len(LENGTHS)):
+        columns, patches = vision[row].nonzero()[:, 0], (received[row] > -math.inf).nonzero()[:, 0]
+        expected, n = embeddings[row].double(), budget(ratio, len(columns))
+        contextual = math.floor(share * n + 0.5) if n < len(patches) else 0
+        # Among equals, as newlines are, the later one stays.
+        order = sorted(columns.tolist(), key=lambda c, row=row: (received[row, c], c), reverse=True)
+        dominant = order[: n - contextual]
+        rest = [c for c in patches.tolist() if c not in dominant]
+        targets = [rest[i * (len(rest) // contextual)] for i in range(contextual)]
+        mean_keys = keys[row].mean(1)
+        assigned = {target: [] for target in targets}
+        for other in set(rest) - set(targets) if targets else []:
+            similarity = [torch.cosine_similarity(mean_keys[other], mean_keys[t], dim=0) for t in targets]
+            assigned[targets[similarity.index(max(similarity))]].append(other)
+        stays = sorted([*dominant, *targets, *(real[row] & ~vision[row]).nonzero()[:, 0].tolist()])
+        assert kept[row] == stays
+        expected = expected.clone()
+        for target, others in assigned.items():
+            if others:
+                expected[target] += embeddings[row, others].double().mean(0)
+        torch.testing.assert_close(reached[row, -len(stays) :].double(), expected[stays], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.9])
+def test_prumerge_keeps_outliers_and_an_even_sample_and_adds_their_neighbours(ratio):
+    model, inputs, kept, embeddings, reached = run("prumerge+", ratio, neighbours=3)
+    received, keys = tower_reference(model, inputs, -1)
+    vision, real = vision_of(inputs), inputs["attention_mask"].bool()
+    outliers_seen = 0
+    for row in range(len(LENGTHS)):
+        columns, patches = vision[row].nonzero()[:, 0], (received[row] > -math.inf).nonzero()[:, 0].tolist()
+        n = budget(ratio, len(columns))
+        if n < len(patches):
+            weights = received[row, patches]
+            low, high = weights.quantile(0.25), weights.quantile(0.75)
+            outliers = [c for c in patches if received[row, c] > high + 1.5 * (high - low)]
+            outliers = sorted(outliers, key=lambda c, row=row: received[row, c], reverse=True)[:n]
+            rest = [c for c in patches if c not in outliers]
+            chosen = [*outliers, *(rest[i * len(rest) // (n - len(outliers))] for i in range(n - len(outliers)))]
+            outliers_seen += len(outliers)
+        else:
+            newlines = [c for c in columns.tolist() if c not in patches]
+            chosen = [*patches, *newlines[len(newlines) - (n - len(patches)) :]]
+        stays = sorted([*chosen, *(real[row] & ~vision[row]).nonzero()[:, 0].tolist()])
+        assert kept[row] == stays
+        expected = embeddings[row].double().clone()
+        flat = keys[row].flatten(1)
+        for column in set(chosen) & set(patches):
+            others = [c for c in patches if c != column]
+            nearest = torch.cosine_similarity(flat[column][None], flat[others]).topk(3).indices.tolist()
+            for i in nearest:
+                expected[column] += received[row, others[i]] * embeddings[row, others[i]].double()
+        torch.testing.assert_close(reached[row, -len(stays) :].double(), expected[stays], atol=1e-5, rtol=0)
+    assert outliers_seen or ratio == 0.9
