@@ -1,79 +1,155 @@
-"""What becomes of evicted entries where they are not simply dropped: each is merged into a kept one."""
+"""What becomes of evicted entries where they are not simply dropped: they are merged into kept ones."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from .prompt import Kept, Prompt
+from .prompt import Kept, Prompt, uniform_noise
 from .scoring import pad_columns
 
 BLOCK = 256  # evicted entries whose similarities to all kept ones are held at once
+FOLLOWERS = 32  # kept entries that share an evicted one's value with `cam`
+
+# What an evicted entry becomes, (batch, kv_heads, keys, head_dim), before the kept entry that it goes into becomes the
+# mean, and how much it counts there, (batch, kv_heads, keys, 1), where the kept entry counts 1; from the evicted
+# entries, the kept ones that they go into, and the cosine of their keys.
+Share = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def merge_evicted(kept: Kept, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt, merge: str) -> Kept:
-    """`kept` with every evicted entry of keys and values (batch, kv_heads, keys, head_dim) merged into the kept entry
-    of its row and KV head whose key is most like its own (cosine); its value goes into that entry's value.
+def merge_evicted(
+    kept: Kept, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt, merge: str
+) -> Kept:
+    """`kept` with the evicted entries of keys and values (batch, kv_heads, keys, head_dim) merged into its own.
 
-    `merge` names how (`MERGES`). With `prompt.merge_modality="same"` an entry is only merged into one of its
-    own kind, vision or text, and dropped where none is kept.
+    `merge` names how (`MERGES`); scores (batch, kv_heads, keys) are the method's. With `prompt.merge_modality="same"`
+    an entry is only merged into its own kind, vision or text, and dropped where none is kept.
     """
-    shares = MERGES[merge]
-    used = kept.indices >= 0
-    evicted = _all_but(kept.indices, keys.shape[2])
-    if prompt.padding is not None:
-        evicted &= ~pad_columns(prompt.padding, keys.shape[2])
-    kept_keys, kept_values = kept.keys.float(), kept.values.float()
-    kept_directions = F.normalize(kept_keys, dim=-1)
-    new_keys, new_values = kept_keys.clone(), kept_values.clone()
-    total = torch.ones_like(kept_keys[..., :1])  # entries that each kept one is the mean of, itself included
-    for start in range(0, keys.shape[2], BLOCK):
-        block = slice(start, start + BLOCK)
-        gone = evicted[..., block]
-        if not gone.any():
-            continue
-        block_keys, block_values = keys[:, :, block].float(), values[:, :, block].float()
-        alike = F.normalize(block_keys, dim=-1) @ kept_directions.transpose(2, 3)
-        alike = alike.masked_fill(~used[:, :, None], -torch.inf)
-        if prompt.merge_modality == "same" and prompt.vision is not None:
-            of_kept = prompt.vision[:, None].expand(keys.shape[:3]).gather(2, kept.indices.clamp(min=0))
-            other = prompt.vision[:, None, block, None] != of_kept[:, :, None]
-            alike = alike.masked_fill(other, -torch.inf)
-        likeness, target = alike.max(-1)
-        gone = gone & likeness.isfinite()
-        for new, old, states in ((new_keys, kept_keys, block_keys), (new_values, kept_values, block_values)):
-            rows = target.unsqueeze(-1).expand_as(states)
-            part = shares(states, old.gather(2, rows), likeness.unsqueeze(-1))
-            new.scatter_add_(2, rows, part.masked_fill(~gone.unsqueeze(-1), 0.0))
-        total.scatter_add_(2, target.unsqueeze(-1), gone.float().unsqueeze(-1))
-    return Kept((new_keys / total).to(keys.dtype), (new_values / total).to(values.dtype), kept.indices, kept.memory)
+    return MERGES[merge](kept, keys, values, scores, prompt)
 
 
-def _all_but(indices: torch.Tensor, columns: int) -> torch.Tensor:
-    """bool (batch, kv_heads, columns), False at the indices; -1 marks nothing."""
-    mask = torch.ones(*indices.shape[:2], columns + 1, dtype=torch.bool, device=indices.device)
-    return mask.scatter_(-1, indices.masked_fill(indices < 0, columns), False)[..., :columns]
+def into_likest(
+    kept: Kept,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scores: torch.Tensor,
+    prompt: Prompt,
+    share: Share,
+    selective: bool = False,
+) -> Kept:
+    """Every evicted entry goes into the kept entry of its row and KV head whose key is most like its own (cosine), its
+    value into that entry's value; with `selective` only those that are at least as like as the mean is."""
+    likeness, target = _likest(kept, keys, prompt)
+    merged = _evicted(kept, keys, prompt) & likeness.isfinite()
+    if selective:
+        mean = likeness.masked_fill(~merged, 0.0).sum(-1) / merged.sum(-1)
+        merged &= likeness >= mean[..., None] - 1e-6  # rounding does not drop one that is the mean
+    target, likeness, merged = (x.unsqueeze(-1) for x in (target, likeness, merged))
+    new = []
+    for old, states in ((kept.keys, keys), (kept.values, values)):
+        rows = target.expand_as(states)
+        part, weight = share(states.float(), old.float().gather(2, rows), likeness)
+        weight = weight.masked_fill(~merged, 0.0)
+        total = torch.ones_like(old[..., :1], dtype=torch.float32).scatter_add_(2, target, weight)
+        sums = old.float().scatter_add(2, rows, (part * weight).masked_fill(~merged, 0.0))
+        new.append((sums / total).to(old.dtype))
+    return replace(kept, keys=new[0], values=new[1])
 
 
-def average(evicted: torch.Tensor, kept: torch.Tensor, likeness: torch.Tensor) -> torch.Tensor:
+def average(evicted: torch.Tensor, kept: torch.Tensor, likeness: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The kept entry becomes the mean of itself and what is merged into it (LOOK-M,
     https://arxiv.org/abs/2406.18139, section 3.3, averaged merging)."""
-    return evicted
+    return evicted, torch.ones_like(likeness)
 
 
-def pivot(evicted: torch.Tensor, kept: torch.Tensor, likeness: torch.Tensor) -> torch.Tensor:
+def pivot(evicted: torch.Tensor, kept: torch.Tensor, likeness: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `average`, but every entry is first averaged with the kept one (LOOK-M, pivotal merging)."""
-    return (evicted + kept) / 2
+    return (evicted + kept) / 2, torch.ones_like(likeness)
 
 
-def weighted(evicted: torch.Tensor, kept: torch.Tensor, likeness: torch.Tensor) -> torch.Tensor:
+def weighted(evicted: torch.Tensor, kept: torch.Tensor, likeness: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `average`, with every entry weighted by its cosine similarity (LOOK-M, weighted merging)."""
-    return evicted * likeness
+    return evicted * likeness, torch.ones_like(likeness)
 
 
-# name -> what an evicted entry adds, (batch, kv_heads, block, head_dim), to the kept entry that it is merged into
-MERGES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "average": average,
-    "pivot": pivot,
-    "weighted": weighted,
+def exponential(evicted: torch.Tensor, kept: torch.Tensor, likeness: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A mean in which every entry counts exp(cosine), the kept one exp(1) (D2O, https://arxiv.org/abs/2406.13035,
+    token merging)."""
+    return evicted, (likeness - 1).exp()
+
+
+def into_followers(kept: Kept, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt) -> Kept:
+    """Values only: an evicted entry's value is added in equal parts to the values of the `FOLLOWERS` kept entries
+    behind it, with the probability of its score over theirs in the mean, at most 1 (CaM, ICML 2024,
+    https://proceedings.mlr.press/v235/zhang24n.html, section 4). The draw follows the row, as in `random`.
+
+    Made for scores that are attention, as h2o's. Entries that are protected (+inf) do not count in the mean; where no
+    other follows, nothing is merged.
+    """
+    slots = kept.indices.shape[2]
+    column = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3]).contiguous()
+    first = torch.searchsorted(kept.indices.contiguous(), column)  # the first kept slot behind each column
+    last = (first + FOLLOWERS).clamp(max=slots)
+    of_kept = scores.double().gather(2, kept.indices.clamp(min=0))
+    known = of_kept.isfinite() & (kept.indices >= 0)
+
+    def of_followers(x: torch.Tensor) -> torch.Tensor:
+        upto = F.pad(x.cumsum(-1), (1, 0))
+        return upto.gather(2, last) - upto.gather(2, first)
+
+    mean = of_followers(of_kept.masked_fill(~known, 0.0)) / of_followers(known.double())
+    chance = (scores / mean).nan_to_num(0.0)
+    merged = uniform_noise(prompt, keys.shape[1], keys.shape[2], "cam").to(keys.device) < chance
+    merged &= _evicted(kept, keys, prompt) & (last > first)
+    part = values.float() / FOLLOWERS
+    added = torch.zeros_like(kept.values, dtype=torch.float32)
+    for kind_of_column, kind_of_slot in _kinds(kept, keys, prompt):
+        mine = part.masked_fill(~(merged & kind_of_column).unsqueeze(-1), 0.0)
+        steps = part.new_zeros(*part.shape[:2], slots + 1, part.shape[3])  # +v where its followers begin, -v behind
+        steps.scatter_add_(2, first.unsqueeze(-1).expand_as(mine), mine)
+        steps.scatter_add_(2, last.unsqueeze(-1).expand_as(mine), -mine)
+        added += steps.cumsum(2)[:, :, :-1] * kind_of_slot.unsqueeze(-1)
+    return replace(kept, values=(kept.values.float() + added).to(values.dtype))
+
+
+def _evicted(kept: Kept, keys: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+    """bool (batch, kv_heads, keys), True at real columns that are not kept."""
+    columns = keys.shape[2]
+    mask = torch.ones(*kept.indices.shape[:2], columns + 1, dtype=torch.bool, device=keys.device)
+    mask = mask.scatter_(-1, kept.indices.masked_fill(kept.indices < 0, columns), False)[..., :columns]
+    return mask if prompt.padding is None else mask & ~pad_columns(prompt.padding, columns)
+
+
+def _kinds(kept: Kept, keys: torch.Tensor, prompt: Prompt) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The columns (batch, kv_heads, keys) and the slots (batch, kv_heads, kept) of each kind among which is merged."""
+    if prompt.merge_modality == "any" or prompt.vision is None:
+        return [tuple(torch.ones(x.shape[:3], dtype=torch.bool, device=x.device) for x in (keys, kept.keys))]
+    columns = prompt.vision[:, None].expand(keys.shape[:3])
+    slots = columns.gather(2, kept.indices.clamp(min=0))
+    return [(columns, slots), (~columns, ~slots)]
+
+
+def _likest(kept: Kept, keys: torch.Tensor, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each column the largest cosine of its key with a kept key of its kind, and that entry's slot, both
+    (batch, kv_heads, keys); -inf where there is none."""
+    directions, kept_directions = (F.normalize(x.float(), dim=-1) for x in (keys, kept.keys))
+    kinds = _kinds(kept, keys, prompt)
+    found = []
+    for block in torch.arange(keys.shape[2], device=keys.device).split(BLOCK):
+        alike = directions[:, :, block] @ kept_directions.transpose(2, 3)
+        same = torch.stack([columns[:, :, block, None] & slots[:, :, None] for columns, slots in kinds]).any(0)
+        usable = same & (kept.indices >= 0)[:, :, None]
+        found.append(alike.masked_fill(~usable, -torch.inf).max(-1))
+    return torch.cat([likeness for likeness, _ in found], -1), torch.cat([slot for _, slot in found], -1)
+
+
+# name -> what `merge_evicted` does, from its arguments
+MERGES: dict[str, Callable[[Kept, torch.Tensor, torch.Tensor, torch.Tensor, Prompt], Kept]] = {
+    "average": partial(into_likest, share=average),
+    "pivot": partial(into_likest, share=pivot),
+    "weighted": partial(into_likest, share=weighted),
+    "d2o": partial(into_likest, share=exponential, selective=True),
+    "cam": into_followers,
 }

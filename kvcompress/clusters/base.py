@@ -75,7 +75,7 @@ class KVCluster(Method):
         """What lives on, given scores (batch, kv_heads, keys)."""
         kept = gather(keys, values, self.select(scores, prompt), prompt.accumulated)
         merge = prompt.merge or self.merge
-        return kept if merge == "none" else merge_evicted(kept, keys, values, prompt, merge)
+        return kept if merge == "none" else merge_evicted(kept, keys, values, scores, prompt, merge)
 
     def select(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
         """The columns to keep, given scores (batch, kv_heads, keys); as in `Kept.indices`."""

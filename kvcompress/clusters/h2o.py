@@ -11,17 +11,13 @@ from ..scoring import column_sums, protect_recent, window_attention
 from .base import KVCluster, Prompt, register_method
 
 
-@register_method("h2o")
 @dataclass(frozen=True)
-class H2OKVCluster(KVCluster):
-    """Keeps the keys with the largest accumulated attention (section 4.2), and for `recent` of the budget the most
-    recent tokens; half and half as published, a tenth with `variant="effivlm"`. While decoding, every new query's
-    attention is added to the sums."""
+class HeavyHitterKVCluster(KVCluster):
+    """Keeps the keys with the largest accumulated attention, and for `recent` of the budget the most recent tokens.
+    While decoding, every new query's attention is added to the sums."""
 
     recent: Annotated[float, Field(ge=0, le=1)] = 0.5
-    variant: Literal["paper", "effivlm"] = "paper"
 
-    paper: ClassVar[str] = "https://arxiv.org/abs/2306.14048"
     decode_interval: ClassVar[int] = 1
 
     def observe(self, queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt) -> torch.Tensor:
@@ -34,7 +30,24 @@ class H2OKVCluster(KVCluster):
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
         return self.observe(queries, keys, prompt) if prompt.accumulated is None else prompt.accumulated
 
+    def recent_tokens(self, budget: int) -> int:
+        return int(self.recent * budget)
+
     def prepared(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        # Here the budget is the layer's own, and the recent tokens' sums are still known to whoever merges.
-        recent = [effivlm_window(n) if self.variant == "effivlm" else int(self.recent * n) for n in prompt.budgets]
+        # Not in `score`: here the budget is the layer's own, and merging still finds the recent tokens' sums.
+        recent = [self.recent_tokens(budget) for budget in prompt.budgets]
         return super().prepared(protect_recent(scores, recent), prompt)
+
+
+@register_method("h2o")
+@dataclass(frozen=True)
+class H2OKVCluster(HeavyHitterKVCluster):
+    """Heavy hitters and recent tokens (section 4.2), half and half as published; `variant="effivlm"`: a tenth of the
+    budget for recent tokens."""
+
+    variant: Literal["paper", "effivlm"] = "paper"
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2306.14048"
+
+    def recent_tokens(self, budget: int) -> int:
+        return effivlm_window(budget) if self.variant == "effivlm" else super().recent_tokens(budget)

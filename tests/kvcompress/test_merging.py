@@ -1,6 +1,8 @@
 """Merging of evicted entries against loops in float64, and what it does in a generation."""
 
 import dataclasses
+import math
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress import merging
 from kvcompress.merging import MERGES
+from kvcompress.prompt import uniform_noise
 from tests.families import FAMILIES
 from tests.masked_reference import generate
 
@@ -17,29 +21,41 @@ from .test_clusters import layers
 
 def merged_by_hand(keys, values, kept: list[int], merge: str, kind: list[bool] | None) -> tuple:
     """One head: keys and values (tokens, head_dim) of all real tokens; what the kept ones become."""
-    groups = {column: [(keys[column], values[column])] for column in kept}
+    groups = {column: [(1.0, keys[column], values[column])] for column in kept}
+    likest = {}
     for column in set(range(len(keys))) - set(kept):
         alike = {
             c: float(torch.nn.functional.cosine_similarity(keys[column], keys[c], dim=0))
             for c in kept
             if kind is None or kind[c] == kind[column]
         }
-        if not alike:
+        if alike:
+            target = max(alike, key=alike.get)
+            likest[column] = target, alike[target]
+    mean = sum(likeness for _, likeness in likest.values()) / max(len(likest), 1)
+    for column, (target, likeness) in likest.items():
+        if merge == "d2o" and likeness < mean - 1e-6:
             continue
-        target = max(alike, key=alike.get)
-        pairs = ((keys[column], keys[target]), (values[column], values[target]))
+        count = math.exp(likeness) / math.e if merge == "d2o" else 1.0
         parts = {
-            "average": lambda gone, stays, _: gone,
-            "pivot": lambda gone, stays, _: (gone + stays) / 2,
-            "weighted": lambda gone, stays, likeness: gone * likeness,
+            "average": lambda gone, stays: gone,
+            "d2o": lambda gone, stays: gone,
+            "pivot": lambda gone, stays: (gone + stays) / 2,
+            "weighted": lambda gone, stays, likeness=likeness: gone * likeness,
         }
-        groups[target].append(tuple(parts[merge](gone, stays, alike[target]) for gone, stays in pairs))
-    means = [[sum(part) / len(part) for part in zip(*groups[column], strict=True)] for column in kept]
-    return torch.stack([key for key, _ in means]), torch.stack([value for _, value in means])
+        key, value = (parts[merge](x[column], x[target]) for x in (keys, values))
+        groups[target].append((count, key, value))
+
+    def mean_of(group, part: int):
+        return sum(entry[0] * entry[part] for entry in group) / sum(entry[0] for entry in group)
+
+    return tuple(torch.stack([mean_of(groups[column], part) for column in kept]) for part in (1, 2))
 
 
 @settings(max_examples=60, deadline=None)
-@given(layer=layers(), merge=st.sampled_from(["average", "pivot", "weighted"]), same=st.booleans(), data=st.data())
+@given(
+    layer=layers(), merge=st.sampled_from(["average", "pivot", "weighted", "d2o"]), same=st.booleans(), data=st.data()
+)
 def test_every_evicted_entry_goes_into_the_kept_one_with_the_likest_key(layer, merge, same, data):
     queries, keys, values, prompt = layer
     vision = torch.rand(keys.shape[0], keys.shape[2], generator=torch.Generator().manual_seed(1)) < 0.5
@@ -59,6 +75,49 @@ def test_every_evicted_entry_goes_into_the_kept_one_with_the_likest_key(layer, m
             expected = merged_by_hand(*real, kept, merge, kind)
             for part, wanted in zip((ours.keys, ours.values), expected, strict=True):
                 torch.testing.assert_close(part[row, head, slots >= 0].double(), wanted, atol=1e-5, rtol=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layer=layers(), same=st.booleans(), followers=st.sampled_from([1, 3, 32]))
+def test_cam_adds_an_evicted_value_to_the_kept_ones_behind_it_by_its_share_of_attention(layer, same, followers):
+    queries, keys, values, prompt = layer
+    vision = torch.rand(keys.shape[0], keys.shape[2], generator=torch.Generator().manual_seed(1)) < 0.5
+    prompt = dataclasses.replace(prompt, merge_modality="same" if same else "any", vision=vision)
+    cluster = kvcompress.make_cluster("cam")
+    plain = cluster.update_kv(queries, keys, values, dataclasses.replace(prompt, merge="none"))
+    scores = cluster.score(queries, keys, values, prompt).tolist()
+    noise = uniform_noise(prompt, *keys.shape[1:3], "cam")
+    with mock.patch.object(merging, "FOLLOWERS", followers):
+        ours = cluster.update_kv(queries, keys, values, prompt)
+    assert torch.equal(ours.indices, plain.indices)
+    assert torch.equal(ours.keys, plain.keys)
+    for row, length in enumerate(prompt.lengths):
+        for head in range(keys.shape[1]):
+            used = ours.indices[row, head] >= 0
+            kept = ours.indices[row, head, used].tolist()
+            expected = {column: values[row, head, column].double() for column in kept}
+            for column in set(range(keys.shape[2] - length, keys.shape[2])) - set(kept):
+                behind = [c for c in kept if c > column][:followers]
+                mean = sum(scores[row][head][c] for c in behind) / max(len(behind), 1)
+                if behind and noise[row, head, column] < scores[row][head][column] / mean:
+                    for c in behind:
+                        if not same or vision[row, c] == vision[row, column]:
+                            expected[c] = expected[c] + values[row, head, column].double() / followers
+            wanted = torch.stack([expected[c] for c in kept])
+            torch.testing.assert_close(ours.values[row, head, used].double(), wanted, atol=1e-5, rtol=0)
+
+
+def test_cam_merges_as_often_as_the_evicted_entry_has_of_its_followers_attention():
+    values = torch.zeros(1, 1, 3, 1)
+    values[0, 0, 0] = 32.0
+    scores = torch.tensor([[[0.3, 0.5, 0.7]]])
+    merged = []
+    for seed in range(400):
+        prompt = kvcompress.Prompt(0, 1, [3], [2], 1.0, merge="cam", row_seeds=(seed,))
+        kept = kvcompress.make_cluster("knorm").keep(scores, values, values, prompt)
+        assert kept.values[0, 0, 0] == kept.values[0, 0, 1]
+        merged.append(float(kept.values[0, 0, 0]))
+    assert sum(merged) / len(merged) == pytest.approx(0.5, abs=0.1)  # 0.3 of a mean of 0.6
 
 
 @pytest.mark.parametrize("merge", sorted(MERGES))

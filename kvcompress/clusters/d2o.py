@@ -1,0 +1,28 @@
+"""D2O: heavy hitters, merged with what is evicted and like them. https://arxiv.org/abs/2406.13035"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from pydantic import NonNegativeInt
+
+from ..scoring import protect_ends
+from .base import Prompt, register_method
+from .h2o import HeavyHitterKVCluster
+
+
+@register_method("d2o")
+@dataclass(frozen=True)
+class D2OKVCluster(HeavyHitterKVCluster):
+    """Keeps the first `sinks` tokens, heavy hitters and recent tokens, half and half. Layers share the budget by the
+    variance of their attention (`layer_budget="variance"`). Evicted entries whose key is like a kept one, by at least
+    the mean of all evicted ones' likeness, are merged into it (`merge="d2o"`); the others are dropped."""
+
+    sinks: NonNegativeInt = 4
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2406.13035"
+    layer_budget: ClassVar[str] = "variance"
+    merge: ClassVar[str] = "d2o"
+
+    def prepared(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        return super().prepared(protect_ends(scores, self.sinks, prompt.padding), prompt)

@@ -1,0 +1,33 @@
+"""Layers whose attention is spread evenly keep more. https://arxiv.org/abs/2406.13035"""
+
+import torch
+
+from ..prompt import Prompt
+from ..scoring import attention_blocks, pad_columns
+from .base import LayerBudget, register_layer_budget
+
+
+@register_layer_budget("variance")
+class VarianceLayerBudget(LayerBudget):
+    """By the softmax over the layers of the negative variance of what the keys receive from all queries (D2O, dynamic
+    layer allocation). As in the paper's code a head's variance is taken between the least and the largest of its
+    layer, and a layer's is the mean of its heads': the bare variance grows with the prompt, and one layer would get
+    all."""
+
+    def measure(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt
+    ) -> torch.Tensor:
+        columns = keys.shape[2]
+        received = torch.zeros(keys.shape[0], queries.shape[1], columns, device=keys.device)
+        for rows, weights in attention_blocks(queries, keys, prompt.scaling, prompt.padding):
+            received[..., : rows.stop] += weights.sum(3).flatten(1, 2)
+        tokens = torch.tensor(prompt.lengths, device=keys.device)[:, None]
+        apart = received - (received.sum(-1) / tokens)[..., None]
+        if prompt.padding is not None:
+            apart = apart.masked_fill(pad_columns(prompt.padding[:, :1], columns), 0.0)
+        variance = (apart**2).sum(-1) / (tokens - 1).clamp(min=1)  # (batch, heads)
+        least, largest = variance.amin(1, keepdim=True), variance.amax(1, keepdim=True)
+        return ((variance - least) / (largest - least + 1e-6)).mean(1)
+
+    def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
+        return torch.softmax(-measured, 0).tolist()
