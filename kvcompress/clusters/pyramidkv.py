@@ -11,7 +11,8 @@ from .snapkv import SnapKVCluster
 @dataclass(frozen=True)
 class PyramidKVCluster(SnapKVCluster):
     """SnapKV's selection with budgets that fall linearly over the layers (section 3.3, `layer_budget="pyramid"`);
-    their mean is the budget asked for, to the entry."""
+    their mean is the budget asked for, to the entry. `variant="effivlm"` has EffiVLM-Bench's window, a tenth of the
+    mean budget; its layers, the window besides the pyramid, are `layer_budget="pyramid-effivlm"`."""
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.02069"
     layer_budget: ClassVar[str] = "pyramid"

@@ -11,6 +11,18 @@ from ..scoring import protect_recent
 from .base import KVCluster, Prompt, register_method
 
 
+def sinks_and_recent(keys: torch.Tensor, sinks: int, padding: torch.Tensor | None) -> torch.Tensor:
+    """Scores (batch, kv_heads, keys) that rank the last token first, then the first `sinks` tokens in their order,
+    then the rest by position, the most recent first. Arguments as in scoring.py."""
+    columns = keys.shape[2]
+    position = torch.arange(columns, device=keys.device, dtype=torch.float32)
+    if padding is not None:
+        position = position - padding[..., None]  # 0 at the first real token
+    score = torch.where(position < sinks, 2 * columns - position, position)
+    score[..., -1] = float("inf")
+    return score.expand(keys.shape[:3])
+
+
 @register_method("streamingllm")
 @dataclass(frozen=True)
 class StreamingLLMKVCluster(KVCluster):
@@ -27,14 +39,10 @@ class StreamingLLMKVCluster(KVCluster):
     paper: ClassVar[str] = "https://arxiv.org/abs/2309.17453"
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        columns = keys.shape[2]
-        position = torch.arange(columns, device=keys.device, dtype=torch.float32)
-        if prompt.padding is not None:
-            position = position - prompt.padding[..., None]  # 0 at the first real token
-        # Recent tokens rank by position, sinks above them in order; here every token may be a sink.
-        sinks = columns if self.variant == "effivlm" else self.sinks
-        return torch.where(position < sinks, 2 * columns - position, position).expand(keys.shape[:3])
+        sinks = keys.shape[2] if self.variant == "effivlm" else self.sinks
+        return sinks_and_recent(keys, sinks, prompt.padding)
 
     def prepared(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        recent = [effivlm_window(n) if self.variant == "effivlm" else 1 for n in prompt.budgets]
-        return super().prepared(protect_recent(scores, recent), prompt)
+        if self.variant == "effivlm":
+            scores = protect_recent(scores, [effivlm_window(budget) for budget in prompt.budgets])
+        return super().prepared(scores, prompt)

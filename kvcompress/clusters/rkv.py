@@ -1,0 +1,77 @@
+"""R-KV: important tokens that are not said again. https://arxiv.org/abs/2505.24133"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, PositiveInt
+
+from ..errors import KVCompressError
+from ..scoring import pad_columns, pool_scores, protect_recent, window_logits
+from .base import KVCluster, Prompt, register_method
+
+BLOCK = 128  # keys whose similarities to all others are held at once
+
+
+def redundancy(keys: torch.Tensor, similar: float, padding: torch.Tensor | None) -> torch.Tensor:
+    """How like all other keys of its KV head each key is: the softmax, over the keys, of its mean cosine with them
+    (section 3, redundancy estimation). Of the keys that are like a key by more than `similar`, the latest does not
+    count as like it: of tokens that repeat each other the latest stays.
+
+    Args:
+        keys: (batch, kv_heads, keys, head_dim).
+        padding: as in scoring.py.
+
+    Returns:
+        (batch, kv_heads, keys) in fp32, zero at pads.
+    """
+    directions = F.normalize(keys.float(), dim=-1)
+    count = keys.shape[2]
+    if padding is not None:
+        pads = pad_columns(padding, count)
+        directions = directions.masked_fill(pads[..., None], 0.0)
+        count = (count - padding)[..., None]
+    column = torch.arange(keys.shape[2], device=keys.device)
+    total = torch.zeros(keys.shape[:3], device=keys.device)
+    for rows in column.split(BLOCK):
+        alike = directions[:, :, rows] @ directions.transpose(2, 3)
+        alike.masked_fill_(rows[:, None] == column, 0.0)
+        latest = torch.where(alike > similar, column, -1).amax(-1, keepdim=True)
+        total += alike.masked_fill_(column == latest, 0.0).sum(2)
+    mean = total / count
+    return (mean if padding is None else mean.masked_fill(pads, -torch.inf)).softmax(-1)
+
+
+@register_method("r-kv")
+@dataclass(frozen=True)
+class RKVCluster(KVCluster):
+    """Keeps the last `window_size` tokens and the keys with the highest
+    `balance` * importance - (1 - `balance`) * redundancy (section 3, joint selection; lambda 0.1 as published).
+    Importance is the window's attention to the keys before it, the largest logit of a KV head's query heads counting,
+    pooled; redundancy is likeness to the other keys. Made for long answers: `decode_budget=`."""
+
+    window_size: PositiveInt = 8
+    kernel_size: PositiveInt = 7
+    balance: Annotated[float, Field(ge=0, le=1)] = 0.1
+    similar: Annotated[float, Field(ge=0, le=1)] = 0.5
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2505.24133"
+    decode_interval: ClassVar[int] = 128
+
+    def __post_init__(self) -> None:
+        if self.kernel_size % 2 == 0:
+            raise KVCompressError(f"kernel_size={self.kernel_size} is even: pooling is centred, so it must be odd")
+
+    @property
+    def query_window(self) -> int:
+        return self.window_size
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        window = min(self.window_size, keys.shape[2])
+        logits = window_logits(queries, keys, window, prompt.scaling, prompt.padding, prompt.columns, prompt.seen)
+        logits[..., -window:] = -torch.inf
+        importance = logits.amax(2).softmax(-1).nan_to_num(0.0).mean(2)  # NaN where nothing is before the window
+        importance = pool_scores(importance, self.kernel_size, "max")
+        scores = self.balance * importance - (1 - self.balance) * redundancy(keys, self.similar, prompt.padding)
+        return protect_recent(scores, [window] * len(scores))

@@ -1,0 +1,32 @@
+"""SAGE-KV: what the prompt's last token attends to, chosen once. https://arxiv.org/abs/2503.08879"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field, NonNegativeInt
+
+from ..scoring import protect_ends, window_attention
+from .base import Prompt, register_method
+from .h2o import HeavyHitterKVCluster
+
+
+@register_method("sagekv")
+@dataclass(frozen=True)
+class SAGEKVCluster(HeavyHitterKVCluster):
+    """Keeps the first `sinks` tokens, for `recent` of the budget the most recent ones, and between them those that the
+    prompt's last query attends to most, per KV head in the mean over its query heads (section 3).
+
+    The choice is made once: while decoding, sinks and chosen tokens stay, and the recent window slides.
+    """
+
+    sinks: NonNegativeInt = 4
+    recent: Annotated[float, Field(ge=0, le=1)] = 0.5
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2503.08879"
+
+    def observe(self, queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+        if prompt.columns is not None:
+            return torch.zeros(keys.shape[:3], device=keys.device)
+        received = window_attention(queries, keys, 1, prompt.scaling, prompt.padding)[..., 0, :].mean(2)
+        return protect_ends(received, self.sinks, prompt.padding)

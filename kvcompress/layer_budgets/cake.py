@@ -1,0 +1,40 @@
+"""Layers whose attention is spread and changes keep more. https://arxiv.org/abs/2503.12491"""
+
+import torch
+
+from ..budget import allocate
+from ..prompt import Prompt
+from ..scoring import window_attention
+from .base import LayerBudget, register_layer_budget
+
+WINDOW = 32  # queries that observe, for a method without a window of its own
+
+
+@register_layer_budget("cake")
+class CAKELayerBudget(LayerBudget):
+    """In proportion to the entropy of the window's attention times its variance over the window (CAKE, section 4,
+    layer preferences, both temperatures 1), besides the window itself, which every layer keeps."""
+
+    def measure(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt
+    ) -> torch.Tensor:
+        window = min(observers(prompt), keys.shape[2])
+        weights = window_attention(queries, keys, window, prompt.scaling, prompt.padding)[..., :-window]
+        entropy = -(weights * (weights + 1e-10).log()).sum((1, 2, 3, 4))
+        if window == 1 or not weights.shape[-1]:
+            return torch.zeros_like(entropy)
+        return entropy.clamp(min=0) * weights.var(3).sum((1, 2, 3))
+
+    def budgets(self, prompt: Prompt, measured: torch.Tensor | None = None) -> list[list[int]]:
+        rows = []
+        for row, (budget, length) in enumerate(zip(prompt.budgets, prompt.lengths, strict=True)):
+            window = min(observers(prompt), budget)
+            total = (budget - window) * prompt.num_layers
+            shares = allocate(measured[:, row].tolist(), total, most=length - window)
+            rows.append([window + share for share in shares])
+        return [list(layer) for layer in zip(*rows, strict=True)]
+
+
+def observers(prompt: Prompt) -> int:
+    """Queries in the window; of one alone there is no variance."""
+    return prompt.window if prompt.window > 1 else WINDOW

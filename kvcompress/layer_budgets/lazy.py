@@ -1,0 +1,33 @@
+"""Layers that only look at the first and the last tokens keep little. https://arxiv.org/abs/2410.13846"""
+
+import torch
+
+from ..prompt import Prompt
+from ..scoring import window_attention
+from .base import LayerBudget, register_layer_budget
+
+QUERIES = 32  # the last of the prompt, by which a layer is judged
+FIRST, LAST = 4, 1024  # tokens that a lazy layer looks at
+THRESHOLD = 0.9  # of their share in the attention, from which on a layer is lazy; published: 0.65 to 0.9, by model
+SHARE = 0.25  # what a lazy layer keeps of what another one keeps
+
+
+@register_layer_budget("lazy")
+class LazyLayerBudget(LayerBudget):
+    """A lazy layer gets a quarter of what the others get. Lazy is a layer whose last 32 queries spend more than 0.9 of
+    their attention on the first 4 tokens and the last 1024 before them, in the mean over queries and heads
+    (SimLayerKV, section 3). With all layers alike, all get the same."""
+
+    def measure(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt
+    ) -> torch.Tensor:
+        columns = keys.shape[2]
+        weights = window_attention(queries, keys, QUERIES, prompt.scaling, prompt.padding)
+        rows = weights.shape[3]
+        column = torch.arange(columns, device=keys.device)
+        position = column if prompt.padding is None else column - prompt.padding[:, :1]
+        query = column[-rows:, None]
+        near = (query - column < LAST) | (position < FIRST).view(-1, 1, columns)  # (batch, queries, columns)
+        spent = (weights * near[:, None, None]).sum((1, 2, 3, 4)) / queries.shape[1]
+        judges = torch.tensor(prompt.lengths, device=keys.device).clamp(max=rows)
+        return torch.where(spent / judges > THRESHOLD, SHARE, 1.0)

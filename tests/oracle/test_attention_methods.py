@@ -1,0 +1,270 @@
+"""Attention methods, their layer budgets and EffiVLM-Bench's variants against plain references: float64, the full
+attention matrix, loops; row by row, written from the papers' formulas."""
+
+import dataclasses
+import math
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvcompress
+from kvcompress.layer_budgets import layer_budget, lazy
+from tests.kvcompress.test_clusters import SCALING, best, check, layers
+
+INF = float("inf")
+reference_test = settings(max_examples=40, deadline=None)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """q (groups, length, head_dim), k (length, head_dim): causal weights (groups, length, length)."""
+    hidden = torch.ones(len(k), len(k), dtype=torch.bool).triu(1)
+    return (q @ k.T * SCALING).masked_fill(hidden, -INF).softmax(-1)
+
+
+def pooled(votes: torch.Tensor, kernel: int, mode: str) -> torch.Tensor:
+    """votes (length,), zeros beyond both ends."""
+    half, values = kernel // 2, votes.tolist()
+    around = [
+        [values[j] if 0 <= j < len(values) else 0.0 for j in range(i - half, i + half + 1)] for i in range(len(values))
+    ]
+    return torch.tensor([sum(x) / kernel if mode == "avg" else max(x) for x in around], dtype=torch.float64)
+
+
+def recent_first(scores: torch.Tensor, recent: int) -> list[float]:
+    """In fp32, as the library scores, and the last `recent` tokens above all."""
+    return [*scores.float().tolist()[: max(len(scores) - recent, 0)], *[INF] * min(recent, len(scores))]
+
+
+@reference_test
+@given(layer=layers(), recent=st.sampled_from([0.0, 0.3, 0.5, 1.0]))
+def test_h2o_keeps_recent_tokens_and_the_largest_sums_over_all_queries(layer, recent):
+    def reference(q, k, v, budget):
+        return best(recent_first(attention(q, k).sum(1).mean(0), int(recent * budget)), budget)
+
+    check(kvcompress.make_cluster("h2o", recent=recent), layer, reference)
+
+
+@reference_test
+@given(layer=layers(), window=st.sampled_from([1, 2, 8, 64]), gamma=st.sampled_from([0.0, 2.0, 200.0]))
+def test_cake_keeps_window_and_what_is_attended_to_much_or_changingly(layer, window, gamma):
+    def reference(q, k, v, budget):
+        w = min(window, len(k))
+        seen = attention(q, k)[:, len(k) - w :, : len(k) - w]
+        scores = torch.zeros(len(k) - w, dtype=torch.float64)
+        for head in seen:
+            variance = head.var(0) if w > 1 and len(k) > w else torch.zeros_like(scores)
+            scores += pooled(head.mean(0) + gamma * variance, 5, "avg") / len(seen)
+        return best([*scores.float().tolist(), *[INF] * w], budget)
+
+    check(kvcompress.make_cluster("cake", window_size=window, gamma=gamma), layer, reference)
+
+
+@reference_test
+@given(layer=layers(), sinks=st.sampled_from([0, 1, 4]), recent=st.sampled_from([0.0, 0.25, 0.5]))
+def test_sagekv_keeps_sinks_recent_tokens_and_what_the_last_query_attends_to(layer, sinks, recent):
+    def reference(q, k, v, budget):
+        scores = recent_first(attention(q, k)[:, -1].mean(0), max(1, int(recent * budget)))
+        return best([INF if column < sinks else score for column, score in enumerate(scores)], budget)
+
+    check(kvcompress.make_cluster("sagekv", sinks=sinks, recent=recent), layer, reference)
+
+
+def test_sagekv_chooses_once_and_lets_the_recent_window_slide():
+    cluster = kvcompress.make_cluster("sagekv", sinks=1, recent=0.5)
+    keys = torch.randn(1, 1, 8, 4)
+    columns = torch.tensor([[[0, 5, 9, 30, 31, 32, 33, 34]]])
+    memory = torch.tensor([[[INF, 0.5, 0.2, 0.9, 0.0, 0.0, 0.0, 0.0]]])  # what the prompt's last query attended to
+    prompt = kvcompress.Prompt(0, 1, [8], [6], SCALING, columns=columns, seen=35, accumulated=memory)
+    assert cluster.observe(keys, keys, prompt).eq(0).all()
+    kept = cluster.update_kv(keys, keys, keys, prompt).indices
+    assert columns[0, 0, kept[0, 0]].tolist() == [0, 5, 30, 32, 33, 34]
+
+
+@reference_test
+@given(
+    layer=layers(),
+    window=st.sampled_from([1, 3, 8, 64]),
+    balance=st.sampled_from([0.0, 0.1, 0.6, 1.0]),
+    similar=st.sampled_from([0.1, 0.5]),
+)
+def test_rkv_keeps_important_tokens_that_are_not_repeated(layer, window, balance, similar):
+    def reference(q, k, v, budget):
+        w = min(window, len(k))
+        logits = (q[:, len(k) - w :] @ k[: len(k) - w].T * SCALING).amax(0)  # (queries, keys before the window)
+        importance = pooled(logits.softmax(-1).mean(0), 7, "max")
+        unit = k / k.norm(dim=-1, keepdim=True)
+        likeness = unit @ unit.T
+        likeness.fill_diagonal_(0)
+        for row in likeness:
+            alike = [column for column in range(len(k)) if row[column] > similar]
+            if alike:
+                row[alike[-1]] = 0
+        redundancy = likeness.mean(0).softmax(-1)[: len(k) - w]
+        scores = balance * importance - (1 - balance) * redundancy
+        return best([*scores.float().tolist(), *[INF] * w], budget)
+
+    check(kvcompress.make_cluster("r-kv", window_size=window, balance=balance, similar=similar), layer, reference)
+
+
+def test_rkv_keeps_the_latest_of_tokens_that_repeat_each_other():
+    torch.manual_seed(0)
+    keys = torch.eye(12)[None, None] + 0.01 * torch.randn(1, 1, 12, 12)
+    keys[0, 0, [5, 8]] = keys[0, 0, 2].clone()
+    prompt = kvcompress.Prompt(0, 1, [12], [10], 1.0)
+    cluster = kvcompress.make_cluster("r-kv", window_size=1, balance=0.0)
+    kept = cluster.update_kv(torch.zeros_like(keys), keys, keys, prompt).indices[0, 0].tolist()
+    assert sorted(set(range(12)) - set(kept)) == [2, 5]
+
+
+@reference_test
+@given(layer=layers(), sinks=st.sampled_from([0, 4]))
+def test_d2o_keeps_sinks_recent_tokens_and_heavy_hitters(layer, sinks):
+    def reference(q, k, v, budget):
+        scores = recent_first(attention(q, k).sum(1).mean(0), max(1, int(0.5 * budget)))
+        return best([INF if column < sinks else score for column, score in enumerate(scores)], budget)
+
+    queries, keys, values, prompt = layer
+    unmerged = dataclasses.replace(prompt, merge="none")
+    check(kvcompress.make_cluster("d2o", sinks=sinks), (queries, keys, values, unmerged), reference)
+
+
+# -- layer budgets
+
+
+def measured(rule: str, layer: tuple, window: int = 0) -> torch.Tensor:
+    queries, keys, values, prompt = layer
+    prompt = dataclasses.replace(prompt, window=window)
+    return layer_budget(rule).measure(queries, keys, values, torch.zeros(keys.shape[:3]), prompt)
+
+
+def rows(layer: tuple):
+    """For each row: attention (heads, length, length) of its real tokens in all query heads."""
+    queries, keys, _, prompt = layer
+    groups = queries.shape[1] // keys.shape[1]
+    for row, length in enumerate(prompt.lengths):
+        q = queries[row, :, queries.shape[2] - length :].double()
+        k = keys[row, :, keys.shape[2] - length :].double()
+        yield torch.cat([attention(q[head : head + 1], k[head // groups]) for head in range(len(q))])
+
+
+@reference_test
+@given(layer=layers(), window=st.sampled_from([2, 8, 64]))
+def test_cake_prefers_layers_by_entropy_times_variance_of_each_row(layer, window):
+    for ours, weights in zip(measured("cake", layer, window), rows(layer), strict=True):
+        length = weights.shape[1]
+        w = min(window, length)
+        seen = weights[:, length - w :, : length - w]
+        entropy = -sum(float(p) * math.log(p + 1e-10) for p in seen.flatten())
+        variance = float(seen.var(1).sum()) if 1 < w < length else 0.0
+        assert float(ours) == pytest.approx(entropy * variance, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("budget", [20, 32, 70])
+def test_cake_gives_every_layer_its_window_and_shares_out_the_rest(budget):
+    prompt = kvcompress.Prompt(0, 3, [100], [budget], 1.0, window=32)
+    budgets = layer_budget("cake").budgets(prompt, torch.tensor([[1.0], [1.0], [2.0]]))
+    rest = max(budget - 32, 0) * 3
+    window = min(budget, 32)
+    assert [layer[0] - window for layer in budgets] == pytest.approx([rest / 4, rest / 4, rest / 2], abs=1)
+    assert sum(layer[0] for layer in budgets) == 3 * budget
+
+
+@reference_test
+@given(layer=layers())
+def test_variance_measures_what_keys_receive_between_least_and_largest_head(layer):
+    for ours, weights in zip(measured("variance", layer), rows(layer), strict=True):
+        if weights.shape[1] == 1:
+            assert float(ours) == 0
+            continue
+        of_heads = weights.sum(1).var(-1)
+        least, largest = of_heads.min(), of_heads.max()
+        expected = ((of_heads - least) / (largest - least + 1e-6)).mean()
+        assert float(ours) == pytest.approx(float(expected), rel=1e-3, abs=1e-3)
+
+
+def test_variance_shares_by_the_softmax_of_the_negative():
+    shares = layer_budget("variance").weights(torch.tensor([0.2, 0.9]), 10, 100)
+    assert shares[0] / shares[1] == pytest.approx(math.exp(0.7))
+
+
+@reference_test
+@given(layer=layers(), last=st.sampled_from([1, 3, 10]), threshold=st.sampled_from([0.3, 0.5, 0.8]))
+def test_lazy_layers_are_those_that_look_at_first_and_last_tokens(layer, last, threshold):
+    with mock.patch.multiple(lazy, FIRST=2, LAST=last, THRESHOLD=threshold, QUERIES=8):
+        ours = measured("lazy", layer).tolist()
+    for share, weights in zip(ours, rows(layer), strict=True):
+        length = weights.shape[1]
+        spent = []
+        for query in range(max(length - 8, 0), length):
+            near = {*range(min(2, query + 1)), *range(max(query + 1 - last, 0), query + 1)}
+            spent += [float(head[query, sorted(near)].sum()) for head in weights]
+        assert share == (lazy.SHARE if sum(spent) / len(spent) > threshold else 1.0)
+
+
+def test_a_lazy_layer_gives_three_quarters_of_its_share_to_the_others():
+    prompt = kvcompress.Prompt(0, 4, [4000], [350], 1.0)
+    measured = torch.tensor([[1.0], [lazy.SHARE], [lazy.SHARE], [1.0]])
+    assert layer_budget("lazy").budgets(prompt, measured) == [[560], [140], [140], [560]]
+
+
+# -- the variants of EffiVLM-Bench: a tenth of the budget, at least one token, is the window
+
+
+@reference_test
+@given(layer=layers())
+def test_effivlm_streamingllm_keeps_first_tokens_and_a_tenth_of_recent_ones(layer):
+    def reference(q, k, v, budget):
+        window = max(1, int(0.1 * budget))
+        return {*range(budget - window), *range(len(k) - window, len(k))}
+
+    check(kvcompress.make_cluster("streamingllm", variant="effivlm"), layer, reference)
+
+
+@reference_test
+@given(layer=layers())
+def test_effivlm_h2o_sums_over_queries_and_query_heads_and_keeps_a_tenth_of_recent_ones(layer):
+    def reference(q, k, v, budget):
+        return best(recent_first(attention(q, k).sum((0, 1)) / len(q), max(1, int(0.1 * budget))), budget)
+
+    check(kvcompress.make_cluster("h2o", variant="effivlm"), layer, reference)
+
+
+@pytest.mark.parametrize("method", ["snapkv", "pyramidkv"])
+@reference_test
+@given(layer=layers(), kernel=st.sampled_from([1, 5]))
+def test_effivlm_snapkv_observes_with_a_tenth_of_the_budget(method, layer, kernel):
+    def reference(q, k, v, budget):
+        w = min(max(1, int(0.1 * budget)), len(k))
+        votes = attention(q, k)[:, len(k) - w :, : len(k) - w].sum((0, 1)) / (len(q) * w)
+        return best([*pooled(votes, kernel, "avg").float().tolist(), *[INF] * w], budget)
+
+    check(kvcompress.make_cluster(method, variant="effivlm", kernel_size=kernel), layer, reference)
+
+
+def test_effivlm_random_keeps_the_last_tenth():
+    keys = torch.zeros(1, 1, 200, 4)
+    prompt = kvcompress.Prompt(0, 1, [200], [50], SCALING, row_seeds=(3,))
+    kept = kvcompress.make_cluster("random", variant="effivlm").update_kv(keys, keys, keys, prompt).indices[0, 0]
+    assert kept[-5:].tolist() == [195, 196, 197, 198, 199]
+    assert kept[-8] < 192
+
+
+@pytest.mark.parametrize(("budget", "length"), [(100, 1000), (40, 60), (60, 60), (1, 5), (300, 1000)])
+def test_effivlm_pyramid_is_theirs_to_the_rounding_of_its_steps_with_an_exact_sum(budget, length):
+    num_layers, window = 28, max(1, int(0.1 * budget))
+    ours = layer_budget("pyramid-effivlm").fixed(budget, length, num_layers, 32, 20.0)
+    assert sum(ours) == budget * num_layers
+    least = (budget - window) // 20
+    most = 2 * (budget - window) - least
+    if most >= length - window:
+        most = length - window
+        least = 2 * (budget - window) - most
+    step = (most - least) // (num_layers - 1)
+    theirs = [most - layer * step + window for layer in range(num_layers)]
+    if length < 2 * (budget - window):
+        theirs = [budget] * num_layers
+    assert abs(ours[0] - theirs[0]) <= 1
+    assert all(-2 <= b - a <= layer + 1 for layer, (a, b) in enumerate(zip(ours, theirs, strict=True)))
