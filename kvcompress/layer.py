@@ -336,7 +336,8 @@ class CompressedLayer(CacheLayerMixin):
             return queries
         if rotary is None:
             raise KVCompressError(
-                f"layer {self.layer_idx} does not know how its queries are rotated: call cache.rotate"
+                f"layer {self.layer_idx} does not know how its queries are rotated: give cache.rotate(...) what "
+                "kvcompress.rotary.watch_rotary receives"
             )
         return rotary.unrotated(queries)
 

@@ -66,5 +66,5 @@ class CriticalKVCluster(WindowKVCluster):
         weighted = torch.where(sure | (scores >= largest), torch.inf, weighted)
         if adaptive:
             chosen = ranks(weighted, prompt.padding) < budgets[..., None]
-            weighted = torch.where(chosen, torch.inf, 0.0)
+            weighted = torch.where(chosen, torch.inf, weighted.clamp(max=largest / 2))
         return super().keep(weighted, keys, values, prompt)
