@@ -11,6 +11,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import kvcompress
 from kvcompress.policy import all_options, make_policy
+from kvcompress.tokens import Tokens
 from tests.families import FAMILIES, VLM_FAMILIES
 from tests.masked_reference import generate
 
@@ -42,8 +43,10 @@ def kept_columns(cache: kvcompress.CompressedCache) -> list[list[list[int]]]:
 
 
 @contextmanager
-def hidden_from(model: torch.nn.Module, kept: list[list[list[int]]]) -> Iterator[None]:
-    """Plain attention in which a layer sees, of all columns up to the last that is listed, only the listed ones."""
+def hidden_from(model: torch.nn.Module, kept: list[list[list[int]]]) -> Iterator[list[torch.Tensor]]:
+    """Plain attention in which a layer sees, of all columns up to the last that is listed, only the listed ones.
+    Yields the weights of each layer that ran, (batch, heads, queries, columns)."""
+    noted = []
 
     def attention(module, query, key, value, attention_mask, scaling, **kwargs):
         columns, new = key.shape[2], query.shape[2]
@@ -56,6 +59,7 @@ def hidden_from(model: torch.nn.Module, kept: list[list[list[int]]]) -> Iterator
         groups = query.shape[1] // key.shape[1]
         logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
         weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
+        noted.append(weights)
         return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
 
     config = model.config.get_text_config(decoder=True)
@@ -64,7 +68,7 @@ def hidden_from(model: torch.nn.Module, kept: list[list[list[int]]]) -> Iterator
     AttentionMaskInterface.register("hidden_from", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     config._attn_implementation = "hidden_from"
     try:
-        yield
+        yield noted
     finally:
         config._attn_implementation = before
 
@@ -166,7 +170,7 @@ METHODS = sorted(
     for name, info in kvcompress.list_methods().items()
     if issubclass(info.cls, kvcompress.TokenMethod) and name != "dycoke"  # which is for video
 )
-CASES = [("fastv", family) for family in VLM_FAMILIES]
+CASES = [(method, family) for family in VLM_FAMILIES for method in ("fastv", "sparsevlm")]
 CASES += [("visionzip", "llava-onevision"), ("prumerge+", "llava-onevision")]
 
 
@@ -300,7 +304,7 @@ def test_bad_input_is_one_clear_line_before_anything_runs(arguments, message):
 def test_what_only_the_model_can_tell_is_an_error_too():
     model, inputs = batch("qwen2-vl", [40], [1], layers=3)
     error = kvcompress.KVCompressError
-    with kvcompress.compress(model, "fastv", 0.5, layer=7), pytest.raises(error, match="layer=7 is not below .* 3 "):
+    with kvcompress.compress(model, "fastv", 0.5, layer=7), pytest.raises(error, match=r"layer=7 is not below .* 3 "):
         model.generate(**inputs, max_new_tokens=1)
     embeds = model.get_input_embeddings()(inputs["input_ids"])
     with kvcompress.compress(model, "fastv", 0.5), pytest.raises(error, match="need input_ids"):
@@ -311,7 +315,7 @@ def test_what_only_the_model_can_tell_is_an_error_too():
     with pytest.raises(error, match="tower_layer=-3: the vision tower has 2 layers"):
         kvcompress.compress(model, "visionzip", 0.5, tower_layer=-3)
     cache = kvcompress.CompressedCache(model.config, "visionzip", 0.5)
-    with kvcompress.attach(model), pytest.raises(error, match="works inside kvcompress.compress"):
+    with kvcompress.attach(model), pytest.raises(error, match=r"works inside kvcompress\.compress"):
         model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
 
 
@@ -459,3 +463,80 @@ def test_prumerge_keeps_outliers_and_an_even_sample_and_adds_their_neighbours(ra
                 expected[column] += received[row, others[i]] * embeddings[row, others[i]].double()
         torch.testing.assert_close(reached[row, -len(stays) :].double(), expected[stays], atol=1e-5, rtol=0)
     assert outliers_seen or ratio == 0.9
+
+
+# -- SparseVLM
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.4, 0.8])
+@pytest.mark.parametrize("family", VLM_FAMILIES)
+def test_sparsevlm_keeps_what_the_raters_attend_to_step_by_step(family, ratio):
+    model, inputs = batch(family, layers=12)
+    with entering(model, 0) as states:
+        generate(model, inputs, 1)
+    with kvcompress.compress(model, "sparsevlm", ratio, recycle=0.0) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept) as weights:
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    method = kvcompress.list_methods()["sparsevlm"].cls()
+    assert method.layers(12) == [1, 3, 6]
+    for row, vision in enumerate(vision_of(inputs)):
+        columns = vision.nonzero()[:, 0]
+        if not len(columns):
+            continue
+        embeddings = states[0][row].double()
+        text = torch.arange(int(columns[-1]) + 1, len(vision))
+        affinity = (embeddings[columns] @ embeddings[text].T).softmax(1).mean(0)
+        raters = text[affinity >= affinity.mean()]
+        left = columns
+        counts = method.budgets(budget(ratio, len(columns)), len(columns), 12)
+        for layer, count in zip([1, 3, 6], counts, strict=True):
+            rated = weights[layer - 1][row].double().mean(0)[raters][:, left].mean(0)
+            left = left[rated.topk(count).indices.sort().values]
+            assert [c for c in kept[layer][row] if c < len(vision) and vision[c]] == left.tolist()
+
+
+def test_sparsevlm_budgets_are_published_and_in_the_mean_what_was_asked_for():
+    method = kvcompress.list_methods()["sparsevlm"].cls()
+    assert method.layers(32) == [3, 7, 16]
+    full, spans = 576, (4, 9, 16)
+    for kept in (1, 20, 64, 192, 400, 575, 576):
+        counts = method.budgets(kept, full, 32)
+        assert counts == sorted(counts, reverse=True)
+        mean = sum(span * count for span, count in zip(spans, counts, strict=True)) / sum(spans)
+        assert abs(mean - kept) <= 1
+    scale = 100 / (4 * 300 + 9 * 200 + 16 * 110) * 29
+    assert method.budgets(100, full, 32) == [round(scale * count) for count in (300, 200, 110)]
+    assert method.budgets(0, 0, 32) == [0, 0, 0]
+
+
+def test_sparsevlm_recycles_the_best_of_what_it_drops_into_clusters():
+    generator = torch.Generator().manual_seed(0)
+    vision = torch.zeros(2, 70, dtype=torch.bool)
+    vision[0, 5:65] = vision[1, 20:60] = True
+    hidden, scores = torch.randn(2, 70, 8, generator=generator), torch.rand(2, 70, generator=generator)
+    method = kvcompress.list_methods()["sparsevlm"].cls(recycle=0.5, tokens_per_cluster=5)
+    tokens = Tokens(vision, None, [10, 1], hidden)
+    chosen, merged = method.choose(scores, tokens)
+    assert chosen.sum(1).tolist() == [10, 1]
+    recycled = 25  # half of the 50 that are dropped, in 25 // 5 + 1 clusters
+    order = scores[0].masked_fill(~vision[0], -1).argsort(descending=True).tolist()
+    dominant, second = order[:4], order[4 : 4 + recycled]
+    states = hidden[0, second].double()
+    distances = (states[:, None] - states[None]).square().mean(-1).sqrt()
+    density = (-distances.sort(1).values[:, :5].square().mean(1)).exp()
+    apart = [
+        min(
+            (distances[i, j].item() for j in range(recycled) if density[j] > density[i]), default=distances.max().item()
+        )
+        for i in range(recycled)
+    ]
+    peaks = (torch.tensor(apart) * density).topk(6).indices.tolist()
+    assert sorted(dominant + [second[i] for i in peaks]) == chosen[0].nonzero()[:, 0].tolist()
+    cluster = [peaks.index(i) if i in peaks else int(distances[i, peaks].argmin()) for i in range(recycled)]
+    expected = hidden.double().clone()
+    for number, peak in enumerate(peaks):
+        expected[0, second[peak]] = states[[i for i in range(recycled) if cluster[i] == number]].mean(0)
+    torch.testing.assert_close(merged.double(), expected, atol=1e-6, rtol=0)
