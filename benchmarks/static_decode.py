@@ -109,8 +109,9 @@ def report(records: list[dict], arguments: argparse.Namespace) -> str:
     return (
         "# Static against dynamic decoding\n\n"
         f"Milliseconds per token ({arguments.clock} clock), median (quartiles), of {arguments.rounds} answers of "
-        f"{arguments.new} tokens to prompts of {arguments.prompt} tokens and fewer, batch {arguments.batch}, {arguments.dtype} on "
-        f"{environment(arguments.device)['device']}; a model with random weights, {arguments.layers} layers of "
+        f"{arguments.new} tokens to prompts of {arguments.prompt} tokens and fewer, batch {arguments.batch}, "
+        f"{arguments.dtype} on {environment(arguments.device)['device']}; a model with random weights, "
+        f"{arguments.layers} layers of "
         f"Qwen2-0.5B's width. snapkv and adakv keep 0.1. The first {WARM_UP} further tokens of an answer, in which the "
         "step is compiled, are not in the medians; the compiled way took the given seconds for them in each answer. "
         "Every way gave the same tokens.\n\n" + table(header, rows)

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_KEYS = 64
+MOST_KEYS = 64  # of a block
+BLOCK_BYTES = 16384  # of a block of keys; the kernel then needs at most 83 KB of shared memory (fp32, sm_80)
 MOST_SPLITS = 64
 PROGRAMS_PER_PROCESSOR = 4
 
@@ -32,13 +33,15 @@ def ragged_decode_triton(
     """
     segments, (key_dim, value_dim) = starts.numel(), (keys.shape[1], values.shape[1])
     groups = query.shape[1] // starts.shape[1]
-    splits = splits or _splits(segments, longest, query.device)
+    block_key, block_value = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    fitting = BLOCK_BYTES // (max(block_key, block_value) * keys.element_size())
+    block_keys = min(MOST_KEYS, max(16, fitting))  # a matrix product needs 16 of each dimension
+    splits = splits or _splits(segments, triton.cdiv(longest, block_keys), query.device)
     query = query.contiguous()
     output = query.new_empty(*query.shape[:3], value_dim)
     partial = torch.empty(segments * groups, splits, value_dim, device=query.device, dtype=torch.float32)
     maxima = torch.empty(segments * groups, splits, device=query.device, dtype=torch.float32)
     sums = torch.empty_like(maxima)
-    block_value = max(16, triton.next_power_of_2(value_dim))
     with torch.cuda.device_of(query):  # triton launches on the current device
         _attend[(segments, splits)](
             query,
@@ -53,10 +56,10 @@ def ragged_decode_triton(
             GROUPS=groups,
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
-            BLOCK_GROUPS=max(16, triton.next_power_of_2(groups)),  # a matrix product needs 16 of each
-            BLOCK_KEY_DIM=max(16, triton.next_power_of_2(key_dim)),
+            BLOCK_GROUPS=max(16, triton.next_power_of_2(groups)),
+            BLOCK_KEY_DIM=block_key,
             BLOCK_VALUE_DIM=block_value,
-            BLOCK_KEYS=BLOCK_KEYS,
+            BLOCK_KEYS=block_keys,
         )
         _combine[(segments * groups,)](
             partial, maxima, sums, output, SPLITS=splits, VALUE_DIM=value_dim, BLOCK_VALUE_DIM=block_value
@@ -64,11 +67,11 @@ def ragged_decode_triton(
     return output
 
 
-def _splits(segments: int, longest: int, device: torch.device) -> int:
-    """Enough programs for every processor, none without keys of the longest segment; a power of 2, so that growing
-    segments compile few kernels."""
+def _splits(segments: int, blocks: int, device: torch.device) -> int:
+    """Enough programs for every processor, but hardly more than the longest segment has `blocks`; a power of 2, so that
+    growing segments compile few kernels."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = min(PROGRAMS_PER_PROCESSOR * processors // segments, triton.cdiv(longest, BLOCK_KEYS), MOST_SPLITS)
+    wanted = min(PROGRAMS_PER_PROCESSOR * processors // segments, blocks, MOST_SPLITS)
     return triton.next_power_of_2(max(1, wanted))
 
 
