@@ -18,7 +18,7 @@ from .errors import KVCompressError
 from .policy import make_policy
 from .pruning import prune
 from .rotary import rotary_embeddings, watch_rotary
-from .tower import TowerWatch
+from .tower import FrameWatch, TowerWatch, watch_for
 
 
 def compress(
@@ -58,10 +58,7 @@ def compress(
         "max_new_tokens": max_new_tokens,
         **options,
     }
-    watch = None
-    if policy.tokens is not None and policy.tokens.sees == "tower":
-        watch = TowerWatch(model, policy.tokens.tower_layer)
-    return Session(model, new_cache, watch)
+    return Session(model, new_cache, watch_for(model, policy.tokens))
 
 
 def attach(model: PreTrainedModel) -> "Session":
@@ -76,7 +73,9 @@ class Session:
         cache: the `CompressedCache` of the latest generation, None before the first.
     """
 
-    def __init__(self, model: PreTrainedModel, new_cache: dict[str, Any] | None, watch: TowerWatch | None = None):
+    def __init__(
+        self, model: PreTrainedModel, new_cache: dict[str, Any] | None, watch: TowerWatch | FrameWatch | None = None
+    ):
         self.model, self.cache, self._watch = model, None, watch
         self._new_cache = new_cache
         self._config = attention_config(model)
@@ -113,7 +112,7 @@ class Session:
         self._is_prompt = cache.start(batch, columns, ids, mask, kwargs.get("video_grid_thw"))
         self._end_pass()
         if self._is_prompt and cache.policy.tokens is not None:
-            self._of_pass = prune(text_decoder(model), self._base, cache, self._watch)
+            self._of_pass = prune(text_decoder(model), self._base, cache, self._watch, ids)
         if cache.policy.cluster.unrotated_queries and (self._is_prompt or cache.policy.decode is not None):
             self._of_pass += watch_rotary(text_decoder(model), cache.rotate)
         kwargs["past_key_values"] = self.cache = cache

@@ -21,39 +21,42 @@ from .cache import CompressedCache
 from .errors import KVCompressError
 from .scoring import pad_columns
 from .tokens.base import Attention, Tokens
-from .tower import TowerWatch
+from .tower import FrameWatch, TowerWatch
 
 
 def prune(
-    decoder: PreTrainedModel, base: str, cache: CompressedCache, watch: TowerWatch | None
+    decoder: PreTrainedModel,
+    base: str,
+    cache: CompressedCache,
+    watch: TowerWatch | FrameWatch | None,
+    input_ids: torch.Tensor,
 ) -> list[RemovableHandle]:
     """Make the forward pass that `cache` was told of drop vision tokens as its token method says.
 
     Args:
         decoder: the text model with the decoder layers.
         base: the attention implementation that the model had.
-        watch: what saw the vision tower attend, for a method that looks at it.
+        watch: what watched the vision side, for a method that looks at it.
+        input_ids: the prompt (batch, columns).
 
     Returns:
         What undoes it. None of it is left in the model once all are removed.
     """
-    layers = getattr(decoder, "layers", None)
+    layers, method = getattr(decoder, "layers", None), cache.policy.method
     if layers is None or len(layers) != len(cache.layers):
-        raise KVCompressError(f"method {cache.policy.method!r} finds no decoder layers in {type(decoder).__name__}")
+        raise KVCompressError(f"method {method!r} finds no decoder layers in {type(decoder).__name__}")
     if len(cache.compressed_layers) != len(cache.layers):
         raise KVCompressError(
-            f"method {cache.policy.method!r} needs a model whose layers all have full attention: "
-            f"{cache.config.model_type} has sliding windows or the like"
+            f"method {method!r} needs a model whose layers all have full attention: {cache.config.model_type} has "
+            "sliding windows or the like"
         )
     pruning = Pruning(base, cache)
     if not pruning.is_needed:
         return []
-    if cache.policy.tokens.sees == "tower":
+    if cache.policy.tokens.sees != "attention":
         if watch is None:
-            raise KVCompressError(
-                f"method {cache.policy.method!r} works inside kvcompress.compress(...), not attach(...)"
-            )
-        pruning.tower = watch.take(pruning.vision)
+            raise KVCompressError(f"method {method!r} works inside kvcompress.compress(...), not attach(...)")
+        pruning.sight = watch.take(input_ids)
     return pruning.attach(layers)
 
 
@@ -79,7 +82,8 @@ class Pruning:
         self.source = torch.arange(chunk.columns, device=device).expand(len(counts), -1)
         self.vision, self.padding = chunk.vision, chunk.padding
         self.rows = torch.arange(len(counts), device=device)[:, None]
-        self.scores = self.prepared = self.whole = self.tower = None
+        self.scores = self.prepared = self.whole = None
+        self.sight: dict[str, Any] = {}
         self.mask = None
 
     @property
@@ -98,7 +102,7 @@ class Pruning:
         return handles
 
     def _tokens(self, **known: Any) -> Tokens:
-        return Tokens(self.vision, self.padding, tower=self.tower, prepared=self.prepared, **known)
+        return Tokens(self.vision, self.padding, prepared=self.prepared, **self.sight, **known)
 
     def _prepare(self, layer: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]

@@ -1,5 +1,10 @@
-"""See the vision tower attend: what its attention gives each image token of the prompt."""
+"""What a token method sees of the vision side: which patches the vision tower attends to, where a video's frames are.
 
+`generate` may encode images and videos before it calls the model, so these watch from the start of a session.
+"""
+
+import functools
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -7,17 +12,24 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from .errors import KVCompressError
-from .tokens.base import Tower
+from .tokens.base import TokenMethod, Tower
+from .vision import vision_token_mask
 
 FAMILIES = ("llava", "llava_next", "llava_onevision")  # an image token is a patch of the tower, or a mean of some
+
+
+def watch_for(model: PreTrainedModel, method: TokenMethod | None) -> "TowerWatch | FrameWatch | None":
+    """What must watch `model` for `method`. Raises KVCompressError where the model does not let it."""
+    if method is None or method.sees == "attention":
+        return None
+    return TowerWatch(model, method.tower_layer) if method.sees == "tower" else FrameWatch(model)
 
 
 class TowerWatch:
     """Notes, whenever the model encodes images, what one layer of the vision tower attends to.
 
-    `generate` may encode the images before it calls the model, so this watches from the start of a session. Each token
-    of the prompt gets its numbers as the model packs them: what the model does with the patches' features (cut off the
-    padding, interpolate, put a newline behind each line of patches) is done with these numbers too.
+    Each token of the prompt gets its numbers as the model packs them: what the model does with the patches' features
+    (cut off the padding, interpolate, put a newline behind each line of patches) is done with these numbers too.
     """
 
     def __init__(self, model: PreTrainedModel, layer: int):
@@ -48,9 +60,9 @@ class TowerWatch:
             handles.append(_Replacement(self.model, "pack_image_features", self._packing))
         return handles
 
-    def take(self, images: torch.Tensor) -> Tower:
-        """What was noted, at the image tokens of a prompt: `images` bool (batch, columns). Beam search repeats each
-        row."""
+    def take(self, input_ids: torch.Tensor) -> dict[str, Tower]:
+        """What was noted, as `tower` of `Tokens`, for a prompt (batch, columns); beam search repeats each row."""
+        images = vision_token_mask(self.model.config, input_ids)
         received, keys, self.received, self.keys = self.received, self.keys, None, None
         tokens, given = int(images.sum()), 0 if received is None else len(received)
         beams = tokens // given if given else 0
@@ -64,7 +76,7 @@ class TowerWatch:
         at_tokens[first] = received.to(images.device)
         all_keys = keys.new_zeros(*first.shape, *keys.shape[1:], device=images.device)
         all_keys[first] = keys.to(images.device)
-        return Tower(at_tokens.repeat_interleave(beams, 0), all_keys.repeat_interleave(beams, 0))
+        return {"tower": Tower(at_tokens.repeat_interleave(beams, 0), all_keys.repeat_interleave(beams, 0))}
 
     def _attending(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         self.states = args[0] if args else kwargs["hidden_states"]
@@ -100,6 +112,70 @@ class TowerWatch:
         return pack(features, *args, **kwargs)
 
 
+class FrameWatch:
+    """Notes, whenever the model encodes videos, how many frames and tokens each has.
+
+    A model that takes the frames of a video as images (InternVL) does not say which images are frames: those of a row
+    that have as many tokens as its first are.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model.base_model
+        self.frames_are_images = not hasattr(self.model, "get_video_features")
+        if not self.frames_are_images:
+            parameters = inspect.signature(self.model.get_video_features).parameters
+            self.has_grid = "video_grid_thw" in parameters
+            if not self.has_grid and model.config.model_type != "llava_onevision":
+                raise KVCompressError(f"it is not known how a {model.config.model_type} model lays out video frames")
+        self.videos: list[tuple[int, int, int]] = []
+
+    def attach(self) -> list["_Replacement"]:
+        """Start watching; returns what ends it."""
+        return [] if self.frames_are_images else [_Replacement(self.model, "get_video_features", self._encoding)]
+
+    def take(self, input_ids: torch.Tensor) -> dict[str, list[list[torch.Tensor]]]:
+        """`frames` of `Tokens` for a prompt (batch, columns); beam search repeats each row."""
+        if self.frames_are_images:
+            return {"frames": [_equal_spans(row) for row in vision_token_mask(self.model.config, input_ids)]}
+        config, videos, self.videos = self.model.config, self.videos, []
+        is_video = input_ids == getattr(config, "video_token_id", getattr(config, "video_token_index", None))
+        given, tokens = sum(frames * size + rest for frames, size, rest in videos), int(is_video.sum())
+        beams = tokens // given if given else 0
+        if tokens != given * beams:
+            raise KVCompressError(f"the prompt has {tokens} video tokens, and videos of {given} tokens were encoded")
+        waiting, rows = iter(videos), []
+        for row in is_video[:: max(beams, 1)]:
+            columns, of_row = row.nonzero()[:, 0], []
+            while len(columns):
+                frames, size, rest = next(waiting)
+                of_row.append(columns[: frames * size].view(frames, size))
+                columns = columns[frames * size + rest :]
+            rows += [of_row] * max(beams, 1)
+        return {"frames": rows}
+
+    def _encoding(self, encode: Callable, *args, **kwargs):
+        given = inspect.signature(encode).bind(*args, **kwargs).arguments
+        output = encode(*args, **kwargs)
+        if self.has_grid:  # frames, and rows and columns of patches
+            grids, merged = given["video_grid_thw"].tolist(), self.model.visual.spatial_merge_size**2
+            self.videos = [(frames, height * width // merged, 0) for frames, height, width in grids]
+        else:  # videos of equal length, each with a newline at its end
+            videos, frames = given["pixel_values_videos"].shape[:2]
+            tokens = (output[1] if isinstance(output, tuple) else output.pooler_output).shape[1]
+            self.videos = [(frames, (tokens - 1) // frames, 1)] * videos
+        return output
+
+
+def _equal_spans(vision: torch.Tensor) -> list[torch.Tensor]:
+    """The contiguous spans of vision tokens (columns,) that are as long as the first: one tensor (spans, length)."""
+    columns = vision.nonzero()[:, 0]
+    if not len(columns):
+        return []
+    ends = (columns.diff() > 1).nonzero()[:, 0] + 1
+    spans = columns.tensor_split(ends.cpu())
+    return [torch.stack([span for span in spans if len(span) == len(spans[0])])]
+
+
 def received_attention(queries: torch.Tensor, keys: torch.Tensor, has_class: bool) -> torch.Tensor:
     """What each patch of a tile receives, averaged over the heads: from the class token, which comes first, or where
     the tower has none from all patches in the mean. queries, keys (tokens, heads, head_dim); the result, in fp32, is
@@ -115,7 +191,8 @@ class _Replacement:
     def __init__(self, module: torch.nn.Module, name: str, wrapper: Callable):
         self.module, self.name = module, name
         method = getattr(module, name)
-        setattr(module, name, lambda *args, **kwargs: wrapper(method, *args, **kwargs))
+        # `generate` reads the signature.
+        setattr(module, name, functools.wraps(method)(functools.partial(wrapper, method)))
 
     def remove(self) -> None:
         delattr(self.module, self.name)

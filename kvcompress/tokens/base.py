@@ -44,6 +44,7 @@ class Tokens:
             (batch, tokens, hidden_size); None while the layer before it attends.
         attention: for `sees="attention"`: that of the decoder layer before.
         tower: for `sees="tower"`: that of the vision tower.
+        frames: for `sees="frames"`: of each row, of each video, the columns of its frames' tokens (frames, tokens).
         prepared: what `TokenMethod.prepare` returned, of the tokens that are left.
     """
 
@@ -53,6 +54,7 @@ class Tokens:
     hidden: torch.Tensor | None = None
     attention: Attention | None = None
     tower: Tower | None = None
+    frames: list[list[torch.Tensor]] | None = None
     prepared: torch.Tensor | None = None
 
     @property

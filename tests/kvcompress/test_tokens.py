@@ -540,3 +540,102 @@ def test_sparsevlm_recycles_the_best_of_what_it_drops_into_clusters():
     for number, peak in enumerate(peaks):
         expected[0, second[peak]] = states[[i for i in range(recycled) if cluster[i] == number]].mean(0)
     torch.testing.assert_close(merged.double(), expected, atol=1e-6, rtol=0)
+
+
+# -- DyCoke: videos
+
+VIDEO_FAMILIES = {"llava-onevision": 1, "qwen2-vl": 12, "qwen2.5-vl": 12, "qwen3-vl": 12, "internvl": 9}  # per frame
+
+
+def video_batch(family: str, frames: list[int]) -> tuple[torch.nn.Module, dict, list[list[list[int]]]]:
+    """A model, left-padded prompts with one video of so many frames each, and the columns of each row's frames."""
+    size, (image, video, start, end) = VIDEO_FAMILIES[family], range(1, 5)
+    model, generator = FAMILIES[family].build(4), torch.Generator().manual_seed(3)
+    rows = []
+    for number, count in enumerate(frames):
+        text = torch.arange(20 + 10 * number, 29 + 10 * number).tolist()
+        if family in ("qwen3-vl", "internvl"):  # each frame on its own
+            token = image if family == "internvl" else video
+            shown = [t for frame in range(count) for t in (9 + frame, start, *[token] * size, end)]
+        else:
+            shown = [start, *[video] * (count * size + (family == "llava-onevision")), end]
+        rows.append([*text[:3], *shown, *text[3:]])
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    pixels = {"generator": generator}
+    if family == "llava-onevision":
+        inputs["pixel_values_videos"] = torch.randn(len(frames), frames[0], 3, 8, 8, **pixels)
+    elif family == "internvl":
+        inputs["pixel_values"] = torch.randn(sum(frames), 3, 24, 24, **pixels)
+    else:
+        patch = 3 * 2 * (16 if family == "qwen3-vl" else 14) ** 2
+        inputs["pixel_values_videos"] = torch.randn(sum(frames) * 48, patch, **pixels)
+        inputs["video_grid_thw"] = torch.tensor([[count, 6, 8] for count in frames])
+        inputs["mm_token_type_ids"] = 2 * (ids == video).int()
+    columns = [((row == video) | (row == image)).nonzero()[:, 0].tolist() for row in ids]
+    of_frames = [[c[i * size : (i + 1) * size] for i in range(n)] for c, n in zip(columns, frames, strict=True)]
+    return model, inputs, of_frames
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.7, 1.0])
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+def test_dycoke_keeps_every_fourth_frame_and_what_is_new_in_the_others(family, ratio):
+    frames = [8, 8] if family == "llava-onevision" else [7, 5]
+    model, inputs, of_frames = video_batch(family, frames)
+    with entering(model, 0) as states:
+        _, full_logits = generate(model, inputs, NEW)
+    with kvcompress.compress(model, "dycoke", ratio) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    if ratio == 1:
+        assert torch.equal(logits, full_logits)
+        return
+    for row, columns in enumerate(of_frames):
+        newline = int(family == "llava-onevision")
+        n = budget(ratio, sum(map(len, columns)) + newline)
+        later = [f for f in range(len(columns)) if f % 4]
+        share, more = divmod(n - newline - sum(len(columns[f]) for f in range(0, len(columns), 4)), len(later))
+        stays = [c for f in range(0, len(columns), 4) for c in columns[f]]
+        for number, f in enumerate(later):
+            then = columns[f - 2] if f % 4 == 2 else columns[f - 1]
+            likeness = torch.cosine_similarity(states[0][row, columns[f]].double(), states[0][row, then].double())
+            new = likeness.argsort()[: share + (number < more)].tolist()
+            stays += [columns[f][i] for i in new]
+        shown = {c for frame in columns for c in frame}
+        assert [c for c in kept[0][row] if c in shown] == sorted(stays)
+
+
+def test_dycoke_cannot_keep_less_than_every_fourth_frame_and_says_so():
+    model, inputs, _ = video_batch("qwen2-vl", [4])
+    with kvcompress.compress(model, "dycoke", 0.25) as session:
+        generate(model, inputs, 1)
+    assert len(kept_columns(session.cache)[0][0]) == inputs["input_ids"].shape[1] - 36
+    error = kvcompress.KVCompressError
+    with (
+        kvcompress.compress(model, "dycoke", 0.2),
+        pytest.raises(error, match="cannot keep 10 of its 48 vision tokens"),
+    ):
+        generate(model, inputs, 1)
+    model, inputs = batch("qwen2-vl", [40], [1])
+    with kvcompress.compress(model, "dycoke", 0.5), pytest.raises(error, match="cannot keep 6 of its 12 vision tokens"):
+        generate(model, inputs, 1)
+
+
+def test_the_tower_s_methods_are_for_images():
+    model, inputs, _ = video_batch("llava-onevision", [8])
+    with kvcompress.compress(model, "visionzip", 0.5), pytest.raises(kvcompress.KVCompressError, match="no video"):
+        generate(model, inputs, 1)
+
+
+@pytest.mark.parametrize("method", ["fastv", "visionzip"])
+def test_beam_search_compresses_as_greedy_search_does(method):
+    model, inputs = batch("llava-onevision")
+    with kvcompress.compress(model, method, 0.4) as session:
+        generate(model, inputs, 1)
+        greedy = kept_columns(session.cache)[-1]
+        model.generate(**inputs, num_beams=2, do_sample=False, max_new_tokens=1)
+    assert kept_columns(session.cache)[-1][::2] == greedy
