@@ -1,17 +1,26 @@
-"""Mostly even, a little by density. After VL-Cache, https://arxiv.org/abs/2410.23317"""
+"""A part evenly, the rest by density. After VL-Cache, https://arxiv.org/abs/2410.23317"""
+
+from typing import ClassVar
 
 import torch
 
 from .base import register_layer_budget
 from .sparsity import SparsityLayerBudget
 
-EVEN = 0.8  # of the budget goes to all layers alike
-
 
 @register_layer_budget("hybrid")
 class HybridLayerBudget(SparsityLayerBudget):
-    """Four fifths of the budget evenly, one fifth as `sparsity` shares it out: no layer can starve."""
+    """`even` of the budget to all layers alike, the rest as `sparsity` shares it out, so that no layer starves."""
+
+    even: ClassVar[float] = 0.8
 
     def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
         part = measured / measured.sum()
-        return (EVEN / len(part) + (1 - EVEN) * part).tolist()
+        return (self.even / len(part) + (1 - self.even) * part).tolist()
+
+
+@register_layer_budget("sparsity-effivlm")
+class EffiVLMSparsityLayerBudget(HybridLayerBudget):
+    """EffiVLM-Bench's `vl-cache`: every layer holds a window of a tenth of the mean budget; the rest by density."""
+
+    even: ClassVar[float] = 0.1

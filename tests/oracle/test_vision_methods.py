@@ -175,11 +175,15 @@ def measured(rule: str, layer: tuple, scores: torch.Tensor | None = None) -> tor
     return layer_budget(rule).measure(queries, keys, values, scores, prompt)
 
 
-def test_the_hybrid_layer_budget_is_four_fifths_even_and_one_fifth_by_density():
-    rule = layer_budget("hybrid")
-    assert rule.weights(torch.tensor([0.1, 0.3]), 10, 100) == pytest.approx([0.4 + 0.05, 0.4 + 0.15])
+@pytest.mark.parametrize(
+    ("name", "even", "budgets"), [("hybrid", 0.8, [[9], [11]]), ("sparsity-effivlm", 0.1, [[6], [14]])]
+)
+def test_the_hybrid_layer_budgets_give_a_part_evenly_and_the_rest_by_density(name, even, budgets):
+    rule = layer_budget(name)
+    expected = [even / 2 + (1 - even) * part for part in (0.25, 0.75)]
+    assert rule.weights(torch.tensor([0.1, 0.3]), 10, 100) == pytest.approx(expected)
     prompt = kvcompress.Prompt(0, 2, [100], [10], 1.0)
-    assert rule.budgets(prompt, torch.tensor([[0.1], [0.3]])) == [[9], [11]]
+    assert rule.budgets(prompt, torch.tensor([[0.1], [0.3]])) == budgets
 
 
 @oracle
