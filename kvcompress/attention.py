@@ -70,12 +70,12 @@ def compressed_attention(
 
 def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, key, value, layer, **kwargs):
     """The base implementation over what a layer kept, under the layer's mask; arguments and result as above."""
-    if layer.staged is None and isinstance(layer.storage, RaggedStorage):
+    if layer.is_decoding and isinstance(layer.storage, RaggedStorage):
         if decodes_in_place(base, kwargs):
             return layer.storage.decode(query, kwargs["scaling"]).transpose(1, 2), None
         key, value = layer.storage.read()
     mask = layer.mask(query.shape[2])  # (batch, 1 or kv_heads, queries, keys)
-    if base == "sdpa" and layer.is_compileable and query.shape[2] == 1:
+    if base == "sdpa" and layer.is_compileable and layer.is_decoding and query.shape[2] == 1:
         return one_query_per_head(query, key, value, mask, kwargs["scaling"]), None
     if mask is None or mask.shape[1] == 1:
         return attend(module, query, key, value, base_mask_format(base, mask, query.dtype), **kwargs)

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from .chunk import Chunk
 from .errors import KVCompressError
 from .layer import CompressedLayer
+from .part import evictable
 from .policy import make_policy
 from .rotary import Rotary
 
@@ -93,8 +94,13 @@ class CompressedCache(DynamicCache):
         waiting = [layer for layer in self.compressed_layers if layer.pending is not None]
         if not waiting:
             return
-        measured = torch.stack([layer.pending.measured for layer in waiting]).cpu()
-        budgets = self.policy.layer_budget.budgets(waiting[0].pending.share, measured)
+        for layer in waiting:
+            if layer.pending.scores is None:
+                layer.assess()
+        rule, measured = self.policy.layer_budget, None
+        if rule.is_measured:
+            measured = torch.stack([layer.pending.measured for layer in waiting]).cpu()
+        budgets = rule.budgets(evictable(waiting[0].pending.part.prompt), measured)
         for layer in waiting:
             layer.finish(budgets)
 

@@ -18,6 +18,7 @@ from .errors import KVCompressError
 from .policy import make_policy
 from .pruning import prune
 from .rotary import rotary_embeddings, watch_rotary
+from .second_pass import DecoderInputs, read_again
 from .tower import FrameWatch, TowerWatch, watch_for
 
 
@@ -115,8 +116,14 @@ class Session:
             self._of_pass = prune(text_decoder(model), self._base, cache, self._watch, ids)
         if cache.policy.cluster.unrotated_queries and (self._is_prompt or cache.policy.decode is not None):
             self._of_pass += watch_rotary(text_decoder(model), cache.rotate)
+        if cache.policy.cluster.second_pass and self._is_prompt:
+            note = text_decoder(model).register_forward_pre_hook(self._note_decoder_inputs, with_kwargs=True)
+            self._of_pass.append(note)
         kwargs["past_key_values"] = self.cache = cache
         return (), kwargs
+
+    def _note_decoder_inputs(self, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> None:
+        self._decoder_inputs = DecoderInputs.of(decoder, kwargs)
 
     def _end_pass(self) -> None:
         """Remove the hooks of one pass."""
@@ -130,6 +137,9 @@ class Session:
         self._end_pass()
         if not self._is_prompt:
             return None
+        if cache.policy.cluster.second_pass:
+            read_again(text_decoder(model), self._decoder_inputs, cache)
+            del self._decoder_inputs
         cache.finish()
         if cache.policy.engine.first_token == "full":
             return None

@@ -17,21 +17,25 @@ from .policy import Policy
 from .prompt import Kept, Prompt
 from .rotary import Rotary
 from .scoring import pad_columns
+from .second_pass import Reading, received
 from .storage import DenseStorage, OffloadedStorage, QuantizedStorage, RaggedStorage, StaticStorage, Storage, store
 
 
 @dataclass
 class Pending:
-    """A prompt that was scored, and is kept whole until all layers' budgets are known."""
+    """A prompt that is kept whole until all layers' budgets are known.
+
+    Attributes:
+        scores: of the part's columns, None before a second pass.
+        measured: what the rule for layer budgets wants to know, None where it wants nothing.
+        fed_keys: in a second pass, the fed tokens' own keys (batch, kv_heads, fed, head_dim).
+    """
 
     chunk: Chunk
     part: Part
-    scores: torch.Tensor
-    measured: torch.Tensor
-
-    @property
-    def share(self) -> Prompt:
-        return evictable(self.part.prompt)
+    scores: torch.Tensor | None = None
+    measured: torch.Tensor | None = None
+    fed_keys: torch.Tensor | None = None
 
 
 def _is_uniform(part: Part, prompt: Prompt) -> bool:
@@ -52,6 +56,7 @@ class CompressedLayer(CacheLayerMixin):
         counted: tokens seen; with static shapes those of the prompt, the storage counts the others.
         staged: keys and values of the prompt that is being processed.
         pending: a prompt whose choice waits for the other layers.
+        reading: what of that prompt the model is reading again, for methods that do.
         layer_shares: what the layers kept of the latest prompt, [layer][row], where that was measured.
         memory: for a cluster that accumulates, its sum for every stored entry, (batch, kv_heads, entries).
         chunk: what is known of that prompt; the cache sets it before the forward pass.
@@ -76,6 +81,7 @@ class CompressedLayer(CacheLayerMixin):
         self.rotary: Rotary | None = None
         self.watch: Callable[[torch.Tensor, torch.Tensor, float], None] | None = None
         self.pending: Pending | None = None
+        self.reading: Reading | None = None
         self.layer_shares: list[list[int]] | None = None
         self.memory: torch.Tensor | None = None
         self.counted = self.decoded = self.prompt_columns = 0
@@ -124,6 +130,10 @@ class CompressedLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """New states (batch, kv_heads, new, head_dim) in; the keys and values to attend over out."""
+        if self.reading is not None:
+            keys, values = self.pending.part.keys, self.pending.part.values
+            self.pending.fed_keys = key_states
+            return self._marked(torch.cat([keys, key_states], 2)), torch.cat([values, value_states], 2)
         if self.staged is not None or self.pending is not None:
             raise KVCompressError(
                 f"layer {self.layer_idx} was never compressed: the model's attention does not go through "
@@ -150,10 +160,13 @@ class CompressedLayer(CacheLayerMixin):
             raise KVCompressError(
                 "a CompressedCache was given to a model that is not inside kvcompress.compress(...) or attach(...)"
             )
-        # The attention function receives this very object: this is how it finds its layer.
-        key_states = key_states.view_as(key_states)
-        key_states.kv_layer = self
-        return key_states, value_states
+        return self._marked(key_states), value_states
+
+    def _marked(self, keys: torch.Tensor) -> torch.Tensor:
+        """The attention function receives this very object: this is how it finds its layer."""
+        keys = keys.view_as(keys)
+        keys.kv_layer = self
+        return keys
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -208,12 +221,19 @@ class CompressedLayer(CacheLayerMixin):
         """True while the first prompt is staged: nothing is stored before it, so the model's own mask is right."""
         return self.staged is not None and self.storage is None
 
+    @property
+    def is_decoding(self) -> bool:
+        """True while a token is processed that is stored already."""
+        return self.staged is None and self.reading is None
+
     def mask(self, query_length: int) -> torch.Tensor | None:
         """What `query_length` new queries may see of the stored entries and of themselves.
 
         Returns:
             bool (batch, 1 or kv_heads, query_length, keys), True = attend; None where every query sees every key.
         """
+        if self.reading is not None:
+            return self._mask_of_reading(query_length)
         visible = self.storage.visible()
         if self.staged is None:  # decode: the new token is stored already
             return None if visible is None else visible[:, :, None]
@@ -229,11 +249,26 @@ class CompressedLayer(CacheLayerMixin):
             new = new & ~pads[:, :, None] | itself
         return torch.cat([visible[:, :, None].expand(-1, -1, query_length, -1), new], dim=-1)
 
+    def _mask_of_reading(self, query_length: int) -> torch.Tensor:
+        """The tokens of a second pass see the whole part, and themselves causally. As in `mask`."""
+        part = self.pending.part
+        old = torch.zeros(len(part.keys), part.keys.shape[2], dtype=torch.bool, device=self.device)
+        if part.prompt.padding is not None:
+            old = pad_columns(part.prompt.padding, part.keys.shape[2])[:, 0]
+        pads = torch.nn.functional.pad(self.reading.pads, (query_length - self.reading.pads.shape[1], 0))
+        itself = torch.eye(query_length, dtype=torch.bool, device=self.device)
+        new = torch.ones_like(itself).tril() & ~pads[:, None] | itself
+        return torch.cat([~old[:, None].expand(-1, query_length, -1), new], dim=-1)[:, None]
+
     @torch.no_grad()
     def after_attention(self, queries: torch.Tensor, scaling: float, module: torch.nn.Module) -> None:
         """Compress a staged prompt; while decoding, evict when it is time. `queries`: (batch, heads, new, head_dim);
         `module`: the model's attention module."""
-        if self.staged is not None:
+        if self.reading is not None:
+            part, chunk = self.pending.part, self.reading.chunk
+            keys = part.keys[:, :, chunk], self.pending.fed_keys
+            part.prompt.read_again[..., chunk] = received(queries, *keys, self.reading.pads, scaling)
+        elif self.staged is not None:
             self._compress(queries, scaling, module)
         elif self.policy.decode is not None:
             self._remember(queries)
@@ -273,15 +308,26 @@ class CompressedLayer(CacheLayerMixin):
             return
         part.prompt = replace(part.prompt, accumulated=self._observe(part.queries, part.keys, part.prompt))
         cluster, rule = self.policy.cluster, self.policy.layer_budget
-        if rule.is_measured:
-            scores = cluster.score(self._for_cluster(part), part.keys, part.values, part.prompt)
-            measured = rule.measure(part.queries, part.keys, part.values, scores, part.prompt)
-            part.queries = None
-            self.pending = Pending(chunk, part, scores, measured)
+        if rule.is_measured or cluster.second_pass:
+            self.pending = Pending(chunk, part)
+            if cluster.second_pass:
+                nothing = torch.zeros(part.keys.shape[:3], device=keys.device)
+                part.prompt = replace(part.prompt, read_again=nothing)
+            else:
+                self.assess()
             return
         prompt = with_budgets(part.prompt, rule.budgets(evictable(part.prompt))[self.place])
         kept = cluster.update_kv(self._for_cluster(part), part.keys, part.values, prompt)
         self._settle(chunk, part.in_prompt(kept), uniform=_is_uniform(part, prompt))
+
+    def assess(self) -> None:
+        """Score and measure the prompt that waits; its queries are then freed."""
+        part, rule = self.pending.part, self.policy.layer_budget
+        scores = self.policy.cluster.score(self._for_cluster(part), part.keys, part.values, part.prompt)
+        self.pending.scores = scores
+        if rule.is_measured:
+            self.pending.measured = rule.measure(part.queries, part.keys, part.values, scores, part.prompt)
+        part.queries = None
 
     def finish(self, budgets: list[list[int]]) -> None:
         """Make the choice that waited for all layers. `budgets`: entries kept of the evictable ones, [layer][row]."""
@@ -320,8 +366,9 @@ class CompressedLayer(CacheLayerMixin):
             "module": module,
             "rotary": self.rotary,
             "window": self.policy.cluster.query_window,
+            "cluster": self.policy.cluster,
             "head_budget": self.policy.head_budget,
-            "safeguard": engine.safeguard,
+            "safeguard": self.policy.part("safeguard"),
             "pyramid_beta": engine.pyramid_beta,
             "merge": self.policy.part("merge"),
             "merge_modality": engine.merge_modality,

@@ -29,9 +29,11 @@ class Engine:
         head_budget: `uniform`: each KV head keeps as much; `shared`: all heads of a layer keep the same tokens, those
             with the highest mean score; `adaptive`: the heads of a row share one budget and keep as their scores
             deserve (AdaKV). None: what the method prescribes, uniform for most.
-        safeguard: with adaptive heads, the part of its even share that each head is sure of.
-        merge: what becomes of evicted entries: `none`: they are dropped; `average`, `pivot`, `weighted`: each is merged
-            into the kept entry whose key is most like its own (see merging.py). None: what the method prescribes.
+        safeguard: with adaptive heads, the part of its even share that each head is sure of. None: what the method
+            prescribes, 0.2 for most.
+        merge: what becomes of evicted entries: `none`: they are dropped; `average`, `pivot`, `weighted`, `d2o`: each is
+            merged into the kept entry whose key is most like its own; `cam`: its value goes to the kept entries behind
+            it (see merging.py). None: what the method prescribes.
         merge_modality: `any`; `same`: vision is merged into vision and text into text only.
         scope: `prompt`: the whole prompt is scored and compressed, the question steers the selection; `context`: only
             what precedes the question, up to the last image or video token of the row or up to `context_tokens`.
@@ -56,7 +58,7 @@ class Engine:
     layer_budget: str | None = None
     pyramid_beta: Annotated[float, Field(ge=1)] = 20.0
     head_budget: Literal["uniform", "shared", "adaptive"] | None = None
-    safeguard: Annotated[float, Field(ge=0, le=1)] = 0.2
+    safeguard: Annotated[float, Field(ge=0, le=1)] | None = None
     merge: str | None = None
     merge_modality: Literal["any", "same"] = "any"
     scope: Literal["prompt", "context"] = "prompt"
@@ -81,7 +83,7 @@ STORAGE_OPTIONS = ("cache_implementation", "kv_bits", "kv_backend", "kv_group_si
 FULL_OPTIONS = ("first_token", *STORAGE_OPTIONS)  # the others say how to compress
 
 
-PARTS = ("layer_budget", "head_budget", "merge", "decode_interval")  # None: the method's own choice
+PARTS = ("layer_budget", "head_budget", "safeguard", "merge", "decode_interval")  # None: the method's own choice
 
 
 def all_options(info: MethodInfo, scorer: str | None = None) -> dict[str, object]:

@@ -27,6 +27,7 @@ class Prompt:
         module: the model's attention module, for what a score needs of its weights (`o_proj`).
         rotary: how the prompt's columns are rotated (while decoding: the latest), for a cluster that asks for it.
         window: how many of the last queries the method scores with (`KVCluster.query_window`).
+        cluster: the `KVCluster` that scores, for a layer budget that takes options of its method.
         head_budget, safeguard, pyramid_beta, merge, merge_modality: see `kvcompress.policy.Engine`; None is the
             cluster's own choice.
         columns: while decoding, LongTensor (batch, kv_heads, entries): the column of the sequence that each entry
@@ -35,6 +36,7 @@ class Prompt:
         tokens: while decoding, the real tokens of each row so far, evicted ones included.
         accumulated: for a cluster that accumulates, while decoding is to evict: what `observe` has added up for each
             column so far, (batch, kv_heads, columns).
+        read_again: for a cluster with a second pass: what each column received in it, (batch, kv_heads, columns).
     """
 
     layer_idx: int
@@ -51,6 +53,7 @@ class Prompt:
     module: torch.nn.Module | None = None
     rotary: Rotary | None = None
     window: int = 0
+    cluster: object = None
     head_budget: str | None = None
     safeguard: float = 0.2
     pyramid_beta: float = 20.0
@@ -60,6 +63,7 @@ class Prompt:
     seen: int | None = None
     tokens: tuple[int, ...] = ()
     accumulated: torch.Tensor | None = None
+    read_again: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,10 @@ class KVCluster(Method):
         layer_budget: name of the rule in `kvcompress.layer_budgets`.
         head_budget: `uniform`, `shared` or `adaptive`, see `kvcompress.policy.Engine`.
         merge: `none`, or how evicted entries are merged into kept ones, see merging.py.
+        safeguard: with adaptive heads, the part of its even share that each head is sure of.
         decode_interval: decode steps from one eviction to the next, where the user asks for eviction and says no more.
+        second_pass: whether the prompt is read again before the choice, see second_pass.py; such a cluster has the
+            options `chunk_size` and `instruction`.
         unrotated_queries: whether `score` wants the queries as they were before the rotary position embedding; it
             finds in `prompt.rotary` how queries to come will be rotated.
     """
@@ -41,7 +44,9 @@ class KVCluster(Method):
     layer_budget: ClassVar[str] = "uniform"
     head_budget: ClassVar[str] = "uniform"
     merge: ClassVar[str] = "none"
+    safeguard: ClassVar[float] = 0.2
     decode_interval: ClassVar[int] = 16
+    second_pass: ClassVar[bool] = False
     unrotated_queries: ClassVar[bool] = False
 
     @property

@@ -1,5 +1,6 @@
 """What the property tests draw: a family, a model's heads, a padded batch with images, a method with options."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,13 @@ from kvcompress.merging import MERGES
 from kvcompress.policy import Policy, make_policy
 from tests.families import FAMILIES, Family
 
-METHODS = sorted(  # token methods have tests of their own
+# Token methods have tests of their own. `METHODS=mine,snapkv pytest tests/kvcompress` draws only these.
+METHODS = sorted(filter(None, os.environ.get("METHODS", "").split(","))) or sorted(
     {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.KVCluster)} - {"full"}
 )
 OPTIONS: dict[str, dict[str, list]] = {
     "adakv": {"window_size": [1, 8, 32], "kernel_size": [1, 7], "pooling": ["avg", "max"]},
+    "kvzip": {"chunk_size": [7, 2048], "instruction": [(), (9, 11, 13)], "window_size": [1, 32]},
     "look-m": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
     "prefixkv": {"sinks": [0, 4, 9]},
     "csp": {"recent": [0.0, 0.5, 1.0], "cross": [0.0, 0.1, 1.0]},
@@ -26,9 +29,16 @@ OPTIONS: dict[str, dict[str, list]] = {
     "tgv-kv": {"sinks": [0, 4]},
     "infinipot-v": {"tar": [0.0, 0.5, 1.0], "recent": [0.0, 0.25], "frame_tokens": [0, 1, 4]},
     "vl-cache": {"recent": [0.0, 0.1], "variant": ["paper", "effivlm"]},
-    "cake": {"window_size": [1, 8, 32], "kernel_size": [1, 5], "pooling": ["avg"], "gamma": [0.0, 200.0]},
+    "cake": {
+        "window_size": [1, 8, 32],
+        "kernel_size": [1, 5],
+        "pooling": ["avg"],
+        "gamma": [0.0, 200.0],
+        "tau1": [1.0],
+        "tau2": [1.0, 2.0],
+    },
     "sagekv": {"sinks": [0, 4], "recent": [0.0, 0.25, 0.5]},
-    "simlayerkv": {"sinks": [0, 4]},
+    "simlayerkv": {"sinks": [0, 4], "lazy_threshold": [0.5, 0.9]},
     "r-kv": {"window_size": [1, 8], "kernel_size": [1, 7], "balance": [0.0, 0.1, 1.0], "similar": [0.2, 0.5]},
     "d2o": {"recent": [0.0, 0.5], "sinks": [0, 4]},
     "cam": {"recent": [0.0, 0.5]},

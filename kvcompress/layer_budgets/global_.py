@@ -1,0 +1,28 @@
+"""One ranking over all layers and heads. https://arxiv.org/abs/2505.23416"""
+
+import torch
+
+from ..prompt import Prompt
+from ..scoring import pad_columns
+from .base import LayerBudget, register_layer_budget
+
+
+@register_layer_budget("global")
+class GlobalLayerBudget(LayerBudget):
+    """Every layer keeps as many as it has among the highest scores of all layers (KVzip, section 3.3). With adaptive
+    heads and no safeguard what is kept is the best of all layers and heads, but for the rounding of a layer's total to
+    whole entries per head. Scores of different layers must mean the same: attention weights do."""
+
+    def measure(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt
+    ) -> torch.Tensor:
+        if prompt.padding is not None:
+            scores = scores.masked_fill(pad_columns(prompt.padding, scores.shape[2]), -torch.inf)
+        if prompt.protected is not None:
+            scores = scores.masked_fill(prompt.protected[:, None], -torch.inf)
+        return scores
+
+    def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
+        layers, heads, _ = measured.shape
+        best = measured.flatten().topk(budget * layers * heads).indices  # there are `length` for each head and layer
+        return torch.bincount(best // measured[0].numel(), minlength=layers).tolist()
