@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from .base import register_method
 from .snapkv import WindowKVCluster
@@ -14,10 +14,13 @@ from .snapkv import WindowKVCluster
 @dataclass(frozen=True)
 class CAKEKVCluster(WindowKVCluster):
     """Keeps the observation window and the keys with the highest mean + `gamma` * variance of the window's attention,
-    pooled (section 4, eviction indicator; window 32, gamma 200 as published); layers share the budget by the spread and
-    the change of their attention (section 4, layer preferences, `layer_budget="cake"`)."""
+    pooled (section 4, eviction indicator; window 32, gamma 200 as published). Layers share the budget by the spread
+    and the change of their attention (section 4, layer preferences, `layer_budget="cake"`), temperatures `tau1`
+    and `tau2`, which the paper fits per model."""
 
     gamma: Annotated[float, Field(ge=0)] = 200.0
+    tau1: PositiveFloat = 1.0
+    tau2: PositiveFloat = 1.0
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2503.12491"
     layer_budget: ClassVar[str] = "cake"

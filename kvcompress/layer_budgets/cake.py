@@ -12,8 +12,9 @@ WINDOW = 32  # queries that observe, for a method without a window of its own
 
 @register_layer_budget("cake")
 class CAKELayerBudget(LayerBudget):
-    """In proportion to the entropy of the window's attention times its variance over the window (CAKE, section 4,
-    layer preferences, both temperatures 1), besides the window itself, which every layer keeps."""
+    """In proportion to entropy^(1/tau1) * variance^(1/tau2) of the window's attention, the variance over the window's
+    queries (CAKE, section 4, layer preferences; the method's `tau1` and `tau2`, else 1), besides the window itself,
+    which every layer keeps."""
 
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt
@@ -23,7 +24,9 @@ class CAKELayerBudget(LayerBudget):
         entropy = -(weights * (weights + 1e-10).log()).sum((1, 2, 3, 4))
         if window == 1 or not weights.shape[-1]:
             return torch.zeros_like(entropy)
-        return entropy.clamp(min=0) * weights.var(3).sum((1, 2, 3))
+        variance = weights.var(3).sum((1, 2, 3))
+        tau1, tau2 = (getattr(prompt.cluster, name, 1.0) for name in ("tau1", "tau2"))
+        return entropy.clamp(min=0) ** (1 / tau1) * variance ** (1 / tau2)
 
     def budgets(self, prompt: Prompt, measured: torch.Tensor | None = None) -> list[list[int]]:
         rows = []

@@ -8,15 +8,15 @@ from .base import LayerBudget, register_layer_budget
 
 QUERIES = 32  # the last of the prompt, by which a layer is judged
 FIRST, LAST = 4, 1024  # tokens that a lazy layer looks at
-THRESHOLD = 0.9  # of their share in the attention, from which on a layer is lazy; published: 0.65 to 0.9, by model
+THRESHOLD = 0.9  # of the attention, where the method has no `lazy_threshold`
 SHARE = 0.25  # what a lazy layer keeps of what another one keeps
 
 
 @register_layer_budget("lazy")
 class LazyLayerBudget(LayerBudget):
-    """A lazy layer gets a quarter of what the others get. Lazy is a layer whose last 32 queries spend more than 0.9 of
-    their attention on the first 4 tokens and the last 1024 before them, in the mean over queries and heads
-    (SimLayerKV, section 3). With all layers alike, all get the same."""
+    """A lazy layer gets a quarter of what the others get. Lazy is a layer whose last 32 queries spend more than
+    the method's `lazy_threshold` of their attention on the first 4 tokens and the last 1024, in the mean over queries
+    and heads (SimLayerKV, section 3). With all layers alike, all get the same."""
 
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt
@@ -30,4 +30,5 @@ class LazyLayerBudget(LayerBudget):
         near = (query - column < LAST) | (position < FIRST).view(-1, 1, columns)  # (batch, queries, columns)
         spent = (weights * near[:, None, None]).sum((1, 2, 3, 4)) / queries.shape[1]
         judges = torch.tensor(prompt.lengths, device=keys.device).clamp(max=rows)
-        return torch.where(spent / judges > THRESHOLD, SHARE, 1.0)
+        threshold = getattr(prompt.cluster, "lazy_threshold", THRESHOLD)
+        return torch.where(spent / judges > threshold, SHARE, 1.0)

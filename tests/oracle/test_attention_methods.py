@@ -134,9 +134,10 @@ def test_d2o_keeps_sinks_recent_tokens_and_heavy_hitters(layer, sinks):
 # -- layer budgets
 
 
-def measured(rule: str, layer: tuple, window: int = 0) -> torch.Tensor:
+def measured(rule: str, layer: tuple, cluster: kvcompress.KVCluster | None = None) -> torch.Tensor:
     queries, keys, values, prompt = layer
-    prompt = dataclasses.replace(prompt, window=window)
+    window = 0 if cluster is None else cluster.query_window
+    prompt = dataclasses.replace(prompt, window=window, cluster=cluster)
     return layer_budget(rule).measure(queries, keys, values, torch.zeros(keys.shape[:3]), prompt)
 
 
@@ -151,15 +152,17 @@ def rows(layer: tuple):
 
 
 @reference_test
-@given(layer=layers(), window=st.sampled_from([2, 8, 64]))
-def test_cake_prefers_layers_by_entropy_times_variance_of_each_row(layer, window):
-    for ours, weights in zip(measured("cake", layer, window), rows(layer), strict=True):
+@given(layer=layers(), window=st.sampled_from([2, 8, 64]), taus=st.sampled_from([(1.0, 1.0), (0.5, 2.0)]))
+def test_cake_prefers_layers_by_entropy_and_variance_of_each_row(layer, window, taus):
+    cluster = kvcompress.make_cluster("cake", window_size=window, tau1=taus[0], tau2=taus[1])
+    for ours, weights in zip(measured("cake", layer, cluster), rows(layer), strict=True):
         length = weights.shape[1]
         w = min(window, length)
         seen = weights[:, length - w :, : length - w]
         entropy = -sum(float(p) * math.log(p + 1e-10) for p in seen.flatten())
         variance = float(seen.var(1).sum()) if 1 < w < length else 0.0
-        assert float(ours) == pytest.approx(entropy * variance, rel=1e-3, abs=1e-6)
+        expected = entropy ** (1 / taus[0]) * variance ** (1 / taus[1])
+        assert float(ours) == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("budget", [20, 32, 70])
@@ -193,8 +196,9 @@ def test_variance_shares_by_the_softmax_of_the_negative():
 @reference_test
 @given(layer=layers(), last=st.sampled_from([1, 3, 10]), threshold=st.sampled_from([0.3, 0.5, 0.8]))
 def test_lazy_layers_are_those_that_look_at_first_and_last_tokens(layer, last, threshold):
-    with mock.patch.multiple(lazy, FIRST=2, LAST=last, THRESHOLD=threshold, QUERIES=8):
-        ours = measured("lazy", layer).tolist()
+    cluster = kvcompress.make_cluster("simlayerkv", lazy_threshold=threshold)
+    with mock.patch.multiple(lazy, FIRST=2, LAST=last, QUERIES=8):
+        ours = measured("lazy", layer, cluster).tolist()
     for share, weights in zip(ours, rows(layer), strict=True):
         length = weights.shape[1]
         spent = []
