@@ -32,9 +32,11 @@ class MixKVCluster(WindowKVCluster):
 
         def rescaled(x: torch.Tensor) -> torch.Tensor:
             """To [0, 1], then to the mean of the attention."""
+            x = x.masked_fill(~mixed, 0.0)
             least = x.masked_fill(~mixed, float("inf")).amin(-1, keepdim=True)
-            x = (x - least).masked_fill(~mixed, 0.0)
-            x = x / x.amax(-1, keepdim=True).clamp(min=1e-12)
+            span = x.masked_fill(~mixed, float("-inf")).amax(-1, keepdim=True) - least
+            differs = span > 1e-5 * x.abs().amax(-1, keepdim=True)  # else rounding alone would be spread over [0, 1]
+            x = torch.where(mixed & differs, (x - least) / span, 0.0)
             return x * attention.masked_fill(~mixed, 0.0).sum(-1, keepdim=True) / x.sum(-1, keepdim=True).clamp(min=1.0)
 
         unit = F.normalize(keys.float(), dim=-1).masked_fill(~mixed[..., None], 0.0)

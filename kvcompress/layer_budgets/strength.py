@@ -6,11 +6,13 @@ from ..prompt import Prompt
 from ..vision import elite_attention
 from .base import LayerBudget, register_layer_budget
 
+LEAST_SKEWNESS = 1e-3  # below it is rounding: two tokens have none
+
 
 @register_layer_budget("strength")
 class StrengthLayerBudget(LayerBudget):
     """What text leaves of the budget, by strength and skewness of the vision tokens' importance (AirCache, section
-    3.3): half by its sum, half by the third standardised moment, which counts as 0 where it is negative. Importance is
+    3.3): half by its sum, half by the third standardised moment, which counts as none where it is negative. Importance is
     the elite queries' attention, mean over the heads.
 
     Text has its place in every layer. A row without vision, or whose text alone fills the budget, shares evenly.
@@ -30,7 +32,8 @@ class StrengthLayerBudget(LayerBudget):
         apart = (importance - (strength / count.clamp(min=1))[:, None]) * vision
         apart = apart / apart.abs().amax(1, keepdim=True).clamp(min=torch.finfo(apart.dtype).tiny)
         second, third = (apart.pow(power).sum(1) / count.clamp(min=1) for power in (2, 3))
-        skewness = torch.where(second > 0, third / second.pow(1.5), 0.0).clamp(min=0)
+        skewness = torch.where(second > 0, third / second.pow(1.5), 0.0)
+        skewness = torch.where(skewness > LEAST_SKEWNESS, skewness, 0.0)
         text = torch.zeros_like(count) if prompt.protected is not None else lengths - count
         return torch.stack([strength, skewness, text], 1)
 

@@ -264,6 +264,8 @@ def test_csp_ranks_attention_within_and_across_modalities_apart(layer, recent, c
 
 def minmax(x: list[float], mean: float) -> list[float]:
     span = max(x) - min(x)
+    if span <= 1e-5 * max(map(abs, x)):  # two tokens are equally like their mean
+        span = 0.0
     unit = [(value - min(x)) / span if span else 0.0 for value in x]
     return [value * mean / (sum(unit) / len(unit)) if any(unit) else 0.0 for value in unit]
 
