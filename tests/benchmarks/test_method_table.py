@@ -1,0 +1,147 @@
+"""The table of all methods: only what is missing is computed, and what is worse than random is marked."""
+
+import numpy as np
+import pytest
+
+import kvcompress
+from benchmarks import method_table
+from benchmarks.method_table import (
+    RATIOS,
+    Answers,
+    Cell,
+    Estimate,
+    Protocol,
+    Task,
+    cells_of,
+    compute,
+    markdown,
+    rows_of,
+)
+from benchmarks.retrieval import OPENING, draw_examples
+from tests.families import FAMILIES
+
+PROTOCOL = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"})
+
+
+@pytest.fixture
+def task():
+    """Four questions in two batches; an answer is right where its first token is even."""
+    family = FAMILIES["qwen2"]
+    model = family.build()
+    prompts = family.inputs(model, [30, 30, 30, 30])
+    return Task(
+        name="even",
+        title="Even tokens",
+        model=model,
+        questions=4,
+        batch_size=2,
+        new_tokens=2,
+        inputs=lambda batch: {name: tensor[batch] for name, tensor in prompts.items()},
+        right=lambda batch, new: (new[:, 0] % 2 == 0).tolist(),
+        protocols=(PROTOCOL,),
+        has_images=False,
+        ordinary_questions=2,
+    )
+
+
+def test_a_second_run_computes_only_what_is_missing(task, tmp_path, monkeypatch):
+    file = tmp_path / "answers.json"
+    compute(task, cells_of(task, ["full", "knorm"]), Answers(file))
+    before = Answers(file).right
+    asked = []
+    answer = method_table.answer
+    monkeypatch.setattr(method_table, "answer", lambda *given: asked.append(given[1]) or answer(*given))
+    cells = cells_of(task, ["full", "knorm", "random"])
+    compute(task, cells, Answers(file))
+    assert {cell.method for cell in asked} == {"random"}
+    assert len(asked) == 2 * len(RATIOS)
+    after = Answers(file)
+    assert before.items() <= after.right.items()
+    assert all(len(after.of(cell, task.questions)) == task.questions for cell in cells)
+
+
+def test_an_interrupted_run_goes_on_where_it_was(task, tmp_path, monkeypatch):
+    cells = cells_of(task, ["full", "knorm", "random"])
+    whole, cut = Answers(tmp_path / "whole.json"), Answers(tmp_path / "cut.json")
+    compute(task, cells, whole)
+    answer, left = method_table.answer, iter(range(5))
+
+    def interrupted(*given):
+        next(left)  # StopIteration stands for the cut
+        return answer(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(method_table, "answer", interrupted)
+        with pytest.raises(StopIteration):
+            compute(task, cells, cut)
+    compute(task, cells, Answers(tmp_path / "cut.json"))
+    assert Answers(tmp_path / "cut.json").right == whole.right
+
+
+def test_a_cell_is_another_when_its_options_its_protocol_or_its_methods_code_change(monkeypatch):
+    cell = Cell(PROTOCOL, "snapkv", 0.5)
+    assert cell.key == Cell(PROTOCOL, "snapkv", 0.5).key
+    others = [
+        Cell(PROTOCOL, "snapkv", 0.2),
+        Cell(PROTOCOL, "snapkv", 0.5, {"window_size": 8}),
+        Cell(Protocol("query-aware", {"scope": "context"}), "snapkv", 0.5),
+    ]
+    assert cell.key not in [other.key for other in others]
+    key = cell.key
+    monkeypatch.setattr(method_table, "code_identity", lambda *files: "another")
+    assert cell.key != key
+
+
+def test_methods_that_cannot_be_replayed_take_the_ordinary_path_for_fewer_questions(task, tmp_path):
+    answers, cells = Answers(tmp_path / "answers.json"), cells_of(task, ["full", "random", "kvzip"])
+    compute(task, cells, answers)
+    table = markdown(rows_of(PROTOCOL, cells, answers, task.questions), task.questions)
+    assert "| kvzip (2 questions) |" in table
+    assert "| **random** |" in table
+
+
+def test_a_refusal_is_reported_and_not_tried_again(task, tmp_path, monkeypatch):
+    def refuse(*given):
+        raise kvcompress.KVCompressError("videos only")
+
+    answers, cells = Answers(tmp_path / "answers.json"), cells_of(task, ["knorm"])
+    with monkeypatch.context() as patch:
+        patch.setattr(method_table, "answer", refuse)
+        compute(task, cells, answers)
+    compute(task, cells, Answers(answers.path))
+    assert set(Answers(answers.path).refused.values()) == {"videos only"}
+    assert rows_of(PROTOCOL, cells, answers, task.questions) == {}
+
+
+def test_the_interval_is_the_bootstrap_over_questions():
+    right = np.array([1] * 60 + [0] * 40)
+    estimate = Estimate.of(right)
+    half = 1.96 * 100 * (0.6 * 0.4 / 100) ** 0.5
+    assert estimate.mean == 60
+    assert estimate.low == pytest.approx(60 - half, abs=1.5)
+    assert estimate.high == pytest.approx(60 + half, abs=1.5)
+    assert Estimate.of(right) == estimate
+
+
+def test_the_table_is_sorted_and_marks_what_is_worse_than_random(tmp_path):
+    answers = Answers(tmp_path / "answers.json")
+    rights = {"full": 90, "random": 50, "knorm": 20, "snapkv": 80, "tova": 49}
+    cells = []
+    for method, right in rights.items():
+        for ratio in (None,) if method == "full" else RATIOS:
+            cells.append(Cell(PROTOCOL, method, ratio))
+            answers.add(cells[-1], [True] * right + [False] * (100 - right))
+    lines = markdown(rows_of(PROTOCOL, cells, answers, 100), 100).splitlines()[2:]
+    assert [line.split(" | ")[0] for line in lines] == ["| **full**", "| **random**", "| snapkv", "| tova", "| knorm"]
+    assert [line.count("▼") for line in lines] == [0, 0, 0, 0, len(RATIOS)]
+
+
+def test_retrieval_questions_follow_their_number_and_ask_for_one_fact_of_the_text():
+    examples = draw_examples(20)
+    assert examples[:5] == draw_examples(5)
+    assert len({example.context for example in examples}) == 20
+    for example in examples:
+        begin = example.question.split("According to the text: ")[1]
+        assert example.context.count(begin) == 1
+        assert f"{begin}{example.answer}." in example.context
+        assert begin not in ". ".join(example.context.split(". ")[:OPENING])  # the text may be cut there
