@@ -59,6 +59,7 @@ class CompressedLayer(CacheLayerMixin):
         reading: what of that prompt the model is reading again, for methods that do.
         layer_shares: what the layers kept of the latest prompt, [layer][row], where that was measured.
         memory: for a cluster that accumulates, its sum for every stored entry, (batch, kv_heads, entries).
+        likeness: of the latest eviction, see `Kept.likeness`.
         chunk: what is known of that prompt; the cache sets it before the forward pass.
         watch: called with the next prompt's queries, keys and scaling, by whoever wants to see the layer attend.
         rotary: how the pass rotates its queries, where the cluster wants them unrotated; see `CompressedCache.rotate`.
@@ -84,6 +85,7 @@ class CompressedLayer(CacheLayerMixin):
         self.reading: Reading | None = None
         self.layer_shares: list[list[int]] | None = None
         self.memory: torch.Tensor | None = None
+        self.likeness: torch.Tensor | None = None
         self.counted = self.decoded = self.prompt_columns = 0
         self.recent_queries: list[torch.Tensor] = []
         self.row_seeds: tuple[int, ...] = ()
@@ -185,6 +187,7 @@ class CompressedLayer(CacheLayerMixin):
         self.prompt_kept = self.prompt_kept[indices]
         self.recent_queries = [queries[indices] for queries in self.recent_queries]
         self.memory = None if self.memory is None else self.memory[indices]
+        self.likeness = None if self.likeness is None else self.likeness[indices]
         rows = indices.tolist()
         self.prompt_lengths = [self.prompt_lengths[row] for row in rows]
         self.row_seeds = tuple(self.row_seeds[row] for row in rows)
@@ -372,6 +375,7 @@ class CompressedLayer(CacheLayerMixin):
             "pyramid_beta": engine.pyramid_beta,
             "merge": self.policy.part("merge"),
             "merge_modality": engine.merge_modality,
+            "likeness": self.likeness,
         }
 
     def _for_cluster(self, part: Part) -> torch.Tensor:
@@ -394,6 +398,7 @@ class CompressedLayer(CacheLayerMixin):
     def _settle(self, chunk: Chunk, kept: Kept, uniform: bool) -> None:
         """Store what is kept of a prompt. `uniform`: it is known that no slot is unused."""
         first = self.seen - chunk.columns
+        self.likeness = kept.likeness
         self._count(chunk, (kept.indices >= 0).sum(2).float().mean(1))
         self._store(replace(kept, indices=torch.where(kept.indices < 0, -1, kept.indices + first)), first, uniform)
 
@@ -451,7 +456,7 @@ class CompressedLayer(CacheLayerMixin):
         )
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
         self.storage = self._new_storage(result.keys, result.values, columns, None)
-        self.memory = result.memory
+        self.memory, self.likeness = result.memory, result.likeness
 
     def _decode_shares(self, prompt: Prompt) -> list[int]:
         """This layer's budget of each row. Shares that were measured in the prompt stay as they were."""

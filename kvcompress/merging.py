@@ -40,12 +40,16 @@ def into_likest(
     selective: bool = False,
 ) -> Kept:
     """Every evicted entry goes into the kept entry of its row and KV head whose key is most like its own (cosine), its
-    value into that entry's value; with `selective` only those that are at least as like as the mean is."""
+    value into that entry's value. With `selective` only those that are at least as like as the threshold: the mean of
+    what is evicted together, averaged with the threshold of the eviction before (D2O: alpha = beta = 0.5)."""
     likeness, target = _likest(kept, keys, prompt)
     merged = _evicted(kept, keys, prompt) & likeness.isfinite()
     if selective:
         mean = likeness.masked_fill(~merged, 0.0).sum(-1) / merged.sum(-1)
-        merged &= likeness >= mean[..., None] - 1e-6  # rounding does not drop one that is the mean
+        before = mean if prompt.likeness is None else torch.where(prompt.likeness.isnan(), mean, prompt.likeness)
+        threshold = torch.where(merged.any(-1), (mean + before) / 2, before)
+        kept = replace(kept, likeness=threshold)
+        merged &= likeness >= threshold[..., None] - 1e-6  # rounding does not drop one that is the mean
     target, likeness, merged = (x.unsqueeze(-1) for x in (target, likeness, merged))
     new = []
     for old, states in ((kept.keys, keys), (kept.values, values)):

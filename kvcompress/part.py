@@ -30,7 +30,8 @@ class Part:
             return kept
         source = self.source[:, None].expand(-1, kept.indices.shape[1], -1)
         indices = source.gather(2, kept.indices.clamp(min=0)).masked_fill(kept.indices < 0, -1)
-        return right_aligned(joined(replace(kept, indices=indices), self.rest))
+        whole = right_aligned(joined(replace(kept, indices=indices), self.rest))
+        return replace(whole, likeness=kept.likeness)
 
 
 def context_part(

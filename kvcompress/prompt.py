@@ -36,6 +36,7 @@ class Prompt:
         tokens: while decoding, the real tokens of each row so far, evicted ones included.
         accumulated: for a cluster that accumulates, while decoding is to evict: what `observe` has added up for each
             column so far, (batch, kv_heads, columns).
+        likeness: the `Kept.likeness` of the eviction before this one, None at the first.
         read_again: for a cluster with a second pass: what each column received in it, (batch, kv_heads, columns).
     """
 
@@ -63,6 +64,7 @@ class Prompt:
     seen: int | None = None
     tokens: tuple[int, ...] = ()
     accumulated: torch.Tensor | None = None
+    likeness: torch.Tensor | None = None
     read_again: torch.Tensor | None = None
 
 
@@ -70,12 +72,14 @@ class Prompt:
 class Kept:
     """What lives on: keys and values (batch, kv_heads, kept, head_dim), and the columns of the input that they come
     from, LongTensor (batch, kv_heads, kept), ascending; -1 marks the unused leading slots of a row or head that
-    keeps fewer. `memory` (batch, kv_heads, kept): what a cluster that accumulates remembers of each."""
+    keeps fewer. `memory` (batch, kv_heads, kept): what a cluster that accumulates remembers of each. `likeness`
+    (batch, kv_heads): from which on evicted entries were merged, where merging has such a threshold."""
 
     keys: torch.Tensor
     values: torch.Tensor
     indices: torch.Tensor
     memory: torch.Tensor | None = None
+    likeness: torch.Tensor | None = None
 
 
 def gather(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, memory: torch.Tensor | None = None) -> Kept:

@@ -16,7 +16,8 @@ from .h2o import HeavyHitterKVCluster
 class D2OKVCluster(HeavyHitterKVCluster):
     """Keeps the first `sinks` tokens, heavy hitters and recent tokens, half and half. Layers share the budget by the
     variance of their attention (`layer_budget="variance"`). Evicted entries whose key is like a kept one, by at least
-    the mean of all evicted ones' likeness, are merged into it (`merge="d2o"`); the others are dropped."""
+    a threshold, are merged into it (`merge="d2o"`), the others dropped: at first the mean likeness of what is evicted,
+    then its moving average."""
 
     sinks: NonNegativeInt = 4
 

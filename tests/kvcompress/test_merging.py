@@ -77,6 +77,35 @@ def test_every_evicted_entry_goes_into_the_kept_one_with_the_likest_key(layer, m
                 torch.testing.assert_close(part[row, head, slots >= 0].double(), wanted, atol=1e-5, rtol=0)
 
 
+def test_the_threshold_of_d2o_is_a_moving_average_from_eviction_to_eviction():
+    keys = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.8, 0.6], [0.28, 0.96], [0.0, 1.0]])
+    cosines = {1: 0.8, 2: 0.8, 3: 0.96}  # with the likest of the kept, which are columns 0 and 4
+    keys, scores = keys[None, None], torch.tensor([[[9.0, 0.0, 0.0, 0.0, 9.0]]])
+    prompt = kvcompress.Prompt(0, 1, [5], [2], 1.0, merge="d2o", row_seeds=(0,))
+    kept = kvcompress.make_cluster("knorm").keep(scores, keys, keys, prompt)
+    mean = sum(cosines.values()) / 3
+    assert float(kept.likeness) == pytest.approx(mean)
+    assert torch.equal(kept.keys[0, 0, 0], keys[0, 0, 0]), "what is less like than the mean is dropped"
+    assert not torch.equal(kept.keys[0, 0, 1], keys[0, 0, 4])
+    later = dataclasses.replace(prompt, likeness=torch.tensor([[0.5]]))
+    kept = kvcompress.make_cluster("knorm").keep(scores, keys, keys, later)
+    assert float(kept.likeness) == pytest.approx((0.5 + mean) / 2)
+    assert not torch.equal(kept.keys[0, 0, 0], keys[0, 0, 0])
+
+
+def test_while_decoding_d2o_drops_what_is_less_like_than_what_came_before():
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [40, 30])
+    with kvcompress.compress(model, "d2o", 0.5, decode_budget=10, decode_interval=1) as session:
+        thresholds = []
+        for new in (2, 12):
+            generate(model, inputs, new)
+            thresholds.append(torch.stack([layer.likeness for layer in session.cache.layers]))
+    assert thresholds[0].shape == (3, 2, 2)
+    assert thresholds[1].isfinite().all()
+    assert not torch.allclose(*thresholds)
+
+
 @settings(max_examples=60, deadline=None)
 @given(layer=layers(), same=st.booleans(), followers=st.sampled_from([1, 3, 32]))
 def test_cam_adds_an_evicted_value_to_the_kept_ones_behind_it_by_its_share_of_attention(layer, same, followers):
