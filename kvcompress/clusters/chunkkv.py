@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import PositiveInt
 
-from ..scoring import aligned_left, aligned_right, pad_columns
+from ..scoring import aligned_left, aligned_right
 from .base import Prompt, register_method
 from .snapkv import WindowKVCluster
 
@@ -29,14 +29,7 @@ class ChunkKVCluster(WindowKVCluster):
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
         size, padding, columns = self.chunk_size, prompt.padding, keys.shape[2]
-        scores = super().score(queries, keys, values, prompt)
-        tokens = torch.ones_like(scores)
-        if padding is not None:
-            pads = pad_columns(padding, columns)
-            scores, tokens = scores.masked_fill(pads, 0.0), tokens.masked_fill(pads, 0.0)
-        totals, counts = (
-            F.pad(aligned_left(x, padding), (0, -columns % size)).unflatten(-1, (-1, size)).sum(-1)
-            for x in (scores, tokens)
-        )
-        mean = (totals / counts).repeat_interleave(size, dim=-1)[..., :columns]
-        return aligned_right(mean, padding)
+        scores = aligned_left(super().score(queries, keys, values, prompt), padding)
+        # A row's last chunk may be shorter; it holds a part of the window, so its mean is +inf all the same.
+        means = F.pad(scores, (0, -columns % size)).unflatten(-1, (-1, size)).mean(-1)
+        return aligned_right(means.repeat_interleave(size, dim=-1)[..., :columns], padding)

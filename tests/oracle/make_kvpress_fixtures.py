@@ -76,6 +76,7 @@ PRESSES = {
     "adakv-cur": lambda: AdaKVPress(CURPress()),
     "adakv-keydiff": lambda: AdaKVPress(KeyDiffPress()),
     "adakv-expected-attention-eps": lambda: AdaKVPress(ExpectedAttentionPress(epsilon=1e-2)),
+    "critical-adakv-8-5-safe": lambda: CriticalAdaKVPress(SnapKVPress(window_size=8), alpha_safeguard=0.9),
     "critical-adakv-8-5": lambda: CriticalAdaKVPress(SnapKVPress(window_size=8)),
 }
 

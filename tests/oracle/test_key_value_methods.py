@@ -19,23 +19,24 @@ INFINITE = float("inf")
 
 
 @plain_test
-@given(layer=layers(), sinks=st.sampled_from([0, 1, 4]), lag=st.sampled_from([2, 5, 8]))
+@given(layer=layers(), sinks=st.sampled_from([0, 1, 4]), lag=st.sampled_from([4, 5, 8]))
 def test_lagkv_keeps_what_varies_most_within_the_range_of_the_next_partition(layer, sinks, lag):
-    def ranks(states, begin):
+    def varied(states, begin):
         """Of the partition's tokens, each measured by the channels' range in the partition behind it."""
         reference = states[begin + lag : begin + 2 * lag]
         least, most = reference.min(0).values, reference.max(0).values
-        return torch.stack([((token - least) / (most - least)).std() for token in states[begin : begin + lag]]).softmax(
-            0
-        )
+        spread = [((token - least) / (most - least)).std() for token in states[begin : begin + lag]]
+        return (
+            torch.stack(spread).softmax(0).float()
+        )  # the library scores in fp32: let what is equal there be equal here
 
     def reference(q, k, v, budget):
         scores = [INFINITE] * min(sinks, len(k)) + [1.0] * (len(k) - sinks)
         partitions = (len(k) - sinks) // lag
         for begin in range(sinks, sinks + (partitions - 1) * lag, lag):
-            information = (ranks(k, begin) + ranks(v, begin)).tolist()
-            for token, score in enumerate(information):
-                scores[begin + token] = sum(other < score for other in information) / lag
+            information = (varied(k, begin) + varied(v, begin)).tolist()
+            for rank, token in enumerate(sorted(range(lag), key=lambda token: (information[token], token))):
+                scores[begin + token] = rank / lag
         return best(scores, budget)
 
     check(kvcompress.make_cluster("lagkv", sinks=sinks, lag=lag), layer, reference)
@@ -155,3 +156,28 @@ def test_criticalkv_without_an_output_projection_is_a_clear_error():
     prompt = kvcompress.Prompt(0, 1, [5], [2], SCALING, module=torch.nn.Identity())
     with pytest.raises(kvcompress.KVCompressError, match="linear, unquantized o_proj, not a Identity with o_proj=None"):
         kvcompress.make_cluster("criticalkv").update_kv(states, states, states, prompt)
+
+
+def test_expected_attention_while_decoding_counts_the_last_queries_of_each_row():
+    """Ten queries are remembered; a row of six tokens has pads among them, and its entries have pads in front."""
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(1, 2, 10, 4, generator=generator)
+    keys, values = (torch.randn(1, 1, 8, 4, generator=generator) for _ in range(2))
+    inv_freq = torch.tensor([1.0, 0.3])
+    latest = Rotary(torch.ones(1, 1, 4), torch.zeros(1, 1, 4), torch.tensor([[5]]), inv_freq)
+    cluster = kvcompress.make_cluster("expected-attention", sinks=2, future=3)
+
+    def score(queries, first, entries):
+        columns = torch.arange(first, 8)[None, None] + 4
+        prompt = kvcompress.Prompt(0, 1, [entries], [3], SCALING, rotary=latest, columns=columns, seen=12, tokens=(6,))
+        prompt = dataclasses.replace(prompt, padding=torch.tensor([[3 - first]]))
+        return cluster.score(queries, keys[:, :, first:], values[:, :, first:], prompt)[..., 3 - first :]
+
+    torch.testing.assert_close(score(queries, 0, 5), score(queries[:, :, 4:], 3, 6))
+
+
+def test_of_equal_tokens_lagkv_keeps_the_later():
+    states = torch.ones(1, 1, 300, 4)
+    prompt = kvcompress.Prompt(0, 1, [300], [4 + 5 + 46], SCALING)  # 46 tokens are protected beside the sinks
+    kept = kvcompress.make_cluster("lagkv", lag=25).update_kv(states, states, states, prompt).indices[0, 0].tolist()
+    assert kept == [0, 1, 2, 3, *[4 + 25 * part + 24 for part in range(5, 10)], *range(254, 300)]

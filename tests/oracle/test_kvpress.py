@@ -37,6 +37,7 @@ SAME = {
     "chunkkv-8-5": ("chunkkv", SNAPKV),
     "chunkkv-8-5-by-7": ("chunkkv", {**SNAPKV, "chunk_size": 7}),
     "criticalkv-8-5": ("criticalkv", SNAPKV),
+    "critical-adakv-8-5-safe": ("criticalkv", SNAPKV | ADAPTIVE | {"safeguard": 0.9}),
     "critical-adakv-8-5": ("criticalkv", SNAPKV | ADAPTIVE),
     "expected-attention": ("expected-attention", {}),
     "expected-attention-eps": ("expected-attention", {"epsilon": 0.01}),
