@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kvcompress
+from benchmarks.ragged_decode import ragged_case as benchmark_case
+from benchmarks.ragged_decode import ways_to_attend
 from kvcompress.kernels.ragged_decode import decode_by_segment, decode_gathered, ragged_decode, ragged_decode_reference
 from kvcompress.storage import RaggedStorage
 from tests.families import FAMILIES
@@ -43,6 +45,17 @@ def test_the_ways_on_a_cpu_equal_the_reference(batch, kv_heads, groups, head_dim
     # A copy reads the first spare row where a segment has none of its own: only rows in use are gathered.
     gathered = decode_gathered(query, keys, values, starts, lengths, max(sizes[::2]), scaling)
     torch.testing.assert_close(gathered, expected, **close)
+
+
+def test_the_benchmark_compares_ways_that_agree():
+    case = benchmark_case(2, 6, 2, 64, 100, device="cpu", dtype=torch.float32)
+    arguments = [case[name] for name in ("query", "keys", "values", "starts", "lengths")]
+    expected = ragged_decode_reference(*arguments, 0.125)
+    ways = ways_to_attend(case)
+    assert set(ways) == {"uniform", "gathered", "by segment"}
+    for name in ("gathered", "by segment"):
+        torch.testing.assert_close(ways[name](), expected, atol=1e-5, rtol=1e-5)
+    assert ways["uniform"]().shape == expected.shape
 
 
 def test_the_triton_kernel_equals_the_reference_in_tritons_interpreter():
