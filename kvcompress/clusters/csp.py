@@ -41,15 +41,16 @@ class CSPKVCluster(KVCluster):
         columns = keys.shape[2]
         windows = [max(1, int(self.recent * budget)) for budget in prompt.budgets]
         own, cross = votes(queries, keys, prompt, windows)
+        if prompt.padding is not None:  # a pad took the votes for nothing
+            cross = cross.masked_fill(pad_columns(prompt.padding, columns), 0.0)
         cross = torch.where(cross.any(-1, keepdim=True), cross, own)
         rest = [budget - window for budget, window in zip(prompt.budgets, windows, strict=True)]
         by_own = [n - min(n, max(1, int(self.cross * n))) if self.cross else n for n in rest]
         before = protect_recent(-own, windows).neg()  # -inf in the window, which stays anyway
-        first = top_indices(before, by_own, prompt.padding).remainder(
-            columns + 1
-        )  # -1 becomes a column that is cut off
+        first = top_indices(before, by_own, prompt.padding)
         chosen = torch.zeros(*keys.shape[:2], columns + 1, dtype=torch.bool, device=keys.device)
-        chosen = chosen.scatter_(-1, first, True)[..., :columns]
+        chosen.scatter_(-1, first.masked_fill(first < 0, columns), True)  # unused slots: a column that is cut off
+        chosen = chosen[..., :columns]
         return protect_recent(cross.masked_fill(chosen, float("inf")), windows)
 
 

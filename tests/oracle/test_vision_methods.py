@@ -259,6 +259,19 @@ def test_csp_ranks_attention_within_and_across_modalities_apart(layer, recent, c
     check(kvcompress.make_cluster("csp", recent=recent, cross=cross), layer, reference)
 
 
+def test_csp_ranks_a_row_of_one_modality_the_same_alone_and_padded():
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = (torch.randn(1, 1, 20, 8, generator=generator) for _ in range(2))
+    alone = kvcompress.Prompt(0, 1, [20], [10], SCALING, vision=torch.ones(1, 20, dtype=torch.bool))
+    padded = dataclasses.replace(
+        alone, padding=torch.tensor([[5]]), vision=torch.nn.functional.pad(alone.vision, (5, 0), value=False)
+    )
+    cluster = kvcompress.make_cluster("csp", cross=0.5)
+    expected = cluster.update_kv(queries, keys, keys, alone).indices
+    queries, keys = (torch.nn.functional.pad(states, (0, 0, 5, 0), value=1.0) for states in (queries, keys))
+    assert torch.equal(cluster.update_kv(queries, keys, keys, padded).indices - 5, expected)
+
+
 def minmax(x: list[float], mean: float) -> list[float]:
     span = max(x) - min(x)
     if span <= 1e-5 * max(map(abs, x)):  # two tokens are equally like their mean
