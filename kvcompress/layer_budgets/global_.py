@@ -24,5 +24,7 @@ class GlobalLayerBudget(LayerBudget):
 
     def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
         layers, heads, _ = measured.shape
-        best = measured.flatten().topk(budget * layers * heads).indices  # there are `length` for each head and layer
-        return torch.bincount(best // measured[0].numel(), minlength=layers).tolist()
+        wanted = budget * layers * heads
+        least = measured.flatten().topk(wanted).values[-1]  # of those that are kept
+        above, equal = ((measured > least).sum((1, 2)), (measured == least).sum((1, 2)))
+        return (above + equal * (wanted - above.sum()) / equal.sum()).tolist()

@@ -42,7 +42,11 @@ def new_tokens(inputs: dict) -> torch.Tensor:
     return torch.tensor([row[:NEW] for row in rows])
 
 
-decode_options = st.fixed_dictionaries({"decode_interval": st.sampled_from([1, 3, 8])}).flatmap(
+scopes = st.sampled_from([{}, {"scope": "context", "context_tokens": 9}])
+decode_options = st.tuples(st.sampled_from([1, 3, 8]), scopes).map(
+    lambda drawn: {"decode_interval": drawn[0], **drawn[1]}
+)
+decode_options = decode_options.flatmap(
     lambda fixed: st.one_of(
         st.sampled_from([4, 10, 30]).map(lambda entries: fixed | {"decode_budget": entries}),
         st.sampled_from([0.2, 0.6]).map(lambda ratio: fixed | {"decode_ratio": ratio}),
@@ -80,6 +84,28 @@ def test_a_row_evicts_the_same_alone_as_in_a_batch(family, data):
             for layer, solo_layer in zip(layers, solo_history[seen - pads], strict=True):
                 for head, solo_head in zip(layer[row], solo_layer[0], strict=True):
                     assert (head - pads).tolist() == solo_head.tolist()
+
+
+def test_what_is_remembered_of_a_row_stays_with_its_entries_where_rows_keep_different_parts():
+    """Contexts and budgets of three lengths, heads that differ: no slot is used by all."""
+    model = FAMILIES["qwen2"].build(3, 4, 2)
+    inputs = FAMILIES["qwen2"].inputs(model, [33, 69, 56])
+    options = {"head_budget": "adaptive", "scope": "context", "context_tokens": 27, "decode_budget": 33}
+
+    def run(inputs: dict, forced: torch.Tensor | None = None) -> tuple:
+        with kvcompress.compress(model, "h2o", 0.35, decode_interval=5, recent=0.0, **options) as session:
+            tokens, _ = generate(model, inputs, NEW, forced)
+        kept = [session.cache.kept_indices(layer) for layer in range(3)]
+        width = [layer.memory.shape[2] + layer.decoded - layer.stored for layer in session.cache.layers]
+        return tokens, kept, width
+
+    tokens, batch, width = run(inputs, new_tokens(inputs))
+    assert width == [0, 0, 0]
+    for row, length in enumerate([33, 69, 56]):
+        _, alone, _ = run(FAMILIES["qwen2"].solo(inputs, row), tokens[row : row + 1])
+        for layer, solo in zip(batch, alone, strict=True):
+            for head, solo_head in zip(layer[row], solo[0], strict=True):
+                assert (head - (69 - length)).tolist() == solo_head.tolist()
 
 
 @pytest.mark.parametrize("method", METHODS)
