@@ -19,7 +19,7 @@ from .policy import make_policy
 from .pruning import prune
 from .rotary import rotary_embeddings, watch_rotary
 from .second_pass import DecoderInputs, read_again
-from .tower import FrameWatch, TowerWatch, watch_for
+from .tower import FrameWatch, TowerWatch
 
 
 def compress(
@@ -59,7 +59,9 @@ def compress(
         "max_new_tokens": max_new_tokens,
         **options,
     }
-    return Session(model, new_cache, watch_for(model, policy.tokens))
+    tokens = policy.tokens
+    tower = TowerWatch(model, tokens.tower_layer) if tokens is not None and tokens.sees == "tower" else None
+    return Session(model, new_cache, tower)
 
 
 def attach(model: PreTrainedModel) -> "Session":
@@ -74,10 +76,9 @@ class Session:
         cache: the `CompressedCache` of the latest generation, None before the first.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, new_cache: dict[str, Any] | None, watch: TowerWatch | FrameWatch | None = None
-    ):
-        self.model, self.cache, self._watch = model, None, watch
+    def __init__(self, model: PreTrainedModel, new_cache: dict[str, Any] | None, tower: TowerWatch | None = None):
+        self.model, self.cache = model, None
+        self._tower, self._frames = tower, FrameWatch(model)
         self._new_cache = new_cache
         self._config = attention_config(model)
         self._forward_names = list(inspect.signature(model.forward).parameters)
@@ -92,8 +93,9 @@ class Session:
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.model.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
-        if self._watch is not None:
-            self._hooks += self._watch.attach()
+        self._hooks += self._frames.attach()
+        if self._tower is not None:
+            self._hooks += self._tower.attach()
         self._of_pass: list[RemovableHandle] = []
         return self
 
@@ -110,10 +112,13 @@ class Session:
         batch, columns = (embeds if ids is None else ids).shape[:2]
         cache = self._cache_for(kwargs, model)
         mask = kwargs.get("attention_mask")
-        self._is_prompt = cache.start(batch, columns, ids, mask, kwargs.get("video_grid_thw"))
+        grid = kwargs.get("video_grid_thw")
+        if grid is None and columns > 1:
+            grid = self._frames.grid(ids)
+        self._is_prompt = cache.start(batch, columns, ids, mask, grid)
         self._end_pass()
         if self._is_prompt and cache.policy.tokens is not None:
-            self._of_pass = prune(text_decoder(model), self._base, cache, self._watch, ids)
+            self._of_pass = prune(text_decoder(model), self._base, cache, self._tower, self._frames, ids)
         if cache.policy.cluster.unrotated_queries and (self._is_prompt or cache.policy.decode is not None):
             self._of_pass += watch_rotary(text_decoder(model), cache.rotate)
         if cache.policy.cluster.second_pass and self._is_prompt:

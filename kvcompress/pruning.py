@@ -28,7 +28,8 @@ def prune(
     decoder: PreTrainedModel,
     base: str,
     cache: CompressedCache,
-    watch: TowerWatch | FrameWatch | None,
+    tower: TowerWatch | None,
+    frames: FrameWatch,
     input_ids: torch.Tensor,
 ) -> list[RemovableHandle]:
     """Make the forward pass that `cache` was told of drop vision tokens as its token method says.
@@ -36,7 +37,7 @@ def prune(
     Args:
         decoder: the text model with the decoder layers.
         base: the attention implementation that the model had.
-        watch: what watched the vision side, for a method that looks at it.
+        tower, frames: what watched the vision side, for a method that looks at it.
         input_ids: the prompt (batch, columns).
 
     Returns:
@@ -53,10 +54,12 @@ def prune(
     pruning = Pruning(base, cache)
     if not pruning.is_needed:
         return []
-    if cache.policy.tokens.sees != "attention":
-        if watch is None:
+    if cache.policy.tokens.sees == "frames":
+        pruning.sight = frames.take(input_ids)
+    if cache.policy.tokens.sees == "tower":
+        if tower is None:
             raise KVCompressError(f"method {method!r} works inside kvcompress.compress(...), not attach(...)")
-        pruning.sight = watch.take(input_ids)
+        pruning.sight = tower.take(input_ids)
     return pruning.attach(layers)
 
 

@@ -12,17 +12,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from .errors import KVCompressError
-from .tokens.base import TokenMethod, Tower
+from .tokens.base import Tower
 from .vision import vision_token_mask
 
 FAMILIES = ("llava", "llava_next", "llava_onevision")  # an image token is a patch of the tower, or a mean of some
-
-
-def watch_for(model: PreTrainedModel, method: TokenMethod | None) -> "TowerWatch | FrameWatch | None":
-    """What must watch `model` for `method`. Raises KVCompressError where the model does not let it."""
-    if method is None or method.sees == "attention":
-        return None
-    return TowerWatch(model, method.tower_layer) if method.sees == "tower" else FrameWatch(model)
 
 
 class TowerWatch:
@@ -117,48 +110,80 @@ class FrameWatch:
 
     A model that takes the frames of a video as images (InternVL) does not say which images are frames: those of a row
     that have as many tokens as its first are.
+
+    Attributes:
+        videos: (frames, tokens per frame, tokens behind the last) of each video that was encoded.
+        grids: their `video_grid_thw` (videos, 3), for a model that takes one.
     """
 
     def __init__(self, model: PreTrainedModel):
-        self.model = model.base_model
-        self.frames_are_images = not hasattr(self.model, "get_video_features")
-        if not self.frames_are_images:
-            parameters = inspect.signature(self.model.get_video_features).parameters
-            self.has_grid = "video_grid_thw" in parameters
-            if not self.has_grid and model.config.model_type != "llava_onevision":
-                raise KVCompressError(f"it is not known how a {model.config.model_type} model lays out video frames")
-        self.videos: list[tuple[int, int, int]] = []
+        self.model, self.videos, self.grids = model.base_model, [], None
+        encode = getattr(self.model, "get_video_features", None)
+        self.frames_are_images = encode is None
+        self.has_grid = encode is not None and "video_grid_thw" in inspect.signature(encode).parameters
+        self.is_pooled = model.config.model_type == "llava_onevision"
 
     def attach(self) -> list["_Replacement"]:
         """Start watching; returns what ends it."""
-        return [] if self.frames_are_images else [_Replacement(self.model, "get_video_features", self._encoding)]
+        if not (self.has_grid or self.is_pooled):
+            return []
+        return [_Replacement(self.model, "get_video_features", self._encoding)]
+
+    def grid(self, input_ids: torch.Tensor | None) -> torch.Tensor | None:
+        """The `video_grid_thw` of a prompt (batch, columns), which `generate` does not give to the model where it has
+        encoded the videos before; None where none is known."""
+        if self.grids is None or input_ids is None:
+            return None
+        rows = self._by_row(self._is_video(input_ids))
+        return None if rows is None else self.grids[[video for row in rows for video in row]]
 
     def take(self, input_ids: torch.Tensor) -> dict[str, list[list[torch.Tensor]]]:
-        """`frames` of `Tokens` for a prompt (batch, columns); beam search repeats each row."""
+        """`frames` of `Tokens` for a prompt (batch, columns)."""
         if self.frames_are_images:
             return {"frames": [_equal_spans(row) for row in vision_token_mask(self.model.config, input_ids)]}
-        config, videos, self.videos = self.model.config, self.videos, []
-        is_video = input_ids == getattr(config, "video_token_id", getattr(config, "video_token_index", None))
-        given, tokens = sum(frames * size + rest for frames, size, rest in videos), int(is_video.sum())
-        beams = tokens // given if given else 0
-        if tokens != given * beams:
-            raise KVCompressError(f"the prompt has {tokens} video tokens, and videos of {given} tokens were encoded")
-        waiting, rows = iter(videos), []
-        for row in is_video[:: max(beams, 1)]:
+        is_video = self._is_video(input_ids)
+        rows = self._by_row(is_video)
+        if rows is None:
+            raise KVCompressError(
+                f"it is not known how this {self.model.config.model_type} model laid out the prompt's "
+                f"{int(is_video.sum())} video tokens: they must be encoded in the same kvcompress.compress(...)"
+            )
+        frames = []
+        for row, videos in zip(is_video, rows, strict=True):
             columns, of_row = row.nonzero()[:, 0], []
-            while len(columns):
-                frames, size, rest = next(waiting)
-                of_row.append(columns[: frames * size].view(frames, size))
-                columns = columns[frames * size + rest :]
-            rows += [of_row] * max(beams, 1)
-        return {"frames": rows}
+            for count, size, rest in (self.videos[video] for video in videos):
+                of_row.append(columns[: count * size].view(count, size))
+                columns = columns[count * size + rest :]
+            frames.append(of_row)
+        return {"frames": frames}
+
+    def _is_video(self, input_ids: torch.Tensor) -> torch.Tensor:
+        config = self.model.config
+        return input_ids == getattr(config, "video_token_id", getattr(config, "video_token_index", None))
+
+    def _by_row(self, is_video: torch.Tensor) -> list[list[int]] | None:
+        """Which of the encoded videos each row of a prompt (batch, columns) holds; beam search repeats each row. None
+        where they are not the prompt's."""
+        counts = is_video.sum(1).tolist()
+        sizes = [count * size + rest for count, size, rest in self.videos]
+        beams = max(sum(counts) // sum(sizes), 1) if sizes else 1
+        rows, video = [], 0
+        for left in counts[::beams]:
+            of_row = []
+            while left > 0 and video < len(sizes):
+                of_row.append(video)
+                left, video = left - sizes[video], video + 1
+            if left:
+                return None
+            rows += [of_row] * beams
+        return rows
 
     def _encoding(self, encode: Callable, *args, **kwargs):
         given = inspect.signature(encode).bind(*args, **kwargs).arguments
         output = encode(*args, **kwargs)
         if self.has_grid:  # frames, and rows and columns of patches
-            grids, merged = given["video_grid_thw"].tolist(), self.model.visual.spatial_merge_size**2
-            self.videos = [(frames, height * width // merged, 0) for frames, height, width in grids]
+            self.grids, merged = given["video_grid_thw"], self.model.visual.spatial_merge_size**2
+            self.videos = [(frames, height * width // merged, 0) for frames, height, width in self.grids.tolist()]
         else:  # videos of equal length, each with a newline at its end
             videos, frames = given["pixel_values_videos"].shape[:2]
             tokens = (output[1] if isinstance(output, tuple) else output.pooler_output).shape[1]
