@@ -210,8 +210,7 @@ class CompressedLayer(CacheLayerMixin):
         kept = self._kept(self.seen)
         last = kept.indices == self.seen - 1
         rest = right_aligned(replace(kept, indices=kept.indices.masked_fill(last, -1)))
-        self.storage = self._new_storage(rest.keys, rest.values, rest.indices, None)
-        self.memory = rest.memory
+        self._put(rest)
         # The token that is fed again is stored in every head, whether the cluster had kept it or not.
         self.prompt_kept = self.prompt_kept + 1 - last.any(2).float().mean(1)
         self.counted -= 1
@@ -455,8 +454,8 @@ class CompressedLayer(CacheLayerMixin):
             queries, kept.keys, kept.values, replace(prompt, lengths=entries, budgets=budgets)
         )
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
-        self.storage = self._new_storage(result.keys, result.values, columns, None)
-        self.memory, self.likeness = result.memory, result.likeness
+        self._put(replace(result, indices=columns))
+        self.likeness = result.likeness
 
     def _decode_shares(self, prompt: Prompt) -> list[int]:
         """This layer's budget of each row. Shares that were measured in the prompt stay as they were."""
@@ -518,8 +517,12 @@ class CompressedLayer(CacheLayerMixin):
         if self.storage is not None:
             kept = right_aligned(joined(self._kept(first), kept))
             uniform = False
-        self.memory = kept.memory
+        self._put(kept, uniform)
+
+    def _put(self, kept: Kept, uniform: bool = False) -> None:
+        """Let this be all that is stored. Slots that no row and head uses are left out, also of what is remembered."""
         self.storage = self._new_storage(kept.keys, kept.values, kept.indices, None, uniform)
+        self.memory = None if kept.memory is None else kept.memory[..., kept.indices.shape[2] - self.stored :]
 
     def _new_storage(self, keys, values, indices, pads, uniform: bool = False) -> Storage:
         """Arguments as in storage.py; `indices` None for a cache that keeps everything, which may hold pads."""
