@@ -145,8 +145,13 @@ def _likest(kept: Kept, keys: torch.Tensor, prompt: Prompt) -> tuple[torch.Tenso
         alike = directions[:, :, block] @ kept_directions.transpose(2, 3)
         same = torch.stack([columns[:, :, block, None] & slots[:, :, None] for columns, slots in kinds]).any(0)
         usable = same & (kept.indices >= 0)[:, :, None]
-        found.append(alike.masked_fill(~usable, -torch.inf).max(-1))
-    return torch.cat([likeness for likeness, _ in found], -1), torch.cat([slot for _, slot in found], -1)
+        alike = alike.masked_fill(~usable, -torch.inf)
+        likeness = alike.amax(-1)
+        # A token that was said twice is as like to both: rounding must not decide, the later one wins.
+        equal = alike >= likeness[..., None] - 1e-6
+        slot = torch.where(equal, torch.arange(alike.shape[3], device=keys.device), -1).amax(-1)
+        found.append((likeness, slot))
+    return tuple(torch.cat(blocks, -1) for blocks in zip(*found, strict=True))
 
 
 # name -> what `merge_evicted` does, from its arguments

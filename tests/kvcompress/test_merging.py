@@ -77,6 +77,14 @@ def test_every_evicted_entry_goes_into_the_kept_one_with_the_likest_key(layer, m
                 torch.testing.assert_close(part[row, head, slots >= 0].double(), wanted, atol=1e-5, rtol=0)
 
 
+def test_of_two_kept_entries_that_are_equally_like_the_later_takes_the_evicted_one():
+    keys = torch.tensor([[0.6, 0.8], [0.0, 1.0], [-0.6, 0.8 - 2e-7]])[None, None]
+    prompt = kvcompress.Prompt(0, 1, [3], [2], 1.0, merge="average", row_seeds=(0,))
+    kept = kvcompress.make_cluster("knorm").keep(torch.tensor([[[1.0, 0.0, 1.0]]]), keys, keys, prompt)
+    assert torch.equal(kept.keys[0, 0, 0], keys[0, 0, 0])
+    torch.testing.assert_close(kept.keys[0, 0, 1], keys[0, 0, 1:].mean(0))
+
+
 def test_the_threshold_of_d2o_is_a_moving_average_from_eviction_to_eviction():
     keys = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.8, 0.6], [0.28, 0.96], [0.0, 1.0]])
     cosines = {1: 0.8, 2: 0.8, 3: 0.96}  # with the likest of the kept, which are columns 0 and 4
