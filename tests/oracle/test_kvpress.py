@@ -65,6 +65,11 @@ def recorded(prompt: str, press: str) -> dict[int, torch.Tensor]:
     }
 
 
+def is_too_short(press: str, prompt: str) -> bool:
+    """Whether the press finds nothing to score: lagkv needs sinks and two partitions."""
+    return press == "lagkv-128" and PROMPTS[prompt] < 4 + 2 * 128
+
+
 def states(prompts: list[str], layer: int) -> list[torch.Tensor]:
     """queries, keys, values of one layer, the prompts padded on the left to one batch. Pads hold what would win every
     comparison if it were looked at."""
@@ -126,8 +131,7 @@ def kept(method: str, options: dict, prompts: list[str], layer: int, budgets: li
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_the_kept_sets_are_those_of_kvpress(prompt, press):
     expected = recorded(prompt, press)
-    if not expected:
-        pytest.skip("this prompt is too short for the press to score anything")
+    assert expected or is_too_short(press, prompt)
     for entries, layers in expected.items():
         for layer, theirs in enumerate(layers):
             budget, rest = divmod(int(theirs.sum()), len(theirs))
@@ -140,6 +144,7 @@ def test_the_kept_sets_are_those_of_kvpress(prompt, press):
 def test_the_kept_sets_in_a_padded_batch_are_those_of_kvpress(press):
     prompts = ["qwen2-150", "qwen2-301"]
     expected = [recorded(prompt, press) for prompt in prompts]
+    assert all(expected) or is_too_short(press, prompts[0])
     for pair in zip(*(each.values() for each in expected), strict=False):
         for layer, theirs in enumerate(zip(*pair, strict=True)):
             budgets = [int(mask.sum()) // len(mask) for mask in theirs]
