@@ -23,18 +23,20 @@ oracle = settings(max_examples=40, deadline=None)
 
 @st.composite
 def vision_layers(draw: st.DrawFn) -> tuple:
-    """As `layers`, with vision tokens: none, a span (at the start, in the middle, at the end) or scattered."""
+    """As `layers`, with vision tokens: none, a span (at the start, in the middle, at the end), scattered, or all."""
     queries, keys, values, prompt = draw(layers())
     columns = keys.shape[2]
     vision = torch.zeros(len(prompt.lengths), columns, dtype=torch.bool)
     for row, length in enumerate(prompt.lengths):
-        kind = draw(st.sampled_from(["none", "span", "scattered"]))
+        kind = draw(st.sampled_from(["none", "span", "scattered", "all"]))
         if kind == "span":
             first = draw(st.integers(0, length - 1))
             vision[row, columns - length + first : columns - length + draw(st.integers(first, length))] = True
-        elif kind == "scattered":
+        elif kind != "none":
             generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-            vision[row, columns - length :] = torch.rand(length, generator=generator) < 0.5
+            vision[row, columns - length :] = torch.rand(length, generator=generator) < (
+                0.5 if kind == "scattered" else 2
+            )
     return queries, keys, values, dataclasses.replace(prompt, vision=vision)
 
 
@@ -440,6 +442,17 @@ def test_infinipot_v_keeps_new_frames_what_changed_before_them_and_large_values(
     assert torch.equal(by_prompt.indices, cluster.update_kv(*states, prompt).indices)
 
 
+def test_infinipot_v_keeps_the_patch_that_changed_and_the_last_frame():
+    """Eight frames of five tokens; all frames are alike but for the third token of the second frame."""
+    frame = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    keys = frame.repeat(8, 1)[None, None]
+    keys[0, 0, 7] *= -1
+    prompt = kvcompress.Prompt(0, 1, [40], [11], 1.0, vision=torch.ones(1, 40, dtype=torch.bool), frame_tokens=(5,))
+    kept = kvcompress.make_cluster("infinipot-v", tar=1.0).update_kv(keys, keys, keys, prompt).indices[0, 0].tolist()
+    assert kept[0] == 7
+    assert kept[1:] == list(range(30, 40))
+
+
 T, V, I = 9, VIDEO, IMAGE  # noqa: E741
 
 
@@ -465,3 +478,10 @@ def test_frames_are_found_by_grid_config_or_equal_spans(family, ids, grid, expec
     grid = None if grid is None else torch.tensor(grid)
     assert frame_tokens(config, torch.tensor([ids]), grid) == (expected,)
     assert frame_tokens(config, torch.tensor([ids, [T] * len(ids)]), grid) == (expected, 0)
+
+
+def test_each_row_has_the_frames_of_its_own_videos():
+    config = FAMILIES["qwen2.5-vl"].build().config
+    ids = torch.tensor([[T, *[V] * 12], [T, *[V] * 12], [T, *[V] * 6, *[T] * 6]])
+    grid = torch.tensor([[3, 4, 4], [2, 4, 6], [1, 4, 6]])
+    assert frame_tokens(config, ids, grid) == (4, 6, 6)
