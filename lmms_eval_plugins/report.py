@@ -111,7 +111,8 @@ def note(frame: pd.DataFrame) -> str:
     return (
         "Ratio: fraction of the prompt's KV entries that is kept; realised: as measured. TTFT: time to first token; "
         f"per token: time of each further one (medians{of_batch}). KV cache: bytes allocated after the prompt, with "
-        "room for the answer, per sample (median)."
+        "room for the answer, per sample (median). A row that names no other protocol: scope=prompt, ratio_of=prompt, "
+        "first_token=full."
     )
 
 

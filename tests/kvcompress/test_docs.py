@@ -10,6 +10,7 @@ from kvcompress.clusters import base
 from tests.families import FAMILIES
 
 DOCS = Path(__file__).parents[2] / "docs"
+README = DOCS.parent / "README.md"
 
 
 def python_blocks(page: str) -> list[str]:
@@ -32,3 +33,9 @@ def test_the_example_method_is_registered_and_keeps_the_largest_values(monkeypat
     assert len(kept) == 40 + 1
     assert torch.equal(kept[-17:], torch.arange(184, 201))
     assert "tensor(" in capsys.readouterr().out
+
+
+def test_the_readme_has_a_row_for_every_method_and_no_other():
+    tables = README.read_text().split("## Methods")[1].split("\n## ")[0]
+    rows = [line.split("`")[1] for line in tables.splitlines() if line.startswith("| `")]
+    assert sorted(rows) == sorted(kvcompress.list_methods())

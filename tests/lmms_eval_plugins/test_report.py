@@ -42,6 +42,15 @@ def test_table_shows_each_cells_numbers(tmp_path):
         assert value in text
 
 
+def test_a_row_names_its_protocol_and_the_note_what_a_row_does_not_name(tmp_path):
+    write_cell(tmp_path)
+    folder = write_cell(tmp_path, options={"scope": "context", "ratio_of": "vision", "first_token": "compressed"})
+    _, (table, _) = run(folder)
+    text = table.read_text()
+    assert "| snapkv first_token=compressed ratio_of=vision scope=context | 0.2 |" in text
+    assert "names no other protocol: scope=prompt, ratio_of=prompt, first_token=full" in text
+
+
 def test_full_comes_first_then_methods_from_the_largest_ratio(tmp_path):
     for method, ratio in (("snapkv", 0.1), ("snapkv", 0.5), ("full", 1.0), ("knorm", 0.2)):
         folder = write_cell(tmp_path, method, ratio)
