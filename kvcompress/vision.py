@@ -85,7 +85,7 @@ def question_attention(queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt
 
 
 def elite_attention(queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt, alpha: float = 0.9) -> torch.Tensor:
-    """What each key of a prompt receives from the elite queries, on average (AirCache, section 3.2): of the observers
+    """What each key of a prompt receives from the elite queries, on average (AirCache): of the observers
     those that the last query, mean over the heads, attends to with at least `alpha` of the most.
 
     A vision token's part is of the attention to vision tokens and elite only, a text token's of all attention.

@@ -17,7 +17,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 @register_method("infinipot-v")
 @dataclass(frozen=True)
 class InfiniPotVKVCluster(KVCluster):
-    """Keeps text, and of a video two kinds of tokens (section 4). `tar` of the room that text leaves goes to the last
+    """Keeps text, and of a video two kinds of tokens (TaR and VaN). `tar` of the room that text leaves goes to the last
     `recent` of the frames and to those older tokens that are least like the recent frames' tokens at the same place
     (temporal-axis redundancy); the rest to the largest value norms (VaN). Half and a quarter as in the paper's code.
 

@@ -16,8 +16,8 @@ from .h2o import H2OKVCluster
 @dataclass(frozen=True)
 class MEDAKVCluster(KVCluster):
     """Keeps recent tokens, `recent` of a layer's budget, and those with the largest accumulated attention, text before
-    vision, and merges each evicted entry into the kept one with the likest key (section 3.3; half and half, pivotal
-    merging). Layers share the budget by their cross-modal attention entropy (section 3.2, `layer_budget="entropy"`).
+    vision, and merges each evicted entry into the kept one with the likest key (half and half, pivotal
+    merging). Layers share the budget by their cross-modal attention entropy (`layer_budget="entropy"`).
 
     Where text alone exceeds the budget, text is ranked by its attention. While decoding, all is text.
     """

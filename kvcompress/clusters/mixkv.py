@@ -14,7 +14,7 @@ from .snapkv import WindowKVCluster
 @register_method("mixkv")
 @dataclass(frozen=True)
 class MixKVCluster(WindowKVCluster):
-    """Mixes importance and diversity by how redundant a head is (section 3.2; over SnapKV with a window of 32).
+    """Mixes importance and diversity by how redundant a head is (over SnapKV, with a window of 32).
 
     Importance is SnapKV's score plus the value's norm, diversity how little a key is like the mean key; both are
     brought to the range of SnapKV's scores. The weight of diversity is the mean cosine of two keys of the head. All

@@ -15,7 +15,7 @@ from .h2o import H2OKVCluster
 @dataclass(frozen=True)
 class PrefixKVCluster(KVCluster):
     """Keeps the keys with the largest accumulated attention over all queries and heads, the same in all heads, the
-    first `sinks` tokens and the last (section 3; 4 start tokens as in the paper's code).
+    first `sinks` tokens and the last (4 start tokens as in the paper's code).
 
     Layers share the budget so that each keeps about the same part of its attention (`layer_budget="prefix"`), found for
     each prompt; the paper finds it once, on ten samples, and reuses it. While decoding, attention is summed on; the

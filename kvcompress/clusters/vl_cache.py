@@ -15,8 +15,8 @@ from .base import KVCluster, Prompt, register_method
 @register_method("vl-cache")
 @dataclass(frozen=True)
 class VLCacheKVCluster(KVCluster):
-    """Keeps the keys with the largest attention accumulated over the queries behind the last image (section 4.2), and
-    for `recent` of the budget the most recent tokens; layers share the budget by their density (section 4.1,
+    """Keeps the keys with the largest attention accumulated over the queries behind the last image (section 3.2), and
+    for `recent` of the budget the most recent tokens; layers share the budget by their density (algorithm 1,
     `layer_budget="sparsity"`).
 
     Each KV head keeps its own, by the mean over its query heads; `head_budget="shared"` lets all heads keep the same.

@@ -9,7 +9,7 @@ from .base import LayerBudget, register_layer_budget
 
 @register_layer_budget("entropy")
 class EntropyLayerBudget(LayerBudget):
-    """By the softmax over the layers of their cross-modal attention entropy (MEDA, section 3.2): the entropy of a text
+    """By the softmax over the layers of their cross-modal attention entropy (MEDA): the entropy of a text
     query's attention over the vision tokens, mean over text queries and heads, plus that of vision over text.
 
     A query only attends to what is before it (the paper's code leaves the causal mask out); one that sees nothing of

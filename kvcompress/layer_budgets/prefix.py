@@ -11,7 +11,7 @@ PROTECTED = 5  # start tokens and the last one come on top of the prefix, as in 
 
 @register_layer_budget("prefix")
 class PrefixLayerBudget(LayerBudget):
-    """The prefixes of the layers' rankings that hold the same part `p` of the layer's scores (section 3.2): `p` is
+    """The prefixes of the layers' rankings that hold the same part `p` of the layer's scores (PrefixKV): `p` is
     found by bisection so that the prefixes fill the budget.
 
     Works on any method's scores, averaged over the heads: what a method protects counts as its best, and scores

@@ -11,8 +11,8 @@ LEAST_SKEWNESS = 1e-3  # below it is rounding: two tokens have none
 
 @register_layer_budget("strength")
 class StrengthLayerBudget(LayerBudget):
-    """What text leaves of the budget, by strength and skewness of the vision tokens' importance (AirCache, section
-    3.3): half by its sum, half by the third standardised moment, none where that is negative. Importance is the elite
+    """What text leaves of the budget, by strength and skewness of the vision tokens' importance (AirCache):
+    half by its sum, half by the third standardised moment, none where that is negative. Importance is the elite
     queries' attention, mean over the heads.
 
     Text has its place in every layer. A row without vision, or whose text alone fills the budget, shares evenly.

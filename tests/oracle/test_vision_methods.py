@@ -194,6 +194,15 @@ def test_sinks_are_a_rows_first_tokens_not_its_pads():
     assert [row.isinf().nonzero().flatten().tolist() for row in ends[:, 0]] == [[0, 1, 2, 3, 4, 7], [0, 1, 7]]
 
 
+@pytest.mark.parametrize("method", ["prefixkv", "tgv-kv"])
+def test_sinks_nobody_attends_to_stay_in_a_padded_row(method):
+    keys = torch.ones(1, 1, 12, 4)
+    keys[:, :, 5:7] = -10.0  # the row's first two tokens, behind five pads
+    prompt = kvcompress.Prompt(0, 1, [7], [3], 1.0, padding=torch.tensor([[5]]))
+    kept = kvcompress.make_cluster(method, sinks=2).update_kv(torch.ones(1, 1, 12, 4), keys, keys, prompt)
+    assert kept.indices.tolist() == [[[5, 6, 11]]]
+
+
 @oracle
 @given(layer=vision_layers(), sinks=st.sampled_from([0, 1, 4]))
 def test_prefixkv_keeps_what_all_queries_of_all_heads_attend_to(layer, sinks):
