@@ -19,9 +19,9 @@ Share = Annotated[float, Field(ge=0, le=1)]
 @dataclass(frozen=True)
 class CSPKVCluster(KVCluster):
     """Keeps the most recent tokens, `recent` of the budget, and what they attend to, ranked twice (section 3.2):
-    `cross` of the rest goes to the keys that queries of the other modality attend to most, what remains to those that queries
-    of the same modality do. Attention is the softmax with 1 added to its denominator, so that a query may attend to
-    nothing (section 3.3, equation 7, n = 1).
+    `cross` of the rest goes to the keys that queries of the other modality attend to most, what remains to those that
+    queries of the same modality do. Attention is the softmax with 1 added to its denominator, so that a query may
+    attend to nothing (section 3.3, equation 7, n = 1).
 
     A key that both rankings would take counts once, so that the budget is exact. Where no recent query attends across
     (in a text-only prompt, say), the second share goes by the first ranking, too. While decoding, all is text and at
