@@ -296,19 +296,22 @@ class CompressedLayer(CacheLayerMixin):
         budgets = self._budgets(chunk)
         prompt = self._prompt(chunk, budgets, scaling, module, keys.device)
         self.rotary = None
+        sums = self._observe(queries, keys, prompt)
         if budgets == chunk.context and self._is_whole:
             # Nothing to drop: pads stay too, so that every shape is that of transformers' own cache.
             pads = None if prompt.padding is None else pad_columns(prompt.padding, chunk.columns)[:, 0]
-            self._store_whole(keys, values, pads, self._observe(queries, keys, prompt))
+            self._store_whole(keys, values, pads, sums)
             self._count(chunk, torch.tensor(chunk.lengths, device=keys.device, dtype=torch.float32))
             return
-        part = Part(queries, keys, values, prompt)
+        part = Part(queries, keys, values, replace(prompt, accumulated=sums))
         if chunk.context != chunk.lengths:
             part = context_part(queries, keys, values, prompt, chunk.context)
+            part.sums = sums
         if max(chunk.context) == 0:
-            self._settle(chunk, part.rest, uniform=False)
+            self._settle(chunk, part.remembered(part.rest), uniform=False)
             return
-        part.prompt = replace(part.prompt, accumulated=self._observe(part.queries, part.keys, part.prompt))
+        if part.sums is not None:
+            part.prompt = replace(part.prompt, accumulated=self._observe(part.queries, part.keys, part.prompt))
         cluster, rule = self.policy.cluster, self.policy.layer_budget
         if rule.is_measured or cluster.second_pass:
             self.pending = Pending(chunk, part)

@@ -15,6 +15,8 @@ class Part:
         queries: freed (None) once the part is scored.
         source: LongTensor (batch, columns), the prompt's column that each comes from; None where it is the same.
         rest: what is kept of the prompt beside the part; None where the part is all.
+        sums: for a cluster that accumulates, what all of the prompt's queries add to each of the prompt's columns,
+            (batch, kv_heads, columns). The question's do not steer what is kept of its context, but are remembered.
     """
 
     queries: torch.Tensor | None
@@ -23,6 +25,7 @@ class Part:
     prompt: Prompt
     source: torch.Tensor | None = None
     rest: Kept | None = None
+    sums: torch.Tensor | None = None
 
     def in_prompt(self, kept: Kept) -> Kept:
         """What was kept of the part, in the prompt's columns and with the rest behind it."""
@@ -31,7 +34,11 @@ class Part:
         source = self.source[:, None].expand(-1, kept.indices.shape[1], -1)
         indices = source.gather(2, kept.indices.clamp(min=0)).masked_fill(kept.indices < 0, -1)
         whole = right_aligned(joined(replace(kept, indices=indices), self.rest))
-        return replace(whole, likeness=kept.likeness)
+        return replace(self.remembered(whole), likeness=kept.likeness)
+
+    def remembered(self, kept: Kept) -> Kept:
+        """`kept`, in the prompt's columns, with the sums of its entries."""
+        return kept if self.sums is None else replace(kept, memory=self.sums.gather(2, kept.indices.clamp(min=0)))
 
 
 def context_part(

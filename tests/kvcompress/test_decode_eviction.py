@@ -108,6 +108,24 @@ def test_what_is_remembered_of_a_row_stays_with_its_entries_where_rows_keep_diff
                 assert (head - (69 - length)).tolist() == solo_head.tolist()
 
 
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_what_is_remembered_of_a_context_and_its_question_comes_from_all_queries(ratio):
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [40, 25])
+    sums = {}
+    for scope in ({}, {"scope": "context", "context_tokens": 20}):
+        keeps = ratio if scope else 1.0
+        with kvcompress.compress(model, "h2o", keeps, decode_budget=10, decode_interval=50, **scope) as session:
+            generate(model, inputs, 1)
+        layers = zip(session.cache.layers, (session.cache.kept_indices(n) for n in range(3)), strict=True)
+        sums[bool(scope)] = [(layer.memory, kept) for layer, kept in layers]
+    for (whole, _), (ours, kept) in zip(sums[False], sums[True], strict=True):
+        for row in range(2):
+            for head in range(2):
+                columns = kept[row][head]
+                torch.testing.assert_close(ours[row, head, -len(columns) :], whole[row, head, columns])
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("interval", [1, 5])
 def test_memory_stays_bounded_however_long_the_answer_is(method, interval):
