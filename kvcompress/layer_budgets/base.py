@@ -42,7 +42,9 @@ class LayerBudget:
         """Entries per KV head, [layer][row]. `measured` is (num_layers, batch, ...), on the CPU."""
         rows = []
         for row, (budget, length) in enumerate(zip(prompt.budgets, prompt.lengths, strict=True)):
-            if measured is None:
+            if not budget:  # nothing of this row can be evicted
+                rows.append([0] * prompt.num_layers)
+            elif measured is None:
                 rows.append(self.fixed(budget, length, prompt.num_layers, prompt.window, prompt.pyramid_beta))
             else:
                 weights = self.weights(measured[:, row], budget, length)

@@ -57,6 +57,15 @@ def test_every_rule_shares_out_exactly_what_uniform_layers_would_hold(rule):
         assert total == sum(len(head) for layer in uniform for head in layer[row])
 
 
+@pytest.mark.parametrize("rule", sorted(list_layer_budgets()))
+def test_a_row_of_which_nothing_can_be_evicted_is_kept_whole(rule):
+    family = FAMILIES["llava-onevision"]
+    model = family.build()
+    with kvcompress.compress(model, "snapkv", 0.3, ratio_of="vision", layer_budget=rule) as session:
+        generate(model, family.inputs(model, [60, 41], [1, 0]), 1)
+    assert all(len(head) == 41 for layer in kept_of(session.cache) for head in layer[1])
+
+
 def test_a_rule_of_ones_own_is_a_layer_budget_everywhere(monkeypatch):
     monkeypatch.setattr(base, "_RULES", dict(base._RULES))  # no other test shall draw it
 
