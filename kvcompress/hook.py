@@ -78,9 +78,9 @@ class Session:
 
     def __init__(self, model: PreTrainedModel, new_cache: dict[str, Any] | None, tower: TowerWatch | None = None):
         self.model, self.cache = model, None
+        self._config = attention_config(model)
         self._tower, self._frames = tower, FrameWatch(model)
         self._new_cache = new_cache
-        self._config = attention_config(model)
         self._forward_names = list(inspect.signature(model.forward).parameters)
 
     def __enter__(self) -> "Session":
