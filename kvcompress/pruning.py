@@ -9,7 +9,9 @@ Rows differ in length: the columns that are left of a row are aligned to the rig
 shorter row hold columns that it has dropped, masked like pads.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,12 +56,11 @@ def prune(
     pruning = Pruning(base, cache)
     if not pruning.is_needed:
         return []
-    if cache.policy.tokens.sees == "frames":
-        pruning.sight = frames.take(input_ids)
-    if cache.policy.tokens.sees == "tower":
-        if tower is None:
-            raise KVCompressError(f"method {method!r} works inside kvcompress.compress(...), not attach(...)")
-        pruning.sight = tower.take(input_ids)
+    watch = {"attention": None, "tower": tower, "frames": frames}[cache.policy.tokens.sees]
+    if watch is not None:  # images are encoded by the time that the first decoder layer runs
+        pruning.look = partial(watch.take, input_ids)
+    elif cache.policy.tokens.sees == "tower":
+        raise KVCompressError(f"method {method!r} works inside kvcompress.compress(...), not attach(...)")
     return pruning.attach(layers)
 
 
@@ -70,6 +71,7 @@ class Pruning:
         source: LongTensor (batch, left), the column of the prompt in each place that is left.
         vision: bool (batch, left), True where that is a vision token.
         padding: LongTensor (batch, 1) of leading places that hold nothing, None where there are none.
+        look: returns what the method sees of the vision side, as fields of `Tokens`.
         stages: decoder layer -> vision tokens kept from there on, one number per row.
     """
 
@@ -86,6 +88,7 @@ class Pruning:
         self.vision, self.padding = chunk.vision, chunk.padding
         self.rows = torch.arange(len(counts), device=device)[:, None]
         self.scores = self.prepared = self.whole = None
+        self.look: Callable[[], dict[str, Any]] = dict
         self.sight: dict[str, Any] = {}
         self.mask = None
 
@@ -109,6 +112,7 @@ class Pruning:
 
     def _prepare(self, layer: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
+        self.sight = self.look()
         self.prepared = self.method.prepare(self._tokens(hidden=hidden, budgets=self.counts))
 
     def _watch(self, queries: torch.Tensor, keys: torch.Tensor, scaling: float) -> None:

@@ -180,15 +180,15 @@ class FrameWatch:
 
     def _encoding(self, encode: Callable, *args, **kwargs):
         given = inspect.signature(encode).bind(*args, **kwargs).arguments
-        output = encode(*args, **kwargs)
+        vision = self.model.config.vision_config
         if self.has_grid:  # frames, and rows and columns of patches
-            self.grids, merged = given["video_grid_thw"], self.model.visual.spatial_merge_size**2
+            self.grids, merged = given["video_grid_thw"], vision.spatial_merge_size**2
             self.videos = [(frames, height * width // merged, 0) for frames, height, width in self.grids.tolist()]
-        else:  # videos of equal length, each with a newline at its end
-            videos, frames = given["pixel_values_videos"].shape[:2]
-            tokens = (output[1] if isinstance(output, tuple) else output.pooler_output).shape[1]
-            self.videos = [(frames, (tokens - 1) // frames, 1)] * videos
-        return output
+        else:  # videos of equal length, patches pooled 2 x 2, a newline at the end of each video
+            videos, frames = next(iter(given.values())).shape[:2]  # of the pixels, whose name has changed
+            side = vision.image_size // vision.patch_size
+            self.videos = [(frames, ((side + 1) // 2) ** 2, 1)] * videos
+        return encode(*args, **kwargs)
 
 
 def _equal_spans(vision: torch.Tensor) -> list[torch.Tensor]:

@@ -144,9 +144,9 @@ def test_layers_behind_the_choice_run_on_fewer_columns_at_their_own_positions(fa
     vision = vision_of(inputs).sum(1).tolist()
     left = [n - v + budget(0.25, v) for n, v in zip(LENGTHS, vision, strict=True)]
     assert widths == [61, 61, max(left), max(left), 1, 1, 1, 1]
-    whole, shorter = (cos.expand(len(LENGTHS), -1, -1) for cos in cosines[1:3])
+    whole, shorter = (cos.expand(*cos.shape[:-3], len(LENGTHS), -1, -1) for cos in cosines[1:3])
     for row, columns in enumerate(kept_columns(session.cache)[2]):
-        assert torch.equal(shorter[row, -left[row] :], whole[row, columns[: left[row]]])
+        assert torch.equal(shorter[..., row, -left[row] :, :], whole[..., row, columns[: left[row]], :])
 
 
 @pytest.mark.parametrize("family", VLM_FAMILIES)
@@ -243,6 +243,21 @@ def test_eager_and_sdpa_agree_with_and_without_padding(implementation):
         finally:
             model.set_attn_implementation("sdpa")
         torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(("lengths", "images"), [([40], [1]), (LENGTHS, IMAGES)])
+@pytest.mark.parametrize("method", ["fastv", "sparsevlm"])
+def test_flash_attention_and_sdpa_agree(method, lengths, images, fake_flash_attn):
+    model, inputs = batch("qwen2-vl", lengths, images)
+    with kvcompress.compress(model, method, 0.3):
+        tokens, expected = generate(model, inputs, NEW)
+    model.set_attn_implementation({"text_config": "flash_attention_2"})
+    try:
+        with kvcompress.compress(model, method, 0.3):
+            _, logits = generate(model, inputs, NEW, forced=tokens)
+    finally:
+        model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -633,7 +648,7 @@ def test_the_tower_s_methods_are_for_images():
 
 @pytest.mark.parametrize("method", ["fastv", "visionzip"])
 def test_beam_search_compresses_as_greedy_search_does(method):
-    model, inputs = batch("llava-onevision")
+    model, inputs = batch("llava-onevision", [40, 26, 9], [1, 1, 0])
     with kvcompress.compress(model, method, 0.4) as session:
         generate(model, inputs, 1)
         greedy = kept_columns(session.cache)[-1]
