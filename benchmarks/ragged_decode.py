@@ -22,14 +22,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvcompress
 from kvcompress import attention
+from kvcompress.bench.standalone import CLOCKS
+from kvcompress.bench.timing import cell, environment, interleaved, table, write
 from kvcompress.kernels.ragged_decode import (
     decode_by_segment,
     decode_gathered,
     has_triton,
     ragged_decode_reference,
 )
-
-from .timing import CLOCKS, cell, environment, interleaved, table, write
 
 BATCHES = (1, 8, 32)
 LENGTHS = (64, 256, 1024, 4096)  # mean entries per segment; segments have 0.3 to 1.7 of it

@@ -12,12 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from transformers import CompileConfig, Qwen2Config, Qwen2ForCausalLM, StoppingCriteria
+from transformers import Qwen2Config, Qwen2ForCausalLM, StoppingCriteria
 
 import kvcompress
-from kvcompress.measure import synchronise
-
-from .timing import CLOCKS, cell, environment, summary, table, write
+from kvcompress.bench.standalone import CLOCKS, synchronise
+from kvcompress.bench.timing import cell, environment, summary, table, write
+from kvcompress.bench.ways import compile_config
 
 METHODS = {"full": None, "snapkv": 0.1, "adakv": 0.1}
 WARM_UP = 4  # tokens of each answer: the first compiles
@@ -37,15 +37,6 @@ class Clock(StoppingCriteria):
         self.times.append(self.clock())
         self.wall.append(CLOCKS["wall"]())
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-def compile_config(device: torch.device) -> CompileConfig:
-    """transformers' own choice on CUDA (CUDA graphs); on a CPU the same path, without them."""
-    if device.type == "cuda":
-        return CompileConfig()
-    config = CompileConfig(fullgraph=True, mode="default")
-    config._compile_all_devices = True
-    return config
 
 
 def answer(

@@ -4,17 +4,13 @@ import datetime
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import transformers
 
-from kvcompress.measure import synchronise
-
-# `cpu` is the process's own time: with one thread, what an otherwise idle machine takes.
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+from .standalone import CLOCKS, synchronise
 
 
 def interleaved(
@@ -35,7 +31,9 @@ def interleaved(
 
 
 def summary(milliseconds: list[float]) -> dict:
-    """Median and quartiles."""
+    """Median and quartiles; of one number, that number."""
+    if len(milliseconds) == 1:
+        return {"median": milliseconds[0], "q1": milliseconds[0], "q3": milliseconds[0], "repeats": 1}
     q1, median, q3 = statistics.quantiles(milliseconds, n=4, method="inclusive")
     return {"median": median, "q1": q1, "q3": q3, "repeats": len(milliseconds)}
 

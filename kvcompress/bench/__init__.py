@@ -1,0 +1,4 @@
+"""`python -m kvcompress bench`: what compression costs and saves, beside its peers; see docs/bench.md.
+
+`models`: what is measured on; `ways`: what takes turns; `grid`: the turns; `report`: what they amount to; `cli`.
+"""

@@ -1,0 +1,170 @@
+"""The command line of the bench."""
+
+import argparse
+import shlex
+import sys
+from contextlib import ExitStack
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import KVCompressError, unknown_name
+from .grid import Results, decodes, largest_batch, measure_grid
+from .models import SHAPES, nbytes, source, weight_bytes_read
+from .report import HEADER, cells_of, markdown, plot, rows_of
+from .standalone import CLOCKS, load
+from .timing import environment
+from .ways import KVPressProcess, Method, Ours, Task, make_ways
+
+PEERS = ("dynamic", "static")
+
+
+def parser() -> argparse.ArgumentParser:
+    this = argparse.ArgumentParser(
+        prog="python -m kvcompress bench",
+        description="Time and count what compression costs and saves, beside transformers' caches and kvpress.",
+    )
+    this.add_argument("model", nargs="?", help="hub id or local path")
+    this.add_argument("--shape", help=f"in place of a model, random weights in the shape of one: {', '.join(SHAPES)}")
+    this.add_argument("--methods", nargs="+", default=["snapkv", "adakv"], metavar="NAME[:OPTION=VALUE...]")
+    this.add_argument("--ratios", nargs="+", type=float, default=[0.1])
+    this.add_argument("--lengths", nargs="+", type=positive, default=[2048], help="prompt tokens")
+    this.add_argument("--batches", nargs="+", type=positive, default=[1])
+    this.add_argument("--new", type=positive, default=32, help="decode steps of every answer")
+    this.add_argument("--repeats", type=positive, default=5)
+    this.add_argument("--peers", nargs="*", default=["dynamic"], help=f"of {', '.join(PEERS)}")
+    this.add_argument("--kvpress-python", metavar="PATH", help="Python of an environment with kvpress: a peer too")
+    this.add_argument("--compile", action="store_true", help="also compile the decode step of every static cache")
+    this.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    this.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], default=None, help="default: bfloat16 on CUDA"
+    )
+    this.add_argument("--threads", type=positive, default=torch.get_num_threads())
+    this.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: the process's own time")
+    this.add_argument("--largest-batch", action="store_true", help="on CUDA: find, by trying, the largest that decodes")
+    this.add_argument("--memory-limit", type=float, metavar="GB", help="count the largest batch that this would hold")
+    this.add_argument("--out", type=Path, default=Path("bench"), help="without a suffix: .json, .md and .png")
+    this.add_argument("--resume", action="store_true", help="keep the cells that are in the .json")
+    return this
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+def methods_of(names: list[str], ratios: list[float]) -> list[Method]:
+    """`full`, which all others are compared with, and every other method at every ratio. Raises KVCompressError."""
+    methods = [Method.parse("full", None)]
+    for name in names:
+        is_full = name.split(":")[0] == "full"
+        methods += [Method.parse(name, ratio) for ratio in ([None] if is_full else ratios)]
+    return list({str(method): method for method in methods}.values())
+
+
+def main(arguments: list[str]) -> None:
+    """Raises KVCompressError, before anything is loaded, for what is wrong."""
+    given = parser().parse_args(arguments)
+    origin, methods = source(given.model, given.shape), methods_of(given.methods, given.ratios)
+    for peer in given.peers:
+        if peer not in PEERS:
+            raise unknown_name("there is no peer", peer, PEERS)
+    device = torch.device(given.device)
+    if given.largest_batch and device.type != "cuda":
+        raise KVCompressError("--largest-batch tries until memory runs out, on CUDA only; on a CPU give --memory-limit")
+    dtype = given.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    torch.set_num_threads(given.threads)
+    settings = {
+        "model": given.model or f"shape {given.shape}",
+        "dtype": dtype,
+        "methods": [str(method) for method in methods],
+        "peers": [*given.peers, *(["kvpress"] if given.kvpress_python else [])],
+        "compile": given.compile,
+        "steps": given.new,
+        "repeats": given.repeats,
+        "clock": given.clock,
+        "device": given.device,
+        "threads": given.threads,
+    }
+    with ExitStack() as stack:
+        model = load(origin, dtype, device)
+        content = {
+            "command": shlex.join(["python", "-m", "kvcompress", "bench", *arguments]),
+            "settings": settings,
+            "environment": environment(device),
+            "weight_bytes": sum(nbytes(weight) for weight in model.parameters()),
+            "weight_bytes_read": weight_bytes_read(model),
+            "largest_batch_note": note(given),
+        }
+        results = Results(given.out.with_suffix(".json"), content, given.resume)
+        if given.largest_batch:  # before another process takes its share of the memory
+            find_largest(results, [Ours(model, method) for method in methods if not method.is_static], given)
+        process = None
+        if given.kvpress_python:
+            process = stack.enter_context(
+                KVPressProcess(given.kvpress_python, origin, dtype, given.device, given.threads)
+            )
+            there = process.versions
+            results.content["environment"]["kvpress"] = (
+                f"{there['kvpress']} (transformers {there['transformers']}, torch {there['torch']})"
+            )
+        ways = make_ways(model, methods, given.peers, given.compile, process)
+        tasks = [Task(length, batch, given.new, given.clock) for length in given.lengths for batch in given.batches]
+        measure_grid(results, ways, tasks, given.repeats, device, say)
+    finish(results.content, given)
+
+
+def note(given: argparse.Namespace) -> str:
+    """How the largest batch was found, or that it was not."""
+    if given.memory_limit is not None:
+        return f"Largest batch: counted, weights and KV caches within {given.memory_limit:g} GB."
+    if given.largest_batch:
+        return "Largest batch: tried, decoding behind a prompt that was read once."
+    return "The largest batch was not asked for."
+
+
+def find_largest(results: Results, ways: list[Ours], given: argparse.Namespace) -> None:
+    for length in given.lengths:
+        for way in ways:
+            if results.has("largest", length=length, way=way.name):
+                continue
+            say(f"{length} tokens, {way.name}: the largest batch")
+            batch = largest_batch(lambda batch, way=way, length=length: decodes(way, length, given.new, batch))
+            results.add("largest", {"length": length, "way": way.name, "batch": batch})
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def finish(content: dict[str, Any], given: argparse.Namespace) -> None:
+    """Write the table beside the JSON, print it, and plot."""
+    rows = rows_of(content, None if given.memory_limit is None else int(given.memory_limit * 1e9))
+    text = markdown(content, rows)
+    given.out.with_suffix(".md").write_text(text)
+    print_table(text, rows)
+    if find_spec("matplotlib"):
+        plot(content, rows, given.out.with_suffix(".png"))
+    else:
+        say("no plot: matplotlib is not installed (pip install 'kvcompress[bench]')")
+
+
+def print_table(text: str, rows: list[dict[str, Any]]) -> None:
+    """The medians, a table per cell, on a terminal; else the text that was written."""
+    if not (sys.stdout.isatty() and find_spec("rich")):
+        print(text)
+        return
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    for (length, batch), of_cell in groupby(rows, lambda row: (row["length"], row["batch"])):
+        shown = Table(*HEADER[2:], box=SIMPLE, title=f"{length} prompt tokens, batch {batch}")
+        for row in of_cell:
+            shown.add_row(*cells_of(row, spread=False)[2:])
+        Console().print(shown)

@@ -1,0 +1,145 @@
+"""The turns: every way at every prompt length and batch, the ways of one cell in turns, saved cell by cell."""
+
+import gc
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import KVCompressError
+from ..hook import attach
+from .standalone import decode, prompt_ids, read_prompt
+from .timing import CLOCKS, synchronise
+from .ways import Ours, Task, Way
+
+COPIES = 10
+
+
+def measure_cell(ways: dict[str, Way], task: Task, repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """name -> {"turns": a dict of `Turn` each}, or {"error"} where memory ran out. Each way takes one turn to warm up
+    and compile, then they take `repeats` turns, each time beginning with another, so that what else the machine does
+    and what the predecessor leaves behind strike all of them."""
+    taken: dict[str, Any] = {name: {"turns": []} for name in ways}
+    names = list(ways)
+    for repeat in range(repeats + 1):
+        say(f"{task.length} tokens, batch {task.batch}: " + (f"turn {repeat} of {repeats}" if repeat else "warming up"))
+        begin = repeat % len(names)
+        for name in names[begin:] + names[:begin]:
+            if "error" in taken[name]:
+                continue
+            try:
+                turn = ways[name].turn(task)
+            except torch.OutOfMemoryError:
+                taken[name] = {"error": "out of memory"}
+                release()
+                continue
+            gc.collect()  # not within another's turn
+            if repeat:
+                taken[name]["turns"].append(asdict(turn))
+    return taken
+
+
+def release() -> None:
+    """Give memory of a failed attempt back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def copy_bandwidth(device: torch.device, nbytes: int | None = None, clock: str = "wall") -> float:
+    """Bytes per second read and written by the best of ten copies of `nbytes`: by default 1 GiB on CUDA, 256 MiB else,
+    more than any cache holds."""
+    nbytes = nbytes or (1 << 30 if device.type == "cuda" else 1 << 28)
+    here = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    there = torch.zeros_like(here)
+    best = float("inf")
+    for _ in range(COPIES):
+        synchronise(device)
+        start = CLOCKS[clock]()
+        there.copy_(here)
+        synchronise(device)
+        best = min(best, CLOCKS[clock]() - start)
+    return 2 * nbytes / best
+
+
+def largest_batch(fits: Callable[[int], bool]) -> int:
+    """The largest batch for which `fits` is true, 0 where none does: doubled until it fails, then bisected."""
+    fitting, failing = 0, 1
+    while fits(failing):
+        fitting, failing = failing, 2 * failing
+    while failing - fitting > 1:
+        middle = (fitting + failing) // 2
+        fitting, failing = (middle, failing) if fits(middle) else (fitting, middle)
+    return fitting
+
+
+def decodes(way: Ours, length: int, steps: int, batch: int) -> bool:
+    """Whether `batch` rows fit while decoding. Their prompt is read once and its cache repeated, as a server admits
+    prompts one by one: what a prompt pass needs for all rows at once does not count."""
+    ids = prompt_ids(way.model, 1, length)
+    cache = way.cache(steps)
+    try:
+        with attach(way.model):
+            token, _ = read_prompt(way.model, cache, ids, "wall")
+            cache.batch_repeat_interleave(batch)
+            decode(way.model, cache, token.repeat(batch, 1), length, steps, "wall")
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        del cache
+        release()
+    return True
+
+
+class Results:
+    """The file of all results: its cells are saved one by one, so that a run that was stopped can go on.
+
+    Attributes:
+        content: {"settings", "environment", "weight_bytes", "weight_bytes_read", "cells", "largest"}.
+    """
+
+    def __init__(self, file: Path, content: dict[str, Any], resume: bool):
+        self.file, self.content = file, {**content, "cells": [], "largest": []}
+        if not (resume and file.exists()):
+            return
+        before = json.loads(file.read_text())
+        for name, value in content["settings"].items():
+            if before["settings"].get(name) != value:
+                raise KVCompressError(
+                    f"{file} cannot be resumed: it was made with {name}={before['settings'].get(name)!r}, not {value!r}"
+                )
+        self.content = before
+
+    def has(self, part: str, **at: object) -> bool:
+        return any(all(cell[key] == value for key, value in at.items()) for cell in self.content[part])
+
+    def add(self, part: str, cell: dict[str, Any]) -> None:
+        self.content[part].append(cell)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = self.file.with_name(self.file.name + ".part")
+        scratch.write_text(json.dumps(self.content, indent=1) + "\n")
+        os.replace(scratch, self.file)
+
+
+def measure_grid(
+    results: Results,
+    ways: dict[str, Way],
+    tasks: Iterable[Task],
+    repeats: int,
+    device: torch.device,
+    say: Callable[[str], None],
+) -> None:
+    for task in tasks:
+        if results.has("cells", length=task.length, batch=task.batch):
+            continue
+        torch._dynamo.reset()
+        bandwidth = copy_bandwidth(device, clock=task.clock)
+        # Every compiled way keeps a graph of its own, of the same code.
+        with torch._dynamo.config.patch(recompile_limit=4 * len(ways)):
+            taken = measure_cell(ways, task, repeats, say)
+        cell = {"length": task.length, "batch": task.batch, "copy_bytes_per_s": bandwidth, "ways": taken}
+        results.add("cells", cell)

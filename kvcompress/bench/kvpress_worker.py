@@ -1,0 +1,80 @@
+"""kvpress' side of the bench: a script for the Python of an environment that has kvpress, without kvcompress.
+
+Reads JSON lines: first {"source", "dtype", "device", "threads"}, answered by {"presses", "versions"}; then turns,
+{"method", "ratio", "batch", "length", "steps", "clock"}, each answered by a turn's fields, or by {"error"} where memory
+ran out.
+"""
+
+import json
+import os
+import sys
+from importlib.metadata import version
+from typing import Any
+
+import kvpress
+import torch
+from standalone import decode, held_bytes, load, prompt_ids, read_prompt
+from transformers import DynamicCache, PreTrainedModel
+
+# Ours -> theirs, with their own defaults; `removed` is the fraction that kvpress drops.
+PRESSES = {
+    "adakv": lambda removed: kvpress.AdaKVPress(kvpress.SnapKVPress(removed)),
+    "expected-attention": kvpress.ExpectedAttentionPress,
+    "h2o": kvpress.ObservedAttentionPress,
+    "keydiff": kvpress.KeyDiffPress,
+    "knorm": kvpress.KnormPress,
+    "lagkv": kvpress.LagKVPress,
+    "pyramidkv": kvpress.PyramidKVPress,
+    "random": kvpress.RandomPress,
+    "snapkv": kvpress.SnapKVPress,
+    "streamingllm": kvpress.StreamingLLMPress,
+    "tova": kvpress.TOVAPress,
+}
+
+
+def turn(model: PreTrainedModel, order: dict[str, Any]) -> dict[str, Any]:
+    """One prompt and its answer, as kvpress' own pipeline does it: the press is on for the prompt only."""
+    device, length, clock = model.device, order["length"], order["clock"]
+    ids = prompt_ids(model, order["batch"], length)
+    press = PRESSES[order["method"]](1 - order["ratio"])
+    base = model.config._attn_implementation
+    if isinstance(press, kvpress.ObservedAttentionPress):
+        model.config._attn_implementation = "eager"  # it needs the attention weights
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for module in model.modules():
+        module.masked_key_indices = None  # with eager attention kvpress would go on with those of the press before
+    cache = DynamicCache()
+    try:
+        with press(model):
+            token, prompt_ms = read_prompt(model, cache, ids, clock)
+    finally:
+        model.config._attn_implementation = base
+    step_ms = decode(model, cache, token, length, order["steps"], clock)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return {"prompt_ms": prompt_ms, "step_ms": step_ms, "kv_bytes": held_bytes(cache), "peak_bytes": peak}
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not get between the replies
+
+    def reply(message: dict[str, Any]) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    hello = json.loads(sys.stdin.readline())
+    torch.set_num_threads(hello["threads"])
+    model = load(hello["source"], hello["dtype"], torch.device(hello["device"]))
+    versions = {name: version(name) for name in ("kvpress", "transformers", "torch")}
+    reply({"presses": sorted(PRESSES), "versions": versions})
+    for line in sys.stdin:
+        try:
+            reply(turn(model, json.loads(line)))
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            reply({"error": "out of memory"})
+
+
+if __name__ == "__main__":
+    main()

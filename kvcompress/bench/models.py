@@ -1,0 +1,63 @@
+"""What is measured on: a hub id, a local path, or a shape, that is a config with random weights."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import KVCompressError, unknown_name
+from ..hook import text_decoder
+
+
+def _qwen2(
+    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool
+) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2",
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": tied,
+    }
+
+
+# The configs of the models of these names; llava-onevision-7b-lm is that model's language model.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llava-onevision-7b-lm": _qwen2(3584, 18944, 28, 28, 4, 152128, False),
+    "qwen2-0.5b": _qwen2(896, 4864, 24, 14, 2, 151936, True),
+    "qwen2-7b": _qwen2(3584, 18944, 28, 28, 4, 152064, False),
+    "smollm2-135m": {
+        **_qwen2(576, 1536, 30, 9, 3, 49152, True),
+        "model_type": "llama",
+        "max_position_embeddings": 8192,
+    },
+    "tiny": _qwen2(64, 128, 2, 4, 2, 512, True),
+}
+
+
+def source(model: str | None, shape: str | None) -> dict[str, Any]:
+    """What `standalone.load` loads: exactly one of a hub id or path, and a shape. Raises KVCompressError."""
+    if (model is None) == (shape is None):
+        raise KVCompressError(f"give either a model or --shape, not {model!r} and {shape!r}")
+    if shape is None:
+        return {"pretrained": model}
+    if shape not in SHAPES:
+        raise unknown_name("there is no shape", shape, SHAPES)
+    return {"config": SHAPES[shape]}
+
+
+def weight_bytes_read(model: PreTrainedModel) -> int:
+    """Bytes of weights that a decode step reads: the decoder and the output head, of the input embeddings one row."""
+    decoder, head, table = text_decoder(model), model.get_output_embeddings(), model.get_input_embeddings()
+    weights = {id(weight): weight for part in (decoder, head) if part is not None for weight in part.parameters()}
+    if head is None or table.weight is not head.weight:
+        weights.pop(id(table.weight), None)
+    return sum(nbytes(weight) for weight in weights.values())
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

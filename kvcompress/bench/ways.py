@@ -1,0 +1,220 @@
+"""What takes turns in the bench: kvcompress with a method, transformers' own caches, and kvpress in its own Python.
+
+All run the same greedy loop (standalone.py) through the model's own forward, on the same weights and tokens.
+"""
+
+import ast
+import json
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
+
+from ..cache import CompressedCache
+from ..errors import KVCompressError
+from ..hook import attach
+from ..measure import peak_memory, reset_peak_memory
+from ..policy import make_policy
+from .standalone import decode, held_bytes, prompt_ids, read_prompt
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer.
+
+    Attributes:
+        prompt_ms: the prompt pass, with scoring and compression, up to the first new token.
+        step_ms: each decode step.
+        kv_bytes: allocated for keys and values (with ours also their index) at the end.
+        peak_bytes: as `Measurement.peak_memory_bytes`; None where it cannot be told.
+    """
+
+    prompt_ms: float
+    step_ms: list[float]
+    kv_bytes: int
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A cell of the grid: prompts of `length` tokens, `batch` at once, each followed by `steps` decode steps."""
+
+    length: int
+    batch: int
+    steps: int
+    clock: str
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method as the command line names it, `snapkv` or `snapkv:window_size=64`, and its ratio (None for full)."""
+
+    name: str
+    ratio: float | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str, ratio: float | None) -> "Method":
+        """Raises KVCompressError for what `make_policy` refuses, and for methods that need images."""
+        name, *given = text.split(":")
+        options = {}
+        for option in given:
+            key, is_pair, value = option.partition("=")
+            if not is_pair:
+                raise KVCompressError(f"in {text!r}, {option!r} is not NAME=VALUE")
+            options[key] = _value(value)
+        policy = make_policy(name, ratio, **options)
+        if policy.tokens is not None:
+            raise KVCompressError(f"method {name!r} drops vision tokens, and the bench's prompts have none")
+        return cls(policy.method, ratio, options)
+
+    def __str__(self) -> str:
+        options = "".join(f":{key}={value}" for key, value in self.options.items())
+        return self.name + options + ("" if self.ratio is None else f"@{self.ratio:g}")
+
+    @property
+    def is_static(self) -> bool:
+        return "static" in self.options.get("cache_implementation", "dynamic")
+
+
+def _value(text: str) -> object:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):  # a word
+        return text
+
+
+def compile_config(device: torch.device) -> CompileConfig:
+    """transformers' own choice on CUDA (CUDA graphs); on a CPU the same path, without them."""
+    if device.type == "cuda":
+        return CompileConfig()
+    config = CompileConfig(fullgraph=True, mode="default")
+    config._compile_all_devices = True
+    return config
+
+
+class Ours:
+    """kvcompress: a `CompressedCache` with room for the answer."""
+
+    def __init__(self, model: PreTrainedModel, method: Method, compiled: bool = False):
+        self.model, self.method, self.compiled = model, method, compiled
+        self.name = f"{method}, compiled" if compiled else str(method)
+
+    def cache(self, steps: int) -> CompressedCache:
+        method = self.method
+        return CompressedCache(self.model.config, method.name, method.ratio, max_new_tokens=steps + 1, **method.options)
+
+    def turn(self, task: Task) -> Turn:
+        cache = self.cache(task.steps)
+        with attach(self.model):
+            return local_turn(self.model, cache, lambda: cache.nbytes, task, self.compiled)
+
+
+class Transformers:
+    """transformers' DynamicCache, or StaticCache with room for prompt and answer."""
+
+    def __init__(self, model: PreTrainedModel, kind: str, compiled: bool = False):
+        self.model, self.kind, self.compiled = model, kind, compiled
+        self.name = f"transformers {kind}" + (", compiled" if compiled else "")
+
+    def turn(self, task: Task) -> Turn:
+        if self.kind == "DynamicCache":
+            cache = DynamicCache(config=self.model.config)
+        else:
+            cache = StaticCache(config=self.model.config, max_cache_len=task.length + task.steps)
+        return local_turn(self.model, cache, lambda: held_bytes(cache), task, self.compiled)
+
+
+def local_turn(model: PreTrainedModel, cache: Any, held: Callable[[], int], task: Task, compiled: bool) -> Turn:
+    ids = prompt_ids(model, task.batch, task.length)
+    reset_peak_memory(model.device)
+    token, prompt_ms = read_prompt(model, cache, ids, task.clock)
+    step = model.get_compiled_call(compile_config(model.device)) if compiled else model
+    step_ms = decode(step, cache, token, task.length, task.steps, task.clock)
+    return Turn(prompt_ms, step_ms, held(), peak_memory(model.device))
+
+
+class KVPressProcess:
+    """kvpress_worker.py under another Python; a context manager.
+
+    Attributes:
+        presses: our names of the methods that it has.
+        versions: of kvpress, transformers and torch there.
+    """
+
+    WORKER = Path(__file__).with_name("kvpress_worker.py")
+
+    def __init__(self, python: str, source: dict[str, Any], dtype: str, device: str, threads: int):
+        command = [python, str(self.WORKER)]
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        except OSError as error:
+            raise KVCompressError(f"--kvpress-python {python!r} cannot be run: {error.strerror}") from None
+        hello = self.ask({"source": source, "dtype": dtype, "device": device, "threads": threads})
+        self.presses, self.versions = hello["presses"], hello["versions"]
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send one message, wait for its reply. Raises KVCompressError where the process ended instead."""
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise KVCompressError(f"the kvpress process ended with status {self._process.wait()}; see its output above")
+        return json.loads(line)
+
+    def __enter__(self) -> "KVPressProcess":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+class KVPress:
+    """kvpress with the press of one of our methods, its own defaults and the same ratio."""
+
+    def __init__(self, process: KVPressProcess, method: Method):
+        self.process, self.method = process, method
+        self.name = f"kvpress {method}"
+
+    def turn(self, task: Task) -> Turn:
+        order = {"method": self.method.name, "ratio": self.method.ratio}
+        order |= {"length": task.length, "batch": task.batch, "steps": task.steps, "clock": task.clock}
+        reply = self.process.ask(order)
+        if "error" in reply:
+            raise torch.OutOfMemoryError(reply["error"])
+        return Turn(**reply)
+
+
+Way = Ours | Transformers | KVPress
+
+
+def make_ways(
+    model: PreTrainedModel,
+    methods: Iterable[Method],
+    peers: Iterable[str],
+    compiled: bool,
+    process: KVPressProcess | None,
+) -> dict[str, Way]:
+    """name -> way: the peers in `peers` (`dynamic`, `static`), our methods, and kvpress for each that it has too;
+    `compiled` adds a compiled way for each of fixed shape."""
+    ways: list[Way] = []
+    if "dynamic" in peers:
+        ways.append(Transformers(model, "DynamicCache"))
+    if "static" in peers:
+        ways += [Transformers(model, "StaticCache", how) for how in ((False, True) if compiled else (False,))]
+    for method in methods:
+        ways.append(Ours(model, method))
+        if compiled and method.is_static:
+            ways.append(Ours(model, method, compiled=True))
+        if process is not None and method.name in process.presses and not method.options:
+            ways.append(KVPress(process, method))
+    return {way.name: way for way in ways}
