@@ -6,7 +6,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    LlavaConfig,
+    LlavaNextConfig,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import kvcompress
@@ -18,6 +25,13 @@ from tests.masked_reference import generate
 NEW = 4
 TOLERANCE = 1e-4  # fp32, logits of order 1
 LENGTHS, IMAGES = [40, 26, 61, 9], [1, 1, 2, 0]
+METHODS = sorted(
+    name
+    for name, info in kvcompress.list_methods().items()
+    if issubclass(info.cls, kvcompress.TokenMethod) and name != "dycoke"  # which is for video
+)
+CASES = [(method, family) for family in VLM_FAMILIES for method in ("fastv", "sparsevlm")]
+CASES += [("visionzip", "llava-onevision"), ("prumerge+", "llava-onevision")]
 
 
 def budget(ratio: float, tokens: int) -> int:
@@ -149,29 +163,20 @@ def test_layers_behind_the_choice_run_on_fewer_columns_at_their_own_positions(fa
         assert torch.equal(shorter[..., row, -left[row] :, :], whole[..., row, columns[: left[row]], :])
 
 
-@pytest.mark.parametrize("family", VLM_FAMILIES)
-def test_a_text_only_prompt_and_ratio_one_run_as_the_full_model_bit_for_bit(family):
+@pytest.mark.parametrize(("method", "family"), CASES)
+def test_a_text_only_prompt_and_ratio_one_run_as_the_full_model_bit_for_bit(method, family):
     model, inputs = batch(family)
     tokens, expected = generate(model, inputs, NEW)
-    with kvcompress.compress(model, "fastv", 1.0):
+    with kvcompress.compress(model, method, 1.0):
         ours, logits = generate(model, inputs, NEW)
     assert torch.equal(ours, tokens)
     assert torch.equal(logits, expected)
     model, inputs = batch(family, [17, 30], [0, 0])
     _, expected = generate(model, inputs, NEW)
-    with kvcompress.compress(model, "fastv", 0.1) as session:
+    with kvcompress.compress(model, method, 0.1) as session:
         _, logits = generate(model, inputs, NEW)
     assert torch.equal(logits, expected)
     assert session.cache.realised_ratios() == [[1.0, 1.0]] * 4
-
-
-METHODS = sorted(
-    name
-    for name, info in kvcompress.list_methods().items()
-    if issubclass(info.cls, kvcompress.TokenMethod) and name != "dycoke"  # which is for video
-)
-CASES = [(method, family) for family in VLM_FAMILIES for method in ("fastv", "sparsevlm")]
-CASES += [("visionzip", "llava-onevision"), ("prumerge+", "llava-onevision")]
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
@@ -669,3 +674,46 @@ def test_frames_are_known_also_where_generate_encodes_the_video_before_the_model
         kept.append(session.cache.kept_indices(1)[::2])
     kept = [[[head.tolist() for head in row] for row in rows] for rows in kept]
     assert kept[0] == kept[1] == kept[2]
+
+
+@pytest.mark.parametrize("next_too", [False, True], ids=["llava", "llava-next"])
+@pytest.mark.parametrize("method", ["visionzip", "prumerge+"])
+def test_a_tower_with_a_class_token_is_asked_through_it(method, next_too):
+    tower = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3}
+    text = {"model_type": "llama", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 32}
+    config = (LlavaNextConfig if next_too else LlavaConfig)(
+        text_config={**text, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0},
+        vision_config={**tower, "num_attention_heads": 2, "image_size": 16, "patch_size": 4},
+        image_token_index=1,
+        vision_feature_layer=-2,
+        **({"image_grid_pinpoints": [[16, 16]]} if next_too else {"image_seq_length": 16}),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
+    patches = 16 + 20 if next_too else 16  # base tile; one tile with a newline behind each line
+    ids = torch.tensor([[0] * 3 + [9, *[1] * patches, 10, 11], [20, 21, 22, 9, *[1] * patches, 10, 12]])
+    pixels = torch.randn(2, *((2,) if next_too else ()), 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long(), "pixel_values": pixels}
+    if next_too:
+        inputs["image_sizes"] = torch.tensor([[16, 16]] * 2)
+    model.model.vision_tower.set_attn_implementation("eager")
+    weights = model.model.vision_tower(pixels.flatten(0, -4), output_attentions=True).attentions[-2]
+    model.model.vision_tower.set_attn_implementation("sdpa")
+    received = weights.double().mean(1)[:, 0, 1:]  # (tiles, patches)
+    options = {"contextual": 0.0, "tower_layer": -2} if method == "visionzip" else {"neighbours": 0, "tower_layer": -2}
+    with kvcompress.compress(model, method, 0.25, **options) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    if method == "prumerge+":
+        return
+    for row in range(2):
+        of_row = received[row]
+        if next_too:
+            lines = torch.nn.functional.pad(received[2 * row + 1].view(4, 4), (0, 1), value=-1.0)
+            of_row = torch.cat([received[2 * row], lines.flatten()])
+        best = of_row.topk(budget(0.25, patches)).indices.sort().values + 4
+        assert [c for c in kept[0][row] if 4 <= c < 4 + patches] == best.tolist()
