@@ -193,6 +193,32 @@ def test_each_question_about_a_reused_context_is_as_if_it_were_the_first(method,
             assert torch.equal(layer.storage.read()[0], before)
 
 
+@pytest.mark.parametrize("kind", ["static", "offloaded", "offloaded_static", "quantized"])
+@pytest.mark.parametrize("count", [1, 6])
+def test_reuse_leaves_every_storage_as_it_was(kind, count):
+    """A question of one token is written behind the kept entries, a longer one is a prompt of its own."""
+    family = FAMILIES["llava-onevision"]
+    model = family.build()
+    context = family.inputs(model, [40], [1])
+    quantized = {"kv_backend": "hqq", "kv_bits": 8, "kv_group_size": 16, "kv_residual": 4}
+    options = {"cache_implementation": kind, **(quantized if kind == "quantized" else {})}
+
+    def ask(token: int) -> torch.Tensor:
+        ids = torch.cat([context["input_ids"], torch.full((1, count), token)], 1)
+        with session.reuse() as cache:
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            return generate(model, inputs, 12, past_key_values=cache)[1]
+
+    with kvcompress.compress(model, "snapkv", 0.3, max_new_tokens=30, window_size=4, **options) as session:
+        model(**context)
+        held = [[head.tolist() for head in layer[0]] for layer in kept_of(session.cache)]
+        first, other = ask(50), ask(60)
+        assert not torch.allclose(first, other, atol=1e-3)
+        assert torch.equal(ask(50), first)
+        assert [[head.tolist() for head in layer[0]] for layer in kept_of(session.cache)] == held
+        assert session.cache.seen_tokens == context["input_ids"].shape[1]
+
+
 def test_reuse_before_a_prompt_is_an_error():
     with (
         kvcompress.compress(FAMILIES["qwen2"].build(), "snapkv", 0.3) as session,
