@@ -78,9 +78,8 @@ def test_a_misspelt_option_of_the_method_is_an_error_with_the_nearest_name():
 
 
 def test_an_option_of_another_method_is_an_error_that_names_its_owner():
-    message = error(method="snapkv", ratio=0.2, sinks=5)
-    assert "'sinks' is an option of streamingllm; options of 'snapkv': window_size" in message
-    assert "sinks" in message
+    message = error(method="snapkv", ratio=0.2, contextual=0.5)
+    assert "'contextual' is an option of visionzip; options of 'snapkv': window_size" in message
 
 
 @pytest.mark.parametrize(
