@@ -3,7 +3,8 @@
 import gc
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,19 +29,30 @@ def measure_cell(ways: dict[str, Way], task: Task, repeats: int, say: Callable[[
     for repeat in range(repeats + 1):
         say(f"{task.length} tokens, batch {task.batch}: " + (f"turn {repeat} of {repeats}" if repeat else "warming up"))
         begin = repeat % len(names)
-        for name in names[begin:] + names[:begin]:
-            if "error" in taken[name]:
-                continue
-            try:
-                turn = ways[name].turn(task)
-            except torch.OutOfMemoryError:
-                taken[name] = {"error": "out of memory"}
-                release()
-                continue
-            gc.collect()  # not within another's turn
-            if repeat:
-                taken[name]["turns"].append(asdict(turn))
+        with garbage_left():
+            for name in names[begin:] + names[:begin]:
+                if "error" in taken[name]:
+                    continue
+                try:
+                    turn = ways[name].turn(task)
+                except torch.OutOfMemoryError:
+                    taken[name] = {"error": "out of memory"}
+                    release()
+                    continue
+                if repeat:
+                    taken[name]["turns"].append(asdict(turn))
     return taken
+
+
+@contextmanager
+def garbage_left() -> Iterator[None]:
+    """Python collects its garbage before, so that it need not in the middle of somebody's turn."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def release() -> None:

@@ -8,8 +8,8 @@ from .timing import cell, summary, table
 
 BASELINE, PEER = "full", "transformers DynamicCache"
 HEADER = [
-    "prompt", "batch", "way", "prompt pass ms", "x DynamicCache", "scoring %", "ms per token", "of the limit",
-    "x DynamicCache", "x kvpress", "answer s", "KV MB", "peak MB", "largest batch",
+    "prompt", "batch", "way", "prompt pass ms", "prompt x DynamicCache", "scoring %", "ms per token", "of the limit",
+    "decode x DynamicCache", "decode x kvpress", "answer s", "KV MB", "peak MB", "largest batch",
 ]  # fmt: skip
 
 

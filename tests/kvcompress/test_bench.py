@@ -1,0 +1,369 @@
+"""`python -m kvcompress bench`: its arithmetic, its turns, its command line, and what it asks of kvpress' process."""
+
+import importlib
+import json
+import sys
+import types
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvcompress
+from kvcompress.__main__ import main
+from kvcompress.bench import cli, grid, report, standalone, ways
+from kvcompress.bench.models import SHAPES, source, weight_bytes_read
+from kvcompress.bench.timing import summary
+from kvcompress.bench.ways import KVPress, KVPressProcess, Method, Ours, Task, Transformers, Turn
+
+MODEL = standalone.load({"config": SHAPES["tiny"]}, "float32", torch.device("cpu"))
+QUICK = ["--shape", "tiny", "--lengths", "32", "--new", "2", "--repeats", "2", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    """Copying 256 MiB ten times takes seconds, and a plot takes one."""
+    copy = grid.copy_bandwidth
+    monkeypatch.setattr(grid, "copy_bandwidth", lambda device, clock: copy(device, 1 << 16, clock))
+    monkeypatch.setattr(cli, "plot", lambda content, rows, file: None)
+
+
+def bench(tmp_path, *arguments: str) -> dict:
+    """What a quick run wrote."""
+    assert main(["bench", *QUICK, "--out", str(tmp_path / "bench"), *arguments]) == 0
+    return json.loads((tmp_path / "bench.json").read_text())
+
+
+# Arithmetic
+
+
+def test_summary_is_median_and_quartiles():
+    assert summary([4.0, 1.0, 3.0, 2.0, 5.0]) == {"median": 3, "q1": 2, "q3": 4, "repeats": 5}
+    assert summary([7.0]) == {"median": 7, "q1": 7, "q3": 7, "repeats": 1}
+
+
+def test_scoring_share_compares_turn_by_turn():
+    """A machine that is twice as slow in the second turn changes nothing."""
+    assert report.scoring_share([103.0, 206.0], [100.0, 200.0])["median"] == pytest.approx(0.03)
+
+
+def test_speedup_is_theirs_over_ours():
+    assert report.speedup([10.0, 20.0], [13.0, 26.0])["median"] == pytest.approx(1.3)
+
+
+def test_bandwidth_fraction_is_one_at_the_limit():
+    """600 MB at 10 GB/s take 60 ms."""
+    assert report.bandwidth_fraction(540_000_000, 60_000_000, 10e9, 60) == pytest.approx(1)
+    assert report.bandwidth_fraction(540_000_000, 60_000_000, 10e9, 90) == pytest.approx(1 / 1.5)
+
+
+def test_rows_within_a_limit_share_one_copy_of_the_weights():
+    assert report.rows_within(limit_bytes=1000, weight_bytes=400, kv_bytes=200, batch=2) == 6
+    assert report.rows_within(limit_bytes=1000, weight_bytes=1400, kv_bytes=200, batch=2) == 0
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 31, 32, 100])
+def test_largest_batch_is_found(limit):
+    tried = []
+    assert grid.largest_batch(lambda batch: tried.append(batch) or batch <= limit) == limit
+    assert len(tried) <= 15
+
+
+def test_weights_read_leave_out_an_input_table_of_its_own():
+    tied = sum(weight.numel() * 4 for weight in MODEL.parameters())
+    assert weight_bytes_read(MODEL) == tied
+    untied = standalone.load({"config": SHAPES["tiny"] | {"tie_word_embeddings": False}}, "float32", MODEL.device)
+    assert weight_bytes_read(untied) == tied
+    assert sum(weight.numel() * 4 for weight in untied.parameters()) == tied + 512 * 64 * 4
+
+
+def test_copy_bandwidth_counts_reading_and_writing(monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setitem(standalone.CLOCKS, "wall", lambda: next(now))
+    assert grid.copy_bandwidth(torch.device("cpu"), clock="wall") == 2 * (1 << 16)
+
+
+# Turns
+
+
+def test_the_greedy_loop_gives_the_tokens_of_generate():
+    ids = standalone.prompt_ids(MODEL, 2, 40)
+    expected = MODEL.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)[:, 40:]
+    seen = []
+
+    def step(token, **kwargs):
+        seen.append(token)
+        return MODEL(token, **kwargs)
+
+    cache = DynamicCache(config=MODEL.config)
+    token, _ = standalone.read_prompt(MODEL, cache, ids, "wall")
+    assert len(standalone.decode(step, cache, token, 40, 6, "wall")) == 6
+    assert torch.equal(torch.cat(seen, 1), expected)
+
+
+def test_times_are_split_into_prompt_and_steps(monkeypatch):
+    """A model that needs 50 ms for the prompt and 20 ms per token, on a clock that only it advances."""
+    now = [100.0]
+    monkeypatch.setitem(standalone.CLOCKS, "wall", lambda: now[0])
+
+    def tick(_, args, output):
+        now[0] += 0.05 if args[0].shape[1] > 1 else 0.02
+
+    hook = MODEL.register_forward_hook(tick)
+    try:
+        turn = Transformers(MODEL, "DynamicCache").turn(Task(16, 1, 3, "wall"))
+    finally:
+        hook.remove()
+    assert turn.prompt_ms == pytest.approx(50)
+    assert turn.step_ms == pytest.approx([20, 20, 20])
+
+
+def test_bytes_are_those_that_the_caches_hold():
+    task, entry = Task(100, 2, 4, "wall"), 2 * 2 * 2 * 16 * 4  # layers x KV heads x (key and value) x head_dim x fp32
+    assert Transformers(MODEL, "DynamicCache").turn(task).kv_bytes == 2 * 104 * entry
+    assert Transformers(MODEL, "StaticCache").turn(task).kv_bytes == 2 * 104 * entry
+    ours = Ours(MODEL, Method.parse("snapkv", 0.1)).turn(task).kv_bytes
+    assert 2 * 14 * entry <= ours < 2 * 20 * entry
+
+
+class Scripted:
+    """A way that notes its turns and fails where it is told to."""
+
+    def __init__(self, name, log, fails_at=None):
+        self.name, self.log, self.fails_at = name, log, fails_at
+
+    def turn(self, task):
+        self.log.append(self.name)
+        if self.log.count(self.name) == self.fails_at:
+            raise torch.OutOfMemoryError("out of memory")
+        return Turn(1.0 * len(self.log), [1.0], 10, None)
+
+
+def test_ways_take_turns_and_each_begins_once():
+    log = []
+    taken = grid.measure_cell({n: Scripted(n, log) for n in "abc"}, Task(8, 1, 1, "wall"), 3, lambda line: None)
+    assert "".join(log) == "abc" + "bca" + "cab" + "abc"
+    assert [turn["prompt_ms"] for turn in taken["a"]["turns"]] == [6, 8, 10]  # the warm-up is not counted
+
+
+def test_a_way_that_runs_out_of_memory_leaves_the_others_in_the_race():
+    log = []
+    ways_here = {"a": Scripted("a", log), "b": Scripted("b", log, fails_at=2)}
+    taken = grid.measure_cell(ways_here, Task(8, 1, 1, "wall"), 2, lambda line: None)
+    assert taken["b"] == {"error": "out of memory"}
+    assert len(taken["a"]["turns"]) == 2
+    assert log.count("b") == 2
+
+
+def test_a_batch_decodes_behind_a_prompt_that_was_read_once():
+    prompts = []
+    hook = MODEL.model.register_forward_hook(
+        lambda _, args, kwargs, output: prompts.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    try:
+        assert grid.decodes(Ours(MODEL, Method.parse("adakv", 0.2)), length=50, steps=2, batch=5)
+    finally:
+        hook.remove()
+    assert prompts == [(1, 50), (5, 1), (5, 1)]
+
+
+@pytest.mark.slow
+def test_compiled_ways_run():
+    made = ways.make_ways(
+        MODEL, [Method.parse("full:cache_implementation=static", None)], ["static"], compiled=True, process=None
+    )
+    assert [name for name in made if name.endswith("compiled")] == [
+        "transformers StaticCache, compiled",
+        "full:cache_implementation=static, compiled",
+    ]
+    for way in made.values():
+        assert len(way.turn(Task(32, 1, 3, "wall")).step_ms) == 3
+
+
+# The command
+
+
+def test_the_grid_is_complete_and_compared_with_full_and_dynamic(tmp_path, capsys):
+    content = bench(
+        tmp_path, "--methods", "snapkv", "adakv:window_size=4", "--ratios", "0.2", "0.5", "--batches", "1", "2"
+    )
+    assert [(cell["length"], cell["batch"]) for cell in content["cells"]] == [(32, 1), (32, 2)]
+    names = ["transformers DynamicCache", "full"]
+    names += ["snapkv@0.2", "snapkv@0.5", "adakv:window_size=4@0.2", "adakv:window_size=4@0.5"]
+    for cell in content["cells"]:
+        assert list(cell["ways"]) == names
+        assert all(len(taken["turns"]) == 2 for taken in cell["ways"].values())
+        assert all(len(turn["step_ms"]) == 2 for taken in cell["ways"].values() for turn in taken["turns"])
+    rows = {row["way"]: row for row in report.rows_of(content)}
+    assert rows["full"]["scoring_share"] is None
+    assert rows["full"]["speedup_dynamic"]["median"] > 0
+    assert rows["snapkv@0.2"]["scoring_share"] is not None
+    assert rows["transformers DynamicCache"]["speedup_dynamic"] is None
+    assert rows["snapkv@0.2"]["kv_bytes"] < rows["snapkv@0.5"]["kv_bytes"] < rows["full"]["kv_bytes"]
+    assert 0 < rows["full"]["bandwidth_fraction"] < 1
+    assert content["environment"].keys() >= {"date", "device", "threads", "torch", "transformers"}
+    assert content["weight_bytes"] == sum(weight.numel() * 4 for weight in MODEL.parameters())
+    table = (tmp_path / "bench.md").read_text()
+    assert capsys.readouterr().out.strip() == table.strip()
+    assert table.count("| snapkv@0.2 |") == 2
+    assert "python -m kvcompress bench --shape tiny" in table
+    report.plot(content, report.rows_of(content), tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").stat().st_size > 10_000
+
+
+def test_a_memory_limit_counts_the_largest_batch(tmp_path):
+    content = bench(tmp_path, "--methods", "snapkv", "--memory-limit", "1")
+    rows = {row["way"]: row for row in report.rows_of(content, 10**9)}
+    per_row = rows["full"]["kv_bytes"]
+    assert rows["full"]["largest_batch"] == (10**9 - content["weight_bytes"]) // per_row
+    assert rows["snapkv@0.1"]["largest_batch"] > 3 * rows["full"]["largest_batch"]
+    assert "within 1 GB" in (tmp_path / "bench.md").read_text()
+
+
+def test_a_resumed_run_measures_only_what_is_missing(tmp_path, monkeypatch):
+    before = bench(tmp_path, "--methods", "knorm")
+    measured = []
+    measure = grid.measure_cell
+    monkeypatch.setattr(
+        grid, "measure_cell", lambda ways, task, *rest: measured.append(task) or measure(ways, task, *rest)
+    )
+    after = bench(tmp_path, "--methods", "knorm", "--lengths", "32", "64", "--resume")
+    assert [task.length for task in measured] == [64]
+    assert after["cells"][0] == before["cells"][0]
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--shape", "qwen2-8b"],
+            "there is no shape 'qwen2-8b' (did you mean 'qwen2-7b'?); valid: llava-onevision-7b-lm",
+        ),
+        (["--shape", "tiny", "some/model"], "give either a model or --shape, not 'some/model' and 'tiny'"),
+        ([], "give either a model or --shape, not None and None"),
+        (["--shape", "tiny", "--methods", "snapvk"], "there is no method 'snapvk' (did you mean 'snapkv'?); valid: "),
+        (["--shape", "tiny", "--methods", "snapkv:windows=4"], "method 'snapkv' has no option 'windows'"),
+        (["--shape", "tiny", "--methods", "snapkv:4"], "in 'snapkv:4', '4' is not NAME=VALUE"),
+        (["--shape", "tiny", "--methods", "visionzip"], "method 'visionzip' drops vision tokens"),
+        (["--shape", "tiny", "--ratios", "1.5"], "1.5"),
+        (["--shape", "tiny", "--peers", "vllm"], "there is no peer 'vllm'; valid: dynamic, static"),
+        (["--shape", "tiny", "--device", "cpu", "--largest-batch"], "--largest-batch tries until memory runs out"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_that_names_it(arguments, message, capsys, tmp_path):
+    assert main(["bench", *arguments, "--out", str(tmp_path / "bench")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_settings_are_not_mixed_into_a_file(tmp_path, capsys):
+    bench(tmp_path, "--methods", "knorm")
+    assert main(["bench", *QUICK, "--out", str(tmp_path / "bench"), "--methods", "tova", "--resume"]) == 2
+    assert "cannot be resumed: it was made with methods=['full', 'knorm@0.1']" in capsys.readouterr().err
+
+
+def test_an_unknown_command_names_the_known_ones(capsys):
+    assert main(["benhc"]) == 2
+    assert "there is no command 'benhc' (did you mean 'bench'?); valid: bench" in capsys.readouterr().err
+
+
+def test_shapes_are_models_or_paths():
+    assert source("some/model", None) == {"pretrained": "some/model"}
+    assert source(None, "tiny")["config"]["num_key_value_heads"] == 2
+
+
+# kvpress in its own process
+
+FAKE_WORKER = """
+import json, sys
+
+def reply(message):
+    print(json.dumps(message), flush=True)
+
+hello = json.loads(sys.stdin.readline())
+reply({"presses": ["snapkv", "adakv"], "versions": {"kvpress": "9", "transformers": "8", "torch": "7"}})
+for line in sys.stdin:
+    order = json.loads(line)
+    if order["batch"] > 4:
+        reply({"error": "out of memory"})
+    elif order["length"] == 13:
+        sys.exit(3)
+    else:
+        steps = [1000.0 * order["ratio"]] * order["steps"]
+        reply({"prompt_ms": hello["threads"], "step_ms": steps, "kv_bytes": 77, "peak_bytes": None})
+"""
+
+
+@pytest.fixture
+def fake_worker(tmp_path, monkeypatch):
+    worker = tmp_path / "worker.py"
+    worker.write_text(FAKE_WORKER)
+    monkeypatch.setattr(KVPressProcess, "WORKER", worker)
+
+
+def test_kvpress_takes_its_turns_beside_each_method_that_it_has(tmp_path, fake_worker):
+    methods = ["snapkv", "look-m", "adakv:window_size=4"]
+    content = bench(tmp_path, "--methods", *methods, "--kvpress-python", sys.executable, "--threads", "1")
+    assert [name for name in content["cells"][0]["ways"] if "kvpress" in name] == ["kvpress snapkv@0.1"]
+    assert content["environment"]["kvpress"] == "9 (transformers 8, torch 7)"
+    turn = content["cells"][0]["ways"]["kvpress snapkv@0.1"]["turns"][0]
+    assert turn == {"prompt_ms": 1, "step_ms": [100, 100], "kv_bytes": 77, "peak_bytes": None}
+    rows = {row["way"]: row for row in report.rows_of(content)}
+    ours = rows["snapkv@0.1"]
+    assert ours["speedup_kvpress"]["median"] == pytest.approx(100 / ours["decode_ms"]["median"], rel=0.5)
+    assert rows["kvpress snapkv@0.1"]["scoring_share"] is None
+    assert "against kvpress, geometric mean" in (tmp_path / "bench.md").read_text()
+
+
+def test_kvpress_out_of_memory_is_a_cell_of_the_table(tmp_path, fake_worker):
+    content = bench(tmp_path, "--methods", "snapkv", "--kvpress-python", sys.executable, "--batches", "5")
+    assert content["cells"][0]["ways"]["kvpress snapkv@0.1"] == {"error": "out of memory"}
+    assert "| kvpress snapkv@0.1 | out of memory |" in (tmp_path / "bench.md").read_text()
+
+
+def test_a_kvpress_process_that_ends_is_an_error(fake_worker):
+    with KVPressProcess(sys.executable, {}, "float32", "cpu", 1) as process:
+        way = KVPress(process, Method.parse("snapkv", 0.1))
+        with pytest.raises(kvcompress.KVCompressError, match="ended with status 3"):
+            way.turn(Task(13, 1, 1, "wall"))
+    with pytest.raises(kvcompress.KVCompressError, match="'/no/python' cannot be run: No such file"):
+        KVPressProcess("/no/python", {}, "float32", "cpu", 1)
+
+
+def test_the_worker_presses_the_prompt_only_and_cleans_up(monkeypatch):
+    """The script itself, with a stand-in for kvpress whose presses drop nothing."""
+    log = []
+
+    class Press:
+        def __init__(self, removed):
+            self.removed = removed
+
+        @contextmanager
+        def __call__(self, model):
+            log.append(model.config._attn_implementation)
+            yield
+            log.append("off")
+
+    fake = types.ModuleType("kvpress")
+    presses = ["ExpectedAttention", "ObservedAttention", "KeyDiff", "Knorm", "LagKV", "PyramidKV", "Random", "SnapKV"]
+    for name in [*presses, "StreamingLLM", "TOVA"]:
+        setattr(fake, f"{name}Press", type(name, (Press,), {}))
+    monkeypatch.setitem(sys.modules, "kvpress", fake)
+    monkeypatch.setitem(sys.modules, "standalone", standalone)
+    worker = importlib.import_module("kvcompress.bench.kvpress_worker")
+    monkeypatch.setattr(worker, "read_prompt", lambda *given: log.append("prompt") or standalone.read_prompt(*given))
+    monkeypatch.setattr(worker, "decode", lambda *given: log.append("decode") or standalone.decode(*given))
+    MODEL.model.layers[0].self_attn.masked_key_indices = "of the press before"
+    order = {"method": "h2o", "ratio": 0.5, "batch": 2, "length": 20, "steps": 3, "clock": "wall"}
+    base = MODEL.config._attn_implementation
+    reply = worker.turn(MODEL, order)
+    assert log == ["eager", "prompt", "off", "decode"]
+    assert MODEL.config._attn_implementation == base
+    assert MODEL.model.layers[0].self_attn.masked_key_indices is None
+    assert Turn(**reply).kv_bytes == 2 * 23 * 2 * 2 * 2 * 16 * 4
+    assert len(reply["step_ms"]) == 3
+    sys.modules.pop("kvcompress.bench.kvpress_worker")
