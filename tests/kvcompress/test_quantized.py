@@ -74,6 +74,19 @@ def test_entries_are_quantized_once(monkeypatch):
     assert sum(quantized) == 3 * 2 * held * 16
 
 
+def test_decoded_tokens_wait_in_full_precision_until_there_are_kv_residual_of_them():
+    cache = kvcompress.CompressedCache(MODEL.config, "snapkv", 0.5, kv_residual=3, **EIGHT)
+    waiting, blocks = [], []
+    with kvcompress.attach(MODEL), torch.no_grad():
+        MODEL(torch.arange(10, 50)[None], past_key_values=cache)
+        for token in range(50, 57):
+            MODEL(torch.tensor([[token]]), past_key_values=cache)
+            waiting.append(cache.layers[0].storage.recent.length)
+            blocks.append(len(cache.layers[0].storage.blocks))
+    assert waiting == [1, 2, 0, 1, 2, 0, 1]
+    assert blocks == [1, 1, 2, 2, 2, 3, 3]
+
+
 def test_beams_and_reuse_on_quantized_entries():
     inputs = FAMILIES["qwen2"].inputs(MODEL, [40, 25])
     arguments = {"num_beams": 3, "max_new_tokens": 5, "do_sample": False}
