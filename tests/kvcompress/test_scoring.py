@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcompress.scoring import pad_columns, pool_scores, window_attention
-from kvcompress.selection import top_indices
+from kvcompress.selection import adaptive_indices, top_indices
 
 
 @settings(max_examples=60, deadline=None)
@@ -62,3 +62,17 @@ def test_top_indices_are_the_best_real_columns_the_latest_among_equals(rows, see
 def test_pad_columns_are_the_leading_ones():
     expected = [[[False, False, False]], [[True, True, False]]]
     assert pad_columns(torch.tensor([[0], [2]]), 3).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("safeguard", "kept"),
+    [
+        (0.0, [[0, 1, 2, 3], [-1, -1, -1, -1]]),
+        (0.5, [[-1, 0, 1, 2], [-1, -1, -1, 3]]),
+        (1.0, [[0, 1], [2, 3]]),
+    ],
+)
+def test_adaptive_heads_worked_by_hand(safeguard, kept):
+    scores = torch.tensor([[[9.0, 8, 7, 6], [1, 2, 3, 4]]])
+    longest = max(sum(column >= 0 for column in head) for head in kept)
+    assert adaptive_indices(scores, [2], safeguard)[0].tolist() == [head[-longest:] for head in kept]
