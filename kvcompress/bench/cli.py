@@ -34,6 +34,9 @@ def parser() -> argparse.ArgumentParser:
     this.add_argument("--lengths", nargs="+", type=positive, default=[2048], help="prompt tokens")
     this.add_argument("--batches", nargs="+", type=positive, default=[1])
     this.add_argument("--new", type=positive, default=32, help="decode steps of every answer")
+    this.add_argument(
+        "--one-prompt", action="store_true", help="read one prompt, repeat its cache: large batches sooner"
+    )
     this.add_argument("--repeats", type=positive, default=5)
     this.add_argument("--peers", nargs="*", default=["dynamic"], help=f"of {', '.join(PEERS)}")
     this.add_argument("--kvpress-python", metavar="PATH", help="Python of an environment with kvpress: a peer too")
@@ -45,17 +48,23 @@ def parser() -> argparse.ArgumentParser:
     this.add_argument("--threads", type=positive, default=torch.get_num_threads())
     this.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: the process's own time")
     this.add_argument("--largest-batch", action="store_true", help="on CUDA: find, by trying, the largest that decodes")
-    this.add_argument("--memory-limit", type=float, metavar="GB", help="count the largest batch that this would hold")
+    this.add_argument(
+        "--memory-limit", type=positive_number, metavar="GB", help="count the largest batch that this would hold"
+    )
+    this.add_argument("--minutes", type=positive_number, default=float("inf"), help="begin no further cell after these")
     this.add_argument("--out", type=Path, default=Path("bench"), help="without a suffix: .json, .md and .png")
     this.add_argument("--resume", action="store_true", help="keep the cells that are in the .json")
     return this
 
 
 def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not positive")
-    return number
+    return int(positive_number(str(int(text))))
+
+
+def positive_number(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return float(text)
 
 
 def methods_of(names: list[str], ratios: list[float]) -> list[Method]:
@@ -77,6 +86,8 @@ def main(arguments: list[str]) -> None:
     device = torch.device(given.device)
     if given.largest_batch and device.type != "cuda":
         raise KVCompressError("--largest-batch tries until memory runs out, on CUDA only; on a CPU give --memory-limit")
+    if given.one_prompt and ("static" in given.peers or any(method.is_static for method in methods)):
+        raise KVCompressError("--one-prompt repeats the cache's rows, which a static cache cannot: leave one out")
     dtype = given.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     torch.set_num_threads(given.threads)
     settings = {
@@ -86,6 +97,7 @@ def main(arguments: list[str]) -> None:
         "peers": [*given.peers, *(["kvpress"] if given.kvpress_python else [])],
         "compile": given.compile,
         "steps": given.new,
+        "one_prompt": given.one_prompt,
         "repeats": given.repeats,
         "clock": given.clock,
         "device": given.device,
@@ -114,8 +126,9 @@ def main(arguments: list[str]) -> None:
                 f"{there['kvpress']} (transformers {there['transformers']}, torch {there['torch']})"
             )
         ways = make_ways(model, methods, given.peers, given.compile, process)
-        tasks = [Task(length, batch, given.new, given.clock) for length in given.lengths for batch in given.batches]
-        measure_grid(results, ways, tasks, given.repeats, device, say)
+        how = (given.new, given.clock, given.one_prompt)
+        tasks = [Task(length, batch, *how) for length in given.lengths for batch in given.batches]
+        measure_grid(results, ways, tasks, given.repeats, device, say, 60 * given.minutes)
     finish(results.content, given)
 
 
@@ -134,7 +147,11 @@ def find_largest(results: Results, ways: list[Ours], given: argparse.Namespace) 
             if results.has("largest", length=length, way=way.name):
                 continue
             say(f"{length} tokens, {way.name}: the largest batch")
-            batch = largest_batch(lambda batch, way=way, length=length: decodes(way, length, given.new, batch))
+            # One prompt for all rows, as a server admits prompts one by one: what a prompt pass needs for all rows at
+            # once does not count.
+            batch = largest_batch(
+                lambda batch, way=way, length=length: decodes(way, Task(length, batch, given.new, "wall", True))
+            )
             results.add("largest", {"length": length, "way": way.name, "batch": batch})
 
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -12,10 +13,8 @@ from typing import Any
 import torch
 
 from ..errors import KVCompressError
-from ..hook import attach
-from .standalone import decode, prompt_ids, read_prompt
 from .timing import CLOCKS, synchronise
-from .ways import Ours, Task, Way
+from .ways import Task, Way
 
 COPIES = 10
 
@@ -89,20 +88,13 @@ def largest_batch(fits: Callable[[int], bool]) -> int:
     return fitting
 
 
-def decodes(way: Ours, length: int, steps: int, batch: int) -> bool:
-    """Whether `batch` rows fit while decoding. Their prompt is read once and its cache repeated, as a server admits
-    prompts one by one: what a prompt pass needs for all rows at once does not count."""
-    ids = prompt_ids(way.model, 1, length)
-    cache = way.cache(steps)
+def decodes(way: Way, task: Task) -> bool:
+    """Whether a turn fits into memory."""
     try:
-        with attach(way.model):
-            token, _ = read_prompt(way.model, cache, ids, "wall")
-            cache.batch_repeat_interleave(batch)
-            decode(way.model, cache, token.repeat(batch, 1), length, steps, "wall")
+        way.turn(task)
     except torch.OutOfMemoryError:
         return False
     finally:
-        del cache
         release()
     return True
 
@@ -144,9 +136,15 @@ def measure_grid(
     repeats: int,
     device: torch.device,
     say: Callable[[str], None],
+    seconds: float = float("inf"),
 ) -> None:
+    """Measure what is not yet in the results; after `seconds` no further cell is begun."""
+    end = time.monotonic() + seconds
     for task in tasks:
         if results.has("cells", length=task.length, batch=task.batch):
+            continue
+        if time.monotonic() > end:
+            say(f"{task.length} tokens, batch {task.batch}: left out, the time is over")
             continue
         torch._dynamo.reset()
         bandwidth = copy_bandwidth(device, clock=task.clock)

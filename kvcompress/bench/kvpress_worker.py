@@ -1,7 +1,7 @@
 """kvpress' side of the bench: a script for the Python of an environment that has kvpress, without kvcompress.
 
 Reads JSON lines: first {"source", "dtype", "device", "threads"}, answered by {"presses", "versions"}; then turns,
-{"method", "ratio", "batch", "length", "steps", "clock"}, each answered by a turn's fields, or by {"error"} where memory
+{"method", "ratio"} and a `Task`'s fields, each answered by a turn's fields, or by {"error"} where memory
 ran out.
 """
 
@@ -35,7 +35,7 @@ PRESSES = {
 def turn(model: PreTrainedModel, order: dict[str, Any]) -> dict[str, Any]:
     """One prompt and its answer, as kvpress' own pipeline does it: the press is on for the prompt only."""
     device, length, clock = model.device, order["length"], order["clock"]
-    ids = prompt_ids(model, order["batch"], length)
+    ids = prompt_ids(model, 1 if order["one_prompt"] else order["batch"], length)
     press = PRESSES[order["method"]](1 - order["ratio"])
     base = model.config._attn_implementation
     if isinstance(press, kvpress.ObservedAttentionPress):
@@ -50,9 +50,22 @@ def turn(model: PreTrainedModel, order: dict[str, Any]) -> dict[str, Any]:
             token, prompt_ms = read_prompt(model, cache, ids, clock)
     finally:
         model.config._attn_implementation = base
+    if order["one_prompt"]:
+        repeat(model, cache, order["batch"])
+        token = token.repeat(order["batch"], 1)
     step_ms = decode(model, cache, token, length, order["steps"], clock)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return {"prompt_ms": prompt_ms, "step_ms": step_ms, "kv_bytes": held_bytes(cache), "peak_bytes": peak}
+
+
+def repeat(model: PreTrainedModel, cache: DynamicCache, batch: int) -> None:
+    """Make `batch` rows of the cache's one, and of the entries that kvpress hides instead of dropping them."""
+    cache.batch_repeat_interleave(batch)
+    for module in model.modules():
+        if module.masked_key_indices is not None:
+            _, heads, columns = module.masked_key_indices
+            rows = torch.arange(batch).repeat_interleave(len(heads))
+            module.masked_key_indices = (rows, heads.repeat(batch), columns.repeat(batch))
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import ast
 import json
 import subprocess
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Task:
-    """A cell of the grid: prompts of `length` tokens, `batch` at once, each followed by `steps` decode steps."""
+    """A cell of the grid: prompts of `length` tokens, `batch` at once, each followed by `steps` decode steps. With
+    `one_prompt` a single row is read, and its cache repeated `batch` times."""
 
     length: int
     batch: int
     steps: int
     clock: str
+    one_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,12 @@ class Transformers:
 
 
 def local_turn(model: PreTrainedModel, cache: Any, held: Callable[[], int], task: Task, compiled: bool) -> Turn:
-    ids = prompt_ids(model, task.batch, task.length)
+    ids = prompt_ids(model, 1 if task.one_prompt else task.batch, task.length)
     reset_peak_memory(model.device)
     token, prompt_ms = read_prompt(model, cache, ids, task.clock)
+    if task.one_prompt:
+        cache.batch_repeat_interleave(task.batch)
+        token = token.repeat(task.batch, 1)
     step = model.get_compiled_call(compile_config(model.device)) if compiled else model
     step_ms = decode(step, cache, token, task.length, task.steps, task.clock)
     return Turn(prompt_ms, step_ms, held(), peak_memory(model.device))
@@ -186,9 +191,7 @@ class KVPress:
         self.name = f"kvpress {method}"
 
     def turn(self, task: Task) -> Turn:
-        order = {"method": self.method.name, "ratio": self.method.ratio}
-        order |= {"length": task.length, "batch": task.batch, "steps": task.steps, "clock": task.clock}
-        reply = self.process.ask(order)
+        reply = self.process.ask({"method": self.method.name, "ratio": self.method.ratio, **asdict(task)})
         if "error" in reply:
             raise torch.OutOfMemoryError(reply["error"])
         return Turn(**reply)

@@ -156,16 +156,24 @@ def test_a_way_that_runs_out_of_memory_leaves_the_others_in_the_race():
     assert log.count("b") == 2
 
 
-def test_a_batch_decodes_behind_a_prompt_that_was_read_once():
-    prompts = []
+@pytest.mark.parametrize("way", [Transformers(MODEL, "DynamicCache"), Ours(MODEL, Method.parse("adakv", 0.2))])
+def test_one_prompt_is_read_once_and_its_cache_repeated(way):
+    shapes = []
     hook = MODEL.model.register_forward_hook(
-        lambda _, args, kwargs, output: prompts.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        lambda _, args, kwargs, output: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     try:
-        assert grid.decodes(Ours(MODEL, Method.parse("adakv", 0.2)), length=50, steps=2, batch=5)
+        turn = way.turn(Task(50, 5, 2, "wall", one_prompt=True))
     finally:
         hook.remove()
-    assert prompts == [(1, 50), (5, 1), (5, 1)]
+    assert shapes == [(1, 50), (5, 1), (5, 1)]
+    assert turn.kv_bytes == pytest.approx(5 * way.turn(Task(50, 1, 2, "wall")).kv_bytes, rel=0.01)
+
+
+def test_a_turn_that_does_not_fit_is_no_error():
+    task = Task(8, 1, 1, "wall")
+    assert not grid.decodes(Scripted("a", [], fails_at=1), task)
+    assert grid.decodes(Scripted("a", []), task)
 
 
 @pytest.mark.slow
@@ -234,6 +242,12 @@ def test_a_resumed_run_measures_only_what_is_missing(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_when_the_time_is_over_no_further_cell_is_begun(tmp_path, monkeypatch, capsys):
+    content = bench(tmp_path, "--methods", "knorm", "--batches", "1", "2", "--minutes", "0.0001")
+    assert [cell["batch"] for cell in content["cells"]] == [1]
+    assert "32 tokens, batch 2: left out, the time is over" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -249,6 +263,7 @@ def test_a_resumed_run_measures_only_what_is_missing(tmp_path, monkeypatch):
         (["--shape", "tiny", "--methods", "visionzip"], "method 'visionzip' drops vision tokens"),
         (["--shape", "tiny", "--ratios", "1.5"], "1.5"),
         (["--shape", "tiny", "--peers", "vllm"], "there is no peer 'vllm'; valid: dynamic, static"),
+        (["--shape", "tiny", "--one-prompt", "--peers", "static"], "which a static cache cannot: leave one out"),
         (["--shape", "tiny", "--device", "cpu", "--largest-batch"], "--largest-batch tries until memory runs out"),
     ],
 )
@@ -359,6 +374,7 @@ def test_the_worker_presses_the_prompt_only_and_cleans_up(monkeypatch):
     monkeypatch.setattr(worker, "decode", lambda *given: log.append("decode") or standalone.decode(*given))
     MODEL.model.layers[0].self_attn.masked_key_indices = "of the press before"
     order = {"method": "h2o", "ratio": 0.5, "batch": 2, "length": 20, "steps": 3, "clock": "wall"}
+    order["one_prompt"] = False
     base = MODEL.config._attn_implementation
     reply = worker.turn(MODEL, order)
     assert log == ["eager", "prompt", "off", "decode"]
@@ -366,4 +382,15 @@ def test_the_worker_presses_the_prompt_only_and_cleans_up(monkeypatch):
     assert MODEL.model.layers[0].self_attn.masked_key_indices is None
     assert Turn(**reply).kv_bytes == 2 * 23 * 2 * 2 * 2 * 16 * 4
     assert len(reply["step_ms"]) == 3
+    # What kvpress hides in one row it hides in every row that is made of it.
+    rows, heads, columns = torch.zeros(2, dtype=int), torch.tensor([0, 1]), torch.tensor([4, 7])
+    MODEL.model.layers[0].self_attn.masked_key_indices = (rows, heads, columns)
+    worker.repeat(MODEL, DynamicCache(config=MODEL.config), 2)
+    rows, heads, columns = MODEL.model.layers[0].self_attn.masked_key_indices
+    assert list(zip(rows.tolist(), heads.tolist(), columns.tolist(), strict=True)) == [
+        (0, 0, 4),
+        (0, 1, 7),
+        (1, 0, 4),
+        (1, 1, 7),
+    ]
     sys.modules.pop("kvcompress.bench.kvpress_worker")
