@@ -9,6 +9,7 @@ methods whose file has changed, more questions. Then it writes the tables (.md) 
 """
 
 import argparse
+import hashlib
 import inspect
 import json
 import platform
@@ -55,6 +56,7 @@ class Protocol:
 class Task:
     """Questions in batches: the model's inputs for some of them, and which answers to them are right.
 
+    `identity`: hash of the questions and of the model; answers of another one are not used.
     `ordinary_questions`: how many questions are put to a method that cannot be replayed.
     `window_size`: what takes the place of the published window in every method that observes the prompt's last queries;
     None: nothing does.
@@ -62,6 +64,7 @@ class Task:
 
     name: str
     title: str
+    identity: str
     model: transformers.PreTrainedModel
     questions: int
     batch_size: int
@@ -125,13 +128,17 @@ def is_replayable(method: str) -> bool:
 
 class Answers:
     """A JSON file, written whenever something is added: which questions each cell has answered rightly, as text of 0
-    and 1, key -> "1101..."; and the cells that the library refuses, key -> message."""
+    and 1, key -> "1101..."; and the cells that the library refuses, key -> message.
 
-    def __init__(self, path: Path):
-        self.path = path
-        stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"right": {}, "refused": {}}
-        self.right: dict[str, str] = stored["right"]
-        self.refused: dict[str, str] = stored["refused"]
+    What the file holds of another `identity` (see `Task`) is forgotten.
+    """
+
+    def __init__(self, path: Path, identity: str):
+        self.path, self.identity = path, identity
+        stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        is_ours = stored.get("task") == identity
+        self.right: dict[str, str] = stored["right"] if is_ours else {}
+        self.refused: dict[str, str] = stored["refused"] if is_ours else {}
 
     def add(self, cell: Cell, right: list[bool]) -> None:
         self.right[cell.key] = self.right.get(cell.key, "") + "".join(str(int(one)) for one in right)
@@ -142,7 +149,7 @@ class Answers:
         self._write()
 
     def _write(self) -> None:
-        stored = {"right": self.right, "refused": self.refused}
+        stored = {"task": self.identity, "right": self.right, "refused": self.refused}
         write_text(self.path, json.dumps(stored, indent=0, sort_keys=True) + "\n")
 
     def of(self, cell: Cell, questions: int) -> np.ndarray:
@@ -301,6 +308,10 @@ def plot(tables: dict[str, Rows], path: Path) -> None:
 QUERY_AWARE = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"})
 
 
+def _hash(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+
 def tiny(questions: int) -> Task:
     reader = Reader(TINY_CHECKPOINT)
     examples = read_examples(HEADLINE)[:questions]
@@ -312,6 +323,7 @@ def tiny(questions: int) -> Task:
     return Task(
         name="tiny",
         title="Methods on the bundled model, `tiny_textvqa`",
+        identity=_hash(HEADLINE.read_bytes(), (TINY_CHECKPOINT / "model.safetensors").read_bytes()),
         model=reader.model,
         questions=len(examples),
         batch_size=25,
@@ -345,6 +357,7 @@ def smollm2(questions: int) -> Task:
     return Task(
         name="smollm2",
         title="Methods on SmolLM2-135M, retrieval from a text",
+        identity=_hash(repr((draw_examples(20), CONTEXT_TOKENS, model.dtype)).encode()),
         model=model,
         questions=len(examples),
         batch_size=20,
@@ -373,7 +386,7 @@ def tables(arguments: argparse.Namespace) -> Iterator[Path]:
         task = TASKS[name](arguments.questions)
         cells = cells_of(task, methods)
         base = arguments.out / f"method_table_{name}"
-        answers = Answers(base.with_suffix(".json"))
+        answers = Answers(base.with_suffix(".json"), task.identity)
         compute(task, cells, answers)
         rows = {protocol.title: rows_of(protocol, cells, answers, task.questions) for protocol in task.protocols}
         refused = {cell.method: answers.refused[cell.key] for cell in cells if cell.key in answers.refused}

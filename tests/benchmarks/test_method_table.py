@@ -32,6 +32,7 @@ def task():
     return Task(
         name="even",
         title="Even tokens",
+        identity="even",
         model=model,
         questions=4,
         batch_size=2,
@@ -46,23 +47,30 @@ def task():
 
 def test_a_second_run_computes_only_what_is_missing(task, tmp_path, monkeypatch):
     file = tmp_path / "answers.json"
-    compute(task, cells_of(task, ["full", "knorm"]), Answers(file))
-    before = Answers(file).right
+    compute(task, cells_of(task, ["full", "knorm"]), Answers(file, "even"))
+    before = Answers(file, "even").right
     asked = []
     answer = method_table.answer
     monkeypatch.setattr(method_table, "answer", lambda *given: asked.append(given[1]) or answer(*given))
     cells = cells_of(task, ["full", "knorm", "random"])
-    compute(task, cells, Answers(file))
+    compute(task, cells, Answers(file, "even"))
     assert {cell.method for cell in asked} == {"random"}
     assert len(asked) == 2 * len(RATIOS)
-    after = Answers(file)
+    after = Answers(file, "even")
     assert before.items() <= after.right.items()
     assert all(len(after.of(cell, task.questions)) == task.questions for cell in cells)
 
 
+def test_answers_to_other_questions_are_forgotten(tmp_path):
+    file, cell = tmp_path / "answers.json", Cell(PROTOCOL, "knorm", 0.5)
+    Answers(file, "even").add(cell, [True, False])
+    assert Answers(file, "even").of(cell, 2).tolist() == [1, 0]
+    assert Answers(file, "odd").of(cell, 2).tolist() == []
+
+
 def test_an_interrupted_run_goes_on_where_it_was(task, tmp_path, monkeypatch):
     cells = cells_of(task, ["full", "knorm", "random"])
-    whole, cut = Answers(tmp_path / "whole.json"), Answers(tmp_path / "cut.json")
+    whole, cut = Answers(tmp_path / "whole.json", "even"), Answers(tmp_path / "cut.json", "even")
     compute(task, cells, whole)
     answer, left = method_table.answer, iter(range(5))
 
@@ -74,8 +82,8 @@ def test_an_interrupted_run_goes_on_where_it_was(task, tmp_path, monkeypatch):
         patch.setattr(method_table, "answer", interrupted)
         with pytest.raises(StopIteration):
             compute(task, cells, cut)
-    compute(task, cells, Answers(tmp_path / "cut.json"))
-    assert Answers(tmp_path / "cut.json").right == whole.right
+    compute(task, cells, Answers(tmp_path / "cut.json", "even"))
+    assert Answers(tmp_path / "cut.json", "even").right == whole.right
 
 
 def test_a_cell_is_another_when_its_options_its_protocol_or_its_methods_code_change(monkeypatch):
@@ -93,7 +101,7 @@ def test_a_cell_is_another_when_its_options_its_protocol_or_its_methods_code_cha
 
 
 def test_methods_that_cannot_be_replayed_take_the_ordinary_path_for_fewer_questions(task, tmp_path):
-    answers, cells = Answers(tmp_path / "answers.json"), cells_of(task, ["full", "random", "kvzip"])
+    answers, cells = Answers(tmp_path / "answers.json", "even"), cells_of(task, ["full", "random", "kvzip"])
     compute(task, cells, answers)
     table = markdown(rows_of(PROTOCOL, cells, answers, task.questions), task.questions)
     assert "| kvzip (2 questions) |" in table
@@ -104,12 +112,12 @@ def test_a_refusal_is_reported_and_not_tried_again(task, tmp_path, monkeypatch):
     def refuse(*given):
         raise kvcompress.KVCompressError("videos only")
 
-    answers, cells = Answers(tmp_path / "answers.json"), cells_of(task, ["knorm"])
+    answers, cells = Answers(tmp_path / "answers.json", "even"), cells_of(task, ["knorm"])
     with monkeypatch.context() as patch:
         patch.setattr(method_table, "answer", refuse)
         compute(task, cells, answers)
-    compute(task, cells, Answers(answers.path))
-    assert set(Answers(answers.path).refused.values()) == {"videos only"}
+    compute(task, cells, Answers(answers.path, "even"))
+    assert set(Answers(answers.path, "even").refused.values()) == {"videos only"}
     assert rows_of(PROTOCOL, cells, answers, task.questions) == {}
 
 
@@ -124,7 +132,7 @@ def test_the_interval_is_the_bootstrap_over_questions():
 
 
 def test_the_table_is_sorted_and_marks_what_is_worse_than_random(tmp_path):
-    answers = Answers(tmp_path / "answers.json")
+    answers = Answers(tmp_path / "answers.json", "even")
     rights = {"full": 90, "random": 50, "knorm": 20, "snapkv": 80, "tova": 49}
     cells = []
     for method, right in rights.items():
