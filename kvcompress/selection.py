@@ -61,7 +61,6 @@ def adaptive_indices(
     rank = order.argsort(dim=1)
     total = torch.tensor(budgets, device=scores.device)[:, None] * kv_heads
     chosen = (rank < total).flip(1).view(batch, columns, kv_heads).transpose(1, 2)
-    chosen = chosen & (scores > float("-inf"))
     most = int(chosen.sum(-1).max())
     kept = torch.where(chosen, torch.arange(columns, device=scores.device), -1)
     return kept.sort(-1).values[..., -most:]
