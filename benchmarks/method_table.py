@@ -5,7 +5,8 @@
 
 Each question's prompt pass runs once and is replayed into every method, ratio and protocol (see replay.py). Answers are
 written down as they come, in `<out>/method_table_<task>.json`; another run computes only what is missing: new methods,
-methods whose file has changed, more questions. Then it writes the tables (.md) and the plots (.png).
+methods whose file has changed, more questions. Then it writes the tables (.md) and the plots (.png), and the tables into
+docs/methods-compared.md.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import hashlib
 import inspect
 import json
 import platform
+import re
 import time
 from abc import ABC
 from collections.abc import Callable, Iterator
@@ -38,6 +40,7 @@ from .retrieval import CONTEXT_TOKENS, draw_examples, load_smollm2
 RATIOS = (0.5, 0.2, 0.1, 0.05)
 RESAMPLES = 10_000
 RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parent.parent / "docs" / "methods-compared.md"
 
 
 @dataclass(frozen=True)
@@ -265,6 +268,15 @@ def report(task: Task, tables: dict[str, Rows], refused: dict[str, str]) -> str:
     return text + "".join(f"\nNot in the tables: {method} ({why}).\n" for method, why in sorted(refused.items()))
 
 
+def put_into_page(page: Path, name: str, report: str) -> None:
+    """Replace what stands between the page's two marks of that name, one level of headings deeper."""
+    begin, end = f"<!-- {name}: made by benchmarks/method_table.py -->\n", f"<!-- end of {name} -->"
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    after = rest.split(end)[1]
+    deeper = re.sub("^#", "##", report, flags=re.MULTILINE)
+    write_text(page, f"{before}{begin}\n{deeper}\n{end}{after}")
+
+
 def plot(tables: dict[str, Rows], path: Path) -> None:
     """A panel per method, with random (grey) and the full cache (dotted) behind it; a colour per table."""
     import matplotlib
@@ -390,7 +402,10 @@ def tables(arguments: argparse.Namespace) -> Iterator[Path]:
         compute(task, cells, answers)
         rows = {protocol.title: rows_of(protocol, cells, answers, task.questions) for protocol in task.protocols}
         refused = {cell.method: answers.refused[cell.key] for cell in cells if cell.key in answers.refused}
-        write_text(base.with_suffix(".md"), report(task, rows, refused))
+        text = report(task, rows, refused)
+        write_text(base.with_suffix(".md"), text)
+        if arguments.out == RESULTS:
+            put_into_page(PAGE, name, text)
         plot(rows, base.with_suffix(".png"))
         yield base.with_suffix(".md")
 
