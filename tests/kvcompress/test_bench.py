@@ -90,16 +90,18 @@ def test_copy_bandwidth_counts_reading_and_writing(monkeypatch):
 def test_the_greedy_loop_gives_the_tokens_of_generate():
     ids = standalone.prompt_ids(MODEL, 2, 40)
     expected = MODEL.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)[:, 40:]
-    seen = []
+    seen, positions = [], []
 
     def step(token, **kwargs):
         seen.append(token)
+        positions.append(kwargs["position_ids"].tolist())
         return MODEL(token, **kwargs)
 
     cache = DynamicCache(config=MODEL.config)
     token, _ = standalone.read_prompt(MODEL, cache, ids, "wall")
     assert len(standalone.decode(step, cache, token, 40, 6, "wall")) == 6
     assert torch.equal(torch.cat(seen, 1), expected)
+    assert positions == [[[column]] * 2 for column in range(40, 46)]
 
 
 def test_times_are_split_into_prompt_and_steps(monkeypatch):
