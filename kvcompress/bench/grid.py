@@ -14,7 +14,7 @@ import torch
 
 from ..errors import KVCompressError
 from .timing import CLOCKS, synchronise
-from .ways import Task, Way
+from .ways import Task, Turn, Way
 
 COPIES = 10
 
@@ -32,13 +32,10 @@ def measure_cell(ways: dict[str, Way], task: Task, repeats: int, say: Callable[[
             for name in names[begin:] + names[:begin]:
                 if "error" in taken[name]:
                     continue
-                try:
-                    turn = ways[name].turn(task)
-                except torch.OutOfMemoryError:
+                turn = attempt(ways[name], task)
+                if turn is None:
                     taken[name] = {"error": "out of memory"}
-                    release()
-                    continue
-                if repeat:
+                elif repeat:
                     taken[name]["turns"].append(asdict(turn))
     return taken
 
@@ -54,8 +51,17 @@ def garbage_left() -> Iterator[None]:
         gc.enable()
 
 
+def attempt(way: Way, task: Task) -> Turn | None:
+    """A turn, None where memory ran out; what it took is then given back to the device."""
+    try:
+        return way.turn(task)
+    except torch.OutOfMemoryError:
+        pass  # until here the exception holds on to the tensors
+    release()
+    return None
+
+
 def release() -> None:
-    """Give memory of a failed attempt back to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -89,14 +95,9 @@ def largest_batch(fits: Callable[[int], bool]) -> int:
 
 
 def decodes(way: Way, task: Task) -> bool:
-    """Whether a turn fits into memory."""
-    try:
-        way.turn(task)
-    except torch.OutOfMemoryError:
-        return False
-    finally:
-        release()
-    return True
+    """Whether a turn fits into memory, without what earlier ones left there."""
+    release()
+    return attempt(way, task) is not None
 
 
 class Results:
@@ -111,12 +112,13 @@ class Results:
         if not (resume and file.exists()):
             return
         before = json.loads(file.read_text())
-        for name, value in content["settings"].items():
-            if before["settings"].get(name) != value:
+        then, now = ({**made["environment"], **made["settings"], "date": None} for made in (before, content))
+        for name, value in now.items():
+            if then.get(name) != value:
                 raise KVCompressError(
-                    f"{file} cannot be resumed: it was made with {name}={before['settings'].get(name)!r}, not {value!r}"
+                    f"{file} cannot be resumed: it was made with {name}={then.get(name)!r}, not {value!r}"
                 )
-        self.content = before
+        self.content |= {"cells": before["cells"], "largest": before["largest"]}
 
     def has(self, part: str, **at: object) -> bool:
         return any(all(cell[key] == value for key, value in at.items()) for cell in self.content[part])

@@ -5,9 +5,11 @@ Reads JSON lines: first {"source", "dtype", "device", "threads"}, answered by {"
 ran out.
 """
 
+import gc
 import json
 import os
 import sys
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -82,11 +84,13 @@ def main() -> None:
     versions = {name: version(name) for name in ("kvpress", "transformers", "torch")}
     reply({"presses": sorted(PRESSES), "versions": versions})
     for line in sys.stdin:
-        try:
-            reply(turn(model, json.loads(line)))
-        except torch.OutOfMemoryError:
+        answer = {"error": "out of memory"}
+        with suppress(torch.OutOfMemoryError):
+            answer = turn(model, json.loads(line))
+        if "error" in answer:
+            gc.collect()
             torch.cuda.empty_cache()
-            reply({"error": "out of memory"})
+        reply(answer)
 
 
 if __name__ == "__main__":
