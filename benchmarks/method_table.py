@@ -221,11 +221,12 @@ Rows = dict[str, dict[float | None, Estimate]]  # method -> ratio -> accuracy
 
 
 def rows_of(protocol: Protocol, cells: list[Cell], answers: Answers, questions: int) -> Rows:
-    """`full` and `random` first, then by mean accuracy over the ratios; without methods that were refused."""
+    """`full` and `random` first, then by mean accuracy over the ratios; only methods with answers at every ratio."""
     rows: Rows = {}
-    refused = {cell.method for cell in cells if cell.key in answers.refused}
+    cells = [cell for cell in cells if cell.protocol == protocol]
+    missing = {cell.method for cell in cells if not len(answers.of(cell, questions))}
     for cell in cells:
-        if cell.protocol == protocol and cell.method not in refused:
+        if cell.method not in missing:
             rows.setdefault(cell.method, {})[cell.ratio] = Estimate.of(answers.of(cell, questions))
 
     def place(method: str) -> tuple[bool, bool, float, str]:
@@ -254,8 +255,8 @@ def markdown(rows: Rows, questions: int) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def report(task: Task, tables: dict[str, Rows], refused: dict[str, str]) -> str:
-    """The Markdown file; `refused`: why a method is not in the tables."""
+def report(task: Task, tables: dict[str, Rows], missing: dict[str, str]) -> str:
+    """The Markdown file; `missing`: why a method is not in every table."""
     window = f", but with a window of {task.window_size} queries" if task.window_size else ""
     text = (
         f"# {task.title}\n\nAccuracy (%) on {task.questions} questions with 95 % bootstrap intervals, by the ratio "
@@ -265,7 +266,7 @@ def report(task: Task, tables: dict[str, Rows], refused: dict[str, str]) -> str:
     )
     for title, rows in tables.items():
         text += f"\n## {title}\n\n{markdown(rows, task.questions)}"
-    return text + "".join(f"\nNot in the tables: {method} ({why}).\n" for method, why in sorted(refused.items()))
+    return text + "".join(f"\nNot in every table: {method} ({why}).\n" for method, why in sorted(missing.items()))
 
 
 def put_into_page(page: Path, name: str, report: str) -> None:
@@ -284,7 +285,8 @@ def plot(tables: dict[str, Rows], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    methods = [method for method in next(iter(tables.values())) if method not in ("full", "random")]
+    methods = list(dict.fromkeys(method for rows in tables.values() for method in rows))
+    methods = [method for method in methods if method not in ("full", "random")]
     columns = 6
     height = -(-len(methods) // columns)
     figure, axes = plt.subplots(
@@ -295,6 +297,8 @@ def plot(tables: dict[str, Rows], path: Path) -> None:
     for axis, method in zip(axes.flat, methods, strict=False):
         axis.set_title(method, fontsize=9)
         for number, (title, rows) in enumerate(tables.items()):
+            if method not in rows:
+                continue
             color = f"C{number}"
             axis.axhline(rows["full"][None].mean, color=color, linestyle=":", linewidth=0.8)
             axis.plot(RATIOS, [rows["random"][ratio].mean for ratio in RATIOS], color=color, alpha=0.3, linestyle="--")
@@ -399,10 +403,12 @@ def tables(arguments: argparse.Namespace) -> Iterator[Path]:
         cells = cells_of(task, methods)
         base = arguments.out / f"method_table_{name}"
         answers = Answers(base.with_suffix(".json"), task.identity)
-        compute(task, cells, answers)
+        if not arguments.tables_only:
+            compute(task, cells, answers)
         rows = {protocol.title: rows_of(protocol, cells, answers, task.questions) for protocol in task.protocols}
-        refused = {cell.method: answers.refused[cell.key] for cell in cells if cell.key in answers.refused}
-        text = report(task, rows, refused)
+        unanswered = [cell for cell in cells if not len(answers.of(cell, task.questions))]
+        why = {cell.method: answers.refused.get(cell.key, "not answered yet") for cell in unanswered}
+        text = report(task, rows, why)
         write_text(base.with_suffix(".md"), text)
         if arguments.out == RESULTS:
             put_into_page(PAGE, name, text)
@@ -415,6 +421,7 @@ def main() -> None:
     parser.add_argument("tasks", nargs="*", choices=[[], *TASKS], help="default: both")
     parser.add_argument("--questions", type=int, default=100, help="per task (default: 100)")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="default: all that are registered")
+    parser.add_argument("--tables-only", action="store_true", help="of the answers that are there")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
