@@ -14,7 +14,7 @@ import torch
 from ..errors import KVCompressError, unknown_name
 from .grid import Results, decodes, largest_batch, measure_grid
 from .models import SHAPES, nbytes, source, weight_bytes_read
-from .report import HEADER, cells_of, markdown, plot, rows_of
+from .report import cells_of, columns, markdown, plot, rows_of
 from .standalone import CLOCKS, load
 from .timing import environment
 from .ways import KVPressProcess, Method, Ours, Task, make_ways
@@ -181,7 +181,10 @@ def print_table(text: str, rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     for (length, batch), of_cell in groupby(rows, lambda row: (row["length"], row["batch"])):
-        shown = Table(*HEADER[2:], box=SIMPLE, title=f"{length} prompt tokens, batch {batch}")
-        for row in of_cell:
-            shown.add_row(*cells_of(row, spread=False)[2:])
+        header, cells = columns([cells_of(row, spread=False) for row in of_cell])
+        shown = Table(box=SIMPLE, title=f"{length} prompt tokens, batch {batch}", collapse_padding=True, pad_edge=False)
+        for name in header[2:]:
+            shown.add_column(name, justify="left" if name == "way" else "right", no_wrap=name == "way")
+        for row in cells:
+            shown.add_row(*row[2:])
         Console().print(shown)

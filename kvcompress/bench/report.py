@@ -4,12 +4,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from .timing import cell, summary, table
+from .timing import cell, short, summary, table
 
 BASELINE, PEER = "full", "transformers DynamicCache"
 HEADER = [
-    "prompt", "batch", "way", "prompt pass ms", "prompt x DynamicCache", "scoring %", "ms per token", "of the limit",
-    "decode x DynamicCache", "decode x kvpress", "answer s", "KV MB", "peak MB", "largest batch",
+    "prompt", "batch", "way", "prompt pass ms", "prompt x dynamic", "scoring %", "ms per token", "of the limit",
+    "decode x dynamic", "decode x kvpress", "answer s", "KV MB", "peak MB", "largest batch",
 ]  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def cells_of(row: dict[str, Any], spread: bool = True) -> list[str]:
 
     def spread_out(name: str, scale: float = 1) -> str:
         if row[name] is None or not spread:
-            return median(name, ".3g", scale)
+            return "" if row[name] is None else short(scale * row[name]["median"])
         return cell({key: scale * value for key, value in row[name].items()})
 
     return [
@@ -111,6 +111,12 @@ def cells_of(row: dict[str, Any], spread: bool = True) -> list[str]:
     ]
 
 
+def columns(cells: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """`HEADER` and the cells, without the columns in which nothing stands."""
+    used = [place for place in range(len(HEADER)) if any(row[place] for row in cells)]
+    return [HEADER[place] for place in used], [[row[place] for place in used] for row in cells]
+
+
 def markdown(content: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """The table, with what one needs to know to read it and to make it again."""
     settings, bandwidths = content["settings"], [cell["copy_bytes_per_s"] for cell in content["cells"]]
@@ -122,7 +128,7 @@ def markdown(content: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         f"{settings['steps']} decode steps each. {content['largest_batch_note']} docs/bench.md explains the columns.",
         f"A step reads {content['weight_bytes_read'] / 1e6:.4g} MB of weights; memory was copied at "
         f"{min(bandwidths) / 1e9:.3g} to {max(bandwidths) / 1e9:.3g} GB/s.",
-        table(HEADER, [cells_of(row) for row in rows]).rstrip(),
+        table(*columns([cells_of(row) for row in rows])).rstrip(),
     ]
     if gains:
         lines.append(f"Decoding against kvpress, geometric mean: {statistics.geometric_mean(gains):.2f}x.")

@@ -40,7 +40,12 @@ def summary(milliseconds: list[float]) -> dict:
 
 def cell(taken: dict) -> str:
     """A summary as `median (q1-q3)`."""
-    return f"{taken['median']:.3g} ({taken['q1']:.3g}-{taken['q3']:.3g})"
+    return f"{short(taken['median'])} ({short(taken['q1'])}-{short(taken['q3'])})"
+
+
+def short(number: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{number:.0f}" if abs(number) >= 1000 else f"{number:.3g}"
 
 
 def environment(device: torch.device) -> dict:

@@ -217,6 +217,7 @@ def test_the_grid_is_complete_and_compared_with_full_and_dynamic(tmp_path, capsy
     table = (tmp_path / "bench.md").read_text()
     assert capsys.readouterr().out.strip() == table.strip()
     assert table.count("| snapkv@0.2 |") == 2
+    assert "kvpress" not in table  # it took no part
     assert "python -m kvcompress bench --shape tiny" in table
     report.plot(content, report.rows_of(content), tmp_path / "bench.png")
     assert (tmp_path / "bench.png").stat().st_size > 10_000
