@@ -291,10 +291,10 @@ class CompressedLayer(CacheLayerMixin):
             columns = chunk.source[:, None].expand(keys.shape[:3])
             self._settle(chunk, Kept(keys, values, columns), uniform=chunk.padding is None)
             return
-        if self.policy.decode is not None:
-            self._remember(queries)
         budgets = self._budgets(chunk)
         prompt = self._prompt(chunk, budgets, scaling, module, keys.device)
+        if self.policy.decode is not None:
+            self._remember(queries, prompt.padding)
         self.rotary = None
         sums = self._observe(queries, keys, prompt)
         if budgets == chunk.context and self._is_whole:
@@ -479,12 +479,16 @@ class CompressedLayer(CacheLayerMixin):
         new = kept.indices.shape[2] - known.shape[2]
         return replace(kept, memory=torch.nn.functional.pad(known, (0, new)))
 
-    def _remember(self, queries: torch.Tensor) -> None:
+    def _remember(self, queries: torch.Tensor, padding: torch.Tensor | None = None) -> None:
         """Keep the last queries, as many as the cluster scores with, and as it wants them."""
         window = self.policy.query_window
         if not window:
             return
         recent = self._unrotated(queries[:, :, -window:], self.rotary)
+        if padding is not None:
+            # The pads of a second prompt stand behind stored entries, which they would vote for: NaN has no vote.
+            pads = pad_columns(padding, queries.shape[2])[:, :, -window:]
+            recent = recent.masked_fill(pads.unsqueeze(-1), torch.nan)
         self.recent_queries.append(recent.clone())  # a view would keep all of the prompt's alive
         if len(self.recent_queries) > 2 * window:
             self.recent_queries = [torch.cat(self.recent_queries, dim=2)[:, :, -window:]]

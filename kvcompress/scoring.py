@@ -73,7 +73,7 @@ def window_attention(
     if key_columns is None:
         pads = pad_columns(padding, keys.shape[2])[:, :, None, None, -weights.shape[3] :]
         weights.masked_fill_(pads.transpose(3, 4), 0.0)
-    return weights.nan_to_num_(0.0)  # a pad query sees no key
+    return weights.nan_to_num_(0.0)  # a pad query sees no key, and a remembered one is NaN
 
 
 def attention_blocks(

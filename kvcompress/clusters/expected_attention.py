@@ -55,7 +55,7 @@ class ExpectedAttentionKVCluster(KVCluster):
         count, head_dim = queries.shape[2:]
         tokens = torch.tensor(prompt.tokens or prompt.lengths, device=queries.device)[:, None]
         position = torch.arange(count, device=queries.device) + tokens - count  # among the row's tokens
-        counted = (position >= self.sinks)[:, None, :, None]
+        counted = (position >= self.sinks)[:, None, :, None] & ~queries[..., :1].isnan()
         number = counted.sum(2, keepdim=True).clamp(min=1)
         queries = queries.float().masked_fill(~counted, 0.0)
         mean = queries.sum(2, keepdim=True) / number

@@ -127,6 +127,32 @@ def test_what_is_remembered_of_a_context_and_its_question_comes_from_all_queries
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_the_pads_of_a_second_prompt_have_no_vote(method):
+    """A row whose second prompt is shorter evicts the same alone, where there are no pads."""
+    model = FAMILIES["qwen2"].build()
+    ids = torch.randperm(VOCAB_SIZE - FIRST_TEXT, generator=torch.Generator().manual_seed(0)) + FIRST_TEXT
+    first, second, answer = ids[:60].view(2, 30), ids[60:84].view(2, 12), ids[84:104].view(2, 10)
+    options = {"decode_budget": 14, "decode_interval": 4}
+
+    def held(rows: slice, pads: int) -> list:
+        mask = torch.ones(len(first[rows]), 42, dtype=torch.long)
+        mask[-1, 30 : 30 + pads] = 0
+        both = torch.cat([first[rows], second[rows]], 1)
+        if len(mask) == 1:
+            both, mask = both[:, mask[0].bool()], mask[:, mask[0].bool()]
+        cache = kvcompress.CompressedCache(model.config, method, 0.8, **options)
+        with kvcompress.attach(model), torch.no_grad():
+            model(first[rows], past_key_values=cache)
+            generate(model, {"input_ids": both, "attention_mask": mask}, 10, answer[rows], past_key_values=cache)
+        return [cache.kept_indices(layer)[-1] for layer in range(3)]
+
+    together, alone = held(slice(0, 2), pads=9), held(slice(1, 2), pads=9)
+    for layer, solo_layer in zip(together, alone, strict=True):
+        for head, solo_head in zip(layer, solo_layer, strict=True):
+            assert [column - 9 * (column >= 30) for column in head.tolist()] == solo_head.tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("interval", [1, 5])
 def test_memory_stays_bounded_however_long_the_answer_is(method, interval):
     model = FAMILIES["qwen2"].build()
