@@ -52,7 +52,11 @@ def context_part(
     # Rows end their context at different columns: shift each so that all are aligned to the right.
     empty = width - length
     source = ((pads - empty)[:, None] + torch.arange(width, device=keys.device)).clamp(min=0)
-    taken = [_columns_of(states, source) for states in (queries, keys, values)]
+    if min(context) == width and len(set(prompt.lengths)) == 1:  # nothing is shifted: no copy
+        first = columns - prompt.lengths[0]
+        taken = [states[:, :, first : first + width] for states in (queries, keys, values)]
+    else:
+        taken = [_columns_of(states, source) for states in (queries, keys, values)]
     masks = {
         name: None if mask is None else mask.gather(1, source)
         for name, mask in (("vision", prompt.vision), ("protected", prompt.protected))
