@@ -550,6 +550,7 @@ class CompressedLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, spare room and index included."""
+        """Bytes of all buffers: spare room, index and what is remembered for evictions included."""
         tensors = [] if self.storage is None else self.storage.tensors()
-        return sum(tensor.untyped_storage().nbytes() for tensor in [*tensors, *self.recent_queries])
+        remembered = [] if self.memory is None else [self.memory]
+        return sum(tensor.untyped_storage().nbytes() for tensor in [*tensors, *self.recent_queries, *remembered])

@@ -194,3 +194,13 @@ def test_snapkv_scores_again_with_the_last_queries():
     queries = torch.tensor([0.0, 1.0]).expand(1, 1, 2, 2)
     prompt = kvcompress.Prompt(0, 1, [30], [3], 1.0, columns=columns, seen=30)
     assert cluster.update_kv(queries, keys, keys, prompt).indices.tolist() == [[[9, 28, 29]]]
+
+
+def test_bytes_count_the_sums_that_are_remembered_for_evictions():
+    model = FAMILIES["qwen2"].build()
+    with kvcompress.compress(model, "h2o", 0.5, decode_budget=12) as session:
+        generate(model, FAMILIES["qwen2"].inputs(model, [40]), 3)
+    layer = session.cache.layers[0]
+    parts = [*layer.storage.tensors(), *layer.recent_queries, layer.memory]
+    assert layer.memory.numel()
+    assert layer.nbytes == sum(tensor.untyped_storage().nbytes() for tensor in parts)
