@@ -7,7 +7,7 @@ import ast
 import json
 import subprocess
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..errors import KVCompressError
 from ..hook import attach
 from ..measure import peak_memory, reset_peak_memory
 from ..policy import make_policy
-from .standalone import decode, held_bytes, prompt_ids, read_prompt
+from .standalone import CLOCKS, decode, held_bytes, prompt_ids, read_prompt
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Turn:
     Attributes:
         prompt_ms: the prompt pass, with scoring and compression, up to the first new token.
         step_ms: each decode step.
+        scoring_ms: of the prompt pass, scoring, choosing and storing, None where that was not timed.
         kv_bytes: allocated for keys and values (with ours also their index) at the end.
         peak_bytes: as `Measurement.peak_memory_bytes`; None where it cannot be told.
     """
@@ -37,6 +38,7 @@ class Turn:
     step_ms: list[float]
     kv_bytes: int
     peak_bytes: int | None
+    scoring_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,50 @@ class Ours:
 
     def turn(self, task: Task) -> Turn:
         cache = self.cache(task.steps)
+        scoring = None if cache.policy.cluster.second_pass else ScoringTimer(cache, self.model.device, task.clock)
         with attach(self.model):
-            return local_turn(self.model, cache, lambda: cache.nbytes, task, self.compiled)
+            turn = local_turn(self.model, cache, lambda: cache.nbytes, task, self.compiled, scoring)
+        return turn if scoring is None else replace(turn, scoring_ms=scoring.milliseconds())
+
+
+class ScoringTimer:
+    """Times what a cache does with its prompt: scoring, choosing, storing. A few per cent of a prompt pass are less than
+    one pass differs from the next, so they are not told from the difference of two."""
+
+    def __init__(self, cache: CompressedCache, device: torch.device, clock: str):
+        self._clock, self._on_cuda = CLOCKS[clock], device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
+        self._timed = [*cache.compressed_layers, cache]
+        for part in self._timed:
+            name = "finish" if part is cache else "after_attention"
+            setattr(part, name, self._timing(getattr(part, name)))
+
+    def stop(self) -> None:
+        """The prompt is over: let the parts be as they were."""
+        for part in self._timed:
+            part.__dict__.pop("finish", None)
+            part.__dict__.pop("after_attention", None)
+
+    def milliseconds(self) -> float:
+        """Of all spans together; the device has to be synchronised."""
+        if self._on_cuda:
+            return sum(start.elapsed_time(end) for start, end in self._spans)
+        return sum(end - start for start, end in self._spans) * 1e3
+
+    def _timing(self, call: Callable[..., None]) -> Callable[..., None]:
+        def timed(*given: object) -> None:
+            start = self._now()
+            call(*given)
+            self._spans.append((start, self._now()))
+
+        return timed
+
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 class Transformers:
@@ -131,10 +175,19 @@ class Transformers:
         return local_turn(self.model, cache, lambda: held_bytes(cache), task, self.compiled)
 
 
-def local_turn(model: PreTrainedModel, cache: Any, held: Callable[[], int], task: Task, compiled: bool) -> Turn:
+def local_turn(
+    model: PreTrainedModel,
+    cache: Any,
+    held: Callable[[], int],
+    task: Task,
+    compiled: bool,
+    scoring: ScoringTimer | None = None,
+) -> Turn:
     ids = prompt_ids(model, 1 if task.one_prompt else task.batch, task.length)
     reset_peak_memory(model.device)
     token, prompt_ms = read_prompt(model, cache, ids, task.clock)
+    if scoring is not None:
+        scoring.stop()
     if task.one_prompt:
         cache.batch_repeat_interleave(task.batch)
         token = token.repeat(task.batch, 1)

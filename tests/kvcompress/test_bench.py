@@ -46,7 +46,23 @@ def test_summary_is_median_and_quartiles():
 
 def test_scoring_share_compares_turn_by_turn():
     """A machine that is twice as slow in the second turn changes nothing."""
-    assert report.scoring_share([103.0, 206.0], [100.0, 200.0])["median"] == pytest.approx(0.03)
+    assert report.scoring_share([103.0, 206.0], [3.0, 6.0])["median"] == pytest.approx(0.03)
+
+
+def test_scoring_is_timed_where_it_happens_and_only_in_the_prompt(monkeypatch):
+    def clock(times=iter(range(1000))):
+        return next(times)
+
+    monkeypatch.setitem(standalone.CLOCKS, "wall", clock)
+    cache = Ours(MODEL, Method("snapkv", 0.2)).cache(steps=3)
+    timer = ways.ScoringTimer(cache, MODEL.device, "wall")
+    with kvcompress.attach(MODEL):
+        MODEL(standalone.prompt_ids(MODEL, 1, 32), past_key_values=cache)
+        timer.stop()
+        spans = timer.milliseconds()
+        MODEL(standalone.prompt_ids(MODEL, 1, 1), past_key_values=cache)
+    assert spans == 1e3 * (MODEL.config.num_hidden_layers + 1)  # every layer, and `finish`
+    assert timer.milliseconds() == spans
 
 
 def test_speedup_is_theirs_over_ours():
@@ -207,7 +223,7 @@ def test_the_grid_is_complete_and_compared_with_full_and_dynamic(tmp_path, capsy
         assert all(len(taken["turns"]) == 2 for taken in cell["ways"].values())
         assert all(len(turn["step_ms"]) == 2 for taken in cell["ways"].values() for turn in taken["turns"])
     rows = {row["way"]: row for row in report.rows_of(content)}
-    assert rows["full"]["scoring_share"] is None
+    assert 0 < rows["full"]["scoring_share"]["median"] < rows["snapkv@0.2"]["scoring_share"]["median"]
     assert rows["full"]["speedup_dynamic"]["median"] > 0
     assert rows["snapkv@0.2"]["scoring_share"] is not None
     assert rows["transformers DynamicCache"]["speedup_dynamic"] is None
@@ -330,7 +346,7 @@ def test_kvpress_takes_its_turns_beside_each_method_that_it_has(tmp_path, fake_w
     assert [name for name in content["cells"][0]["ways"] if "kvpress" in name] == ["kvpress snapkv@0.1"]
     assert content["environment"]["kvpress"] == "9 (transformers 8, torch 7)"
     turn = content["cells"][0]["ways"]["kvpress snapkv@0.1"]["turns"][0]
-    assert turn == {"prompt_ms": 1, "step_ms": [100, 100], "kv_bytes": 77, "peak_bytes": None}
+    assert turn == {"prompt_ms": 1, "step_ms": [100, 100], "kv_bytes": 77, "peak_bytes": None, "scoring_ms": None}
     rows = {row["way"]: row for row in report.rows_of(content)}
     ours = content["cells"][0]["ways"]["snapkv@0.1"]["turns"]
     ratios = [100 / statistics.mean(turn["step_ms"]) for turn in ours]
