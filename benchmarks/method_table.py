@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import inspect
 import json
+import math
 import platform
 import re
 import time
@@ -60,7 +61,6 @@ class Task:
     """Questions in batches: the model's inputs for some of them, and which answers to them are right.
 
     `identity`: hash of the questions and of the model; answers of another one are not used.
-    `ordinary_questions`: how many questions are put to a method that cannot be replayed.
     `window_size`: what takes the place of the published window in every method that observes the prompt's last queries;
     None: nothing does.
     """
@@ -76,7 +76,6 @@ class Task:
     right: Callable[[slice, torch.Tensor], list[bool]]
     protocols: tuple[Protocol, ...]
     has_images: bool
-    ordinary_questions: int
     window_size: int | None = None
 
 
@@ -164,11 +163,7 @@ def compute(task: Task, cells: list[Cell], answers: Answers) -> None:
     for start in range(0, task.questions, task.batch_size):
         batch = slice(start, min(start + task.batch_size, task.questions))
         missing = [
-            cell
-            for cell in cells
-            if len(answers.of(cell, task.questions)) == start
-            and (is_replayable(cell.method) or start < task.ordinary_questions)
-            and cell.key not in answers.refused
+            cell for cell in cells if len(answers.of(cell, task.questions)) == start and cell.key not in answers.refused
         ]
         if not missing:
             continue
@@ -200,18 +195,22 @@ def answer(task: Task, cell: Cell, inputs: dict[str, torch.Tensor], recording: R
 
 @dataclass(frozen=True)
 class Estimate:
-    """Accuracy in percent with its 95 % bootstrap interval over the questions."""
+    """Accuracy in percent with its 95 % bootstrap interval over the questions; `right`: 0 or 1 of each."""
 
     mean: float
     low: float
     high: float
-    questions: int
+    right: np.ndarray = field(compare=False, repr=False)
 
     @classmethod
     def of(cls, right: np.ndarray) -> "Estimate":
         draws = np.random.default_rng(0).integers(len(right), size=(RESAMPLES, len(right)))
         low, high = np.percentile(right[draws].mean(1), [2.5, 97.5])
-        return cls(*(100 * float(value) for value in (right.mean(), low, high)), len(right))
+        return cls(*(100 * float(value) for value in (right.mean(), low, high)), right)
+
+    @property
+    def questions(self) -> int:
+        return len(self.right)
 
     def __str__(self) -> str:
         return f"{self.mean:.0f} [{self.low:.0f}, {self.high:.0f}]"
@@ -237,7 +236,19 @@ def rows_of(protocol: Protocol, cells: list[Cell], answers: Answers, questions: 
 
 
 def is_below_random(rows: Rows, method: str, ratio: float | None) -> bool:
-    return "random" in rows and ratio is not None and rows[method][ratio].mean < rows["random"][ratio].low
+    """Whether random answers significantly more of the same questions: one-sided sign test, p < 0.05."""
+    if "random" not in rows or ratio is None:
+        return False
+    return sign_test(rows["random"][ratio].right, rows[method][ratio].right) < 0.05
+
+
+def sign_test(better: np.ndarray, worse: np.ndarray) -> float:
+    """P(at least so many of the questions that only one of the two answered go to `better`), were it a coin's toss.
+    Both 0 or 1 per question; of the questions that both were asked."""
+    shared = min(len(better), len(worse))
+    difference = better[:shared] - worse[:shared]
+    wins, decided = int((difference > 0).sum()), int((difference != 0).sum())
+    return sum(math.comb(decided, tosses) for tosses in range(wins, decided + 1)) / 2**decided
 
 
 def markdown(rows: Rows, questions: int) -> str:
@@ -260,7 +271,8 @@ def report(task: Task, tables: dict[str, Rows], missing: dict[str, str]) -> str:
     window = f", but with a window of {task.window_size} queries" if task.window_size else ""
     text = (
         f"# {task.title}\n\nAccuracy (%) on {task.questions} questions with 95 % bootstrap intervals, by the ratio "
-        "kept, sorted by the mean. ▼: worse than random (below random's interval). Methods with their published "
+        "kept, sorted by the mean. ▼: random answers significantly more "
+        "of the same questions (sign test, p < 0.05). Methods with their published "
         f"defaults{window}. Made by `python -m benchmarks.method_table {task.name}`, {platform.machine()} CPU, torch "
         f"{torch.__version__}, transformers {transformers.__version__}.\n"
     )
@@ -348,7 +360,6 @@ def tiny(questions: int) -> Task:
         right=right,
         protocols=(QUERY_AWARE,),
         has_images=True,
-        ordinary_questions=len(examples),
         window_size=8,
     )
 
@@ -388,7 +399,6 @@ def smollm2(questions: int) -> Task:
             ),
         ),
         has_images=False,
-        ordinary_questions=20,
     )
 
 

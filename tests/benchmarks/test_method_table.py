@@ -16,6 +16,7 @@ from benchmarks.method_table import (
     compute,
     markdown,
     rows_of,
+    sign_test,
 )
 from benchmarks.retrieval import OPENING, draw_examples
 from tests.families import FAMILIES
@@ -41,7 +42,6 @@ def task():
         right=lambda batch, new: (new[:, 0] % 2 == 0).tolist(),
         protocols=(PROTOCOL,),
         has_images=False,
-        ordinary_questions=2,
     )
 
 
@@ -100,12 +100,26 @@ def test_a_cell_is_another_when_its_options_its_protocol_or_its_methods_code_cha
     assert cell.key != key
 
 
-def test_methods_that_cannot_be_replayed_take_the_ordinary_path_for_fewer_questions(task, tmp_path):
+def test_methods_that_cannot_be_replayed_take_the_ordinary_path(task, tmp_path):
     answers, cells = Answers(tmp_path / "answers.json", "even"), cells_of(task, ["full", "random", "kvzip"])
     compute(task, cells, answers)
     table = markdown(rows_of(PROTOCOL, cells, answers, task.questions), task.questions)
-    assert "| kvzip (2 questions) |" in table
+    assert "| kvzip |" in table
     assert "| **random** |" in table
+
+
+def test_fewer_questions_of_a_method_are_named_in_its_row(task, tmp_path):
+    answers, cells = Answers(tmp_path / "answers.json", "even"), cells_of(task, ["knorm"])
+    for cell in cells:
+        answers.add(cell, [True, False])
+    assert "| knorm (2 questions) |" in markdown(rows_of(PROTOCOL, cells, answers, task.questions), task.questions)
+
+
+def test_the_sign_test_counts_only_questions_that_one_of_the_two_answered():
+    better, worse = np.array([1, 1, 1, 1, 1, 1, 0, 1, 0]), np.array([0, 0, 0, 0, 0, 0, 1, 1, 0])
+    assert sign_test(better, worse) == (7 + 1) / 2**7  # six or seven of seven tosses
+    assert sign_test(better[:5], worse) == 1 / 2**5
+    assert sign_test(worse, worse) == 1
 
 
 def test_a_refusal_is_reported_and_not_tried_again(task, tmp_path, monkeypatch):
