@@ -121,8 +121,8 @@ class Ours:
 
 
 class ScoringTimer:
-    """Times what a cache does with its prompt: scoring, choosing, storing. That is a few per cent of a prompt pass, less
-    than one pass differs from the next, so it cannot be read off the difference of two."""
+    """Times what a cache does with its prompt: scoring, choosing, storing. A few per cent of a prompt pass are
+    less than one pass differs from the next, so they cannot be read off the difference of two."""
 
     def __init__(self, cache: CompressedCache, device: torch.device, clock: str):
         self._clock, self._on_cuda = CLOCKS[clock], device.type == "cuda"
