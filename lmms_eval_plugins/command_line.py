@@ -66,6 +66,7 @@ def flag_parser() -> argparse.ArgumentParser:
     add("--output_path", type=Path, default=Path("results"), metavar="DIR", help="root of the results (results)")
     add("--data-root", type=Path, metavar="DIR", help="holds dataset folders named as on the hub (data, if there)")
     add("--force", action="store_true", help="compute complete cells again")
+    add("--overlays", type=int, default=0, metavar="N", help="note which tokens survive, of each task's first N (0)")
     add("--gen_kwargs", type=_gen_kwargs, default={}, metavar="a=1,b=2", help="arguments of generate")
     add("--num_fewshot", type=int, metavar="N", help="examples in the prompt")
     add("--seed", type=_seeds, default=DEFAULT_SEEDS, help="one, or four: python,numpy,torch,fewshot")

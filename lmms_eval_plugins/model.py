@@ -45,6 +45,7 @@ from kvcompress.measure import Measurement
 from . import llava_next
 from .arguments import LLAVA_ONEVISION_ARGUMENTS, ModelArguments, generation_arguments, make_cell, parse_arguments
 from .media import Prompt, read_messages
+from .survivors import kept_sets, record
 
 # What a row holds in numbers, and `summarise` gives the spread of.
 QUANTITIES = (
@@ -71,6 +72,7 @@ class KVCompressLM(lmms):
         args: the model arguments; cell: the compression in force.
         model, processor, tokenizer: transformers' own.
         rows: one measurement per counted request since the start or the last `reset_rows`.
+        overlays: for so many questions of each task a row also holds `survivors`, see `survivors.record`.
     """
 
     is_simple = False
@@ -89,6 +91,7 @@ class KVCompressLM(lmms):
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
         self.has_vision = self.tokenizer is not self.processor
         self.rows: list[dict[str, Any]] = []
+        self.overlays = 0  # of a task's first so many questions it is noted which tokens survived
         self._is_warm = self._said_oom = False
 
     # -- cells and measurements -----------------------------------------------------------------------------------
@@ -233,6 +236,8 @@ class KVCompressLM(lmms):
             self.cache_hook.add_partial("generate_until", (request.args[0], request.args[2]), text)
             if not request.metadata.get("__padding_only__"):
                 self.rows.append(self._row(request, measured, row, len(batch)))
+                if request.args[3] < self.overlays:
+                    self.rows[-1]["survivors"] = record(self, prompts[row], inputs, self._kept, row)
         return results, elapsed
 
     def _prompt(self, request: Instance, messages: list[dict[str, Any]] | None = None) -> Prompt:
@@ -285,7 +290,9 @@ class KVCompressLM(lmms):
         with kvcompress.compress(
             self.model, cell.method, cell.ratio, cell.budget, kwargs["max_new_tokens"], **cell.options
         ) as session:
-            return kvcompress.measure.generate(self.model, session, dict(inputs), **kwargs)
+            generated = kvcompress.measure.generate(self.model, session, dict(inputs), **kwargs)
+            self._kept = kept_sets(session.cache) if self.overlays else {}
+            return generated
 
     def _row(self, request: Instance, measured: Measurement, row: int, batch_size: int) -> dict[str, Any]:
         """A request's measurements. Times and peak memory are the batch's; KV bytes are the row's share of it."""
