@@ -417,7 +417,7 @@ def environment(lm: "KVCompressLM") -> dict[str, Any]:
 def run(request: Request, argv: list[str]) -> None:
     """Evaluate every cell that is not complete on disk, then report."""
     flags = request.flags
-    data_root = flags.data_root or (DEFAULT_DATA_ROOT if DEFAULT_DATA_ROOT.is_dir() else None)
+    data_root = find_data_root(flags)
     processes = int(os.environ.get("NUM_PROCESSES", 1))
 
     arguments, cells = check_arguments(request)
@@ -428,18 +428,7 @@ def run(request: Request, argv: list[str]) -> None:
         launch_ranks(processes, argv)
 
     quiet(flags.verbosity)
-    output = flags.output_path.resolve()
-    manager, data = find_tasks(request.tasks, flags.include_path), {}
-    for name in request.tasks:
-        tasks = load_tasks(manager, name, data_root)
-        if len(tasks) > 1 and isinstance(flags.limit, float):
-            # lmms-eval turns the fraction into a number on the first task and uses that for the others.
-            raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
-        data[name] = {task.config.task: data_identity(task) for task in tasks}
-    jobs = [
-        Job(cell, options, cell.folder(output), fingerprint(cell, arguments, options, data[cell.task]))
-        for cell, options in cells
-    ]
+    manager, jobs = find_jobs(request, arguments, cells, data_root)
     pending = [job for job in jobs if flags.force or job.todo]
     if skipped := len(jobs) - len(pending):
         say(f"{skipped} of {len(jobs)} cells are complete and skipped (--force computes them again)")
@@ -456,6 +445,36 @@ def run(request: Request, argv: list[str]) -> None:
 
         for folder in dict.fromkeys(job.folder.parent for job in jobs):
             report(folder, jobs[0].cell.settings)
+
+
+def find_data_root(flags: argparse.Namespace) -> Path | None:
+    """The folder given, or `data` where there is one."""
+    return flags.data_root or (DEFAULT_DATA_ROOT if DEFAULT_DATA_ROOT.is_dir() else None)
+
+
+def find_jobs(
+    request: Request,
+    arguments: "ModelArguments",
+    cells: list[tuple[Cell, dict[str, Any]]],
+    data_root: Path | None,
+) -> tuple["TaskManager", list[Job]]:
+    """The tasks with their data, and a job for every cell of `check_arguments`.
+
+    Raises KVCompressError or UsageError for an unknown task, EvaluationFailed where data is missing.
+    """
+    flags, output = request.flags, request.flags.output_path.resolve()
+    manager, data = find_tasks(request.tasks, flags.include_path), {}
+    for name in request.tasks:
+        tasks = load_tasks(manager, name, data_root)
+        if len(tasks) > 1 and isinstance(flags.limit, float):
+            # lmms-eval turns the fraction into a number on the first task and uses that for the others.
+            raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
+        data[name] = {task.config.task: data_identity(task) for task in tasks}
+    jobs = [
+        Job(cell, options, cell.folder(output), fingerprint(cell, arguments, options, data[cell.task]))
+        for cell, options in cells
+    ]
+    return manager, jobs
 
 
 def load_model(arguments: "ModelArguments") -> "KVCompressLM":
