@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .command_line import DEFAULT_SEEDS, Request, UsageError, nearest, parse
-from .results import Cell, code_identity, files_identity, incomplete_reason, new_cell, write_cell
+from .results import Cell, code_identity, files_identity, incomplete_reason, new_cell, overlays_asked, write_cell
 
 if TYPE_CHECKING:
     from lmms_eval.api.task import Task
@@ -312,9 +312,11 @@ def evaluate_cell(lm: "KVCompressLM", job: Job, manager: "TaskManager", flags: a
     from lmms_eval.evaluator import simple_evaluate
 
     from .model import summarise
+    from .survivors import IMAGES_FOLDER, write_survivors
 
     cell = job.cell
     lm.set_cell(cell.method, cell.ratio, cell.budget, **job.options)
+    lm.overlays = flags.overlays
     lm.reset_rows()
     with new_cell(job.folder) if rank() == 0 else contextlib.nullcontext() as folder:
         output = simple_evaluate(
@@ -339,6 +341,8 @@ def evaluate_cell(lm: "KVCompressLM", job: Job, manager: "TaskManager", flags: a
         rows = lm.gather_rows()
         if rank() != 0:
             return
+        survivors = [{"task": r["task"], "doc_id": r["doc_id"], **r.pop("survivors")} for r in rows if "survivors" in r]
+        write_survivors(folder, job.folder.parent / IMAGES_FOLDER, flags.overlays, survivors)
         samples = merge_samples(output.pop("samples"), rows, output["n-samples"])
         results = {
             "protocol": protocol(job),
@@ -429,12 +433,12 @@ def run(request: Request, argv: list[str]) -> None:
 
     quiet(flags.verbosity)
     manager, jobs = find_jobs(request, arguments, cells, data_root)
-    pending = [job for job in jobs if flags.force or job.todo]
+    pending = [job for job in jobs if flags.force or job.todo or overlays_asked(job.folder) < flags.overlays]
     if skipped := len(jobs) - len(pending):
         say(f"{skipped} of {len(jobs)} cells are complete and skipped (--force computes them again)")
     for job in pending:
         if job.folder.exists():
-            say(f"computed again: {job.folder.name} ({job.todo or '--force'})")
+            say(f"computed again: {job.folder.name} ({job.todo or ('--force' if flags.force else '--overlays')})")
     if pending:
         lm = load_model(arguments)
         for job in pending:

@@ -23,6 +23,7 @@ from typing import Any
 
 RESULTS_FILE = "results.json"
 SAMPLES_FILE = "samples.jsonl"
+SURVIVORS_FILE = "survivors.jsonl"  # see survivors.py
 
 MAX_NAME_LENGTH = 200  # most file systems allow 255 bytes
 
@@ -166,6 +167,15 @@ def load_cells(folder: Path) -> list[dict[str, Any]]:
     """The results.json of every finished cell under `folder` (results/<task>/<model>), sorted by name."""
     files = sorted(folder.glob(f"[!.]*/{RESULTS_FILE}"))
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
+def overlays_asked(folder: Path) -> int:
+    """For how many questions of each task the cell in `folder` notes which tokens survived."""
+    path = folder / SURVIVORS_FILE
+    if not path.is_file():
+        return 0
+    with open(path, encoding="utf-8") as file:
+        return json.loads(next(file))["asked"]
 
 
 def dumps(value: Any, indent: int | None = None) -> str:

@@ -32,12 +32,11 @@ from kvcompress.cache import CompressedCache
 from kvcompress.vision import VIDEO_ID_NAMES, vision_token_mask
 
 from .media import Prompt
-from .results import dumps, write_text
+from .results import SURVIVORS_FILE, dumps, write_text
 
 if TYPE_CHECKING:
     from .model import KVCompressLM
 
-SURVIVORS_FILE = "survivors.jsonl"
 IMAGES_FOLDER = "images"
 LONGEST_SIDE = 768  # of a stored image
 JPEG_QUALITY = 82
@@ -225,8 +224,8 @@ def _patch_places(tiles: torch.Tensor, features: torch.Tensor, image_processor: 
 
 
 def _views(places: np.ndarray, per_tile: int) -> list[View] | None:
-    """The grids in an image's tokens, in their order: tiles of `per_tile` patches; behind the first there may be rows
-    of patches with a newline at each end. `places` (tokens, 4) as `_patch_places` has them; None where it is no grid."""
+    """The grids in an image's tokens, in order: tiles of `per_tile` patches; behind the first there may be rows
+    of patches with a newline at each end. `places` (tokens, 4) as of `_patch_places`; None where it is no grid."""
     is_patch, side, count = places[:, 3] > MARK / 2, math.isqrt(per_tile), len(places)
     if side**2 != per_tile or count < per_tile or not is_patch[:per_tile].all():
         return None
@@ -380,12 +379,3 @@ def read_survivors(folder: Path) -> Iterator[dict[str, Any]]:
         with open(path, encoding="utf-8") as file:
             next(file)
             yield from map(json.loads, file)
-
-
-def asked(folder: Path) -> int:
-    """For how many questions the cell in `folder` was asked to store survivors."""
-    path = folder / SURVIVORS_FILE
-    if not path.is_file():
-        return 0
-    with open(path, encoding="utf-8") as file:
-        return json.loads(next(file))["asked"]
