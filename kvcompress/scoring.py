@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from .kernels.column_sums import column_sums as column_sums  # one of the primitives
+
 
 def pad_columns(padding: torch.Tensor, columns: int) -> torch.Tensor:
     """True at pad columns: bool (batch, 1 or kv_heads, columns)."""
@@ -94,26 +96,6 @@ def attention_blocks(
     for start in range(first, keys.shape[2], block):
         end = min(start + block, keys.shape[2])
         yield slice(start, end), window_attention(queries[:, :, :end], keys[:, :, :end], end - start, scaling, padding)
-
-
-def column_sums(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    scaling: float,
-    padding: torch.Tensor | None = None,
-    observers: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """What each key of a prompt receives from all queries, or from those at `observers` (bool (batch, queries)): the
-    column sums of the causal attention, averaged over the query heads of a KV head. (batch, kv_heads, keys)."""
-    sums = torch.zeros(keys.shape[:3], device=keys.device)
-    first = 0
-    if observers is not None:
-        first = int(observers.any(0).int().argmax())
-    for rows, weights in attention_blocks(queries, keys, scaling, padding, first):
-        if observers is not None:
-            weights = weights * observers[:, None, None, rows, None]
-        sums[..., : rows.stop] += weights.sum(3).mean(2)
-    return sums
 
 
 def protect_recent(scores: torch.Tensor, recent: list[int]) -> torch.Tensor:

@@ -1,0 +1,155 @@
+"""The Triton kernels of the column sums. Import it only where triton is installed.
+
+The first finds each query's log-sum-exp over the keys it sees, a block of queries per program. The second sums
+exp(logit - log-sum-exp) over the queries, a block of keys per program. Neither writes the attention. Blocks of keys
+behind all queries of a block, queries before the first that counts, and pads are not visited.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_BYTES = 16384  # of the block that a loop loads; the block that stays is twice as long
+MOST_ROWS = 64  # of the block that a loop loads
+
+
+def column_sums_triton(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scaling: float,
+    padding: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Arguments and result as in column_sums.py; fp16, bf16 or fp32, products summed in fp32. Waits for nothing."""
+    batch, heads, columns, head_dim = queries.shape
+    kv_heads, device = keys.shape[1], keys.device
+    queries, keys = (states if states.stride(3) == 1 else states.contiguous() for states in (queries, keys))
+    if padding is None:
+        padding = torch.zeros(1, 1, dtype=torch.long, device=device)
+    padding = padding.expand(batch, kv_heads).contiguous()
+    if weights is None:
+        weights = torch.ones(1, 1, device=device).expand(batch, columns)
+    weights = weights.float().contiguous()
+    first = (weights != 0).int().argmax(1)
+    sums = torch.empty(batch, heads, columns, device=device)
+    log_sums = torch.empty_like(sums)
+
+    block_dim = max(16, triton.next_power_of_2(head_dim))
+    moving = min(MOST_ROWS, max(16, BLOCK_BYTES // (block_dim * keys.element_size())))
+    staying = 2 * moving
+    grid = (triton.cdiv(columns, staying), batch * heads)
+    strides = (*queries.stride()[:3], *keys.stride()[:3])
+    shape = (columns, heads, scaling * math.log2(math.e))
+    fixed = {
+        "GROUPS": heads // kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_DIM": block_dim,
+        "STAYING": staying,
+        "MOVING": moving,
+    }
+    with torch.cuda.device_of(keys):  # triton launches on the current device
+        _sum_rows[grid](queries, keys, padding, first, log_sums, *strides, *shape, **fixed)
+        _sum_columns[grid](queries, keys, padding, first, weights, log_sums, sums, *strides, *shape, **fixed)
+    return sums.unflatten(1, (kv_heads, -1)).mean(2)
+
+
+@triton.jit
+def _sum_rows(
+    queries,  # (batch, heads, columns, HEAD_DIM)
+    keys,  # (batch, kv_heads, columns, HEAD_DIM)
+    padding,  # (batch, kv_heads)
+    first,  # (batch,), the first query that counts
+    log_sums,  # out: (batch, heads, columns), to base 2; nothing of use where a query does not count
+    query_row,
+    query_head,
+    query_column,
+    key_row,
+    key_head,
+    key_column,
+    columns,
+    heads,
+    scaling,  # times log2(e)
+    GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    STAYING: tl.constexpr,
+    MOVING: tl.constexpr,
+):
+    block, row_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, head = row_head // heads, row_head % heads
+    kv_head = head // GROUPS
+    pad = tl.load(padding + row * (heads // GROUPS) + kv_head).to(tl.int32)
+    start = tl.load(first + row).to(tl.int32)
+    dim = tl.arange(0, BLOCK_DIM)
+    is_dim = dim < HEAD_DIM
+
+    asking = block * STAYING + tl.arange(0, STAYING)
+    place = queries + row * query_row + head * query_head + asking[:, None].to(tl.int64) * query_column + dim
+    q = tl.load(place, mask=(asking < columns)[:, None] & is_dim, other=0.0)
+    # Not -inf: where a query has seen nothing yet, differences have to be numbers.
+    maximum = tl.full((STAYING,), -1e30, tl.float32)
+    total = tl.zeros((STAYING,), tl.float32)
+    end = tl.minimum(block * STAYING + STAYING, columns)
+    end = tl.where(end > start, end, 0)
+    for at in range(pad // MOVING * MOVING, end, MOVING):
+        seen = at + tl.arange(0, MOVING)
+        place = keys + row * key_row + kv_head * key_head + seen.to(tl.int64) * key_column + dim[:, None]
+        k = tl.load(place, mask=(seen < columns) & is_dim[:, None], other=0.0)
+        logits = tl.dot(q, k, input_precision="ieee") * scaling
+        logits = tl.where((seen <= asking[:, None]) & (seen >= pad), logits, -1e30)
+        higher = tl.maximum(maximum, tl.max(logits, 1))
+        total = total * tl.exp2(maximum - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)
+        maximum = higher
+    tl.store(log_sums + row_head * columns + asking, maximum + tl.log2(total), mask=asking < columns)
+
+
+@triton.jit
+def _sum_columns(
+    queries,  # (batch, heads, columns, HEAD_DIM)
+    keys,  # (batch, kv_heads, columns, HEAD_DIM)
+    padding,  # (batch, kv_heads)
+    first,  # (batch,), the first query that counts
+    weights,  # (batch, columns)
+    log_sums,  # (batch, heads, columns)
+    sums,  # out: (batch, heads, columns)
+    query_row,
+    query_head,
+    query_column,
+    key_row,
+    key_head,
+    key_column,
+    columns,
+    heads,
+    scaling,  # times log2(e)
+    GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    STAYING: tl.constexpr,
+    MOVING: tl.constexpr,
+):
+    block, row_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, head = row_head // heads, row_head % heads
+    kv_head = head // GROUPS
+    pad = tl.load(padding + row * (heads // GROUPS) + kv_head).to(tl.int32)
+    start = tl.load(first + row).to(tl.int32)
+    dim = tl.arange(0, BLOCK_DIM)
+    is_dim = dim < HEAD_DIM
+
+    seen = block * STAYING + tl.arange(0, STAYING)
+    place = keys + row * key_row + kv_head * key_head + seen.to(tl.int64) * key_column + dim[:, None]
+    k = tl.load(place, mask=(seen < columns) & is_dim[:, None], other=0.0)
+    total = tl.zeros((STAYING,), tl.float32)
+    start = tl.maximum(tl.maximum(start, pad), block * STAYING)  # the first query that may see a key of the block
+    for at in range(start // MOVING * MOVING, columns, MOVING):
+        asking = at + tl.arange(0, MOVING)
+        is_query = asking < columns
+        place = queries + row * query_row + head * query_head + asking[:, None].to(tl.int64) * query_column + dim
+        q = tl.load(place, mask=is_query[:, None] & is_dim, other=0.0)
+        log_sum = tl.load(log_sums + row_head * columns + asking, mask=is_query, other=0.0)
+        weight = tl.load(weights + row * columns + asking, mask=is_query, other=0.0)
+        share = tl.exp2(tl.dot(q, k, input_precision="ieee") * scaling - log_sum[:, None]) * weight[:, None]
+        sees = (seen <= asking[:, None]) & (seen >= pad) & (weight > 0)[:, None]
+        total += tl.sum(tl.where(sees, share, 0.0), 0)
+    tl.store(sums + row_head * columns + seen, total, mask=seen < columns)

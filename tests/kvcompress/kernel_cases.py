@@ -1,0 +1,63 @@
+"""Prompts for the tests of kernels; run as a module with TRITON_INTERPRET=1, it checks the Triton kernels against the
+plain references. Triton looks at that variable when a kernel is defined, so this needs a process of its own."""
+
+import sys
+
+import torch
+
+from kvcompress.kernels.column_sums import column_sums_reference
+
+# Of one query's attention: exact in fp32; 16 bits are those of queries and keys alone, which the reference has too.
+TOLERANCE = 2e-5
+# batch, kv_heads, groups, head_dim, columns, pads of each row, which queries count
+SHAPES = [
+    (1, 1, 1, 16, 1, None, None),
+    (1, 2, 3, 33, 70, None, None),  # a head_dim that is no power of two; several blocks
+    (2, 2, 1, 64, 150, [0, 149], None),  # a row of one token
+    (3, 1, 2, 80, 100, [0, 65, 20], "window"),
+    (2, 2, 2, 16, 90, [3, 0], "scattered"),
+    (2, 1, 2, 128, 140, None, "weighted"),
+    (2, 2, 1, 16, 40, [[1, 30], [0, 2]], "nobody"),  # pads of each KV head
+]
+
+
+def prompt_case(
+    batch, kv_heads, groups, head_dim, columns, pads=None, counting=None, dtype=torch.float32, seed=0, device="cpu"
+) -> tuple:
+    """Arguments of `column_sums`, queries and keys laid out as a model's projections leave them; NaN at pads."""
+    generator = torch.Generator().manual_seed(seed)
+    queries = torch.randn(batch, columns, kv_heads * groups, head_dim, generator=generator).transpose(1, 2) * 2
+    keys = torch.randn(batch, columns, kv_heads, head_dim, generator=generator).transpose(1, 2)
+    column = torch.arange(columns)
+    padding = None
+    if pads is not None:
+        padding = torch.tensor(pads).view(batch, -1)
+        hidden = (column < padding[..., None])[..., None]
+        keys = keys.masked_fill(hidden, float("nan"))
+        queries = queries.masked_fill(hidden[:, :1] & hidden[:, -1:], float("nan"))
+    weights = {
+        None: lambda: None,
+        "window": lambda: (column >= columns - 7).expand(batch, columns),
+        "scattered": lambda: torch.rand(batch, columns, generator=generator) > 0.6,
+        "weighted": lambda: torch.rand(batch, columns, generator=generator),
+        "nobody": lambda: torch.zeros(batch, columns, dtype=torch.bool),
+    }[counting]()
+    queries, keys = queries.to(device, dtype), keys.to(device, dtype)
+    padding, weights = (None if part is None else part.to(device) for part in (padding, weights))
+    return queries, keys, head_dim**-0.5, padding, weights
+
+
+def check_column_sums(dtype: torch.dtype, shapes: list[tuple], device: str) -> None:
+    from kvcompress.kernels.column_sums_triton import column_sums_triton
+
+    for shape in shapes:
+        case = prompt_case(*shape, dtype=dtype, device=device)
+        close = {"atol": TOLERANCE, "rtol": TOLERANCE}
+        torch.testing.assert_close(column_sums_triton(*case), column_sums_reference(*case), **close)
+
+
+if __name__ == "__main__":
+    assert "kvcompress.kernels.column_sums_triton" not in sys.modules  # the package works without triton
+    check_column_sums(torch.float32, SHAPES, "cpu")
+    # The interpreter (triton 3.9) multiplies the bits of bfloat16.
+    check_column_sums(torch.float16, SHAPES[3:5], "cpu")
