@@ -5,7 +5,11 @@ from importlib import import_module
 
 from .errors import KVCompressError, unknown_name
 
-COMMANDS = {"bench": "kvcompress.bench.cli"}  # a module with `main(arguments)`
+COMMANDS = {
+    "bench": "kvcompress.bench.cli",
+    "report": "lmms_eval_plugins.html_report.report_command",
+    "show": "lmms_eval_plugins.html_report.show",
+}  # a module with `main(arguments)`
 
 
 def main(arguments: list[str]) -> int:
