@@ -1,0 +1,119 @@
+"""`python -m lmms_eval_plugins.sweep run|trial`: see docs/sweeps.md. Exit codes as of the evaluation command."""
+
+import argparse
+import sys
+import traceback
+from pathlib import Path
+
+from ..command_line import UsageError, literal
+from ..evaluate import EvaluationFailed, fail, say
+from .trial import parse_trial, run_trial, stay_offline
+
+USAGE = """CONFIG [flags] [parameter=value ...]
+       python -m lmms_eval_plugins.sweep trial --task=TASK --model=MODEL --method=METHOD --ratio=RATIO ..."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise UsageError(message)
+
+
+def run_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="run_sweep.sh", usage=f"%(prog)s {USAGE}", allow_abbrev=False)
+    add = parser.add_argument
+    add("config", type=Path, metavar="CONFIG", help="a wandb sweep file, such as configs/sweeps/demo.yaml")
+    add("overrides", nargs="*", metavar="parameter=value", help="constants in place of the file's parameters")
+    add("--limit", help="questions per task: the same as limit=N")
+    add("--trials", type=_positive, metavar="N", help="most trials (default: the file's run_cap)")
+    add("--seed", type=int, default=0, help="of random and bayes (0)")
+    add("--name", help="of the sweep's folder (default: the file's name and what is overridden)")
+    add("--output_path", type=Path, default=Path("results"), metavar="DIR", help="root of the results (results)")
+    add("--ray", metavar="ADDRESS", help="run on the Ray cluster at ADDRESS, or on a `local` one")
+    add("--cpus-per-trial", type=_positive, metavar="N", help="cores of a trial on Ray (1)")
+    add("--workers", type=_positive, metavar="N", help="trials at once on Ray (default: all that there is room for)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def run(argv: list[str]) -> None:
+    """All trials of a sweep file, then their table. Raises EvaluationFailed where some trial has no results."""
+    flags = run_parser().parse_intermixed_args(argv)
+    overrides = parse_trial(flags.overrides)
+    if flags.limit is not None:
+        overrides["limit"] = literal(flags.limit)
+    if flags.ray is None and (flags.workers or flags.cpus_per_trial):
+        raise UsageError("--workers and --cpus-per-trial are for --ray")
+    try:
+        from .config import read_config
+    except ImportError as error:
+        raise EvaluationFailed(f"{error.name} is not installed: pip install -e '.[sweep]'") from error
+    config = read_config(flags.config, overrides, flags.name)
+    stay_offline([str(model) for model in config.values("model")], [str(task) for task in config.values("task")])
+    from .runner import Sweep, check_trials, locked, run_here
+    from .table import write_table
+
+    check_trials(config, flags.output_path)
+    with locked(flags.output_path / "sweeps" / config.name):
+        sweep = Sweep(config, flags.output_path, flags.seed, flags.trials)
+        say(f"{sweep.trials.left} of {sweep.trials.total} trials to do; all is kept under {sweep.folder}")
+        if flags.ray is None:
+            run_here(sweep)
+        else:
+            try:
+                from .ray_cluster import run_on_ray
+            except ImportError as error:
+                raise EvaluationFailed(f"{error.name} is not installed: pip install -e '.[sweep]'") from error
+            run_on_ray(sweep, flags.ray, flags.cpus_per_trial or 1, flags.workers)
+        write_table(sweep)
+    if sweep.failures:
+        failed = f"{len(sweep.failures)} of {sweep.trials.total} trials failed; the same command tries them again"
+        raise EvaluationFailed(f"{failed}; the last: {sweep.failures[-1]}")
+
+
+def trial(argv: list[str]) -> None:
+    """One trial, logged to wandb."""
+    parameters = parse_trial(argv)
+    output_path = Path(str(parameters.pop("output_path", "results")))
+    stay_offline([str(parameters.get("model"))], [str(parameters.get("task"))])
+    values = run_trial(parameters, output_path)
+    say(" ".join(f"{name}={value:.4g}" for name, value in values.items()))
+
+
+def command(argv: list[str]) -> int:
+    """The exit code, where nothing unforeseen happens."""
+    commands = {"run": run, "trial": trial}
+    if not argv or argv[0] not in commands:
+        return fail(f"{argv[0] if argv else 'nothing'!r} is neither run nor trial; usage: {USAGE}", 2)
+    try:
+        commands[argv[0]](argv[1:])
+    except UsageError as error:
+        return fail(error, 2)
+    except EvaluationFailed as error:
+        return fail(error, 1)
+    except Exception as error:
+        from kvcompress import KVCompressError  # takes seconds; here only after something was imported already
+
+        if not isinstance(error, KVCompressError):
+            raise
+        return fail(error, 2)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code; every error ends with one line on stderr."""
+    try:
+        return command(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        return fail("interrupted; finished trials are kept, the same command goes on from there", 130)
+    except Exception as error:
+        traceback.print_exc()
+        return fail(f"{type(error).__name__}: {error}", 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

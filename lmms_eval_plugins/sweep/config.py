@@ -1,0 +1,184 @@
+"""A sweep file: wandb's own schema, as far as a sweep without wandb's server can follow it."""
+
+import itertools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+
+from ..command_line import UsageError, nearest
+from .trial import METRICS
+
+METHODS = ("grid", "random", "bayes")
+# Distribution -> the keys that it needs; what wandb has beyond these is for its server only.
+DISTRIBUTIONS = {
+    "constant": ("value",),
+    "categorical": ("values",),
+    "int_uniform": ("min", "max"),
+    "uniform": ("min", "max"),
+    "log_uniform_values": ("min", "max"),
+    "q_uniform": ("min", "max", "q"),
+}
+KEYS = ("name", "description", "project", "entity", "program", "command", "method", "metric", "parameters", "run_cap")
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """A checked sweep file.
+
+    Attributes:
+        name: the file's name without its ending, and what was overridden.
+        method: grid, random or bayes.
+        metric: what is optimised, one of METRICS; goal: `maximize` or `minimize`.
+        constants: the parameters with one value.
+        space: the others, each with its distribution.
+        run_cap: most trials; None where the file sets none.
+    """
+
+    name: str
+    method: str
+    metric: str
+    goal: str
+    constants: dict[str, Any]
+    space: dict[str, BaseDistribution]
+    run_cap: int | None
+
+    def values(self, name: str) -> list[Any]:
+        """What a parameter may be: its constant, or its choices; nothing for a range, [None] where it is not given."""
+        if name in self.space:
+            return list(self.space[name].choices) if is_choice(self.space[name]) else []
+        return [self.constants.get(name)]
+
+    def grid(self, outer: set[str]) -> list[dict[str, Any]]:
+        """All combinations in the file's order; the parameters in `outer` change least often."""
+        names = sorted(self.space, key=lambda name: name not in outer)
+        choices = itertools.product(*(self.space[name].choices for name in names))
+        return [dict(zip(names, values, strict=True)) for values in choices]
+
+    def corners(self) -> list[dict[str, Any]]:
+        """For each method the first choice or the least value of every other parameter."""
+        first = {name: given.choices[0] if is_choice(given) else given.low for name, given in self.space.items()}
+        return [{**first, "method": method} for method in self.values("method")]
+
+
+def read_config(path: Path, overrides: dict[str, Any], name: str | None = None) -> SweepConfig:
+    """The sweep file with `overrides` as constants in place of its parameters, under `name` or the file's own.
+
+    Raises UsageError, one line, for a file that is no sweep, or asks for what only wandb's server can do.
+    """
+    try:
+        sweep = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"sweep file {str(path)!r} cannot be read: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(sweep, dict) or not isinstance(sweep.get("parameters"), dict):
+        raise UsageError(f"{path} is not a sweep file: it has no parameters")
+    for key in sweep:
+        if key not in KEYS:
+            raise UsageError(
+                f"{path}: {key!r} is not supported here{nearest(str(key), KEYS)}; valid: {', '.join(KEYS)}"
+            )
+    method = sweep.get("method")
+    if method not in METHODS:
+        raise UsageError(f"{path}: method {method!r} is not one of {', '.join(METHODS)}")
+    metric, goal = _metric(path, method, sweep.get("metric"))
+    run_cap = sweep.get("run_cap")
+    if run_cap is not None and (not isinstance(run_cap, int) or run_cap < 1):
+        raise UsageError(f"{path}: run_cap {run_cap!r} is not a positive number of trials")
+    specifications = {**sweep["parameters"], **{key: {"value": value} for key, value in overrides.items()}}
+    distributions = {key: distribution(key, given) for key, given in specifications.items()}
+    constants, space = {}, {}
+    for parameter, given in distributions.items():
+        if is_choice(given) and len(given.choices) == 1:
+            constants[parameter] = given.choices[0]
+        elif method == "grid" and not is_choice(given):
+            raise UsageError(f"parameter {parameter!r}: a grid needs value or values, not a range")
+        else:
+            space[parameter] = given
+    own = "-".join([path.stem, *(f"{parameter}={value}" for parameter, value in overrides.items())])
+    return SweepConfig((name or own).replace("/", "__"), method, metric, goal, constants, space, run_cap)
+
+
+def _metric(path: Path, method: str, metric: Any) -> tuple[str, str]:
+    if metric is None and method != "bayes":
+        return "accuracy", "maximize"
+    if not isinstance(metric, dict) or not {"name"} <= metric.keys() <= {"name", "goal"}:
+        raise UsageError(f"{path}: metric {metric!r} is not a name and a goal")
+    name, goal = metric["name"], metric.get("goal", "minimize")  # wandb's default
+    if name not in METRICS:
+        raise UsageError(f"{path}: no trial logs the metric {name!r}; valid: {', '.join(METRICS)}")
+    if goal not in ("maximize", "minimize"):
+        raise UsageError(f"{path}: metric goal {goal!r} is neither maximize nor minimize")
+    return name, goal
+
+
+def is_choice(given: BaseDistribution) -> bool:
+    return isinstance(given, CategoricalDistribution)
+
+
+def distribution(name: str, given: Any) -> BaseDistribution:
+    """wandb's specification of a parameter as optuna's. Raises UsageError."""
+    if not isinstance(given, dict):
+        raise UsageError(f"parameter {name!r}: {given!r} is not value:, values:, or min: and max:")
+    kind = given.get("distribution", _default_kind(given))
+    if kind not in DISTRIBUTIONS:
+        raise UsageError(
+            f"parameter {name!r}: distribution {kind!r} is not supported here; valid: {', '.join(DISTRIBUTIONS)}"
+        )
+    keys = given.keys() - {"distribution"}
+    if keys != set(DISTRIBUTIONS[kind]):
+        takes, found = ", ".join(DISTRIBUTIONS[kind]), ", ".join(sorted(keys)) or "nothing"
+        raise UsageError(f"parameter {name!r}: {kind} takes {takes}, not {found}")
+    if kind in ("constant", "categorical"):
+        return _categorical(name, [given["value"]] if kind == "constant" else given["values"])
+    return _range(name, kind, given)
+
+
+def _default_kind(given: dict[str, Any]) -> str:
+    """The distribution of a parameter that names none, as in wandb."""
+    if "value" in given:
+        return "constant"
+    if "values" in given:
+        return "categorical"
+    return "int_uniform" if all(_is_int(given.get(key)) for key in ("min", "max")) else "uniform"
+
+
+def _categorical(name: str, values: Any) -> CategoricalDistribution:
+    if not isinstance(values, list) or not values:
+        raise UsageError(f"parameter {name!r}: values {values!r} is not a list with something in it")
+    for value in values:
+        if value is not None and not isinstance(value, bool | int | float | str):
+            raise UsageError(f"parameter {name!r}: value {value!r} is neither text, a number, true, false nor null")
+    return CategoricalDistribution(list(dict.fromkeys(values)))
+
+
+def _range(name: str, kind: str, given: dict[str, Any]) -> BaseDistribution:
+    numbers = {key: given[key] for key in DISTRIBUTIONS[kind]}
+    whole = all(_is_int(number) for number in numbers.values())
+    for key, number in numbers.items():
+        if kind == "int_uniform" and not _is_int(number):
+            raise UsageError(f"parameter {name!r}: {key} {number!r} is not a whole number")
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise UsageError(f"parameter {name!r}: {key} {number!r} is not a number")  # YAML reads 1e-3 as text
+    low, high, step = given["min"], given["max"], given.get("q")
+    if low > high:
+        raise UsageError(f"parameter {name!r}: min {low:g} is above max {high:g}")
+    if kind == "log_uniform_values" and low <= 0:
+        raise UsageError(f"parameter {name!r}: min {low:g} of log_uniform_values is not above 0")
+    if kind == "q_uniform" and (step <= 0 or any(not _is_multiple(bound, step) for bound in (low, high))):
+        raise UsageError(f"parameter {name!r}: min {low:g} and max {high:g} are not multiples of q {step:g}")
+    if kind == "int_uniform" or (kind == "q_uniform" and whole):
+        return IntDistribution(low, high, step=step or 1)
+    return FloatDistribution(low, high, log=kind == "log_uniform_values", step=step)
+
+
+def _is_int(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
+
+
+def _is_multiple(number: float, step: float) -> bool:
+    return math.isclose(number / step, round(number / step), abs_tol=1e-9)

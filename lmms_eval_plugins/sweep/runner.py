@@ -1,0 +1,133 @@
+"""A sweep under way, run in this process or on a Ray cluster, and its table."""
+
+import fcntl
+import hashlib
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..command_line import UsageError
+from ..evaluate import EvaluationFailed, find_tasks
+from ..results import RESULTS_FILE
+from .config import SweepConfig
+from .study import Trial, Trials
+from .trial import (
+    Evaluator,
+    cell_folder,
+    log_results,
+    method_options,
+    option_owners,
+    read_results,
+    trial_values,
+    wandb_run,
+)
+
+MOST_FIRST_FAILURES = 3
+
+
+class Sweep:
+    """Hands out the trials of a sweep, and takes their results.
+
+    Args:
+        output: root of the results; the sweep's own folder is `sweeps/<name>` in it.
+        cap: most trials, in place of the file's.
+
+    Raises:
+        UsageError: the folder holds another sweep.
+    """
+
+    def __init__(self, config: SweepConfig, output: Path, seed: int = 0, cap: int | None = None):
+        self.config, self.output = config, output.resolve()
+        self.folder = self.output / "sweeps" / config.name
+        self.failures: list[str] = []
+        self.say: Callable[[str], None] = print
+        self._finished = 0
+        self.trials = Trials(config, self.folder, seed, model_parameters(), cap)
+        for trial in self.trials.drawn():
+            if trial.is_told and not (self.cell(trial) / RESULTS_FILE).exists():
+                self.trials.repeat(trial)
+
+    def cell(self, trial: Trial) -> Path:
+        """The folder of the trial's results."""
+        return cell_folder(trial.parameters, self.output)
+
+    def label(self, trial: Trial) -> str:
+        varied = [f"{name}={trial.parameters[name]}" for name in self.config.space]
+        return f"trial {trial.number + 1} of {self.trials.total} ({' '.join(varied)})"
+
+    def finish(self, trial: Trial) -> None:
+        """The trial's cell is complete: log it and note its value. Raises EvaluationFailed where it has none."""
+        folder, metric = self.cell(trial), self.config.metric
+        values = trial_values(read_results(folder))
+        if metric not in values:
+            raise EvaluationFailed(f"{folder} has no {metric}")
+        # The same id for the same trial: logged twice, because the sweep was cut in between, it is one run online.
+        run_id = hashlib.sha256(f"{self.folder} {trial.number}".encode()).hexdigest()[:12]
+        os.environ.setdefault("WANDB_SILENT", "true")
+        with wandb_run(trial.parameters, id=run_id, group=self.config.name, dir=self.folder) as run:
+            log_results(run, folder)
+        self.trials.tell(trial, values[metric])
+        self._finished += 1
+        self.say(f"{self.label(trial)}: {metric} {values[metric]:.4g}")
+
+    def fail(self, trial: Trial, error: Exception) -> None:
+        """Note a failure; the others go on. Raises EvaluationFailed where all of the first ones fail."""
+        text = f"{self.label(trial)} failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        self.failures.append(text)
+        self.say(text)
+        if len(self.failures) >= MOST_FIRST_FAILURES and not self._finished:
+            raise EvaluationFailed(f"the first {len(self.failures)} trials failed; {text}")
+
+
+def model_parameters() -> set[str]:
+    """What asks for another loaded model: a grid changes these least often."""
+    from ..arguments import ModelArguments
+
+    return {"model", *ModelArguments.model_fields}
+
+
+def check_trials(config: SweepConfig, output: Path) -> None:
+    """Raises UsageError or KVCompressError for a trial that cannot be: of a grid all are looked at, else one for each
+    method; and for an option that no method of the sweep has."""
+    for parameters in config.grid(set()) if config.method == "grid" else config.corners():
+        cell_folder({**config.constants, **parameters}, output)
+    owners = option_owners()
+    own = {
+        option
+        for method in config.values("method")
+        for scorer in config.values("scorer")
+        for option in method_options(method, scorer)
+    }
+    for name in {**config.constants, **config.space}:
+        if name in owners and name not in own:
+            raise UsageError(
+                f"parameter {name!r} is an option of {', '.join(owners[name])}, of no method in this sweep"
+            )
+    include_path = config.constants.get("include_path")
+    find_tasks([str(name) for name in config.values("task")], include_path and Path(include_path).resolve())
+
+
+def run_here(sweep: Sweep) -> None:
+    """Every trial in this process, one after the other."""
+    evaluator = Evaluator()
+    while (trial := sweep.trials.next()) is not None:
+        try:
+            evaluator.evaluate(trial.parameters, sweep.output)
+            sweep.finish(trial)
+        except Exception as error:  # one trial that needs too much memory must not end a night's sweep
+            traceback.print_exc()
+            sweep.fail(trial, error)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Raises EvaluationFailed where another process runs this sweep. The lock ends with its process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise EvaluationFailed(f"{folder}: another process is running this sweep") from None
+        yield

@@ -1,0 +1,65 @@
+"""The table of a sweep: its trials, with what they measured."""
+
+import sys
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from ..report import cell_row, note, table_rows
+from ..results import write_text
+from .runner import Sweep, model_parameters
+from .trial import FLAGS, read_results, trial_values
+
+# Metrics that the columns of `table_rows` do not show.
+FURTHER = ("throughput", "peak_memory_bytes", "accuracy_stderr")
+
+
+def write_table(sweep: Sweep, console: Console | None = None) -> None:
+    """Print the finished trials and write them to `report.md` in the sweep's folder: one table per task, a grid in its
+    order, others with the best first. Trials that are one cell, such as `full` at two ratios, are one row."""
+    console = console or Console(width=None if sys.stdout.isatty() else 120)
+    text = f"# Sweep {sweep.config.name}\n"
+    for task, rows in trial_rows(sweep).groupby("task", sort=False):
+        header, lines = table(sweep, rows)
+        terminal = Table(title=f"{sweep.config.name}: {task}", caption=note(rows))
+        for column in header:
+            terminal.add_column(column)
+        for line in lines:
+            terminal.add_row(*line)
+        console.print(terminal)
+        text += f"\n## {task}\n\n" + "".join(
+            f"| {' | '.join(line)} |\n" for line in [header, ["---"] * len(header), *lines]
+        )
+        text += f"\n{note(rows)}\n"
+    path = sweep.folder / "report.md"
+    write_text(path, text)
+    console.print(f"written: {path}", soft_wrap=True, highlight=False)
+
+
+def trial_rows(sweep: Sweep) -> pd.DataFrame:
+    """One row per cell of the finished trials, in the order of the table."""
+    rows: dict[Any, dict[str, Any]] = {}
+    for trial in sweep.trials.drawn():
+        folder = sweep.cell(trial)
+        if trial.is_told and folder not in rows:
+            results = read_results(folder)
+            value = trial_values(results)[sweep.config.metric]
+            rows[folder] = {**cell_row(results), "trial": trial, "value": value, "task": results["protocol"]["task"]}
+    frame = pd.DataFrame(list(rows.values()), columns=None if rows else ["task"])
+    if sweep.config.method == "grid" or not rows:
+        return frame
+    return frame.sort_values("value", ascending=sweep.config.goal == "minimize", kind="stable")
+
+
+def table(sweep: Sweep, rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    """Header and formatted cells: the trial, its varied settings, and what any report shows."""
+    header, lines = table_rows(rows)
+    settings = [name for name in sweep.config.space if name in {*model_parameters(), *FLAGS}]
+    further = [sweep.config.metric] if sweep.config.metric in FURTHER else []
+    texts = []
+    for trial, value, line in zip(rows["trial"], rows["value"], lines, strict=True):
+        own = [str(trial.parameters[name]) for name in settings]
+        texts.append([str(trial.number + 1), *own, *line, *(f"{value:.4g}" for _ in further)])
+    return ["trial", *settings, *header, *further], texts

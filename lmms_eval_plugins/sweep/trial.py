@@ -1,0 +1,232 @@
+"""One trial: parameters -> a cell of the results folder, evaluated unless it is complete there -> values for wandb."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..command_line import UsageError, literal, parse
+from ..evaluate import (
+    EvaluationFailed,
+    check_arguments,
+    check_device,
+    check_model_is_local,
+    evaluate_cell,
+    find_data_root,
+    find_jobs,
+    hub_is_reachable,
+    is_offline,
+    load_model,
+    needs_hub,
+    quiet,
+    rank,
+    working_directory,
+)
+from ..results import RESULTS_FILE
+
+if TYPE_CHECKING:
+    import wandb
+
+    from ..arguments import ModelArguments
+    from ..model import KVCompressLM
+
+# Parameters that are flags of the evaluation command; the others are model arguments and options of methods.
+FLAGS = ("limit", "gen_kwargs", "num_fewshot", "include_path", "data_root")
+# What a trial logs, and a sweep may optimise.
+METRICS = (
+    "accuracy",
+    "accuracy_stderr",
+    "throughput",
+    "ttft_s",
+    "tpot_s",
+    "kv_bytes",
+    "realised_ratio",
+    "peak_memory_bytes",
+)
+DEFAULT_PROJECT = "kvcompress"
+
+
+def trial_argv(parameters: dict[str, Any], output_path: Path) -> list[str]:
+    """The evaluation command's arguments. Options of other methods than the trial's are left out, as in a list of
+    methods; so is what is None. Raises UsageError or KVCompressError for a parameter that is missing or unknown."""
+    given = {name: value for name, value in parameters.items() if value is not None and str(value) != "None"}
+    for name in ("task", "model", "method"):
+        if name not in given:
+            raise UsageError(f"a trial needs the parameter {name!r}; given: {', '.join(parameters) or 'nothing'}")
+    task, model, method = (str(given.pop(name)) for name in ("task", "model", "method"))
+    for name, value in (("task", task), ("method", method)):
+        if "," in value:
+            raise UsageError(f"{name} {value!r}: a trial has one {name}; list several under values:")
+    size = str(given.pop("ratio", 1 if method == "full" else "-"))
+    foreign = option_owners().keys() - method_options(method, given.get("scorer"))
+    if method == "full":
+        given.pop("budget", None)
+    flags = [f"--{name.replace('data_root', 'data-root')}={given.pop(name)}" for name in FLAGS if name in given]
+    words = [f"{name}={value}" for name, value in given.items() if name not in foreign]
+    return [task, model, method, size, *flags, f"--output_path={output_path}", *words]
+
+
+def method_options(method: str, scorer: str | None = None) -> set[str]:
+    """Names of the options of a method. Raises KVCompressError for an unknown one."""
+    from kvcompress.clusters import method_info
+    from kvcompress.policy import all_options
+
+    return set(all_options(method_info(method), scorer))
+
+
+def option_owners() -> dict[str, list[str]]:
+    """Option -> the methods that have it."""
+    from kvcompress import list_methods
+
+    owners: dict[str, list[str]] = {}
+    for method in list_methods():
+        for option in method_options(method):
+            owners.setdefault(option, []).append(method)
+    return owners
+
+
+def parse_trial(argv: list[str]) -> dict[str, Any]:
+    """Parameters from `--name=value`, as `wandb agent` writes them. Raises UsageError."""
+    parameters = {}
+    for word in argv:
+        match = re.fullmatch(r"(?:--)?(\w+)=(.*)", word, re.DOTALL)
+        if not match:
+            raise UsageError(f"{word!r} is not --name=value")
+        parameters[match[1]] = literal(match[2])
+    return parameters
+
+
+def stay_offline(models: list[str], tasks: list[str]) -> None:
+    """As `evaluate.set_offline`, for all models and tasks of a sweep."""
+    requests = [parse([",".join(tasks), model, "full", "1"]) for model in models]
+    if "HF_HUB_OFFLINE" not in os.environ and not (any(map(needs_hub, requests)) and hub_is_reachable()):
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def cell_folder(parameters: dict[str, Any], output_path: Path) -> Path:
+    """Where the results of a trial are, or will be. Loads nothing. Raises as `trial_argv` and `check_arguments`."""
+    request = parse(trial_argv(parameters, output_path))
+    ((cell, _),) = check_arguments(request)[1]
+    return cell.folder(output_path.resolve())
+
+
+class Evaluator:
+    """Evaluates one trial after the other; the model stays loaded for the trials that share it."""
+
+    def __init__(self) -> None:
+        self._lm: KVCompressLM | None = None
+        self._arguments: ModelArguments | None = None
+
+    def evaluate(self, parameters: dict[str, Any], output_path: Path) -> Path:
+        """The folder of the trial's results, which are complete. With NUM_PROCESSES set, that many ranks share the
+        questions. Raises UsageError, KVCompressError or EvaluationFailed."""
+        argv = trial_argv(parameters, output_path)
+        request = parse(argv)
+        processes = int(os.environ.get("NUM_PROCESSES", 1))
+        arguments, cells = check_arguments(request)
+        check_device(arguments.device, processes)
+        if is_offline():
+            check_model_is_local(arguments)
+        quiet(request.flags.verbosity)
+        data_root = find_data_root(request.flags)
+        manager, (job,) = find_jobs(request, arguments, cells, data_root)
+        if job.todo is None:
+            return job.folder
+        if processes > 1:
+            _evaluate_on_ranks(argv)
+            return job.folder
+        lm = self._model(arguments)
+        with working_directory(data_root):
+            evaluate_cell(lm, job, manager, request.flags)
+        return job.folder
+
+    def _model(self, arguments: "ModelArguments") -> "KVCompressLM":
+        if self._lm is None or arguments != self._arguments:
+            if self._lm is not None:
+                self._lm.unload()
+                self._lm = None
+            self._lm, self._arguments = load_model(arguments), arguments
+        return self._lm
+
+
+def _evaluate_on_ranks(argv: list[str]) -> None:
+    """The evaluation command, which starts its ranks itself."""
+    done = subprocess.run([sys.executable, "-m", "lmms_eval_plugins.evaluate", *argv])
+    if done.returncode:
+        raise EvaluationFailed(f"the evaluation ended with exit code {done.returncode}; its error is above")
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """A cell's results.json. Raises EvaluationFailed where it is not there."""
+    try:
+        return json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EvaluationFailed(f"no results in {folder}: machines that share a sweep need a shared folder") from None
+
+
+def trial_values(results: dict[str, Any]) -> dict[str, float]:
+    """METRICS of a cell's results.json (and `samples`), without those that it lacks.
+
+    `accuracy` is the task's headline metric, whatever its name; times, bytes and memory are medians over questions;
+    `throughput` is new tokens per second of generation, in a batch and of one process.
+    """
+    from ..report import cell_row
+
+    row = cell_row(results)
+    values = {
+        "accuracy": row["score"],
+        "accuracy_stderr": row["stderr"],
+        "throughput": (results.get("throughput") or {}).get("avg_speed"),
+        "ttft_s": row["ttft_s"],
+        "tpot_s": row["tpot_s"],
+        "kv_bytes": row["kv_bytes"],
+        "realised_ratio": row["realised"],
+        "peak_memory_bytes": results["efficiency"].get("peak_memory_bytes", {}).get("median"),
+        "samples": row["samples"],
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def log_results(run: "wandb.Run", folder: Path) -> dict[str, float]:
+    """Log a complete cell to a wandb run: its values, its protocol and environment. Returns the values."""
+    results = read_results(folder)
+    values = trial_values(results)
+    run.config.update(
+        {"protocol": results["protocol"], "environment": results["environment"], "results": str(folder)},
+        allow_val_change=True,
+    )
+    run.log(values)
+    return values
+
+
+@contextmanager
+def wandb_run(parameters: dict[str, Any], **settings: Any) -> Iterator["wandb.Run"]:
+    """A run under `wandb agent`, which names it; else by WANDB_MODE, offline where that is not set: no account needed.
+
+    An exception inside marks the run as failed. Raises EvaluationFailed where wandb cannot start one.
+    """
+    import wandb
+
+    if "WANDB_SWEEP_ID" not in os.environ:
+        os.environ.setdefault("WANDB_MODE", "offline")
+        settings = {"project": os.environ.get("WANDB_PROJECT", DEFAULT_PROJECT), "config": parameters, **settings}
+    try:
+        run = wandb.init(job_type="trial", **settings)
+    except wandb.Error as error:
+        raise EvaluationFailed(f"wandb: {' '.join(str(error).split())}") from error
+    with run:
+        yield run
+
+
+def run_trial(parameters: dict[str, Any], output_path: Path) -> dict[str, float]:
+    """Evaluate a trial and log it to wandb: what `wandb agent` starts. Rank 0 logs."""
+    if rank() != 0:
+        Evaluator().evaluate(parameters, output_path)
+        return {}
+    with wandb_run(parameters) as run:
+        return log_results(run, Evaluator().evaluate(parameters, output_path))
