@@ -86,8 +86,8 @@ def _sum_rows(
     is_dim = dim < HEAD_DIM
 
     asking = block * STAYING + tl.arange(0, STAYING)
-    place = queries + row * query_row + head * query_head + asking[:, None].to(tl.int64) * query_column + dim
-    q = tl.load(place, mask=(asking < columns)[:, None] & is_dim, other=0.0)
+    q_at = queries + row * query_row + head * query_head + asking[:, None].to(tl.int64) * query_column + dim
+    q = tl.load(q_at, mask=(asking < columns)[:, None] & is_dim, other=0.0)
     # Not -inf: where a query has seen nothing yet, differences have to be numbers.
     maximum = tl.full((STAYING,), -1e30, tl.float32)
     total = tl.zeros((STAYING,), tl.float32)
@@ -95,8 +95,8 @@ def _sum_rows(
     end = tl.where(end > start, end, 0)
     for at in range(pad // MOVING * MOVING, end, MOVING):
         seen = at + tl.arange(0, MOVING)
-        place = keys + row * key_row + kv_head * key_head + seen.to(tl.int64) * key_column + dim[:, None]
-        k = tl.load(place, mask=(seen < columns) & is_dim[:, None], other=0.0)
+        k_at = keys + row * key_row + kv_head * key_head + seen.to(tl.int64) * key_column + dim[:, None]
+        k = tl.load(k_at, mask=(seen < columns) & is_dim[:, None], other=0.0)
         logits = tl.dot(q, k, input_precision="ieee") * scaling
         logits = tl.where((seen <= asking[:, None]) & (seen >= pad), logits, -1e30)
         higher = tl.maximum(maximum, tl.max(logits, 1))
@@ -138,15 +138,15 @@ def _sum_columns(
     is_dim = dim < HEAD_DIM
 
     seen = block * STAYING + tl.arange(0, STAYING)
-    place = keys + row * key_row + kv_head * key_head + seen.to(tl.int64) * key_column + dim[:, None]
-    k = tl.load(place, mask=(seen < columns) & is_dim[:, None], other=0.0)
+    k_at = keys + row * key_row + kv_head * key_head + seen.to(tl.int64) * key_column + dim[:, None]
+    k = tl.load(k_at, mask=(seen < columns) & is_dim[:, None], other=0.0)
     total = tl.zeros((STAYING,), tl.float32)
     start = tl.maximum(tl.maximum(start, pad), block * STAYING)  # the first query that may see a key of the block
     for at in range(start // MOVING * MOVING, columns, MOVING):
         asking = at + tl.arange(0, MOVING)
         is_query = asking < columns
-        place = queries + row * query_row + head * query_head + asking[:, None].to(tl.int64) * query_column + dim
-        q = tl.load(place, mask=is_query[:, None] & is_dim, other=0.0)
+        q_at = queries + row * query_row + head * query_head + asking[:, None].to(tl.int64) * query_column + dim
+        q = tl.load(q_at, mask=is_query[:, None] & is_dim, other=0.0)
         log_sum = tl.load(log_sums + row_head * columns + asking, mask=is_query, other=0.0)
         weight = tl.load(weights + row * columns + asking, mask=is_query, other=0.0)
         share = tl.exp2(tl.dot(q, k, input_precision="ieee") * scaling - log_sum[:, None]) * weight[:, None]
