@@ -3,7 +3,17 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from transformers import GenerationConfig
 
 import kvcompress
@@ -71,6 +81,15 @@ class ModelArguments(BaseModel):
         "raise",
         description="When the GPU's memory does not suffice for a batch: stop; answer it in two halves; or keep its "
         "KV cache in the CPU's memory.",
+    )
+    look_ahead: NonNegativeInt | None = Field(
+        None,
+        description="Batches that are prepared while the model answers; default: 2, and 0 at `batch_size=1`, where "
+        "nothing shall disturb the times of a question.",
+    )
+    vision_cache_gb: NonNegativeFloat = Field(
+        4.0,
+        description="Memory for prepared inputs and for the vision tower's output, which other cells use again.",
     )
     max_new_tokens: PositiveInt = Field(128, description="Longest answer where the task does not set one.")
     max_frames_num: PositiveInt = Field(32, description="Most frames taken from a video, evenly spread.")

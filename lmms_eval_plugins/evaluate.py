@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import datetime
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -19,7 +20,8 @@ import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +48,18 @@ class EvaluationFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """A cell, all options of its method, and what its numbers depend on (see `fingerprint`)."""
+    """A cell, all options of its method, what its numbers depend on (see `fingerprint`), and how long it is."""
 
     cell: Cell
     options: dict[str, Any]
     folder: Path
     fingerprint: dict[str, Any]
+    questions: int
+
+    @property
+    def name(self) -> str:
+        """`snapkv-0.2-window_size=8`: the cell without its task, model and settings of the run."""
+        return replace(self.cell, settings={}).folder(Path()).name
 
     @property
     def todo(self) -> str | None:
@@ -117,9 +125,13 @@ def local_or_hub(model: str) -> str:
     return model
 
 
+# Arguments that change neither a score nor a time.
+HARMLESS = {"pretrained", "measurements_path", "vision_cache_gb"}
+
+
 def run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dict[str, Any]:
     """The settings of a run that differ from the defaults and may change a score or a time."""
-    settings = arguments.model_dump(mode="json", exclude_defaults=True, exclude={"pretrained", "measurements_path"})
+    settings = arguments.model_dump(mode="json", exclude_defaults=True, exclude=HARMLESS)
     if flags.seed != DEFAULT_SEEDS:
         settings["seed"] = ",".join(str(seed) for seed in flags.seed)
     if flags.data_root is not None:
@@ -303,7 +315,9 @@ def fingerprint(cell: Cell, arguments: "ModelArguments", options: dict, data: di
         "options": options,
         "model_files": files_identity(model) if model.is_dir() else arguments.revision,
         "data": data,
-        "code": code_identity(core, *(plugin / name for name in ("model.py", "media.py", "llava_next.py"))),
+        "code": code_identity(
+            core, *(plugin / name for name in ("model.py", "media.py", "prepared.py", "llava_next.py"))
+        ),
     }
 
 
@@ -440,15 +454,37 @@ def run(request: Request, argv: list[str]) -> None:
         if job.folder.exists():
             say(f"computed again: {job.folder.name} ({job.todo or ('--force' if flags.force else '--overlays')})")
     if pending:
-        lm = load_model(arguments)
-        for job in pending:
-            with working_directory(data_root):
-                evaluate_cell(lm, job, manager, flags)
+        evaluate_cells(load_model(arguments), pending, manager, flags, data_root)
     if rank() == 0:
         from .report import report
 
         for folder in dict.fromkeys(job.folder.parent for job in jobs):
             report(folder, jobs[0].cell.settings)
+
+
+def evaluate_cells(
+    lm: "KVCompressLM", jobs: list[Job], manager: "TaskManager", flags: argparse.Namespace, data_root: Path | None
+) -> None:
+    """Evaluate cells one after the other, and say how far they are."""
+    from .progress import Grid
+
+    grid, task = Grid([job.questions for job in jobs]), None
+    lm.progress_bar = partial(grid.bar, disable=rank() != 0)
+    for number, job in enumerate(jobs):
+        if job.cell.task != task:
+            task = job.cell.task
+            say(measured_line(lm, job, sum(other.cell.task == task for other in jobs)))
+        grid.begin(number, job.name)
+        with working_directory(data_root):
+            evaluate_cell(lm, job, manager, flags)
+
+
+def measured_line(lm: "KVCompressLM", job: Job, cells: int) -> str:
+    """What the next cells measure, and on what."""
+    facts = {key: value for key, value in environment(lm).items() if key not in ("versions", "python")}
+    facts |= {"batch_size": lm.batch_size, **job.cell.settings}
+    listed = " ".join(f"{key}={value}" for key, value in facts.items())
+    return f"measuring {job.cell.task} with {job.cell.model}: {cells} cells of {job.questions} questions; {listed}"
 
 
 def find_data_root(flags: argparse.Namespace) -> Path | None:
@@ -467,18 +503,32 @@ def find_jobs(
     Raises KVCompressError or UsageError for an unknown task, EvaluationFailed where data is missing.
     """
     flags, output = request.flags, request.flags.output_path.resolve()
-    manager, data = find_tasks(request.tasks, flags.include_path), {}
+    manager, data, questions = find_tasks(request.tasks, flags.include_path), {}, {}
     for name in request.tasks:
         tasks = load_tasks(manager, name, data_root)
         if len(tasks) > 1 and isinstance(flags.limit, float):
             # lmms-eval turns the fraction into a number on the first task and uses that for the others.
             raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
         data[name] = {task.config.task: data_identity(task) for task in tasks}
+        questions[name] = sum(limited(len(task.eval_docs), flags.limit) for task in tasks)
     jobs = [
-        Job(cell, options, cell.folder(output), fingerprint(cell, arguments, options, data[cell.task]))
+        Job(
+            cell,
+            options,
+            cell.folder(output),
+            fingerprint(cell, arguments, options, data[cell.task]),
+            questions[cell.task],
+        )
         for cell, options in cells
     ]
     return manager, jobs
+
+
+def limited(questions: int, limit: float | int | None) -> int:
+    """How many questions `--limit` leaves, as lmms-eval counts."""
+    if limit is None:
+        return questions
+    return math.ceil(questions * limit) if limit < 1 else min(questions, int(limit))
 
 
 def load_model(arguments: "ModelArguments") -> "KVCompressLM":

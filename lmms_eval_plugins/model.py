@@ -6,12 +6,15 @@ Nothing here depends on a model family: the checkpoint's processor and chat temp
 while answering ends the run; an empty answer is one that the model gave. All arguments: docs/model-args.md.
 """
 
+import copy
+import functools
 import gc
 import json
 import os
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -41,15 +44,18 @@ from transformers import (
 import kvcompress
 from kvcompress import KVCompressError
 from kvcompress.measure import Measurement
+from kvcompress.policy import make_policy
 
 from . import llava_next
 from .arguments import LLAVA_ONEVISION_ARGUMENTS, ModelArguments, generation_arguments, make_cell, parse_arguments
-from .media import Prompt, read_messages
+from .media import Prompt, digest, read_messages
+from .prepared import Encoded, Prepared, PreparedStore, VisionTower, ahead
 from .survivors import kept_sets, record
 
 # What a row holds in numbers, and `summarise` gives the spread of.
 QUANTITIES = (
     "ttft_s",
+    "vision_s",
     "tpot_s",
     "tokens_in",
     "tokens_out",
@@ -61,6 +67,7 @@ QUANTITIES = (
 # The template `chat_template=plain`: the task's text as it is, for models that were never trained on chats.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 WARM_UP_TOKENS = 4
+LOOK_AHEAD = 2  # batches, where times are not those of single questions
 # cache_implementation -> the same in the CPU's memory, for `on_oom=offload`.
 OFFLOADED = {"dynamic": "offloaded", "static": "offloaded_static"}
 
@@ -92,7 +99,11 @@ class KVCompressLM(lmms):
         self.has_vision = self.tokenizer is not self.processor
         self.rows: list[dict[str, Any]] = []
         self.overlays = 0  # of a task's first so many questions it is noted which tokens survived
+        self.prepared = PreparedStore(int(self.args.vision_cache_gb * 2**30))
+        # Shows how far the answers are; called with the number of requests.
+        self.progress_bar: Callable[[int], tqdm] = self._own_progress_bar
         self._is_warm = self._said_oom = False
+        self._has_cells = False  # another cell may follow, for which batches are worth keeping
 
     # -- cells and measurements -----------------------------------------------------------------------------------
 
@@ -101,7 +112,7 @@ class KVCompressLM(lmms):
     ) -> None:
         """Use another compression from now on, on the same loaded model. Raises KVCompressError."""
         self.cell = make_cell(method, ratio, budget, **options)
-        self._is_warm = False
+        self._is_warm, self._has_cells = False, True
 
     def reset_rows(self) -> None:
         self.rows = []
@@ -129,9 +140,14 @@ class KVCompressLM(lmms):
             grouping=True,
         )
         results, seconds, counted = [], 0.0, len(self.rows)
-        with tqdm(total=len(requests), desc=self._label, disable=self.rank != 0) as progress:
-            for batch in order.get_batched(n=self.batch_size):
-                answers, elapsed = self._answer_within_memory(batch)
+        self.prepared.begin(request.args[4] for request in requests)
+        batches = order.get_batched(n=self.batch_size)
+        with (
+            self.progress_bar(len(requests)) as progress,
+            ahead(lambda batch: (batch, self._prepare(batch)), batches, self._look_ahead) as prepared,
+        ):
+            for batch, inputs in prepared:
+                answers, elapsed = self._answer_within_memory(batch, inputs)
                 results += answers
                 seconds += elapsed
                 progress.update(len(batch))
@@ -146,20 +162,24 @@ class KVCompressLM(lmms):
         """The answers of all rounds of each request. A round's messages come from the task, which sees the answers so
         far and says when there are no more; each round is a prompt of its own, with a row of its own."""
         results, counted, seconds = [], len(self.rows), 0.0
-        for request in tqdm(requests, desc=self._label, disable=self.rank != 0):
-            _, doc_to_messages, _, doc_id, task, split = request.args
-            doc = self.task_dict[task][split][doc_id]
-            messages, is_over, answers, info = doc_to_messages(doc), False, [], None
-            while not is_over:
-                before = len(self.rows)
-                (answer,), elapsed = self._answer_within_memory([request], [self._prompt(request, messages)])
-                for row in self.rows[before:]:
-                    row["round"] = len(answers)
-                answers, seconds = [*answers, answer.text], seconds + elapsed
-                messages, is_over, answers, info = doc_to_messages(
-                    doc, round_idx=len(answers), previous_output=answers, previous_round_info=info
-                )
-            results.append(answers)
+        self.prepared.begin(request.args[4] for request in requests)
+        with self.progress_bar(len(requests)) as progress:
+            for request in requests:
+                _, doc_to_messages, _, doc_id, task, split = request.args
+                doc = self.task_dict[task][split][doc_id]
+                messages, is_over, answers, info = doc_to_messages(doc), False, [], None
+                while not is_over:
+                    before = len(self.rows)
+                    prepared = self._prepare([request], [messages])
+                    (answer,), elapsed = self._answer_within_memory([request], prepared)
+                    for row in self.rows[before:]:
+                        row["round"] = len(answers)
+                    answers, seconds = [*answers, answer.text], seconds + elapsed
+                    messages, is_over, answers, info = doc_to_messages(
+                        doc, round_idx=len(answers), previous_output=answers, previous_round_info=info
+                    )
+                results.append(answers)
+                progress.update()
         self._log(self.rows[counted:], seconds)
         return results
 
@@ -180,14 +200,11 @@ class KVCompressLM(lmms):
 
     # -- one batch ------------------------------------------------------------------------------------------------
 
-    def _answer_within_memory(
-        self, batch: list[Instance], prompts: list[Prompt] | None = None
-    ) -> tuple[list[GenerationResult], float]:
+    def _answer_within_memory(self, batch: list[Instance], prepared: Prepared) -> tuple[list[GenerationResult], float]:
         """`_answer`, tried again as `on_oom` says when the device's memory does not suffice."""
-        prompts = prompts or [self._prompt(request) for request in batch]
         wanted = self.args.on_oom
         try:
-            return self._answer(batch, prompts)
+            return self._answer(batch, prepared)
         except torch.OutOfMemoryError:
             offloaded = OFFLOADED.get(self.cell.options.get("cache_implementation", "dynamic"))
             if wanted == "raise" or (wanted == "halve_batch" and len(batch) == 1) or (not offloaded):
@@ -201,8 +218,8 @@ class KVCompressLM(lmms):
         counted = len(self.rows)
         if wanted == "halve_batch":
             half = len(batch) // 2
-            first, first_s = self._answer_within_memory(batch[:half], prompts[:half])
-            second, second_s = self._answer_within_memory(batch[half:], prompts[half:])
+            first, first_s = self._answer_within_memory(batch[:half], self._prepare(batch[:half]))
+            second, second_s = self._answer_within_memory(batch[half:], self._prepare(batch[half:]))
             answers, elapsed = first + second, first_s + second_s
         else:
             before = self.cell
@@ -210,24 +227,28 @@ class KVCompressLM(lmms):
                 before.method, before.ratio, before.budget, **{**before.options, "cache_implementation": offloaded}
             )
             try:
-                answers, elapsed = self._answer(batch, prompts)
+                answers, elapsed = self._answer(batch, prepared)
             finally:
                 self.cell = before
         for row in self.rows[counted:]:
             row["on_oom"] = wanted
         return answers, elapsed
 
-    def _answer(self, batch: list[Instance], prompts: list[Prompt]) -> tuple[list[GenerationResult], float]:
-        """The answers to a batch, and the seconds that generating them took; adds the rows of counted requests."""
-        inputs = self._inputs(prompts)
+    def _answer(self, batch: list[Instance], prepared: Prepared) -> tuple[list[GenerationResult], float]:
+        """The answers to a batch, and the seconds that generating them takes; adds the rows of counted requests."""
+        inputs = self._on_device(prepared.inputs)
         kwargs, until = generation_arguments(batch[0].args[2], self.args.max_new_tokens)
         if not self._is_warm:
             self._generate(inputs, {**kwargs, "max_new_tokens": min(kwargs["max_new_tokens"], WARM_UP_TOKENS)})
             self._is_warm = True
+        # A method that looks at the tower makes it slower: neither its time nor another's is the other's.
+        known = {} if self._watches_tower else prepared.encoded
         start = time.perf_counter()
-        tokens, measured = self._generate(inputs, kwargs)
-        elapsed = time.perf_counter() - start
-        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        tokens, measured, tower = self._generate(inputs, kwargs, known)
+        elapsed = time.perf_counter() - start + (tower.seconds or 0.0) - tower.spent_s
+        if self._has_cells:
+            self.prepared.keep(prepared, {} if self._watches_tower else tower.calls)
+        texts = self._decoder.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         results = []
         for row, (request, text) in enumerate(zip(batch, texts, strict=True)):
             text = _cut(text, until)
@@ -235,20 +256,38 @@ class KVCompressLM(lmms):
             results.append(GenerationResult(text=text, token_counts=counts))
             self.cache_hook.add_partial("generate_until", (request.args[0], request.args[2]), text)
             if not request.metadata.get("__padding_only__"):
-                self.rows.append(self._row(request, measured, row, len(batch)))
+                self.rows.append(self._row(request, measured, tower, row, len(batch)))
                 if request.args[3] < self.overlays:
-                    self.rows[-1]["survivors"] = record(self, prompts[row], inputs, self._kept, row)
+                    self.rows[-1]["survivors"] = record(self, prepared.prompts[row], inputs, self._kept, row)
         return results, elapsed
 
-    def _prompt(self, request: Instance, messages: list[dict[str, Any]] | None = None) -> Prompt:
-        """The prompt of a request, or of `messages` in its place."""
-        _, doc_to_messages, _, doc_id, task, split = request.args
+    def _prepare(self, batch: list[Instance], messages: list[list[dict[str, Any]]] | None = None) -> Prepared:
+        """What the model needs to answer a batch; `messages` in place of the requests' own. Runs in the background:
+        it touches neither the model nor the device."""
         if messages is None:
-            messages = doc_to_messages(self.task_dict[task][split][doc_id])
-        prompt = read_messages(ChatMessages(messages=messages), self.args.max_frames_num)
+            messages = [self._messages(request) for request in batch]
+        chats = [ChatMessages(messages=each) for each in messages]
+        key = b"".join(digest(chat) for chat in chats)
+        found, prompts = self.prepared.get(key), []
+        if found is None or any(request.args[3] < self.overlays for request in batch):
+            prompts = [self._read(chat, request) for chat, request in zip(chats, batch, strict=True)]
+        if found is None:
+            return Prepared(key, self._processed(prompts), prompts=prompts)
+        return replace(found, prompts=prompts)
+
+    def _messages(self, request: Instance) -> list[dict[str, Any]]:
+        _, doc_to_messages, _, doc_id, task, split = request.args
+        return doc_to_messages(self.task_dict[task][split][doc_id])
+
+    def _prompt(self, request: Instance) -> Prompt:
+        return self._read(ChatMessages(messages=self._messages(request)), request)
+
+    def _read(self, messages: ChatMessages, request: Instance) -> Prompt:
+        """The prompt that `messages` are, of a request."""
+        prompt = read_messages(messages, self.args.max_frames_num)
         if not self.has_vision and (prompt.images or prompt.videos):
             raise KVCompressError(
-                f"task {task!r} shows images or videos, but {self.args.pretrained} is a text-only model"
+                f"task {request.args[4]!r} shows images or videos, but {self.args.pretrained} is a text-only model"
             )
         if self.args.system_prompt is not None:
             system = self._resolve_system_prompt(self.args.system_prompt)
@@ -257,6 +296,13 @@ class KVCompressLM(lmms):
 
     def _inputs(self, prompts: list[Prompt]) -> BatchFeature:
         """Model inputs for a batch of prompts, left-padded, on the model's device."""
+        return self._on_device(self._processed(prompts))
+
+    def _on_device(self, inputs: BatchFeature) -> BatchFeature:
+        return BatchFeature(dict(inputs)).to(self.model.device)
+
+    def _processed(self, prompts: list[Prompt]) -> BatchFeature:
+        """`_inputs` on the CPU, floats in the model's precision."""
         conversations = [prompt.conversation for prompt in prompts]
         if not self.has_vision:  # many templates of text-only models take strings, not lists of parts
             conversations = [
@@ -282,19 +328,35 @@ class KVCompressLM(lmms):
             arguments["video_metadata"] = [metadata for prompt in prompts for metadata in prompt.video_metadata]
             arguments["do_sample_frames"] = False
         inputs = self.processor(text=texts, **arguments)
-        return BatchFeature(dict(inputs)).to(self.model.device, self.model.dtype)
+        return BatchFeature(dict(inputs)).to(self.model.dtype)
 
-    def _generate(self, inputs: BatchFeature, kwargs: dict[str, Any]) -> tuple[torch.LongTensor, Measurement]:
-        """New tokens (batch, new) and what they cost, under the current cell."""
+    def _generate(
+        self, inputs: BatchFeature, kwargs: dict[str, Any], known: dict[tuple[str, int], Encoded] | None = None
+    ) -> tuple[torch.LongTensor, Measurement, VisionTower]:
+        """New tokens (batch, new), what they cost, and what the vision tower did, under the current cell.
+
+        `known`: what the tower gives for these inputs, as far as that is known. Time and memory are those of a
+        generation in which it runs.
+        """
         cell = self.cell
-        with kvcompress.compress(
-            self.model, cell.method, cell.ratio, cell.budget, kwargs["max_new_tokens"], **cell.options
-        ) as session:
-            generated = kvcompress.measure.generate(self.model, session, dict(inputs), **kwargs)
+        # Where the process's memory is counted, what is kept for other cells is not this generation's.
+        held = self.prepared.nbytes if self.model.device.type == "cpu" else 0
+        tower = VisionTower(self.model, known or {}, held)
+        with (
+            tower,
+            kvcompress.compress(
+                self.model, cell.method, cell.ratio, cell.budget, kwargs["max_new_tokens"], **cell.options
+            ) as session,
+        ):
+            tokens, measured = kvcompress.measure.generate(self.model, session, dict(inputs), **kwargs)
             self._kept = kept_sets(session.cache) if self.overlays else {}
-            return generated
+        peaks = [measured.peak_memory_bytes - held, *(call.peak_memory for call in tower.calls.values())]
+        ttft_s = measured.ttft_s - tower.spent_s + (tower.seconds or 0.0)
+        return tokens, replace(measured, ttft_s=ttft_s, peak_memory_bytes=max(peaks)), tower
 
-    def _row(self, request: Instance, measured: Measurement, row: int, batch_size: int) -> dict[str, Any]:
+    def _row(
+        self, request: Instance, measured: Measurement, tower: VisionTower, row: int, batch_size: int
+    ) -> dict[str, Any]:
         """A request's measurements. Times and peak memory are the batch's; KV bytes are the row's share of it."""
         _, _, _, doc_id, task, split = request.args
         beams = len(measured.realised_ratios[0]) // batch_size
@@ -304,6 +366,8 @@ class KVCompressLM(lmms):
             "split": split,
             "batch_size": batch_size,
             "ttft_s": measured.ttft_s,
+            "vision_s": tower.seconds,
+            "vision_is_known": tower.is_known,
             "tpot_s": measured.tpot_s,
             "tokens_in": measured.tokens_in[row],
             "tokens_out": measured.tokens_out[row],
@@ -334,6 +398,24 @@ class KVCompressLM(lmms):
         return self.args.chat_template == "plain"
 
     @property
+    def _look_ahead(self) -> int:
+        default = 0 if self.batch_size == 1 else LOOK_AHEAD
+        return default if self.args.look_ahead is None else self.args.look_ahead
+
+    @property
+    def _watches_tower(self) -> bool:
+        tokens = make_policy(self.cell.method, self.cell.ratio, self.cell.budget, **self.cell.options).tokens
+        return tokens is not None and tokens.sees == "tower"
+
+    @functools.cached_property
+    def _decoder(self) -> Any:
+        """A tokenizer for this thread alone, where another thread tokenises: they must not share one."""
+        return copy.deepcopy(self.tokenizer) if self._look_ahead else self.tokenizer
+
+    def _own_progress_bar(self, total: int) -> tqdm:
+        return tqdm(total=total, desc=self._label, disable=self.rank != 0)
+
+    @property
     def _label(self) -> str:
         kept = f"budget {self.cell.budget}" if self.cell.budget else f"{self.cell.ratio or 1:g}"
         return f"{self.cell.method} {kept}"
@@ -346,12 +428,12 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Measurement rows -> what a results file holds of them.
 
     For each of QUANTITIES: mean, median, p10 and p90 over the rows that have it (an answer of one token has no time
-    per token), left out where none has. For the realised ratio: mean, least and most over rows (of each row's mean
-    over layers), and the mean per layer. `samples` is the number of rows.
+    per token, one without images no time of the vision tower), left out where none has. For the realised ratio: mean,
+    least and most over rows (of each row's mean over layers), and the mean per layer. `samples` is the number of rows.
     """
     summary: dict[str, Any] = {"samples": len(rows)}
     for name in QUANTITIES:
-        values = [row[name] for row in rows if row[name] is not None]
+        values = [row[name] for row in rows if row.get(name) is not None]
         if values:
             p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist()
             summary[name] = {"mean": float(np.mean(values)), "median": median, "p10": p10, "p90": p90}

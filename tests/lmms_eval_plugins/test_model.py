@@ -316,12 +316,12 @@ def no_memory_for(lm: KVCompressLM, monkeypatch, too_much) -> list[tuple[int, st
     """Make `_generate` run out of memory where `too_much(batch_size, cache_implementation)`; returns all attempts."""
     attempts, generate = [], lm._generate
 
-    def limited(inputs, kwargs):
+    def limited(inputs, kwargs, *known):
         attempt = (len(inputs["input_ids"]), lm.cell.options.get("cache_implementation", "dynamic"))
         attempts.append(attempt)
         if too_much(*attempt):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return generate(inputs, kwargs)
+        return generate(inputs, kwargs, *known)
 
     monkeypatch.setattr(lm, "_generate", limited)
     return attempts
