@@ -153,7 +153,9 @@ def _categorical(name: str, values: Any) -> CategoricalDistribution:
     for value in values:
         if value is not None and not isinstance(value, bool | int | float | str):
             raise UsageError(f"parameter {name!r}: value {value!r} is neither text, a number, true, false nor null")
-    return CategoricalDistribution(list(dict.fromkeys(values)))
+    if len(set(values)) < len(values):
+        raise UsageError(f"parameter {name!r}: values {values!r} holds one twice")
+    return CategoricalDistribution(values)
 
 
 def _range(name: str, kind: str, given: dict[str, Any]) -> BaseDistribution:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..command_line import UsageError
+from ..command_line import UsageError, nearest
 from ..evaluate import EvaluationFailed, find_tasks
 from ..results import RESULTS_FILE
 from .config import SweepConfig
 from .study import Trial, Trials
 from .trial import (
+    FLAGS,
     Evaluator,
     cell_folder,
     log_results,
@@ -89,10 +90,8 @@ def model_parameters() -> set[str]:
 
 
 def check_trials(config: SweepConfig, output: Path) -> None:
-    """Raises UsageError or KVCompressError for a trial that cannot be: of a grid all are looked at, else one for each
-    method; and for an option that no method of the sweep has."""
-    for parameters in config.grid(set()) if config.method == "grid" else config.corners():
-        cell_folder({**config.constants, **parameters}, output)
+    """Raises UsageError or KVCompressError for a parameter that nothing in the sweep has, and for a trial that cannot
+    be: of a grid all are looked at, else one for each method."""
     owners = option_owners()
     own = {
         option
@@ -100,11 +99,16 @@ def check_trials(config: SweepConfig, output: Path) -> None:
         for scorer in config.values("scorer")
         for option in method_options(method, scorer)
     }
+    valid = sorted({"task", "method", "ratio", "budget", *own, *model_parameters(), *FLAGS} - {"legacy", "pretrained"})
     for name in {**config.constants, **config.space}:
         if name in owners and name not in own:
             raise UsageError(
                 f"parameter {name!r} is an option of {', '.join(owners[name])}, of no method in this sweep"
             )
+        if name not in valid:
+            raise UsageError(f"unknown parameter {name!r}{nearest(name, valid)}; valid: {', '.join(valid)}")
+    for parameters in config.grid(set()) if config.method == "grid" else config.corners():
+        cell_folder({**config.constants, **parameters}, output)
     include_path = config.constants.get("include_path")
     find_tasks([str(name) for name in config.values("task")], include_path and Path(include_path).resolve())
 
