@@ -33,7 +33,8 @@ function fill(select, options, keep) {
   if (before !== null && options.some(([value]) => String(value) === before)) select.value = before;
 }
 
-const percent = (share, digits = 1) => (share === null ? "-" : (100 * share).toFixed(digits) + " %");
+// No more digits than it needs: 100 %, 14.7 %.
+const percent = (share, digits = 1) => (share === null ? "-" : Number((100 * share).toFixed(digits)) + " %");
 const milliseconds = (s) => (s === null ? "-" : (1000 * s).toFixed(1) + " ms");
 function bytes(value) {
   if (value === null) return "-";
@@ -125,7 +126,7 @@ function ticks(low, high, log) {
       for (const digit of [1, 2, 5]) found.push(digit * 10 ** power);
     return found.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
   }
-  const rough = (high - low) / 4 || 1;
+  const rough = (high - low) / 5 || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((digit) => digit * power).find((size) => size >= rough);
   const found = [];
@@ -264,9 +265,15 @@ async function keptShares(packed, layer, head) {
 function sheets(layout) {
   const whole = ([left, top, right, bottom]) => left < 0.03 && top < 0.03 && right > 0.97 && bottom > 0.97;
   const result = [], tiles = [];
-  for (const view of layout.views) whole(view.box) ? result.push({ name: `${view.rows} × ${view.columns}`, views: [view] }) : tiles.push(view);
-  if (tiles.length) result.unshift({ name: `${tiles.length} tiles of ${tiles[0].rows} × ${tiles[0].columns}`, views: tiles });
-  return result.sort((a, b) => b.views.reduce((n, view) => n + view.rows * view.columns, 0) - a.views.reduce((n, view) => n + view.rows * view.columns, 0));
+  const covers = layout.views.filter((view) => whole(view.box));
+  for (const view of layout.views) {
+    if (covers.includes(view)) {
+      const kind = layout.views.length < 2 ? "" : view.start === 0 && covers.length > 1 ? "overview, " : "detail, ";
+      result.push({ name: `${covers.length < 2 && layout.views.length > 1 ? "overview, " : kind}${view.rows} × ${view.columns}`, views: [view] });
+    } else tiles.push(view);
+  }
+  if (tiles.length) result.push({ name: `${tiles.length} tiles of ${tiles[0].rows} × ${tiles[0].columns}`, views: tiles });
+  return result.reverse(); // the finest first
 }
 
 const loaded = new Map();
@@ -299,7 +306,7 @@ async function paint(canvas, image, layout, views, share) {
         if (kept >= 1) continue;
         const x0 = Math.max(0, Math.round(left * width + column * stepX)), x1 = Math.min(width, Math.round(left * width + (column + 1) * stepX));
         const y0 = Math.max(0, Math.round(top * height + row * stepY)), y1 = Math.min(height, Math.round(top * height + (row + 1) * stepY));
-        context.fillStyle = `rgba(${evicted},${(0.84 * (1 - kept)).toFixed(3)})`;
+        context.fillStyle = `rgba(${evicted},${(0.84 * (1 - Math.sqrt(kept))).toFixed(3)})`;
         if (x1 > x0 && y1 > y0) context.fillRect(x0, y0, x1 - x0, y1 - y0);
       }
   }
@@ -313,7 +320,7 @@ async function paint(canvas, image, layout, views, share) {
 }
 
 function verdict(text, score, differs) {
-  const kind = score === null ? "" : score * (group.scale === 100 ? 1 : 1) >= 0.999 ? "good" : score <= 0.001 ? "bad" : "part";
+  const kind = score === null ? "" : score >= 0.999 ? "good" : score <= 0.001 ? "bad" : "part";
   const mark = { good: "✓", bad: "✗", part: "◐", "": "" }[kind];
   return make("span", { className: `answer ${kind}${differs ? " other" : ""}`, title: differs ? "differs from the full cache's answer" : "" }, mark ? make("b", { textContent: mark }) : null, text === null ? "-" : text || "(empty)");
 }
@@ -347,7 +354,8 @@ async function drawOverlays() {
     const differs = question && index > 0 && question.a[0] !== question.a[index];
     const body = make("div", { className: "body" }, make("h3", {}, dot(cell.series), cell.series));
     if (question) body.append(verdict(question.a[index], question.s[index], differs));
-    body.append(make("p", { className: "numbers", textContent: `kept here: ${percent(mean(vision))} of image, ${percent(mean(text))} of text tokens` }));
+    const parts = [["image", mean(vision)], ["text", mean(text)]].filter(([, share]) => share !== null);
+    body.append(make("p", { className: "numbers", textContent: "keeps " + parts.map(([name, share]) => `${percent(share)} of the ${name}`).join(", ") }));
     if (image && image.layout.note) body.append(make("p", { className: "note", textContent: image.layout.note }));
     const first = Math.max(0, overlay.pieces.length - 300);
     body.append(make("p", { className: "text" }, ...overlay.pieces.slice(first).map((piece, at) => {
