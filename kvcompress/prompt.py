@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .kernels.compact import compact
 from .rotary import Rotary
 
 
@@ -84,13 +85,8 @@ class Kept:
 
 def gather(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, memory: torch.Tensor | None = None) -> Kept:
     """The entries at `indices`, as in `Kept.indices`; what stands in unused slots does not matter."""
-    rows = indices.clamp(min=0).unsqueeze(-1)
-    return Kept(
-        keys.gather(2, rows.expand(-1, -1, -1, keys.shape[3])),
-        values.gather(2, rows.expand(-1, -1, -1, values.shape[3])),
-        indices,
-        None if memory is None else memory.gather(2, indices.clamp(min=0)),
-    )
+    memory = None if memory is None else memory.gather(2, indices.clamp(min=0))
+    return Kept(*compact(keys, values, indices), indices, memory)
 
 
 def uniform_noise(prompt: Prompt, kv_heads: int, columns: int, seed: int | str) -> torch.Tensor:

@@ -7,11 +7,13 @@ None for one per query, or what each query counts, bool or float (batch, columns
 (batch, kv_heads, columns), averaged over the query heads of a KV head. Pads give and receive nothing.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from .ragged_decode import has_triton
 
-BLOCK = 64  # queries of each head; the attention of a block then stays in a CPU's cache
+BLOCK = 128  # queries of each head at a time; 64 and 32 took as long at 8192 tokens, and longer below 1000
 
 
 def column_sums(
@@ -21,12 +23,28 @@ def column_sums(
     padding: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Our Triton kernel on CUDA, and plain torch elsewhere."""
+    """What the attention has noted on its way, our Triton kernel on CUDA, and plain torch elsewhere."""
+    noted: Noted | None = getattr(queries, "column_sums", None)
+    if noted is not None and padding is None and weights is None and noted.is_of(keys, scaling):
+        return noted.sums
     if queries.device.type == "cuda" and has_triton():
         from .column_sums_triton import column_sums_triton
 
         return column_sums_triton(queries, keys, scaling, padding, weights)
     return column_sums_blocked(queries, keys, scaling, padding, weights)
+
+
+@dataclass(frozen=True)
+class Noted:
+    """The column sums of queries, attached to their tensor as `column_sums`, for these keys and this scaling."""
+
+    keys: torch.Tensor
+    scaling: float
+    sums: torch.Tensor
+
+    def is_of(self, keys: torch.Tensor, scaling: float) -> bool:
+        same = keys.data_ptr() == self.keys.data_ptr() and keys.shape == self.keys.shape
+        return same and keys.stride()[2:] == self.keys.stride()[2:] and scaling == self.scaling
 
 
 def column_sums_reference(

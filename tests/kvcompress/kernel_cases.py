@@ -6,6 +6,7 @@ import sys
 import torch
 
 from kvcompress.kernels.column_sums import column_sums_reference
+from kvcompress.kernels.compact import compact_reference
 
 # Of one query's attention: exact in fp32; 16 bits are those of queries and keys alone, which the reference has too.
 TOLERANCE = 2e-5
@@ -56,8 +57,30 @@ def check_column_sums(dtype: torch.dtype, shapes: list[tuple], device: str) -> N
         torch.testing.assert_close(column_sums_triton(*case), column_sums_reference(*case), **close)
 
 
+def kept_case(batch, kv_heads, key_dim, value_dim, columns, kept, dtype=torch.float32, seed=0, device="cpu") -> tuple:
+    """Arguments of `compact`: keys contiguous, values as a projection leaves them; some leading slots unused."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(batch, kv_heads, columns, key_dim, generator=generator)
+    values = torch.randn(batch, columns, kv_heads, value_dim, generator=generator).transpose(1, 2)
+    chosen = torch.rand(batch, kv_heads, columns, generator=generator).argsort(-1)[..., :kept].sort().values
+    unused = torch.randint(0, kept, (batch, kv_heads, 1), generator=generator)
+    indices = chosen.masked_fill(torch.arange(kept) < unused, -1)
+    return keys.to(device, dtype), values.to(device, dtype), indices.to(device)
+
+
+def check_compact(dtype: torch.dtype, device: str) -> None:
+    from kvcompress.kernels.compact_triton import compact_triton
+
+    for shape in [(1, 1, 16, 16, 1, 1), (2, 3, 33, 80, 100, 70)]:
+        case = kept_case(*shape, dtype=dtype, device=device)
+        used = case[2] >= 0
+        for moved, expected in zip(compact_triton(*case), compact_reference(*case), strict=True):
+            assert torch.equal(moved[used], expected[used])
+
+
 if __name__ == "__main__":
-    assert "kvcompress.kernels.column_sums_triton" not in sys.modules  # the package works without triton
+    assert not any(name.endswith("_triton") for name in sys.modules if "kvcompress" in name)  # works without triton
     check_column_sums(torch.float32, SHAPES, "cpu")
     # The interpreter (triton 3.9) multiplies the bits of bfloat16.
     check_column_sums(torch.float16, SHAPES[3:5], "cpu")
+    check_compact(torch.float16, "cpu")

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcompress.kernels.column_sums import column_sums, column_sums_blocked, column_sums_reference
+from kvcompress.kernels.compact import compact, compact_reference
 
-from .kernel_cases import SHAPES, TOLERANCE, check_column_sums, prompt_case
+from .kernel_cases import SHAPES, TOLERANCE, check_column_sums, check_compact, kept_case, prompt_case
 
 COUNTING = [None, "window", "scattered", "weighted", "nobody"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -26,7 +27,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
     head_dim=st.sampled_from([16, 33]),
     counting=st.sampled_from(COUNTING),
     dtype=st.sampled_from(DTYPES),
-    block=st.sampled_from([1, 7, 16, 64]),
+    block=st.sampled_from([1, 7, 16, 128]),
     seed=st.integers(0, 1000),
 )
 def test_column_sums_of_blocks_equal_those_of_the_whole_attention(
@@ -49,6 +50,17 @@ def test_every_query_that_counts_gives_one_and_pads_receive_nothing():
     assert (sums[1, :, :50] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kept_rows_are_those_at_their_indices_without_a_graph(dtype):
+    keys, values, indices = kept_case(2, 3, 33, 16, 50, 20, dtype)
+    keys.requires_grad_()
+    moved, expected = compact(keys, values, indices), compact_reference(keys, values, indices)
+    for ours, theirs in zip(moved, expected, strict=True):
+        assert ours.is_contiguous()
+        assert not ours.requires_grad
+        assert torch.equal(ours[indices >= 0], theirs[indices >= 0])
+
+
 def test_the_triton_kernels_equal_the_references_in_tritons_interpreter():
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "tests.kvcompress.kernel_cases"]
@@ -64,6 +76,34 @@ def test_the_triton_kernels_equal_the_references_on_a_gpu(dtype):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     check_column_sums(dtype, SHAPES, "cuda")
+    check_compact(dtype, "cuda")
     case = prompt_case(2, 2, 4, 128, 3000, [[700], [0]], None, dtype, device="cuda")  # many programs
     close = {"atol": 1e-4, "rtol": 1e-4}
     torch.testing.assert_close(column_sums(*case), column_sums_reference(*case), **close)
+
+
+def test_the_triton_kernels_compile_for_a_gpu():
+    """The interpreter lets pass what the compiler refuses, such as a name whose shape changes in a loop."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from kvcompress.kernels import column_sums_triton, compact_triton
+
+    tensors = {
+        "padding": "*i64",
+        "first": "*i64",
+        "indices": "*i64",
+        "weights": "*fp32",
+        "log_sums": "*fp32",
+        "sums": "*fp32",
+        "scaling": "fp32",
+        **dict.fromkeys(("queries", "keys", "values", "kept_keys", "kept_values"), "*bf16"),
+    }
+    numbers = {"GROUPS": 2, "STAYING": 32, "MOVING": 16}
+    for kernel in (column_sums_triton._sum_rows, column_sums_triton._sum_columns, compact_triton._move):
+        names = kernel.arg_names
+        types = {name: "constexpr" if name.isupper() else tensors.get(name, "i32") for name in names}
+        fixed = {name: numbers.get(name, 16) for name in names if name.isupper()}
+        source = triton.compiler.ASTSource(kernel, types, constexprs=fixed)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32))
+        assert compiled.metadata.shared < 90_000
