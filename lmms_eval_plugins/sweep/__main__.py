@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 
 from ..command_line import UsageError, literal
-from ..evaluate import EvaluationFailed, fail, say
+from ..evaluate import EvaluationFailed, fail, quiet, say
 from .trial import parse_trial, run_trial, stay_offline
 
 USAGE = """CONFIG [flags] [parameter=value ...]
@@ -57,6 +57,7 @@ def run(argv: list[str]) -> None:
     from .runner import Sweep, check_trials, locked, run_here
     from .table import write_table
 
+    quiet("WARNING")
     check_trials(config, flags.output_path)
     with locked(flags.output_path / "sweeps" / config.name):
         sweep = Sweep(config, flags.output_path, flags.seed, flags.trials)
@@ -88,7 +89,7 @@ def command(argv: list[str]) -> int:
     """The exit code, where nothing unforeseen happens."""
     commands = {"run": run, "trial": trial}
     if not argv or argv[0] not in commands:
-        return fail(f"{argv[0] if argv else 'nothing'!r} is neither run nor trial; usage: {USAGE}", 2)
+        return fail(f"{argv[0] if argv else 'nothing'!r} is neither run nor trial; both are in docs/sweeps.md", 2)
     try:
         commands[argv[0]](argv[1:])
     except UsageError as error:
