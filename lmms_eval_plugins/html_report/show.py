@@ -163,7 +163,7 @@ def write_png(path: Path, question: str, answers: list[dict[str, Any]]) -> None:
     shown = np.unique(np.linspace(0, len(entry["layers"]) - 1, min(PANELS, len(entry["layers"]))).round().astype(int))
     rows, columns = len(answers), len(shown) + 1
     figure, axes = plt.subplots(
-        rows, columns, figsize=(1.9 * columns, 2.25 * rows + 0.6), squeeze=False, layout="constrained"
+        rows, columns, figsize=(1.9 * columns, 2.1 * rows + 0.5), squeeze=False, layout="constrained"
     )
     for line, one in zip(axes, answers, strict=True):
         kept = unpacked(one["entry"]["vision"]).mean(1)  # (layers, tokens): the share of the heads

@@ -46,6 +46,8 @@ function bytes(value) {
 }
 const scoreText = (cell) => (cell.score === null ? "-" : (group.scale * cell.score).toFixed(1));
 const errorText = (cell) => (cell.stderr === null ? "" : " ± " + (group.scale * cell.stderr).toFixed(1));
+// The method alone where that says which series is meant.
+const label = (series) => group.labels.get(series);
 const colour = (series) => COLOURS[group.series.indexOf(series) % COLOURS.length];
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const dot = (series) => make("i", { className: "dot", style: `background:${series === "full" ? ink("--ink") : colour(series)}` });
@@ -78,7 +80,7 @@ const COLUMNS = [
   ["same as full", (cell) => cell.same, (cell) => percent(cell.same, 0), "rare"],
   ["TTFT", (cell) => cell.ttft_s, (cell) => milliseconds(cell.ttft_s), "rare"],
   ["per token", (cell) => cell.tpot_s, (cell) => milliseconds(cell.tpot_s)],
-  ["KV cache", (cell) => cell.kv_bytes, (cell) => bytes(cell.kv_bytes)],
+  ["KV cache", (cell) => cell.kv_bytes, (cell) => bytes(cell.kv_bytes), "rare"],
   ["realised", (cell) => cell.realised, (cell) => (cell.realised === null ? "-" : cell.realised.toFixed(3)), "rare"],
   ["samples", (cell) => cell.samples, (cell) => cell.samples, "rare"],
 ];
@@ -110,7 +112,7 @@ function drawTable() {
   }
   const top = Math.max(...group.cells.map((cell) => cell.score ?? 0)) || 1;
   $("cells-table").tBodies[0].replaceChildren(...rows.map((cell) => make("tr", {}, ...COLUMNS.map(([name, , text, rare]) => {
-    if (name === "method") return make("td", {}, dot(cell.series), cell.series);
+    if (name === "method") return make("td", {}, dot(cell.series), label(cell.series));
     if (name !== "score") return make("td", { textContent: text(cell), className: rare ?? "" });
     const meter = make("span", { className: "meter" }, make("i", { style: `width:${(100 * (cell.score ?? 0)) / top}%` }));
     return make("td", {}, scoreText(cell), make("small", { textContent: errorText(cell) }), meter);
@@ -180,7 +182,7 @@ function drawPlot(where, x, log, text, name) {
       }
       if (front.includes(cell)) drawing.append(svg("circle", { cx: px, cy: py, r: 8, fill: "none", stroke: paint, "stroke-width": 1.5 }));
       const point = svg("circle", { class: "point", cx: px, cy: py, r: 4.5, fill: paint, stroke: ink("--paper"), "stroke-width": 1 });
-      hint(point, `${cell.series}\nkept ${sizeName(cell.size)}\n${group.metric} ${scoreText(cell)}${errorText(cell)}\n${name} ${text(cell[x])}`);
+      hint(point, `${label(cell.series)}\nkept ${sizeName(cell.size)}\n${group.metric} ${scoreText(cell)}${errorText(cell)}\n${name} ${text(cell[x])}`);
       drawing.append(point);
     }
   }
@@ -196,7 +198,7 @@ function drawPlots() {
 
 function drawLegend() {
   $("legend").replaceChildren(...group.series.map((series) => {
-    const button = make("button", { type: "button" }, dot(series), series);
+    const button = make("button", { type: "button" }, dot(series), label(series));
     button.setAttribute("aria-pressed", String(!hidden.has(series)));
     button.addEventListener("click", () => {
       hidden.has(series) ? hidden.delete(series) : hidden.add(series);
@@ -212,7 +214,9 @@ function drawLegend() {
 function drawMaps() {
   const cells = cellsOf($("budget-size").value).map(([cell]) => cell).filter((cell) => cell.method !== "full" && (cell.per_head || cell.per_layer));
   const shares = cells.map((cell) => cell.per_head ?? cell.per_layer.map((share) => [share]));
-  const most = Math.max(0.01, ...shares.flat(2));
+  const flat = shares.flat(2);
+  const mean = flat.reduce((a, b) => a + b, 0) / (flat.length || 1);
+  const most = Math.min(1, Math.max(...flat, 2 * mean, 0.01)); // an even share is half as dark as it could be
   $("scale-end").textContent = percent(most, 0);
   $("maps").replaceChildren(...cells.map((cell, place) => {
     const heads = shares[place][0].length, layers = shares[place].length;
@@ -225,7 +229,7 @@ function drawMaps() {
         grid.append(box);
       });
     });
-    const title = make("h3", {}, cell.series + " ", make("small", { textContent: cell.per_head ? "" : "per layer" }));
+    const title = make("h3", { textContent: label(cell.series) });
     return make("div", { className: "map" }, title, grid);
   }));
 }
@@ -352,7 +356,7 @@ async function drawOverlays() {
     }
     const mean = (shares) => (shares.length ? shares.reduce((a, b) => a + b, 0) / shares.length : null);
     const differs = question && index > 0 && question.a[0] !== question.a[index];
-    const body = make("div", { className: "body" }, make("h3", {}, dot(cell.series), cell.series));
+    const body = make("div", { className: "body" }, make("h3", {}, dot(cell.series), label(cell.series)));
     if (question) body.append(verdict(question.a[index], question.s[index], differs));
     const parts = [["image", mean(vision)], ["text", mean(text)]].filter(([, share]) => share !== null);
     body.append(make("p", { className: "numbers", textContent: "keeps " + parts.map(([name, share]) => `${percent(share)} of the ${name}`).join(", ") }));
@@ -410,7 +414,7 @@ function drawSamples() {
   $("sample-list").replaceChildren(...found.slice(0, shown).map((question) => {
     const overlay = group.overlays[question.key];
     const file = overlay && overlay.images.find((image) => image.file)?.file;
-    const answers = make("dl", {}, ...cells.map(([cell, index]) => make("div", {}, make("dt", { textContent: cell.series }), make("dd", {}, verdict(question.a[index], question.s[index], full && index > 0 && question.a[index] !== question.a[0])))));
+    const answers = make("dl", {}, ...cells.map(([cell, index]) => make("div", {}, make("dt", { textContent: label(cell.series) }), make("dd", {}, verdict(question.a[index], question.s[index], full && index > 0 && question.a[index] !== question.a[0])))));
     const text = make("div", {}, make("p", { className: "ask" }, question.q + " ", make("small", { textContent: question.gold ? "→ " + question.gold : "" })), answers);
     const row = make("article", { className: file ? "sample" : "sample plain" }, file ? make("img", { src: DATA.images[file], alt: "the question's image", title: "show what survives of it" }) : null, text);
     if (file) row.firstChild.addEventListener("click", () => {
@@ -430,6 +434,10 @@ function drawSamples() {
 function show(index) {
   group = DATA.groups[index];
   group.series ??= [...new Set(group.cells.map((cell) => cell.series))].sort((a, b) => (b === "full") - (a === "full"));
+  group.labels ??= new Map(group.cells.map(({ series, method }) => {
+    const alone = group.cells.every((cell) => cell.method !== method || cell.series === series);
+    return [series, alone ? method : series];
+  }));
   const full = group.cells[0].method === "full";
   group.cells.forEach((cell, place) => {
     const both = group.questions.filter((question) => question.a[place] !== null && question.a[0] !== null);
@@ -440,9 +448,8 @@ function show(index) {
   shown = PAGE;
   const sizes = [...new Set(group.cells.filter((cell) => cell.method !== "full").map((cell) => cell.size))];
   sizes.sort((a, b) => parseFloat(b.replace("budget ", "")) - parseFloat(a.replace("budget ", "")));
-  const options = sizes.map((size) => [size, sizeName(size)]);
   for (const id of ["budget-size", "survivor-size", "sample-size"]) {
-    fill($(id), options);
+    fill($(id), sizes.map((size) => [size, sizeName(size)]));
     if (sizes.length) $(id).value = sizes[Math.min(sizes.length - 1, Math.floor(sizes.length / 2))];
     $(id).parentElement.hidden = sizes.length < 2;
   }
@@ -453,8 +460,9 @@ function show(index) {
   $("budgets").hidden = !group.cells.some((cell) => cell.method !== "full" && (cell.per_head || cell.per_layer));
   $("survivors").hidden = !keys.length;
   $("samples").hidden = group.questions.length < 2;
-  $("cells-lead").textContent = `${group.cells.length} cells of ${group.title}. Choose a column to sort by it.`;
-  $("budgets-lead").textContent = heads ? `One row per layer, one column per KV head: the mean over ${keys.length} questions.` : "One row per layer, the mean over all questions. (Run with --overlays N to see KV heads apart.)";
+  const options = [...group.labels].filter(([series, name]) => series !== name).map(([series]) => series);
+  $("cells-lead").textContent = `${group.cells.length} cells. Choose a column to sort by it.` + (options.length ? ` Options: ${options.join("; ")}.` : "");
+  $("budgets-lead").textContent = heads ? `One row per layer, one column per KV head: the mean over ${keys.length} question${keys.length > 1 ? "s" : ""}.` : "One row per layer, the mean over all questions. (Run with --overlays N to see KV heads apart.)";
   $("survivors-lead").textContent = "Patches of the image and words of the prompt that are still in the KV cache when the answer is done; what was evicted is dark or pale.";
   const names = keys.map((key) => [key, (group.questions.find((one) => one.key === key)?.q ?? key).split("\n")[0].slice(0, 90)]);
   fill($("question"), names);
@@ -469,7 +477,8 @@ function show(index) {
 }
 
 fill($("group"), DATA.groups.map((one, index) => [index, one.title]));
-$("group-pick").hidden = DATA.groups.length < 1;
+$("group").hidden = DATA.groups.length < 2;
+if (DATA.groups.length < 2) $("group").after(make("b", { textContent: DATA.groups[0].title }));
 $("note").textContent = DATA.note ?? "";
 $("group").addEventListener("change", () => show(Number($("group").value)));
 for (const id of ["x-size", "x-time"]) $(id).addEventListener("change", drawPlots);
