@@ -20,6 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .kernels.attention_sums import attention_with_sums
+from .kernels.column_sums import Noted
 from .storage import RaggedStorage
 
 PREFIX = "kvcompress_"
@@ -60,12 +62,27 @@ def compressed_attention(
     if layer is None:  # no cache, or a layer that keeps transformers' own storage
         return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if layer.is_prompt:
+    if layer.is_prompt and sums_on_the_way(base, module, query, attention_mask, layer, kwargs):
+        output, sums = attention_with_sums(query, key, value, scaling)
+        query.column_sums = Noted(key, scaling, sums)
+        result = output, None
+    elif layer.is_prompt:
         result = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     else:
         result = attend_to_kept(base, attend, module, query, key, value, layer, scaling=scaling, **kwargs)
     layer.after_attention(query, scaling, module)
     return result
+
+
+def sums_on_the_way(base: str, module: torch.nn.Module, query, mask, layer, kwargs: dict) -> bool:
+    """Whether a prompt's attention is computed here, with the column sums that the method wants: where plain torch
+    makes them, on a CPU in fp32, and the attention is causal and nothing else."""
+    if not layer.policy.observes_all or base != "sdpa" or mask is not None or query.shape[2] == 1:
+        return False
+    is_causal = kwargs.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_plain = is_causal and not kwargs.get("dropout") and has_plain_weights(kwargs)
+    return is_plain and query.device.type == "cpu" and query.dtype == torch.float32 and not query.requires_grad
 
 
 def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, key, value, layer, **kwargs):
@@ -94,7 +111,12 @@ def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, 
 def decodes_in_place(base: str, kwargs: dict) -> bool:
     """Whether ragged entries can be attended to where they lie: plain attention, and nobody asks for the weights, for
     which `eager` is there."""
-    return base != "eager" and all(kwargs.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
+    return base != "eager" and has_plain_weights(kwargs)
+
+
+def has_plain_weights(kwargs: dict) -> bool:
+    """Whether the attention weights are the softmax of the products and nothing else."""
+    return all(kwargs.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
 
 
 def one_query_per_head(query, key, value, mask, scaling: float) -> torch.Tensor:

@@ -128,9 +128,14 @@ class Policy:
         return self.part("decode_interval")
 
     @property
+    def observes_all(self) -> bool:
+        """Whether the scores add up over all queries of a prompt."""
+        return type(self.cluster).observe is not KVCluster.observe
+
+    @property
     def accumulates(self) -> bool:
         """Whether the stored entries' scores are carried on from eviction to eviction."""
-        return self.decode is not None and type(self.cluster).observe is not KVCluster.observe
+        return self.decode is not None and self.observes_all
 
     @property
     def query_window(self) -> int:
