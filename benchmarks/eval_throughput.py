@@ -1,0 +1,169 @@
+"""Answered questions per second of the demo's grid: this package against lmms-eval's own way, one prompt at a time.
+
+    python -m benchmarks.eval_throughput                                  # 64 questions in each of 13 cells
+    python -m benchmarks.eval_throughput --clock cpu                      # on a busy machine
+
+Both sides evaluate the same cells on the same loaded model, through lmms-eval, with its scores and standard errors, in
+turns. `grid` is what `scripts/run_eval.sh` does: batches, prepared ahead; inputs and the vision tower's output of the
+first cell used again by the others; every answer measured; results on disk. `loop` is the loop of lmms-eval's
+`llava_hf` and `internvl_hf` under the same compression: each question on its own is read, processed, generated and
+decoded; nothing is kept, measured or written.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from lmms_eval.api.instance import GenerationResult, Instance
+from lmms_eval.api.model import lmms
+from lmms_eval.evaluator import simple_evaluate
+from lmms_eval.protocol import ChatMessages
+
+import kvcompress
+from kvcompress.bench.standalone import CLOCKS
+from kvcompress.bench.timing import short, table, write
+from lmms_eval_plugins import evaluate
+from lmms_eval_plugins.arguments import generation_arguments, make_cell
+from lmms_eval_plugins.command_line import parse
+from lmms_eval_plugins.model import KVCompressLM
+from lmms_eval_plugins.results import SAMPLES_FILE
+
+
+class OneAtATime(lmms):
+    """A loaded model that answers like lmms-eval's own chat wrappers: one request at a time."""
+
+    is_simple = False
+
+    def __init__(self, loaded: KVCompressLM):
+        super().__init__()
+        self.model, self.processor, self.cell = loaded.model, loaded.processor, loaded.cell
+        self.device, self.max_new_tokens = loaded.device, loaded.args.max_new_tokens
+
+    def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
+        results = []
+        for request in requests:
+            _, doc_to_messages, given, doc_id, task, split = request.args
+            chat = ChatMessages(messages=doc_to_messages(self.task_dict[task][split][doc_id]))
+            images, videos, _ = chat.extract_media()
+            text = self.processor.apply_chat_template(
+                chat.model_dump()["messages"], tokenize=False, add_generation_prompt=True
+            )
+            inputs = self.processor(images=images or None, videos=videos or None, text=text, return_tensors="pt")
+            inputs = inputs.to(self.device, self.model.dtype)
+            kwargs, _ = generation_arguments(given, self.max_new_tokens)
+            cell = self.cell
+            with kvcompress.compress(
+                self.model, cell.method, cell.ratio, cell.budget, kwargs["max_new_tokens"], **cell.options
+            ):
+                output = self.model.generate(**inputs, **kwargs)
+            new = output[:, inputs["input_ids"].shape[1] :]
+            results.append(GenerationResult(text=self.processor.batch_decode(new, skip_special_tokens=True)[0]))
+        return results
+
+    def clean(self) -> None:
+        """lmms-eval would drop the model after the first cell; loading it again is not what is compared."""
+
+    def generate_until_multi_round(self, requests: list[Instance]) -> list[list[str]]:
+        raise NotImplementedError("the demo's task has one round")
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        raise NotImplementedError("the demo's task is generated")
+
+
+def compare(words: list[str], limit: int, clock: str) -> tuple[list[dict[str, Any]], str]:
+    """Evaluate every cell of a command line both ways, in turns.
+
+    Returns a record for each cell: questions, seconds of `grid` and of `loop`, answers that are the same; and what was
+    measured, in a line.
+    """
+    now = CLOCKS[clock]
+    with tempfile.TemporaryDirectory() as folder:
+        request = parse([*words, "--limit", str(limit), "--output_path", folder])
+        arguments, cells = evaluate.check_arguments(request)
+        evaluate.quiet("ERROR")
+        manager, jobs = evaluate.find_jobs(request, arguments, cells, None)
+        lm = evaluate.load_model(arguments)
+        loop = OneAtATime(lm)
+
+        def by_grid(job: evaluate.Job) -> list[str]:
+            evaluate.evaluate_cell(lm, job, manager, request.flags)
+            lines = (job.folder / SAMPLES_FILE).read_text(encoding="utf-8").splitlines()
+            return [json.loads(line)["filtered_resps"][0] for line in lines]
+
+        def by_loop(job: evaluate.Job) -> list[str]:
+            loop.cell = make_cell(job.cell.method, job.cell.ratio, job.cell.budget, **job.options)
+            output = simple_evaluate(
+                model=loop,
+                tasks=[job.cell.task],
+                task_manager=manager,
+                limit=request.flags.limit,
+                batch_size=1,
+                verbosity="ERROR",
+                cli_args=argparse.Namespace(output_path=folder, process_with_media=False, reasoning_tags=None),
+            )
+            samples = sorted(output["samples"][job.cell.task], key=lambda sample: sample["doc_id"])
+            return [sample["filtered_resps"][0] for sample in samples]
+
+        ways = {"grid": by_grid, "loop": by_loop}
+        for way in ways.values():  # what is imported and allocated at the first evaluation
+            way(jobs[-1])
+        lm.prepared.begin([])
+        records = []
+        for number, job in enumerate(jobs):
+            seconds, answers = {}, {}
+            for name in list(ways)[:: 1 if number % 2 else -1]:
+                start = now()
+                answers[name] = ways[name](job)
+                seconds[name] = now() - start
+            same = sum(one == other for one, other in zip(*answers.values(), strict=True))
+            records.append({"cell": job.name, "questions": job.questions, "seconds": seconds, "same answers": same})
+        return records, evaluate.measured_line(lm, jobs[0], len(jobs))
+
+
+def speed(records: list[dict[str, Any]], way: str) -> float:
+    """Questions per second over all cells."""
+    return sum(record["questions"] for record in records) / sum(record["seconds"][way] for record in records)
+
+
+def report(records: list[dict[str, Any]], measured: str, clock: str) -> str:
+    rows = []
+    for record in records:
+        of_cell = [speed([record], way) for way in ("grid", "loop")]
+        same = f"{record['same answers']}/{record['questions']}"
+        rows.append([record["cell"], *map(short, of_cell), f"{of_cell[0] / of_cell[1]:.2f}", same])
+    whole = [speed(records, way) for way in ("grid", "loop")]
+    ratios = [record["seconds"]["loop"] / record["seconds"]["grid"] for record in records]
+    questions, same = (sum(record[name] for record in records) for name in ("questions", "same answers"))
+    rows.append(["all", *map(short, whole), f"**{whole[0] / whole[1]:.2f}**", f"{same}/{questions}"])
+    return (
+        "# Evaluation throughput\n\n"
+        f"Questions per second ({clock} clock) of the demo's grid: `grid`, as `scripts/run_eval.sh` evaluates it, and "
+        "`loop`, one question at a time as lmms-eval's `llava_hf` and `internvl_hf` do, on the same loaded model in "
+        f"turns. Median ratio of the cells {statistics.median(ratios):.2f}.\n\n"
+        + table(["cell", "grid", "loop", "ratio", "same answers"], rows)
+        + f"\n{measured}\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "words", nargs="*", default=["batch_size=16"], help="key=value as of run_eval.sh (batch_size=16)"
+    )
+    parser.add_argument("--limit", type=int, default=64, help="questions per cell (64)")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: the process's own time, all threads")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/eval_throughput"))
+    arguments = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    records, measured = compare(arguments.words, arguments.limit, arguments.clock)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    write(arguments.out, report(records, measured, arguments.clock), records, device)
+
+
+if __name__ == "__main__":
+    main()
