@@ -17,6 +17,7 @@ USAGE = "TASK MODEL METHOD RATIO [flags] [key=value ...]"
 # the image: 8. Batches of 4 take half the time of single questions; the answers are the same.
 DEMO = ["tiny_textvqa", "tiny", "full,streamingllm,snapkv,random", "0.5,0.2,0.1,0.05"]
 DEMO_LIMIT = 250
+DEMO_OVERLAYS = 12  # enough to look at in a report
 # Kernel 7 and max pooling go with that window in KVCache-Factory's benchmarks.
 DEMO_ARGUMENTS = {"window_size": 8, "kernel_size": 7, "pooling": "max", "batch_size": 4}
 
@@ -66,7 +67,7 @@ def flag_parser() -> argparse.ArgumentParser:
     add("--output_path", type=Path, default=Path("results"), metavar="DIR", help="root of the results (results)")
     add("--data-root", type=Path, metavar="DIR", help="holds dataset folders named as on the hub (data, if there)")
     add("--force", action="store_true", help="compute complete cells again")
-    add("--overlays", type=int, default=0, metavar="N", help="note which tokens survive, of each task's first N (0)")
+    add("--overlays", type=int, metavar="N", help="note which tokens survive, of each task's first N (0)")
     add("--gen_kwargs", type=_gen_kwargs, default={}, metavar="a=1,b=2", help="arguments of generate")
     add("--num_fewshot", type=int, metavar="N", help="examples in the prompt")
     add("--seed", type=_seeds, default=DEFAULT_SEEDS, help="one, or four: python,numpy,torch,fewshot")
@@ -88,6 +89,7 @@ def parse(argv: list[str]) -> Request:
     if not words or "=" in words[0]:
         words, arguments = [*DEMO, *words], dict(DEMO_ARGUMENTS)
         flags.limit = DEMO_LIMIT if flags.limit is None else flags.limit
+        flags.overlays = DEMO_OVERLAYS if flags.overlays is None else flags.overlays
     if len(words) < 4:
         raise UsageError(f"{('MODEL', 'METHOD', 'RATIO')[len(words) - 1]} is missing; usage: {USAGE}")
     tasks, model, methods, ratio = words[:4]
@@ -99,6 +101,9 @@ def parse(argv: list[str]) -> Request:
         if getattr(flags, name) is not None:
             arguments[name] = getattr(flags, name)
     flags.limit = _limit(flags.limit)
+    flags.overlays = flags.overlays or 0
+    if flags.overlays < 0:
+        raise UsageError(f"--overlays {flags.overlays} is not a number of questions")
     for name in ("data_root", "include_path"):
         folder = getattr(flags, name)
         if folder is not None and not folder.is_dir():
