@@ -9,10 +9,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON="${PYTHON:-python3}"
 WHERE=(--shape qwen2-7b --device cuda --dtype bfloat16)
+KERNELS=(--device cuda --dtype bfloat16 --lengths 2048 8192 32768)
 SHORT=8192 LONG=32768 MANY="1 8 32" MINUTES=(2 1.5 1) DEVICE_NAME=cuda
 if [[ "${1:-}" == --smoke ]]; then
   shift
   WHERE=(--shape tiny --device cpu)
+  KERNELS=(--device cpu --lengths 64 --repeats 2)
   SHORT=64 LONG=128 MANY="1 4" MINUTES=(0.3 0.3 0.3) DEVICE_NAME=smoke
 fi
 OUT="${1:-benchmarks/results}"
@@ -26,10 +28,13 @@ bench() { # NAME MINUTES ARGUMENTS...
 }
 
 if "$PYTHON" -c "import pytest, hypothesis" 2>/dev/null; then
-  [[ "$DEVICE_NAME" == smoke ]] || "$PYTHON" -m pytest -p no:cacheprovider -m gpu tests/kvcompress/test_gpu.py
+  [[ "$DEVICE_NAME" == smoke ]] || "$PYTHON" -m pytest -p no:cacheprovider -m gpu \
+    tests/kvcompress/test_gpu.py tests/kvcompress/test_kernels.py
 else
   echo "no tests: pytest or hypothesis is not installed" >&2
 fi
+# The prompt pass' kernels beside the plain ways.
+"$PYTHON" -m benchmarks.kernels "${KERNELS[@]}" --out "$OUT/kernels_$DEVICE_NAME"
 # Scoring share of the prompt pass and decoding, against both of transformers' caches.
 bench prompt "${MINUTES[0]}" --methods $METHODS h2o full:cache_implementation=static snapkv:cache_implementation=static \
   --lengths "$SHORT" --batches 1 --new 16 --repeats 3 --peers dynamic static --compile
