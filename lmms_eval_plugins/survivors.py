@@ -292,12 +292,12 @@ def record(
         seen = lm._inputs([Prompt(prompt.conversation, pictures, prompt.videos, prompt.video_metadata)])
         found = layouts(lm.model, lm.processor, seen)
     images = [{"jpeg": base64.b64encode(jpeg(image)).decode(), "size": list(image.size)} for image in prompt.images]
-    if len(images) != len(found):  # it is not known which tokens are whose: show no picture under them
-        found = strips(vision, found[0].note if found and found[0].note else "its images are not told apart")
-    for place, layout in enumerate(found):
-        if place == len(images):
-            images.append({})
-        images[place]["layout"] = asdict(layout)
+    if len(images) != len(found):  # not known which tokens are whose: pictures and strips stand apart
+        note = found[0].note if found else ""
+        found = [Layout(0, 0, note=note) for _ in images] + strips(vision, note)
+        images += [{} for _ in found[len(images) :]]
+    for one, layout in zip(images, found, strict=True):
+        one["layout"] = asdict(layout)
     return {
         "layers": list(kept),
         "kv_heads": stored.shape[1],

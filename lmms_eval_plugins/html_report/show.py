@@ -194,7 +194,7 @@ def draw(panel: plt.Axes, images: list[dict[str, Any]], share: np.ndarray) -> No
     layout = images[0]["layout"]
     of_image = share[layout["start"] :]
     if not layout["views"]:
-        panel.imshow(of_image[None, : layout["tokens"]], aspect="auto", cmap="Blues", vmin=0, vmax=1)
+        panel.imshow(of_image[None, : layout["tokens"] or None], aspect="auto", cmap="Blues", vmin=0, vmax=1)
         panel.set_xlabel(layout["note"], fontsize=6, wrap=True)
         return
     size = images[0]["size"]

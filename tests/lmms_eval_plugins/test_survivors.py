@@ -33,7 +33,7 @@ from lmms_eval_plugins.survivors import (
 )
 from tests.families import FAMILIES, FIRST_TEXT, IMAGE, VIDEO
 
-from .checkpoints import image, requests
+from .checkpoints import image, requests, write_video
 
 SIDE = 32  # of a tile in pixels; 8 x 8 patches
 PINPOINTS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE], [SIDE, 3 * SIDE], [3 * SIDE, SIDE]]
@@ -190,7 +190,13 @@ def test_strips_are_the_runs_of_vision_tokens():
     assert [(one.start, one.tokens, one.note) for one in found] == [(0, 2, "why"), (2, 1, "why")]
 
 
-METHODS = {"full": {}, "snapkv": {"ratio": 0.3, "window_size": 4}, "adakv": {"ratio": 0.3}, "fastv": {"ratio": 0.3}}
+METHODS = {
+    "full": {},
+    "snapkv": {"ratio": 0.3, "window_size": 4},
+    "adakv": {"ratio": 0.3},
+    "fastv": {"ratio": 0.3},
+    "visionzip": {"ratio": 0.3},
+}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -213,6 +219,31 @@ def test_the_share_that_survived_is_the_measured_one_in_a_padded_batch(method):
         np.testing.assert_allclose(shares(entry, "all").mean(1), rows[doc]["realised_ratio"], atol=1e-6)
         assert "".join(entry["pieces"]).count("sign") == (doc == 0)
         assert entry["images"][0]["layout"]["tokens"] == vision.shape[2]
+
+
+def test_text_videos_and_images_that_are_not_told_apart_have_no_picture_drawn_over(tmp_path):
+    lm = KVCompressLM(pretrained="tiny", method="random", ratio=0.5)
+    lm.overlays = 3
+    video = write_video(tmp_path / "a.mp4", frames=2)
+    docs = [
+        {"text": "just text"},
+        {"text": "v", "videos": [video]},
+        {"text": "b", "images": [image(0)], "videos": [video]},
+    ]
+    lm.generate_until(requests(lm, docs, max_new_tokens=1))
+    text, of_video, both = (row["survivors"] for row in sorted(lm.rows, key=lambda row: row["doc_id"]))
+    assert text["images"] == []
+    assert shares(text, "vision") is None
+    assert shares(text, "text").shape == (4, 2)
+    (strip,) = of_video["images"]
+    assert strip["layout"]["tokens"] == of_video["vision"]["shape"][2]
+    assert "videos" in strip["layout"]["note"]
+    picture, *strips_of_both = both["images"]
+    assert "jpeg" in picture
+    assert picture["layout"]["tokens"] == 0
+    assert all("jpeg" not in one for one in strips_of_both)
+    assert sum(one["layout"]["tokens"] for one in strips_of_both) == both["vision"]["shape"][2]
+    assert not any(one["layout"]["views"] for one in both["images"])
 
 
 def test_kept_sets_are_the_cache_s_own():

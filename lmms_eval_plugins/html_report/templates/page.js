@@ -296,7 +296,7 @@ async function paint(canvas, image, layout, views, share) {
   const evicted = ink("--evicted");
   const width = 640;
   const height = drawn ? Math.round((width * drawn.naturalHeight) / drawn.naturalWidth) : 0;
-  const strip = views.length ? 0 : 46;
+  const strip = views.length || !layout.tokens ? 0 : 46;
   canvas.width = width;
   canvas.height = height + strip;
   context.imageSmoothingQuality = "high";
@@ -355,7 +355,7 @@ async function drawOverlays() {
       card.append(canvas);
     }
     const mean = (shares) => (shares.length ? shares.reduce((a, b) => a + b, 0) / shares.length : null);
-    const differs = question && index > 0 && question.a[0] !== question.a[index];
+    const differs = question && group.cells[0].method === "full" && question.a[0] !== question.a[index];
     const body = make("div", { className: "body" }, make("h3", {}, dot(cell.series), label(cell.series)));
     if (question) body.append(verdict(question.a[index], question.s[index], differs));
     const parts = [["image", mean(vision)], ["text", mean(text)]].filter(([, share]) => share !== null);
