@@ -50,7 +50,8 @@ def run_on_ray(sweep: Sweep, address: str, cpus: int = 1, workers: int | None = 
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", **settings)
     except (ConnectionError, ValueError) as error:
-        raise EvaluationFailed(f"Ray cluster {address!r}: {' '.join(str(error).split())}") from error
+        hint = "; where the cluster asks for a token, set RAY_AUTH_MODE=token here too" if address != "local" else ""
+        raise EvaluationFailed(f"Ray cluster {address!r}: {' '.join(str(error).split())}{hint}") from error
     try:
         has = ray.cluster_resources()
         gpus = 1 if has.get("GPU") and sweep.config.constants.get("device") != "cpu" else 0
