@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from pydantic import NonNegativeInt
 
-from ..scoring import attention_blocks, column_sums, protect_ends, window_attention
+from ..scoring import column_sums, protect_ends, window_attention
 from ..vision import observer_queries, text_first
 from .base import KVCluster, Prompt, register_method
 
@@ -51,11 +51,7 @@ def weighted_question_attention(queries: torch.Tensor, keys: torch.Tensor, promp
     """What each key receives from the queries behind the last image, each query weighted by the mean attention that
     it receives from those that see it: (batch, keys). Attention is the mean over the heads."""
     observers = observer_queries(prompt, keys)
-    first = int(observers.any(0).int().argmax())
     received = column_sums(queries, keys, prompt.scaling, prompt.padding, observers).mean(1)
     column = torch.arange(keys.shape[2], 0, -1, device=keys.device)  # how many queries see each
     weight = received / column * observers
-    sums = torch.zeros_like(received)
-    for rows, weights in attention_blocks(queries, keys, prompt.scaling, prompt.padding, first):
-        sums[:, : rows.stop] += (weights.mean((1, 2)) * weight[:, rows, None]).sum(1)
-    return sums
+    return column_sums(queries, keys, prompt.scaling, prompt.padding, weight).mean(1)
