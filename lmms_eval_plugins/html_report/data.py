@@ -12,6 +12,7 @@ import pandas as pd
 
 from kvcompress import KVCompressError
 
+from ..metrics import loyalty
 from ..report import headline_metric, score_scale, sweep_frame
 from ..results import RESULTS_FILE, SAMPLES_FILE, dumps
 from ..survivors import IMAGES_FOLDER, read_survivors, shares
@@ -175,6 +176,7 @@ def _group_data(group: Group, images: dict[str, str]) -> dict[str, Any]:
                 "size": f"budget {row.budget:.0f}" if pd.isna(row.ratio) else f"{row.ratio:g}",
                 **{name: _number(getattr(row, name)) for name in CELL_NUMBERS},
                 "samples": int(row.samples),
+                "same": same_as_full(samples, frame, index),
                 "per_layer": efficiency.get("realised_ratio", {}).get("per_layer"),
                 "per_head": mean_shares(entries[index]),
             }
@@ -234,6 +236,16 @@ def overlay_data(entries: list[list[dict[str, Any]]]) -> dict[str, Any]:
                 },
             }
     return overlays
+
+
+def same_as_full(samples: pd.DataFrame, frame: pd.DataFrame, index: int) -> float | None:
+    """The share of a cell's questions with the full cache's own answer; None without a full cache or answers."""
+    if frame["method"][0] != "full" or not len(samples):
+        return None
+    columns = ["task", "doc_id"]
+    full, own = (samples[samples["cell"] == cell].set_index(columns)["answer"] for cell in (0, index))
+    both = pd.concat([own, full], axis=1, keys=["own", "full"], join="inner")
+    return loyalty(list(both["own"]), list(both["full"])) if len(both) else None
 
 
 def mean_shares(entries: list[dict[str, Any]]) -> list[list[float]] | None:

@@ -122,7 +122,7 @@ def write_html(path: Path, question: str, answers: list[dict[str, Any]]) -> None
                 images[rest["file"]] = data_url(base64.b64decode(image["jpeg"]))
             stored.append(rest)
         entries.append([{**one["entry"], "images": stored}])
-    numbers = dict.fromkeys(("budget", "score", "stderr", "ttft_s", "tpot_s", "kv_bytes"))
+    numbers = dict.fromkeys(("budget", "score", "stderr", "ttft_s", "tpot_s", "kv_bytes", "same"))
     cells = [
         {
             **numbers,

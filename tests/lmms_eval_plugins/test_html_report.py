@@ -135,6 +135,9 @@ def test_an_image_stands_in_the_page_once_and_budgets_are_means_over_questions(r
     tokens = SIDE * SIDE
     expected = [[(tokens / 2 + layer + 2) / (tokens + 2)] * HEADS for layer in range(LAYERS)]
     np.testing.assert_allclose(cell["per_head"], expected, atol=1e-4)
+    assert {cell["method"] + cell["size"]: cell["same"] for cell in group["cells"]} == pytest.approx(
+        {"full1": 1, "snapkv0.5": 0.96, "snapkv0.1": 0.4, "random0.5": 0.6, "random0.1": 0.08}
+    )
 
 
 def test_groups_are_found_from_any_folder_above_the_cells_and_kept_apart(root, tmp_path):

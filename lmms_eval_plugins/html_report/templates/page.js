@@ -438,11 +438,6 @@ function show(index) {
     const alone = group.cells.every((cell) => cell.method !== method || cell.series === series);
     return [series, alone ? method : series];
   }));
-  const full = group.cells[0].method === "full";
-  group.cells.forEach((cell, place) => {
-    const both = group.questions.filter((question) => question.a[place] !== null && question.a[0] !== null);
-    cell.same ??= full && both.length ? both.filter((question) => question.a[place] === question.a[0]).length / both.length : null;
-  });
   hidden = new Set();
   order = { column: -1, descending: false };
   shown = PAGE;
@@ -456,7 +451,8 @@ function show(index) {
   const scored = group.cells.some((cell) => cell.score !== null);
   const heads = group.cells.some((cell) => cell.per_head);
   const keys = Object.keys(group.overlays);
-  $("cells").hidden = $("plots").hidden = !scored;
+  $("cells").hidden = !group.cells.some((cell) => cell.score !== null || cell.ttft_s !== null);
+  $("plots").hidden = !scored;
   $("budgets").hidden = !group.cells.some((cell) => cell.method !== "full" && (cell.per_head || cell.per_layer));
   $("survivors").hidden = !keys.length;
   $("samples").hidden = group.questions.length < 2;
