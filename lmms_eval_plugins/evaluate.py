@@ -481,8 +481,8 @@ def evaluate_cells(
 
 def measured_line(lm: "KVCompressLM", job: Job, cells: int) -> str:
     """What the next cells measure, and on what."""
-    facts = {key: value for key, value in environment(lm).items() if key not in ("versions", "python")}
-    facts |= {"batch_size": lm.batch_size, **job.cell.settings}
+    found = {key: value for key, value in environment(lm).items() if key not in ("versions", "python")}
+    facts = {**job.cell.settings, **found, "batch_size": lm.batch_size}
     listed = " ".join(f"{key}={value}" for key, value in facts.items())
     return f"measuring {job.cell.task} with {job.cell.model}: {cells} cells of {job.questions} questions; {listed}"
 

@@ -238,11 +238,11 @@ class KVCompressLM(lmms):
         """The answers to a batch, and the seconds that generating them takes; adds the rows of counted requests."""
         inputs = self._on_device(prepared.inputs)
         kwargs, until = generation_arguments(batch[0].args[2], self.args.max_new_tokens)
-        if not self._is_warm:
-            self._generate(inputs, {**kwargs, "max_new_tokens": min(kwargs["max_new_tokens"], WARM_UP_TOKENS)})
-            self._is_warm = True
         # A method that looks at the tower makes it slower: neither its time nor another's is the other's.
         known = {} if self._watches_tower else prepared.encoded
+        if not self._is_warm:
+            self._generate(inputs, {**kwargs, "max_new_tokens": min(kwargs["max_new_tokens"], WARM_UP_TOKENS)}, known)
+            self._is_warm = True
         start = time.perf_counter()
         tokens, measured, tower = self._generate(inputs, kwargs, known)
         elapsed = time.perf_counter() - start + (tower.seconds or 0.0) - tower.spent_s

@@ -92,7 +92,8 @@ def test_an_option_belongs_to_the_methods_that_have_it():
 
 def test_settings_at_their_default_leave_the_name_alone():
     (plain,) = cells(*FOUR)
-    (same,) = cells(*FOUR, "window_size=32", "batch_size=1", "dtype=auto", "--seed", "0,1234,1234,1234")
+    given = ["window_size=32", "batch_size=1", "dtype=auto", "vision_cache_gb=1", "--seed", "0,1234,1234,1234"]
+    (same,) = cells(*FOUR, *given)
     assert same.folder(Path()) == plain.folder(Path()) == Path("tiny_textvqa/tiny/snapkv-0.2")
 
 
@@ -369,6 +370,53 @@ def test_interruption_keeps_finished_cells_and_cuts_cleanly(monkeypatch, capsys)
     assert evaluate.main([*FOUR[:3], "0.2,0.1", "--limit", "1"]) == 130
     assert "finished cells are kept" in error_line(capsys)
     assert [path.name for path in Path("results/tiny_textvqa/tiny").iterdir()] == ["snapkv-0.2-limit=1"]
+
+
+def test_interruption_ends_the_thread_that_prepares(monkeypatch, capsys):
+    original, calls = kvcompress.measure.generate, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(kwargs)
+        if len(calls) == 3 + 2:  # with the warm-ups: in the second cell
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(kvcompress.measure, "generate", interrupted)
+    assert evaluate.main([*FOUR[:3], "0.2,0.1", "--limit", "4", "batch_size=2", "look_ahead=2"]) == 130
+    assert "finished cells are kept" in error_line(capsys)
+    folder = Path("results/tiny_textvqa/tiny")
+    assert [path.name for path in folder.iterdir()] == ["snapkv-0.2-batch_size=2-limit=4-look_ahead=2"]
+    assert not any(thread.name.startswith("look-ahead") for thread in threading.enumerate())
+
+
+def test_a_log_says_what_is_measured_and_how_far_it_is(tmp_path, monkeypatch, capsys):
+    assert evaluate.main([*FOUR[:2], "full,snapkv", "0.2", "window_size=8", "--limit", "2", "--device", "cpu"]) == 0
+    out, err = capsys.readouterr()
+    line = next(line for line in out.splitlines() if line.startswith("measuring "))
+    assert line.startswith("measuring tiny_textvqa with tiny: 2 cells of 2 questions; device=cpu (")
+    for part in ("dtype=bfloat16", "attn_implementation=sdpa", "batch_size=1", "limit=2"):
+        assert part in line.split()
+    progress = [line for line in err.splitlines() if line.startswith("cell ")]
+    assert [line.split(" · ")[:2] for line in progress] == [
+        ["cell 1/2 full-1", "2/2"], ["cell 2/2 snapkv-0.2-window_size=8", "2/2"],
+    ]  # fmt: skip
+
+
+def test_a_grid_runs_the_vision_tower_once_per_question(finished):
+    known = {}
+    for folder in finished[0].iterdir():
+        if folder.is_dir():
+            rows = [sample["measurement"] for sample in read(folder)[1]]
+            known[folder.name.split("-")[0]] = {row["vision_is_known"] for row in rows}
+            assert all(0 < row["vision_s"] < row["ttft_s"] for row in rows)
+    assert known == {"full": {False}, "snapkv": {True}, "knorm": {True}}
+    summaries = [read(folder)[0]["efficiency"] for folder in finished[0].iterdir() if folder.is_dir()]
+    assert len({json.dumps(summary["vision_s"]) for summary in summaries}) == 1
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 500), (2000, 500), (16, 16), (0.1, 50), (0.0011, 1)])
+def test_questions_of_a_cell_are_counted_as_lmms_eval_does(limit, expected):
+    assert evaluate.limited(500, limit) == expected
 
 
 def test_lost_measurement_ends_with_1_and_no_results(monkeypatch, capsys):
