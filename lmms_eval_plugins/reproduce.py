@@ -407,11 +407,11 @@ def row(cell: Planned, reference: dict[tuple[str, ...], tuple[float, float]], re
 
 
 def interval(stderr: float | None, questions: int, scale: float) -> float | None:
-    """Half of the 95 % interval: 1.96 standard errors, or, where all questions got the same score, so that the standard
-    error says nothing, the rule of three (Hanley and Lippman-Hand 1983)."""
+    """Half of the 95 % interval: 1.96 standard errors; or, where all questions got the same score, so that the standard
+    error says nothing, the largest share of other scores that would show none so often as once in 20 draws."""
     if stderr is None:
         return None
-    return CONFIDENCE * stderr if stderr > 0 else scale * 3 / questions
+    return CONFIDENCE * stderr if stderr > 0 else scale * (1 - 0.05 ** (1 / questions))
 
 
 def read_score(cell: Planned) -> tuple[float, float | None, int]:

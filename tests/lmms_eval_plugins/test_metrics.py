@@ -103,15 +103,17 @@ def test_smallest_ratio_is_a_measured_one_above_which_all_are_good_enough():
 # -- cells on disk
 
 
-def write(root, task, method, ratio, answers, truth="abcd", seconds=1.0, options=None, settings=None, budget=None):
-    """A cell whose answers are the letters of `answers`; the first token takes `seconds`, the second half of that."""
+def write(
+    root, task, method, ratio, answers, truth="abcd", seconds=1.0, tokens=2, options=None, settings=None, budget=None
+):
+    """A cell whose answers are the letters of `answers`; the first token takes `seconds`, each further half of that."""
     cell = Cell(task, "m", method, ratio, budget, options or {}, settings or {})
     scores = [float(answer == right) for answer, right in zip(answers, truth, strict=True)]
     protocol = {
         "task": task, "model": "m", "method": method, "ratio": ratio, "budget": budget,
         "settings": cell.settings, "changed_options": cell.options,
     }  # fmt: skip
-    measured = {"ttft_s": seconds, "tpot_s": seconds / 2, "tokens_out": 2}
+    measured = {"ttft_s": seconds, "tpot_s": seconds / 2 if tokens > 1 else None, "tokens_out": tokens}
     samples = [
         {"task": task, "doc_id": n, "filtered_resps": [answer], "acc": score, "measurement": measured}
         for n, (answer, score) in enumerate(zip(answers, scores, strict=True))
@@ -171,6 +173,22 @@ def test_curves_of_a_task_begin_at_a_ratio_that_all_have(grid, capsys):
     assert curves["one", "snapkv"]["area"] == 1
     assert [curves["one", name]["from"] for name in ("knorm", "snapkv")] == [0.25, 0.25]
     assert [curves["one", name]["smallest"] for name in ("knorm", "snapkv")] == [0.5, 0.25]
+
+
+def test_seconds_are_of_the_first_token_and_each_further_one(tmp_path, capsys):
+    folder = write(tmp_path, "one", "full", 1.0, "abcd", tokens=5)  # 1 + 4 / 2 seconds
+    write(tmp_path, "one", "knorm", 0.5, "abcd", tokens=1)  # 1 second: there is no time per further token
+    _, text, _ = command(capsys, folder, "--json")
+    assert json.loads(text)["cells"][1]["speed_up"] == 3
+
+
+def test_areas_of_a_task_are_over_the_ratios_that_all_methods_have(grid, tmp_path, capsys):
+    write(tmp_path, "one", "h2o", 0.5, "abxx")
+    _, text, _ = command(capsys, grid[0], "--json")
+    curves = {row["series"]: row for row in json.loads(text)["curves"]}
+    assert {row["from"] for row in curves.values()} == {0.5}
+    assert curves["knorm"]["area"] == pytest.approx((0.75 + 1) / 2)
+    assert curves["h2o"]["area"] == pytest.approx((0.5 + 1) / 2)
 
 
 def test_an_area_that_begins_below_what_was_measured_is_left_open(grid, capsys):
