@@ -27,7 +27,7 @@ from ..evaluate import (
     rank,
     working_directory,
 )
-from ..results import RESULTS_FILE
+from ..results import RESULTS_FILE, overlays_asked
 
 if TYPE_CHECKING:
     import wandb
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..model import KVCompressLM
 
 # Parameters that are flags of the evaluation command; the others are model arguments and options of methods.
-FLAGS = ("limit", "gen_kwargs", "num_fewshot", "include_path", "data_root")
+FLAGS = ("limit", "gen_kwargs", "num_fewshot", "include_path", "data_root", "overlays")
 # What a trial logs, and a sweep may optimise.
 METRICS = (
     "accuracy",
@@ -135,7 +135,7 @@ class Evaluator:
         quiet(request.flags.verbosity)
         data_root = find_data_root(request.flags)
         manager, (job,) = find_jobs(request, arguments, cells, data_root)
-        if job.todo is None:
+        if job.todo is None and overlays_asked(job.folder) >= request.flags.overlays:
             return job.folder
         if processes > 1:
             _evaluate_on_ranks(argv)

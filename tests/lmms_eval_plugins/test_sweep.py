@@ -67,6 +67,7 @@ def offline(tmp_path, monkeypatch):
 
 def read_run(folder: Path) -> dict:
     """What an offline run under a folder holds: project, group, config and history, as wandb reads it."""
+    wandb.teardown()  # its writing process has then written all
     (file,) = folder.rglob("*.wandb")
     store = DataStore()
     store.open_for_scan(str(file))
