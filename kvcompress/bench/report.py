@@ -1,5 +1,6 @@
 """What the turns amount to: shares, ratios and fractions, as rows, a table and a plot."""
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,20 @@ from typing import Any
 from .timing import cell, short, summary, table
 
 BASELINE, PEER = "full", "transformers DynamicCache"
+MARKERS = "os^D"
 HEADER = [
     "prompt", "batch", "way", "prompt pass ms", "prompt x dynamic", "scoring %", "ms per token", "of the limit",
     "decode x dynamic", "decode x kvpress", "answer s", "KV MB", "peak MB", "largest batch",
 ]  # fmt: skip
+
+
+# What is drawn and fitted against the prompt's length: key of a row, label.
+GROWING = {
+    "prompt_ms": "prompt pass, ms",
+    "scoring_ms": "scoring, ms",
+    "decode_ms": "decode step, ms",
+    "kv_bytes": "KV cache, MB",
+}
 
 
 def scoring_share(prompt_ms: list[float], scoring_ms: list[float]) -> dict[str, Any]:
@@ -55,6 +66,7 @@ def rows_of(content: dict[str, Any], memory_limit: int | None = None) -> list[di
                 "prompt_ms": summary(prompt),
                 "decode_ms": summary(step),
                 "answer_ms": summary(whole),
+                "scoring_ms": None,
                 "scoring_share": None,
                 "bandwidth_fraction": bandwidth_fraction(
                     content["weight_bytes_read"], kv_bytes, measured["copy_bytes_per_s"], statistics.median(step)
@@ -67,11 +79,10 @@ def rows_of(content: dict[str, Any], memory_limit: int | None = None) -> list[di
                 "largest_batch": largest.get((measured["length"], name)),
             }
             scoring = [turn["scoring_ms"] for turn in taken["turns"]]
+            if None in scoring and is_ours and BASELINE in times:  # not timed by itself: all beyond `full`'s
+                scoring = [mine - full for mine, full in zip(prompt, times[BASELINE][0], strict=True)]
             if None not in scoring:
-                row["scoring_share"] = scoring_share(prompt, scoring)
-            elif is_ours and BASELINE in times:  # a second pass is all that goes beyond the full cache's
-                beyond = [mine - full for mine, full in zip(prompt, times[BASELINE][0], strict=True)]
-                row["scoring_share"] = scoring_share(prompt, beyond)
+                row |= {"scoring_ms": summary(scoring), "scoring_share": scoring_share(prompt, scoring)}
             if memory_limit is not None:
                 row["largest_batch"] = rows_within(memory_limit, content["weight_bytes"], kv_bytes, row["batch"])
             rows.append(row)
@@ -134,38 +145,87 @@ def markdown(content: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         f"{min(bandwidths) / 1e9:.3g} to {max(bandwidths) / 1e9:.3g} GB/s.",
         table(*columns([cells_of(row) for row in rows])).rstrip(),
     ]
+    if grown := growth_table(rows):
+        lines += ["Growth with the prompt's length, as the exponent fitted to the medians (1: linear):", grown]
     if gains:
         lines.append(f"Decoding against kvpress, geometric mean: {statistics.geometric_mean(gains):.2f}x.")
     lines.append("Made on " + ", ".join(f"{name} {value}" for name, value in content["environment"].items()) + ".")
     return "\n\n".join(lines) + "\n"
 
 
+def growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How each way's costs grow with the prompt's length: per batch and way, and per name in `GROWING`, the slope of
+    the line through log cost over log length (least squares; 1 is linear), None where it was not timed. Empty for one
+    length."""
+    found = []
+    for batch, way in dict.fromkeys((row["batch"], row["way"]) for row in rows):
+        line = [row for row in rows if (row["batch"], row["way"]) == (batch, way) and "error" not in row]
+        if len({row["length"] for row in line}) < 2:
+            continue
+        slopes = {name: _slope([(row["length"], value(row, name)) for row in line]) for name in GROWING}
+        found.append({"batch": batch, "way": way, **slopes})
+    return found
+
+
+def _slope(points: list[tuple[int, float | None]]) -> float | None:
+    if any(cost is None or cost <= 0 for _, cost in points):
+        return None
+    lengths, costs = zip(*((math.log(length), math.log(cost)) for length, cost in points), strict=True)
+    return statistics.linear_regression(lengths, costs).slope
+
+
+def value(row: dict[str, Any], name: str) -> float | None:
+    """One number of a row: a median, or the number itself; bytes as MB."""
+    if name == "kv_bytes":
+        return row[name] / 1e6
+    return row[name] and row[name]["median"]
+
+
+def growth_table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        [found["batch"], found["way"], *("" if found[name] is None else f"{found[name]:.2f}" for name in GROWING)]
+        for found in growth(rows)
+    ]
+    return lines and table(["batch", "way", *(label.split(",")[0] for label in GROWING.values())], lines).rstrip()
+
+
 def plot(content: dict[str, Any], rows: list[dict[str, Any]], file: Path) -> None:
-    """Prompt pass and decode step over prompt length, one column of axes per batch, one line per way. Needs
-    matplotlib."""
+    """What `GROWING` names over prompt length, one column of axes per batch, one line per way; both axes logarithmic,
+    so that what is linear has the slope of the grey line. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if "error" not in row]
     batches = sorted({row["batch"] for row in rows})
     ways = list(dict.fromkeys(row["way"] for row in rows))
-    figure = Figure(figsize=(2.5 + 4 * len(batches), 7), layout="constrained")
-    axes = figure.subplots(2, len(batches), squeeze=False, sharex=True)
+    figure = Figure(figsize=(3.5 + 4 * len(batches), 2.6 * len(GROWING)), layout="constrained")
+    axes = figure.subplots(len(GROWING), len(batches), squeeze=False, sharex=True)
     for column, batch in enumerate(batches):
-        for across, number, what in zip(
-            axes[:, column], ("prompt_ms", "decode_ms"), ("prompt pass", "token"), strict=True
-        ):
+        for axis, (name, label) in zip(axes[:, column], GROWING.items(), strict=True):
             for place, way in enumerate(ways):
-                line = [row for row in rows if (row["batch"], row["way"]) == (batch, way)]
-                medians = [row[number]["median"] for row in line]
-                spread = [[abs(row[number][q] - row[number]["median"]) for row in line] for q in ("q1", "q3")]
+                line = [row for row in rows if (row["batch"], row["way"]) == (batch, way) and value(row, name)]
                 style = "--" if way.startswith(("transformers ", "kvpress ")) else "-"
-                across.errorbar(
-                    [row["length"] for row in line], medians, spread, label=way, marker="o", ms=4, ls=style,
-                    color=f"C{place % 10}",
-                )  # fmt: skip
-            across.set(ylabel=f"ms per {what}", title=f"batch {batch}", ylim=(0, None))
-            across.set_xscale("log", base=2)
-        axes[1, column].set_xlabel("prompt tokens")
+                color = f"C{place % 10}"
+                lengths, medians = [row["length"] for row in line], [value(row, name) for row in line]
+                axis.plot(
+                    lengths, medians, style, marker=MARKERS[place // 10 % len(MARKERS)], ms=4, label=way, color=color
+                )
+                if name != "kv_bytes":
+                    spread = [[row[name][q] for row in line] for q in ("q1", "q3")]
+                    axis.fill_between(lengths, *spread, alpha=0.15, color=color)
+            axis.set(ylabel=label, xscale="log", yscale="log")
+            _draw_linear(axis)
+        axes[0, column].set_title(f"batch {batch}")
+        lengths = sorted({row["length"] for row in rows})
+        axes[-1, column].set_xticks(lengths, [str(length) for length in lengths])
+        axes[-1, column].minorticks_off()
+        axes[-1, column].set_xlabel("prompt tokens")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.suptitle(f"{content['settings']['model']}, {content['settings']['dtype']}")
     figure.savefig(file, dpi=120)
+
+
+def _draw_linear(axis: Any) -> None:
+    """A grey line of slope 1 through the lower left corner."""
+    (left, right), (bottom, top) = axis.get_xlim(), axis.get_ylim()
+    axis.plot([left, right], [bottom, bottom * right / left], color="0.8", lw=1, zorder=0)
+    axis.set(xlim=(left, right), ylim=(bottom, top))

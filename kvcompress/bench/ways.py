@@ -114,7 +114,8 @@ class Ours:
 
     def turn(self, task: Task) -> Turn:
         cache = self.cache(task.steps)
-        scoring = None if cache.policy.cluster.second_pass else ScoringTimer(cache, self.model.device, task.clock)
+        elsewhere = cache.policy.cluster.second_pass or cache.policy.observes_all  # the attention may make the sums
+        scoring = None if elsewhere else ScoringTimer(cache, self.model.device, task.clock)
         with attach(self.model):
             turn = local_turn(self.model, cache, lambda: cache.nbytes, task, self.compiled, scoring)
         return turn if scoring is None else replace(turn, scoring_ms=scoring.milliseconds())

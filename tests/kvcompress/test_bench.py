@@ -50,6 +50,18 @@ def test_scoring_share_compares_turn_by_turn():
     assert report.scoring_share([103.0, 206.0], [3.0, 6.0])["median"] == pytest.approx(0.03)
 
 
+def test_growth_is_the_exponent_of_the_length():
+    def row(length: int) -> dict:
+        median = {name: {"median": length**power} for name, power in (("prompt_ms", 2), ("decode_ms", 0))}
+        return {"batch": 1, "way": "full", "length": length, **median, "scoring_ms": None, "kv_bytes": 5 * length}
+
+    (found,) = report.growth([row(512), row(1024), row(4096)])
+    slopes = found["prompt_ms"], found["decode_ms"], found["kv_bytes"], found["scoring_ms"]
+    assert slopes == (pytest.approx(2), pytest.approx(0), pytest.approx(1), None)
+    assert report.growth([row(512)]) == []
+    assert "| 1 | full | 2.00 |  | 0.00 | 1.00 |" in report.growth_table([row(512), row(1024)])
+
+
 def test_scoring_is_timed_where_it_happens_and_only_in_the_prompt(monkeypatch):
     monkeypatch.setitem(standalone.CLOCKS, "wall", itertools.count().__next__)
     cache = Ours(MODEL, Method("snapkv", 0.2)).cache(steps=3)
