@@ -362,7 +362,7 @@ async function drawOverlays() {
     body.append(make("p", { className: "numbers", textContent: "keeps " + parts.map(([name, share]) => `${percent(share)} of the ${name}`).join(", ") }));
     if (image && image.layout.note) body.append(make("p", { className: "note", textContent: image.layout.note }));
     const first = Math.max(0, overlay.pieces.length - 300);
-    body.append(make("p", { className: "text" }, ...overlay.pieces.slice(first).map((piece, at) => {
+    body.append(make("p", { className: "text" }, first ? "… " : "", ...overlay.pieces.slice(first).map((piece, at) => {
       const span = make("span", { textContent: piece.replaceAll("\n", "↵"), style: `opacity:${(0.22 + 0.78 * text[first + at]).toFixed(2)};background:rgba(${ink("--heat")},${(0.2 * text[first + at]).toFixed(2)})` });
       return span;
     })));
@@ -445,7 +445,7 @@ function show(index) {
   sizes.sort((a, b) => parseFloat(b.replace("budget ", "")) - parseFloat(a.replace("budget ", "")));
   for (const id of ["budget-size", "survivor-size", "sample-size"]) {
     fill($(id), sizes.map((size) => [size, sizeName(size)]));
-    if (sizes.length) $(id).value = sizes[Math.min(sizes.length - 1, Math.floor(sizes.length / 2))];
+    if (sizes.length) $(id).value = sizes[Math.floor((sizes.length - 1) / 2)];
     $(id).parentElement.hidden = sizes.length < 2;
   }
   const scored = group.cells.some((cell) => cell.score !== null);
