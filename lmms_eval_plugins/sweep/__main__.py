@@ -1,6 +1,7 @@
 """`python -m lmms_eval_plugins.sweep run|trial`: see docs/sweeps.md. Exit codes as of the evaluation command."""
 
 import argparse
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -48,6 +49,8 @@ def run(argv: list[str]) -> None:
         overrides["limit"] = literal(flags.limit)
     if flags.ray is None and (flags.workers or flags.cpus_per_trial):
         raise UsageError("--workers and --cpus-per-trial are for --ray")
+    if flags.ray is not None and int(os.environ.get("NUM_PROCESSES", 1)) > 1:
+        raise UsageError(f"NUM_PROCESSES={os.environ['NUM_PROCESSES']} with --ray: a trial on Ray is one process")
     try:
         from .config import read_config
     except ImportError as error:

@@ -10,8 +10,6 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from tqdm import tqdm
 
-from kvcompress import KVCompressError
-
 from ..command_line import UsageError
 from ..evaluate import EvaluationFailed
 from .runner import Sweep
@@ -45,6 +43,8 @@ def run_on_ray(sweep: Sweep, address: str, cpus: int = 1, workers: int | None = 
 
     Raises EvaluationFailed where the cluster cannot be reached or has no room for a trial.
     """
+    if not sweep.trials.left:
+        return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     settings = {"include_dashboard": False} if address == "local" else {}
     try:
@@ -76,7 +76,7 @@ class Pool:
 
     def __init__(self, sweep: Sweep, cpus: int, gpus: int, bar: tqdm):
         self.sweep, self.bar = sweep, bar
-        names = [name for name in ("HF_HUB_OFFLINE", "HF_HOME", "NUM_PROCESSES") if name in os.environ]
+        names = [name for name in ("HF_HUB_OFFLINE", "HF_HOME") if name in os.environ]
         self._arguments = (os.getcwd(), {name: os.environ[name] for name in names})
         self._actor = ray.remote(Worker).options(num_cpus=cpus, num_gpus=gpus)
         # What is awaited -> its actor and the trials of the cell that it evaluates; none for an actor that starts.
@@ -102,6 +102,8 @@ class Pool:
 
     def _next(self) -> list[Trial]:
         """The trials of the next cell, nothing where all are under way. A trial whose cell is under way joins it."""
+        from kvcompress import KVCompressError  # a worker imports this file before it has its environment
+
         if self._again:
             return self._again.popleft()
         while (trial := self.sweep.trials.next()) is not None:

@@ -6,6 +6,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from ..command_line import UsageError, nearest
@@ -43,7 +44,7 @@ class Sweep:
         self.config, self.output = config, output.resolve()
         self.folder = self.output / "sweeps" / config.name
         self.failures: list[str] = []
-        self.say: Callable[[str], None] = print
+        self.say: Callable[[str], None] = partial(print, flush=True)
         self._finished = 0
         self.trials = Trials(config, self.folder, seed, model_parameters(), cap)
         for trial in self.trials.drawn():
@@ -115,11 +116,15 @@ def check_trials(config: SweepConfig, output: Path) -> None:
 
 def run_here(sweep: Sweep) -> None:
     """Every trial in this process, one after the other."""
+    from kvcompress import KVCompressError
+
     evaluator = Evaluator()
     while (trial := sweep.trials.next()) is not None:
         try:
             evaluator.evaluate(trial.parameters, sweep.output)
             sweep.finish(trial)
+        except (UsageError, KVCompressError, EvaluationFailed) as error:
+            sweep.fail(trial, error)
         except Exception as error:  # one trial that needs too much memory must not end a night's sweep
             traceback.print_exc()
             sweep.fail(trial, error)

@@ -399,7 +399,7 @@ def test_each_trial_of_a_local_sweep_is_one_offline_run(fake, tmp_path, offline,
     assert [items["accuracy"] for items in run["history"]] == [0.2]
 
 
-def test_wrong_flags_and_commands_are_errors(tmp_path, capsys):
+def test_wrong_flags_and_commands_are_errors(monkeypatch, capsys):
     def error(*arguments):
         assert command.main(list(arguments)) == 2
         return capsys.readouterr().err.splitlines()[-1]
@@ -409,6 +409,10 @@ def test_wrong_flags_and_commands_are_errors(tmp_path, capsys):
     assert error("run", "a.yaml", "--workers", "2") == "error: --workers and --cpus-per-trial are for --ray"
     assert error("run", "none.yaml").startswith("error: sweep file 'none.yaml' cannot be read")
     assert error("run", "a.yaml", "limit").startswith("error: 'limit' is not --name=value")
+    monkeypatch.setenv("NUM_PROCESSES", "2")
+    assert error("run", "a.yaml", "--ray", "local").startswith(
+        "error: NUM_PROCESSES=2 with --ray: a trial on Ray is one"
+    )
 
 
 # -- killed

@@ -122,6 +122,30 @@ def test_a_cluster_on_which_no_worker_starts_ends_the_sweep(pool):
         pool.run()
 
 
+def test_a_sweep_that_is_finished_needs_no_cluster(monkeypatch):
+    monkeypatch.setattr(ray_cluster.ray, "init", lambda **settings: pytest.fail("a cluster was started"))
+    ray_cluster.run_on_ray(SimpleNamespace(trials=SimpleNamespace(left=0)), "local")
+
+
+def test_a_cluster_that_is_not_there_is_an_error_that_names_it(monkeypatch):
+    def init(**settings):
+        raise ConnectionError("Failed to connect\nto Ray")
+
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
+    with pytest.raises(
+        EvaluationFailed, match="Ray cluster 'host:1': Failed to connect to Ray; where the cluster asks"
+    ):
+        ray_cluster.run_on_ray(SimpleNamespace(trials=SimpleNamespace(left=1)), "host:1")
+
+
+def test_a_worker_process_reads_its_environment_before_it_imports_the_hubs_client():
+    code = "import sys, lmms_eval_plugins.sweep.ray_cluster; print('huggingface_hub' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
+    )
+    assert done.stdout.split() == [b"False"]
+
+
 # -- a real cluster on this machine
 
 
