@@ -132,11 +132,12 @@ def test_a_method_that_watches_the_tower_runs_it(checkpoint, monkeypatch):
 def test_another_prompt_is_not_taken_for_a_known_one(lm_of_tiny):
     lm = lm_of_tiny
     one, other = {"text": "what word?", "images": [image(1)]}, {"text": "what word?", "images": [image(2)]}
-    (expected,), _ = grid(lm, [other], [{}])
-    grid(lm, [one], [{}])
-    (answers,), (rows,) = grid(lm, [{**one, "text": "what number?"}, other], [{}])
-    assert answers[1] == expected[0]
-    assert [row["vision_is_known"] for row in rows] == [False, True]
+    lm.prepared.begin([])
+    known = [
+        grid(lm, [doc], [{}])[1][0][0]["vision_is_known"]
+        for doc in (one, other, {**one, "text": "what number?"}, one, other)
+    ]
+    assert known == [False, False, False, True, True]
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +206,16 @@ def test_the_towers_hidden_states_do_not_stay_in_memory(checkpoint):
         assert seen.get("hidden_states") is None
         assert len(seen.deepstack_features) == 2
     assert "get_image_features" not in vars(lm.model.base_model)
+
+
+def test_a_video_is_one_call_where_it_is_encoded_as_images(checkpoint, docs):
+    """Else its seconds would count twice."""
+    lm = load(checkpoint("qwen3-vl"))
+    inputs = lm._prepare(requests(lm, [docs[3]])).inputs
+    with VisionTower(lm.model, {}) as tower:
+        lm.model.base_model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"])
+    assert list(tower.calls) == [("video", 0)]
+    assert tower.seconds == tower.spent_s
 
 
 # -- the store
