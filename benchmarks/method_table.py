@@ -20,6 +20,7 @@ import time
 from abc import ABC
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -96,8 +97,10 @@ class Cell:
         return f"{self.protocol.name} {self.method} {self.ratio} {options} {code}"
 
 
+@cache
 def method_code(method: str) -> str:
-    """Hash of the files that define the method: its class and those that it derives from."""
+    """Hash of the files that define the method: its class and those that it derives from. Taken once: a file that
+    changes later is not what runs."""
     parents = set(kvcompress.list_methods()[method].cls.__mro__) - {Method, KVCluster, TokenMethod, ABC, object}
     return code_identity(*sorted({Path(inspect.getfile(cls)) for cls in parents}))
 

@@ -96,8 +96,12 @@ def test_a_cell_is_another_when_its_options_its_protocol_or_its_methods_code_cha
     ]
     assert cell.key not in [other.key for other in others]
     key = cell.key
-    monkeypatch.setattr(method_table, "code_identity", lambda *files: "another")
-    assert cell.key != key
+    with monkeypatch.context() as patch:
+        patch.setattr(method_table, "code_identity", lambda *files: "another")
+        assert cell.key == key  # what this process runs is what it imported
+        method_table.method_code.cache_clear()
+        assert cell.key != key
+    method_table.method_code.cache_clear()
 
 
 def test_methods_that_cannot_be_replayed_take_the_ordinary_path(task, tmp_path):
