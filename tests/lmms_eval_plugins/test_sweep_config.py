@@ -26,7 +26,7 @@ def write(path: Path, **changes) -> Path:
         },
         **changes,
     }
-    path.write_text(yaml.safe_dump({key: value for key, value in sweep.items() if value is not None}))
+    path.write_text(yaml.safe_dump({key: value for key, value in sweep.items() if value is not None}, sort_keys=False))
     return path
 
 
