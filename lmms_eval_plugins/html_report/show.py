@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from lmms_eval.api.instance import Instance
 from PIL import Image, UnidentifiedImageError
+from tqdm import tqdm
 
 from kvcompress import KVCompressError
 
@@ -61,6 +62,7 @@ def main(arguments: list[str]) -> None:
         set_offline(request)
         model_arguments, cells = check_arguments(request)
         lm = load_model(model_arguments)
+        lm.progress_bar = lambda total: tqdm(total=total, disable=True)
     except (UsageError, EvaluationFailed) as error:
         raise KVCompressError(str(error)) from error
     answers = [answer(lm, image, given.question, cell, options) for cell, options in cells]
