@@ -110,6 +110,7 @@ CASES = [
         "internvl",
         "qwen2-vl",
         "qwen2.5-vl",
+        "qwen3-vl",
     )
     for size in ((120, 80), (60, 150))
 ]
