@@ -26,7 +26,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .command_line import DEFAULT_SEEDS, Request, UsageError, nearest, parse
-from .results import Cell, code_identity, files_identity, incomplete_reason, new_cell, overlays_asked, write_cell
+from .results import (
+    Cell,
+    class_identity,
+    code_identity,
+    files_identity,
+    incomplete_reason,
+    new_cell,
+    overlays_asked,
+    write_cell,
+)
 
 if TYPE_CHECKING:
     from lmms_eval.api.task import Task
@@ -307,9 +316,12 @@ def working_directory(path: Path | None) -> Iterator[None]:
 
 def fingerprint(cell: Cell, arguments: "ModelArguments", options: dict, data: dict[str, Any]) -> dict[str, Any]:
     """What a cell's numbers depend on: a cell on disk counts only while all of it is the same."""
+    import kvcompress
+
     plugin = Path(__file__).parent
     core = plugin.parent / "kvcompress"
     model = Path(arguments.pretrained)
+    method = kvcompress.list_methods()[cell.method].cls
     return {
         **asdict(cell),
         "options": options,
@@ -317,7 +329,8 @@ def fingerprint(cell: Cell, arguments: "ModelArguments", options: dict, data: di
         "data": data,
         "code": code_identity(
             core, *(plugin / name for name in ("model.py", "media.py", "prepared.py", "llava_next.py"))
-        ),
+        )
+        + class_identity(method, but_packages=("kvcompress", "lmms_eval_plugins")),
     }
 
 

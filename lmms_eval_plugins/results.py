@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 RESULTS_FILE = "results.json"
@@ -112,6 +113,33 @@ def code_identity(*packages_or_files: Path) -> str:
 
 
 # ---- writing and reading
+
+
+def class_identity(cls: type, but_packages: tuple[str, ...]) -> str:
+    """Hash of what a class does, where it and its parents are defined outside of some packages: in a notebook or a file
+    of one's own. Empty where none is."""
+    own = [each for each in cls.__mro__ if each.__module__.split(".")[0] not in (*but_packages, "builtins", "abc")]
+    if not own:
+        return ""
+    ignored = ("__doc__", "__module__", "__qualname__", "__firstlineno__")
+    content = [
+        [name, _content(value), repr(getattr(value, "__defaults__", None))]
+        for each in own
+        for name, value in sorted(vars(each).items())
+        if name not in ignored
+    ]
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+
+def _content(value: Any) -> Any:
+    """A function's or property's instructions, without file names and line numbers; plain values as they are."""
+    if isinstance(value, property):
+        value = value.fget
+    value = getattr(value, "__func__", value)
+    code = getattr(value, "__code__", value)
+    if isinstance(code, CodeType):
+        return [code.co_code, code.co_names, [_content(constant) for constant in code.co_consts]]
+    return value if isinstance(value, bool | int | float | str | tuple | None) else type(value).__name__
 
 
 def incomplete_reason(folder: Path, fingerprint: dict[str, Any]) -> str | None:

@@ -132,3 +132,20 @@ def test_code_identity_ignores_comments_and_sees_code(tmp_path):
     assert results.code_identity(tmp_path) == before
     source.write_text("x = 2\n")
     assert results.code_identity(tmp_path) != before
+
+
+def own_class(source: str, line: int = 0) -> type:
+    """A class that is defined in no file, as in a notebook."""
+    namespace = {"__name__": "__main__"}
+    exec("\n" * line + source, namespace)
+    return namespace["Own"]
+
+
+def test_class_identity_sees_the_code_of_a_class_of_ones_own_and_not_its_place():
+    source = "class Own:\n    kept = 3\n    def score(self, keys, scale=2):\n        return keys * scale + 1\n"
+    before = results.class_identity(own_class(source), ("kvcompress",))
+    assert results.class_identity(own_class(source, line=7), ("kvcompress",)) == before
+    for change in (("+ 1", "+ 2"), ("+ 1", "- 1"), ("kept = 3", "kept = 4"), ("scale=2", "scale=3"), ("* scale", "")):
+        assert results.class_identity(own_class(source.replace(*change)), ("kvcompress",)) != before
+    assert results.class_identity(list, ("kvcompress",)) == ""
+    assert results.class_identity(results.Cell, ("lmms_eval_plugins",)) == ""
