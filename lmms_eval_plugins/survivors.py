@@ -301,8 +301,8 @@ def record(
     return {
         "layers": list(kept),
         "kv_heads": stored.shape[1],
-        "vision": _packed(stored[..., vision.numpy()]),
-        "text": _packed(stored[..., ~vision.numpy()]),
+        "vision": packed_bits(stored[..., vision.numpy()]),
+        "text": packed_bits(stored[..., ~vision.numpy()]),
         "pieces": [lm.tokenizer.decode([token]) for token in ids[real].cpu()[~vision].tolist()],
         "images": images,
     }
@@ -317,7 +317,7 @@ def jpeg(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def _packed(mask: np.ndarray) -> dict[str, Any]:
+def packed_bits(mask: np.ndarray) -> dict[str, Any]:
     """A bool array (layers, heads, tokens): its shape, and its bits in C order, deflated, in base64."""
     bits = np.packbits(mask, bitorder="little").tobytes()
     return {"shape": list(mask.shape), "bits": base64.b64encode(zlib.compress(bits, 9)).decode()}

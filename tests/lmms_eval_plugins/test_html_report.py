@@ -14,7 +14,7 @@ from kvcompress.__main__ import main
 from lmms_eval_plugins import evaluate, results
 from lmms_eval_plugins.html_report import data, tables
 from lmms_eval_plugins.results import Cell
-from lmms_eval_plugins.survivors import _packed, jpeg, read_survivors, write_survivors
+from lmms_eval_plugins.survivors import jpeg, packed_bits, read_survivors, write_survivors
 
 TASK, LAYERS, HEADS, SIDE, QUESTIONS = "signs_val", 3, 2, 4, 25
 SCORES = {("full", 1.0): 1.0, ("snapkv", 0.5): 0.96, ("snapkv", 0.1): 0.4, ("random", 0.5): 0.6, ("random", 0.1): 0.08}
@@ -32,7 +32,7 @@ def entry(doc_id, ratio):
     picture = Image.fromarray(pixels)
     return {
         "task": TASK, "doc_id": doc_id, "layers": list(range(LAYERS)), "kv_heads": HEADS,
-        "vision": _packed(kept), "text": _packed(np.ones((LAYERS, HEADS, 2), dtype=bool)), "pieces": ["what", "?\n"],
+        "vision": packed_bits(kept), "text": packed_bits(np.ones((LAYERS, HEADS, 2), dtype=bool)), "pieces": ["what", "?\n"],
         "images": [{
             "jpeg": base64.b64encode(jpeg(picture)).decode(), "size": [60, 40],
             "layout": {"start": 0, "tokens": SIDE * SIDE, "views": [view], "note": ""},
