@@ -32,7 +32,8 @@ def entry(doc_id, ratio):
     picture = Image.fromarray(pixels)
     return {
         "task": TASK, "doc_id": doc_id, "layers": list(range(LAYERS)), "kv_heads": HEADS,
-        "vision": packed_bits(kept), "text": packed_bits(np.ones((LAYERS, HEADS, 2), dtype=bool)), "pieces": ["what", "?\n"],
+        "vision": packed_bits(kept), "text": packed_bits(np.ones((LAYERS, HEADS, 2), dtype=bool)),
+        "pieces": ["what", "?\n"],
         "images": [{
             "jpeg": base64.b64encode(jpeg(picture)).decode(), "size": [60, 40],
             "layout": {"start": 0, "tokens": SIDE * SIDE, "views": [view], "note": ""},
