@@ -79,6 +79,8 @@ def sums_on_the_way(base: str, module: torch.nn.Module, query, mask, layer, kwar
     makes them, on a CPU in fp32, and the attention is causal and nothing else."""
     if not layer.policy.observes_all or base != "sdpa" or mask is not None or query.shape[2] == 1:
         return False
+    if layer.keeps_all:  # unscored; and the base's own attention is then the model's, bit for bit
+        return False
     is_causal = kwargs.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     is_plain = is_causal and not kwargs.get("dropout") and has_plain_weights(kwargs)

@@ -1,13 +1,15 @@
 """`CompressedCache`: a transformers cache whose layers compress each prompt as it is stored."""
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import NoReturn
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from .chunk import Chunk
 from .errors import KVCompressError
@@ -20,6 +22,15 @@ from .rotary import Rotary
 @cache
 def _say_once(message: str) -> None:
     logging.getLogger("kvcompress").warning(message)
+
+
+def _states(layer: CacheLayerMixin | LinearAttentionCacheLayerMixin) -> list[torch.Tensor]:
+    """What a layer of transformers' own holds."""
+    states = []
+    for name in ("keys", "values", "conv_states", "recurrent_states"):
+        state = getattr(layer, name, None)
+        states += state.values() if isinstance(state, dict) else [state]
+    return [state for state in states if state is not None]
 
 
 class CompressedCache(DynamicCache):
@@ -51,7 +62,13 @@ class CompressedCache(DynamicCache):
             raise KVCompressError(f"cache_implementation={kind!r} needs max_new_tokens=: the room of its fixed shapes")
         super().__init__(config=config)
         self.config = config
-        full_attention = [layer_idx for layer_idx, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
+        # Their keys are an image's, not the text's: transformers' cache does not tell them apart (Llama 3.2 Vision).
+        cross_attention = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
+        full_attention = [
+            layer_idx
+            for layer_idx, layer in enumerate(self.layers)
+            if type(layer) is DynamicLayer and layer_idx not in cross_attention
+        ]
         for place, layer_idx in enumerate(full_attention):
             layer = CompressedLayer(layer_idx, place, len(full_attention), self.policy, max_new_tokens)
             self.layers[layer_idx] = layer
@@ -61,8 +78,18 @@ class CompressedCache(DynamicCache):
                 f"{config.model_type}: {len(self.layers) - compressed} of {len(self.layers)} layers have no full "
                 "attention (sliding windows and the like); they keep transformers' own cache, uncompressed"
             )
+            if self.policy.engine.first_token == "compressed":
+                self._needs_full_attention("first_token='compressed', which feeds a token twice,")
+            if self.policy.cluster.second_pass:
+                self._needs_full_attention(f"method {self.policy.method!r}, which reads the prompt twice,")
         if not compressed:
             raise KVCompressError(f"a {config.model_type} model has no layer with full attention: nothing to compress")
+
+    def _needs_full_attention(self, what: str) -> NoReturn:
+        raise KVCompressError(
+            f"{what} needs a model whose layers all have full attention: {self.config.model_type} has sliding windows, "
+            "cross-attention or the like"
+        )
 
     def start(
         self,
@@ -128,9 +155,16 @@ class CompressedCache(DynamicCache):
     def reuse(self) -> Iterator["CompressedCache"]:
         """What is generated inside starts from what the cache holds now; afterwards it holds exactly that again."""
         saved = [layer.snapshot() for layer in self.compressed_layers]
+        others = {
+            layer_idx: copy.deepcopy(layer)
+            for layer_idx, layer in enumerate(self.layers)
+            if not isinstance(layer, CompressedLayer)
+        }
         try:
             yield self
         finally:
+            for layer_idx, layer in others.items():
+                self.layers[layer_idx] = layer
             for layer, state in zip(self.compressed_layers, saved, strict=True):
                 layer.restore(state)
 
@@ -145,11 +179,11 @@ class CompressedCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes really allocated for keys, values and their index, spare room included."""
+        """Bytes really allocated for keys, values, their index and other layers' states, spare room included."""
         return sum(
             layer.nbytes
             if isinstance(layer, CompressedLayer)
-            else sum(t.untyped_storage().nbytes() for t in (layer.keys, layer.values) if t is not None)
+            else sum(state.untyped_storage().nbytes() for state in _states(layer))
             for layer in self.layers
         )
 

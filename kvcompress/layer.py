@@ -97,6 +97,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = self.values = key_states.new_empty(0)  # Llama 3.2 Vision asks every layer for its size
         self.is_initialized = True
 
     @property
@@ -501,6 +502,11 @@ class CompressedLayer(CacheLayerMixin):
         if isinstance(self.storage, (DenseStorage, StaticStorage, OffloadedStorage)):
             return self.storage.is_whole
         return self.storage is None
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the staged prompt is going to be stored as it is, unscored."""
+        return self._budgets(self.chunk) == self.chunk.context and self._is_whole and not self.policy.accumulates
 
     def _store_whole(self, keys, values, pads: torch.Tensor | None, memory: torch.Tensor | None) -> None:
         if memory is not None and self.storage is not None:

@@ -5,6 +5,9 @@ model = family.build()                                         # fp32, eval, the
 inputs = family.inputs(model, lengths=[17, 30], images=[1, 0])  # left-padded, as a processor would
 model.generate(**inputs)
 model(**family.solo(inputs, row=0))                            # row 0 alone, without its padding
+
+FAMILIES are those that the property tests draw from; MORE_FAMILIES have the same interface and tests of their own
+(tests/kvcompress/test_family_table.py).
 """
 
 from __future__ import annotations
@@ -17,14 +20,27 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    Gemma3Config,
+    Idefics3Config,
     InternVLConfig,
     LlamaConfig,
+    LlavaConfig,
+    LlavaNextConfig,
+    LlavaNextVideoConfig,
     LlavaOnevisionConfig,
+    MiniCPMV4_6Config,
+    MistralConfig,
+    MllamaConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
+    Qwen2AudioConfig,
     Qwen2Config,
     Qwen2VLConfig,
+    Qwen3Config,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+    SmolVLMConfig,
 )
 
 HEAD_DIM = 16
@@ -47,19 +63,46 @@ LLAVA_PLAIN_TOKENS = 4 + 1  # one of several images in a row: no anyres, one new
 # InternVL: 24 x 24 pixels are 6 x 6 patches, shuffled down to 3 x 3.
 INTERNVL_IMAGE = 24
 INTERNVL_TOKENS = 9
+# The families below see images of 8 x 8 pixels in patches of 4 x 4 (or 2 x 2, merged 2 x 2 by the model): 4 tokens.
+SMALL_IMAGE = 8
+SMALL_TOKENS = 4
+# Idefics3 and SmolVLM: 16 x 16 pixels are 4 x 4 patches, shuffled down to 2 x 2.
+IDEFICS_IMAGE = 16
+# MiniCPM-V: 8 x 8 patches of 4 x 4 pixels in one row, merged twice 2 x 2.
+MINICPM_GRID = (8, 8)
+MINICPM_PATCH = 4
+# Qwen2-Audio: a recording of 16 mel frames becomes 8, then 4 tokens.
+MEL_BINS = 8
+MEL_FRAMES = 16
+AUDIO_TOKENS = 4
+
+TOKENS_PER_IMAGE = {
+    "qwen": QWEN_TOKENS,
+    "qwen3": QWEN_TOKENS,
+    "internvl": INTERNVL_TOKENS,
+    "llava-next": LLAVA_ANYRES_TOKENS,
+    "small": SMALL_TOKENS,
+    "gemma3": SMALL_TOKENS,
+    "idefics": SMALL_TOKENS,
+    "minicpm": SMALL_TOKENS,
+    "mllama": 1,  # cross-attention sees the image; the decoder sees a mark
+    "audio": AUDIO_TOKENS,
+}
 
 
 @dataclass(frozen=True)
 class Family:
     """One model family: how its tiny model is configured, and which tensors carry its images.
 
-    name: key in FAMILIES; make_config: text settings -> config of the whole model;
-    image_format: "", "qwen", "qwen3", "llava" or "internvl" (which tensors hold the images).
+    name: key in FAMILIES or MORE_FAMILIES; make_config: text settings -> config of the whole model;
+    image_format: which tensors hold the images (recordings for "audio"): "" or "llava" or a key of TOKENS_PER_IMAGE;
+    layers: of the decoder, unless `build` is asked for another number.
     """
 
     name: str
     make_config: Callable[[dict], object]
     image_format: str = ""
+    layers: int = 3
 
     @property
     def is_vlm(self) -> bool:
@@ -67,19 +110,20 @@ class Family:
 
     def build(
         self,
-        num_hidden_layers: int = 3,
+        num_hidden_layers: int | None = None,
         num_attention_heads: int = 4,
         num_key_value_heads: int = 2,
         seed: int = 0,
     ) -> PreTrainedModel:
         """The model, cached by these arguments: callers leave it as they found it."""
-        return _build(self.name, num_hidden_layers, num_attention_heads, num_key_value_heads, seed)
+        layers = self.layers if num_hidden_layers is None else num_hidden_layers
+        return _build(self.name, layers, num_attention_heads, num_key_value_heads, seed)
 
     def image_tokens(self, images: int) -> int:
         """Number of image tokens that each image takes in a row that holds `images` images."""
         if self.image_format == "llava":
             return LLAVA_ANYRES_TOKENS if images == 1 else LLAVA_PLAIN_TOKENS
-        return INTERNVL_TOKENS if self.image_format == "internvl" else QWEN_TOKENS
+        return TOKENS_PER_IMAGE[self.image_format]
 
     def inputs(
         self,
@@ -109,8 +153,12 @@ class Family:
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if self.image_format.startswith("qwen"):
             inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
+        if self.image_format == "gemma3":
+            inputs["token_type_ids"] = (input_ids == IMAGE).long()
         if any(images):
             inputs |= self._pixels(images, generator)
+        if self.image_format == "mllama" and any(images):
+            inputs["cross_attention_mask"] = _cross_attention_mask(input_ids, attention_mask, max(images))
         return {name: tensor.to(model.device) for name, tensor in inputs.items()}
 
     def solo(self, inputs: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
@@ -120,12 +168,19 @@ class Family:
         first, last = int(images[:row].sum()), int(images[: row + 1].sum())
         solo = {}
         for name, tensor in inputs.items():
-            if name in ("input_ids", "attention_mask", "mm_token_type_ids"):
+            if name in ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "cross_attention_mask"):
                 solo[name] = tensor[row : row + 1, real]
+            elif self.image_format == "mllama":  # a row without images attends to empty ones, as in its batch
+                solo[name] = tensor[row : row + 1]
             elif last == first:
                 continue  # a text-only row has no image tensors
             elif name == "batch_num_images":
                 solo[name] = tensor[row : row + 1]
+            elif self.image_format == "idefics":
+                solo[name] = tensor[row : row + 1, : last - first]
+            elif self.image_format == "minicpm" and name == "pixel_values":  # all patches lie in one row
+                per_image = tensor.shape[-1] // int(images.sum())
+                solo[name] = tensor[..., first * per_image : last * per_image]
             else:
                 per_image = tensor.shape[0] // int(images.sum())  # Qwen-VL has one row of pixels per patch
                 solo[name] = tensor[first * per_image : last * per_image]
@@ -166,12 +221,42 @@ class Family:
             }
         if self.image_format == "internvl":
             return {"pixel_values": noise(count, 3, INTERNVL_IMAGE, INTERNVL_IMAGE)}
+        if self.image_format in ("small", "gemma3"):
+            return {"pixel_values": noise(count, 3, SMALL_IMAGE, SMALL_IMAGE)}
+        if self.image_format == "llava-next":
+            sizes = torch.tensor([LLAVA_IMAGE_SIZE] * count)
+            return {"pixel_values": noise(count, 3, 3, LLAVA_TILE, LLAVA_TILE), "image_sizes": sizes}
+        if self.image_format == "idefics":  # rows with fewer images are filled up with zeros
+            shown = torch.arange(max(images)) < torch.tensor(images)[:, None]
+            pixels = noise(len(images), max(images), 3, IDEFICS_IMAGE, IDEFICS_IMAGE)
+            return {"pixel_values": pixels * shown[:, :, None, None, None]}
+        if self.image_format == "minicpm":
+            height, width = MINICPM_GRID
+            pixels = noise(1, 3, MINICPM_PATCH, count * height * width * MINICPM_PATCH)
+            return {"pixel_values": pixels, "target_sizes": torch.tensor([MINICPM_GRID] * count)}
+        if self.image_format == "audio":
+            mask = torch.ones(count, MEL_FRAMES, dtype=torch.long)
+            return {"input_features": noise(count, MEL_BINS, MEL_FRAMES), "feature_attention_mask": mask}
+        if self.image_format == "mllama":  # one tile per image; 0 is the aspect ratio of no image
+            shown = torch.arange(max(images)) < torch.tensor(images)[:, None]
+            pixels = noise(len(images), max(images), 1, 3, SMALL_IMAGE, SMALL_IMAGE)
+            return {
+                "pixel_values": pixels * shown[:, :, None, None, None, None],
+                "aspect_ratio_ids": shown.long(),
+                "aspect_ratio_mask": shown.long()[..., None],
+            }
         frames, height, width = QWEN_GRID
         patch = 16 if self.image_format == "qwen3" else 14
         return {
             "pixel_values": noise(count * frames * height * width, 3 * 2 * patch * patch),
             "image_grid_thw": torch.tensor([QWEN_GRID] * count),
         }
+
+
+def _cross_attention_mask(input_ids: torch.Tensor, attention_mask: torch.Tensor, images: int) -> torch.Tensor:
+    """Mllama's (batch, columns, images, 1 tile): a token sees the images whose marks stand before it, or are it."""
+    seen = (input_ids == IMAGE).cumsum(1)[..., None] > torch.arange(images)
+    return (seen & attention_mask[..., None].bool()).long()[..., None]
 
 
 @lru_cache(maxsize=32)
@@ -189,8 +274,11 @@ def _build(name: str, layers: int, heads: int, kv_heads: int, seed: int) -> PreT
         "eos_token_id": None,  # generation always runs to max_new_tokens
         "pad_token_id": PAD,
     }
-    config = FAMILIES[name].make_config(text)
-    auto = AutoModelForImageTextToText if FAMILIES[name].is_vlm else AutoModelForCausalLM
+    family = (FAMILIES | MORE_FAMILIES)[name]
+    config = family.make_config(text)
+    auto = AutoModelForImageTextToText if family.is_vlm else AutoModelForCausalLM
+    if family.image_format == "audio":
+        auto = AutoModelForMultimodalLM
     with torch.random.fork_rng():
         model = auto.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
     _randomize(model, torch.Generator().manual_seed(seed))
@@ -213,6 +301,8 @@ def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
             weight.normal_(std=weight[0].numel() ** -0.5, generator=generator)
         elif name.endswith("bias"):
             weight.normal_(std=0.1, generator=generator)
+        elif name.endswith("gate"):
+            weight.fill_(0.7)  # Mllama starts with closed gates: no image would be seen
         if name.endswith(("q_proj.weight", "q_norm.weight")):
             weight.mul_(3.0)  # attention logits of standard deviation 3
         if name.endswith("k_norm.weight"):
@@ -328,6 +418,173 @@ def _internvl(text: dict) -> InternVLConfig:
     )
 
 
+def _qwen3(text: dict) -> Qwen3Config:
+    return Qwen3Config(**text, head_dim=HEAD_DIM)
+
+
+def _mistral(text: dict) -> MistralConfig:
+    return MistralConfig(**text, sliding_window=None)  # as from version 0.2 on
+
+
+def _small_tower(model_type: str, **extra: object) -> dict:
+    """A vision tower that makes 2 x 2 patches of an image of 8 x 8 pixels."""
+    return {
+        "model_type": model_type,
+        "hidden_size": VISION_HIDDEN,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": SMALL_IMAGE,
+        "patch_size": SMALL_IMAGE // 2,
+        **extra,
+    }
+
+
+def _llava(text: dict) -> LlavaConfig:
+    return LlavaConfig(
+        text_config={"model_type": "llama", **text},
+        vision_config=_small_tower("clip_vision_model"),
+        image_token_index=IMAGE,
+        image_seq_length=SMALL_TOKENS,
+    )
+
+
+def _llava_next(text: dict) -> LlavaNextConfig:
+    return LlavaNextConfig(
+        text_config={"model_type": "mistral", "sliding_window": None, **text},
+        vision_config=_small_tower("clip_vision_model"),
+        image_token_index=IMAGE,
+        image_grid_pinpoints=[[LLAVA_TILE, 2 * LLAVA_TILE], [2 * LLAVA_TILE, LLAVA_TILE]],
+    )
+
+
+def _llava_next_video(text: dict) -> LlavaNextVideoConfig:
+    return LlavaNextVideoConfig(
+        text_config={"model_type": "llama", **text},
+        vision_config=_small_tower("clip_vision_model"),
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        image_grid_pinpoints=[[LLAVA_TILE, 2 * LLAVA_TILE], [2 * LLAVA_TILE, LLAVA_TILE]],
+    )
+
+
+def _qwen3_vl_moe(text: dict) -> Qwen3VLMoeConfig:
+    dense = _qwen3_vl(text).to_dict()
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False}
+    skip = ("model_type", "architectures", "dtype")
+    return Qwen3VLMoeConfig(
+        text_config={**{k: v for k, v in dense["text_config"].items() if k not in skip}, **experts},
+        vision_config={k: v for k, v in dense["vision_config"].items() if k not in skip},
+        **_qwen_vl_ids(),
+    )
+
+
+def _idefics(config: type, text: dict) -> SmolVLMConfig | Idefics3Config:
+    tower = _small_tower("", image_size=IDEFICS_IMAGE, patch_size=IDEFICS_IMAGE // 4)
+    del tower["model_type"]
+    return config(
+        text_config={"model_type": "llama", **text},
+        vision_config=tower,
+        image_token_id=IMAGE,
+        scale_factor=2,
+    )
+
+
+def _smolvlm(text: dict) -> SmolVLMConfig:
+    return _idefics(SmolVLMConfig, text)
+
+
+def _idefics3(text: dict) -> Idefics3Config:
+    return _idefics(Idefics3Config, text)
+
+
+def _gemma3(text: dict) -> Gemma3Config:
+    """Every other layer sees the last 12 tokens only."""
+    kinds = ["sliding_attention", "full_attention"]
+    return Gemma3Config(
+        text_config={
+            **text,
+            "head_dim": HEAD_DIM,
+            "query_pre_attn_scalar": HEAD_DIM,
+            "sliding_window": 12,
+            "layer_types": [kinds[i % 2] for i in range(text["num_hidden_layers"])],
+        },
+        vision_config=_small_tower("siglip_vision_model", vision_use_head=False),
+        mm_tokens_per_image=SMALL_TOKENS,
+        image_token_index=IMAGE,
+        boi_token_index=VISION_START,
+        eoi_token_index=VISION_END,
+        tie_word_embeddings=False,
+    )
+
+
+def _mllama(text: dict) -> MllamaConfig:
+    """Layer 1 attends to the images, the others to the text."""
+    return MllamaConfig(
+        text_config={**text, "bos_token_id": PAD, "cross_attention_layers": [1]},
+        vision_config={
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_global_layers": 1,
+            "attention_heads": 2,
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 2 * VISION_HIDDEN,
+            "image_size": SMALL_IMAGE,
+            "patch_size": SMALL_IMAGE // 2,
+            "max_num_tiles": 1,
+            "supported_aspect_ratios": [[1, 1]],
+        },
+        image_token_index=IMAGE,
+    )
+
+
+def _minicpm_v(text: dict) -> MiniCPMV4_6Config:
+    """The language model is Qwen3.5: every other layer here is a linear attention, which has no keys to evict."""
+    kinds = ["linear_attention", "full_attention"]
+    return MiniCPMV4_6Config(
+        text_config={
+            "model_type": "qwen3_5_text",
+            **text,
+            "head_dim": HEAD_DIM,
+            "layer_types": [kinds[i % 2] for i in range(text["num_hidden_layers"])],
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "rope_parameters": _mrope(2, 1, 1, partial_rotary_factor=0.5),
+        },
+        vision_config={
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": MINICPM_PATCH * MINICPM_GRID[0],
+            "patch_size": MINICPM_PATCH,
+        },
+        insert_layer_id=0,
+        image_size=MINICPM_PATCH * MINICPM_GRID[0],
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+    )
+
+
+def _qwen2_audio(text: dict) -> Qwen2AudioConfig:
+    return Qwen2AudioConfig(
+        text_config={"model_type": "qwen2", **text},
+        audio_config={
+            "model_type": "qwen2_audio_encoder",
+            "num_mel_bins": MEL_BINS,
+            "d_model": VISION_HIDDEN,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 64,
+            "max_source_positions": MEL_FRAMES // 2,
+        },
+        audio_token_index=IMAGE,
+    )
+
+
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
@@ -338,6 +595,23 @@ FAMILIES: dict[str, Family] = {
         Family("qwen2.5-vl", _qwen2_5_vl, "qwen"),
         Family("qwen3-vl", _qwen3_vl, "qwen3"),
         Family("internvl", _internvl, "internvl"),
+    )
+}
+MORE_FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family("qwen3", _qwen3),
+        Family("mistral", _mistral),
+        Family("llava-1.5", _llava, "small"),
+        Family("llava-next", _llava_next, "llava-next"),
+        Family("llava-next-video", _llava_next_video, "llava-next"),
+        Family("qwen3-vl-moe", _qwen3_vl_moe, "qwen3"),
+        Family("smolvlm", _smolvlm, "idefics"),
+        Family("idefics3", _idefics3, "idefics"),
+        Family("gemma3", _gemma3, "gemma3", layers=4),
+        Family("mllama", _mllama, "mllama", layers=4),
+        Family("minicpm-v", _minicpm_v, "minicpm", layers=4),
+        Family("qwen2-audio", _qwen2_audio, "audio"),
     )
 }
 VLM_FAMILIES: dict[str, Family] = {name: family for name, family in FAMILIES.items() if family.is_vlm}
