@@ -1,7 +1,7 @@
 """What is known of a prompt before its forward pass: lengths, padding, vision tokens, where the question begins."""
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedConfig
@@ -38,6 +38,25 @@ class Chunk:
     row_seeds: tuple[int, ...]
     frame_tokens: tuple[int, ...] = ()
     source: torch.Tensor | None = None
+
+    def columns_from(self, start: int, stop: int) -> "Chunk":
+        """These columns alone, as a chunk of a prompt that is processed in several (`scope` is the prompt)."""
+        pads = [min(max(self.columns - length - start, 0), stop - start) for length in self.lengths]
+        lengths = [stop - start - n for n in pads]
+        vision, counts = None, []
+        if self.vision is not None:
+            vision = self.vision[:, start:stop]
+            counts = vision.sum(1).tolist()
+        padding = None if not any(pads) else torch.tensor(pads, device=self.padding.device)[:, None]
+        return replace(
+            self,
+            columns=stop - start,
+            lengths=lengths,
+            padding=padding,
+            vision=vision,
+            vision_lengths=counts,
+            context=lengths,
+        )
 
     @classmethod
     def of(

@@ -16,6 +16,7 @@ from .attention import PREFIX, register_attention
 from .cache import CompressedCache
 from .errors import KVCompressError
 from .policy import make_policy
+from .prefill import feed_in_chunks
 from .pruning import prune
 from .rotary import rotary_embeddings, watch_rotary
 from .second_pass import DecoderInputs, read_again
@@ -124,6 +125,8 @@ class Session:
         if cache.policy.cluster.second_pass and self._is_prompt:
             note = text_decoder(model).register_forward_pre_hook(self._note_decoder_inputs, with_kwargs=True)
             self._of_pass.append(note)
+        if cache.policy.engine.prefill_chunk is not None and self._is_prompt:
+            self._of_pass += feed_in_chunks(text_decoder(model), cache)
         kwargs["past_key_values"] = self.cache = cache
         return (), kwargs
 

@@ -292,6 +292,10 @@ class CompressedLayer(CacheLayerMixin):
             columns = chunk.source[:, None].expand(keys.shape[:3])
             self._settle(chunk, Kept(keys, values, columns), uniform=chunk.padding is None)
             return
+        if self.policy.engine.prefill_chunk is not None and self.storage is not None:
+            self._join(queries, keys, values, chunk, scaling, module)
+            self.rotary = None
+            return
         budgets = self._budgets(chunk)
         prompt = self._prompt(chunk, budgets, scaling, module, keys.device)
         if self.policy.decode is not None:
@@ -424,17 +428,71 @@ class CompressedLayer(CacheLayerMixin):
             for length, images in zip(chunk.context, chunk.vision_lengths, strict=True)
         ]
 
+    def _join(self, queries, keys, values, chunk: Chunk, scaling: float, module: torch.nn.Module) -> None:
+        """Put a later chunk of a prompt behind what is stored, and bring both together down to the budget of all the
+        tokens so far, decoded ones included. Arguments as in `after_attention`."""
+        first = self.seen - chunk.columns
+        pads = None if chunk.padding is None else pad_columns(chunk.padding.to(keys.device), chunk.columns)
+        answer = first - self.prompt_columns
+        self.prompt_lengths = [a + answer + b for a, b in zip(self.prompt_lengths, chunk.lengths, strict=True)]
+        self.prompt_columns, self.row_seeds = self.seen, chunk.row_seeds
+        if self.policy.decode is not None:
+            self._remember(queries, chunk.padding)
+        budgets = [self.policy.budget(n) if n else 0 for n in self.prompt_lengths]
+        if budgets == self.prompt_lengths and self._is_whole and not self.policy.accumulates:
+            self._store_whole(keys, values, None if pads is None else pads[:, 0], None)
+            self.prompt_kept = torch.tensor(budgets, device=keys.device, dtype=torch.float32)
+            return
+        indices = torch.arange(first, self.seen, device=keys.device).expand(keys.shape[:3])
+        queries = self._unrotated(queries, self.rotary)
+        if pads is not None:  # they stand behind stored entries, which they would vote for: NaN has no vote
+            indices, queries = indices.masked_fill(pads, -1), queries.masked_fill(pads.unsqueeze(-1), torch.nan)
+        both = right_aligned(joined(self._kept(first), Kept(keys, values, indices)))
+        both = self._reduced(both, queries, queries, self.prompt_lengths, budgets, scaling, module)
+        self._put(both)
+        self.prompt_kept = (both.indices >= 0).sum(2).float().mean(1)
+
     def _evict(self, scaling: float, module: torch.nn.Module) -> None:
         """Bring the stored entries, decoded ones included, back to the decode budget."""
-        kept = self._kept(self.seen)
-        used = kept.indices >= 0
-        entries = used.sum(-1).amax(1).tolist()
         answer = self.seen - self.prompt_columns
         tokens = [length + answer for length in self.prompt_lengths]  # of each row, evicted ones included
         queries = torch.cat(self.recent_queries, dim=2) if self.recent_queries else None
+        new = None if queries is None else queries[:, :, -self.decoded :]
+        budgets = [self.policy.decode(n) for n in tokens]
+        kept = self._kept(self.seen)
+        reduced = self._reduced(kept, queries, new, tokens, budgets, scaling, module)
+        self.decoded = 0
+        if reduced.indices is kept.indices:  # all of it stays where it is
+            self.memory = reduced.memory
+        else:
+            self._put(reduced)
+
+    def _reduced(
+        self,
+        kept: Kept,
+        queries: torch.Tensor | None,
+        new: torch.Tensor | None,
+        tokens: list[int],
+        budgets: list[int],
+        scaling: float,
+        module: torch.nn.Module,
+    ) -> Kept:
+        """What stays of entries that were stored and of newer ones.
+
+        Args:
+            kept: all of them.
+            queries: the latest, for a cluster that scores with them.
+            new: those of them that a cluster that accumulates has not seen.
+            tokens, budgets: tokens of each row so far, and entries to keep of them in the mean over the layers.
+
+        Returns:
+            What the cluster keeps; where that is everything, `kept` with what it now remembers.
+        """
+        used = kept.indices >= 0
+        entries = used.sum(-1).amax(1).tolist()
         prompt = Prompt(
             lengths=tokens,
-            budgets=[self.policy.decode(n) for n in tokens],
+            budgets=budgets,
             padding=(~used).sum(-1),
             row_seeds=self.row_seeds,
             columns=kept.indices,
@@ -443,23 +501,31 @@ class CompressedLayer(CacheLayerMixin):
             **self._constants(scaling, module),
         )
         if self.policy.accumulates:
-            added = self.policy.cluster.observe(queries[:, :, -self.decoded :], kept.keys, prompt)
-            prompt = replace(prompt, accumulated=kept.memory + added)
-            self.memory = prompt.accumulated
+            prompt = replace(prompt, accumulated=kept.memory + self._added(new, kept.keys, prompt))
+            kept = replace(kept, memory=prompt.accumulated)
         # Layers share a row's budget out by its tokens, which are the same for all, not by what each happens to hold.
         shares = self._decode_shares(prompt)
         budgets = [min(share, held) for share, held in zip(shares, entries, strict=True)]
-        self.decoded = 0
         if budgets == entries:
-            return
-        if queries is not None and self.policy.cluster.query_window:
-            queries = queries[:, :, -self.policy.cluster.query_window :]
+            return kept
+        window = self.policy.cluster.query_window
+        if queries is not None and window:
+            queries = queries[:, :, -window:]
         result = self.policy.cluster.update_kv(
             queries, kept.keys, kept.values, replace(prompt, lengths=entries, budgets=budgets)
         )
-        columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
-        self._put(replace(result, indices=columns))
         self.likeness = result.likeness
+        columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
+        return replace(result, indices=columns)
+
+    def _added(self, queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt, block: int = 128) -> torch.Tensor:
+        """What the latest queries add to each entry, a block of them at a time, so that memory is `block` rows."""
+        sums = torch.zeros(keys.shape[:3], device=keys.device)
+        for start in range(0, queries.shape[2], block):
+            some = queries[:, :, start : start + block]
+            seen = prompt.seen - queries.shape[2] + start + some.shape[2]
+            sums += self.policy.cluster.observe(some, keys, replace(prompt, seen=seen))
+        return sums
 
     def _decode_shares(self, prompt: Prompt) -> list[int]:
         """This layer's budget of each row. Shares that were measured in the prompt stay as they were."""

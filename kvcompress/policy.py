@@ -43,6 +43,9 @@ class Engine:
             tokens, only these are evicted and text is kept.
         first_token: `full`: the answer's first token comes from the prompt pass, which attends over everything (as
             with every peer); `compressed`: the last prompt token is fed again on the compressed cache.
+        prefill_chunk: most tokens of a prompt that pass through the language model at once. After each such chunk all that
+            is stored, of this chunk and of those before it, is compressed down to the budget of the tokens seen so far,
+            see prefill.py. None: a prompt is one piece, and one that follows on a filled cache has its own budget.
         decode_budget, decode_ratio: entries, or the fraction of the row's tokens, that are kept while decoding;
             neither: every decoded token is kept.
         decode_interval: decode steps from one eviction to the next; None: what the method prescribes.
@@ -65,6 +68,7 @@ class Engine:
     context_tokens: int | None = None
     ratio_of: Literal["prompt", "vision"] = "prompt"
     first_token: Literal["full", "compressed"] = "full"
+    prefill_chunk: PositiveInt | None = None
     decode_budget: PositiveInt | None = None
     decode_ratio: Fraction | None = None
     decode_interval: PositiveInt | None = None
@@ -80,7 +84,8 @@ class Engine:
 
 
 STORAGE_OPTIONS = ("cache_implementation", "kv_bits", "kv_backend", "kv_group_size", "kv_residual")
-FULL_OPTIONS = ("first_token", *STORAGE_OPTIONS)  # the others say how to compress
+FULL_OPTIONS = ("first_token", "prefill_chunk", *STORAGE_OPTIONS)  # the others say how to compress
+TOKEN_OPTIONS = ("first_token", *STORAGE_OPTIONS)
 
 
 PARTS = ("layer_budget", "head_budget", "safeguard", "merge", "decode_interval")  # None: the method's own choice
@@ -92,7 +97,7 @@ def all_options(info: MethodInfo, scorer: str | None = None) -> dict[str, object
     if info.name == "full":
         return {**info.options, **{name: engine[name] for name in FULL_OPTIONS}}
     if issubclass(info.cls, TokenMethod):
-        return {**info.options, **{name: engine[name] for name in FULL_OPTIONS}, "ratio_of": "vision"}
+        return {**info.options, **{name: engine[name] for name in TOKEN_OPTIONS}, "ratio_of": "vision"}
     own = info.options if scorer is None else method_info(scorer).options
     return {**own, **engine, **{part: getattr(info.cls, part) for part in PARTS}}
 
@@ -134,8 +139,8 @@ class Policy:
 
     @property
     def accumulates(self) -> bool:
-        """Whether the stored entries' scores are carried on from eviction to eviction."""
-        return self.decode is not None and self.observes_all
+        """Whether the stored entries' scores are carried on, from chunk to chunk or from eviction to eviction."""
+        return (self.decode is not None or self.engine.prefill_chunk is not None) and self.observes_all
 
     @property
     def query_window(self) -> int:
@@ -193,6 +198,8 @@ def make_policy(
             f"decode_budget= and decode_ratio= do not go with cache_implementation={engine.cache_implementation!r}, "
             "which stores an entry once and for all; dynamic and offloaded do"
         )
+    if engine.prefill_chunk is not None:
+        _check_prefill_chunk(policy)
     if engine.cache_implementation == "quantized":
         engine.quantizer.check()
     elif given := [name for name in STORAGE_OPTIONS[1:] if name in options and options[name] != getattr(Engine, name)]:
@@ -220,6 +227,24 @@ def _check_parts(policy: Policy, info: MethodInfo, scored_by: MethodInfo) -> Non
         raise unknown_name("there is no merge", policy.part("merge"), merges)
     if policy.engine.merge_modality != "any" and policy.part("merge") == "none":
         raise KVCompressError(f"merge_modality={policy.engine.merge_modality!r} needs merge=")
+
+
+def _check_prefill_chunk(policy: Policy) -> None:
+    """Whether the choice can be made again after each chunk."""
+    engine = policy.engine
+    conflicts = {
+        f"cache_implementation={engine.cache_implementation!r}, which stores an entry once and for all; dynamic and "
+        "offloaded do": engine.cache_implementation not in ("dynamic", "offloaded"),
+        "scope='context': a chunk does not know where the question begins": engine.scope != "prompt",
+        "ratio_of='vision'": engine.ratio_of != "prompt",
+        f"method {policy.method!r}, which chooses once": policy.cluster.chooses_once or policy.cluster.second_pass,
+        f"layer_budget={policy.part('layer_budget')!r}, which follows from the whole prompt": (
+            policy.layer_budget.is_measured
+        ),
+    }
+    for conflict, is_there in conflicts.items():
+        if is_there:
+            raise KVCompressError(f"prefill_chunk={engine.prefill_chunk} does not go with {conflict}")
 
 
 def method_budget(method: str | None, ratio: float | None, budget: int | None) -> Budget:

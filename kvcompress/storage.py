@@ -167,8 +167,8 @@ class RaggedStorage(Storage):
         segment = torch.repeat_interleave(size, output_size=total)
         rows = torch.arange(total, device=keys.device) + segment * room
         capacity = total + room * size.numel()
-        self.keys = keys.new_empty(capacity, keys.shape[1]).index_copy_(0, rows, keys)
-        self.values = values.new_empty(capacity, values.shape[1]).index_copy_(0, rows, values)
+        self.keys = keys.new_zeros(capacity, keys.shape[1]).index_copy_(0, rows, keys)
+        self.values = values.new_zeros(capacity, values.shape[1]).index_copy_(0, rows, values)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         new = keys.shape[2]
