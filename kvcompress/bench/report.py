@@ -202,7 +202,8 @@ def plot(content: dict[str, Any], rows: list[dict[str, Any]], file: Path) -> Non
     for column, batch in enumerate(batches):
         for axis, (name, label) in zip(axes[:, column], GROWING.items(), strict=True):
             for place, way in enumerate(ways):
-                line = [row for row in rows if (row["batch"], row["way"]) == (batch, way) and value(row, name)]
+                line = [row for row in rows if (row["batch"], row["way"]) == (batch, way)]
+                line = [row for row in line if (value(row, name) or 0) > 0]  # a difference may fall below 0
                 style = "--" if way.startswith(("transformers ", "kvpress ")) else "-"
                 color = f"C{place % 10}"
                 lengths, medians = [row["length"] for row in line], [value(row, name) for row in line]
