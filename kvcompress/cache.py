@@ -107,6 +107,9 @@ class CompressedCache(DynamicCache):
         chunk = Chunk.of(
             self.config, self.policy.engine, is_first, batch, columns, input_ids, attention_mask, video_grid_thw
         )
+        if self.policy.engine.prefill_chunk is not None:
+            first = self.compressed_layers[0]
+            chunk = chunk.following(first.vision, first.seen)
         for layer in self.compressed_layers:
             layer.chunk, layer.staged, layer.pending = chunk, None, None
         return True

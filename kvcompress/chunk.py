@@ -4,6 +4,7 @@ import zlib
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from .errors import KVCompressError
@@ -27,6 +28,8 @@ class Chunk:
         frame_tokens: vision tokens per frame of each row, 0 where unknown, see `kvcompress.vision.frame_tokens`.
         source: where tokens were dropped on the way to a layer: LongTensor (batch, left), the columns that reach it, -1
             where a row has fewer (`padding` then counts those).
+        seen_vision: for a prompt in chunks, as `vision` for all columns so far, these included: bool (batch, seen);
+            None where they are unknown.
     """
 
     columns: int
@@ -38,6 +41,7 @@ class Chunk:
     row_seeds: tuple[int, ...]
     frame_tokens: tuple[int, ...] = ()
     source: torch.Tensor | None = None
+    seen_vision: torch.Tensor | None = None
 
     def columns_from(self, start: int, stop: int) -> "Chunk":
         """These columns alone, as a chunk of a prompt that is processed in several (`scope` is the prompt)."""
@@ -47,6 +51,9 @@ class Chunk:
         if self.vision is not None:
             vision = self.vision[:, start:stop]
             counts = vision.sum(1).tolist()
+        seen = self.seen_vision
+        if seen is not None:
+            seen = seen[:, : seen.shape[1] - self.columns + stop]
         padding = None if not any(pads) else torch.tensor(pads, device=self.padding.device)[:, None]
         return replace(
             self,
@@ -56,7 +63,16 @@ class Chunk:
             vision=vision,
             vision_lengths=counts,
             context=lengths,
+            seen_vision=seen,
         )
+
+    def following(self, before: torch.Tensor | None, seen: int) -> "Chunk":
+        """With `seen_vision`, from that of the `seen` columns before it; decoded ones among them are text."""
+        vision = self.vision
+        if seen:
+            known = before is not None and vision is not None
+            vision = torch.cat([F.pad(before, (0, seen - before.shape[1])), vision], dim=1) if known else None
+        return replace(self, seen_vision=vision)
 
     @classmethod
     def of(

@@ -61,6 +61,7 @@ class CompressedLayer(CacheLayerMixin):
         memory: for a cluster that accumulates, its sum for every stored entry, (batch, kv_heads, entries).
         likeness: of the latest eviction, see `Kept.likeness`.
         chunk: what is known of that prompt; the cache sets it before the forward pass.
+        vision: of a prompt in chunks, `Chunk.seen_vision` so far: one tensor, which all layers refer to.
         watch: called with the next prompt's queries, keys and scaling, by whoever wants to see the layer attend.
         rotary: how the pass rotates its queries, where the cluster wants them unrotated; see `CompressedCache.rotate`.
     """
@@ -79,6 +80,7 @@ class CompressedLayer(CacheLayerMixin):
         self.storage: Storage | None = None
         self.staged: tuple[torch.Tensor, torch.Tensor] | None = None
         self.chunk: Chunk | None = None
+        self.vision: torch.Tensor | None = None
         self.rotary: Rotary | None = None
         self.watch: Callable[[torch.Tensor, torch.Tensor, float], None] | None = None
         self.pending: Pending | None = None
@@ -189,6 +191,7 @@ class CompressedLayer(CacheLayerMixin):
         self.recent_queries = [queries[indices] for queries in self.recent_queries]
         self.memory = None if self.memory is None else self.memory[indices]
         self.likeness = None if self.likeness is None else self.likeness[indices]
+        self.vision = None if self.vision is None else self.vision[indices.to(self.vision.device)]
         rows = indices.tolist()
         self.prompt_lengths = [self.prompt_lengths[row] for row in rows]
         self.row_seeds = tuple(self.row_seeds[row] for row in rows)
@@ -284,6 +287,7 @@ class CompressedLayer(CacheLayerMixin):
         """Store what the cluster keeps of the staged prompt; where that depends on all layers, get ready for it."""
         (keys, values), chunk = self.staged, self.chunk
         self.staged = self.chunk = None
+        self.vision = chunk.seen_vision
         self.decoded, self.recent_queries = 0, []
         if self.watch is not None:
             self.watch(queries, keys, scaling)
@@ -428,9 +432,17 @@ class CompressedLayer(CacheLayerMixin):
             for length, images in zip(chunk.context, chunk.vision_lengths, strict=True)
         ]
 
-    def _join(self, queries, keys, values, chunk: Chunk, scaling: float, module: torch.nn.Module) -> None:
+    def _join(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        chunk: Chunk,
+        scaling: float,
+        module: torch.nn.Module,
+    ) -> None:
         """Put a later chunk of a prompt behind what is stored, and bring both together down to the budget of all the
-        tokens so far, decoded ones included. Arguments as in `after_attention`."""
+        tokens so far, decoded ones included. `queries`, `keys`, `values`: the chunk's."""
         first = self.seen - chunk.columns
         pads = None if chunk.padding is None else pad_columns(chunk.padding.to(keys.device), chunk.columns)
         answer = first - self.prompt_columns
@@ -448,9 +460,21 @@ class CompressedLayer(CacheLayerMixin):
         if pads is not None:  # they stand behind stored entries, which they would vote for: NaN has no vote
             indices, queries = indices.masked_fill(pads, -1), queries.masked_fill(pads.unsqueeze(-1), torch.nan)
         both = right_aligned(joined(self._kept(first), Kept(keys, values, indices)))
-        both = self._reduced(both, queries, queries, self.prompt_lengths, budgets, scaling, module)
+        vision = self._vision_of(both, chunk)
+        both = self._reduced(both, queries, queries, self.prompt_lengths, budgets, scaling, module, vision)
         self._put(both)
         self.prompt_kept = (both.indices >= 0).sum(2).float().mean(1)
+
+    def _vision_of(self, kept: Kept, chunk: Chunk) -> dict[str, object]:
+        """What is known of vision tokens among entries of the prompt so far, as fields of `Prompt`."""
+        if chunk.seen_vision is None:
+            return {}
+        seen, columns = chunk.seen_vision.to(kept.indices.device), kept.indices.clamp(min=0)
+        is_vision, rank = (
+            known[:, None].expand(-1, columns.shape[1], -1).gather(2, columns) for known in (seen, seen.cumsum(1) - 1)
+        )
+        is_vision = is_vision & (kept.indices >= 0)
+        return {"vision": is_vision, "vision_rank": rank, "frame_tokens": chunk.frame_tokens}
 
     def _evict(self, scaling: float, module: torch.nn.Module) -> None:
         """Bring the stored entries, decoded ones included, back to the decode budget."""
@@ -476,6 +500,7 @@ class CompressedLayer(CacheLayerMixin):
         budgets: list[int],
         scaling: float,
         module: torch.nn.Module,
+        vision: dict[str, object] | None = None,
     ) -> Kept:
         """What stays of entries that were stored and of newer ones.
 
@@ -484,6 +509,7 @@ class CompressedLayer(CacheLayerMixin):
             queries: the latest, for a cluster that scores with them.
             new: those of them that a cluster that accumulates has not seen.
             tokens, budgets: tokens of each row so far, and entries to keep of them in the mean over the layers.
+            vision: what is known of vision tokens, as fields of `Prompt`.
 
         Returns:
             What the cluster keeps; where that is everything, `kept` with what it now remembers.
@@ -498,6 +524,7 @@ class CompressedLayer(CacheLayerMixin):
             columns=kept.indices,
             seen=self.seen,
             tokens=tuple(tokens),
+            **(vision or {}),
             **self._constants(scaling, module),
         )
         if self.policy.accumulates:

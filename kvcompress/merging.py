@@ -130,7 +130,7 @@ def _kinds(kept: Kept, keys: torch.Tensor, prompt: Prompt) -> list[tuple[torch.T
     """The columns (batch, kv_heads, keys) and the slots (batch, kv_heads, kept) of each kind among which is merged."""
     if prompt.merge_modality == "any" or prompt.vision is None:
         return [tuple(torch.ones(x.shape[:3], dtype=torch.bool, device=x.device) for x in (keys, kept.keys))]
-    columns = prompt.vision[:, None].expand(keys.shape[:3])
+    columns = prompt.vision_by_head.expand(keys.shape[:3])
     slots = columns.gather(2, kept.indices.clamp(min=0))
     return [(columns, slots), (~columns, ~slots)]
 

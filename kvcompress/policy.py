@@ -43,9 +43,9 @@ class Engine:
             tokens, only these are evicted and text is kept.
         first_token: `full`: the answer's first token comes from the prompt pass, which attends over everything (as
             with every peer); `compressed`: the last prompt token is fed again on the compressed cache.
-        prefill_chunk: most tokens of a prompt that pass through the language model at once. After each such chunk all that
-            is stored, of this chunk and of those before it, is compressed down to the budget of the tokens seen so far,
-            see prefill.py. None: a prompt is one piece, and one that follows on a filled cache has its own budget.
+        prefill_chunk: most tokens of a prompt that pass through the language model at once. After each such chunk all
+            that is stored, of this chunk and of those before it, is compressed down to the budget of the tokens seen so
+            far, see prefill.py. None: a prompt is one piece, and one that follows on a filled cache has its own budget.
         decode_budget, decode_ratio: entries, or the fraction of the row's tokens, that are kept while decoding;
             neither: every decoded token is kept.
         decode_interval: decode steps from one eviction to the next; None: what the method prescribes.
@@ -237,7 +237,9 @@ def _check_prefill_chunk(policy: Policy) -> None:
         "offloaded do": engine.cache_implementation not in ("dynamic", "offloaded"),
         "scope='context': a chunk does not know where the question begins": engine.scope != "prompt",
         "ratio_of='vision'": engine.ratio_of != "prompt",
-        f"method {policy.method!r}, which chooses once": policy.cluster.chooses_once or policy.cluster.second_pass,
+        f"method {policy.method!r}, which chooses by the whole prompt": (
+            policy.cluster.whole_prompt or policy.cluster.second_pass
+        ),
         f"layer_budget={policy.part('layer_budget')!r}, which follows from the whole prompt": (
             policy.layer_budget.is_measured
         ),

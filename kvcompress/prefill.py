@@ -27,11 +27,20 @@ def feed_in_chunks(decoder: PreTrainedModel, cache: CompressedCache) -> list[Rem
 
     Returns:
         What undoes it; nothing where the prompt is a single chunk.
+
+    Raises:
+        KVCompressError: for a model with layers that do not go on from a filled cache, such as linear attention.
     """
     layers, size = cache.compressed_layers, cache.policy.engine.prefill_chunk
     whole = layers[0].chunk
     if whole.columns <= size:
         return []
+    others = {type(layer).__name__ for layer in cache.layers} - {"CompressedLayer", "DynamicSlidingWindowLayer"}
+    if others:
+        raise KVCompressError(
+            f"prefill_chunk= needs layers with full attention or sliding windows: {cache.config.model_type} has others "
+            f"({', '.join(sorted(others))})"
+        )
     stops = range(whole.columns, 0, -size)[::-1]
     is_nested = False
 
@@ -59,8 +68,8 @@ def feed_in_chunks(decoder: PreTrainedModel, cache: CompressedCache) -> list[Rem
 
 
 def columns_of(kwargs: dict, start: int, stop: int, columns: int) -> dict:
-    """The arguments of a text decoder for columns `start` to `stop` of a prompt of `columns`. Raises KVCompressError for
-    a tensor that nobody knows how to cut."""
+    """The arguments of a text decoder for columns `start` to `stop` of a prompt of `columns`. Raises KVCompressError
+    for a tensor that nobody knows how to cut."""
     part = {}
     for name, value in kwargs.items():
         if name in BY_COLUMN and value is not None:

@@ -20,7 +20,9 @@ class Prompt:
         budgets: entries to keep per KV head, one number per row; with adaptive heads their mean.
         scaling: factor of q·k before the softmax.
         padding: LongTensor (batch, 1 or kv_heads) of leading columns that hold nothing, or None where there are none.
-        vision: bool (batch, columns), True at image and video tokens, or None where they are unknown.
+        vision: bool (batch, columns), True at image and video tokens, or None where they are unknown. In a later chunk
+            of a prompt (batch, kv_heads, columns), as KV heads then hold different entries; `vision_by_head` is both.
+        vision_rank: in a later chunk, LongTensor (batch, kv_heads, columns): the vision tokens of the row before each.
         frame_tokens: vision tokens per frame of each row's video, 0 where unknown; empty where no tokens are known.
         protected: bool (batch, columns), True at what must stay, such as text where only vision tokens are evicted.
         protected_lengths: how many columns of each row that is; empty where nothing is protected.
@@ -31,10 +33,10 @@ class Prompt:
         cluster: the `KVCluster` that scores, for a layer budget that takes options of its method.
         head_budget, safeguard, pyramid_beta, merge, merge_modality: see `kvcompress.policy.Engine`; None is the
             cluster's own choice.
-        columns: while decoding, LongTensor (batch, kv_heads, entries): the column of the sequence that each entry
-            comes from; None in a prompt, where it is its place.
-        seen: while decoding, the columns of the sequence so far.
-        tokens: while decoding, the real tokens of each row so far, evicted ones included.
+        columns: while decoding, and in a later chunk, LongTensor (batch, kv_heads, entries): the column of the sequence
+            that each entry comes from; None in a prompt, where it is its place.
+        seen: likewise, the columns of the sequence so far.
+        tokens: likewise, the real tokens of each row so far, evicted ones included.
         accumulated: for a cluster that accumulates, while decoding is to evict: what `observe` has added up for each
             column so far, (batch, kv_heads, columns).
         likeness: the `Kept.likeness` of the eviction before this one, None at the first.
@@ -48,6 +50,7 @@ class Prompt:
     scaling: float
     padding: torch.Tensor | None = None
     vision: torch.Tensor | None = None
+    vision_rank: torch.Tensor | None = None
     frame_tokens: tuple[int, ...] = ()
     protected: torch.Tensor | None = None
     protected_lengths: tuple[int, ...] = ()
@@ -67,6 +70,11 @@ class Prompt:
     accumulated: torch.Tensor | None = None
     likeness: torch.Tensor | None = None
     read_again: torch.Tensor | None = None
+
+    @property
+    def vision_by_head(self) -> torch.Tensor | None:
+        """`vision` as (batch, 1 or kv_heads, columns)."""
+        return self.vision[:, None] if self.vision is not None and self.vision.ndim == 2 else self.vision
 
 
 @dataclass(frozen=True)

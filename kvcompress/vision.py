@@ -113,4 +113,4 @@ def text_first(scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
     if prompt.vision is None:
         return scores
     below = -1 / scores.clamp(min=torch.finfo(scores.dtype).tiny)
-    return torch.where(prompt.vision[:, None], below, scores)
+    return torch.where(prompt.vision_by_head, below, scores)

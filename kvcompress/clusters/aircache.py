@@ -24,6 +24,7 @@ class AirCacheKVCluster(KVCluster):
     alpha: Annotated[float, Field(gt=0, le=1)] = 0.9
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2503.23956"
+    whole_prompt: ClassVar[bool] = True
     layer_budget: ClassVar[str] = "strength"
 
     @property

@@ -37,7 +37,8 @@ class KVCluster(Method):
         decode_interval: decode steps from one eviction to the next, where the user asks for eviction and says no more.
         second_pass: whether the prompt is read again before the choice, see second_pass.py; such a cluster has the
             options `chunk_size` and `instruction`.
-        chooses_once: whether the choice cannot be made again when more of the prompt is there (`prefill_chunk=`).
+        whole_prompt: whether the choice needs the whole prompt at once, question included, so that it cannot be made
+            chunk by chunk (`prefill_chunk=`).
         unrotated_queries: whether `score` wants the queries as they were before the rotary position embedding; it
             finds in `prompt.rotary` how queries to come will be rotated.
     """
@@ -48,7 +49,7 @@ class KVCluster(Method):
     safeguard: ClassVar[float] = 0.2
     decode_interval: ClassVar[int] = 16
     second_pass: ClassVar[bool] = False
-    chooses_once: ClassVar[bool] = False
+    whole_prompt: ClassVar[bool] = False
     unrotated_queries: ClassVar[bool] = False
 
     @property

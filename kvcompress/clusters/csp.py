@@ -32,6 +32,7 @@ class CSPKVCluster(KVCluster):
     cross: Share = 0.1
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2412.04652"
+    whole_prompt: ClassVar[bool] = True
 
     @property
     def query_window(self) -> int:

@@ -24,7 +24,8 @@ class InfiniPotVKVCluster(KVCluster):
     `frame_tokens` is the number of vision tokens per frame; 0 takes it from the prompt, see
     `kvcompress.vision.frame_tokens`. Tokens behind the last whole frame count as recent. Where there is no video, or
     only one frame, vision is ranked by value norm alone; so is text where it exceeds the budget, and everything while
-    decoding. The paper compresses a stream block by block; here a prompt is one block.
+    decoding. The paper compresses a stream block by block; here a prompt is one block, or with `prefill_chunk` as many
+    as it has chunks. What is left of older blocks counts as as many frames as it fills.
     """
 
     tar: Share = 0.5
@@ -38,25 +39,39 @@ class InfiniPotVKVCluster(KVCluster):
         if prompt.vision is None:
             return scores
         found = prompt.frame_tokens or (0,) * len(prompt.lengths)
-        for row, (length, budget) in enumerate(zip(prompt.lengths, prompt.budgets, strict=True)):
-            columns = prompt.vision[row].nonzero()[:, 0]
-            room = max(budget - (length - len(columns)), 0)
-            chosen = self.least_redundant(keys[row, :, columns], self.frame_tokens or found[row], room)
-            scores[row].scatter_(1, columns[chosen], 0.0)  # above all other vision tokens
+        vision, rank = prompt.vision_by_head, prompt.vision_rank
+        rank = vision.cumsum(2) - 1 if rank is None else rank
+        padding = torch.zeros(1, 1, dtype=torch.long) if prompt.padding is None else prompt.padding
+        entries = (keys.shape[2] - padding).expand(len(keys), keys.shape[1]).tolist()
+        for row, budget in enumerate(prompt.budgets):
+            for head in range(keys.shape[1]):
+                of_head = head % vision.shape[1]
+                columns = vision[row, of_head].nonzero()[:, 0]
+                room = max(budget - (entries[row][head] - len(columns)), 0)
+                size = self.frame_tokens or found[row]
+                chosen = self.least_redundant(keys[row, head, columns], rank[row, of_head, columns], size, room)
+                scores[row, head, columns[chosen]] = 0.0  # above all other vision tokens
         return scores
 
-    def least_redundant(self, keys: torch.Tensor, frame_tokens: int, room: int) -> torch.Tensor:
-        """Which vision tokens of a row, LongTensor (kv_heads, chosen), its room of `room` entries goes to first.
-        keys (kv_heads, vision tokens, head_dim)."""
-        kv_heads, tokens, _ = keys.shape
+    def least_redundant(self, keys: torch.Tensor, rank: torch.Tensor, frame_tokens: int, room: int) -> torch.Tensor:
+        """Which vision tokens of a KV head, LongTensor (chosen,), its room of `room` entries goes to first.
+
+        Args:
+            keys: (vision tokens, head_dim).
+            rank: LongTensor (vision tokens,), ascending: the place of each among all vision tokens of the row.
+        """
+        tokens = len(keys)
         frames = tokens // frame_tokens if frame_tokens else 0
-        chosen = room - round((1 - self.tar) * room)
+        chosen = min(room - round((1 - self.tar) * room), tokens)
         if frames < 2 or not chosen:
-            return torch.empty(kv_heads, 0, dtype=torch.long, device=keys.device)
-        recent = max(1, int(self.recent * frames))
-        whole = keys[:, : frames * frame_tokens].float().unflatten(1, (frames, frame_tokens))
-        unit = F.normalize(whole, dim=-1)
-        likeness = (unit[:, :-recent] * unit[:, -recent:].mean(1, keepdim=True)).sum(-1)  # mean of the cosines
-        novelty = torch.full((kv_heads, tokens), float("inf"), device=keys.device)
-        novelty[:, : (frames - recent) * frame_tokens] = -likeness.flatten(1)
-        return top_indices(novelty[None], [chosen])[0]
+            return torch.empty(0, dtype=torch.long, device=keys.device)
+        frame, place = rank // frame_tokens, rank % frame_tokens
+        ended = (rank[-1] + 1) // frame_tokens  # frames that are complete
+        is_recent = frame >= ended - max(1, int(self.recent * frames))
+        compared = is_recent & (frame < ended)
+        unit = F.normalize(keys.float(), dim=-1)
+        recent = unit.new_zeros(frame_tokens, unit.shape[1]).index_add_(0, place[compared], unit[compared])
+        count = torch.bincount(place[compared], minlength=frame_tokens).clamp(min=1)
+        likeness = (unit * (recent / count[:, None])[place]).sum(-1)  # mean of the cosines
+        novelty = torch.where(is_recent, float("inf"), -likeness)
+        return top_indices(novelty[None, None], [chosen])[0, 0]

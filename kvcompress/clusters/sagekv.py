@@ -24,7 +24,7 @@ class SAGEKVCluster(HeavyHitterKVCluster):
     recent: Annotated[float, Field(ge=0, le=1)] = 0.5
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2503.08879"
-    chooses_once: ClassVar[bool] = True
+    whole_prompt: ClassVar[bool] = True
 
     def observe(self, queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt) -> torch.Tensor:
         if prompt.columns is not None:

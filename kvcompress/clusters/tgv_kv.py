@@ -26,6 +26,7 @@ class TGVKVCluster(KVCluster):
     sinks: NonNegativeInt = 4
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2606.03075"
+    whole_prompt: ClassVar[bool] = True
     layer_budget: ClassVar[str] = "vision"
     head_budget: ClassVar[str] = "shared"
     decode_interval: ClassVar[int] = 1

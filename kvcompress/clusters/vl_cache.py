@@ -28,6 +28,7 @@ class VLCacheKVCluster(KVCluster):
     variant: Literal["paper", "effivlm"] = "paper"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2410.23317"
+    whole_prompt: ClassVar[bool] = True
     layer_budget: ClassVar[str] = "sparsity"
 
     @property
