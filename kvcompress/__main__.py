@@ -9,6 +9,7 @@ COMMANDS = {
     "bench": "kvcompress.bench.cli",
     "report": "lmms_eval_plugins.html_report.report_command",
     "show": "lmms_eval_plugins.html_report.show",
+    "speech": "kvcompress.bench.speech",
 }  # a module with `main(arguments)`
 
 

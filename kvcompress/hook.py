@@ -78,6 +78,7 @@ class Session:
     """
 
     def __init__(self, model: PreTrainedModel, new_cache: dict[str, Any] | None, tower: TowerWatch | None = None):
+        model = writing_part(model)
         self.model, self.cache = model, None
         self._config = attention_config(model)
         self._tower, self._frames = tower, FrameWatch(model)
@@ -193,6 +194,11 @@ class Session:
                 "compress(...) it must be a CompressedCache or absent"
             )
         return CompressedCache(model.config, **self._new_cache)
+
+
+def writing_part(model: PreTrainedModel) -> PreTrainedModel:
+    """The part whose forward pass writes text: of an omni model its thinker, of any other model all of it."""
+    return getattr(model, "thinker", model)
 
 
 def attention_config(model: PreTrainedModel) -> Any:

@@ -37,20 +37,31 @@ class Measurement:
     peak_memory_bytes: int
 
 
-class TokenClock(StoppingCriteria):
-    """Notes when each new token is there, and the cache's bytes after the prompt. Stops nothing."""
+class TokenTimes(StoppingCriteria):
+    """Notes when each new token is there. Stops nothing."""
 
-    def __init__(self, session: Session):
-        self.session = session
+    def __init__(self) -> None:
         self.times: list[float] = []
-        self.kv_bytes_prompt = 0
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
         synchronise(input_ids.device)
         self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class TokenClock(TokenTimes):
+    """Notes also the cache's bytes after the prompt."""
+
+    def __init__(self, session: Session):
+        super().__init__()
+        self.session = session
+        self.kv_bytes_prompt = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
+        goes_on = super().__call__(input_ids, scores, **kwargs)
         if len(self.times) == 1:
             self.kv_bytes_prompt = self.session.cache.nbytes
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        return goes_on
 
 
 @torch.no_grad()

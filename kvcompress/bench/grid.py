@@ -104,11 +104,13 @@ class Results:
     """The file of all results: its cells are saved one by one, so that a run that was stopped can go on.
 
     Attributes:
-        content: {"settings", "environment", "weight_bytes", "weight_bytes_read", "cells", "largest"}.
+        content: what was given ("settings", "environment", ...) and a list of cells for each of `parts`.
     """
 
-    def __init__(self, file: Path, content: dict[str, Any], resume: bool):
-        self.file, self.content = file, {**content, "cells": [], "largest": []}
+    def __init__(
+        self, file: Path, content: dict[str, Any], resume: bool, parts: tuple[str, ...] = ("cells", "largest")
+    ):
+        self.file, self.content = file, {**content, **{part: [] for part in parts}}
         if not (resume and file.exists()):
             return
         before = json.loads(file.read_text())
@@ -118,7 +120,7 @@ class Results:
                 raise KVCompressError(
                     f"{file} cannot be resumed: it was made with {name}={then.get(name)!r}, not {value!r}"
                 )
-        self.content |= {"cells": before["cells"], "largest": before["largest"]}
+        self.content |= {part: before[part] for part in parts}
 
     def has(self, part: str, **at: object) -> bool:
         return any(all(cell[key] == value for key, value in at.items()) for cell in self.content[part])

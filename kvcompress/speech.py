@@ -1,0 +1,244 @@
+"""Omni models that speak (Qwen2.5-Omni): load the parts that are needed, answer aloud, and time it.
+
+Three models take turns. The thinker, a Qwen2 with a vision and an audio tower, reads the prompt and writes text. The
+talker reads the thinker's hidden states and writes codec tokens. token2wav makes a waveform of all of them at once.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    Cache,
+    CompileConfig,
+    ProcessorMixin,
+    Qwen2_5OmniForConditionalGeneration,
+    StoppingCriteriaList,
+)
+
+from .errors import KVCompressError, unknown_name
+from .measure import TokenTimes, peak_memory, reset_peak_memory, synchronise
+from .policy import Policy
+
+MODEL_TYPE = "qwen2_5_omni"
+SAMPLING_RATE = 24_000  # of the waveforms; it is in the model card, not in the config
+FEWEST_TEXT_TOKENS = 2  # transformers' `generate` fails to speak a single one
+PARTS = {
+    "vision": "the vision tower",
+    "audio": "the audio tower, which hears",
+    "speech": "talker and token2wav, which speak",
+}
+
+
+class PartialOmni(Qwen2_5OmniForConditionalGeneration):
+    """Says nothing about weights in the checkpoint that belong to parts which are left out."""
+
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [
+        r"^talker\.",
+        r"^token2wav\.",
+        r"\.visual\.",
+        r"\.audio_tower\.",
+    ]
+
+
+def load(
+    name: str, dtype: str | torch.dtype, device: torch.device, without: Iterable[str] = ()
+) -> tuple[Qwen2_5OmniForConditionalGeneration, ProcessorMixin]:
+    """The model and its processor, less the parts that are not needed.
+
+    Args:
+        name: hub id or local folder.
+        without: of `PARTS`. Their weights are not read; a tower's few weights outside its layers are let go afterwards.
+
+    Raises:
+        KVCompressError: for an unknown part, a model of another type, or one that is not there.
+    """
+    without = set(without)
+    for part in without:
+        if part not in PARTS:
+            raise unknown_name("there is no part", part, PARTS)
+    try:
+        config = AutoConfig.from_pretrained(name)
+        if config.model_type != MODEL_TYPE:
+            raise KVCompressError(f"{name} is a {config.model_type} model; speech is measured for {MODEL_TYPE}")
+        if "vision" in without:
+            config.thinker_config.vision_config.depth = 0
+        if "audio" in without:
+            config.thinker_config.audio_config.encoder_layers = 0
+        config.enable_audio_output = "speech" not in without
+        model = PartialOmni.from_pretrained(name, config=config, dtype=dtype)
+        processor = AutoProcessor.from_pretrained(name)
+    except OSError as error:
+        raise KVCompressError(f"{name!r} cannot be loaded: {str(error).splitlines()[0]}") from None
+    for part, tower in (("vision", "visual"), ("audio", "audio_tower")):
+        if part in without:
+            _let_go(model.thinker, tower)
+    if model.has_talker:
+        model.token2wav.float()  # as its `generate` wants it; else the first answer would convert it
+    if model.thinker.generation_config.eos_token_id is None:
+        model.thinker.generation_config.eos_token_id = processor.tokenizer.eos_token_id
+    return model.eval().to(device), processor
+
+
+def _let_go(thinker: torch.nn.Module, child: str) -> None:
+    for module in list(thinker.modules()):
+        if child in module._modules:
+            setattr(module, child, None)
+
+
+def weight_bytes(model: Qwen2_5OmniForConditionalGeneration) -> dict[str, int]:
+    """Bytes of weights in memory: of each part, and of the thinker's language model."""
+    found = dict.fromkeys(("language model", "vision", "audio", "talker", "token2wav"), 0)
+    for name, weight in model.named_parameters():
+        top = name.split(".")[0]
+        inside = "vision" if ".visual." in name else "audio" if ".audio_tower." in name else "language model"
+        found[top if top in found else inside] += weight.numel() * weight.element_size()
+    return found
+
+
+def check_policy(policy: Policy) -> None:
+    """Raises KVCompressError for what a talker cannot follow: it reads the thinker's hidden states of every token of
+    the prompt, as they were in one prompt pass."""
+    engine = policy.engine
+    if policy.tokens is not None:
+        raise KVCompressError(f"method {policy.method!r} drops tokens of the prompt, and the talker reads all of them")
+    if engine.first_token != "full":
+        raise KVCompressError("first_token='compressed' hides the prompt pass from the talker: use 'full'")
+    if getattr(engine, "prefill_chunk", None) is not None:
+        raise KVCompressError(
+            f"prefill_chunk={engine.prefill_chunk} hides all but the last chunk from the talker: leave it out"
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One prompt, answered. All times are seconds since the call of `generate`, with the device synchronised.
+
+    Attributes:
+        text: LongTensor (new,), the thinker's tokens.
+        waveform: float32 (samples,) at `SAMPLING_RATE`; None without speech, as are all that speech alone has.
+        first_text_s, text_s: the thinker's first and last token are there.
+        first_code_s, codes_s: the talker's first and last codec token are there.
+        first_audio_s: the first sample is there. transformers makes the waveform in one piece when the talker has
+            finished, so that it is there together with the last one, at the end of the call.
+        total_s: the whole call.
+        codes: codec tokens, the one that ends them included.
+        peak_memory_bytes: as `Measurement.peak_memory_bytes`.
+    """
+
+    text: torch.LongTensor
+    waveform: torch.Tensor | None
+    first_text_s: float
+    text_s: float
+    first_code_s: float | None
+    codes_s: float | None
+    first_audio_s: float | None
+    total_s: float
+    codes: int | None
+    peak_memory_bytes: int | None
+
+    @property
+    def audio_s(self) -> float | None:
+        """Seconds of sound."""
+        return None if self.waveform is None else len(self.waveform) / SAMPLING_RATE
+
+    @property
+    def real_time_factor(self) -> float | None:
+        """Seconds of computing per second of sound."""
+        return None if self.waveform is None else self.total_s / self.audio_s
+
+
+@torch.no_grad()
+def answer(
+    model: Qwen2_5OmniForConditionalGeneration,
+    inputs: dict[str, torch.Tensor],
+    text_tokens: int,
+    codec_tokens: int,
+    exact: bool = False,
+    speaker: str | None = None,
+    seed: int = 0,
+    cache: Cache | None = None,
+    talker_cache: Cache | None = None,
+    compile_config: CompileConfig | None = None,
+) -> Answer:
+    """Answer one prompt, aloud where the model has its talker. The thinker is greedy; the talker samples, as
+    transformers lets it by default, and token2wav starts from noise: both follow from the seed.
+
+    Args:
+        inputs: what the processor made of one prompt.
+        text_tokens, codec_tokens: the most that thinker and talker may write; with `exact` all of them, so that
+            answers of different caches are equally long.
+        speaker: a name of the checkpoint's `spk_dict.pt`; None: its first.
+        cache, talker_cache: empty caches; None: transformers' own.
+        compile_config: how to compile the thinker's decode step, with a static cache.
+
+    Raises:
+        KVCompressError: for an unknown speaker, and for fewer than two text tokens, which `generate` cannot speak.
+    """
+    thinker, talker = TokenTimes(), TokenTimes()
+    least = FEWEST_TEXT_TOKENS if model.has_talker else 1
+    if text_tokens < least:
+        raise KVCompressError(f"text_tokens={text_tokens}: at least {least} can be spoken")
+    for_thinker = {
+        "max_new_tokens": text_tokens,
+        "min_new_tokens": text_tokens if exact else least,
+        "do_sample": False,
+        "stopping_criteria": StoppingCriteriaList([thinker]),
+        **({} if cache is None else {"past_key_values": cache}),
+        **({} if compile_config is None else {"compile_config": compile_config}),
+    }
+    for_talker = {
+        "max_new_tokens": codec_tokens,
+        "min_new_tokens": codec_tokens if exact else 1,
+        "stopping_criteria": StoppingCriteriaList([talker]),
+        **({} if talker_cache is None else {"past_key_values": talker_cache}),
+    }
+    device = inputs["input_ids"].device
+    columns = inputs["input_ids"].shape[1]
+    torch.manual_seed(seed)
+    reset_peak_memory(device)
+    synchronise(device)
+    start = time.perf_counter()
+    if model.has_talker:
+        for_talker["eos_token_id"] = [model.talker.codec_pad_token, model.talker.codec_eos_token]
+        sequences, waveform = model.generate(
+            **_for_thinker_only(inputs),
+            **{f"thinker_{name}": value for name, value in for_thinker.items()},
+            **{f"talker_{name}": value for name, value in for_talker.items()},
+            speaker=_speaker(model, speaker),
+        )
+    else:
+        sequences, waveform = model.thinker.generate(**inputs, **for_thinker), None
+    synchronise(device)
+    total = time.perf_counter() - start
+    speaks = waveform is not None
+    return Answer(
+        text=sequences[0, columns:].cpu(),
+        waveform=waveform.cpu() if speaks else None,
+        first_text_s=thinker.times[0] - start,
+        text_s=thinker.times[-1] - start,
+        first_code_s=talker.times[0] - start if speaks else None,
+        codes_s=talker.times[-1] - start if speaks else None,
+        first_audio_s=total if speaks else None,
+        total_s=total,
+        codes=len(talker.times) if speaks else None,
+        peak_memory_bytes=peak_memory(device),
+    )
+
+
+def _for_thinker_only(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers 5.23 hands pixels to the talker too, which refuses them; with a prefix they go to the thinker."""
+    pixels = ("pixel_values", "pixel_values_videos")
+    return {f"thinker_{name}" if name in pixels else name: value for name, value in inputs.items()}
+
+
+def _speaker(model: Qwen2_5OmniForConditionalGeneration, name: str | None) -> str:
+    if name is None:
+        return next(iter(model.speaker_map))
+    if name not in model.speaker_map:
+        raise unknown_name("there is no speaker", name, model.speaker_map)
+    return name
