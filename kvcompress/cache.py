@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import DynamicLayer
 
 from .chunk import Chunk
 from .errors import KVCompressError
@@ -24,8 +24,8 @@ def _say_once(message: str) -> None:
     logging.getLogger("kvcompress").warning(message)
 
 
-def _states(layer: CacheLayerMixin | LinearAttentionCacheLayerMixin) -> list[torch.Tensor]:
-    """What a layer of transformers' own holds."""
+def _states(layer: object) -> list[torch.Tensor]:
+    """What a cache layer of transformers' own holds, of whatever kind."""
     states = []
     for name in ("keys", "values", "conv_states", "recurrent_states"):
         state = getattr(layer, name, None)

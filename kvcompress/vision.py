@@ -28,9 +28,9 @@ def frame_tokens(
     """How many vision tokens each frame has, per row of `input_ids`; 0 where that is unknown.
 
     Known are: videos of the Qwen-VL family, from the `video_grid_thw` (videos, 3) that their processor gives; the
-    video of LLaVA-OneVision, from the config; and rows with several spans of vision tokens of one length, each of which
-    is a frame (InternVL; also several images of one size). Where a row's frames differ in size, or where images stand
-    beside its video, they are unknown.
+    video of LLaVA-OneVision and LLaVA-NeXT-Video, from the config; and rows with several spans of vision tokens of one
+    length, each of which is a frame (InternVL; also several images of one size). Where a row's frames differ in size,
+    or where images stand beside its video, they are unknown.
     """
     vision = vision_token_mask(config, input_ids).cpu()
     video_ids = [value for name in VIDEO_ID_NAMES if (value := getattr(config, name, None)) is not None]
@@ -46,9 +46,12 @@ def frame_tokens(
             left -= frames * size
         if of_video != sum(spans):  # images, alone or beside a video
             sizes = set(spans) if not of_video and len(spans) > 1 else set()
-        elif config.model_type == "llava_onevision" and len(spans) == 1:
+        elif config.model_type in ("llava_onevision", "llava_next_video") and len(spans) == 1:
             side = config.vision_config.image_size // config.vision_config.patch_size
-            sizes = {((side + 1) // 2) ** 2}  # pooled 2 x 2
+            if config.model_type == "llava_onevision":
+                sizes = {((side + 1) // 2) ** 2}  # pooled 2 x 2, the last row and column too
+            else:
+                sizes = {(side // config.spatial_pool_stride) ** 2}
         result.append(sizes.pop() if len(sizes) == 1 else 0)
     return tuple(result)
 

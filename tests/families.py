@@ -20,7 +20,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
     Gemma3Config,
     Idefics3Config,
     InternVLConfig,
@@ -35,6 +34,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
     Qwen2Config,
     Qwen2VLConfig,
     Qwen3Config,
@@ -75,6 +75,7 @@ MINICPM_PATCH = 4
 MEL_BINS = 8
 MEL_FRAMES = 16
 AUDIO_TOKENS = 4
+FRAMES = 4  # of every video
 
 TOKENS_PER_IMAGE = {
     "qwen": QWEN_TOKENS,
@@ -96,13 +97,14 @@ class Family:
 
     name: key in FAMILIES or MORE_FAMILIES; make_config: text settings -> config of the whole model;
     image_format: which tensors hold the images (recordings for "audio"): "" or "llava" or a key of TOKENS_PER_IMAGE;
-    layers: of the decoder, unless `build` is asked for another number.
+    layers: of the decoder, unless `build` is asked for another number; video: whether it takes videos.
     """
 
     name: str
     make_config: Callable[[dict], object]
     image_format: str = ""
     layers: int = 3
+    video: bool = False
 
     @property
     def is_vlm(self) -> bool:
@@ -160,6 +162,32 @@ class Family:
         if self.image_format == "mllama" and any(images):
             inputs["cross_attention_mask"] = _cross_attention_mask(input_ids, attention_mask, max(images))
         return {name: tensor.to(model.device) for name, tensor in inputs.items()}
+
+    def video_inputs(self) -> dict[str, torch.Tensor]:
+        """One prompt with a video of FRAMES frames between text."""
+        generator = torch.Generator().manual_seed(0)
+        order = torch.randperm(VOCAB_SIZE - FIRST_TEXT, generator=torch.Generator().manual_seed(1))
+        words = (order[:20] + FIRST_TEXT).tolist()
+        patch = 16 if self.image_format == "qwen3" else 14
+        pixels, size = (FRAMES * 16, 3 * 2 * patch * patch), {"video_grid_thw": torch.tensor([[FRAMES, 4, 4]])}
+        if self.image_format == "qwen3":  # a time stamp before each frame
+            frames = [[stamp, VISION_START, *[VIDEO] * 4] for stamp in words[6 : 6 + FRAMES]]
+            video, after = [token for frame in frames for token in frame], words[6 + FRAMES :]
+        elif self.image_format == "qwen":
+            video, after = [VISION_START, *[VIDEO] * (4 * FRAMES)], words[6:]
+        elif self.image_format == "minicpm":
+            video, after = [VIDEO] * (SMALL_TOKENS * FRAMES), words[6:]
+            height, width = MINICPM_GRID
+            pixels = (1, 3, MINICPM_PATCH, FRAMES * height * width * MINICPM_PATCH)
+            size = {"target_sizes_videos": torch.tensor([MINICPM_GRID] * FRAMES)}
+        else:  # LLaVA: one token per frame after pooling; LLaVA-OneVision puts a newline behind the last
+            video, after = [VIDEO] * (FRAMES + int(self.image_format == "llava")), words[6:]
+            pixels, size = (1, FRAMES, 3, LLAVA_TILE, LLAVA_TILE), {}
+        ids = torch.tensor([[*words[:6], *video, *after]])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if self.image_format.startswith("qwen"):
+            inputs["mm_token_type_ids"] = 2 * (ids == VIDEO).int()
+        return inputs | {"pixel_values_videos": torch.randn(pixels, generator=generator)} | size
 
     def solo(self, inputs: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
         """Row `row` of what `inputs` returned, as a batch of one without padding."""
@@ -276,11 +304,11 @@ def _build(name: str, layers: int, heads: int, kv_heads: int, seed: int) -> PreT
     }
     family = (FAMILIES | MORE_FAMILIES)[name]
     config = family.make_config(text)
-    auto = AutoModelForImageTextToText if family.is_vlm else AutoModelForCausalLM
-    if family.image_format == "audio":
-        auto = AutoModelForMultimodalLM
+    make = AutoModelForImageTextToText.from_config if family.is_vlm else AutoModelForCausalLM.from_config
+    if family.image_format == "audio":  # no automatic class for it is in every supported transformers
+        make = Qwen2AudioForConditionalGeneration._from_config
     with torch.random.fork_rng():
-        model = auto.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+        model = make(config, dtype=torch.float32, attn_implementation="sdpa").eval()
     _randomize(model, torch.Generator().manual_seed(seed))
     model.generation_config.pad_token_id = PAD
     model.generation_config.eos_token_id = None
@@ -590,10 +618,10 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family("qwen2", _qwen2),
         Family("llama", _llama),
-        Family("llava-onevision", _llava_onevision, "llava"),
-        Family("qwen2-vl", _qwen2_vl, "qwen"),
-        Family("qwen2.5-vl", _qwen2_5_vl, "qwen"),
-        Family("qwen3-vl", _qwen3_vl, "qwen3"),
+        Family("llava-onevision", _llava_onevision, "llava", video=True),
+        Family("qwen2-vl", _qwen2_vl, "qwen", video=True),
+        Family("qwen2.5-vl", _qwen2_5_vl, "qwen", video=True),
+        Family("qwen3-vl", _qwen3_vl, "qwen3", video=True),
         Family("internvl", _internvl, "internvl"),
     )
 }
@@ -604,13 +632,13 @@ MORE_FAMILIES: dict[str, Family] = {
         Family("mistral", _mistral),
         Family("llava-1.5", _llava, "small"),
         Family("llava-next", _llava_next, "llava-next"),
-        Family("llava-next-video", _llava_next_video, "llava-next"),
-        Family("qwen3-vl-moe", _qwen3_vl_moe, "qwen3"),
+        Family("llava-next-video", _llava_next_video, "llava-next", video=True),
+        Family("qwen3-vl-moe", _qwen3_vl_moe, "qwen3", video=True),
         Family("smolvlm", _smolvlm, "idefics"),
         Family("idefics3", _idefics3, "idefics"),
         Family("gemma3", _gemma3, "gemma3", layers=4),
         Family("mllama", _mllama, "mllama", layers=4),
-        Family("minicpm-v", _minicpm_v, "minicpm", layers=4),
+        Family("minicpm-v", _minicpm_v, "minicpm", layers=4, video=True),
         Family("qwen2-audio", _qwen2_audio, "audio"),
     )
 }

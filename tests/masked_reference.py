@@ -10,16 +10,22 @@ from contextlib import contextmanager
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, LogitsProcessor, LogitsProcessorList
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-Kept = list[list[list[torch.Tensor]]]  # [layer][row][kv_head] -> columns of the sequence
+# [layer][row][kv_head] -> columns of the sequence; None for a layer that is not compressed
+Kept = list[list[list[torch.Tensor]] | None]
 
 
 @contextmanager
 def only_attending_to(model: torch.nn.Module, kept: Kept | dict[int, Kept]) -> Iterator[None]:
-    """Inside, a query sees of the passes before its own only the columns in `kept`; its own pass is causal. Where
-    entries are evicted while decoding, `kept` is a dictionary: columns seen before a pass -> what was kept of them."""
+    """Inside, a query sees of the passes before its own only the columns in `kept`; its own pass is causal, or as the
+    model's mask says. Where entries are evicted while decoding, `kept` is a dictionary: columns seen before a pass ->
+    what was kept of them."""
 
     def attention(module, query, key, value, attention_mask, scaling, **kwargs):
+        if not isinstance(kept, dict) and kept[module.layer_idx] is None:
+            plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+            return plain(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         groups = query.shape[1] // key.shape[1]
         first = key.shape[2] - query.shape[2]  # columns before this pass
         visible = torch.zeros(*key.shape[:3], dtype=torch.bool, device=key.device)
@@ -30,8 +36,8 @@ def only_attending_to(model: torch.nn.Module, kept: Kept | dict[int, Kept]) -> I
         visible = visible[:, :, None].repeat(1, 1, query.shape[2], 1)
         visible[..., first:] = torch.ones(query.shape[2], query.shape[2], device=key.device).tril().bool()
         visible = visible.repeat_interleave(groups, 1)
-        if attention_mask is not None:
-            visible = visible & attention_mask
+        if attention_mask is not None:  # of a first prompt it says all: Gemma 3's images look at themselves both ways
+            visible = visible & attention_mask if first else attention_mask.expand_as(visible).clone()
         visible[..., first:] |= torch.eye(query.shape[2], dtype=torch.bool, device=key.device)  # pads: no NaN
         logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
         weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.families import FAMILIES, FIRST_TEXT, IMAGE, PAD, VLM_FAMILIES, Family
+from tests.families import FAMILIES, FIRST_TEXT, IMAGE, MORE_FAMILIES, PAD, VLM_FAMILIES, Family
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -11,22 +11,22 @@ vlm_families = pytest.mark.parametrize("family", VLM_FAMILIES.values(), ids=VLM_
 NEW = 12
 
 
-def generate(family: Family, model, inputs):
+def generate(family: Family, model, inputs, new=NEW):
     return model.generate(
-        **inputs, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_logits=True
+        **inputs, max_new_tokens=new, do_sample=False, return_dict_in_generate=True, output_logits=True
     )
 
 
-def assert_rows_equal_their_solo_runs(family: Family, lengths, images):
+def assert_rows_equal_their_solo_runs(family: Family, lengths, images, new=NEW):
     model = family.build()
     inputs = family.inputs(model, lengths, images)
-    batch = generate(family, model, inputs)
+    batch = generate(family, model, inputs, new)
     for row in range(len(lengths)):
         alone = family.solo(inputs, row)
         assert PAD not in alone["input_ids"]
         assert alone["attention_mask"].all()
-        solo = generate(family, model, alone)
-        assert torch.equal(solo.sequences[0, -NEW:], batch.sequences[row, -NEW:])
+        solo = generate(family, model, alone, new)
+        assert torch.equal(solo.sequences[0, -new:], batch.sequences[row, -new:])
         for unpadded, padded in zip(solo.logits, batch.logits, strict=True):
             torch.testing.assert_close(unpadded[0], padded[row], atol=1e-4, rtol=0)
 
@@ -40,6 +40,33 @@ def test_text_only_rows_do_not_depend_on_padding(family):
 @pytest.mark.parametrize("images", [[1, 0], [0, 1], [1, 2]], ids=str)
 def test_image_rows_do_not_depend_on_padding_or_on_their_neighbour(family, images):
     assert_rows_equal_their_solo_runs(family, [26, 40], images)
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES.values(), ids=MORE_FAMILIES)
+def test_rows_of_the_other_families_do_not_depend_on_padding_or_on_their_neighbours(family):
+    assert_rows_equal_their_solo_runs(family, [26, 9, 50], [1, 0, 2] if family.is_vlm else None, new=4)
+
+
+@pytest.mark.parametrize(
+    "family", [family for family in MORE_FAMILIES.values() if family.is_vlm], ids=lambda family: family.name
+)
+def test_logits_of_the_other_families_depend_on_the_image_or_recording(family):
+    model = family.build()
+    inputs = family.inputs(model, [40], [1])
+    name = "input_features" if family.image_format == "audio" else "pixel_values"
+    other = inputs | {name: inputs[name].flip(-1)}
+    assert (model(**inputs).logits[0, -1] - model(**other).logits[0, -1]).abs().max() > 0.05
+
+
+@pytest.mark.parametrize(
+    "family",
+    [family for family in (FAMILIES | MORE_FAMILIES).values() if family.video],
+    ids=lambda family: family.name,
+)
+def test_logits_depend_on_the_video(family):
+    model, inputs = family.build(), family.video_inputs()
+    other = inputs | {"pixel_values_videos": inputs["pixel_values_videos"].flip(-1)}
+    assert (model(**inputs).logits[0, -1] - model(**other).logits[0, -1]).abs().max() > 0.05
 
 
 @vlm_families

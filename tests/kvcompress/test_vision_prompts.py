@@ -122,39 +122,11 @@ def test_ratio_of_vision_keeps_text_and_exactly_the_share_of_vision(family, meth
         assert sum(int(is_vision[row, head].sum()) for head in heads) == len(heads) * share
 
 
-FRAMES = 4
-
-
-def video_inputs(family: Family) -> dict[str, torch.Tensor]:
-    """One prompt with a video of FRAMES frames between text."""
-    generator = torch.Generator().manual_seed(0)
-    words = text(20, 1)
-    if family.image_format == "llava":  # one token per frame after pooling, and a newline
-        ids = [*words[:6], *[VIDEO] * (FRAMES + 1), *words[6:]]
-        pixels = {"pixel_values_videos": torch.randn(1, FRAMES, 3, 8, 8, generator=generator)}
-        return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)).long(), **pixels}
-    patch = 16 if family.image_format == "qwen3" else 14
-    frame = [VISION_START, *[VIDEO] * 4]
-    if family.image_format == "qwen3":  # a time stamp before each frame
-        frames = [token for stamp in words[6 : 6 + FRAMES] for token in (stamp, *frame)]
-        ids = [*words[:6], *frames, *words[6 + FRAMES :]]
-    else:
-        ids = [*words[:6], VISION_START, *[VIDEO] * (4 * FRAMES), *words[6:]]
-    ids = torch.tensor([ids])
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "mm_token_type_ids": 2 * (ids == VIDEO).int(),
-        "pixel_values_videos": torch.randn(FRAMES * 16, 3 * 2 * patch * patch, generator=generator),
-        "video_grid_thw": torch.tensor([[FRAMES, 4, 4]]),
-    }
-
-
 @pytest.mark.parametrize("method", VISION_METHODS)
 @pytest.mark.parametrize("family", ["llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
 def test_budgets_are_exact_with_a_video(family, method):
     model = VLM_FAMILIES[family].build()
-    inputs = video_inputs(VLM_FAMILIES[family])
+    inputs = VLM_FAMILIES[family].video_inputs()
     with kvcompress.compress(model, method, 0.4) as session:
         _, logits = generate(model, inputs, NEW)
     assert logits.isfinite().all()
@@ -165,7 +137,7 @@ def test_budgets_are_exact_with_a_video(family, method):
 def test_infinipot_v_finds_the_frames_of_a_video(family):
     """With all the room for what is new, the last frame stays whole; without frames, value norms choose."""
     model = VLM_FAMILIES[family].build()
-    inputs = video_inputs(VLM_FAMILIES[family])
+    inputs = VLM_FAMILIES[family].video_inputs()
     runs = {}
     for name, frames in (("found", 0), ("generated", 0), ("given", 4), ("other", 8)):
         with kvcompress.compress(model, "infinipot-v", 0.5, ratio_of="vision", tar=1.0, frame_tokens=frames) as session:

@@ -1,0 +1,231 @@
+"""What is promised on which model family, as checks, and the table of it in docs/families.md.
+
+`python -m tests.family_table` runs every check and writes the table. tests/kvcompress/test_family_table.py runs the
+same checks, and compares the table with the registry below: what is in it was checked, and what was checked is in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+import kvcompress
+from kvcompress.layer import CompressedLayer
+
+from .families import FAMILIES, MORE_FAMILIES, Family
+from .masked_reference import Kept, generate, only_attending_to
+
+PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+BEGIN, END = "<!-- made by `python -m tests.family_table` -->\n", "<!-- end -->\n"
+
+METHODS = ("streamingllm", "snapkv", "adakv", "h2o")  # of position, of a window, ragged heads, of all queries
+RATIO = 0.3
+NEW = 5
+TOLERANCE = 1e-4  # fp32, logits of order 1
+
+Inputs = dict[str, torch.Tensor]
+TEXTS: dict[str, Callable[[Family], Inputs]] = {
+    "text": lambda family: family.inputs(family.build(), [30]),
+    "text, batch of 3": lambda family: family.inputs(family.build(), [30, 9, 17]),
+}
+IMAGES: dict[str, Callable[[Family], Inputs]] = {
+    "image": lambda family: family.inputs(family.build(), [40], [1]),
+    "two images": lambda family: family.inputs(family.build(), [60], [2]),
+    "images, batch of 3": lambda family: family.inputs(family.build(), [40, 20, 60], [1, 0, 2]),
+}
+VIDEOS: dict[str, Callable[[Family], Inputs]] = {"video": Family.video_inputs}
+KINDS = TEXTS | IMAGES | VIDEOS
+
+# What asks more of a model than attention over a cache; and the families whose layers do not all give that.
+EXTRAS: dict[str, dict[str, object]] = {
+    "first_token=compressed": {"method": "snapkv", "first_token": "compressed"},
+    "kvzip": {"method": "kvzip"},
+    "fastv": {"method": "fastv"},
+}
+HYBRID = {
+    "gemma3": "sliding windows",
+    "mllama": "cross-attention",
+    "minicpm-v": "linear attention",
+}
+ALL_FAMILIES = FAMILIES | MORE_FAMILIES
+TITLES = {
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "llava-1.5": "LLaVA-1.5",
+    "llava-next": "LLaVA-NeXT (1.6)",
+    "llava-next-video": "LLaVA-NeXT-Video",
+    "llava-onevision": "LLaVA-OneVision",
+    "qwen2-vl": "Qwen2-VL",
+    "qwen2.5-vl": "Qwen2.5-VL",
+    "qwen3-vl": "Qwen3-VL",
+    "qwen3-vl-moe": "Qwen3-VL-MoE",
+    "internvl": "InternVL 2.5, 3 (HF layout)",
+    "smolvlm": "SmolVLM",
+    "idefics3": "Idefics3",
+    "gemma3": "Gemma 3",
+    "mllama": "Llama 3.2 Vision",
+    "minicpm-v": "MiniCPM-V 4.6",
+    "qwen2-audio": "Qwen2-Audio (recordings as images)",
+}
+
+
+def kinds_of(family: Family) -> list[str]:
+    """The kinds of input that the family takes."""
+    return [*TEXTS, *(IMAGES if family.is_vlm else []), *(VIDEOS if family.video else [])]
+
+
+def extras_of(family: Family) -> list[str]:
+    """What of EXTRAS there is to ask of the family: token methods drop tokens of images."""
+    has_images = family.is_vlm and family.image_format != "audio"
+    return [extra for extra in EXTRAS if extra != "fastv" or has_images]
+
+
+def kept_of(cache: kvcompress.CompressedCache) -> Kept:
+    """What each layer kept; None for one that keeps transformers' own cache."""
+    return [
+        cache.kept_indices(layer_idx) if isinstance(layer, CompressedLayer) else None
+        for layer_idx, layer in enumerate(cache.layers)
+    ]
+
+
+def check(family: Family, kind: str, method: str) -> None:
+    """A method on a family with one kind of input. Raises AssertionError unless
+
+    - at ratio 1.0 tokens and logits are those of the plain model, bit for bit;
+    - at RATIO each layer and row keeps exactly its budget, and says so;
+    - the cache's bytes are those of the tensors that it holds, and fewer than the full cache's;
+    - the answer's logits are those of the full cache under a mask that hides exactly what was dropped.
+    """
+    model, inputs = family.build(), KINDS[kind](family)
+    plain_tokens, plain = generate(model, inputs, NEW)
+    with kvcompress.compress(model, method, 1.0) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    assert torch.equal(tokens, plain_tokens)
+    assert torch.equal(logits, plain)
+    full_bytes = session.cache.nbytes
+    with kvcompress.compress(model, method, RATIO) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    cache, kept = session.cache, kept_of(session.cache)
+    check_budgets(cache, kept, inputs)
+    assert cache.nbytes == held_bytes(cache) < full_bytes
+    with only_attending_to(model, kept):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    assert (logits - plain).abs().max() > 0.1, "nothing that matters was dropped: the check shows nothing"
+
+
+def check_budgets(cache: kvcompress.CompressedCache, kept: Kept, inputs: Inputs) -> None:
+    """Each row keeps its share of the prompt per layer and KV head, in the mean over heads where these differ, and the
+    decoded tokens; `realised_ratios` is that share."""
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    shares = [max(1, math.floor(RATIO * length + 0.5)) for length in lengths]
+    compressed = [of_layer for of_layer in kept if of_layer is not None]
+    assert len(compressed) == len(cache.compressed_layers) > 0
+    for of_layer in compressed:
+        for heads, share in zip(of_layer, shares, strict=True):
+            assert sum(map(len, heads)) == len(heads) * (share + NEW - 1)  # the last token is returned, never fed
+    for ratios in cache.realised_ratios():
+        assert all(abs(r - n / length) < 1e-6 for r, n, length in zip(ratios, shares, lengths, strict=True))
+
+
+def held_bytes(cache: kvcompress.CompressedCache) -> int:
+    """Bytes of the tensors for entries or states that hang on the cache's layers, found by looking."""
+    storages = {}
+    for layer in cache.layers:
+        holder = layer.storage if isinstance(layer, CompressedLayer) else layer
+        for tensor in _tensors(vars(holder)):
+            if tensor.ndim > 1 or isinstance(layer, CompressedLayer):  # not a sliding layer's own counters
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
+def check_extra(family: Family, extra: str) -> None:
+    """`extra` generates on the family, dropping something; on a hybrid family it is refused in one clear line."""
+    model = family.build()
+    inputs = family.inputs(model, [40, 30], [1, 1] if family.is_vlm else None)
+    refusal, session = None, kvcompress.compress(model, ratio=RATIO, **EXTRAS[extra])
+    try:
+        with session:
+            _, logits = generate(model, inputs, NEW)
+    except kvcompress.KVCompressError as error:
+        refusal = str(error)
+    if family.name in HYBRID:
+        assert refusal is not None
+        assert "needs a model whose layers all have full attention" in refusal
+        assert "\n" not in refusal
+        return
+    assert refusal is None
+    assert logits.isfinite().all()
+    # A token method's first layers see all tokens.
+    assert min(ratio for ratios in session.cache.realised_ratios() for ratio in ratios) < 1
+
+
+def expected() -> dict[tuple[str, str], str]:
+    """(family, column) -> the cell, when every check of it passes."""
+    cells = {}
+    for name, family in ALL_FAMILIES.items():
+        for kind in KINDS:
+            cells[name, kind] = f"all {len(METHODS)}" if kind in kinds_of(family) else ""
+        for extra in EXTRAS:
+            answer = "refused" if name in HYBRID else "yes"
+            cells[name, extra] = answer if extra in extras_of(family) else ""
+    return cells
+
+
+def measured() -> dict[tuple[str, str], str]:
+    """As `expected`, from running every check: a cell names what passed, or "none"."""
+    cells = {}
+    for name, family in ALL_FAMILIES.items():
+        for kind in kinds_of(family):
+            passed = [method for method in METHODS if _passes(check, family, kind, method)]
+            cells[name, kind] = f"all {len(METHODS)}" if len(passed) == len(METHODS) else ", ".join(passed) or "none"
+        for extra in extras_of(family):
+            passes = _passes(check_extra, family, extra)
+            cells[name, extra] = ("refused" if name in HYBRID else "yes") if passes else "no"
+    return {column: cells.get(column, "") for column in expected()}
+
+
+def _passes(run: Callable[..., None], *arguments: object) -> bool:
+    try:
+        run(*arguments)
+    except AssertionError as error:
+        print(*arguments[1:], "on", arguments[0].name, "failed:", error)
+        return False
+    return True
+
+
+def render(cells: dict[tuple[str, str], str]) -> str:
+    """The table, in Markdown."""
+    columns = [*KINDS, *(f"`{extra}`" for extra in EXTRAS)]
+    rows = [
+        f"Methods of the first columns: {', '.join(f'`{method}`' for method in METHODS)}.\n",
+        f"| family | {' | '.join(columns)} |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for name, title in TITLES.items():
+        rows.append(f"| {title} | {' | '.join(cells[name, column] for column in [*KINDS, *EXTRAS])} |")
+    return "\n".join(rows) + "\n"
+
+
+def page_with(table: str) -> str:
+    """docs/families.md with this table in place of its own."""
+    before, rest = PAGE.read_text().split(BEGIN)
+    return before + BEGIN + table + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_with(render(measured())))
+    print(f"wrote {PAGE.relative_to(Path.cwd())}")
