@@ -5,11 +5,10 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import NoReturn
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .chunk import Chunk
 from .errors import KVCompressError
@@ -17,6 +16,7 @@ from .layer import CompressedLayer
 from .part import evictable
 from .policy import make_policy
 from .rotary import Rotary
+from .vision import vision_token_ids
 
 
 @cache
@@ -60,6 +60,10 @@ class CompressedCache(DynamicCache):
         kind = self.policy.engine.cache_implementation
         if "static" in kind and max_new_tokens is None:
             raise KVCompressError(f"cache_implementation={kind!r} needs max_new_tokens=: the room of its fixed shapes")
+        if self.policy.engine.ratio_of == "vision" and self.policy.tokens is None and not vision_token_ids(config):
+            raise KVCompressError(
+                f"ratio_of='vision': a {config.model_type} model has no image or video tokens to evict"
+            )
         super().__init__(config=config)
         self.config = config
         # Their keys are an image's, not the text's: transformers' cache does not tell them apart (Llama 3.2 Vision).
@@ -78,18 +82,24 @@ class CompressedCache(DynamicCache):
                 f"{config.model_type}: {len(self.layers) - compressed} of {len(self.layers)} layers have no full "
                 "attention (sliding windows and the like); they keep transformers' own cache, uncompressed"
             )
-            if self.policy.engine.first_token == "compressed":
-                self._needs_full_attention("first_token='compressed', which feeds a token twice,")
-            if self.policy.cluster.second_pass:
-                self._needs_full_attention(f"method {self.policy.method!r}, which reads the prompt twice,")
+            self._check_other_layers()
         if not compressed:
             raise KVCompressError(f"a {config.model_type} model has no layer with full attention: nothing to compress")
 
-    def _needs_full_attention(self, what: str) -> NoReturn:
-        raise KVCompressError(
-            f"{what} needs a model whose layers all have full attention: {self.config.model_type} has sliding windows, "
-            "cross-attention or the like"
-        )
+    def _check_other_layers(self) -> None:
+        """Raises KVCompressError where something is asked for that layers of transformers' own cannot do."""
+        others = {type(layer) for layer in self.layers if not isinstance(layer, CompressedLayer)}
+        what = None
+        if self.policy.engine.first_token == "compressed":
+            what, wanted = "first_token='compressed', which feeds a token twice,", "full attention"
+        elif self.policy.cluster.second_pass and others != {DynamicSlidingWindowLayer}:
+            what = f"method {self.policy.method!r}, which reads the prompt twice,"
+            wanted = "full attention or sliding windows"
+        if what is not None:
+            raise KVCompressError(
+                f"{what} needs a model whose layers all have {wanted}: {self.config.model_type} has others "
+                f"({', '.join(sorted(kind.__name__ for kind in others))})"
+            )
 
     def start(
         self,

@@ -112,6 +112,32 @@ def test_a_mistral_with_a_sliding_window_in_every_layer_is_an_error():
         kvcompress.CompressedCache(config, "snapkv", 0.5)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-audio"])
+def test_a_ratio_of_vision_is_refused_where_there_is_no_vision(name):
+    """Not kept whole without a word. Recordings are no vision tokens."""
+    family = MORE_FAMILIES[name]
+    model = family.build()
+    with (
+        kvcompress.compress(model, "snapkv", 0.3, ratio_of="vision"),
+        pytest.raises(
+            kvcompress.KVCompressError, match=r"ratio_of='vision': a qwen.* model has no image or video tokens"
+        ),
+    ):
+        generate(model, family.inputs(model, [20]), 2)
+
+
+@pytest.mark.parametrize("storage", ["static", "offloaded"])
+@pytest.mark.parametrize("name", HYBRID)
+def test_other_storages_give_the_same_logits_beside_layers_that_are_not_compressed(name, storage):
+    family = MORE_FAMILIES[name]
+    model, inputs = family.build(), family.inputs(family.build(), [40, 20], [1, 1])
+    with kvcompress.compress(model, "snapkv", 0.3):
+        tokens, expected = generate(model, inputs, 5)
+    with kvcompress.compress(model, "snapkv", 0.3, cache_implementation=storage, max_new_tokens=5):
+        _, logits = generate(model, inputs, 5, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
 def test_llama_3_2_vision_compresses_its_self_attention_only():
     """The keys of an image, in layer 1, stay as they are: nothing of them is dropped, nor counted as text."""
     family = MORE_FAMILIES["mllama"]
