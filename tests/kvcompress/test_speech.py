@@ -211,10 +211,12 @@ def eager_compile(monkeypatch):
 
 
 @pytest.fixture
-def run(checkpoint, tmp_path, monkeypatch):
-    """The command on one prompt, whose cold starts are in this process; returns the JSON."""
+def run(checkpoint, loaded, tmp_path, monkeypatch):
+    """The command on one prompt, whose cold starts are in this process; returns the JSON. A whole model is loaded once
+    for all tests."""
+    load = speech.load
+    monkeypatch.setattr(speech, "load", lambda *given: load(*given) if given[-1] else loaded)
     monkeypatch.setattr(command, "in_a_fresh_process", lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr(command.inductor_config, "force_disable_caches", False)  # put back what a cold start sets
     (tmp_path / "prompts.jsonl").write_text('{"text": "Hello, who are you?"}\n')
 
     def call(*flags: str, method: str = "snapkv:window_size=4", ratio: str = "0.3") -> dict:
@@ -351,12 +353,11 @@ def test_loading_without_a_tower_says_nothing_of_its_weights(checkpoint, capfd):
 # The command
 
 
-def test_strategies_stand_side_by_side_cold_and_warm(run, eager_compile, capsys):
-    content = run("--cold", "1", "--strategies", "dynamic", "static", "compressed", "compressed-static")
-    assert [taken["strategy"] for taken in content["cold"]] == list(command.STRATEGIES)
+def test_strategies_stand_side_by_side(run, eager_compile, capsys):
+    content = run()
     rows = {row["strategy"]: row for row in content["warm"][0]["answers"]}
     assert list(rows) == ["static", "compressed", "compressed-static", "dynamic"]  # who begins changes
-    for row in [*rows.values(), *(taken["answer"] for taken in content["cold"])]:
+    for row in rows.values():
         assert row["text_tokens"] == 4
         assert row["codes"] == 5
         assert row["audio_s"] == pytest.approx(5 * CODE_S)
@@ -366,9 +367,7 @@ def test_strategies_stand_side_by_side_cold_and_warm(run, eager_compile, capsys)
     assert rows["compressed"]["kv_bytes"] < 0.5 * rows["dynamic"]["kv_bytes"]
     assert rows["compressed-static"]["realised_ratio"] == pytest.approx(0.3, abs=0.01)
     assert rows["dynamic"]["realised_ratio"] is None
-    out = capsys.readouterr().out
-    for start in ("cold", "warm"):
-        assert f"| {start} | snapkv:window_size=4:cache_implementation=static@0.3, compiled | 1 |" in out
+    assert "| warm | snapkv:window_size=4:cache_implementation=static@0.3, compiled | 1 |" in capsys.readouterr().out
 
 
 def test_static_strategies_are_really_compiled(run, eager_compile):
@@ -396,6 +395,24 @@ def test_without_speech_the_table_has_no_empty_columns(run, capsys):
     assert "first text s" in out
     assert "real-time factor" not in out
     assert "talker" not in out.split("Weights")[1].split("|")[0]
+
+
+def test_a_cold_start_is_the_first_answer_after_loading(run, monkeypatch, capsys):
+    loads, disabled, load, answer = [], [], command.load, speech.answer
+
+    def answers(*given):
+        disabled.append(command.inductor_config.force_disable_caches)
+        return answer(*given)
+
+    monkeypatch.setattr(command, "load", lambda given: loads.append(len(disabled)) or load(given))
+    monkeypatch.setattr(speech, "answer", answers)
+    content = run("--strategies", "dynamic", "compressed", "--cold", "2")
+    assert [(taken["strategy"], taken["prompt"]) for taken in content["cold"]] == [
+        *(("dynamic", 0), ("compressed", 0), ("dynamic", 1), ("compressed", 1))
+    ]
+    assert loads == [0, 1, 2, 3, 4]  # each cold start loads anew, and answers once
+    assert disabled == [True] * 4 + [False] * 4
+    assert "| cold | snapkv:window_size=4@0.3 | 2 |" in capsys.readouterr().out
 
 
 def test_a_run_goes_on_where_it_stopped(run, monkeypatch):
