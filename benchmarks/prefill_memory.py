@@ -3,7 +3,8 @@
     python -m benchmarks.prefill_memory                                  # CPU, fp32
 
 A model with the shape of Qwen2-0.5B, few layers and random weights reads prompts of 8k to 32k tokens: with the full
-cache, with a compressed one, and with one that is compressed after each chunk. Each runs in a process of its own.
+cache, with a compressed one, and with one that is compressed after each chunk. Each runs in a process of its own; what
+is in the results already is not measured again.
 """
 
 import argparse
@@ -31,14 +32,17 @@ WAYS = {
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the most elements that any operation returned."""
+    """Notes the most elements that any operation returned, the model's weights and views of them apart."""
 
-    numel = 0
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.numel = 0
+        self.weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.weights:
                 self.numel = max(self.numel, tensor.numel())
         return result
 
@@ -80,7 +84,7 @@ def measured(way: str, tokens: int, layers: int, budget: int, chunk: int, thread
     cache = kvcompress.CompressedCache(model.config, **options)
     reset_peak_memory(device)
     before = resident()
-    with kvcompress.attach(model), PeakKV(cache) as peak, LargestTensor() as largest:
+    with kvcompress.attach(model), PeakKV(cache) as peak, LargestTensor(model) as largest:
         model(prompt_ids(model, 1, tokens), past_key_values=cache, logits_to_keep=1)
     return {
         "way": way,
@@ -119,6 +123,7 @@ def report(records: list[dict], layers: int, budget: int, chunk: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=1024)
@@ -131,14 +136,24 @@ def main() -> None:
         way, tokens = arguments.only
         print(json.dumps(measured(way, int(tokens), *how, arguments.threads)))
         return
-    records = []
+    settings = dict(zip(("layers", "budget", "chunk"), how, strict=True))
+    records = known(arguments.out, settings)
     for tokens in arguments.lengths:
-        for way in WAYS:
+        for way in arguments.ways:
+            if any((record["way"], record["tokens"]) == (way, tokens) for record in records):
+                continue
             command = [sys.executable, "-m", "benchmarks.prefill_memory", *sys.argv[1:], "--only", way, str(tokens)]
             result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            records.append(json.loads(result.stdout.splitlines()[-1]))
-    torch.set_num_threads(arguments.threads)
-    write(arguments.out, report(records, *how), records, torch.device("cpu"))
+            records.append({**settings, **json.loads(result.stdout.splitlines()[-1])})
+            records.sort(key=lambda record: (record["tokens"], list(WAYS).index(record["way"])))
+            write(arguments.out, report(records, *how), records, torch.device("cpu"))
+
+
+def known(out: Path, settings: dict[str, int]) -> list[dict]:
+    """What a run with these settings has measured before it was cut, or for other ways and lengths."""
+    file = out.with_suffix(".json")
+    records = json.loads(file.read_text())["records"] if file.exists() else []
+    return [record for record in records if settings.items() <= record.items()]
 
 
 if __name__ == "__main__":
