@@ -108,7 +108,7 @@ def check_policy(policy: Policy) -> None:
         raise KVCompressError(f"method {policy.method!r} drops tokens of the prompt, and the talker reads all of them")
     if engine.first_token != "full":
         raise KVCompressError("first_token='compressed' hides the prompt pass from the talker: use 'full'")
-    if getattr(engine, "prefill_chunk", None) is not None:
+    if engine.prefill_chunk is not None:
         raise KVCompressError(
             f"prefill_chunk={engine.prefill_chunk} hides all but the last chunk from the talker: leave it out"
         )

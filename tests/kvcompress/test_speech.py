@@ -442,6 +442,7 @@ def test_saved_audio_is_what_was_measured(run, tmp_path):
         ({"ratio": "1.5"}, "1.5"),
         ({"method": "fastv"}, "talker reads all of them"),
         ({"method": "snapkv:first_token=compressed"}, "first_token"),
+        ({"method": "snapkv:prefill_chunk=8"}, "all but the last chunk"),
         ({"flags": ["--strategies", "statik"]}, "no strategy 'statik' (did you mean 'static'?)"),
         ({"flags": ["--without", "ears"]}, "no part 'ears'"),
         ({"flags": ["--speaker", "Nobody"]}, "no speaker 'Nobody'"),
