@@ -1,5 +1,7 @@
 """A prompt's attention that notes its column sums on the way is the attention, and they are the sums."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -88,7 +90,7 @@ def test_padding_half_precision_and_other_attention_take_the_base_and_the_sums_a
             model(**family.inputs(model, lengths))
         return set(made)
 
-    model = family.build()
+    model = copy.deepcopy(family.build())  # the tests share one
     assert run(model, [40], "h2o") == {"on the way"}
     assert run(model, [40, 30], "h2o") == {"afterwards"}
     assert run(model, [40], "snapkv") == set()
