@@ -6,7 +6,7 @@ there, which costs next to nothing beyond the attention. A block of queries at a
 
 import torch
 
-ROWS = 192  # of a block, all query heads of a KV head counted: the matrix products are fast, the weights stay in cache
+ROWS = 384  # of a block, all query heads of a KV head counted: the matrix products are fast, the weights stay in cache
 
 
 def attention_with_sums(
