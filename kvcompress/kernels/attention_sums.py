@@ -6,6 +6,8 @@ there, which costs next to nothing beyond the attention. A block of queries at a
 
 import torch
 
+from .column_sums import attention_of_heads
+
 ROWS = 384  # of a block, all query heads of a KV head counted: the matrix products are fast, the weights stay in cache
 
 
@@ -25,21 +27,9 @@ def attention_with_sums(
     groups = query.shape[1] // kv_heads
     output = query.new_empty(batch, columns, kv_heads, groups, value.shape[3])
     sums = torch.zeros(batch, kv_heads, columns)
-    query = (query * scaling).unflatten(1, (kv_heads, groups))
-    block = min(columns, max(1, ROWS // groups))
-    weights = query.new_empty(groups * block * columns)
-    future = torch.full((block, block), float("-inf")).triu_(1)
-    mean = torch.full((1, groups * block), 1 / groups)
-    for row in range(batch):
-        for head in range(kv_heads):
-            keys, values = key[row, head].T.contiguous(), value[row, head]
-            for start in range(0, columns, block):
-                end = min(start + block, columns)
-                size = end - start
-                seen = weights[: groups * size * end].view(groups * size, end)
-                torch.mm(query[row, head, :, start:end].reshape(groups * size, -1), keys[:, :end], out=seen)
-                seen.view(groups, size, end)[..., start:].add_(future[:size, :size])
-                torch.softmax(seen, -1, out=seen)
-                output[row, start:end, head] = (seen @ values[:end]).view(groups, size, -1).transpose(0, 1)
-                sums[row, head, :end] += torch.mm(mean[:, : groups * size], seen)[0]
+    mean = torch.tensor(1 / groups)
+    for at, weights in attention_of_heads(query, key, scaling, max(1, ROWS // groups)):
+        block = (weights @ value[at.row, at.head, : at.end]).unflatten(0, (groups, -1))
+        output[at.row, at.start : at.end, at.head] = block.transpose(0, 1)
+        sums[at.row, at.head, : at.end] += mean.expand(len(weights)) @ weights
     return output.flatten(2, 3), sums

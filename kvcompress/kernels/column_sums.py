@@ -7,7 +7,9 @@ None for one per query, or what each query counts, bool or float (batch, columns
 (batch, kv_heads, columns), averaged over the query heads of a KV head. Pads give and receive nothing.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -76,31 +78,57 @@ def column_sums_blocked(
     weights: torch.Tensor | None = None,
     block: int = BLOCK,
 ) -> torch.Tensor:
-    """Head by head, `block` queries at a time and only the keys up to them, so that what is written is read again while
-    it is in the cache; queries before the first that counts are left out."""
+    """A block of the attention at a time; queries before the first that counts are left out."""
+    groups = queries.shape[1] // keys.shape[1]
+    sums = torch.zeros(keys.shape[:3], device=keys.device)
+    counts = torch.ones(len(keys), keys.shape[2], device=keys.device) if weights is None else weights.float()
+    starts = None if weights is None else (weights != 0).int().argmax(1).tolist()
+    for at, attention in attention_of_heads(queries, keys, scaling, block, padding, starts):
+        per_query = (counts[at.row, at.start : at.end] / groups).repeat(groups)
+        sums[at.row, at.head, at.pad : at.end] += per_query @ attention
+    return sums
+
+
+class Block(NamedTuple):
+    """Queries `start` to `end` of a row's KV head, which see the keys from `pad` on."""
+
+    row: int
+    head: int
+    pad: int
+    start: int
+    end: int
+
+
+def attention_of_heads(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scaling: float,
+    block: int,
+    padding: torch.Tensor | None = None,
+    starts: list[int] | None = None,
+) -> Iterator[tuple[Block, torch.Tensor]]:
+    """A prompt's causal attention head by head, `block` queries at a time and only the keys up to them, so that what is
+    written is read again while it is in the cache. `starts`: the first query of each row that is wanted.
+
+    Yields:
+        the block, and its weights (groups * queries, keys from `pad` to `end`) in fp32, overwritten by the next.
+    """
     batch, kv_heads, columns, head_dim = keys.shape
     groups = queries.shape[1] // kv_heads
-    sums = torch.zeros(keys.shape[:3], device=keys.device)
+    block = min(block, columns)
     pads = [[0] * kv_heads] * batch if padding is None else padding.expand(batch, kv_heads).tolist()
-    starts = [0] * batch if weights is None else (weights != 0).int().argmax(1).tolist()
-    each = torch.ones(columns, device=keys.device)
-    future = torch.ones(block, block, dtype=torch.bool, device=keys.device).triu(1)
-    logits = torch.empty(2, groups * block * columns, device=keys.device)  # and their softmax
+    future = torch.full((block, block), float("-inf"), device=keys.device).triu_(1)
+    buffer = torch.empty(groups * block * columns, device=keys.device)
     for row in range(batch):
-        counts = (each if weights is None else weights[row].float()) / groups
         for head in range(kv_heads):
             pad = pads[row][head]
             seen = keys[row, head].float().T  # (head_dim, columns)
             asking = queries[row, head * groups : (head + 1) * groups].float() * scaling
-            for start in range(max(pad, starts[row]), columns, block):
+            for start in range(max(pad, starts[row] if starts else 0), columns, block):
                 end = min(start + block, columns)
                 size = end - start
-                of_block = asking[:, start:end].reshape(groups * size, head_dim)
                 shape = (groups * size, end - pad)
-                block_logits, attention = (part[: shape[0] * shape[1]].view(shape) for part in logits)
-                torch.mm(of_block, seen[:, pad:end], out=block_logits)
-                latest = block_logits.view(groups, size, -1)[..., start - pad :]
-                latest.masked_fill_(future[:size, :size], float("-inf"))
-                torch.softmax(block_logits, -1, out=attention)
-                sums[row, head, pad:end] += counts[start:end].repeat(groups) @ attention
-    return sums
+                weights = buffer[: shape[0] * shape[1]].view(shape)
+                torch.mm(asking[:, start:end].reshape(groups * size, head_dim), seen[:, pad:end], out=weights)
+                weights.view(groups, size, -1)[..., start - pad :].add_(future[:size, :size])
+                yield Block(row, head, pad, start, end), torch.softmax(weights, -1, out=weights)
