@@ -18,6 +18,8 @@ from .policy import make_policy
 from .rotary import Rotary
 from .vision import vision_token_ids
 
+LAYER_NAMES = {DynamicLayer: "cross-attention", DynamicSlidingWindowLayer: "sliding windows"}  # not compressed
+
 
 @cache
 def _say_once(message: str) -> None:
@@ -89,16 +91,19 @@ class CompressedCache(DynamicCache):
     def _check_other_layers(self) -> None:
         """Raises KVCompressError where something is asked for that layers of transformers' own cannot do."""
         others = {type(layer) for layer in self.layers if not isinstance(layer, CompressedLayer)}
-        what = None
-        if self.policy.engine.first_token == "compressed":
+        engine, what = self.policy.engine, None
+        if engine.first_token == "compressed":
             what, wanted = "first_token='compressed', which feeds a token twice,", "full attention"
-        elif self.policy.cluster.second_pass and others != {DynamicSlidingWindowLayer}:
-            what = f"method {self.policy.method!r}, which reads the prompt twice,"
+        elif others != {DynamicSlidingWindowLayer}:
             wanted = "full attention or sliding windows"
+            if self.policy.cluster.second_pass:
+                what = f"method {self.policy.method!r}, which reads the prompt twice,"
+            elif engine.prefill_chunk is not None:
+                what = f"prefill_chunk={engine.prefill_chunk}, which feeds the prompt piece by piece,"
         if what is not None:
             raise KVCompressError(
                 f"{what} needs a model whose layers all have {wanted}: {self.config.model_type} has others "
-                f"({', '.join(sorted(kind.__name__ for kind in others))})"
+                f"({', '.join(sorted(LAYER_NAMES.get(kind, kind.__name__) for kind in others))})"
             )
 
     def start(

@@ -27,20 +27,11 @@ def feed_in_chunks(decoder: PreTrainedModel, cache: CompressedCache) -> list[Rem
 
     Returns:
         What undoes it; nothing where the prompt is a single chunk.
-
-    Raises:
-        KVCompressError: for a model with layers that do not go on from a filled cache, such as linear attention.
     """
     layers, size = cache.compressed_layers, cache.policy.engine.prefill_chunk
     whole = layers[0].chunk
     if whole.columns <= size:
         return []
-    others = {type(layer).__name__ for layer in cache.layers} - {"CompressedLayer", "DynamicSlidingWindowLayer"}
-    if others:
-        raise KVCompressError(
-            f"prefill_chunk= needs layers with full attention or sliding windows: {cache.config.model_type} has others "
-            f"({', '.join(sorted(others))})"
-        )
     stops = range(whole.columns, 0, -size)[::-1]
     is_nested = False
 
@@ -77,6 +68,11 @@ def columns_of(kwargs: dict, start: int, stop: int, columns: int) -> dict:
         elif name in ("inputs_embeds", "visual_pos_masks") and value is not None:
             value = value[:, start:stop]
         elif name == "attention_mask" and value is not None:
+            if isinstance(value, dict):
+                raise KVCompressError(
+                    "prefill_chunk= cannot cut the attention masks that this model makes for its text decoder, where "
+                    "an image's tokens may see each other both ways"
+                )
             if not isinstance(value, torch.Tensor) or value.ndim != 2:
                 raise KVCompressError("prefill_chunk= needs a 2-D attention mask (batch, tokens), left-padded, or none")
             value = value[:, : value.shape[1] - columns + stop]

@@ -17,6 +17,7 @@ from transformers import (
     LlavaOnevisionImageProcessor,
     LlavaOnevisionProcessor,
     LlavaOnevisionVideoProcessor,
+    PreTrainedConfig,
     Qwen2Config,
     SiglipVisionConfig,
 )
@@ -87,8 +88,8 @@ def load_processor(pretrained: str, config: dict[str, Any], revision: str = "mai
     """transformers' processor for a checkpoint with the raw `config`; the tokenizer is the checkpoint's own."""
     vision = _vision_config(config)
     size = {"height": vision.image_size, "width": vision.image_size}
-    # With a text config given, AutoTokenizer does not try to read the config.json, whose model_type it does not know.
-    tokenizer = AutoTokenizer.from_pretrained(pretrained, revision=revision, config=_text_config(config))
+    # An empty config: AutoTokenizer goes by tokenizer_config.json, not by a model_type that it does not know.
+    tokenizer = AutoTokenizer.from_pretrained(pretrained, revision=revision, config=PreTrainedConfig())
     tokenizer.add_tokens(["<image>", "<video>"], special_tokens=True)
     return LlavaOnevisionProcessor(
         image_processor=LlavaOnevisionImageProcessor(

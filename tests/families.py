@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -32,6 +34,7 @@ from transformers import (
     MistralConfig,
     MllamaConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2AudioConfig,
     Qwen2AudioForConditionalGeneration,
@@ -42,6 +45,8 @@ from transformers import (
     Qwen3VLMoeConfig,
     SmolVLMConfig,
 )
+
+from . import llava_next_layout
 
 HEAD_DIM = 16
 VOCAB_SIZE = 128
@@ -310,6 +315,9 @@ def _build(name: str, layers: int, heads: int, kv_heads: int, seed: int) -> PreT
     with torch.random.fork_rng():
         model = make(config, dtype=torch.float32, attn_implementation="sdpa").eval()
     _randomize(model, torch.Generator().manual_seed(seed))
+    if name == "llava-onevision-original":  # through the files of a checkpoint: LLaVA-OneVision's own weights again
+        words = Tokenizer(WordLevel({"<pad>": PAD, "<image>": IMAGE, "<video>": VIDEO}, unk_token="<pad>"))
+        model = llava_next_layout.reloaded(model, PreTrainedTokenizerFast(tokenizer_object=words))
     model.generation_config.pad_token_id = PAD
     model.generation_config.eos_token_id = None
     return model.requires_grad_(False)
@@ -631,6 +639,7 @@ MORE_FAMILIES: dict[str, Family] = {
         Family("qwen3", _qwen3),
         Family("mistral", _mistral),
         Family("llava-1.5", _llava, "small"),
+        Family("llava-onevision-original", _llava_onevision, "llava", video=True),
         Family("llava-next", _llava_next, "llava-next"),
         Family("llava-next-video", _llava_next_video, "llava-next", video=True),
         Family("qwen3-vl-moe", _qwen3_vl_moe, "qwen3", video=True),

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 import kvcompress
+from kvcompress.hook import text_decoder
 from kvcompress.layer import CompressedLayer
 
 from .families import FAMILIES, MORE_FAMILIES, Family
@@ -39,6 +41,8 @@ IMAGES: dict[str, Callable[[Family], Inputs]] = {
 VIDEOS: dict[str, Callable[[Family], Inputs]] = {"video": Family.video_inputs}
 KINDS = TEXTS | IMAGES | VIDEOS
 
+CHUNK = 7  # cuts images
+CHUNKS = "prefill_chunk"
 # What asks more of a model than attention over a cache, and the families whose layers do not all give that: sliding
 # windows (Gemma 3), cross-attention (Llama 3.2 Vision), linear attention (MiniCPM-V).
 EXTRAS: dict[str, dict[str, object]] = {
@@ -48,6 +52,11 @@ EXTRAS: dict[str, dict[str, object]] = {
 }
 HYBRID = ("gemma3", "mllama", "minicpm-v")
 REFUSED = {(name, extra) for name in HYBRID for extra in EXTRAS} - {("gemma3", "kvzip")}
+CHUNKS_REFUSED = {
+    "gemma3": "cannot cut the attention masks that this model makes for its text decoder",
+    "mllama": "layers all have full attention or sliding windows: mllama has others (cross-attention)",
+    "minicpm-v": "layers all have full attention or sliding windows: minicpmv4_6 has others (LinearAttentionLayer)",
+}
 ALL_FAMILIES = FAMILIES | MORE_FAMILIES
 TITLES = {
     "qwen2": "Qwen2, Qwen2.5",
@@ -58,6 +67,7 @@ TITLES = {
     "llava-next": "LLaVA-NeXT (1.6)",
     "llava-next-video": "LLaVA-NeXT-Video",
     "llava-onevision": "LLaVA-OneVision",
+    "llava-onevision-original": "LLaVA-OneVision (original LLaVA-NeXT layout)",
     "qwen2-vl": "Qwen2-VL",
     "qwen2.5-vl": "Qwen2.5-VL",
     "qwen3-vl": "Qwen3-VL",
@@ -81,6 +91,11 @@ def extras_of(family: Family) -> list[str]:
     """What of EXTRAS there is to ask of the family: token methods drop tokens of images."""
     has_images = family.is_vlm and family.image_format != "audio"
     return [extra for extra in EXTRAS if extra != "fastv" or has_images]
+
+
+def chunked_kinds_of(family: Family) -> list[str]:
+    """The kinds of input that go in chunks: those that are batches, and video."""
+    return [kind for kind in kinds_of(family) if kind.endswith("batch of 3") or kind == "video"]
 
 
 def kept_of(cache: kvcompress.CompressedCache) -> Kept:
@@ -120,8 +135,7 @@ def check(family: Family, kind: str, method: str) -> None:
 def check_budgets(cache: kvcompress.CompressedCache, kept: Kept, inputs: Inputs) -> None:
     """Each row keeps its share of the prompt per layer and KV head, in the mean over heads where these differ, and the
     decoded tokens; `realised_ratios` is that share."""
-    lengths = inputs["attention_mask"].sum(1).tolist()
-    shares = [max(1, math.floor(RATIO * length + 0.5)) for length in lengths]
+    lengths, shares = inputs["attention_mask"].sum(1).tolist(), shares_of(inputs)
     compressed = [of_layer for of_layer in kept if of_layer is not None]
     assert len(compressed) == len(cache.compressed_layers) > 0
     for of_layer in compressed:
@@ -129,6 +143,11 @@ def check_budgets(cache: kvcompress.CompressedCache, kept: Kept, inputs: Inputs)
             assert sum(map(len, heads)) == len(heads) * (share + NEW - 1)  # the last token is returned, never fed
     for ratios in cache.realised_ratios():
         assert all(abs(r - n / length) < 1e-6 for r, n, length in zip(ratios, shares, lengths, strict=True))
+
+
+def shares_of(inputs: Inputs) -> list[int]:
+    """The budget of each row's prompt at RATIO, per layer and KV head."""
+    return [max(1, math.floor(RATIO * length + 0.5)) for length in inputs["attention_mask"].sum(1).tolist()]
 
 
 def held_bytes(cache: kvcompress.CompressedCache) -> int:
@@ -154,21 +173,64 @@ def check_extra(family: Family, extra: str) -> None:
     """`extra` generates on the family, dropping something, or is refused in one clear line."""
     model = family.build()
     inputs = family.inputs(model, [40, 30], [1, 1] if family.is_vlm else None)
-    refusal, session = None, kvcompress.compress(model, ratio=RATIO, **EXTRAS[extra])
-    try:
-        with session:
-            _, logits = generate(model, inputs, NEW)
-    except kvcompress.KVCompressError as error:
-        refusal = str(error)
+    session = kvcompress.compress(model, ratio=RATIO, **EXTRAS[extra])
     if (family.name, extra) in REFUSED:
-        assert refusal is not None
-        assert "needs a model whose layers all have full attention" in refusal
-        assert "\n" not in refusal
+        check_refusal(session, inputs, "needs a model whose layers all have full attention")
         return
-    assert refusal is None
+    with session:
+        _, logits = generate(model, inputs, NEW)
     assert logits.isfinite().all()
     # A token method's first layers see all tokens.
     assert min(ratio for ratios in session.cache.realised_ratios() for ratio in ratios) < 1
+
+
+def check_chunks(family: Family, kind: str) -> None:
+    """Prompts in chunks of CHUNK tokens are refused in one clear line, or
+
+    - at ratio 1.0 tokens are those of the plain model, and logits to TOLERANCE;
+    - at RATIO no layer holds more than the prompt's budget after any chunk, and in the end each holds exactly that.
+    """
+    model, inputs = family.build(), KINDS[kind](family)
+    session = kvcompress.compress(model, "snapkv", 1.0, prefill_chunk=CHUNK)
+    if family.name in CHUNKS_REFUSED:
+        check_refusal(session, inputs, CHUNKS_REFUSED[family.name])
+        return
+    plain_tokens, plain = generate(model, inputs, NEW)
+    with session:
+        tokens, logits = generate(model, inputs, NEW)
+    assert torch.equal(tokens, plain_tokens)
+    torch.testing.assert_close(logits, plain, atol=TOLERANCE, rtol=0)
+    with kvcompress.compress(model, "snapkv", RATIO, prefill_chunk=CHUNK) as session, entries_held(session) as held:
+        generate(model, inputs, NEW)
+    chunks = math.ceil(inputs["input_ids"].shape[1] / CHUNK)
+    assert len(held) == chunks + NEW - 1
+    assert max(held[:chunks]) == max(shares_of(inputs))
+    check_budgets(session.cache, kept_of(session.cache), inputs)
+
+
+def check_refusal(session: kvcompress.Session, inputs: Inputs, promised: str) -> None:
+    """Generating in the session is a KVCompressError, one line with `promised` in it."""
+    message = ""
+    try:
+        with session:
+            generate(session.model, inputs, NEW)
+    except kvcompress.KVCompressError as error:
+        message = str(error)
+    assert promised in message, f"not refused as promised: {message!r}"
+    assert "\n" not in message
+
+
+@contextmanager
+def entries_held(session: kvcompress.Session) -> Iterator[list[int]]:
+    """The most entries that any layer holds per row and KV head, after each pass of the text decoder inside."""
+    held = []
+    handle = text_decoder(session.model).register_forward_hook(
+        lambda *_: held.append(max(layer.stored for layer in session.cache.compressed_layers))
+    )
+    try:
+        yield held
+    finally:
+        handle.remove()
 
 
 def expected() -> dict[tuple[str, str], str]:
@@ -180,6 +242,7 @@ def expected() -> dict[tuple[str, str], str]:
         for extra in EXTRAS:
             answer = "refused" if (name, extra) in REFUSED else "yes"
             cells[name, extra] = answer if extra in extras_of(family) else ""
+        cells[name, CHUNKS] = "refused" if name in CHUNKS_REFUSED else "yes"
     return cells
 
 
@@ -193,13 +256,15 @@ def measured() -> dict[tuple[str, str], str]:
         for extra in extras_of(family):
             passes = _passes(check_extra, family, extra)
             cells[name, extra] = ("refused" if (name, extra) in REFUSED else "yes") if passes else "no"
+        passes = all([_passes(check_chunks, family, kind) for kind in chunked_kinds_of(family)])
+        cells[name, CHUNKS] = ("refused" if name in CHUNKS_REFUSED else "yes") if passes else "no"
     return {column: cells.get(column, "") for column in expected()}
 
 
 def _passes(run: Callable[..., None], *arguments: object) -> bool:
     try:
         run(*arguments)
-    except AssertionError as error:
+    except (AssertionError, kvcompress.KVCompressError) as error:
         print(*arguments[1:], "on", arguments[0].name, "failed:", error)
         return False
     return True
@@ -207,14 +272,14 @@ def _passes(run: Callable[..., None], *arguments: object) -> bool:
 
 def render(cells: dict[tuple[str, str], str]) -> str:
     """The table, in Markdown."""
-    columns = [*KINDS, *(f"`{extra}`" for extra in EXTRAS)]
+    columns = [*KINDS, *EXTRAS, CHUNKS]
     rows = [
         f"Methods of the first columns: {', '.join(f'`{method}`' for method in METHODS)}.\n",
-        f"| family | {' | '.join(columns)} |",
+        f"| family | {' | '.join([*KINDS, *(f'`{extra}`' for extra in [*EXTRAS, CHUNKS])])} |",
         "|---" * (len(columns) + 1) + "|",
     ]
     for name, title in TITLES.items():
-        rows.append(f"| {title} | {' | '.join(cells[name, column] for column in [*KINDS, *EXTRAS])} |")
+        rows.append(f"| {title} | {' | '.join(cells[name, column] for column in columns)} |")
     return "\n".join(rows) + "\n"
 
 

@@ -17,7 +17,18 @@ import kvcompress
 from kvcompress.vision import frame_tokens
 from tests import families, family_table
 from tests.families import FIRST_TEXT, MORE_FAMILIES, VIDEO, Family
-from tests.family_table import ALL_FAMILIES, HYBRID, METHODS, check, check_extra, extras_of, kept_of, kinds_of
+from tests.family_table import (
+    ALL_FAMILIES,
+    HYBRID,
+    METHODS,
+    check,
+    check_chunks,
+    check_extra,
+    chunked_kinds_of,
+    extras_of,
+    kept_of,
+    kinds_of,
+)
 from tests.masked_reference import generate
 
 # The seven of FAMILIES have the property tests; here one method each for the others, all of it in the slow test.
@@ -50,6 +61,19 @@ def test_what_needs_full_attention_works_or_is_refused_in_one_line(family, extra
     check_extra(ALL_FAMILIES[family], extra)
 
 
+@pytest.mark.parametrize(
+    ("family", "kind"), [(name, kind) for name, family in ALL_FAMILIES.items() for kind in chunked_kinds_of(family)]
+)
+def test_prompts_in_chunks_are_those_in_one_piece_and_keep_their_budget_or_are_refused(family, kind):
+    check_chunks(ALL_FAMILIES[family], kind)
+
+
+def test_a_gemma_3_without_images_takes_chunks_through_its_sliding_windows(monkeypatch):
+    text_only = Family("gemma3-text", lambda text: families.MORE_FAMILIES["gemma3"].make_config(text).text_config)
+    monkeypatch.setitem(families.MORE_FAMILIES, "gemma3-text", text_only)
+    check_chunks(text_only, "text, batch of 3")
+
+
 def test_the_table_is_what_the_checks_would_write():
     table = family_table.render(family_table.expected())
     assert family_table.PAGE.read_text() == family_table.page_with(table)
@@ -64,17 +88,20 @@ def test_a_failing_check_shows_in_the_table(monkeypatch):
 
     def run(family, column, *method):
         assert (family.name, *method) != ("qwen3", "adakv")
-        assert (family.name, column) != ("gemma3", "kvzip")
+        assert (family.name, column) not in (("gemma3", "kvzip"), ("qwen2-vl", "video"))
 
-    monkeypatch.setattr(family_table, "check", run)
-    monkeypatch.setattr(family_table, "check_extra", run)
+    for name in ("check", "check_extra", "check_chunks"):
+        monkeypatch.setattr(family_table, name, run)
     cells, wanted = family_table.measured(), family_table.expected()
     assert cells["qwen3", "text"] == cells["qwen3", "text, batch of 3"] == "streamingllm, snapkv, h2o"
-    assert cells["gemma3", "kvzip"] == "no"
+    assert cells["gemma3", "kvzip"] == cells["qwen2-vl", "prefill_chunk"] == "no"
+    assert cells["qwen2-vl", "video"] == "none"
     assert {column for column in wanted if cells[column] != wanted[column]} == {
         ("qwen3", "text"),
         ("qwen3", "text, batch of 3"),
         ("gemma3", "kvzip"),
+        ("qwen2-vl", "video"),
+        ("qwen2-vl", "prefill_chunk"),
     }
 
 
@@ -187,6 +214,16 @@ def test_the_frames_of_a_llava_next_video_are_known():
     ids = family.video_inputs()["input_ids"]
     assert int((ids == VIDEO).sum()) == families.FRAMES
     assert frame_tokens(family.build().config, ids, None) == (1,)
+
+
+def test_a_llava_onevision_from_the_original_layout_is_the_model_that_was_saved():
+    saved, loaded = (ALL_FAMILIES[name].build() for name in ("llava-onevision", "llava-onevision-original"))
+    assert saved is not loaded
+    ours, theirs = loaded.state_dict(), saved.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for name in ("image_grid_pinpoints", "vision_aspect_ratio", "vision_feature_layer", "image_token_index"):
+        assert getattr(loaded.config, name) == getattr(saved.config, name)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "minicpm-v"])

@@ -1,7 +1,6 @@
 """Checkpoints in the original LLaVA-NeXT layout load as transformers' LLaVA-OneVision."""
 
 import json
-import re
 import shutil
 
 import pytest
@@ -12,18 +11,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from kvcompress import KVCompressError
 from lmms_eval_plugins import llava_next
 from lmms_eval_plugins.arguments import TINY_CHECKPOINT
+from lmms_eval_plugins.model import KVCompressLM
+from tests import llava_next_layout
 
-from .checkpoints import image
-
-TOWER = "tiny-siglip"
-
-
-def original_name(name: str) -> str:
-    """transformers' name of a weight -> its name in the original code."""
-    name = re.sub(r"^model\.vision_tower\.(vision_model\.)?", "model.vision_tower.vision_tower.vision_model.", name)
-    name = name.replace("model.multi_modal_projector.linear_1.", "model.mm_projector.0.")
-    name = name.replace("model.multi_modal_projector.linear_2.", "model.mm_projector.2.")
-    return name.replace("model.language_model.", "model.")
+from .checkpoints import image, requests, write_video
 
 
 @pytest.fixture(scope="module")
@@ -43,61 +34,14 @@ def original(reference, tmp_path_factory):
     folder = tmp_path_factory.mktemp("llava_qwen")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_CHECKPOINT / name, folder)
-    weights = {original_name(name): tensor.contiguous() for name, tensor in reference.state_dict().items()}
-    del weights["lm_head.weight"]  # tied
-    names = sorted(weights)
-    shards = {f"model-0000{i}-of-00002.safetensors": names[i - 1 :: 2] for i in (1, 2)}
-    for file, part in shards.items():
-        save_file({name: weights[name] for name in part}, folder / file, metadata={"format": "pt"})
-    weight_map = {name: file for file, part in shards.items() for name in part}
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    text = reference.config.text_config
-    config = {
-        "architectures": ["LlavaQwenForCausalLM"],
-        "model_type": "llava_qwen",
-        "torch_dtype": "float32",
-        "eos_token_id": text.eos_token_id,
-        "hidden_act": text.hidden_act,
-        "hidden_size": text.hidden_size,
-        "intermediate_size": text.intermediate_size,
-        "max_position_embeddings": text.max_position_embeddings,
-        "num_attention_heads": text.num_attention_heads,
-        "num_hidden_layers": text.num_hidden_layers,
-        "num_key_value_heads": text.num_key_value_heads,
-        "rms_norm_eps": text.rms_norm_eps,
-        "rope_scaling": None,
-        "rope_theta": text.rope_parameters["rope_theta"],
-        "tie_word_embeddings": True,
-        "vocab_size": text.vocab_size,
-        "image_aspect_ratio": "anyres_max_9",
-        "image_grid_pinpoints": [[w, h] for h, w in reference.config.image_grid_pinpoints],
-        "mm_hidden_size": reference.config.vision_config.hidden_size,
-        "mm_newline_position": "one_token",
-        "mm_patch_merge_type": "spatial_unpad",
-        "mm_projector_type": "mlp2x_gelu",
-        "mm_resampler_type": None,
-        "mm_spatial_pool_mode": "bilinear",
-        "mm_use_im_start_end": False,
-        "mm_vision_select_feature": "patch",
-        "mm_vision_select_layer": -2,
-        "mm_vision_tower": TOWER,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    llava_next_layout.save(reference, folder)
     return folder
 
 
 @pytest.fixture(autouse=True)
-def tiny_tower(monkeypatch):
-    tower = {
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "image_size": 156,
-        "patch_size": 12,
-    }
-    monkeypatch.setitem(llava_next.VISION_TOWERS, TOWER, tower)
+def tiny_tower(reference):
+    with llava_next_layout.knows_the_tower(reference):
+        yield
 
 
 def load(folder, **changes):
@@ -119,6 +63,28 @@ def test_logits_equal_those_of_the_same_weights_in_transformers_layout(reference
         assert torch.equal(inputs["pixel_values"], expected["pixel_values"])
         with torch.no_grad():
             assert torch.equal(model(**inputs).logits, reference(**expected).logits)
+
+
+def test_an_evaluation_answers_as_in_transformers_layout(reference, original, tmp_path):
+    folder, template = tmp_path / "transformers", tmp_path / "template.jinja"
+    reference.save_pretrained(folder)
+    AutoProcessor.from_pretrained(TINY_CHECKPOINT).save_pretrained(folder)
+    template.write_text(llava_next.CHAT_TEMPLATE)
+    docs = [
+        {"text": "hello"},
+        {"text": "what word is on the red sign?", "images": [image(0, 192, 96)]},
+        {"text": "which of the two?", "images": [image(1), image(2, 64, 64)]},
+        {"text": "what happens?", "videos": [write_video(tmp_path / "a.mp4")]},
+    ]
+    cell = {"method": "snapkv", "ratio": 0.5, "window_size": 4, "batch_size": 4, "max_new_tokens": 8}
+    answers = []
+    for pretrained in (folder, original):
+        lm = KVCompressLM(
+            pretrained=str(pretrained), chat_template=str(template), device="cpu", dtype="float32", **cell
+        )
+        answers.append([result.text for result in lm.generate_until(requests(lm, docs))])
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) == len(docs)
 
 
 def test_prompt_is_the_originals_conversation(original):
