@@ -40,7 +40,7 @@ LEGACY_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "token_strategy": (("single",), "a video is one placeholder in the prompt"),
     "video_decode_backend": (("pyav",), "videos are decoded with PyAV"),
 }
-LLAVA_ONEVISION_ARGUMENTS = ("mm_spatial_pool_stride", "mm_spatial_pool_mode")
+LLAVA_ONEVISION_ARGUMENTS = ("mm_spatial_pool_stride", "mm_spatial_pool_mode", "tile_every_image")
 
 
 class Cell(BaseModel):
@@ -94,9 +94,21 @@ class ModelArguments(BaseModel):
     max_new_tokens: PositiveInt = Field(128, description="Longest answer where the task does not set one.")
     max_frames_num: PositiveInt = Field(32, description="Most frames taken from a video, evenly spread.")
     min_pixels: PositiveInt | None = Field(None, description="Smallest image area, where the processor scales.")
+    prompt_cache_gb: NonNegativeFloat | None = Field(
+        None,
+        description="Memory for prompt passes, which other cells compress again; default: 4, and 0 at `batch_size=1`, "
+        "where each question's time and memory are measured in one piece.",
+    )
     max_pixels: PositiveInt | None = Field(None, description="Largest image area, where the processor scales.")
     chat_template: str | None = Field(
         None, description="Jinja file that replaces the checkpoint's chat template; `plain`: the text as it is."
+    )
+    image_resize: Literal["qwen_vl_utils"] | None = Field(
+        None, description="Images are first resized by the package qwen-vl-utils, as in lmms-eval's Qwen wrappers."
+    )
+    tile_every_image: bool = Field(
+        False,
+        description="LLaVA-OneVision: tiles also where a question has several images, as in lmms-eval's llava_hf.",
     )
     system_prompt: str | None = Field(None, description="Text, or a file with the text, of a system message.")
     measurements_path: Path | None = Field(None, description="JSONL file for one measurement row per sample.")

@@ -125,6 +125,18 @@ def read_video(path: str | Path, max_frames_num: int) -> tuple[np.ndarray, Video
     return np.stack(frames), metadata
 
 
+def resize_with_qwen_vl_utils(image: Image.Image, patch_size: int) -> Image.Image:
+    """The image with sides of whole tokens (2 x 2 patches), at most 16384 of them, resized by Pillow.
+
+    Qwen's own scripts and lmms-eval's Qwen wrappers do this before the processor, which then resizes again where
+    `min_pixels` and `max_pixels` ask for it: the pixels, and for small images the sides, are not those that the
+    processor alone gives.
+    """
+    from qwen_vl_utils import fetch_image
+
+    return fetch_image({"image": image}, image_patch_size=patch_size)
+
+
 def _read_image(source: Any) -> Image.Image:
     """An image in RGB, from an image or a file name."""
     if isinstance(source, (str, Path)):

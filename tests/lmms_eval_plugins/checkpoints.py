@@ -12,9 +12,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
+    CLIPImageProcessor,
     GotOcr2ImageProcessor,
     InternVLProcessor,
     InternVLVideoProcessor,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
+    LlavaProcessor,
     PreTrainedTokenizerFast,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
@@ -25,7 +29,16 @@ from transformers import (
 )
 
 from lmms_eval_plugins.arguments import TINY_CHECKPOINT
-from tests.families import FAMILIES, FIRST_TEXT, INTERNVL_IMAGE, INTERNVL_TOKENS, VOCAB_SIZE
+from tests.families import (
+    FAMILIES,
+    FIRST_TEXT,
+    INTERNVL_IMAGE,
+    INTERNVL_TOKENS,
+    LLAVA_TILE,
+    MORE_FAMILIES,
+    SMALL_IMAGE,
+    VOCAB_SIZE,
+)
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}] {% if message['content'] is string %}{{ message['content'] }}"
@@ -52,7 +65,7 @@ def save_checkpoint(family: str, folder: Path) -> str:
     so that it does not answer in one word."""
     if family == "llava-onevision":
         return _save_noisy_bundled_model(folder)
-    FAMILIES[family].build().save_pretrained(folder)
+    (FAMILIES | MORE_FAMILIES)[family].build().save_pretrained(folder)
     if family == "internvl":
         tokenizer = character_tokenizer(
             INTERNVL_SPECIALS,
@@ -83,6 +96,22 @@ def save_checkpoint(family: str, folder: Path) -> str:
             tokenizer=tokenizer,
         )
         media = "<|vision_start|><|{{ part['type'] }}_pad|><|vision_end|>"
+    elif family in ("llava-1.5", "llava-next"):
+        size = {"size": {"shortest_edge": SMALL_IMAGE}, "crop_size": SMALL_IMAGE}
+        tiles = [[LLAVA_TILE, 2 * LLAVA_TILE], [2 * LLAVA_TILE, LLAVA_TILE]]
+        cls, image_processor = {
+            "llava-1.5": (LlavaProcessor, CLIPImageProcessor(**size)),
+            "llava-next": (LlavaNextProcessor, LlavaNextImageProcessor(**size, image_grid_pinpoints=tiles)),
+        }[family]
+        processor = cls(
+            image_processor=image_processor,
+            tokenizer=character_tokenizer(QWEN_SPECIALS),
+            patch_size=SMALL_IMAGE // 2,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            image_token="<|image_pad|>",
+        )
+        media = "<|image_pad|>"
     else:
         processor, media = character_tokenizer(QWEN_SPECIALS), ""
     processor.chat_template = CHAT_TEMPLATE.replace("MEDIA", media)

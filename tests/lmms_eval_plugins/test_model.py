@@ -133,6 +133,15 @@ def test_frame_timestamps_of_a_video_reach_the_prompt(checkpoint, video):
     assert "<2.2 seconds>" in prompt
 
 
+def test_seconds_between_frames_are_not_rounded_to_the_models_precision(checkpoint, tmp_path):
+    """Qwen2.5-VL multiplies them into the frames' positions: 0.9524 s, in bfloat16 0.953, made the last ones differ."""
+    lm = load(checkpoint("qwen2.5-vl"), dtype="bfloat16", max_frames_num=30)
+    (request,) = requests(lm, [{"text": "?", "videos": [write_video(tmp_path / "a.mp4", frames=100, fps=7)]}])
+    inputs = lm._inputs([lm._prompt(request)])
+    assert inputs["second_per_grid_ts"].tolist() == pytest.approx([2 / (30 / 100 * 7)], rel=1e-6)
+    assert inputs["pixel_values_videos"].dtype == torch.bfloat16
+
+
 def test_text_only_model(checkpoint):
     lm = load(checkpoint("llama"), method="streamingllm", ratio=0.5, batch_size=2)
     results = lm.generate_until(requests(lm, [{"text": "a much longer question"}, {"text": "short"}]))
