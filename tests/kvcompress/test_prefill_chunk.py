@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import kvcompress
+from benchmarks.prefill_memory import LargestTensor
 from kvcompress.chunk import Chunk
 from kvcompress.errors import KVCompressError
 from kvcompress.layer import CompressedLayer
@@ -309,6 +310,23 @@ def test_hundreds_of_frames_need_no_quadratic_tensor_and_chunks_attend_over_a_ch
     assert squares.shapes == []
     assert max(attended_over) == (64 + 32 if chunk else columns)
     assert {len(head) for layer in kept_of(session.cache) for head in layer[0]} == {64}
+
+
+@pytest.mark.parametrize("method", ["streamingllm", "snapkv", "h2o", "infinipot-v"])
+def test_no_operation_on_thousands_of_frames_returns_as_many_elements_as_queries_times_keys(method):
+    """Flattened, per head or as a mask. In one piece, and a padded batch in chunks."""
+    family = FAMILIES["llava-onevision"]
+    model = family.build()
+    frames, words = 3000, torch.arange(20, 30)
+    video = {"pixel_values_videos": torch.randn(1, frames, 3, 8, 8)}
+    ids = torch.cat([words, torch.full([frames + 1], VIDEO), words])[None]
+    batch = torch.cat([ids, torch.nn.functional.pad(words, (ids.shape[1] - 10, 0))[None]])
+    for prompts, options in ((ids, {}), (batch, {"prefill_chunk": 256})):
+        compressed = kvcompress.compress(model, method, budget=64, **options)
+        with compressed as session, torch.no_grad(), LargestTensor(model) as largest:
+            model(prompts, attention_mask=(prompts > 0).long(), **video, logits_to_keep=1)
+        assert {len(head) for layer in kept_of(session.cache) for head in layer[0]} == {64}
+        assert largest.numel < ids.shape[1] ** 2
 
 
 def test_infinipot_v_finds_what_changed_also_among_what_is_left_of_older_chunks():
