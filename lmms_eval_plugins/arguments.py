@@ -94,11 +94,6 @@ class ModelArguments(BaseModel):
     max_new_tokens: PositiveInt = Field(128, description="Longest answer where the task does not set one.")
     max_frames_num: PositiveInt = Field(32, description="Most frames taken from a video, evenly spread.")
     min_pixels: PositiveInt | None = Field(None, description="Smallest image area, where the processor scales.")
-    prompt_cache_gb: NonNegativeFloat | None = Field(
-        None,
-        description="Memory for prompt passes, which other cells compress again; default: 4, and 0 at `batch_size=1`, "
-        "where each question's time and memory are measured in one piece.",
-    )
     max_pixels: PositiveInt | None = Field(None, description="Largest image area, where the processor scales.")
     chat_template: str | None = Field(
         None, description="Jinja file that replaces the checkpoint's chat template; `plain`: the text as it is."
