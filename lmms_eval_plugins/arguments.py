@@ -72,6 +72,9 @@ class ModelArguments(BaseModel):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Precision of the weights; `auto` is the checkpoint's."
     )
+    quantization: (
+        Literal["quanto-int8", "quanto-int4", "torchao-int8", "torchao-int4", "bnb-int8", "bnb-int4"] | None
+    ) = Field(None, description="Quantize the weights while they are loaded; default: as the checkpoint has them.")
     attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] | None = Field(
         None, description="Attention kernel; default: transformers' choice."
     )

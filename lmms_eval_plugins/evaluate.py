@@ -328,7 +328,7 @@ def fingerprint(cell: Cell, arguments: "ModelArguments", options: dict, data: di
         "model_files": files_identity(model) if model.is_dir() else arguments.revision,
         "data": data,
         "code": code_identity(
-            core, *(plugin / name for name in ("model.py", "media.py", "prepared.py", "llava_next.py"))
+            core, *(plugin / name for name in ("model.py", "media.py", "prepared.py", "llava_next.py", "weights.py"))
         )
         + class_identity(method, but_packages=("kvcompress", "lmms_eval_plugins")),
     }

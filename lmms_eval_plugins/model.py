@@ -52,6 +52,7 @@ from .arguments import LLAVA_ONEVISION_ARGUMENTS, ModelArguments, generation_arg
 from .media import Prompt, digest, read_messages, resize_with_qwen_vl_utils
 from .prepared import Encoded, Prepared, PreparedStore, VisionTower, ahead
 from .survivors import kept_sets, record
+from .weights import check_checkpoint, quantization_config
 
 # What a row holds in numbers, and `summarise` gives the spread of.
 QUANTITIES = (
@@ -493,6 +494,9 @@ def _load(args: ModelArguments, device: torch.device) -> tuple[Any, Any]:
     if args.attn_implementation is not None:
         load["attn_implementation"] = args.attn_implementation
     raw_config, _ = PreTrainedConfig.get_config_dict(args.pretrained, revision=args.revision)
+    check_checkpoint(args.pretrained, raw_config, args.quantization, load["device_map"])
+    if args.quantization is not None:
+        load["quantization_config"] = quantization_config(args.quantization, load["device_map"], args.dtype)
     if llava_next.is_llava_next(raw_config):
         processor = llava_next.load_processor(args.pretrained, raw_config, args.revision)
         model = llava_next.load_model(args.pretrained, raw_config, processor.tokenizer, args.revision, **load)
