@@ -119,7 +119,8 @@ class SharedPrompt:
     def _prompt_forward(self, *args: Any, **kwargs: Any) -> Any:
         self.__exit__()  # what follows is decoding, maybe compiled: it does not come through here
         cache = kwargs.get("past_key_values")  # a session passes everything by name
-        if not is_shareable(self.model, cache, kwargs):
+        is_wanted = self.known is not None or self.room > 0
+        if not is_wanted or not is_shareable(self.model, cache, kwargs):
             return self._forward(*args, **kwargs)
         inputs = {name: kwargs.get(name) for name in ("input_ids", "attention_mask", "logits_to_keep")}
         if self.known is not None and self.known.is_of(inputs):

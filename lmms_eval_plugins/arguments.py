@@ -94,19 +94,24 @@ class ModelArguments(BaseModel):
         4.0,
         description="Memory for prepared inputs and for the vision tower's output, which other cells use again.",
     )
+    prompt_cache_gb: NonNegativeFloat | None = Field(
+        None,
+        description="Memory for prompt passes, which other cells compress again; default: 4, and 0 at `batch_size=1`, "
+        "where each question's time and memory are measured in one piece.",
+    )
     max_new_tokens: PositiveInt = Field(128, description="Longest answer where the task does not set one.")
     max_frames_num: PositiveInt = Field(32, description="Most frames taken from a video, evenly spread.")
     min_pixels: PositiveInt | None = Field(None, description="Smallest image area, where the processor scales.")
     max_pixels: PositiveInt | None = Field(None, description="Largest image area, where the processor scales.")
-    chat_template: str | None = Field(
-        None, description="Jinja file that replaces the checkpoint's chat template; `plain`: the text as it is."
-    )
     image_resize: Literal["qwen_vl_utils"] | None = Field(
         None, description="Images are first resized by the package qwen-vl-utils, as in lmms-eval's Qwen wrappers."
     )
     tile_every_image: bool = Field(
         False,
         description="LLaVA-OneVision: tiles also where a question has several images, as in lmms-eval's llava_hf.",
+    )
+    chat_template: str | None = Field(
+        None, description="Jinja file that replaces the checkpoint's chat template; `plain`: the text as it is."
     )
     system_prompt: str | None = Field(None, description="Text, or a file with the text, of a system message.")
     measurements_path: Path | None = Field(None, description="JSONL file for one measurement row per sample.")

@@ -135,7 +135,7 @@ def local_or_hub(model: str) -> str:
 
 
 # Arguments that change neither a score nor a time.
-HARMLESS = {"pretrained", "measurements_path", "vision_cache_gb"}
+HARMLESS = {"pretrained", "measurements_path", "vision_cache_gb", "prompt_cache_gb"}
 
 
 def run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dict[str, Any]:

@@ -46,11 +46,12 @@ import kvcompress
 from kvcompress import KVCompressError
 from kvcompress.measure import Measurement
 from kvcompress.policy import make_policy
+from kvcompress.shared_prompt import SharedPrompt
 
 from . import llava_next
 from .arguments import LLAVA_ONEVISION_ARGUMENTS, ModelArguments, generation_arguments, make_cell, parse_arguments
 from .media import Prompt, digest, read_messages, resize_with_qwen_vl_utils
-from .prepared import Encoded, Prepared, PreparedStore, VisionTower, ahead
+from .prepared import Prepared, PreparedStore, VisionTower, ahead
 from .survivors import kept_sets, record
 from .weights import check_checkpoint, quantization_config
 
@@ -69,7 +70,9 @@ QUANTITIES = (
 # The template `chat_template=plain`: the task's text as it is, for models that were never trained on chats.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 WARM_UP_TOKENS = 4
-LOOK_AHEAD = 2  # batches, where times are not those of single questions
+# Where times are not those of single questions:
+LOOK_AHEAD = 2  # batches
+PROMPT_CACHE_GB = 4.0
 # cache_implementation -> the same in the CPU's memory, for `on_oom=offload`.
 OFFLOADED = {"dynamic": "offloaded", "static": "offloaded_static"}
 
@@ -101,7 +104,7 @@ class KVCompressLM(lmms):
         self.has_vision = self.tokenizer is not self.processor
         self.rows: list[dict[str, Any]] = []
         self.overlays = 0  # of a task's first so many questions it is noted which tokens survived
-        self.prepared = PreparedStore(int(self.args.vision_cache_gb * 2**30))
+        self.prepared = PreparedStore(int(self.args.vision_cache_gb * 2**30), int(self._prompt_cache_gb * 2**30))
         # Shows how far the answers are; called with the number of requests.
         self.progress_bar: Callable[[int], tqdm] = self._own_progress_bar
         self._is_warm = self._said_oom = False
@@ -241,15 +244,24 @@ class KVCompressLM(lmms):
         inputs = self._on_device(prepared.inputs)
         kwargs, until = generation_arguments(batch[0].args[2], self.args.max_new_tokens)
         # A method that looks at the tower makes it slower: neither its time nor another's is the other's.
-        known = {} if self._watches_tower else prepared.encoded
+        tower = VisionTower(self.model, {} if self._watches_tower else dict(prepared.encoded), self._held)
+        # The first batch of a cell runs its own prompt pass: its peak of memory is the cell's.
+        shares = self._has_cells and self._is_warm
+        prompt = SharedPrompt(
+            self.model,
+            prepared.prompt_pass if shares else None,
+            self.prepared.prompt_room if shares else 0,
+            lambda: tower.spent_s,
+        )
         if not self._is_warm:
-            self._generate(inputs, {**kwargs, "max_new_tokens": min(kwargs["max_new_tokens"], WARM_UP_TOKENS)}, known)
+            few = min(kwargs["max_new_tokens"], WARM_UP_TOKENS)
+            self._generate(inputs, {**kwargs, "max_new_tokens": few}, VisionTower(self.model, tower.known), prompt)
             self._is_warm = True
         start = time.perf_counter()
-        tokens, measured, tower = self._generate(inputs, kwargs, known)
-        elapsed = time.perf_counter() - start + (tower.seconds or 0.0) - tower.spent_s
+        tokens, measured = self._generate(inputs, kwargs, tower, prompt)
+        elapsed = time.perf_counter() - start + tower.correction_s + prompt.correction_s
         if self._has_cells:
-            self.prepared.keep(prepared, {} if self._watches_tower else tower.calls)
+            self.prepared.keep(prepared, {} if self._watches_tower else tower.calls, prompt.prompt_pass)
         texts = self._decoder.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         results = []
         for row, (request, text) in enumerate(zip(batch, texts, strict=True)):
@@ -258,7 +270,7 @@ class KVCompressLM(lmms):
             results.append(GenerationResult(text=text, token_counts=counts))
             self.cache_hook.add_partial("generate_until", (request.args[0], request.args[2]), text)
             if not request.metadata.get("__padding_only__"):
-                self.rows.append(self._row(request, measured, tower, row, len(batch)))
+                self.rows.append(self._row(request, measured, tower, prompt, row, len(batch)))
                 if request.args[3] < self.overlays:
                     self.rows[-1]["survivors"] = record(self, prepared.prompts[row], inputs, self._kept, row)
         return results, elapsed
@@ -339,31 +351,33 @@ class KVCompressLM(lmms):
         return BatchFeature({**BatchFeature(inputs).to(self.model.dtype), **exact})
 
     def _generate(
-        self, inputs: BatchFeature, kwargs: dict[str, Any], known: dict[tuple[str, int], Encoded] | None = None
-    ) -> tuple[torch.LongTensor, Measurement, VisionTower]:
-        """New tokens (batch, new), what they cost, and what the vision tower did, under the current cell.
-
-        `known`: what the tower gives for these inputs, as far as that is known. Time and memory are those of a
-        generation in which it runs.
-        """
+        self, inputs: BatchFeature, kwargs: dict[str, Any], tower: VisionTower, prompt: SharedPrompt
+    ) -> tuple[torch.LongTensor, Measurement]:
+        """New tokens (batch, new) under the current cell, and what they cost where vision tower and prompt pass run."""
         cell = self.cell
-        # Where the process's memory is counted, what is kept for other cells is not this generation's.
-        held = self.prepared.nbytes if self.model.device.type == "cpu" else 0
-        tower = VisionTower(self.model, known or {}, held)
         with (
             tower,
+            prompt,
             kvcompress.compress(
                 self.model, cell.method, cell.ratio, cell.budget, kwargs["max_new_tokens"], **cell.options
             ) as session,
         ):
             tokens, measured = kvcompress.measure.generate(self.model, session, dict(inputs), **kwargs)
             self._kept = kept_sets(session.cache) if self.overlays else {}
-        peaks = [measured.peak_memory_bytes - held, *(call.peak_memory for call in tower.calls.values())]
-        ttft_s = measured.ttft_s - tower.spent_s + (tower.seconds or 0.0)
-        return tokens, replace(measured, ttft_s=ttft_s, peak_memory_bytes=max(peaks)), tower
+        if prompt.is_known and not tower.calls:  # where the model's forward calls it, it was not asked
+            tower.calls = dict(tower.known)
+        peaks = [measured.peak_memory_bytes - tower.held, *(call.peak_memory for call in tower.calls.values())]
+        ttft_s = measured.ttft_s + tower.correction_s + prompt.correction_s
+        return tokens, replace(measured, ttft_s=ttft_s, peak_memory_bytes=max(peaks))
 
     def _row(
-        self, request: Instance, measured: Measurement, tower: VisionTower, row: int, batch_size: int
+        self,
+        request: Instance,
+        measured: Measurement,
+        tower: VisionTower,
+        prompt: SharedPrompt,
+        row: int,
+        batch_size: int,
     ) -> dict[str, Any]:
         """A request's measurements. Times and peak memory are the batch's; KV bytes are the row's share of it."""
         _, _, _, doc_id, task, split = request.args
@@ -376,6 +390,7 @@ class KVCompressLM(lmms):
             "ttft_s": measured.ttft_s,
             "vision_s": tower.seconds,
             "vision_is_known": tower.is_known,
+            "prompt_is_known": prompt.is_known,
             "tpot_s": measured.tpot_s,
             "tokens_in": measured.tokens_in[row],
             "tokens_out": measured.tokens_out[row],
@@ -383,7 +398,8 @@ class KVCompressLM(lmms):
             "kv_bytes_prompt": measured.kv_bytes_prompt // batch_size,
             "kv_bytes_end": measured.kv_bytes_end // batch_size,
             "realised_ratio": [layer[row * beams] for layer in measured.realised_ratios],
-            "peak_memory_bytes": measured.peak_memory_bytes,
+            # Where a pass is kept or was, other things lie in memory than where it just runs.
+            "peak_memory_bytes": None if prompt.prompt_pass else measured.peak_memory_bytes,
             "on_oom": None,  # what was done where memory did not suffice
         }
 
@@ -409,6 +425,16 @@ class KVCompressLM(lmms):
     def _look_ahead(self) -> int:
         default = 0 if self.batch_size == 1 else LOOK_AHEAD
         return default if self.args.look_ahead is None else self.args.look_ahead
+
+    @property
+    def _prompt_cache_gb(self) -> float:
+        default = 0.0 if self.batch_size == 1 else PROMPT_CACHE_GB
+        return default if self.args.prompt_cache_gb is None else self.args.prompt_cache_gb
+
+    @property
+    def _held(self) -> int:
+        """Bytes that are kept for other cells, where the process's memory is counted: they are not a generation's."""
+        return self.prepared.nbytes if self.model.device.type == "cpu" else 0
 
     @property
     def _watches_tower(self) -> bool:

@@ -1,7 +1,7 @@
-"""What is the same under every method: a batch's model inputs, and what the vision tower makes of them.
+"""What is the same under every method: a batch's model inputs, what the vision tower makes of them, the prompt pass.
 
-Both are computed once and kept, as far as a budget of memory goes, for the other cells of a grid. A time to first
-token always holds the seconds of the tower: where its output was kept, those of the time when it ran.
+All is computed once and kept, as far as a budget of memory goes, for the other cells of a grid. A time to first token
+always holds the seconds of the tower and of the pass: where they were kept, those of the time when they ran.
 """
 
 import functools
@@ -19,6 +19,7 @@ from transformers import BatchFeature, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from kvcompress.measure import peak_memory, synchronise
+from kvcompress.shared_prompt import PromptPass
 
 from .media import Prompt
 
@@ -55,16 +56,19 @@ class Prepared:
         inputs: what the processor made of them, on the CPU, floats in the model's precision.
         encoded: by call, ("image", 0) for the first of `get_image_features`: what the vision tower gave, on the CPU;
             empty before it ran, or where that did not fit into memory.
+        prompt_pass: the same of the prompt pass; None as long as there is none.
         prompts: what was read, in the order of the rows; a kept batch has none.
     """
 
     key: bytes
     inputs: BatchFeature
     encoded: dict[tuple[str, int], Encoded] = field(default_factory=dict)
+    prompt_pass: PromptPass | None = None
     prompts: list[Prompt] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
+        """Without the prompt pass."""
         return tensor_bytes(dict(self.inputs)) + sum(tensor_bytes(each.output) for each in self.encoded.values())
 
 
@@ -75,9 +79,10 @@ class PreparedStore:
     not: a store that dropped the oldest would drop each batch just before its turn.
     """
 
-    def __init__(self, budget: int):
-        """`budget`: bytes; 0 keeps nothing."""
-        self.budget, self.nbytes = budget, 0
+    def __init__(self, budget: int, prompt_budget: int = 0):
+        """`budget`: bytes, 0 keeps nothing; `prompt_budget`: further ones, for prompt passes."""
+        self.budget, self.prompt_budget = budget, prompt_budget
+        self.room, self.prompt_room = budget, prompt_budget  # what is left of them
         self._batches: dict[bytes, Prepared] = {}
         self._tasks: frozenset[str] = frozenset()
 
@@ -85,25 +90,36 @@ class PreparedStore:
         """Questions of these tasks come next: those of others are forgotten."""
         tasks = frozenset(tasks)
         if self._tasks != tasks:
-            self._tasks, self._batches, self.nbytes = tasks, {}, 0
+            self._tasks, self._batches = tasks, {}
+            self.room, self.prompt_room = self.budget, self.prompt_budget
+
+    @property
+    def nbytes(self) -> int:
+        return self.budget - self.room + self.prompt_budget - self.prompt_room
 
     def get(self, key: bytes) -> Prepared | None:
         return self._batches.get(key)
 
-    def keep(self, batch: Prepared, encoded: dict[tuple[str, int], Encoded]) -> None:
-        """Keep a batch, and what the vision tower gave for it, where there is room."""
+    def keep(
+        self, batch: Prepared, encoded: dict[tuple[str, int], Encoded], prompt_pass: PromptPass | None = None
+    ) -> None:
+        """Keep a batch, what the vision tower gave for it and its prompt pass, where there is room."""
         if batch.key not in self._batches:
-            if batch.nbytes > self.budget - self.nbytes:
+            if batch.nbytes > self.room:
                 return
             self._batches[batch.key] = replace(batch, prompts=[])
-            self.nbytes += batch.nbytes
-        known = self._batches[batch.key].encoded
+            self.room -= batch.nbytes
+        kept = self._batches[batch.key]
+        if kept.prompt_pass is None and prompt_pass is not None and prompt_pass.nbytes <= self.prompt_room:
+            kept.prompt_pass = prompt_pass
+            self.prompt_room -= prompt_pass.nbytes
+        known = kept.encoded
         new = {call: each for call, each in encoded.items() if call not in known}
         size = sum(tensor_bytes(each.output) for each in new.values())
-        if size <= self.budget - self.nbytes:
+        if size <= self.room:
             cpu = torch.device("cpu")
             known.update({call: replace(each, output=each.to(cpu)) for call, each in new.items()})
-            self.nbytes += size
+            self.room -= size
 
 
 class VisionTower:
@@ -127,6 +143,11 @@ class VisionTower:
     def seconds(self) -> float | None:
         """What the calls took when the tower ran; None where there was none."""
         return sum(each.seconds for each in self.calls.values()) if self.calls else None
+
+    @property
+    def correction_s(self) -> float:
+        """What must be added to the seconds of a generation to get those of one in which the tower runs."""
+        return (self.seconds or 0.0) - self.spent_s
 
     @property
     def is_known(self) -> bool:

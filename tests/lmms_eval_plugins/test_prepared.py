@@ -4,6 +4,7 @@ import functools
 import threading
 import time
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,8 +84,9 @@ def grid(lm: KVCompressLM, docs: list[dict], cells=CELLS, **kwargs) -> tuple[lis
 def test_answers_are_those_without_the_cache_token_for_token(checkpoint, docs, family, batch_size):
     """Images and videos in one batch: Qwen3-VL encodes both through one function."""
     folder = checkpoint(family)
-    expected, plain = grid(load(folder, batch_size=batch_size, vision_cache_gb=0, look_ahead=0), docs)
-    answers, rows = grid(load(folder, batch_size=batch_size), docs)
+    nothing = {"vision_cache_gb": 0, "prompt_cache_gb": 0, "look_ahead": 0}
+    expected, plain = grid(load(folder, batch_size=batch_size, **nothing), docs)
+    answers, rows = grid(load(folder, batch_size=batch_size, prompt_cache_gb=1), docs)
     assert answers == expected
     assert len({tuple(of_cell) for of_cell in answers}) > 1
     for of_cell, of_plain in zip(rows, plain, strict=True):
@@ -93,6 +95,10 @@ def test_answers_are_those_without_the_cache_token_for_token(checkpoint, docs, f
     assert not any(row["vision_is_known"] for row in chain(rows[0], *plain))
     with_images = [batch_size > 1 or row["vision_tokens"] > 0 for row in rows[1]]
     assert [row["vision_is_known"] for row in rows[1]] == [row["vision_is_known"] for row in rows[2]] == with_images
+    # The first batch of each cell runs its own pass; all are in one where there are four rows.
+    is_shared = [False] + [batch_size == 1] * 3
+    in_batches = [{row["doc_id"]: row["prompt_is_known"] for row in of_cell} for of_cell in rows]
+    assert [sorted(of_cell.values()) for of_cell in in_batches] == [[False] * 4, is_shared, is_shared]
 
 
 def test_beam_search_leaves_what_is_kept_as_it_was(checkpoint, docs):
@@ -218,6 +224,66 @@ def test_a_video_is_one_call_where_it_is_encoded_as_images(checkpoint, docs):
     assert tower.seconds == tower.spent_s
 
 
+# -- a prompt pass for all cells
+
+
+def count_passes(monkeypatch, lm: KVCompressLM) -> list[int]:
+    """Columns of the forward passes through the text model, from now on."""
+    columns, decoder = [], type(lm.model.base_model.language_model)
+    forward = decoder.forward
+
+    @functools.wraps(forward)
+    def counted(self, *args, **kwargs):
+        columns.append(kwargs["inputs_embeds"].shape[1])
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(decoder, "forward", counted)
+    return columns
+
+
+def test_a_prompt_passes_once_for_all_cells_but_for_the_first_batch_of_each(monkeypatch):
+    lm = load(batch_size=2)
+    docs = [{"text": "what word?", "images": [image(n)]} for n in range(6)]
+    columns = count_passes(monkeypatch, lm)
+    passes = []
+    for cell in CELLS:
+        before = len(columns)
+        grid(lm, docs, [cell])
+        passes.append(sum(each > 1 for each in columns[before:]))
+    warm_up, first, others = 1, 1, 2
+    assert passes == [warm_up + first + others, warm_up + first, warm_up + first]
+
+
+def test_single_questions_share_no_pass_unless_asked_to(monkeypatch):
+    docs = [{"text": "what word?", "images": [image(n)]} for n in range(3)]
+    for arguments, shared in (({}, [False] * 3), ({"prompt_cache_gb": 1}, [False, True, True])):
+        _, rows = grid(load(batch_size=1, **arguments), docs, CELLS[:2])
+        assert [row["prompt_is_known"] for row in rows[0]] == [False] * 3
+        assert [row["prompt_is_known"] for row in rows[1]] == shared
+
+
+def test_time_to_first_token_holds_the_seconds_of_a_pass_that_did_not_run(monkeypatch):
+    lm = load(batch_size=1, prompt_cache_gb=1)
+    decoder = type(lm.model.base_model.language_model)
+    forward = decoder.forward
+
+    @functools.wraps(forward)
+    def slow(self, *args, **kwargs):
+        time.sleep(0.3 if kwargs["inputs_embeds"].shape[1] > 1 else 0)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(decoder, "forward", slow)
+    docs = [{"text": "what word?", "images": [image(n)]} for n in range(2)]
+    _, (first, second) = grid(lm, docs, CELLS[:2])
+    assert second[1]["prompt_is_known"]
+    assert second[1]["ttft_s"] == pytest.approx(first[1]["ttft_s"], abs=0.15)
+    assert second[1]["ttft_s"] > 0.3
+    # Things lie in memory that do not where each pass just runs: only the first batch says what its peak was.
+    for rows in (first, second):
+        assert rows[0]["peak_memory_bytes"] > 0
+        assert rows[1]["peak_memory_bytes"] is None
+
+
 # -- the store
 
 
@@ -242,6 +308,18 @@ def test_the_store_never_holds_more_than_its_budget_and_keeps_what_came_first():
     assert store.nbytes == sum(store.get(key).nbytes for key in (b"a", b"c"))
     store.keep(store.get(b"a"), encoded_of(30))  # as in the second cell
     assert store.nbytes == 95
+
+
+def test_prompt_passes_have_a_budget_of_their_own():
+    store = PreparedStore(100, prompt_budget=50)
+    for key, size in ((b"a", 30), (b"b", 30), (b"c", 20)):
+        store.keep(batch_of(key, 1), {}, SimpleNamespace(nbytes=size))
+    assert [store.get(key).prompt_pass is not None for key in (b"a", b"b", b"c")] == [True, False, True]
+    assert (store.nbytes, store.prompt_room) == (53, 0)
+    store.keep(store.get(b"a"), {}, SimpleNamespace(nbytes=30))  # as in the second cell
+    assert store.nbytes == 53
+    store.begin(["another"])
+    assert (store.nbytes, store.prompt_room) == (0, 50)
 
 
 def test_a_budget_of_zero_keeps_nothing():
