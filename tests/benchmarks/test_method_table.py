@@ -104,7 +104,7 @@ def test_a_cell_is_another_when_its_options_its_protocol_or_its_methods_code_cha
     method_table.method_code.cache_clear()
 
 
-def test_methods_that_cannot_be_replayed_take_the_ordinary_path(task, tmp_path):
+def test_methods_that_share_no_prompt_pass_run_their_own(task, tmp_path):
     answers, cells = Answers(tmp_path / "answers.json", "even"), cells_of(task, ["full", "random", "kvzip"])
     compute(task, cells, answers)
     table = markdown(rows_of(PROTOCOL, cells, answers, task.questions), task.questions)
