@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
+from kvcompress import KVCompressError
 from lmms_eval_plugins.model import KVCompressLM
 
 from .checkpoints import image, requests, save_checkpoint
@@ -58,6 +60,11 @@ def wrapper(tmp_path_factory):
     def ask(family: str) -> SimpleNamespace:
         if family not in asked:
             folder = save_checkpoint(family, tmp_path_factory.mktemp(family))
+            config = GenerationConfig.from_pretrained(
+                folder
+            )  # as Qwen2.5-VL's: not for greedy decoding, but the penalty
+            config.update(do_sample=True, temperature=0.1, top_k=1, top_p=0.001, repetition_penalty=1.5)
+            config.save_pretrained(folder)
             module, name, _ = WRAPPERS[family]
             lm = wrapper_class(module, name)(pretrained=folder, device="cpu", device_map="cpu", batch_size=1)
             # `llava_hf` fails on a question without images: it hands an empty list to the processor (IndexError).
@@ -149,3 +156,28 @@ def test_each_argument_is_needed(wrapper, family, argument, difference, first):
     arguments = {name: value for name, value in WRAPPERS[family][2].items() if name != argument}
     calls, _ = ours(theirs.folder, theirs.docs, **arguments)
     assert [difference in found for found in differences(calls, theirs.calls)].index(True) == first
+
+
+def test_tiles_of_several_images_in_a_batch_are_those_of_each_question_alone(wrapper):
+    folder = wrapper("llava-onevision").folder
+    docs = DOCS[3:]
+    _, alone = ours(folder, docs, tile_every_image=True)
+    lm = KVCompressLM(pretrained=folder, device="cpu", tile_every_image=True, batch_size=4, max_new_tokens=NEW_TOKENS)
+    assert [result.text for result in lm.generate_until(requests(lm, docs))] == alone
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "message"),
+    [
+        ("qwen2.5-vl", {"tile_every_image": True}, "tile_every_image has no meaning for a qwen2_5_vl model"),
+        ("llava-onevision", {"image_resize": "qwen_vl_utils"}, "does not scale images by area"),
+        ("qwen2.5-vl", {"image_resize": "qwen_vl_utils"}, "pip install qwen-vl-utils"),
+    ],
+)
+def test_an_argument_that_would_do_nothing_or_needs_a_package_is_an_error(
+    wrapper, monkeypatch, family, arguments, message
+):
+    folder = wrapper(family).folder
+    monkeypatch.setitem(sys.modules, "qwen_vl_utils", None)  # as if it were not installed
+    with pytest.raises(KVCompressError, match=message):
+        KVCompressLM(pretrained=folder, device="cpu", **arguments)
