@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from .attention import PREFIX, register_attention
 from .cache import CompressedCache
 from .errors import KVCompressError
-from .policy import make_policy
+from .policy import Policy, check_tensor_parallel, make_policy
 from .prefill import feed_in_chunks
 from .pruning import prune
 from .rotary import rotary_embeddings, watch_rotary
@@ -51,6 +51,7 @@ def compress(
         KVCompressError: at once, for an unknown method or option, a ratio out of range or an unsupported model.
     """
     policy = make_policy(method, ratio, budget, **options)
+    check_heads(model, attention_config(model), policy)
     if policy.cluster.unrotated_queries:
         rotary_embeddings(text_decoder(model))
     new_cache = {
@@ -181,6 +182,7 @@ class Session:
     def _cache_for(self, kwargs: dict, model: PreTrainedModel) -> CompressedCache:
         cache = kwargs.get("past_key_values")
         if isinstance(cache, CompressedCache):
+            check_heads(model, self._config, cache.policy)
             return cache
         use_cache = kwargs.get("use_cache")
         if use_cache is False or (use_cache is None and not self._config.use_cache):
@@ -194,6 +196,15 @@ class Session:
                 "compress(...) it must be a CompressedCache or absent"
             )
         return CompressedCache(model.config, **self._new_cache)
+
+
+def check_heads(model: PreTrainedModel, config: Any, policy: Policy) -> None:
+    """For a tensor-parallel model: raises KVCompressError unless each process has whole KV heads, and compresses them
+    without the others. `config`: see `attention_config`."""
+    if (processes := model.tp_size or 1) > 1:
+        if config.num_key_value_heads % processes:
+            raise KVCompressError(f"{config.num_key_value_heads} KV heads do not divide by {processes} processes")
+        check_tensor_parallel(policy)
 
 
 def writing_part(model: PreTrainedModel) -> PreTrainedModel:

@@ -249,6 +249,23 @@ def _check_prefill_chunk(policy: Policy) -> None:
             raise KVCompressError(f"prefill_chunk={engine.prefill_chunk} does not go with {conflict}")
 
 
+def check_tensor_parallel(policy: Policy) -> None:
+    """Whether KV heads can be compressed one by one, each process its own. Raises KVCompressError."""
+    conflicts = {
+        f"method {policy.method!r}, which chooses for all heads together": (
+            policy.tokens is not None or policy.cluster.mixes_heads
+        ),
+        f"head_budget={policy.head_budget!r}": policy.head_budget != "uniform",
+        f"layer_budget={policy.part('layer_budget')!r}, which is measured over all heads": (
+            policy.layer_budget.is_measured
+        ),
+        "merge='cam', which draws for all heads together": policy.part("merge") == "cam",
+    }
+    for conflict, is_there in conflicts.items():
+        if is_there:
+            raise KVCompressError(f"tensor parallel: with KV heads in other processes there is no {conflict}")
+
+
 def method_budget(method: str | None, ratio: float | None, budget: int | None) -> Budget:
     """The budget of a method. `full` keeps all, so it takes no other; every other method needs one."""
     name = method_info(method).name

@@ -25,6 +25,7 @@ class AirCacheKVCluster(KVCluster):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2503.23956"
     whole_prompt: ClassVar[bool] = True
+    mixes_heads: ClassVar[bool] = True
     layer_budget: ClassVar[str] = "strength"
 
     @property

@@ -39,6 +39,8 @@ class KVCluster(Method):
             options `chunk_size` and `instruction`.
         whole_prompt: whether the choice needs the whole prompt at once, question included, so that it cannot be made
             chunk by chunk (`prefill_chunk=`).
+        mixes_heads: whether what is kept in one KV head depends on which others are there, beyond `head_budget` and
+            `layer_budget`; such a method does not run on a part of the heads (tensor parallel).
         unrotated_queries: whether `score` wants the queries as they were before the rotary position embedding; it
             finds in `prompt.rotary` how queries to come will be rotated.
     """
@@ -50,6 +52,7 @@ class KVCluster(Method):
     decode_interval: ClassVar[int] = 16
     second_pass: ClassVar[bool] = False
     whole_prompt: ClassVar[bool] = False
+    mixes_heads: ClassVar[bool] = False
     unrotated_queries: ClassVar[bool] = False
 
     @property

@@ -1,7 +1,7 @@
 """Random eviction: the baseline that every method has to beat."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import NonNegativeInt
@@ -25,6 +25,8 @@ class RandomKVCluster(KVCluster):
     seed: int = 0
     window_size: NonNegativeInt = 8
     variant: Literal["paper", "effivlm"] = "paper"
+
+    mixes_heads: ClassVar[bool] = True  # one draw for all
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
         return uniform_noise(prompt, keys.shape[1], keys.shape[2], self.seed).to(keys.device)

@@ -27,6 +27,7 @@ class TGVKVCluster(KVCluster):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2606.03075"
     whole_prompt: ClassVar[bool] = True
+    mixes_heads: ClassVar[bool] = True
     layer_budget: ClassVar[str] = "vision"
     head_budget: ClassVar[str] = "shared"
     decode_interval: ClassVar[int] = 1
