@@ -347,7 +347,8 @@ class KVCompressLM(lmms):
             arguments["video_metadata"] = [metadata for prompt in prompts for metadata in prompt.video_metadata]
             arguments["do_sample_frames"] = False
         inputs = dict(self.processor(text=texts, **arguments))
-        exact = {name: inputs[name] for name in ("second_per_grid_ts",) if name in inputs}  # frames' positions, in part
+        # Frames' positions are multiples of it, so it is not rounded.
+        exact = {name: value for name, value in inputs.items() if name == "second_per_grid_ts"}
         return BatchFeature({**BatchFeature(inputs).to(self.model.dtype), **exact})
 
     def _generate(
