@@ -69,6 +69,9 @@ class ModelArguments(BaseModel):
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with the checkpoint.")
     device: str | None = Field(None, description="`cuda`, `cuda:0`, `cpu`; default: a GPU if there is one.")
     device_map: str | None = Field(None, description="transformers' device map, e.g. `auto` to spread over GPUs.")
+    tp_plan: Literal["auto"] | None = Field(
+        None, description="Tensor parallel: all processes share one model, each with a part of every layer."
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Precision of the weights; `auto` is the checkpoint's."
     )
@@ -123,6 +126,14 @@ class ModelArguments(BaseModel):
         if name == TINY_MODEL:
             return str(TINY_CHECKPOINT)
         return name
+
+    @model_validator(mode="after")
+    def _check_tensor_parallel(self) -> "ModelArguments":
+        conflicts = {"device_map": None, "quantization": None, "on_oom": "raise"}  # and what goes with tp_plan
+        for name, value in conflicts.items():
+            if self.tp_plan is not None and getattr(self, name) != value:
+                raise KVCompressError(f"{name}={getattr(self, name)!r} does not go with tp_plan={self.tp_plan!r}")
+        return self
 
     @field_validator("measurements_path")
     @classmethod

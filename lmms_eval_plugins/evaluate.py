@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import sys
+import tempfile
 import traceback
 import urllib.error
 import urllib.request
@@ -86,7 +87,7 @@ def check_arguments(request: Request) -> tuple["ModelArguments", list[tuple[Cell
     """
     from kvcompress import KVCompressError, list_methods
     from kvcompress.clusters import method_info
-    from kvcompress.policy import all_options, make_policy
+    from kvcompress.policy import all_options, check_tensor_parallel, make_policy
 
     from .arguments import LEGACY_ARGUMENTS, TINY_MODEL, ModelArguments, parse_arguments
 
@@ -114,7 +115,10 @@ def check_arguments(request: Request) -> tuple["ModelArguments", list[tuple[Cell
         for info in methods:
             defaults = all_options(info, scorer)
             given = {name: value for name, value in request.arguments.items() if name in defaults}
-            in_force = make_policy(info.name, 1.0, **given).options
+            policy = make_policy(info.name, 1.0, **given)
+            if arguments.tp_plan is not None:
+                check_tensor_parallel(policy)
+            in_force = policy.options
             changed = {name: value for name, value in in_force.items() if value != defaults[name]}
             sizes = [{"ratio": ratio} for ratio in request.ratios] + [{"budget": size} for size in request.budgets]
             for size in [{"ratio": 1.0}] if info.name == "full" else sizes:
@@ -345,8 +349,9 @@ def evaluate_cell(lm: "KVCompressLM", job: Job, manager: "TaskManager", flags: a
     lm.set_cell(cell.method, cell.ratio, cell.budget, **job.options)
     lm.overlays = flags.overlays
     lm.reset_rows()
-    with new_cell(job.folder) if rank() == 0 else contextlib.nullcontext() as folder:
-        output = simple_evaluate(
+    with new_cell(job.folder) if rank() == 0 else tempfile.TemporaryDirectory() as folder:
+        lmms_eval = as_one_process()(simple_evaluate) if lm.args.tp_plan else simple_evaluate
+        output = lmms_eval(
             model=lm,
             model_args=lm.args.model_dump(mode="json", exclude_defaults=True),
             tasks=[cell.task],
@@ -382,6 +387,16 @@ def evaluate_cell(lm: "KVCompressLM", job: Job, manager: "TaskManager", flags: a
         write_cell(folder, results, samples)
     if job.todo:
         raise EvaluationFailed(f"{job.folder} was written but is not complete: {job.todo}")
+
+
+@contextlib.contextmanager
+def as_one_process() -> Iterator[None]:
+    """A tensor-parallel model answers all questions in every process: lmms-eval must not share them out."""
+    hidden = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 SEED_ARGUMENTS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
@@ -438,7 +453,7 @@ def environment(lm: "KVCompressLM") -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "dtype": str(lm.model.dtype).removeprefix("torch."),
         "attn_implementation": lm.model.config._attn_implementation,
-        "processes": lm.world_size,
+        "processes": int(os.environ.get("WORLD_SIZE", 1)),
     }
 
 

@@ -41,6 +41,7 @@ from transformers import (
     BatchFeature,
     PreTrainedConfig,
 )
+from transformers.distributed import DistributedConfig
 
 import kvcompress
 from kvcompress import KVCompressError
@@ -100,6 +101,8 @@ class KVCompressLM(lmms):
             self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.device = _device(self.args, self.world_size)
         self.model, self.processor = _load(self.args, self.device)
+        if self.args.tp_plan is not None:
+            self._world_size = 1  # the processes are one model: each gives the same answer to every question
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
         self.has_vision = self.tokenizer is not self.processor
         self.rows: list[dict[str, Any]] = []
@@ -241,6 +244,8 @@ class KVCompressLM(lmms):
 
     def _answer(self, batch: list[Instance], prepared: Prepared) -> tuple[list[GenerationResult], float]:
         """The answers to a batch, and the seconds that generating them takes; adds the rows of counted requests."""
+        if self.args.tp_plan is not None and self.world_size > 1:
+            raise KVCompressError("tp_plan: lmms-eval would share the questions out; run lmms_eval_plugins.evaluate")
         inputs = self._on_device(prepared.inputs)
         kwargs, until = generation_arguments(batch[0].args[2], self.args.max_new_tokens)
         # A method that looks at the tower makes it slower: neither its time nor another's is the other's.
@@ -506,6 +511,10 @@ def _device(args: ModelArguments, world_size: int) -> torch.device:
         raise KVCompressError(
             f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA GPUs; device=cpu runs without one"
         )
+    if args.tp_plan is not None and world_size == 1:
+        raise KVCompressError(f"tp_plan={args.tp_plan!r} needs several processes: NUM_PROCESSES=2 scripts/run_eval.sh")
+    if args.tp_plan is not None and device.type == "cpu" and torch.cuda.is_available():
+        raise KVCompressError(f"tp_plan={args.tp_plan!r} takes the GPUs of this machine, not device={name!r}")
     if world_size > 1:
         if args.device_map is not None:
             raise KVCompressError(f"device_map={args.device_map!r} with several processes: each has one device")
@@ -518,6 +527,9 @@ def _load(args: ModelArguments, device: torch.device) -> tuple[Any, Any]:
     """The model in eval mode, and its processor (the tokenizer, for a text-only model)."""
     source = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
     load = {"dtype": args.dtype, "device_map": args.device_map or str(device)}
+    if args.tp_plan is not None:
+        processes = torch.distributed.get_world_size()
+        load |= {"device_map": None, "distributed_config": DistributedConfig(tp_size=processes)}
     if args.attn_implementation is not None:
         load["attn_implementation"] = args.attn_implementation
     raw_config, _ = PreTrainedConfig.get_config_dict(args.pretrained, revision=args.revision)

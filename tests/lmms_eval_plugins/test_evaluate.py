@@ -119,6 +119,8 @@ def test_a_setting_that_changes_results_changes_the_folder(change, tmp_path):
         ([*FOUR[:2], "knorm", "0.2", "window_size=8"], ["'window_size' is an option of", "snapkv", "not of knorm"]),
         ([*FOUR, "window_size=wide"], ["window_size", "'wide'"]),
         ([*FOUR, "dtype=bf16"], ["dtype", "'bf16'", "bfloat16"]),
+        ([*FOUR, "tp_plan=auto", "device_map=auto"], ["device_map='auto'", "tp_plan='auto'"]),
+        ([*FOUR[:2], "full,adakv", "0.2", "tp_plan=auto"], ["no head_budget='adaptive'"]),
         ([*FOUR, "conv_template=qwen"], ["conv_template", "chat template"]),
         (["tiny_textvqa", "./nowhere", *FOUR[2:]], ["'./nowhere'", "neither a folder"]),
         (["no_such_task", *FOUR[1:]], ["'no_such_task'"]),
@@ -448,12 +450,17 @@ def test_fraction_of_a_group_is_refused(small_index, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_scores_and_measurements_of_one(tmp_path):
+@pytest.mark.parametrize("tensor_parallel", [False, True])
+def test_two_ranks_give_the_scores_and_measurements_of_one(tmp_path, tensor_parallel):
+    """With half of the questions each, or half of the KV heads."""
     argv = [sys.executable, "-m", "lmms_eval_plugins.evaluate", *FOUR[:2], "full,snapkv", "0.2", "--limit", "7"]
+    argv += ["dtype=float32"]
     runs = {}
     for processes in ("1", "2"):
         environment = {**os.environ, "NUM_PROCESSES": processes, "PYTHONPATH": str(Path(evaluate.__file__).parents[1])}
-        done = subprocess.run([*argv, "--output_path", processes], env=environment, capture_output=True, text=True)
+        shared = ["tp_plan=auto"] if tensor_parallel and processes == "2" else []
+        command = [*argv, *shared, "--output_path", processes]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         runs[processes] = [
             read(path) for path in sorted(Path(processes, "tiny_textvqa", "tiny").iterdir()) if path.is_dir()
@@ -466,6 +473,9 @@ def test_two_ranks_give_the_scores_and_measurements_of_one(tmp_path):
         assert one["efficiency"]["samples"] == two["efficiency"]["samples"] == 7
         assert one["efficiency"]["tokens_out"] == two["efficiency"]["tokens_out"]
         assert one["efficiency"]["realised_ratio"] == two["efficiency"]["realised_ratio"]
+        share = 0.5 if tensor_parallel else 1.0
+        of_one, of_two = (run["efficiency"]["kv_bytes_prompt"]["median"] for run in (one, two))
+        assert of_two == pytest.approx(share * of_one, rel=0.01)
 
 
 @pytest.mark.slow
