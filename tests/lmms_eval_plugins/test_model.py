@@ -26,19 +26,6 @@ def load(pretrained="tiny", **arguments) -> KVCompressLM:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """family name -> folder with its tiny checkpoint."""
-    saved = {}
-
-    def folder(family: str) -> str:
-        if family not in saved:
-            saved[family] = save_checkpoint(family, tmp_path_factory.mktemp(family))
-        return saved[family]
-
-    return folder
-
-
-@pytest.fixture(scope="module")
 def video(tmp_path_factory):
     return write_video(tmp_path_factory.mktemp("video") / "a.mp4")
 

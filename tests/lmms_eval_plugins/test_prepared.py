@@ -13,7 +13,7 @@ from kvcompress import KVCompressError
 from lmms_eval_plugins.model import KVCompressLM
 from lmms_eval_plugins.prepared import Encoded, Prepared, PreparedStore, VisionTower, ahead
 
-from .checkpoints import image, requests, save_checkpoint, write_video
+from .checkpoints import image, requests, write_video
 
 CELLS = ({}, {"method": "snapkv", "ratio": 0.5, "window_size": 4}, {"method": "streamingllm", "ratio": 0.3})
 
@@ -21,19 +21,6 @@ CELLS = ({}, {"method": "snapkv", "ratio": 0.5, "window_size": 4}, {"method": "s
 def load(pretrained="tiny", **arguments) -> KVCompressLM:
     defaults = {"device": "cpu", "dtype": "float32", "max_new_tokens": 6, "max_frames_num": 4}
     return KVCompressLM(**{"pretrained": pretrained, **defaults, **arguments})
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """family name -> folder with its tiny checkpoint."""
-    saved = {}
-
-    def folder(family: str) -> str:
-        if family not in saved:
-            saved[family] = save_checkpoint(family, tmp_path_factory.mktemp(family))
-        return saved[family]
-
-    return folder
 
 
 @pytest.fixture(scope="module")
