@@ -1,13 +1,16 @@
 """Quantized weights under a compressed cache, and where weights go while they are loaded."""
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvcompress import KVCompressError, compress
+from kvcompress.hook import text_decoder
 from lmms_eval_plugins import evaluate, weights
 from lmms_eval_plugins.arguments import TINY_CHECKPOINT, parse_arguments
 from lmms_eval_plugins.command_line import parse
@@ -38,7 +41,7 @@ def quantized(request, folder):
 
 
 def decoder_layer(lm: KVCompressLM) -> torch.nn.Module:
-    return lm.model.model.language_model.layers[0]
+    return text_decoder(lm.model).layers[0]
 
 
 def test_weights_are_quantized(quantized):
@@ -119,13 +122,78 @@ def checkpoint_that_says(folder, **quantization) -> str:
     ("quantization", "needed"),
     [({"quant_method": "gptq", "bits": 4}, "optimum"), ({"quant_method": "awq", "bits": 4}, "gptqmodel")],
 )
+@pytest.mark.skipif(importlib.util.find_spec("gptqmodel") is not None, reason="gptqmodel is installed")
 def test_a_quantized_checkpoint_without_its_package_is_one_line(tmp_path, quantization, needed):
-    """These packages are compiled where they are installed; they are in no extra."""
     folder = checkpoint_that_says(tmp_path / "m", **quantization)
     with pytest.raises(
         KVCompressError, match=f"is quantized .{quantization['quant_method']}.*needs: pip install {needed}"
     ):
         KVCompressLM(pretrained=folder, device="cpu")
+
+
+GROUP = 32  # numbers that share a scale
+CHECKPOINTS = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+}
+
+
+def packed(numbers: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Every eight 4-bit numbers along `dim` in one int32, the first of `order` lowest."""
+    eight = numbers.long().movedim(dim, -1).unflatten(-1, (-1, 8))[..., order]
+    return (eight << torch.arange(0, 32, 4)).sum(-1).to(torch.int32).movedim(-1, dim).contiguous()
+
+
+def quantize_files(folder: Path, method: str) -> dict[str, torch.Tensor]:
+    """Rewrites a checkpoint's linear layers in the layout of GPTQ or AWQ, rounded to nearest; returns the weights that
+    they stand for. A weight (out, in) is (number - zero) * scale, with a scale and a zero per group of inputs."""
+    tensors, written, meant = load_file(folder / "model.safetensors"), {}, {}
+    for name, tensor in tensors.items():
+        if not name.endswith("proj.weight"):
+            written[name] = tensor
+            continue
+        layer, groups = name.removesuffix(".weight"), tensor.T.unflatten(0, (-1, GROUP))  # (groups, GROUP, out)
+        least, most = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+        scale = ((most - least) / 15).half().float()
+        zero = (-least / scale).round().clamp(1, 15)
+        numbers = ((groups / scale).round() + zero).clamp(0, 15)
+        meant[name] = ((numbers - zero) * scale).flatten(0, 1).T
+        numbers, scale, zero = numbers.flatten(0, 1), scale[:, 0], zero[:, 0]
+        written[f"{layer}.scales"] = scale.half()
+        if method == "gptq":  # along the inputs; zeros are stored less one
+            written[f"{layer}.qweight"], written[f"{layer}.qzeros"] = packed(numbers, 0), packed(zero - 1, 1)
+            written[f"{layer}.g_idx"] = torch.arange(len(numbers), dtype=torch.int32) // GROUP
+        else:
+            order = (0, 2, 4, 6, 1, 3, 5, 7)
+            written[f"{layer}.qweight"], written[f"{layer}.qzeros"] = packed(numbers, 1, order), packed(zero, 1, order)
+    save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": CHECKPOINTS[method]}))
+    return meant
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", CHECKPOINTS)
+def test_a_quantized_checkpoint_keeps_and_answers_what_its_weights_say(tmp_path, method):
+    """The reference is the same model with the weights that the file's numbers stand for, in float32."""
+    pytest.importorskip("gptqmodel")
+    cell = {"method": "snapkv", "ratio": RATIO, "window_size": 4, "device": "cpu", "dtype": "float32"}
+    folder = Path(save_checkpoint("llama", tmp_path))
+    reference = KVCompressLM(pretrained=str(folder), **cell)
+    meant = quantize_files(folder, method)
+    reference.model.load_state_dict(meant, strict=False)
+    quantized = KVCompressLM(pretrained=str(folder), **cell)
+    assert not isinstance(decoder_layer(quantized).mlp.up_proj, torch.nn.Linear)
+    inputs = {"input_ids": torch.randint(20, 100, (1, 40), generator=torch.Generator().manual_seed(0))}
+    results = []
+    for lm in (quantized, reference):
+        with compress(lm.model, "snapkv", RATIO, window_size=4) as session:
+            tokens, logits = generate(lm.model, inputs, 5)
+        results.append((tokens.tolist(), logits, [head.tolist() for head in session.cache.kept_indices(0)[0]]))
+    (ours, our_logits, our_kept), (expected, expected_logits, expected_kept) = results
+    assert ours == expected
+    assert our_kept == expected_kept
+    torch.testing.assert_close(our_logits, expected_logits, atol=0.05, rtol=0)  # its kernel rounds in its own way
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
