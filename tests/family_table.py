@@ -50,6 +50,14 @@ EXTRAS: dict[str, dict[str, object]] = {
     "kvzip": {"method": "kvzip"},
     "fastv": {"method": "fastv"},
 }
+OTHERS = "other methods"
+OTHER_METHODS = tuple(
+    name
+    for name, info in kvcompress.list_methods().items()
+    if issubclass(info.cls, kvcompress.KVCluster)
+    and info.cls.__module__.startswith("kvcompress.")
+    and name not in ("full", *METHODS, *EXTRAS)
+)
 HYBRID = ("gemma3", "mllama", "minicpm-v")
 REFUSED = {(name, extra) for name in HYBRID for extra in EXTRAS} - {("gemma3", "kvzip")}
 CHUNKS_REFUSED = {
@@ -130,6 +138,26 @@ def check(family: Family, kind: str, method: str) -> None:
         _, expected = generate(model, inputs, NEW, forced=tokens)
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
     assert (logits - plain).abs().max() > 0.1, "nothing that matters was dropped: the check shows nothing"
+
+
+def check_other(family: Family, method: str) -> None:
+    """One of OTHER_METHODS on the batch of 3, with images where the family has them. Raises AssertionError unless
+
+    - at ratio 1.0 the logits are those of the plain model, bit for bit;
+    - at RATIO each row keeps exactly its budget, summed over the layers, and the logits are others.
+    """
+    model, inputs = family.build(), KINDS[f"{'images' if family.is_vlm else 'text'}, batch of 3"](family)
+    _, plain = generate(model, inputs, 2)
+    with kvcompress.compress(model, method, 1.0):
+        _, logits = generate(model, inputs, 2)
+    assert torch.equal(logits, plain)
+    with kvcompress.compress(model, method, RATIO) as session:
+        _, logits = generate(model, inputs, 2)
+    assert logits.isfinite().all()
+    assert (logits - plain).abs().max() > 0.1
+    ratios = torch.tensor(session.cache.realised_ratios())  # (layers, rows)
+    kept = ratios.sum(0) * inputs["attention_mask"].sum(1)
+    torch.testing.assert_close(kept, len(ratios) * torch.tensor(shares_of(inputs)).float(), atol=1e-3, rtol=0)
 
 
 def check_budgets(cache: kvcompress.CompressedCache, kept: Kept, inputs: Inputs) -> None:
@@ -239,6 +267,7 @@ def expected() -> dict[tuple[str, str], str]:
     for name, family in ALL_FAMILIES.items():
         for kind in KINDS:
             cells[name, kind] = f"all {len(METHODS)}" if kind in kinds_of(family) else ""
+        cells[name, OTHERS] = f"all {len(OTHER_METHODS)}"
         for extra in EXTRAS:
             answer = "refused" if (name, extra) in REFUSED else "yes"
             cells[name, extra] = answer if extra in extras_of(family) else ""
@@ -251,14 +280,19 @@ def measured() -> dict[tuple[str, str], str]:
     cells = {}
     for name, family in ALL_FAMILIES.items():
         for kind in kinds_of(family):
-            passed = [method for method in METHODS if _passes(check, family, kind, method)]
-            cells[name, kind] = f"all {len(METHODS)}" if len(passed) == len(METHODS) else ", ".join(passed) or "none"
+            cells[name, kind] = _passing(METHODS, check, family, kind)
+        cells[name, OTHERS] = _passing(OTHER_METHODS, check_other, family)
         for extra in extras_of(family):
             passes = _passes(check_extra, family, extra)
             cells[name, extra] = ("refused" if (name, extra) in REFUSED else "yes") if passes else "no"
         passes = all([_passes(check_chunks, family, kind) for kind in chunked_kinds_of(family)])
         cells[name, CHUNKS] = ("refused" if name in CHUNKS_REFUSED else "yes") if passes else "no"
     return {column: cells.get(column, "") for column in expected()}
+
+
+def _passing(methods: tuple[str, ...], run: Callable[..., None], *arguments: object) -> str:
+    passed = [method for method in methods if _passes(run, *arguments, method)]
+    return f"all {len(methods)}" if len(passed) == len(methods) else ", ".join(passed) or "none"
 
 
 def _passes(run: Callable[..., None], *arguments: object) -> bool:
@@ -272,10 +306,12 @@ def _passes(run: Callable[..., None], *arguments: object) -> bool:
 
 def render(cells: dict[tuple[str, str], str]) -> str:
     """The table, in Markdown."""
-    columns = [*KINDS, *EXTRAS, CHUNKS]
+    options = [*EXTRAS, CHUNKS]
+    columns = [*KINDS, OTHERS, *options]
     rows = [
         f"Methods of the first columns: {', '.join(f'`{method}`' for method in METHODS)}.\n",
-        f"| family | {' | '.join([*KINDS, *(f'`{extra}`' for extra in [*EXTRAS, CHUNKS])])} |",
+        f"Other methods: {', '.join(f'`{method}`' for method in OTHER_METHODS)}.\n",
+        f"| family | {' | '.join([*KINDS, OTHERS, *(f'`{option}`' for option in options)])} |",
         "|---" * (len(columns) + 1) + "|",
     ]
     for name, title in TITLES.items():

@@ -21,9 +21,11 @@ from tests.family_table import (
     ALL_FAMILIES,
     HYBRID,
     METHODS,
+    OTHER_METHODS,
     check,
     check_chunks,
     check_extra,
+    check_other,
     chunked_kinds_of,
     extras_of,
     kept_of,
@@ -52,6 +54,20 @@ def test_identity_budget_bytes_and_masked_reference(family, kind, method):
 @pytest.mark.parametrize(("family", "kind", "method"), EVERY)
 def test_identity_budget_bytes_and_masked_reference_everywhere(family, kind, method):
     check(ALL_FAMILIES[family], kind, method)
+
+
+OTHERS = [(name, method) for name in ALL_FAMILIES for method in OTHER_METHODS]
+
+
+@pytest.mark.parametrize(("family", "method"), OTHERS[::7])  # each method, on two families or more
+def test_every_other_method_is_lossless_at_one_and_keeps_its_budget(family, method):
+    check_other(ALL_FAMILIES[family], method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "method"), OTHERS)
+def test_every_other_method_is_lossless_at_one_and_keeps_its_budget_everywhere(family, method):
+    check_other(ALL_FAMILIES[family], method)
 
 
 @pytest.mark.parametrize(
@@ -88,18 +104,20 @@ def test_a_failing_check_shows_in_the_table(monkeypatch):
 
     def run(family, column, *method):
         assert (family.name, *method) != ("qwen3", "adakv")
-        assert (family.name, column) not in (("gemma3", "kvzip"), ("qwen2-vl", "video"))
+        assert (family.name, column) not in (("gemma3", "kvzip"), ("qwen2-vl", "video"), ("mllama", "cake"))
 
-    for name in ("check", "check_extra", "check_chunks"):
+    for name in ("check", "check_other", "check_extra", "check_chunks"):
         monkeypatch.setattr(family_table, name, run)
     cells, wanted = family_table.measured(), family_table.expected()
     assert cells["qwen3", "text"] == cells["qwen3", "text, batch of 3"] == "streamingllm, snapkv, h2o"
     assert cells["gemma3", "kvzip"] == cells["qwen2-vl", "prefill_chunk"] == "no"
     assert cells["qwen2-vl", "video"] == "none"
+    assert cells["mllama", "other methods"].split(", ") == [name for name in OTHER_METHODS if name != "cake"]
     assert {column for column in wanted if cells[column] != wanted[column]} == {
         ("qwen3", "text"),
         ("qwen3", "text, batch of 3"),
         ("gemma3", "kvzip"),
+        ("mllama", "other methods"),
         ("qwen2-vl", "video"),
         ("qwen2-vl", "prefill_chunk"),
     }
