@@ -11,12 +11,13 @@ from transformers import (
     MistralConfig,
     MptConfig,
     Olmo2Config,
+    VipLlavaConfig,
 )
 
 import kvcompress
 from kvcompress.vision import frame_tokens
 from tests import families, family_table
-from tests.families import FIRST_TEXT, MORE_FAMILIES, VIDEO, Family
+from tests.families import FIRST_TEXT, IMAGE, MORE_FAMILIES, VIDEO, Family
 from tests.family_table import (
     ALL_FAMILIES,
     HYBRID,
@@ -123,13 +124,28 @@ def test_a_failing_check_shows_in_the_table(monkeypatch):
     }
 
 
+def vip_llava(text: dict) -> VipLlavaConfig:
+    return VipLlavaConfig(
+        text_config={"model_type": "llama", **text},
+        vision_config=MORE_FAMILIES["llava-1.5"].make_config(text).vision_config,
+        image_token_index=IMAGE,
+        image_seq_length=families.SMALL_TOKENS,
+        vision_feature_layers=[-1, -2],
+    )
+
+
 @pytest.mark.parametrize(
-    ("name", "config"),
-    [("granite", lambda text: GraniteConfig(**text)), ("olmo2", lambda text: Olmo2Config(**text))],
+    ("family", "kind"),
+    [
+        (Family("granite", lambda text: GraniteConfig(**text)), "text, batch of 3"),
+        (Family("olmo2", lambda text: Olmo2Config(**text)), "text, batch of 3"),
+        (Family("vip-llava", vip_llava, "small"), "images, batch of 3"),
+    ],
+    ids=lambda given: getattr(given, "name", None),
 )
-def test_a_family_that_is_not_listed_works_if_its_attention_goes_through_the_interface(name, config, monkeypatch):
-    monkeypatch.setitem(families.MORE_FAMILIES, name, Family(name, config))
-    check(families.MORE_FAMILIES[name], "text, batch of 3", "snapkv")
+def test_a_family_that_is_not_listed_works_if_its_attention_goes_through_the_interface(family, kind, monkeypatch):
+    monkeypatch.setitem(families.MORE_FAMILIES, family.name, family)
+    check(family, kind, "snapkv")
 
 
 @pytest.mark.parametrize(
