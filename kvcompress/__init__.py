@@ -5,6 +5,7 @@ from .cache import CompressedCache
 from .clusters import Kept, KVCluster, MethodInfo, Prompt, list_methods, make_cluster, register_method
 from .errors import KVCompressError
 from .hook import Session, attach, compress
+from .shared_prompt import SharedPrompt
 from .tokens import TokenMethod
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "MethodInfo",
     "Prompt",
     "Session",
+    "SharedPrompt",
     "TokenMethod",
     "attach",
     "compress",
