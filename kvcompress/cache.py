@@ -144,7 +144,8 @@ class CompressedCache(DynamicCache):
                 layer.assess()
         rule, measured = self.policy.layer_budget, None
         if rule.is_measured:
-            measured = torch.stack([layer.pending.measured for layer in waiting]).cpu()
+            # Layers may be on several devices (device_map="auto").
+            measured = torch.stack([layer.pending.measured.to(waiting[0].device) for layer in waiting]).cpu()
         budgets = rule.budgets(evictable(waiting[0].pending.part.prompt), measured)
         for layer in waiting:
             layer.finish(budgets)

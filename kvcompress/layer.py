@@ -270,6 +270,8 @@ class CompressedLayer(CacheLayerMixin):
     def after_attention(self, queries: torch.Tensor, scaling: float, module: torch.nn.Module) -> None:
         """Compress a staged prompt; while decoding, evict when it is time. `queries`: (batch, heads, new, head_dim);
         `module`: the model's attention module."""
+        if self.rotary is not None:  # it is where the first layer is
+            self.rotary = self.rotary.to(queries.device)
         if self.reading is not None:
             part, chunk = self.pending.part, self.reading.chunk
             keys = part.keys[:, :, chunk], self.pending.fed_keys
@@ -293,7 +295,7 @@ class CompressedLayer(CacheLayerMixin):
             self.watch(queries, keys, scaling)
             self.watch = None
         if chunk.source is not None:  # a token method has chosen: all that came so far is stored
-            columns = chunk.source[:, None].expand(keys.shape[:3])
+            columns = chunk.source[:, None].expand(keys.shape[:3]).to(keys.device)
             self._settle(chunk, Kept(keys, values, columns), uniform=chunk.padding is None)
             return
         if self.policy.engine.prefill_chunk is not None and self.storage is not None:

@@ -56,6 +56,11 @@ class Rotary:
         scaling = getattr(module, f"{prefix}attention_scaling", 1.0)
         return cls(cos, sin, positions.expand(len(states), -1), inv_freq, scaling)
 
+    def to(self, device: torch.device) -> "Rotary":
+        """On the device of a layer, where the layers are on several."""
+        names = ("cos", "sin", "positions", "inv_freq")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
     def columns(self, columns: torch.Tensor) -> "Rotary":
         """Of these columns only, LongTensor (batch, width)."""
         rows = columns[..., None].expand(-1, -1, self.cos.shape[2])

@@ -113,7 +113,7 @@ def read_again(decoder: PreTrainedModel, inputs: DecoderInputs, cache: "Compress
         fed = torch.cat([instruction, embeddings[:, chunk]], dim=1)
         fed_pads = torch.nn.functional.pad(pads[:, chunk], (len(ids), 0))
         for layer in waiting:
-            layer.reading = Reading(chunk, pads[:, chunk])
+            layer.reading = Reading(chunk, pads[:, chunk].to(layer.device))
         decoder(
             inputs_embeds=fed,
             position_ids=inputs.following(cache.seen_tokens, fed_pads),
