@@ -17,8 +17,6 @@ PACKAGES = {
     "torchao": ("torchao", is_torchao_available),
     "bnb": ("bitsandbytes", is_bitsandbytes_available),
 }
-# Quantization method of a checkpoint -> the packages that transformers reads it with.
-CHECKPOINT_PACKAGES = {"gptq": "optimum gptqmodel", "awq": "gptqmodel"}
 
 
 def quantization_config(quantization: str, device: str, dtype: str) -> QuantizationConfigMixin:
@@ -63,6 +61,7 @@ def check_checkpoint(pretrained: str, config: dict[str, Any], quantization: str 
     try:
         AutoHfQuantizer.from_config(found, pre_quantized=True).validate_environment(device_map=device)
     except (ImportError, RuntimeError, ValueError) as error:
-        needs = f"; it needs: pip install {CHECKPOINT_PACKAGES[method]}" if method in CHECKPOINT_PACKAGES else ""
         message = " ".join(str(error).split())
-        raise KVCompressError(f"{pretrained} is quantized ({method}) and cannot be loaded: {message}{needs}") from error
+        if method == "gptq":  # of its two packages transformers may name none
+            message += "; it needs: pip install optimum gptqmodel"
+        raise KVCompressError(f"{pretrained} is quantized ({method}) and cannot be loaded: {message}") from error

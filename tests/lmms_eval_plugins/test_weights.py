@@ -125,9 +125,7 @@ def checkpoint_that_says(folder, **quantization) -> str:
 @pytest.mark.skipif(importlib.util.find_spec("gptqmodel") is not None, reason="gptqmodel is installed")
 def test_a_quantized_checkpoint_without_its_package_is_one_line(tmp_path, quantization, needed):
     folder = checkpoint_that_says(tmp_path / "m", **quantization)
-    with pytest.raises(
-        KVCompressError, match=f"is quantized .{quantization['quant_method']}.*needs: pip install {needed}"
-    ):
+    with pytest.raises(KVCompressError, match=f"is quantized .{quantization['quant_method']}.*pip install {needed}"):
         KVCompressLM(pretrained=folder, device="cpu")
 
 
