@@ -9,7 +9,7 @@ import gc
 import json
 import os
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -18,8 +18,10 @@ import torch
 from standalone import decode, held_bytes, load, prompt_ids, read_prompt
 from transformers import DynamicCache, PreTrainedModel
 
-# Ours -> theirs, with their own defaults; `removed` is the fraction that kvpress drops.
+# Ours -> theirs, with their own defaults; `removed` is the fraction that kvpress drops. `full` is their transformers
+# without a press: what of a difference is its version's.
 PRESSES = {
+    "full": lambda removed: lambda model: nullcontext(),
     "adakv": lambda removed: kvpress.AdaKVPress(kvpress.SnapKVPress(removed)),
     "expected-attention": kvpress.ExpectedAttentionPress,
     "h2o": kvpress.ObservedAttentionPress,
@@ -38,7 +40,7 @@ def turn(model: PreTrainedModel, order: dict[str, Any]) -> dict[str, Any]:
     """One prompt and its answer, as kvpress' own pipeline does it: the press is on for the prompt only."""
     device, length, clock = model.device, order["length"], order["clock"]
     ids = prompt_ids(model, 1 if order["one_prompt"] else order["batch"], length)
-    press = PRESSES[order["method"]](1 - order["ratio"])
+    press = PRESSES[order["method"]](1 - (order["ratio"] or 1))
     base = model.config._attn_implementation
     if isinstance(press, kvpress.ObservedAttentionPress):
         model.config._attn_implementation = "eager"  # it needs the attention weights

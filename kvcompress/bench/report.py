@@ -135,7 +135,8 @@ def columns(cells: list[list[str]]) -> tuple[list[str], list[list[str]]]:
 def markdown(content: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """The table, with what one needs to know to read it and to make it again."""
     settings, bandwidths = content["settings"], [cell["copy_bytes_per_s"] for cell in content["cells"]]
-    gains = [row["speedup_kvpress"]["median"] for row in rows if row.get("speedup_kvpress")]
+    compressed = [row for row in rows if row["way"] != "full"]
+    gains = [row["speedup_kvpress"]["median"] for row in compressed if row.get("speedup_kvpress")]
     lines = [
         f"# {settings['model']}, {settings['dtype']}",
         f"`{content['command']}`",

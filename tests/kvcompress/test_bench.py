@@ -330,7 +330,7 @@ def reply(message):
     print(json.dumps(message), flush=True)
 
 hello = json.loads(sys.stdin.readline())
-reply({"presses": ["snapkv", "adakv"], "versions": {"kvpress": "9", "transformers": "8", "torch": "7"}})
+reply({"presses": ["full", "snapkv", "adakv"], "versions": {"kvpress": "9", "transformers": "8", "torch": "7"}})
 for line in sys.stdin:
     order = json.loads(line)
     if order["batch"] > 4:
@@ -338,7 +338,7 @@ for line in sys.stdin:
     elif order["length"] == 13:
         sys.exit(3)
     else:
-        steps = [1000.0 * order["ratio"]] * order["steps"]
+        steps = [1000.0 * (order["ratio"] or 1)] * order["steps"]
         reply({"prompt_ms": hello["threads"], "step_ms": steps, "kv_bytes": 77, "peak_bytes": None})
 """
 
@@ -353,7 +353,10 @@ def fake_worker(tmp_path, monkeypatch):
 def test_kvpress_takes_its_turns_beside_each_method_that_it_has(tmp_path, fake_worker):
     methods = ["snapkv", "look-m", "adakv:window_size=4"]
     content = bench(tmp_path, "--methods", *methods, "--kvpress-python", sys.executable, "--threads", "1")
-    assert [name for name in content["cells"][0]["ways"] if "kvpress" in name] == ["kvpress snapkv@0.1"]
+    assert [name for name in content["cells"][0]["ways"] if "kvpress" in name] == [
+        "kvpress full",
+        "kvpress snapkv@0.1",
+    ]
     assert content["environment"]["kvpress"] == "9 (transformers 8, torch 7)"
     turn = content["cells"][0]["ways"]["kvpress snapkv@0.1"]["turns"][0]
     assert turn == {"prompt_ms": 1, "step_ms": [100, 100], "kv_bytes": 77, "peak_bytes": None, "scoring_ms": None}
@@ -362,7 +365,8 @@ def test_kvpress_takes_its_turns_beside_each_method_that_it_has(tmp_path, fake_w
     ratios = [100 / statistics.mean(turn["step_ms"]) for turn in ours]
     assert rows["snapkv@0.1"]["speedup_kvpress"]["median"] == pytest.approx(statistics.median(ratios))
     assert rows["kvpress snapkv@0.1"]["scoring_share"] is None
-    assert "against kvpress, geometric mean" in (tmp_path / "bench.md").read_text()
+    mean = rows["snapkv@0.1"]["speedup_kvpress"]["median"]  # `full` presses nothing
+    assert f"Decoding against kvpress, geometric mean: {mean:.2f}x" in (tmp_path / "bench.md").read_text()
 
 
 def test_kvpress_out_of_memory_is_a_cell_of_the_table(tmp_path, fake_worker):
@@ -413,6 +417,9 @@ def test_the_worker_presses_the_prompt_only_and_cleans_up(monkeypatch):
     assert MODEL.model.layers[0].self_attn.masked_key_indices is None
     assert Turn(**reply).kv_bytes == 2 * 23 * 2 * 2 * 2 * 16 * 4
     assert len(reply["step_ms"]) == 3
+    log.clear()
+    worker.turn(MODEL, {**order, "method": "full", "ratio": None})
+    assert log == ["prompt", "decode"]
     # What kvpress hides in one row it hides in every row that is made of it.
     rows, heads, columns = torch.zeros(2, dtype=int), torch.tensor([0, 1]), torch.tensor([4, 7])
     MODEL.model.layers[0].self_attn.masked_key_indices = (rows, heads, columns)
