@@ -109,12 +109,16 @@ class SharedPrompt:
 
     def __enter__(self) -> "SharedPrompt":
         self._forward = self.model.forward
+        self._is_hooked = "forward" in vars(self.model)  # by accelerate, where a model lies on several devices
         # `generate` reads the signature.
         self.model.forward = functools.wraps(self._forward)(functools.partial(self._prompt_forward))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        vars(self.model).pop("forward", None)
+        if self._is_hooked:
+            self.model.forward = self._forward
+        else:
+            vars(self.model).pop("forward", None)
 
     def _prompt_forward(self, *args: Any, **kwargs: Any) -> Any:
         self.__exit__()  # what follows is decoding, maybe compiled: it does not come through here

@@ -2,9 +2,11 @@
 
 import copy
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,15 +24,10 @@ WITH_SLIDING_LAYERS = {"gemma3"}
 def answer(model, inputs, method, ratio, known=None, share=True, room=float("inf"), **options):
     """What a generation gives, its cache, and what it shared."""
     shared = SharedPrompt(model, known, room)
-    with kvcompress.compress(model, method, ratio, **options) as session:
-        if share:
-            shared.__enter__()
-        try:
-            output = model.generate(
-                **inputs, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_logits=True
-            )
-        finally:
-            shared.__exit__()
+    with kvcompress.compress(model, method, ratio, **options) as session, shared if share else nullcontext():
+        output = model.generate(
+            **inputs, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_logits=True
+        )
     assert "forward" not in vars(model)
     return output.sequences, torch.stack(output.logits), session.cache, shared
 
@@ -157,6 +154,30 @@ def test_a_pass_larger_than_the_room_is_not_kept():
     small = answer(model, inputs, "knorm", 0.5, room=known.nbytes - 1)
     assert small[-1].prompt_pass is None
     assert_same(small, answer(model, inputs, "knorm", 0.5, share=False))
+
+
+def test_a_forward_that_accelerate_has_hooked_stays_hooked():
+    """As on a model whose layers lie on several devices (`device_map`)."""
+    model = copy.deepcopy(QWEN2.build())
+    inputs = QWEN2.inputs(model, [20, 9])
+    expected = answer(model, inputs, "knorm", 0.5, share=False)
+    calls = []
+
+    class Counting(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            calls.append(module)
+            return args, kwargs
+
+    add_hook_to_module(model, Counting())
+    hooked, known = model.forward, None
+    for _ in range(2):
+        with SharedPrompt(model, known) as shared, kvcompress.compress(model, "knorm", 0.5):
+            tokens = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+        known = shared.prompt_pass
+        assert torch.equal(tokens, expected[0])
+        assert model.forward is hooked
+    assert shared.is_known
+    assert len(calls) == NEW + NEW - 1  # the second prompt pass did not run
 
 
 def test_an_exception_leaves_the_model_as_it_was(monkeypatch):
