@@ -185,12 +185,14 @@ class _Note:
         layer.after_attention = self
 
     def __call__(self, query: torch.Tensor, scaling: float, module: torch.nn.Module) -> None:
+        states = (query, *self._layer.staged)
+        if sum(state.nbytes for state in states) > self._room:
+            self._compress(query, scaling, module)  # untimed: that would have the device wait at every layer
+            return
         device = query.device
         start = _now(device)
-        states = (query, *self._layer.staged)
-        if sum(state.nbytes for state in states) <= self._room:
-            states = (state.detach().cpu() for state in states)
-            self.attended = Attended(self._layer.layer_idx, module, *states, scaling, device)
+        states = (state.detach().cpu() for state in states)
+        self.attended = Attended(self._layer.layer_idx, module, *states, scaling, device)
         kept = _now(device)
         self._compress(query, scaling, module)
         self.keeping_s, self.compressing_s = kept - start, _now(device) - kept

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress import shared_prompt
 from kvcompress.shared_prompt import PromptPass, SharedPrompt
 from tests.families import FAMILIES
 
@@ -154,6 +155,14 @@ def test_a_pass_larger_than_the_room_is_not_kept():
     small = answer(model, inputs, "knorm", 0.5, room=known.nbytes - 1)
     assert small[-1].prompt_pass is None
     assert_same(small, answer(model, inputs, "knorm", 0.5, share=False))
+
+
+def test_a_pass_that_is_not_kept_does_not_wait_for_the_device_at_every_layer(monkeypatch):
+    model, waits = QWEN2.build(), []
+    inputs = QWEN2.inputs(model, [20, 9])
+    monkeypatch.setattr(shared_prompt, "synchronise", waits.append)
+    answer(model, inputs, "knorm", 0.5, room=1)
+    assert len(waits) < len(model.model.layers)
 
 
 def test_a_forward_that_accelerate_has_hooked_stays_hooked():
