@@ -21,7 +21,7 @@ from kvcompress.bench.timing import cell, environment, interleaved, table, write
 from kvcompress.kernels.column_sums import column_sums_blocked
 from kvcompress.kernels.compact import compact, compact_reference
 from kvcompress.kernels.ragged_decode import has_triton
-from kvcompress.scoring import attention_blocks
+from kvcompress.scoring.windows import attention_blocks
 
 MODELS = {"SmolLM2-135M": (9, 3, 64), "Qwen2-7B": (28, 4, 128)}  # heads, KV heads, head_dim
 RATIOS = (0.1, 0.5)

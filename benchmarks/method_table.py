@@ -27,9 +27,10 @@ import torch
 import transformers
 
 import kvcompress
-from kvcompress.clusters.base import KVCluster, Method, make_cluster
-from kvcompress.policy import all_options
-from kvcompress.shared_prompt import PromptPass, SharedPrompt
+from kvcompress.clusters.base import KVCluster, make_cluster
+from kvcompress.hooks.shared_prompt import PromptPass, SharedPrompt
+from kvcompress.methods import Method
+from kvcompress.policy.options import all_options
 from kvcompress.tokens import TokenMethod
 from lmms_eval_plugins.arguments import TINY_CHECKPOINT
 from lmms_eval_plugins.results import code_identity, write_text

@@ -21,8 +21,8 @@ import kvcompress
 from kvcompress.bench.models import SHAPES
 from kvcompress.bench.standalone import load, prompt_ids
 from kvcompress.bench.timing import table, write
-from kvcompress.layer import CompressedLayer
-from kvcompress.measure import peak_memory, reset_peak_memory
+from kvcompress.cache.layer import CompressedLayer
+from kvcompress.device import peak_memory, reset_peak_memory
 
 WAYS = {
     "full cache": {"method": "full"},

@@ -21,15 +21,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvcompress
-from kvcompress import attention
 from kvcompress.bench.standalone import CLOCKS
 from kvcompress.bench.timing import cell, environment, interleaved, table, write
-from kvcompress.kernels.ragged_decode import (
-    decode_by_segment,
-    decode_gathered,
-    has_triton,
-    ragged_decode_reference,
-)
+from kvcompress.hooks import attention
+from kvcompress.kernels.ragged_decode import decode_by_segment, decode_gathered, has_triton, ragged_decode_reference
 
 BATCHES = (1, 8, 32)
 LENGTHS = (64, 256, 1024, 4096)  # mean entries per segment; segments have 0.3 to 1.7 of it

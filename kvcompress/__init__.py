@@ -1,11 +1,13 @@
 """KV-cache compression for vision-language models in transformers."""
 
-from .budget import Budget
-from .cache import CompressedCache
-from .clusters import Kept, KVCluster, MethodInfo, Prompt, list_methods, make_cluster, register_method
+from .cache.cache import CompressedCache
+from .clusters import KVCluster, make_cluster
 from .errors import KVCompressError
-from .hook import Session, attach, compress
-from .shared_prompt import SharedPrompt
+from .hooks.session import Session, attach, compress
+from .hooks.shared_prompt import SharedPrompt
+from .methods import MethodInfo, list_methods, register_method
+from .scoring.budget import Budget
+from .scoring.layer_view import Kept, Prompt
 from .tokens import TokenMethod
 
 __all__ = [

@@ -2,14 +2,14 @@
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from .device import peak_memory, reset_peak_memory, synchronise
 from .errors import KVCompressError
-from .hook import Session
-from .vision import vision_token_mask
+from .hooks.session import Session
+from .scoring.vision import vision_token_mask
 
 
 @dataclass(frozen=True)
@@ -110,34 +110,3 @@ def answer_lengths(new: torch.LongTensor, eos_token_id: int | list[int] | None) 
     ends = torch.isin(new, torch.tensor(eos_token_id, device=new.device))
     before = (ends.cumsum(1) == 0).sum(1)
     return (before + ends.any(1)).tolist()
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until all work given to the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    mark = Path("/proc/self/clear_refs")
-    if mark.exists():
-        try:
-            mark.write_text("5")  # resets VmHWM
-        except PermissionError:  # some containers forbid it: the peak then covers the whole process
-            return
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes; see `Measurement.peak_memory_bytes`."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    import resource  # not on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS counts bytes

@@ -20,9 +20,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from .device import peak_memory, reset_peak_memory, synchronise
 from .errors import KVCompressError, unknown_name
-from .measure import TokenTimes, peak_memory, reset_peak_memory, synchronise
-from .policy import Policy
+from .measure import TokenTimes
+from .policy.policy import Policy
 
 MODEL_TYPE = "qwen2_5_omni"
 SAMPLING_RATE = 24_000  # of the waveforms; it is in the model card, not in the config

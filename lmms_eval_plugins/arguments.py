@@ -18,9 +18,10 @@ from transformers import GenerationConfig
 
 import kvcompress
 from kvcompress import KVCompressError
-from kvcompress.clusters import method_info
 from kvcompress.errors import unknown_name
-from kvcompress.policy import all_options, make_policy
+from kvcompress.methods import method_info
+from kvcompress.policy.options import all_options
+from kvcompress.policy.policy import make_policy
 
 TINY_MODEL = "tiny"
 TINY_CHECKPOINT = Path(__file__).parent / "tiny_vlm" / "checkpoint"

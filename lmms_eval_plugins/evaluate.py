@@ -86,8 +86,9 @@ def check_arguments(request: Request) -> tuple["ModelArguments", list[tuple[Cell
     Raises KVCompressError or UsageError for an unknown method, option or model argument, or a wrong value of one.
     """
     from kvcompress import KVCompressError, list_methods
-    from kvcompress.clusters import method_info
-    from kvcompress.policy import all_options, check_tensor_parallel, make_policy
+    from kvcompress.methods import method_info
+    from kvcompress.policy.options import all_options
+    from kvcompress.policy.policy import check_tensor_parallel, make_policy
 
     from .arguments import LEGACY_ARGUMENTS, TINY_MODEL, ModelArguments, parse_arguments
 

@@ -45,9 +45,9 @@ from transformers.distributed import DistributedConfig
 
 import kvcompress
 from kvcompress import KVCompressError
+from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.measure import Measurement
-from kvcompress.policy import make_policy
-from kvcompress.shared_prompt import SharedPrompt
+from kvcompress.policy.policy import make_policy
 
 from . import llava_next
 from .arguments import LLAVA_ONEVISION_ARGUMENTS, ModelArguments, generation_arguments, make_cell, parse_arguments

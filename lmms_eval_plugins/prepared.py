@@ -18,8 +18,8 @@ import torch
 from transformers import BatchFeature, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from kvcompress.measure import peak_memory, synchronise
-from kvcompress.shared_prompt import PromptPass
+from kvcompress.device import peak_memory, synchronise
+from kvcompress.hooks.shared_prompt import PromptPass
 
 from .media import Prompt
 

@@ -26,8 +26,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
 from kvcompress import KVCompressError
-from kvcompress.clusters import method_info
-from kvcompress.policy import all_options, make_policy
+from kvcompress.methods import method_info
+from kvcompress.policy.options import all_options
+from kvcompress.policy.policy import make_policy
 
 from . import evaluate
 from .arguments import ModelArguments

@@ -28,8 +28,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from kvcompress.cache import CompressedCache
-from kvcompress.vision import VIDEO_ID_NAMES, vision_token_mask
+from kvcompress.cache.cache import CompressedCache
+from kvcompress.scoring.vision import VIDEO_ID_NAMES, vision_token_mask
 
 from .media import Prompt
 from .results import SURVIVORS_FILE, dumps, write_text

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 import kvcompress
-from kvcompress.hook import text_decoder
-from kvcompress.layer import CompressedLayer
+from kvcompress.cache.layer import CompressedLayer
+from kvcompress.hooks.model import text_decoder
 
 from .families import FAMILIES, MORE_FAMILIES, Family
 from .masked_reference import Kept, generate, only_attending_to

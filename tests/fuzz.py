@@ -23,8 +23,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 import kvcompress
 from kvcompress.layer_budgets import list_layer_budgets
-from kvcompress.merging import MERGES
-from kvcompress.policy import make_policy
+from kvcompress.policy.policy import make_policy
+from kvcompress.scoring.merging import MERGES
 from tests.families import FAMILIES
 from tests.kvcompress.strategies import METHODS, OPTIONS
 from tests.masked_reference import generate, only_attending_to

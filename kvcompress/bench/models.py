@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import KVCompressError, unknown_name
-from ..hook import text_decoder
+from ..hooks.model import text_decoder
 
 
 def _qwen2(

@@ -27,11 +27,11 @@ from transformers import (
 )
 
 from .. import speech
-from ..cache import CompressedCache
-from ..clusters import method_info
+from ..cache.cache import CompressedCache
 from ..errors import KVCompressError, unknown_name
-from ..hook import attach
-from ..policy import make_policy
+from ..hooks.session import attach
+from ..methods import method_info
+from ..policy.policy import make_policy
 from ..tokens.base import TokenMethod
 from .cli import positive, say
 from .grid import Results, garbage_left, release

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
 
-from ..cache import CompressedCache
+from ..cache.cache import CompressedCache
+from ..device import peak_memory, reset_peak_memory
 from ..errors import KVCompressError
-from ..hook import attach
-from ..measure import peak_memory, reset_peak_memory
-from ..policy import make_policy
+from ..hooks.session import attach
+from ..policy.policy import make_policy
 from .standalone import CLOCKS, decode, held_bytes, prompt_ids, read_prompt
 
 

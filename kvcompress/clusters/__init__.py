@@ -3,19 +3,9 @@
 import importlib
 import pkgutil
 
-from .base import (
-    Kept,
-    KVCluster,
-    Method,
-    MethodInfo,
-    Prompt,
-    list_methods,
-    make_cluster,
-    make_method,
-    method_info,
-    method_name,
-    register_method,
-)
+from ..methods import Method, MethodInfo, list_methods, make_method, method_info, method_name, register_method
+from ..scoring.layer_view import Kept, Prompt
+from .base import KVCluster, make_cluster
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

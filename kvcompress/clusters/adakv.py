@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from .base import register_method
+from ..methods import register_method
 from .snapkv import WindowKVCluster
 
 

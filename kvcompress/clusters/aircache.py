@@ -6,8 +6,10 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from ..vision import DECODED_QUERIES, elite_attention, question_attention, text_first
-from .base import KVCluster, Prompt, register_method
+from ..methods import register_method
+from ..scoring.layer_view import Prompt
+from ..scoring.vision import DECODED_QUERIES, elite_attention, question_attention, text_first
+from .base import KVCluster
 
 
 @register_method("aircache")

@@ -1,21 +1,14 @@
 """What a method is: a `KVCluster` that scores the prompt's keys, and the registry of methods."""
 
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 
-from ..errors import KVCompressError, unknown_name, validated
-from ..merging import merge_evicted
-from ..prompt import Kept, Prompt, gather
-from ..selection import adaptive_indices, top_indices
-
-
-class Method:
-    """What has a name in `list_methods()`: a dataclass; its fields are its options. `paper`: where it comes from."""
-
-    paper: ClassVar[str] = ""
+from ..errors import KVCompressError
+from ..methods import Method, make_method, method_info
+from ..scoring.layer_view import Kept, Prompt, gather
+from ..scoring.merging import merge_evicted
+from ..scoring.selection import adaptive_indices, top_indices
 
 
 class KVCluster(Method):
@@ -106,76 +99,9 @@ class KVCluster(Method):
         return scores
 
 
-@dataclass(frozen=True)
-class MethodInfo:
-    """An entry of `list_methods()`: the class, its paper, and its options with their defaults.
-
-    The class is a `KVCluster`, or a `kvcompress.tokens.TokenMethod`, whose ratio counts vision tokens only.
-    """
-
-    name: str
-    cls: type[Method]
-    paper: str
-    options: dict[str, object]
-
-
-_METHODS: dict[str, MethodInfo] = {}
-MethodClass = TypeVar("MethodClass", bound=type[Method])
-
-
-def method_name(name: str) -> str:
-    """The registered spelling: lower case, `-` where the user wrote `_`."""
-    return str(name).lower().replace("_", "-")
-
-
-def register_method(name: str) -> Callable[[MethodClass], MethodClass]:
-    """Class decorator: makes a method's dataclass usable as `method=name` everywhere. The name must be free."""
-
-    def register(cls: MethodClass) -> MethodClass:
-        key = method_name(name)
-        if not (is_dataclass(cls) and issubclass(cls, Method)):
-            raise KVCompressError(f"{cls.__name__} is not a dataclass that derives from KVCluster or TokenMethod")
-        known = _METHODS.get(key)
-        # A notebook cell that is run again may redefine its own class.
-        if known and (known.cls.__module__, known.cls.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise KVCompressError(f"method {key!r} is already registered by {known.cls.__qualname__}")
-        options = {}
-        for field in fields(cls):
-            default = field.default_factory() if field.default_factory is not MISSING else field.default
-            if default is MISSING:
-                raise KVCompressError(f"option {field.name!r} of method {key!r} has no default")
-            options[field.name] = default
-        _METHODS[key] = MethodInfo(key, cls, cls.paper, options)
-        return cls
-
-    return register
-
-
-def list_methods() -> dict[str, MethodInfo]:
-    """All registered methods: name -> class, paper, options with defaults."""
-    return dict(sorted(_METHODS.items()))
-
-
-def method_info(name: str | None) -> MethodInfo:
-    """The entry of a method name; None is `full`. Raises KVCompressError with the valid names."""
-    key = method_name("full" if name is None else name)
-    if key not in _METHODS:
-        raise unknown_name("there is no method", name, _METHODS)
-    return _METHODS[key]
-
-
 def make_cluster(method: str | None, **options: object) -> KVCluster:
     """The cluster of a method with the given options, validated. Raises KVCompressError."""
     info = method_info(method)
     if not issubclass(info.cls, KVCluster):
         raise KVCompressError(f"method {info.name!r} drops tokens before they are cached: it is no cluster")
     return make_method(method, **options)
-
-
-def make_method(method: str | None, **options: object) -> Method:
-    """The method with the given options, validated. Raises KVCompressError."""
-    info = method_info(method)
-    for option in options:
-        if option not in info.options:
-            raise unknown_name(f"method {info.name!r} has no option", option, info.options)
-    return validated(info.cls, f"method {info.name!r}: option", {**info.options, **options})

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field, PositiveFloat
 
-from .base import register_method
+from ..methods import register_method
 from .snapkv import WindowKVCluster
 
 

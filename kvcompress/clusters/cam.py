@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import register_method
+from ..methods import register_method
 from .h2o import HeavyHitterKVCluster
 
 

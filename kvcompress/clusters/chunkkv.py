@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from pydantic import PositiveInt
 
-from ..scoring import aligned_left, aligned_right
-from .base import Prompt, register_method
+from ..methods import register_method
+from ..scoring.layer_view import Prompt
+from ..scoring.windows import aligned_left, aligned_right
 from .snapkv import WindowKVCluster
 
 

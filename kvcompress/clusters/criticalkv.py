@@ -7,8 +7,9 @@ import torch
 from pydantic import Field
 
 from ..errors import KVCompressError
-from ..selection import ranks
-from .base import Kept, Prompt, register_method
+from ..methods import register_method
+from ..scoring.layer_view import Kept, Prompt
+from ..scoring.selection import ranks
 from .snapkv import WindowKVCluster
 
 BLOCK = 256  # keys whose projections are held at a time

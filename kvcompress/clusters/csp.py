@@ -7,10 +7,13 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from ..scoring import column_sums, pad_columns, protect_recent, window_attention
-from ..selection import top_indices
-from ..vision import DECODED_QUERIES
-from .base import KVCluster, Prompt, register_method
+from ..kernels.column_sums import column_sums
+from ..methods import register_method
+from ..scoring.layer_view import Prompt
+from ..scoring.selection import top_indices
+from ..scoring.vision import DECODED_QUERIES
+from ..scoring.windows import pad_columns, protect_recent, window_attention
+from .base import KVCluster
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

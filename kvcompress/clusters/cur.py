@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from pydantic import NonNegativeInt
 
-from ..scoring import aligned_left, aligned_right, pad_columns
-from .base import KVCluster, Prompt, register_method
+from ..methods import register_method
+from ..scoring.layer_view import Prompt
+from ..scoring.windows import aligned_left, aligned_right, pad_columns
+from .base import KVCluster
 
 
 @register_method("cur")

@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 from pydantic import NonNegativeInt
 
-from ..scoring import protect_ends
-from .base import Prompt, register_method
+from ..methods import register_method
+from ..scoring.layer_view import Prompt
+from ..scoring.windows import protect_ends
 from .h2o import HeavyHitterKVCluster
 
 

@@ -6,9 +6,12 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from ..budget import effivlm_window
-from ..scoring import column_sums, protect_recent, window_attention
-from .base import KVCluster, Prompt, register_method
+from ..kernels.column_sums import column_sums
+from ..methods import register_method
+from ..scoring.budget import effivlm_window
+from ..scoring.layer_view import Prompt
+from ..scoring.windows import protect_recent, window_attention
+from .base import KVCluster
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field, NonNegativeInt
 
-from ..selection import top_indices
-from ..vision import text_first
-from .base import KVCluster, Prompt, register_method
+from ..methods import register_method
+from ..scoring.layer_view import Prompt
+from ..scoring.selection import top_indices
+from ..scoring.vision import text_first
+from .base import KVCluster
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -22,7 +24,7 @@ class InfiniPotVKVCluster(KVCluster):
     (temporal-axis redundancy); the rest to the largest value norms (VaN). Half and a quarter as in the paper's code.
 
     `frame_tokens` is the number of vision tokens per frame; 0 takes it from the prompt, see
-    `kvcompress.vision.frame_tokens`. Tokens behind the last whole frame count as recent. Where there is no video, or
+    `kvcompress.scoring.vision.frame_tokens`. Tokens behind the last whole frame count as recent. Where there is no video, or
     only one frame, vision is ranked by value norm alone; so is text where it exceeds the budget, and everything while
     decoding. The paper compresses a stream block by block; here a prompt is one block, or with `prefill_chunk` as many
     as it has chunks. What is left of older blocks counts as as many frames as it fills.

@@ -5,7 +5,9 @@ from typing import ClassVar
 
 import torch
 
-from .base import KVCluster, Prompt, register_method
+from ..methods import register_method
+from ..scoring.layer_view import Prompt
+from .base import KVCluster
 
 
 @register_method("knorm")

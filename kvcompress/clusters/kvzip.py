@@ -6,8 +6,10 @@ from typing import ClassVar
 import torch
 from pydantic import PositiveInt
 
-from ..scoring import window_attention
-from .base import KVCluster, Prompt, register_method
+from ..methods import register_method
+from ..scoring.layer_view import Prompt
+from ..scoring.windows import window_attention
+from .base import KVCluster
 
 
 @register_method("kvzip")

@@ -6,8 +6,10 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field, NonNegativeInt
 
-from ..scoring import aligned_left, aligned_right
-from .base import KVCluster, Prompt, register_method
+from ..methods import register_method
+from ..scoring.layer_view import Prompt
+from ..scoring.windows import aligned_left, aligned_right
+from .base import KVCluster
 
 
 def lag_relative_information(states: torch.Tensor, lag: int) -> torch.Tensor:

@@ -6,9 +6,11 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from ..scoring import protect_recent
-from ..vision import text_first
-from .base import KVCluster, Prompt, register_method
+from ..methods import register_method
+from ..scoring.layer_view import Prompt
+from ..scoring.vision import text_first
+from ..scoring.windows import protect_recent
+from .base import KVCluster
 from .h2o import H2OKVCluster
 
 

@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from ..scoring import pad_columns
-from .base import Prompt, register_method
+from ..methods import register_method
+from ..scoring.layer_view import Prompt
+from ..scoring.windows import pad_columns
 from .snapkv import WindowKVCluster
 
 

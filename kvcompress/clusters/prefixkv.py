@@ -6,8 +6,10 @@ from typing import ClassVar
 import torch
 from pydantic import NonNegativeInt
 
-from ..scoring import protect_ends
-from .base import KVCluster, Prompt, register_method
+from ..methods import register_method
+from ..scoring.layer_view import Prompt
+from ..scoring.windows import protect_ends
+from .base import KVCluster
 from .h2o import H2OKVCluster
 
 

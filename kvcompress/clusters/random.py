@@ -6,10 +6,11 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import NonNegativeInt
 
-from ..budget import effivlm_window
-from ..prompt import uniform_noise
-from ..scoring import protect_recent
-from .base import KVCluster, Prompt, register_method
+from ..methods import register_method
+from ..scoring.budget import effivlm_window
+from ..scoring.layer_view import Prompt, uniform_noise
+from ..scoring.windows import protect_recent
+from .base import KVCluster
 
 
 @register_method("random")

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 
 from ..errors import KVCompressError
-from ..scoring import pad_columns, pool_scores, protect_recent, window_logits
-from .base import KVCluster, Prompt, register_method
+from ..methods import register_method
+from ..scoring.layer_view import Prompt
+from ..scoring.windows import pad_columns, pool_scores, protect_recent, window_logits
+from .base import KVCluster
 
 BLOCK = 128  # keys whose similarities to all others are held at once
 

@@ -6,8 +6,9 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field, NonNegativeInt
 
-from ..scoring import protect_ends, window_attention
-from .base import Prompt, register_method
+from ..methods import register_method
+from ..scoring.layer_view import Prompt
+from ..scoring.windows import protect_ends, window_attention
 from .h2o import HeavyHitterKVCluster
 
 

@@ -6,7 +6,9 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field, NonNegativeInt
 
-from .base import KVCluster, Prompt, register_method
+from ..methods import register_method
+from ..scoring.layer_view import Prompt
+from .base import KVCluster
 from .streamingllm import sinks_and_recent
 
 

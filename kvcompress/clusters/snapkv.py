@@ -6,10 +6,12 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import PositiveInt
 
-from ..budget import effivlm_window
 from ..errors import KVCompressError
-from ..scoring import pool_scores, protect_recent, window_attention
-from .base import KVCluster, Prompt, register_method
+from ..methods import register_method
+from ..scoring.budget import effivlm_window
+from ..scoring.layer_view import Prompt
+from ..scoring.windows import pool_scores, protect_recent, window_attention
+from .base import KVCluster
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,11 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import NonNegativeInt
 
-from ..budget import effivlm_window
-from ..scoring import protect_recent
-from .base import KVCluster, Prompt, register_method
+from ..methods import register_method
+from ..scoring.budget import effivlm_window
+from ..scoring.layer_view import Prompt
+from ..scoring.windows import protect_recent
+from .base import KVCluster
 
 
 def sinks_and_recent(keys: torch.Tensor, sinks: int, padding: torch.Tensor | None) -> torch.Tensor:

@@ -6,9 +6,12 @@ from typing import ClassVar
 import torch
 from pydantic import NonNegativeInt
 
-from ..scoring import column_sums, protect_ends, window_attention
-from ..vision import observer_queries, text_first
-from .base import KVCluster, Prompt, register_method
+from ..kernels.column_sums import column_sums
+from ..methods import register_method
+from ..scoring.layer_view import Prompt
+from ..scoring.vision import observer_queries, text_first
+from ..scoring.windows import protect_ends, window_attention
+from .base import KVCluster
 
 
 @register_method("tgv-kv")

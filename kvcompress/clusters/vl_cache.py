@@ -6,10 +6,12 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from ..budget import effivlm_window
-from ..scoring import protect_recent
-from ..vision import DECODED_QUERIES, question_attention
-from .base import KVCluster, Prompt, register_method
+from ..methods import register_method
+from ..scoring.budget import effivlm_window
+from ..scoring.layer_view import Prompt
+from ..scoring.vision import DECODED_QUERIES, question_attention
+from ..scoring.windows import protect_recent
+from .base import KVCluster
 
 
 @register_method("vl-cache")

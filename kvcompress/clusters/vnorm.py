@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import KVCluster, Prompt, register_method
+from ..methods import register_method
+from ..scoring.layer_view import Prompt
+from .base import KVCluster
 
 
 @register_method("vnorm")

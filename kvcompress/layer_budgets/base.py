@@ -5,9 +5,9 @@ from typing import TypeVar
 
 import torch
 
-from ..budget import allocate
-from ..clusters.base import Prompt
 from ..errors import KVCompressError, unknown_name
+from ..scoring.budget import allocate
+from ..scoring.layer_view import Prompt
 
 
 class LayerBudget:

@@ -2,9 +2,9 @@
 
 import torch
 
-from ..budget import allocate
-from ..prompt import Prompt
-from ..scoring import window_attention
+from ..scoring.budget import allocate
+from ..scoring.layer_view import Prompt
+from ..scoring.windows import window_attention
 from .base import LayerBudget, register_layer_budget
 
 WINDOW = 32  # queries that observe, for a method without a window of its own

@@ -2,8 +2,8 @@
 
 import torch
 
-from ..prompt import Prompt
-from ..scoring import pad_columns
+from ..scoring.layer_view import Prompt
+from ..scoring.windows import pad_columns
 from .base import LayerBudget, register_layer_budget
 
 

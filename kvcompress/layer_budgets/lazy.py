@@ -2,8 +2,8 @@
 
 import torch
 
-from ..prompt import Prompt
-from ..scoring import window_attention
+from ..scoring.layer_view import Prompt
+from ..scoring.windows import window_attention
 from .base import LayerBudget, register_layer_budget
 
 QUERIES = 32  # the last of the prompt, by which a layer is judged

@@ -2,8 +2,8 @@
 
 import torch
 
-from ..prompt import Prompt
-from ..scoring import pad_columns
+from ..scoring.layer_view import Prompt
+from ..scoring.windows import pad_columns
 from .base import LayerBudget, register_layer_budget
 
 PROTECTED = 5  # start tokens and the last one come on top of the prefix, as in the paper's code

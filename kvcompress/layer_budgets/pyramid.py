@@ -1,6 +1,6 @@
 """More budget for the lower layers. https://arxiv.org/abs/2406.02069"""
 
-from ..budget import effivlm_window, pyramid
+from ..scoring.budget import effivlm_window, pyramid
 from .base import LayerBudget, register_layer_budget
 
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from ..prompt import Prompt
-from ..scoring import attention_blocks
-from ..vision import observer_queries
+from ..scoring.layer_view import Prompt
+from ..scoring.vision import observer_queries
+from ..scoring.windows import attention_blocks
 from .base import LayerBudget, register_layer_budget
 
 THRESHOLD = 0.01  # of a row's maximum: what is below counts as nothing (section 4.1)

@@ -2,8 +2,8 @@
 
 import torch
 
-from ..prompt import Prompt
-from ..vision import elite_attention
+from ..scoring.layer_view import Prompt
+from ..scoring.vision import elite_attention
 from .base import LayerBudget, register_layer_budget
 
 LEAST_SKEWNESS = 1e-3  # below it is rounding: two tokens have none

@@ -2,8 +2,8 @@
 
 import torch
 
-from ..prompt import Prompt
-from ..vision import question_attention
+from ..scoring.layer_view import Prompt
+from ..scoring.vision import question_attention
 from .base import LayerBudget, register_layer_budget
 
 

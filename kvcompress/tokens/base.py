@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from ..clusters.base import Method
-from ..scoring import pad_columns
-from ..selection import top_indices
+from ..methods import Method
+from ..scoring.selection import top_indices
+from ..scoring.windows import pad_columns
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from typing import ClassVar, Literal
 
 import torch
 
-from ..budget import allocate
-from ..clusters.base import register_method
 from ..errors import KVCompressError
+from ..methods import register_method
+from ..scoring.budget import allocate
 from .base import TokenMethod, Tokens
 
 

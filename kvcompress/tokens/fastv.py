@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from pydantic import PositiveInt
 
-from ..clusters.base import register_method
 from ..errors import KVCompressError
-from ..scoring import window_attention
+from ..methods import register_method
+from ..scoring.windows import window_attention
 from .base import TokenMethod, Tokens
 
 

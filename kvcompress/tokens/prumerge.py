@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import NonNegativeInt
 
-from ..clusters.base import register_method
+from ..methods import register_method
 from .base import TokenMethod, Tokens
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field, PositiveInt
 
-from ..clusters.base import register_method
-from ..scoring import column_sums
+from ..kernels.column_sums import column_sums
+from ..methods import register_method
 from .base import TokenMethod, Tokens
 
 # In front of which of 32 layers the released code drops tokens (by the attention of layers 2, 6 and 15, counted from

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from ..clusters.base import register_method
+from ..methods import register_method
 from .base import TokenMethod, Tokens
 
 

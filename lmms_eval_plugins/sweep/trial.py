@@ -73,8 +73,8 @@ def trial_argv(parameters: dict[str, Any], output_path: Path) -> list[str]:
 
 def method_options(method: str, scorer: str | None = None) -> set[str]:
     """Names of the options of a method. Raises KVCompressError for an unknown one."""
-    from kvcompress.clusters import method_info
-    from kvcompress.policy import all_options
+    from kvcompress.methods import method_info
+    from kvcompress.policy.options import all_options
 
     return set(all_options(method_info(method), scorer))
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.layer_budgets import list_layer_budgets
-from kvcompress.merging import MERGES
-from kvcompress.policy import Policy, make_policy
+from kvcompress.policy.policy import Policy, make_policy
+from kvcompress.scoring.merging import MERGES
 from tests.families import FAMILIES, Family
 
 # Token methods have tests of their own. `METHODS=mine,snapkv pytest tests/kvcompress` draws only these.

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcompress
-from kvcompress import attention
+from kvcompress.hooks import attention
 from kvcompress.kernels import attention_sums, column_sums
 from kvcompress.kernels.attention_sums import attention_with_sums
 from tests.families import FAMILIES

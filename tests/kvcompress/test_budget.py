@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcompress import Budget, KVCompressError
-from kvcompress.budget import allocate, pyramid
+from kvcompress.scoring.budget import allocate, pyramid
 
 
 @given(ratio=st.floats(0, 1, exclude_min=True), length=st.integers(1, 100_000))

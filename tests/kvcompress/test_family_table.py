@@ -15,7 +15,7 @@ from transformers import (
 )
 
 import kvcompress
-from kvcompress.vision import frame_tokens
+from kvcompress.scoring.vision import frame_tokens
 from tests import families, family_table
 from tests.families import FIRST_TEXT, IMAGE, MORE_FAMILIES, VIDEO, Family
 from tests.family_table import (

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 import kvcompress
-from kvcompress.rotary import Rotary
+from kvcompress.scoring.rotary import Rotary
 from tests.families import FAMILIES
 from tests.masked_reference import generate, only_attending_to
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcompress
-from kvcompress import merging
-from kvcompress.merging import MERGES
-from kvcompress.prompt import uniform_noise
+from kvcompress.scoring import merging
+from kvcompress.scoring.layer_view import uniform_noise
+from kvcompress.scoring.merging import MERGES
 from tests.families import FAMILIES
 from tests.masked_reference import generate
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress.storage import OffloadedStorage
+from kvcompress.cache.storage import OffloadedStorage
 from tests.families import FAMILIES
 from tests.masked_reference import generate
 

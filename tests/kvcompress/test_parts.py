@@ -5,7 +5,7 @@ import torch
 
 import kvcompress
 from kvcompress.layer_budgets import LayerBudget, base, list_layer_budgets, register_layer_budget
-from kvcompress.policy import make_policy
+from kvcompress.policy.policy import make_policy
 from tests.families import FAMILIES
 from tests.masked_reference import generate
 

@@ -13,10 +13,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import kvcompress
 from benchmarks.prefill_memory import LargestTensor
-from kvcompress.chunk import Chunk
+from kvcompress.cache.layer import CompressedLayer
+from kvcompress.cache.new_tokens import Chunk
 from kvcompress.errors import KVCompressError
-from kvcompress.layer import CompressedLayer
-from kvcompress.policy import make_policy
+from kvcompress.policy.policy import make_policy
 from tests.families import FAMILIES, IMAGE, VIDEO, VISION_END, VISION_START
 from tests.masked_reference import generate
 
@@ -56,7 +56,7 @@ def notes_after_each_pass(session: kvcompress.Session) -> Iterator[dict[int, lis
         cache = session.cache
         history[cache.seen_tokens] = kept_of(cache)
 
-    handle = kvcompress.hook.text_decoder(session.model).register_forward_hook(note)
+    handle = kvcompress.hooks.model.text_decoder(session.model).register_forward_hook(note)
     try:
         yield history
     finally:
@@ -236,7 +236,7 @@ def test_an_input_that_nobody_can_cut_is_named():
 def test_nothing_stays_in_the_model():
     model = FAMILIES["qwen3-vl"].build()
     inputs = FAMILIES["qwen3-vl"].inputs(model, [40], [1])
-    decoder = kvcompress.hook.text_decoder(model)
+    decoder = kvcompress.hooks.model.text_decoder(model)
     with kvcompress.compress(model, "snapkv", 0.5, prefill_chunk=8):
         model(**inputs)
         assert not decoder._forward_pre_hooks

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress.quantization import BITS, Quantizer
+from kvcompress.kernels.quantization import BITS, Quantizer
 from tests.families import FAMILIES
 from tests.masked_reference import generate
 

@@ -17,8 +17,9 @@ from transformers import (
 
 import kvcompress
 from kvcompress.clusters.expected_attention import ExpectedAttentionKVCluster
-from kvcompress.hook import text_decoder
-from kvcompress.rotary import Rotary, watch_rotary
+from kvcompress.hooks.model import text_decoder
+from kvcompress.hooks.rotary import watch_rotary
+from kvcompress.scoring.rotary import Rotary
 from tests.families import FAMILIES, HEAD_DIM, VLM_FAMILIES
 
 TINY = {

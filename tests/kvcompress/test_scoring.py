@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress.scoring import pad_columns, pool_scores, window_attention
-from kvcompress.selection import adaptive_indices, top_indices
+from kvcompress.scoring.selection import adaptive_indices, top_indices
+from kvcompress.scoring.windows import pad_columns, pool_scores, window_attention
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress.budget import allocate
-from kvcompress.second_pass import received
+from kvcompress.scoring.budget import allocate
+from kvcompress.scoring.rereading import received
 from tests.families import FAMILIES
 from tests.masked_reference import generate
 

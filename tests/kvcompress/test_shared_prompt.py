@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvcompress
-from kvcompress import shared_prompt
-from kvcompress.shared_prompt import PromptPass, SharedPrompt
+from kvcompress.hooks import shared_prompt
+from kvcompress.hooks.shared_prompt import PromptPass, SharedPrompt
 from tests.families import FAMILIES
 
 from .strategies import METHODS, cases

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress.policy import check_tensor_parallel, make_policy
+from kvcompress.policy.policy import check_tensor_parallel, make_policy
 from tests.families import FAMILIES
 from tests.masked_reference import generate
 

@@ -17,7 +17,8 @@ from transformers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import kvcompress
-from kvcompress.policy import all_options, make_policy
+from kvcompress.policy.options import all_options
+from kvcompress.policy.policy import make_policy
 from kvcompress.tokens import Tokens
 from tests.families import FAMILIES, VLM_FAMILIES
 from tests.masked_reference import generate

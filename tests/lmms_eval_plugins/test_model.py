@@ -253,7 +253,7 @@ def test_every_cell_runs_on_the_one_loaded_model_and_its_rows_say_what_was_kept(
 
 def test_a_video_in_chunks_is_the_one_in_one_piece_and_keeps_its_budget(lm, video):
     docs = [{"text": "what happens?", "videos": [video]}]
-    decoder, passes, answers = kvcompress.hook.text_decoder(lm.model), [], []
+    decoder, passes, answers = kvcompress.hooks.model.text_decoder(lm.model), [], []
     handle = decoder.register_forward_hook(lambda module, args, output: passes.append(output[0].shape[1]))
     for cell in ({}, {"method": "snapkv", "ratio": 1.0}, {"method": "infinipot-v", "budget": 40}):
         lm.set_cell(**cell, **({"prefill_chunk": 64} if cell else {}))

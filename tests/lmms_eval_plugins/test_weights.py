@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvcompress import KVCompressError, compress
-from kvcompress.hook import text_decoder
+from kvcompress.hooks.model import text_decoder
 from lmms_eval_plugins import evaluate, weights
 from lmms_eval_plugins.arguments import TINY_CHECKPOINT, parse_arguments
 from lmms_eval_plugins.command_line import parse

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcompress
-from kvcompress.rotary import Rotary
+from kvcompress.scoring.rotary import Rotary
 from tests.kvcompress.test_clusters import SCALING, best, check, layers, snapkv_scores
 
 plain_test = settings(max_examples=40, deadline=None)

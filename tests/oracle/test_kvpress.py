@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress.budget import pyramid
-from kvcompress.rotary import Rotary
+from kvcompress.scoring.budget import pyramid
+from kvcompress.scoring.rotary import Rotary
 
 FIXTURES = np.load(Path(__file__).with_name("kvpress.npz"))
 PROMPTS = {"qwen2-301": 301, "qwen2-150": 150, "llama-203": 203}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.layer_budgets import layer_budget
-from kvcompress.scoring import protect_ends
-from kvcompress.vision import frame_tokens, text_first
+from kvcompress.scoring.vision import frame_tokens, text_first
+from kvcompress.scoring.windows import protect_ends
 from tests.families import FAMILIES, IMAGE, VIDEO
 from tests.kvcompress.test_clusters import SCALING, layers, snapkv_scores
 from tests.kvcompress.test_merging import merged_by_hand

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .kernels.ragged_decode import ragged_decode
-from .prompt import Kept
-from .quantization import Quantized, Quantizer
+from ..kernels.quantization import Quantized, Quantizer
+from ..kernels.ragged_decode import ragged_decode
+from ..scoring.layer_view import Kept
 
 LEAST_ROOM = 32
 

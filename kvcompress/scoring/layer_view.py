@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .kernels.compact import compact
+from ..kernels.compact import compact
 from .rotary import Rotary
 
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from .budget import allocate
-from .chunk import Chunk
-from .errors import KVCompressError
-from .part import Part, context_part, evictable, joined, right_aligned, with_budgets
-from .policy import Policy
-from .prompt import Kept, Prompt
-from .rotary import Rotary
-from .scoring import pad_columns
-from .second_pass import Reading, received
+from ..errors import KVCompressError
+from ..policy.policy import Policy
+from ..scoring.budget import allocate
+from ..scoring.layer_view import Kept, Prompt
+from ..scoring.rereading import Reading, received
+from ..scoring.rotary import Rotary
+from ..scoring.windows import pad_columns
+from .new_tokens import Chunk
+from .scope import Part, context_part, evictable, joined, right_aligned, with_budgets
 from .storage import DenseStorage, OffloadedStorage, QuantizedStorage, RaggedStorage, StaticStorage, Storage, store
 
 
@@ -401,7 +401,7 @@ class CompressedLayer(CacheLayerMixin):
         if rotary is None:
             raise KVCompressError(
                 f"layer {self.layer_idx} does not know how its queries are rotated: give cache.rotate(...) what "
-                "kvcompress.rotary.watch_rotary receives"
+                "kvcompress.hooks.rotary.watch_rotary receives"
             )
         return rotary.unrotated(queries)
 

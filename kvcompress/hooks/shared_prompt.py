@@ -15,12 +15,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from .cache import CompressedCache
-from .errors import KVCompressError
-from .hook import text_decoder, writing_part
-from .layer import CompressedLayer
-from .measure import synchronise
-from .rotary import Rotary, watch_rotary
+from ..cache.cache import CompressedCache
+from ..cache.layer import CompressedLayer
+from ..device import synchronise
+from ..errors import KVCompressError
+from ..scoring.rotary import Rotary
+from .model import text_decoder, writing_part
+from .rotary import watch_rotary
 
 
 @dataclass(frozen=True)

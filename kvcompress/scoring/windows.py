@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from .kernels.column_sums import column_sums as column_sums  # one of the primitives
+from ..kernels.column_sums import column_sums as column_sums  # one of the primitives
 
 
 def pad_columns(padding: torch.Tensor, columns: int) -> torch.Tensor:

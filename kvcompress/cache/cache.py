@@ -10,13 +10,13 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .chunk import Chunk
-from .errors import KVCompressError
+from ..errors import KVCompressError
+from ..policy.policy import make_policy
+from ..scoring.rotary import Rotary
+from ..scoring.vision import vision_token_ids
 from .layer import CompressedLayer
-from .part import evictable
-from .policy import make_policy
-from .rotary import Rotary
-from .vision import vision_token_ids
+from .new_tokens import Chunk
+from .scope import evictable
 
 LAYER_NAMES = {DynamicLayer: "cross-attention", DynamicSlidingWindowLayer: "sliding windows"}  # not compressed
 

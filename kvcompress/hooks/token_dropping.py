@@ -18,12 +18,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from ..cache.cache import CompressedCache
+from ..errors import KVCompressError
+from ..scoring.windows import pad_columns
+from ..tokens.base import Attention, Tokens
 from .attention import base_mask_format
-from .cache import CompressedCache
-from .errors import KVCompressError
-from .scoring import pad_columns
-from .tokens.base import Attention, Tokens
-from .tower import FrameWatch, TowerWatch
+from .video_frames import FrameWatch
+from .vision_tower import TowerWatch
 
 
 def prune(

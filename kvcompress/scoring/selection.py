@@ -3,7 +3,7 @@ dimension; a row or head that keeps fewer starts with -1, so that its entries ar
 
 import torch
 
-from .scoring import pad_columns
+from .windows import pad_columns
 
 
 def top_indices(scores: torch.Tensor, budgets: list[int], padding: torch.Tensor | None = None) -> torch.Tensor:

@@ -20,9 +20,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .kernels.attention_sums import attention_with_sums
-from .kernels.column_sums import Noted
-from .storage import RaggedStorage
+from ..cache.storage import RaggedStorage
+from ..kernels.attention_sums import attention_with_sums
+from ..kernels.column_sums import Noted
 
 PREFIX = "kvcompress_"
 

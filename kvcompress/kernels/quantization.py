@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .errors import KVCompressError
+from ..errors import KVCompressError
 
 BITS = {"quanto": (2, 4), "hqq": (1, 2, 4, 8)}
 PACKAGES = {"quanto": "optimum.quanto", "hqq": "hqq"}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .errors import KVCompressError
+from ..errors import KVCompressError
 
 
 @dataclass(frozen=True)

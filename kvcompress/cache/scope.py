@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .prompt import Kept, Prompt
+from ..scoring.layer_view import Kept, Prompt
 
 
 @dataclass

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from .prompt import Kept, Prompt, uniform_noise
-from .scoring import pad_columns
+from .layer_view import Kept, Prompt, uniform_noise
+from .windows import pad_columns
 
 BLOCK = 256  # evicted entries whose similarities to all kept ones are held at once
 FOLLOWERS = 32  # kept entries that share an evicted one's value with `cam`

@@ -16,8 +16,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from .cache import CompressedCache
-from .errors import KVCompressError
+from ..cache.cache import CompressedCache
+from ..errors import KVCompressError
 
 BY_COLUMN = ("input_ids", "position_ids", "cache_position")  # their last axis is the prompt's columns
 

@@ -3,8 +3,9 @@
 import torch
 from transformers import PreTrainedConfig
 
-from .prompt import Prompt
-from .scoring import attention_blocks, column_sums, window_attention
+from ..kernels.column_sums import column_sums
+from .layer_view import Prompt
+from .windows import attention_blocks, window_attention
 
 RECENT_QUERIES = 32  # observe where no image says where the question begins
 VIDEO_ID_NAMES = ("video_token_id", "video_token_index")

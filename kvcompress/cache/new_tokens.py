@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
-from .errors import KVCompressError
-from .policy import Engine
-from .scoring import pad_columns
-from .vision import frame_tokens, vision_token_mask
+from ..errors import KVCompressError
+from ..policy.options import Engine
+from ..scoring.vision import frame_tokens, vision_token_mask
+from ..scoring.windows import pad_columns
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Chunk:
         vision_lengths: vision tokens in each row's context; empty where `vision` is None.
         context: leading real tokens of each row that are compressed; the rest, the question, is kept.
         row_seeds: a checksum of each row's real tokens.
-        frame_tokens: vision tokens per frame of each row, 0 where unknown, see `kvcompress.vision.frame_tokens`.
+        frame_tokens: vision tokens per frame of each row, 0 where unknown, see `kvcompress.scoring.vision.frame_tokens`.
         source: where tokens were dropped on the way to a layer: LongTensor (batch, left), the columns that reach it, -1
             where a row has fewer (`padding` then counts those).
         seen_vision: for a prompt in chunks, as `vision` for all columns so far, these included: bool (batch, seen);

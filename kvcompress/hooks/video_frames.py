@@ -1,0 +1,110 @@
+"""What a token method sees of the vision side: which patches the vision tower attends to, where a video's frames are.
+
+`generate` may encode images and videos before it calls the model, so these watch from the start of a session.
+"""
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import KVCompressError
+from ..scoring.vision import vision_token_mask
+from .vision_tower import _Replacement
+
+
+class FrameWatch:
+    """Notes, whenever the model encodes videos, how many frames and tokens each has.
+
+    A model that takes the frames of a video as images (InternVL) does not say which images are frames: those of a row
+    that have as many tokens as its first are.
+
+    Attributes:
+        videos: (frames, tokens per frame, tokens behind the last) of each video that was encoded.
+        grids: their `video_grid_thw` (videos, 3), for a model that takes one.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model, self.videos, self.grids = model.base_model, [], None
+        encode = getattr(self.model, "get_video_features", None)
+        self.frames_are_images = encode is None
+        self.has_grid = encode is not None and "video_grid_thw" in inspect.signature(encode).parameters
+        self.is_pooled = model.config.model_type == "llava_onevision"
+
+    def attach(self) -> list["_Replacement"]:
+        """Start watching; returns what ends it."""
+        if not (self.has_grid or self.is_pooled):
+            return []
+        return [_Replacement(self.model, "get_video_features", self._encoding)]
+
+    def grid(self, input_ids: torch.Tensor | None) -> torch.Tensor | None:
+        """The `video_grid_thw` of a prompt (batch, columns), which `generate` does not give to the model where it has
+        encoded the videos before; None where none is known."""
+        if self.grids is None or input_ids is None:
+            return None
+        rows = self._by_row(self._is_video(input_ids))
+        return None if rows is None else self.grids[[video for row in rows for video in row]]
+
+    def take(self, input_ids: torch.Tensor) -> dict[str, list[list[torch.Tensor]]]:
+        """`frames` of `Tokens` for a prompt (batch, columns)."""
+        if self.frames_are_images:
+            return {"frames": [_equal_spans(row) for row in vision_token_mask(self.model.config, input_ids)]}
+        is_video = self._is_video(input_ids)
+        rows = self._by_row(is_video)
+        if rows is None:
+            raise KVCompressError(
+                f"it is not known how this {self.model.config.model_type} model laid out the prompt's "
+                f"{int(is_video.sum())} video tokens: they must be encoded in the same kvcompress.compress(...)"
+            )
+        frames = []
+        for row, videos in zip(is_video, rows, strict=True):
+            columns, of_row = row.nonzero()[:, 0], []
+            for count, size, rest in (self.videos[video] for video in videos):
+                of_row.append(columns[: count * size].view(count, size))
+                columns = columns[count * size + rest :]
+            frames.append(of_row)
+        return {"frames": frames}
+
+    def _is_video(self, input_ids: torch.Tensor) -> torch.Tensor:
+        config = self.model.config
+        return input_ids == getattr(config, "video_token_id", getattr(config, "video_token_index", None))
+
+    def _by_row(self, is_video: torch.Tensor) -> list[list[int]] | None:
+        """Which of the encoded videos each row of a prompt (batch, columns) holds; beam search repeats each row. None
+        where they are not the prompt's."""
+        counts = is_video.sum(1).tolist()
+        sizes = [count * size + rest for count, size, rest in self.videos]
+        beams = max(sum(counts) // sum(sizes), 1) if sizes else 1
+        rows, video = [], 0
+        for left in counts[::beams]:
+            of_row = []
+            while left > 0 and video < len(sizes):
+                of_row.append(video)
+                left, video = left - sizes[video], video + 1
+            if left:
+                return None
+            rows += [of_row] * beams
+        return rows
+
+    def _encoding(self, encode: Callable, *args, **kwargs):
+        given = inspect.signature(encode).bind(*args, **kwargs).arguments
+        vision = self.model.config.vision_config
+        if self.has_grid:  # frames, and rows and columns of patches
+            self.grids, merged = given["video_grid_thw"], vision.spatial_merge_size**2
+            self.videos = [(frames, height * width // merged, 0) for frames, height, width in self.grids.tolist()]
+        else:  # videos of equal length, patches pooled 2 x 2, a newline at the end of each video
+            videos, frames = next(iter(given.values())).shape[:2]  # of the pixels, whose name has changed
+            side = vision.image_size // vision.patch_size
+            self.videos = [(frames, ((side + 1) // 2) ** 2, 1)] * videos
+        return encode(*args, **kwargs)
+
+
+def _equal_spans(vision: torch.Tensor) -> list[torch.Tensor]:
+    """The contiguous spans of vision tokens (columns,) that are as long as the first: one tensor (spans, length)."""
+    columns = vision.nonzero()[:, 0]
+    if not len(columns):
+        return []
+    ends = (columns.diff() > 1).nonzero()[:, 0] + 1
+    spans = columns.tensor_split(ends.cpu())
+    return [torch.stack([span for span in spans if len(span) == len(spans[0])])]
