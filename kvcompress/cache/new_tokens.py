@@ -25,7 +25,7 @@ class Chunk:
         vision_lengths: vision tokens in each row's context; empty where `vision` is None.
         context: leading real tokens of each row that are compressed; the rest, the question, is kept.
         row_seeds: a checksum of each row's real tokens.
-        frame_tokens: vision tokens per frame of each row, 0 where unknown, see `kvcompress.scoring.vision.frame_tokens`.
+        frame_tokens: vision tokens per frame of each row, 0 where unknown, see `scoring.vision.frame_tokens`.
         source: where tokens were dropped on the way to a layer: LongTensor (batch, left), the columns that reach it, -1
             where a row has fewer (`padding` then counts those).
         seen_vision: for a prompt in chunks, as `vision` for all columns so far, these included: bool (batch, seen);

@@ -24,7 +24,7 @@ class InfiniPotVKVCluster(KVCluster):
     (temporal-axis redundancy); the rest to the largest value norms (VaN). Half and a quarter as in the paper's code.
 
     `frame_tokens` is the number of vision tokens per frame; 0 takes it from the prompt, see
-    `kvcompress.scoring.vision.frame_tokens`. Tokens behind the last whole frame count as recent. Where there is no video, or
+    `scoring.vision.frame_tokens`. Tokens behind the last whole frame count as recent. Where there is no video, or
     only one frame, vision is ranked by value norm alone; so is text where it exceeds the budget, and everything while
     decoding. The paper compresses a stream block by block; here a prompt is one block, or with `prefill_chunk` as many
     as it has chunks. What is left of older blocks counts as as many frames as it fills.
