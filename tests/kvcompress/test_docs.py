@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import kvcompress
-from kvcompress.clusters import base
+from kvcompress import methods
 from tests.families import FAMILIES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -18,7 +18,7 @@ def python_blocks(page: str) -> list[str]:
 
 
 def test_the_example_method_is_registered_and_keeps_the_largest_values(monkeypatch, capsys):
-    monkeypatch.setattr(base, "_METHODS", dict(base._METHODS))
+    monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
     model = FAMILIES["qwen2"].build()
     inputs = FAMILIES["qwen2"].inputs(model, [200])
     namespace = {"kvcompress": kvcompress, "model": model, "inputs": inputs | {"max_new_tokens": 2}}

@@ -300,7 +300,7 @@ def test_hundreds_of_frames_need_no_quadratic_tensor_and_chunks_attend_over_a_ch
     columns, attended_over, after = ids.shape[1], [], CompressedLayer.after_attention
 
     def noted(layer: CompressedLayer, queries: torch.Tensor, *args: object) -> None:
-        attended_over.append(layer.memory.stored + queries.shape[2])
+        attended_over.append(layer.stored + queries.shape[2])
         after(layer, queries, *args)
 
     monkeypatch.setattr(CompressedLayer, "after_attention", noted)
