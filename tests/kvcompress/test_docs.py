@@ -1,24 +1,17 @@
 """The code in the documentation runs."""
 
-import re
-from pathlib import Path
-
 import torch
 
 import kvcompress
-from kvcompress.clusters import base
-from tests.families import FAMILIES
+from kvcompress import methods
+from tests.support.docs import DOCS, python_blocks
+from tests.support.families import FAMILIES
 
-DOCS = Path(__file__).parents[2] / "docs"
 README = DOCS.parent / "README.md"
 
 
-def python_blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
-
-
 def test_the_example_method_is_registered_and_keeps_the_largest_values(monkeypatch, capsys):
-    monkeypatch.setattr(base, "_METHODS", dict(base._METHODS))
+    monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
     model = FAMILIES["qwen2"].build()
     inputs = FAMILIES["qwen2"].inputs(model, [200])
     namespace = {"kvcompress": kvcompress, "model": model, "inputs": inputs | {"max_new_tokens": 2}}

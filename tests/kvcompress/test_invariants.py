@@ -1,37 +1,23 @@
 """The promises that hold for every method on every family, over drawn shapes."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 import kvcompress
 from kvcompress.scoring.rotary import Rotary
-from tests.families import FAMILIES
-from tests.masked_reference import generate, only_attending_to
-
-from .strategies import METHODS, OPTIONS, cases
+from tests.support.families import FAMILIES
+from tests.support.kept import LargestTensor, expected_entries, kept_of, real_lengths
+from tests.support.masked_reference import generate, only_attending_to
+from tests.support.strategies import METHODS, OPTIONS, cases
 
 NEW = 5
 TOLERANCE = 1e-4  # fp32, logits of order 1
 property_test = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-def kept_of(cache: kvcompress.CompressedCache) -> list:
-    return [cache.kept_indices(layer) for layer in range(len(cache.layers))]
-
-
-def real_lengths(inputs: dict) -> list[int]:
-    return inputs["attention_mask"].sum(1).tolist()
-
-
-def expected_entries(ratio: float, length: int) -> int:
-    return max(1, math.floor(ratio * length + 0.5))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -161,19 +147,6 @@ def test_the_same_seed_selects_the_same_entries(method):
             generate(model, inputs, NEW)
         runs.append([[head.tolist() for row in layer for head in row] for layer in kept_of(session.cache)])
     assert runs[0] == runs[1]
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the most elements that any operation returned."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return result
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.layer_budgets import layer_budget, lazy
-from tests.kvcompress.test_clusters import SCALING, best, check, layers
+from tests.support.plain_reference import SCALING, best, check, layers
 
 INF = float("inf")
 reference_test = settings(max_examples=40, deadline=None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.scoring.rotary import Rotary
-from tests.kvcompress.test_clusters import SCALING, best, check, layers, snapkv_scores
+from tests.support.plain_reference import SCALING, best, check, layers, snapkv_scores
 
 plain_test = settings(max_examples=40, deadline=None)
 INFINITE = float("inf")
