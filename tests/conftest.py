@@ -1,10 +1,27 @@
 """Fixtures that several test files use."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import Phase, settings
 
 from tests.support.flash_attn_stand_in import flash_attn_stand_in
+
+# The same examples each time, and a failure is not made smaller: for tests.mutate, which only wants to know whether.
+settings.register_profile(
+    "mutate", database=None, derandomize=True, deadline=None, phases=(Phase.explicit, Phase.generate)
+)
+
+
+def pytest_collection_finish() -> None:
+    """What torch and transformers have made stays: no later collection of garbage needs to look through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture

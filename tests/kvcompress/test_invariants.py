@@ -4,20 +4,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
 import kvcompress
 from kvcompress.scoring.rotary import Rotary
+from tests.support.examples import examples, paired
 from tests.support.families import FAMILIES
 from tests.support.kept import LargestTensor, expected_entries, kept_of, real_lengths
 from tests.support.masked_reference import generate, only_attending_to
-from tests.support.strategies import METHODS, OPTIONS, cases
+from tests.support.strategies import METHODS, OPTIONS, Case, cases
 
-NEW = 5
+NEW = 4
 TOLERANCE = 1e-4  # fp32, logits of order 1
-property_test = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+property_test = examples(8)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -42,6 +43,21 @@ def test_decoding_equals_the_full_cache_under_a_mask_that_hides_what_was_dropped
     with only_attending_to(case.model, kept_of(session.cache)):
         _, expected = generate(case.model, case.inputs, NEW, forced=tokens)
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(("method", "family"), paired(METHODS, list(FAMILIES)))
+def test_every_method_by_name_decodes_as_the_full_cache_under_that_mask_and_a_row_as_alone(method, family):
+    """The property tests draw methods: here none is left out."""
+    images = (1, 0) if FAMILIES[family].is_vlm else None
+    case = Case(FAMILIES[family], (4, 2), (33, 21), images, method, (), 0.3, seed=0)
+    with case.compress(**case.unmerged) as session:
+        tokens, logits = generate(case.model, case.inputs, NEW)
+    with only_attending_to(case.model, kept_of(session.cache)):
+        _, expected = generate(case.model, case.inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    with case.compress(**case.unmerged):
+        _, alone = generate(case.model, case.family.solo(case.inputs, 1), NEW, forced=tokens[1:])
+    torch.testing.assert_close(logits[1], alone[0], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,7 +1,4 @@
-"""Prompts for the tests of kernels; run as a module with TRITON_INTERPRET=1, it checks the Triton kernels against the
-plain references. Triton looks at that variable when a kernel is defined, so this needs a process of its own."""
-
-import sys
+"""Prompts for the tests of kernels, and the Triton kernels against the plain references."""
 
 import torch
 
@@ -76,11 +73,3 @@ def check_compact(dtype: torch.dtype, device: str) -> None:
         used = case[2] >= 0
         for moved, expected in zip(compact_triton(*case), compact_reference(*case), strict=True):
             assert torch.equal(moved[used], expected[used])
-
-
-if __name__ == "__main__":
-    assert not any(name.endswith("_triton") for name in sys.modules if "kvcompress" in name)  # works without triton
-    check_column_sums(torch.float32, SHAPES, "cpu")
-    # The interpreter (triton 3.9) multiplies the bits of bfloat16.
-    check_column_sums(torch.float16, SHAPES[3:5], "cpu")
-    check_compact(torch.float16, "cpu")

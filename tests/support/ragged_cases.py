@@ -1,7 +1,4 @@
-"""Ragged entries for tests; run as a module with TRITON_INTERPRET=1, it checks the Triton kernel against the plain
-reference. Triton looks at that variable when a kernel is defined, so this needs a process of its own."""
-
-import sys
+"""Ragged entries for tests, and the Triton kernel against the plain reference."""
 
 import torch
 
@@ -44,9 +41,3 @@ def check_triton(dtype: torch.dtype, device: str) -> None:
         expected = ragged_decode_reference(*case, head_dim**-0.5)
         output = ragged_decode_triton(*case, max(sizes[::2]), head_dim**-0.5, splits)
         torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-if __name__ == "__main__":
-    assert "kvcompress.kernels.ragged_decode_triton" not in sys.modules  # the package works without triton
-    for dtype in (torch.float32, torch.float16):  # the interpreter (triton 3.9) multiplies the bits of bfloat16
-        check_triton(dtype, "cpu")

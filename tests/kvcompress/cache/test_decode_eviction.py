@@ -2,18 +2,19 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import kvcompress
+from tests.support.examples import examples, paired
 from tests.support.families import FAMILIES, FIRST_TEXT, VOCAB_SIZE
 from tests.support.masked_reference import generate, only_attending_to
 from tests.support.strategies import METHODS, Case, cases
 
-NEW = 14
+NEW = 12
 TOLERANCE = 1e-4
-property_test = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+property_test = examples(5)
 
 
 class History(StoppingCriteria):
@@ -68,8 +69,10 @@ def test_every_step_equals_the_full_cache_under_a_mask_of_what_is_held(family, d
 @property_test
 @given(data=st.data())
 def test_a_row_evicts_the_same_alone_as_in_a_batch(family, data):
-    case, options = data.draw(cases(family)), data.draw(decode_options)
-    assume(not case.may_tie)
+    case, options = data.draw(cases(family, max_batch=2)), data.draw(decode_options)
+    assume(
+        case.method != "keydiff"
+    )  # where a head has two entries left they tie; beams have it in test_generation_modes
     inputs = case.inputs
     columns = inputs["input_ids"].shape[1]
     tokens = new_tokens(inputs)
@@ -151,17 +154,19 @@ def test_the_pads_of_a_second_prompt_have_no_vote(method):
             assert [column - 9 * (column >= 30) for column in head.tolist()] == solo_head.tolist()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("interval", [1, 5])
+@pytest.mark.parametrize(("method", "interval"), paired(METHODS, [1, 5]))
 def test_memory_stays_bounded_however_long_the_answer_is(method, interval):
     model = FAMILIES["qwen2"].build()
     inputs = FAMILIES["qwen2"].inputs(model, [60, 40])
     small = {"window_size": 4} if "window_size" in kvcompress.list_methods()[method].options else {}
+    nbytes = {}
+
+    def note(input_ids, scores, **kwargs):
+        nbytes[input_ids.shape[1] - 60] = session.cache.nbytes
+        return torch.zeros(2, dtype=torch.bool)
+
     with kvcompress.compress(model, method, 0.5, decode_budget=12, decode_interval=interval, **small) as session:
-        nbytes = {}
-        for new in (40, 80):
-            generate(model, inputs, new)
-            nbytes[new] = session.cache.nbytes
+        generate(model, inputs, 80, stopping_criteria=StoppingCriteriaList([note]))
     kept = [session.cache.kept_indices(layer) for layer in range(3)]
     sizes = [len(head) for layer in kept for row in layer for head in row]
     assert sum(sizes) / len(sizes) < 12 + interval  # layers and heads may share a budget

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 import kvcompress
+from tests.support.examples import paired
 from tests.support.families import FAMILIES
 from tests.support.strategies import METHODS
 
 MODEL = FAMILIES["qwen2"].build()
 INPUTS = FAMILIES["qwen2"].inputs(MODEL, [40, 23])
+NEW = 6
 MODES = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20},
@@ -20,19 +22,18 @@ MODES = {
 
 def answer(inputs: dict, mode: str) -> torch.Tensor:
     torch.manual_seed(0)
-    return MODEL.generate(**inputs, **MODES[mode], max_new_tokens=7)
+    return MODEL.generate(**inputs, **MODES[mode], max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cache_implementation", ["dynamic", "static"])
 def test_ratio_one_gives_the_answers_of_the_unhooked_model(mode, cache_implementation):
     expected = answer(INPUTS, mode)
-    with kvcompress.compress(MODEL, "snapkv", 1.0, max_new_tokens=7, cache_implementation=cache_implementation):
+    with kvcompress.compress(MODEL, "snapkv", 1.0, max_new_tokens=NEW, cache_implementation=cache_implementation):
         assert torch.equal(answer(INPUTS, mode), expected)
 
 
-@pytest.mark.parametrize("mode", ["beams", "several beams"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "mode"), paired(METHODS, ["beams", "several beams"]))
 @pytest.mark.parametrize("options", [{}, {"decode_budget": 8, "decode_interval": 2}], ids=["", "evicting"])
 def test_a_row_has_the_same_beams_alone_as_in_a_batch(mode, method, options):
     with kvcompress.compress(MODEL, method, 0.4, **options):
@@ -40,7 +41,7 @@ def test_a_row_has_the_same_beams_alone_as_in_a_batch(mode, method, options):
         each = len(together) // 2
         for row in range(2):
             alone = answer(FAMILIES["qwen2"].solo(INPUTS, row), mode)
-            assert torch.equal(together[row * each : (row + 1) * each, 40:], alone[:, -7:])
+            assert torch.equal(together[row * each : (row + 1) * each, 40:], alone[:, -NEW:])
 
 
 def test_equal_beams_of_one_prompt_share_what_was_kept():
@@ -63,4 +64,4 @@ def test_assisted_decoding_is_a_clear_error(assistant):
         kvcompress.compress(MODEL, "snapkv", 0.4),
         pytest.raises(kvcompress.KVCompressError, match="assisted decoding"),
     ):
-        MODEL.generate(**inputs, **assistant, max_new_tokens=7, do_sample=False)
+        MODEL.generate(**inputs, **assistant, max_new_tokens=NEW, do_sample=False)

@@ -1,20 +1,41 @@
 """Evict, then quantize: few bits, quantized once, close to full precision."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import kvcompress
 from kvcompress.kernels.quantization import BITS, Quantizer
+from tests.support.examples import paired
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate
 from tests.support.strategies import METHODS
 
 pytest.importorskip("hqq", reason="pip install -e .[quantized]")
-pytest.importorskip("optimum.quanto", reason="pip install -e .[quantized]")
+cpp = pytest.importorskip("optimum.quanto.library.extensions.cpp", reason="pip install -e .[quantized]")
 
 ALL = [(backend, bits) for backend, offered in BITS.items() for bits in offered]
 EIGHT = {"cache_implementation": "quantized", "kv_backend": "hqq", "kv_bits": 8, "kv_group_size": 16}
 MODEL = FAMILIES["qwen2"].build()
+
+
+def unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    return torch.cat([packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)])
+
+
+@pytest.fixture(autouse=True)
+def quanto_in_plain_torch(monkeypatch, request):
+    """At its first use quanto compiles how numbers are unpacked, which takes most of a minute."""
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr(cpp.ext, "_lib", SimpleNamespace(unpack=unpacked))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", BITS["quanto"])
+def test_quantos_compiled_unpacking_is_that_of_the_other_tests(bits):
+    packed = torch.arange(256, dtype=torch.uint8)[:, None].expand(-1, 3).contiguous()
+    assert torch.equal(cpp.ext.lib.unpack(packed, bits), unpacked(packed, bits))
 
 
 @pytest.mark.parametrize(("backend", "bits"), ALL)
@@ -27,9 +48,8 @@ def test_the_error_is_at_most_a_step_of_the_groups_range(backend, bits, shape):
     assert (packed.dequantize() - states).abs().max() <= step * (1.5 if bits > 1 else 2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("method", [*METHODS, "full"])
-def test_eight_bits_are_close_to_full_precision(family, method):
+@pytest.mark.parametrize(("method", "family"), paired([*METHODS, "full"], list(FAMILIES)))
+def test_eight_bits_are_close_to_full_precision(method, family):
     model = FAMILIES[family].build()
     inputs = FAMILIES[family].inputs(model, [45, 29], [1, 0] if FAMILIES[family].is_vlm else None)
     ratio = None if method == "full" else 0.4

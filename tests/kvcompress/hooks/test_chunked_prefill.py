@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -18,6 +18,7 @@ from kvcompress.cache.new_tokens import Chunk
 from kvcompress.errors import KVCompressError
 from kvcompress.policy.policy import make_policy
 from tests.support.docs import python_blocks
+from tests.support.examples import examples
 from tests.support.families import FAMILIES, IMAGE, VIDEO, VISION_END, VISION_START
 from tests.support.kept import kept_of, real_lengths
 from tests.support.masked_reference import generate
@@ -25,7 +26,7 @@ from tests.support.strategies import METHODS, Case, cases
 
 NEW = 4
 TOLERANCE = 1e-4  # fp32, logits of order 1
-property_test = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+property_test = examples(3)
 
 
 def takes_chunks(method: str, **options: object) -> bool:

@@ -7,12 +7,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.hooks import shared_prompt
 from kvcompress.hooks.shared_prompt import PromptPass, SharedPrompt
+from tests.support.examples import examples
 from tests.support.families import FAMILIES
 from tests.support.strategies import METHODS, cases
 
@@ -49,7 +50,7 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(4)
 @given(data=st.data())
 def test_a_shared_pass_gives_the_logits_and_kept_sets_of_ones_own_bit_for_bit(family, data):
     case = data.draw(cases(family))

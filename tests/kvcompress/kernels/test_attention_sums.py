@@ -5,17 +5,18 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.hooks import attention
 from kvcompress.kernels import attention_sums, column_sums
 from kvcompress.kernels.attention_sums import attention_with_sums
+from tests.support.examples import examples
 from tests.support.families import FAMILIES
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     batch=st.integers(1, 3),
     kv_heads=st.integers(1, 3),

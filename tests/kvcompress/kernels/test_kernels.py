@@ -6,18 +6,19 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcompress.kernels.column_sums import column_sums, column_sums_blocked, column_sums_reference
 from kvcompress.kernels.compact import compact, compact_reference
+from tests.support.examples import examples
 from tests.support.kernel_cases import SHAPES, TOLERANCE, check_column_sums, check_compact, kept_case, prompt_case
 
 COUNTING = [None, "window", "scattered", "weighted", "nobody"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     padded=st.booleans(),
@@ -62,7 +63,7 @@ def test_kept_rows_are_those_at_their_indices_without_a_graph(dtype):
 
 def test_the_triton_kernels_equal_the_references_in_tritons_interpreter():
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "tests.support.kernel_cases"]
+    command = [sys.executable, "-m", "tests.support.interpreted"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

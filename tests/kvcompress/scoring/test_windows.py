@@ -1,13 +1,14 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcompress.scoring.selection import adaptive_indices, top_indices
 from kvcompress.scoring.windows import pad_columns, pool_scores, window_attention
+from tests.support.examples import examples
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     seed=st.integers(0, 1000),
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
@@ -39,7 +40,7 @@ def test_pooling_keeps_the_length_and_counts_zeros_at_the_ends(mode):
     assert pool_scores(scores, 3, mode).tolist() == [expected]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=3),
     seed=st.integers(0, 1000),
