@@ -1,6 +1,6 @@
 """What is promised on which model family, as checks, and the table of it in docs/families.md.
 
-`python -m tests.family_table` runs every check and writes the table. tests/kvcompress/test_family_table.py runs the
+`python -m tests.family_table` runs every check and writes the table. tests/test_family_table.py runs the
 same checks, and compares the table with the registry below: what is in it was checked, and what was checked is in it.
 """
 
@@ -17,9 +17,8 @@ import torch
 import kvcompress
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.hooks.model import text_decoder
-
-from .families import FAMILIES, MORE_FAMILIES, Family
-from .masked_reference import Kept, generate, only_attending_to
+from tests.support.families import FAMILIES, MORE_FAMILIES, Family
+from tests.support.masked_reference import Kept, generate, only_attending_to
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 BEGIN, END = "<!-- made by `python -m tests.family_table` -->\n", "<!-- end -->\n"

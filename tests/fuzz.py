@@ -25,9 +25,9 @@ import kvcompress
 from kvcompress.layer_budgets import list_layer_budgets
 from kvcompress.policy.policy import make_policy
 from kvcompress.scoring.merging import MERGES
-from tests.families import FAMILIES
-from tests.kvcompress.strategies import METHODS, OPTIONS
-from tests.masked_reference import generate, only_attending_to
+from tests.support.families import FAMILIES
+from tests.support.masked_reference import generate, only_attending_to
+from tests.support.strategies import METHODS, OPTIONS
 
 NEW = 8
 TOLERANCE = 2e-4

@@ -9,18 +9,13 @@ import torch
 import kvcompress
 from kvcompress import methods
 from tests import methods_page
-from tests.families import FAMILIES
+from tests.support.docs import DOCS, ROOT, python_blocks
+from tests.support.families import FAMILIES
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 INDEX = DOCS / "README.md"
 PAGES = [README, ROOT / "benchmarks" / "README.md", *sorted(DOCS.glob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-
-
-def python_blocks(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from lmms_eval_plugins.arguments import TINY_CHECKPOINT
-from tests.families import (
+from tests.support.families import (
     FAMILIES,
     FIRST_TEXT,
     INTERNVL_IMAGE,
@@ -60,7 +60,7 @@ INTERNVL_SPECIALS = ["<pad>", "<IMG_CONTEXT>", "<video>", "<img>", "</img>", "<e
 
 
 def save_checkpoint(family: str, folder: Path) -> str:
-    """Saves the tiny random model of a family (see tests/families.py) with a tokenizer of single characters and the
+    """Saves the tiny random model of a family (tests/support/families.py) with a tokenizer of single characters and the
     family's own processor; returns the folder's name. LLaVA-OneVision is the bundled model with noise on its weights,
     so that it does not answer in one word."""
     if family == "llava-onevision":

@@ -31,7 +31,7 @@ from lmms_eval_plugins.survivors import (
     unpacked,
     write_survivors,
 )
-from tests.families import FAMILIES, FIRST_TEXT, IMAGE, VIDEO
+from tests.support.families import FAMILIES, FIRST_TEXT, IMAGE, VIDEO
 
 from .checkpoints import image, requests, write_video
 

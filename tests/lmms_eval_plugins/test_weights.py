@@ -15,7 +15,7 @@ from lmms_eval_plugins import evaluate, weights
 from lmms_eval_plugins.arguments import TINY_CHECKPOINT, parse_arguments
 from lmms_eval_plugins.command_line import parse
 from lmms_eval_plugins.model import KVCompressLM
-from tests.masked_reference import generate, only_attending_to
+from tests.support.masked_reference import generate, only_attending_to
 
 from .checkpoints import image, requests, save_checkpoint
 

@@ -7,16 +7,17 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.layer_budgets import layer_budget, lazy
 from kvcompress.scoring.layer_view import Settings, StoredEntries
-from tests.kvcompress.test_clusters import SCALING, best, check, layers
+from tests.support.examples import examples
+from tests.support.plain_reference import SCALING, best, check, layers
 
 INF = float("inf")
-reference_test = settings(max_examples=40, deadline=None)
+reference_test = examples(40)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -7,15 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.scoring.layer_view import StoredEntries
 from kvcompress.scoring.rotary import Rotary
-from tests.kvcompress.test_clusters import SCALING, best, check, layers, snapkv_scores
+from tests.support.examples import examples
+from tests.support.plain_reference import SCALING, best, check, layers, snapkv_scores
 
-plain_test = settings(max_examples=40, deadline=None)
+plain_test = examples(40)
 INFINITE = float("inf")
 
 

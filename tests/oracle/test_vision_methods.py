@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcompress
@@ -14,12 +14,12 @@ from kvcompress.layer_budgets import layer_budget
 from kvcompress.scoring.layer_view import Settings
 from kvcompress.scoring.vision import frame_tokens, text_first
 from kvcompress.scoring.windows import protect_ends
-from tests.families import FAMILIES, IMAGE, VIDEO
-from tests.kvcompress.test_clusters import SCALING, layers, snapkv_scores
-from tests.kvcompress.test_merging import merged_by_hand
+from tests.support.examples import examples
+from tests.support.families import FAMILIES, IMAGE, VIDEO
+from tests.support.plain_reference import SCALING, layers, merged_by_hand, snapkv_scores
 
 INF = float("inf")
-oracle = settings(max_examples=40, deadline=None)
+oracle = examples(40)
 
 
 @st.composite
