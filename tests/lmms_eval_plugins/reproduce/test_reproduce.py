@@ -12,11 +12,10 @@ import yaml
 
 from lmms_eval_plugins import evaluate, reproduce
 from lmms_eval_plugins.command_line import UsageError
+from tests.lmms_eval_plugins.test_evaluate import clean_process  # noqa: F401 (a fixture that each test here uses)
+from tests.support.result_cells import write_answers as write
 
-from .test_evaluate import clean_process  # noqa: F401 (a fixture that each test here uses)
-from .test_metrics import write
-
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHIPPED = sorted(path.stem for path in reproduce.CONFIGS.glob("*.yaml"))
 
 MINIMAL = {
