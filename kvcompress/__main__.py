@@ -7,8 +7,8 @@ from .errors import KVCompressError, unknown_name
 
 COMMANDS = {
     "bench": "kvcompress.bench.cli",
-    "report": "lmms_eval_plugins.html_report.report_command",
-    "show": "lmms_eval_plugins.html_report.show",
+    "report": "lmms_eval_plugins.report.html.report_command",
+    "show": "lmms_eval_plugins.report.html.show",
     "speech": "kvcompress.bench.speech",
 }  # a module with `main(arguments)`
 

@@ -12,7 +12,9 @@ from PIL import Image
 
 from kvcompress.__main__ import main
 from lmms_eval_plugins import evaluate, results
-from lmms_eval_plugins.html_report import data, tables
+from lmms_eval_plugins.report.html.data import page_data
+from lmms_eval_plugins.report.html.groups import load_groups
+from lmms_eval_plugins.report.html.tables import latex
 from lmms_eval_plugins.results import Cell
 from lmms_eval_plugins.survivors import jpeg, packed_bits, read_survivors, write_survivors
 
@@ -113,7 +115,7 @@ def test_markdown_and_latex_hold_the_scores_by_ratio(report):
 
 
 def test_latex_escapes_what_has_a_meaning_there():
-    text = tables.latex(pd.DataFrame({"a_b": ["50 % & more"]}), "x_y {z}")
+    text = latex(pd.DataFrame({"a_b": ["50 % & more"]}), "x_y {z}")
     assert "50 \\% \\& more" in text
     assert "a\\_b" in text
     assert "x\\_y \\{z\\}" in text
@@ -128,8 +130,8 @@ def test_the_page_is_one_file_that_names_no_address(report):
 
 
 def test_an_image_stands_in_the_page_once_and_budgets_are_means_over_questions(root):
-    (group,) = data.page_data(data.load_groups(root))["groups"]
-    images = data.page_data(data.load_groups(root))["images"]
+    (group,) = page_data(load_groups(root))["groups"]
+    images = page_data(load_groups(root))["images"]
     assert len(images) == 3
     assert all(url.startswith("data:image/jpeg;base64,") for url in images.values())
     cell = next(cell for cell in group["cells"] if (cell["method"], cell["ratio"]) == ("snapkv", 0.5))
@@ -150,7 +152,7 @@ def test_groups_are_found_from_any_folder_above_the_cells_and_kept_apart(root, t
     (tmp_path / ".unfinished-1" / "new" / "results.json").write_text("{")
     cell.write_text(json.dumps(other))
     for folder in (tmp_path, tmp_path / TASK, tmp_path / TASK / "org__model"):
-        assert [len(group.cells) for group in data.load_groups(folder)] == [4, 1]
+        assert [len(group.cells) for group in load_groups(folder)] == [4, 1]
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}"])

@@ -22,11 +22,11 @@ from tqdm import tqdm
 
 from kvcompress import KVCompressError
 
-from ..command_line import UsageError, parse
-from ..evaluate import EvaluationFailed, check_arguments, load_model, set_offline
-from ..model import KVCompressLM
-from ..results import Cell
-from ..survivors import shares, unpacked
+from ...command_line import UsageError, parse
+from ...evaluate import EvaluationFailed, check_arguments, load_model, set_offline
+from ...model import KVCompressLM
+from ...results import Cell
+from ...survivors import shares, unpacked
 from .data import data_url, mean_shares, overlay_data
 from .page import write_page
 
