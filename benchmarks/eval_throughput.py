@@ -27,11 +27,12 @@ from lmms_eval.protocol import ChatMessages
 import kvcompress
 from kvcompress.bench.standalone import CLOCKS
 from kvcompress.bench.timing import short, table, write
-from lmms_eval_plugins import evaluate
-from lmms_eval_plugins.arguments import generation_arguments, make_cell
-from lmms_eval_plugins.command_line import parse
-from lmms_eval_plugins.model import KVCompressLM
-from lmms_eval_plugins.results import SAMPLES_FILE
+from lmms_eval_plugins.cells.command_line import parse
+from lmms_eval_plugins.cells.plan import Job, check_arguments, find_jobs
+from lmms_eval_plugins.cells.results import SAMPLES_FILE
+from lmms_eval_plugins.cells.run import evaluate_cell, load_model, measured_line, quiet
+from lmms_eval_plugins.model.arguments import generation_arguments, make_cell
+from lmms_eval_plugins.model.lm import KVCompressLM
 
 
 class OneAtATime(lmms):
@@ -84,18 +85,18 @@ def compare(words: list[str], limit: int, clock: str) -> tuple[list[dict[str, An
     now = CLOCKS[clock]
     with tempfile.TemporaryDirectory() as folder:
         request = parse([*words, "--limit", str(limit), "--output_path", folder])
-        arguments, cells = evaluate.check_arguments(request)
-        evaluate.quiet("ERROR")
-        manager, jobs = evaluate.find_jobs(request, arguments, cells, None)
-        lm = evaluate.load_model(arguments)
+        arguments, cells = check_arguments(request)
+        quiet("ERROR")
+        manager, jobs = find_jobs(request, arguments, cells, None)
+        lm = load_model(arguments)
         loop = OneAtATime(lm)
 
-        def by_grid(job: evaluate.Job) -> list[str]:
-            evaluate.evaluate_cell(lm, job, manager, request.flags)
+        def by_grid(job: Job) -> list[str]:
+            evaluate_cell(lm, job, manager, request.flags)
             lines = (job.folder / SAMPLES_FILE).read_text(encoding="utf-8").splitlines()
             return [json.loads(line)["filtered_resps"][0] for line in lines]
 
-        def by_loop(job: evaluate.Job) -> list[str]:
+        def by_loop(job: Job) -> list[str]:
             loop.cell = make_cell(job.cell.method, job.cell.ratio, job.cell.budget, **job.options)
             output = simple_evaluate(
                 model=loop,
@@ -122,7 +123,7 @@ def compare(words: list[str], limit: int, clock: str) -> tuple[list[dict[str, An
                 seconds[name] = now() - start
             same = sum(one == other for one, other in zip(*answers.values(), strict=True))
             records.append({"cell": job.name, "questions": job.questions, "seconds": seconds, "same answers": same})
-        return records, evaluate.measured_line(lm, jobs[0], len(jobs))
+        return records, measured_line(lm, jobs[0], len(jobs))
 
 
 def speed(records: list[dict[str, Any]], way: str) -> float:

@@ -21,9 +21,9 @@ from rich.table import Table
 
 from kvcompress import KVCompressError
 
-from .command_line import UsageError
+from .cells.errors import UsageError
+from .cells.results import RESULTS_FILE, SAMPLES_FILE, dumps
 from .report import cell_row, headline_metric, score_scale
-from .results import RESULTS_FILE, SAMPLES_FILE, dumps
 
 Numbers = Sequence[float] | np.ndarray | pd.Series
 

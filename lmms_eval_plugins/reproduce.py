@@ -31,10 +31,13 @@ from kvcompress.policy.options import all_options
 from kvcompress.policy.policy import make_policy
 
 from . import evaluate
-from .arguments import ModelArguments
-from .command_line import Request, UsageError, nearest, parse
+from .cells import machine
+from .cells.command_line import Request, parse
+from .cells.errors import EvaluationFailed, UsageError, nearest
+from .cells.plan import check_arguments
+from .cells.results import RESULTS_FILE, write_text
+from .model.arguments import ModelArguments
 from .report import headline_metric
-from .results import RESULTS_FILE, write_text
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "reproduce"
 CONFIDENCE = 1.96  # standard errors on either side: 95 %
@@ -285,7 +288,7 @@ def _run(cells: list[Planned], extra: list[str]) -> Run:
     argv = [task, model.pretrained, ",".join(methods), ",".join(ratios) or "-"]
     argv += [*(f"{name}={value}" for name, value in given.items()), *extra]
     request = parse(argv)
-    arguments, asked = evaluate.check_arguments(request)
+    arguments, asked = check_arguments(request)
     found = {(cell.method, cell.ratio, cell.budget): cell.folder(request.flags.output_path) for cell, _ in asked}
     placed = [
         dataclasses.replace(
@@ -334,10 +337,10 @@ def cannot_run(cell: Planned, run: Run | None) -> str | None:
         return f"needs {cell.benchmark.needs or cell.model.needs}"
     if cell.model.gpu and run.arguments.device is None and not torch.cuda.is_available():
         return "needs a GPU, and torch sees none (device=cpu tries without)"
-    if evaluate.needs_hub(run.request) and not _hub_is_there():
+    if machine.needs_hub(run.request) and not _hub_is_there():
         try:
-            evaluate.check_model_is_local(run.arguments)
-        except evaluate.EvaluationFailed:
+            machine.check_model_is_local(run.arguments)
+        except EvaluationFailed:
             name = run.arguments.pretrained
             return (
                 f"needs the model {name}: `hf download {name} --local-dir DIR/{Path(name).name}`, then --model-root DIR"
@@ -347,7 +350,7 @@ def cannot_run(cell: Planned, run: Run | None) -> str | None:
 
 @functools.cache
 def _hub_is_there() -> bool:
-    return not evaluate.is_offline() and evaluate.hub_is_reachable()
+    return not machine.is_offline() and machine.hub_is_reachable()
 
 
 def execute(argv: Sequence[str]) -> tuple[int, str]:

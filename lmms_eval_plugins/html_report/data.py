@@ -12,10 +12,10 @@ import pandas as pd
 
 from kvcompress import KVCompressError
 
+from ..cells.kept_tokens import IMAGES_FOLDER, read_survivors, shares
+from ..cells.results import RESULTS_FILE, SAMPLES_FILE, dumps
 from ..metrics import loyalty
 from ..report import headline_metric, score_scale, sweep_frame
-from ..results import RESULTS_FILE, SAMPLES_FILE, dumps
-from ..survivors import IMAGES_FOLDER, read_survivors, shares
 
 MOST_QUESTIONS = 1000  # of a group on the page; the files with all samples have no such bound
 MOST_GOLD = 4  # accepted answers shown of a question

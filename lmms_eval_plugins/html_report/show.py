@@ -22,11 +22,14 @@ from tqdm import tqdm
 
 from kvcompress import KVCompressError
 
-from ..command_line import UsageError, parse
-from ..evaluate import EvaluationFailed, check_arguments, load_model, set_offline
-from ..model import KVCompressLM
-from ..results import Cell
-from ..survivors import shares, unpacked
+from ..cells.command_line import parse
+from ..cells.errors import EvaluationFailed, UsageError
+from ..cells.kept_tokens import shares, unpacked
+from ..cells.machine import set_offline
+from ..cells.plan import check_arguments
+from ..cells.results import Cell
+from ..cells.run import load_model
+from ..model.lm import KVCompressLM
 from .data import data_url, mean_shares, overlay_data
 from .page import write_page
 

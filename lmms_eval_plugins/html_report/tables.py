@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from ..cells.results import write_text
 from ..report import markdown, note, score_scale, table_rows
-from ..results import write_text
 from .data import Group, cells_table, samples_table
 
 

@@ -6,8 +6,11 @@ import sys
 import traceback
 from pathlib import Path
 
-from ..command_line import UsageError, literal
-from ..evaluate import EvaluationFailed, fail, quiet, say
+from ..cells.command_line import literal
+from ..cells.errors import EvaluationFailed, UsageError
+from ..cells.machine import say
+from ..cells.run import quiet
+from ..evaluate import fail
 from .trial import parse_trial, run_trial, stay_offline
 
 USAGE = """CONFIG [flags] [parameter=value ...]

@@ -10,30 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..command_line import UsageError, literal, parse
-from ..evaluate import (
-    EvaluationFailed,
-    check_arguments,
-    check_device,
-    check_model_is_local,
-    evaluate_cell,
-    find_data_root,
-    find_jobs,
-    hub_is_reachable,
-    is_offline,
-    load_model,
-    needs_hub,
-    quiet,
-    rank,
-    working_directory,
-)
-from ..results import RESULTS_FILE, overlays_asked
+from ..cells.command_line import literal, parse
+from ..cells.data import find_data_root, working_directory
+from ..cells.errors import EvaluationFailed, UsageError
+from ..cells.kept_tokens import overlays_asked
+from ..cells.machine import check_device, check_model_is_local, hub_is_reachable, is_offline, needs_hub, rank
+from ..cells.plan import check_arguments, find_jobs
+from ..cells.results import RESULTS_FILE
+from ..cells.run import evaluate_cell, load_model, quiet
 
 if TYPE_CHECKING:
     import wandb
 
-    from ..arguments import ModelArguments
-    from ..model import KVCompressLM
+    from ..model.arguments import ModelArguments
+    from ..model.lm import KVCompressLM
 
 # Parameters that are flags of the evaluation command; the others are model arguments and options of methods.
 FLAGS = ("limit", "gen_kwargs", "num_fewshot", "include_path", "data_root", "overlays")

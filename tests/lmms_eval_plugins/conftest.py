@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from .checkpoints import save_checkpoint
+from tests.support.checkpoints import save_checkpoint
 
 
 @pytest.fixture(scope="session")

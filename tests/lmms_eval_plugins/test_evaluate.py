@@ -19,9 +19,11 @@ import torch
 
 import kvcompress
 from lmms_eval_plugins import evaluate
-from lmms_eval_plugins.command_line import UsageError, parse
-from lmms_eval_plugins.evaluate import EvaluationFailed
-from lmms_eval_plugins.model import KVCompressLM
+from lmms_eval_plugins.cells import data, machine, plan
+from lmms_eval_plugins.cells import run as cell_run
+from lmms_eval_plugins.cells.command_line import parse
+from lmms_eval_plugins.cells.errors import EvaluationFailed, UsageError
+from lmms_eval_plugins.model.lm import KVCompressLM
 from lmms_eval_plugins.tasks import BUNDLED_TASKS
 
 FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]
@@ -52,7 +54,7 @@ def data_root(tmp_path):
 
 
 def cells(*argv):
-    return [cell for cell, _ in evaluate.check_arguments(parse(list(argv)))[1]]
+    return [cell for cell, _ in plan.check_arguments(parse(list(argv)))[1]]
 
 
 def read(folder):
@@ -154,9 +156,9 @@ def test_named_gpu_that_is_not_there_ends_with_1(capsys):
 def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(EvaluationFailed, match=r"NUM_PROCESSES=3, but torch .* sees 2 CUDA GPUs"):
-        evaluate.check_device(None, 3)
-    evaluate.check_device("cpu", 3)
-    evaluate.check_device("cuda:1", 2)
+        machine.check_device(None, 3)
+    machine.check_device("cpu", 3)
+    machine.check_device("cuda:1", 2)
 
 
 def test_model_that_is_not_here_names_the_command(capsys):
@@ -183,13 +185,13 @@ def test_hub_is_reachable_only_where_something_answers(monkeypatch):
 
     with http.server.HTTPServer(("127.0.0.1", 0), NotFound) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(evaluate, "HUB", f"http://127.0.0.1:{server.server_port}")
-        assert evaluate.hub_is_reachable()
+        monkeypatch.setattr(machine, "HUB", f"http://127.0.0.1:{server.server_port}")
+        assert machine.hub_is_reachable()
         server.shutdown()
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(evaluate, "HUB", f"http://127.0.0.1:{closed.getsockname()[1]}")
-        assert not evaluate.hub_is_reachable()
+        monkeypatch.setattr(machine, "HUB", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        assert not machine.hub_is_reachable()
 
 
 @pytest.mark.parametrize(
@@ -205,8 +207,8 @@ def test_hub_client_is_told_to_stay_offline_where_the_hub_is_not_needed_or_not_t
     argv, reachable, offline, monkeypatch
 ):
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr(evaluate, "hub_is_reachable", lambda: reachable)
-    evaluate.set_offline(parse(argv))
+    monkeypatch.setattr(machine, "hub_is_reachable", lambda: reachable)
+    machine.set_offline(parse(argv))
     assert os.environ.get("HF_HUB_OFFLINE") == ("1" if offline else None)
 
 
@@ -244,8 +246,8 @@ def test_official_task_runs_from_a_local_data_folder(data_root):
 
 def test_replaced_data_changes_its_identity(data_root):
     def identity():
-        manager = evaluate.find_tasks(["textvqa_val"], None)
-        return [evaluate.data_identity(task) for task in evaluate.load_tasks(manager, "textvqa_val", data_root)]
+        manager = data.find_tasks(["textvqa_val"], None)
+        return [data.data_identity(task) for task in data.load_tasks(manager, "textvqa_val", data_root)]
 
     before = identity()
     assert identity() == before
@@ -418,7 +420,7 @@ def test_a_grid_runs_the_vision_tower_once_per_question(finished):
 
 @pytest.mark.parametrize(("limit", "expected"), [(None, 500), (2000, 500), (16, 16), (0.1, 50), (0.0011, 1)])
 def test_questions_of_a_cell_are_counted_as_lmms_eval_does(limit, expected):
-    assert evaluate.limited(500, limit) == expected
+    assert data.limited(500, limit) == expected
 
 
 def test_lost_measurement_ends_with_1_and_no_results(monkeypatch, capsys):
@@ -431,7 +433,7 @@ def test_lost_measurement_ends_with_1_and_no_results(monkeypatch, capsys):
 def test_lost_samples_are_no_complete_result():
     sample = {"doc_id": 0, "arguments": ["question"]}
     with pytest.raises(EvaluationFailed, match="t: 1 of 2 questions were answered"):
-        evaluate.merge_samples({"t": [sample]}, [{"task": "t", "doc_id": 0}], {"t": {"effective": 2}})
+        cell_run.merge_samples({"t": [sample]}, [{"task": "t", "doc_id": 0}], {"t": {"effective": 2}})
 
 
 def test_predict_only_writes_answers_without_scores():

@@ -11,10 +11,12 @@ import pytest
 from PIL import Image
 
 from kvcompress.__main__ import main
-from lmms_eval_plugins import evaluate, results
+from lmms_eval_plugins import evaluate
+from lmms_eval_plugins.cells import results
+from lmms_eval_plugins.cells.kept_tokens import read_survivors, write_survivors
+from lmms_eval_plugins.cells.results import Cell
 from lmms_eval_plugins.html_report import data, tables
-from lmms_eval_plugins.results import Cell
-from lmms_eval_plugins.survivors import jpeg, packed_bits, read_survivors, write_survivors
+from lmms_eval_plugins.model.kept_tokens import jpeg, packed_bits
 
 TASK, LAYERS, HEADS, SIDE, QUESTIONS = "signs_val", 3, 2, 4, 25
 SCORES = {("full", 1.0): 1.0, ("snapkv", 0.5): 0.96, ("snapkv", 0.1): 0.4, ("random", 0.5): 0.6, ("random", 0.1): 0.08}

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from kvcompress import KVCompressError
-from lmms_eval_plugins import metrics, results
-from lmms_eval_plugins.results import Cell
+from lmms_eval_plugins import metrics
+from lmms_eval_plugins.cells import results
+from lmms_eval_plugins.cells.results import Cell
 
 # -- arithmetic
 

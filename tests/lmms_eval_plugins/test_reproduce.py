@@ -11,7 +11,8 @@ import torch
 import yaml
 
 from lmms_eval_plugins import evaluate, reproduce
-from lmms_eval_plugins.command_line import UsageError
+from lmms_eval_plugins.cells import identity, plan
+from lmms_eval_plugins.cells.errors import UsageError
 
 from .test_evaluate import clean_process  # noqa: F401 (a fixture that each test here uses)
 from .test_metrics import write
@@ -110,7 +111,7 @@ def test_effivlm_bench_is_the_whole_figure_with_its_variants():
     assert reference["Qwen2-VL-7B", "TextVQA", "Original", "1"] == (81.9, 0.13)
     assert "read from the figure" in config.source
     textvqa = [run for run in runs if run.cells[0].key[:2] == ("Qwen2-VL-7B", "TextVQA")]
-    asked = {cell.method: cell for run in textvqa for cell, _ in evaluate.check_arguments(run.request)[1]}
+    asked = {cell.method: cell for run in textvqa for cell, _ in plan.check_arguments(run.request)[1]}
     assert all(cell.settings == {"max_pixels": 700 * 28 * 28} for cell in asked.values())
     assert {name: cell.options for name, cell in asked.items()} == {
         "full": {},
@@ -368,7 +369,7 @@ def test_our_results_become_a_reference_that_reads_back_as_equal(configuration, 
 
 def test_the_bundled_model_is_compared_with_its_recorded_results_and_resumes(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(reproduce, "execute", lambda argv: (evaluate.main(list(argv)), ""))  # without a new process
-    monkeypatch.setattr(evaluate, "code_identity", lambda *paths: "")  # an editor's save in between redoes no cell
+    monkeypatch.setattr(identity, "code_identity", lambda *paths: "")  # an editor's save in between redoes no cell
     command = ["tiny", "--limit", "4", "--only", "ratio=1,ratio=0.2"]
     assert reproduce.main(command) == 0
     rows, text = table(tmp_path / "results", "reproduce-tiny-limit=4")
