@@ -28,10 +28,10 @@ import kvcompress
 from kvcompress.bench.standalone import CLOCKS
 from kvcompress.bench.timing import short, table, write
 from lmms_eval_plugins.cells.command_line import parse
-from lmms_eval_plugins.cells.plan import Job, check_arguments, find_jobs
+from lmms_eval_plugins.cells.plan import Job, Plan
 from lmms_eval_plugins.cells.results import SAMPLES_FILE
 from lmms_eval_plugins.cells.run import evaluate_cell, load_model, measured_line, quiet
-from lmms_eval_plugins.model.arguments import generation_arguments, make_cell
+from lmms_eval_plugins.model.arguments import generation_arguments, make_compression
 from lmms_eval_plugins.model.lm import KVCompressLM
 
 
@@ -42,7 +42,7 @@ class OneAtATime(lmms):
 
     def __init__(self, loaded: KVCompressLM):
         super().__init__()
-        self.model, self.processor, self.cell = loaded.model, loaded.processor, loaded.cell
+        self.model, self.processor, self.compression = loaded.model, loaded.processor, loaded.compression
         self.device, self.max_new_tokens = loaded.device, loaded.args.max_new_tokens
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
@@ -57,7 +57,7 @@ class OneAtATime(lmms):
             inputs = self.processor(images=images or None, videos=videos or None, text=text, return_tensors="pt")
             inputs = inputs.to(self.device, self.model.dtype)
             kwargs, _ = generation_arguments(given, self.max_new_tokens)
-            cell = self.cell
+            cell = self.compression
             with kvcompress.compress(
                 self.model, cell.method, cell.ratio, cell.budget, kwargs["max_new_tokens"], **cell.options
             ):
@@ -85,23 +85,23 @@ def compare(words: list[str], limit: int, clock: str) -> tuple[list[dict[str, An
     now = CLOCKS[clock]
     with tempfile.TemporaryDirectory() as folder:
         request = parse([*words, "--limit", str(limit), "--output_path", folder])
-        arguments, cells = check_arguments(request)
+        plan = Plan.of(request)
         quiet("ERROR")
-        manager, jobs = find_jobs(request, arguments, cells, None)
-        lm = load_model(arguments)
+        jobs = plan.jobs()
+        lm = load_model(plan.arguments)
         loop = OneAtATime(lm)
 
         def by_grid(job: Job) -> list[str]:
-            evaluate_cell(lm, job, manager, request.flags)
+            evaluate_cell(lm, job)
             lines = (job.folder / SAMPLES_FILE).read_text(encoding="utf-8").splitlines()
             return [json.loads(line)["filtered_resps"][0] for line in lines]
 
         def by_loop(job: Job) -> list[str]:
-            loop.cell = make_cell(job.cell.method, job.cell.ratio, job.cell.budget, **job.options)
+            loop.compression = make_compression(job.cell.method, job.cell.ratio, job.cell.budget, **job.options)
             output = simple_evaluate(
                 model=loop,
                 tasks=[job.cell.task],
-                task_manager=manager,
+                task_manager=job.manager,
                 limit=request.flags.limit,
                 batch_size=1,
                 verbosity="ERROR",
@@ -113,7 +113,7 @@ def compare(words: list[str], limit: int, clock: str) -> tuple[list[dict[str, An
         ways = {"grid": by_grid, "loop": by_loop}
         for way in ways.values():  # what is imported and allocated at the first evaluation
             way(jobs[-1])
-        lm.prepared.begin([])
+        lm.batches.begin([])
         records = []
         for number, job in enumerate(jobs):
             seconds, answers = {}, {}

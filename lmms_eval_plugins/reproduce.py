@@ -32,9 +32,9 @@ from kvcompress.policy.policy import make_policy
 
 from . import evaluate
 from .cells import machine
-from .cells.command_line import Request, parse
-from .cells.errors import EvaluationFailed, UsageError, nearest
-from .cells.plan import check_arguments
+from .cells.command_line import Parser, Request, parse
+from .cells.errors import EvaluationFailed, UsageError, fail, nearest
+from .cells.plan import Plan
 from .cells.results import RESULTS_FILE, write_text
 from .model.arguments import ModelArguments
 from .report import headline_metric
@@ -288,8 +288,8 @@ def _run(cells: list[Planned], extra: list[str]) -> Run:
     argv = [task, model.pretrained, ",".join(methods), ",".join(ratios) or "-"]
     argv += [*(f"{name}={value}" for name, value in given.items()), *extra]
     request = parse(argv)
-    arguments, asked = check_arguments(request)
-    found = {(cell.method, cell.ratio, cell.budget): cell.folder(request.flags.output_path) for cell, _ in asked}
+    asked = Plan.of(request)
+    found = {(cell.method, cell.ratio, cell.budget): cell.folder(request.flags.output_path) for cell, _ in asked.cells}
     placed = [
         dataclasses.replace(
             cell,
@@ -297,7 +297,7 @@ def _run(cells: list[Planned], extra: list[str]) -> Run:
         )
         for cell in cells
     ]
-    return Run(placed, argv, request, arguments)
+    return Run(placed, argv, request, asked.arguments)
 
 
 def parse_only(text: str, config: Reproduction) -> dict[str, set[str]]:
@@ -504,13 +504,8 @@ def write_reference(rows: list[Row], path: Path) -> None:
 # -- the command
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise UsageError(message)
-
-
 def parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="reproduce.sh",
         allow_abbrev=False,
         description="Run a paper's grid and write a table of ours against theirs. What is not listed below (flags and "
@@ -536,7 +531,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return reproduce(sys.argv[1:] if argv is None else argv)
     except (UsageError, KVCompressError) as error:
-        return evaluate.fail(error, 2)
+        return fail(error, 2)
 
 
 def reproduce(argv: list[str]) -> int:
@@ -580,7 +575,7 @@ def run_all(runs: list[Run]) -> tuple[int, dict[tuple[str, ...], str]]:
         except KeyboardInterrupt:
             code, error = 130, ""
         if code == 130:
-            evaluate.fail("interrupted; finished cells are kept, the same command goes on from there", 130)
+            fail("interrupted; finished cells are kept, the same command goes on from there", 130)
             return 130, failed
         if code:
             failed |= {cell.key: f"failed: {error}" for cell in run.cells}

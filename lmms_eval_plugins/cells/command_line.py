@@ -44,13 +44,15 @@ class Request:
     flags: argparse.Namespace
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises UsageError where argparse would print its usage and exit."""
+
     def error(self, message: str) -> None:
         raise UsageError(message)
 
 
 def flag_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="run_eval.sh",
         usage=f"%(prog)s {USAGE}\n       %(prog)s [flags]        the demo: bundled model and task",
         description="Evaluate a model under KV-cache compression with lmms-eval. METHOD and RATIO may be comma lists.",

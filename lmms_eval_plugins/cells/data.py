@@ -1,6 +1,5 @@
 """The tasks of a run, and their data on this machine."""
 
-import argparse
 import contextlib
 import math
 import os
@@ -100,11 +99,6 @@ def working_directory(path: Path | None) -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
-
-
-def find_data_root(flags: argparse.Namespace) -> Path | None:
-    """The folder given, or `data` where there is one."""
-    return flags.data_root or (DEFAULT_DATA_ROOT if DEFAULT_DATA_ROOT.is_dir() else None)
 
 
 def limited(questions: int, limit: float | int | None) -> int:

@@ -39,7 +39,7 @@ def shares(entry: dict[str, Any], kind: str) -> np.ndarray | None:
 # -- on disk
 
 
-def write_survivors(folder: Path, images: Path, asked: int, entries: list[dict[str, Any]]) -> None:
+def write_kept_tokens(folder: Path, images: Path, asked: int, entries: list[dict[str, Any]]) -> None:
     """Write a cell's entries into its `folder`, and their images, each once, into the folder `images`.
 
     The first line says for how many questions was asked; entries name an image by its file. Nothing is written where
@@ -70,7 +70,7 @@ def _write_once(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
-def read_survivors(folder: Path) -> Iterator[dict[str, Any]]:
+def read_kept_tokens(folder: Path) -> Iterator[dict[str, Any]]:
     """The entries of a cell; none where it has no overlays."""
     path = folder / SURVIVORS_FILE
     if path.is_file():

@@ -29,10 +29,10 @@ def check_device(device: str | None, processes: int) -> None:
         raise EvaluationFailed(f"NUM_PROCESSES={processes}, but {sees}; device=cpu runs on the CPU")
 
 
-def set_offline(request: Request) -> None:
+def set_offline(*requests: Request) -> None:
     """Tell the hub's client to stay off the network where it is not needed or not there: otherwise it tries for
     more than a minute before it says so. Call before anything imports that client."""
-    if "HF_HUB_OFFLINE" not in os.environ and not (needs_hub(request) and hub_is_reachable()):
+    if "HF_HUB_OFFLINE" not in os.environ and not (any(map(needs_hub, requests)) and hub_is_reachable()):
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 

@@ -14,61 +14,61 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .data import working_directory
+from .errors import EvaluationFailed
+from .kept_tokens import IMAGES_FOLDER, write_kept_tokens
+from .machine import rank, say
+from .plan import Job
+from .progress import Grid
 from .results import new_cell, write_cell
 
 if TYPE_CHECKING:
-    from lmms_eval.tasks import TaskManager
-
     from ..model.arguments import ModelArguments
     from ..model.lm import KVCompressLM
 
-from .data import working_directory
-from .errors import EvaluationFailed
-from .machine import rank, say
-from .plan import Job
 
 # What lmms-eval's own command line takes out of an answer before it is scored.
 REASONING_TAGS = '[["<think>", "</think>"], ["<analysis>", "</analysis>"]]'
+SEED_ARGUMENTS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 PACKAGES = ("kvcompress", "torch", "transformers", "lmms-eval", "datasets", "accelerate")
 
 
-def evaluate_cell(lm: "KVCompressLM", job: Job, manager: "TaskManager", flags: argparse.Namespace) -> None:
+def evaluate_cells(lm: "KVCompressLM", jobs: list[Job]) -> None:
+    """Evaluate cells one after the other, and say how far they are."""
+    grid, task = Grid([job.questions for job in jobs]), None
+    lm.progress_bar = partial(grid.bar, disable=rank() != 0)
+    for number, job in enumerate(jobs):
+        if job.cell.task != task:
+            task = job.cell.task
+            say(measured_line(lm, job, sum(other.cell.task == task for other in jobs)))
+        grid.begin(number, job.name)
+        evaluate_cell(lm, job)
+
+
+def measured_line(lm: "KVCompressLM", job: Job, cells: int) -> str:
+    """What the next cells measure, and on what."""
+    found = {key: value for key, value in environment(lm).items() if key not in ("versions", "python")}
+    facts = {**job.cell.settings, **found, "batch_size": lm.batch_size}
+    listed = " ".join(f"{key}={value}" for key, value in facts.items())
+    return f"measuring {job.cell.task} with {job.cell.model}: {cells} cells of {job.questions} questions; {listed}"
+
+
+def evaluate_cell(lm: "KVCompressLM", job: Job) -> None:
     """Run lmms-eval for one cell and write its folder (rank 0; all ranks call this)."""
-    from lmms_eval.evaluator import simple_evaluate
-
     from ..model.measurements import summarise
-    from .kept_tokens import IMAGES_FOLDER, write_survivors
 
-    cell = job.cell
+    cell, asked = job.cell, job.plan.request.flags.overlays
     lm.set_cell(cell.method, cell.ratio, cell.budget, **job.options)
-    lm.overlays = flags.overlays
+    lm.overlays = asked
     lm.reset_rows()
     with new_cell(job.folder) if rank() == 0 else tempfile.TemporaryDirectory() as folder:
-        lmms_eval = as_one_process()(simple_evaluate) if lm.args.tp_plan else simple_evaluate
-        output = lmms_eval(
-            model=lm,
-            model_args=lm.args.model_dump(mode="json", exclude_defaults=True),
-            tasks=[cell.task],
-            task_manager=manager,
-            batch_size=lm.batch_size,
-            device=str(lm.device),
-            limit=flags.limit,
-            num_fewshot=flags.num_fewshot,
-            gen_kwargs=",".join(f"{name}={value}" for name, value in flags.gen_kwargs.items()) or None,
-            predict_only=flags.predict_only,
-            verbosity=flags.verbosity,
-            datetime_str=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            # Some tasks write side files, such as a test server's submission, under cli_args.output_path.
-            cli_args=argparse.Namespace(
-                output_path=folder and str(folder), process_with_media=False, reasoning_tags=REASONING_TAGS
-            ),
-            **dict(zip(SEED_ARGUMENTS, flags.seed, strict=True)),
-        )
+        with working_directory(job.plan.data_root):
+            output = run_lmms_eval(lm, job, folder)
         rows = lm.gather_rows()
         if rank() != 0:
             return
-        survivors = [{"task": r["task"], "doc_id": r["doc_id"], **r.pop("survivors")} for r in rows if "survivors" in r]
-        write_survivors(folder, job.folder.parent / IMAGES_FOLDER, flags.overlays, survivors)
+        kept = [{"task": r["task"], "doc_id": r["doc_id"], **r.pop("survivors")} for r in rows if "survivors" in r]
+        write_kept_tokens(folder, job.folder.parent / IMAGES_FOLDER, asked, kept)
         samples = merge_samples(output.pop("samples"), rows, output["n-samples"])
         results = {
             "protocol": protocol(job),
@@ -79,8 +79,35 @@ def evaluate_cell(lm: "KVCompressLM", job: Job, manager: "TaskManager", flags: a
             "fingerprint": job.fingerprint,
         }
         write_cell(folder, results, samples)
-    if job.todo:
-        raise EvaluationFailed(f"{job.folder} was written but is not complete: {job.todo}")
+    if job.incomplete:
+        raise EvaluationFailed(f"{job.folder} was written but is not complete: {job.incomplete}")
+
+
+def run_lmms_eval(lm: "KVCompressLM", job: Job, folder: Path | str) -> dict[str, Any]:
+    """What lmms-eval returns for the cell's task; some tasks write side files, such as a test server's submission, into
+    `folder`."""
+    from lmms_eval.evaluator import simple_evaluate
+
+    flags = job.plan.request.flags
+    with as_one_process() if lm.args.tp_plan else contextlib.nullcontext():
+        return simple_evaluate(
+            model=lm,
+            model_args=lm.args.model_dump(mode="json", exclude_defaults=True),
+            tasks=[job.cell.task],
+            task_manager=job.manager,
+            batch_size=lm.batch_size,
+            device=str(lm.device),
+            limit=flags.limit,
+            num_fewshot=flags.num_fewshot,
+            gen_kwargs=",".join(f"{name}={value}" for name, value in flags.gen_kwargs.items()) or None,
+            predict_only=flags.predict_only,
+            verbosity=flags.verbosity,
+            datetime_str=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            cli_args=argparse.Namespace(
+                output_path=str(folder), process_with_media=False, reasoning_tags=REASONING_TAGS
+            ),
+            **dict(zip(SEED_ARGUMENTS, flags.seed, strict=True)),
+        )
 
 
 @contextlib.contextmanager
@@ -91,9 +118,6 @@ def as_one_process() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
-
-
-SEED_ARGUMENTS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 
 
 def merge_samples(
@@ -149,31 +173,6 @@ def environment(lm: "KVCompressLM") -> dict[str, Any]:
         "attn_implementation": lm.model.config._attn_implementation,
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
     }
-
-
-def evaluate_cells(
-    lm: "KVCompressLM", jobs: list[Job], manager: "TaskManager", flags: argparse.Namespace, data_root: Path | None
-) -> None:
-    """Evaluate cells one after the other, and say how far they are."""
-    from .progress import Grid
-
-    grid, task = Grid([job.questions for job in jobs]), None
-    lm.progress_bar = partial(grid.bar, disable=rank() != 0)
-    for number, job in enumerate(jobs):
-        if job.cell.task != task:
-            task = job.cell.task
-            say(measured_line(lm, job, sum(other.cell.task == task for other in jobs)))
-        grid.begin(number, job.name)
-        with working_directory(data_root):
-            evaluate_cell(lm, job, manager, flags)
-
-
-def measured_line(lm: "KVCompressLM", job: Job, cells: int) -> str:
-    """What the next cells measure, and on what."""
-    found = {key: value for key, value in environment(lm).items() if key not in ("versions", "python")}
-    facts = {**job.cell.settings, **found, "batch_size": lm.batch_size}
-    listed = " ".join(f"{key}={value}" for key, value in facts.items())
-    return f"measuring {job.cell.task} with {job.cell.model}: {cells} cells of {job.questions} questions; {listed}"
 
 
 def load_model(arguments: "ModelArguments") -> "KVCompressLM":

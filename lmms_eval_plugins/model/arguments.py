@@ -1,5 +1,6 @@
 """Every argument of `--model kvcompress --model_args ...`, in one place, checked before anything is loaded."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from kvcompress import KVCompressError
 from kvcompress.errors import unknown_name
 from kvcompress.methods import method_info
 from kvcompress.policy.options import all_options
-from kvcompress.policy.policy import make_policy
+from kvcompress.policy.policy import Policy, make_policy
 
 TINY_MODEL = "tiny"
 TINY_CHECKPOINT = Path(__file__).parents[1] / "tiny_vlm" / "checkpoint"
@@ -44,8 +45,8 @@ LEGACY_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
 LLAVA_ONEVISION_ARGUMENTS = ("mm_spatial_pool_stride", "mm_spatial_pool_mode", "tile_every_image")
 
 
-class Cell(BaseModel):
-    """One compression setting: a method with its options, and how much it keeps. None of it needs a model."""
+class Compression(BaseModel):
+    """A method with its options, and how much it keeps. None of it needs a model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,14 +55,18 @@ class Cell(BaseModel):
     budget: int | None = Field(None, description="KV entries kept per layer and head, in place of `ratio`.")
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the method.")
 
+    def policy(self) -> Policy:
+        """The compression as the core takes it. Raises KVCompressError."""
+        return make_policy(self.method, self.ratio, self.budget, **self.options)
+
     @model_validator(mode="after")
-    def _check(self) -> "Cell":
-        make_policy(self.method, self.ratio, self.budget, **self.options)
+    def _check(self) -> "Compression":
+        self.policy()
         return self
 
 
 class ModelArguments(BaseModel):
-    """The arguments of the lmms-eval model, apart from those of the cell. `docs/model-args.md` explains them."""
+    """The arguments of the lmms-eval model, apart from those of the compression. `docs/model-args.md` explains them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
@@ -142,38 +147,63 @@ class ModelArguments(BaseModel):
         return path and path.absolute()  # the working directory may change before it is written
 
 
-def parse_arguments(**arguments: Any) -> tuple[ModelArguments, Cell]:
-    """Model arguments as lmms-eval hands them over -> the model's, and the first cell's.
+def parse_arguments(**arguments: Any) -> tuple[ModelArguments, Compression]:
+    """Model arguments as lmms-eval hands them over -> the model's, and the first compression.
 
     The string `None` means None, which means the default. Raises KVCompressError with one line that names the value
     and what is allowed: for unknown arguments and options, for arguments of other LLaVA wrappers that have no
     meaning here, and for values of the wrong kind.
     """
-    given = {name: value for name, value in arguments.items() if not _is_none(value)}
+    given = _without_none(arguments)
     if given.pop("max_batch_size", None) is not None:
         raise KVCompressError("max_batch_size has no meaning here: batch_size is a number, never 'auto'")
-    legacy = {name: _legacy_value(name, given.pop(name)) for name in LEGACY_ARGUMENTS if name in given}
-    cell = {name: given.pop(name) for name in ("method", "ratio", "budget") if name in given}
-    options = {name: value for name, value in given.items() if name not in ModelArguments.model_fields}
-    method = method_info(cell.get("method"))
-    for option in options:
-        if option not in all_options(method, options.get("scorer")):
-            raise _unknown_argument(option, method.name)
+    compression = {name: given.pop(name) for name in ("method", "ratio", "budget") if name in given}
+    own, options = split_arguments(given, [compression.get("method")], ("pretrained", "method", "ratio", "budget"))
+    return model_arguments(**own), make_compression(**compression, **options)
+
+
+def split_arguments(
+    given: dict[str, Any], methods: list[str | None], others: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`given` as the arguments of the model and the options of some methods (None is `full`), neither checked further.
+
+    Raises KVCompressError for a name that is neither; `others` are valid names beside these, for its message.
+    """
+    infos = [method_info(name) for name in methods]
+    options = {name: None for info in infos for name in all_options(info, given.get("scorer"))}
+    asked = ", ".join(dict.fromkeys(info.name for info in infos))
+    for name in given:
+        if name in options or name in ModelArguments.model_fields or name in LEGACY_ARGUMENTS:
+            continue
+        if owners := [info.name for info in kvcompress.list_methods().values() if name in all_options(info)]:
+            raise KVCompressError(
+                f"{name!r} is an option of {', '.join(owners)}, not of {asked}; valid: {', '.join(options) or 'none'}"
+            )
+        own = ModelArguments.model_fields.keys() - {"legacy", "pretrained"}
+        raise unknown_name(f"neither the model nor {asked} has an argument", name, {*own, *others, *options})
     own = {name: value for name, value in given.items() if name not in options}
-    if "pretrained" not in own:
+    return own, {name: value for name, value in given.items() if name in options}
+
+
+def model_arguments(**given: Any) -> ModelArguments:
+    """The checked arguments of the model, those of other LLaVA wrappers among them. Raises KVCompressError."""
+    given = _without_none(given)
+    legacy = {name: _legacy_value(name, given.pop(name)) for name in LEGACY_ARGUMENTS if name in given}
+    if "pretrained" not in given:
         raise KVCompressError(f"pretrained= is missing: a hub id, a local folder, or {TINY_MODEL!r}")
-    return _validated(ModelArguments, legacy=legacy, **own), make_cell(**cell, **options)
+    return _validated(ModelArguments, legacy=legacy, **given)
 
 
-def make_cell(method: str | None = None, ratio: float | None = None, budget: int | None = None, **options: Any) -> Cell:
-    """A checked cell; `method=None` is `full`. Raises KVCompressError."""
-    options = {name: value for name, value in options.items() if not _is_none(value)}
-    given = {"method": method, "ratio": ratio, "budget": budget}
-    return _validated(Cell, options=options, **{name: value for name, value in given.items() if not _is_none(value)})
+def make_compression(
+    method: str | None = None, ratio: float | None = None, budget: int | None = None, **options: Any
+) -> Compression:
+    """A checked compression; `method=None` is `full`. Raises KVCompressError."""
+    size = _without_none({"method": method, "ratio": ratio, "budget": budget})
+    return _validated(Compression, options=_without_none(options), **size)
 
 
-def _is_none(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and value.lower() == "none")
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if str(value).lower() != "none"}
 
 
 def _legacy_value(name: str, value: Any) -> Any:
@@ -182,18 +212,6 @@ def _legacy_value(name: str, value: Any) -> Any:
         return value
     only = f" other than {accepted[0]}" if accepted else ""
     raise KVCompressError(f"{name}={value}: no value{only} is supported: {instead}")
-
-
-def _unknown_argument(name: str, method: str) -> KVCompressError:
-    methods = kvcompress.list_methods().values()
-    valid = all_options(method_info(method))
-    owners = [info.name for info in methods if name in all_options(info)]
-    if owners:
-        return KVCompressError(
-            f"{name!r} is an option of {', '.join(owners)}; options of {method!r}: {', '.join(valid)}"
-        )
-    own = [field for field in ModelArguments.model_fields if field != "legacy"]
-    return unknown_name("there is no model argument", name, [*own, "method", "ratio", "budget", *valid])
 
 
 def _validated(model: type[BaseModel], **values: Any) -> Any:

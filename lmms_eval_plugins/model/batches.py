@@ -12,12 +12,12 @@ from transformers import BatchFeature
 
 from kvcompress.hooks.shared_prompt import PromptPass
 
-from .media import Prompt
+from .media import ChatPrompt
 from .vision_tower import Encoded, tensor_bytes
 
 
 @dataclass
-class Prepared:
+class Batch:
     """A batch of prompts, ready for `generate`.
 
     Attributes:
@@ -33,7 +33,7 @@ class Prepared:
     inputs: BatchFeature
     encoded: dict[tuple[str, int], Encoded] = field(default_factory=dict)
     prompt_pass: PromptPass | None = None
-    prompts: list[Prompt] = field(default_factory=list)
+    prompts: list[ChatPrompt] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -41,7 +41,7 @@ class Prepared:
         return tensor_bytes(dict(self.inputs)) + sum(tensor_bytes(each.output) for each in self.encoded.values())
 
 
-class PreparedStore:
+class BatchStore:
     """Prepared batches by key, up to a number of bytes.
 
     A grid walks through the same questions again and again. So what came first is kept and what does not fit is
@@ -52,7 +52,7 @@ class PreparedStore:
         """`budget`: bytes, 0 keeps nothing; `prompt_budget`: further ones, for prompt passes."""
         self.budget, self.prompt_budget = budget, prompt_budget
         self.room, self.prompt_room = budget, prompt_budget  # what is left of them
-        self._batches: dict[bytes, Prepared] = {}
+        self._batches: dict[bytes, Batch] = {}
         self._tasks: frozenset[str] = frozenset()
 
     def begin(self, tasks: Iterable[str]) -> None:
@@ -66,11 +66,11 @@ class PreparedStore:
     def nbytes(self) -> int:
         return self.budget - self.room + self.prompt_budget - self.prompt_room
 
-    def get(self, key: bytes) -> Prepared | None:
+    def get(self, key: bytes) -> Batch | None:
         return self._batches.get(key)
 
     def keep(
-        self, batch: Prepared, encoded: dict[tuple[str, int], Encoded], prompt_pass: PromptPass | None = None
+        self, batch: Batch, encoded: dict[tuple[str, int], Encoded], prompt_pass: PromptPass | None = None
     ) -> None:
         """Keep a batch, what the vision tower gave for it and its prompt pass, where there is room."""
         if batch.key not in self._batches:

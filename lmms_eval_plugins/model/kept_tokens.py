@@ -3,36 +3,32 @@
 import base64
 import io
 import zlib
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from transformers import PreTrainedModel
 
 from kvcompress.cache.cache import CompressedCache
 from kvcompress.scoring.vision import vision_token_mask
 
-from .media import Prompt
-
-if TYPE_CHECKING:
-    from .lm import KVCompressLM
-
 from .image_layout import Layout, layouts, painted, strips
+from .media import ChatPrompt
+from .prompts import ChatProcessor, on_device
 
+KeptSets = dict[int, list[list[torch.Tensor]]]
 LONGEST_SIDE = 768  # of a stored image
 JPEG_QUALITY = 82
 
 
-# -- kept sets
-
-
-def kept_sets(cache: CompressedCache) -> dict[int, list[list[torch.Tensor]]]:
+def kept_sets(cache: CompressedCache) -> KeptSets:
     """layer -> [row][KV head] -> the columns that the layer stores, of the layers that are compressed."""
     return {layer.layer_idx: cache.kept_indices(layer.layer_idx) for layer in cache.compressed_layers}
 
 
-def kept_mask(kept: dict[int, list[list[torch.Tensor]]], row: int, real: torch.Tensor) -> np.ndarray:
+def kept_mask(kept: KeptSets, row: int, real: torch.Tensor) -> np.ndarray:
     """bool (layers, KV heads, tokens): whether each real token of a prompt's row is stored.
 
     Args:
@@ -47,14 +43,12 @@ def kept_mask(kept: dict[int, list[list[torch.Tensor]]], row: int, real: torch.T
     return mask[..., real.cpu().numpy()]
 
 
-# -- one question
-
-
 def record(
-    lm: "KVCompressLM",
-    prompt: Prompt,
+    model: PreTrainedModel,
+    chat: ChatProcessor,
+    prompt: ChatPrompt,
     inputs: dict[str, torch.Tensor],
-    kept: dict[int, list[list[torch.Tensor]]],
+    kept: KeptSets,
     row: int,
 ) -> dict[str, Any]:
     """What the overlays of one answered question need; JSON, with the images as JPEG in base64 under `jpeg`.
@@ -68,12 +62,12 @@ def record(
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[row].bool()
     beams = len(next(iter(kept.values()))) // len(inputs["input_ids"])
     stored = kept_mask(kept, row * beams, real)
-    vision = vision_token_mask(lm.model.config, inputs["input_ids"])[row][real].cpu()
+    vision = vision_token_mask(model.config, inputs["input_ids"])[row][real].cpu()
     found = []
     if bool(vision.any()):
         pictures = [painted(*image.size) for image in prompt.images]
-        seen = lm._inputs([Prompt(prompt.conversation, pictures, prompt.videos, prompt.video_metadata)])
-        found = layouts(lm.model, lm.processor, seen)
+        seen = on_device(chat.inputs([replace(prompt, images=pictures)]), model.device)
+        found = layouts(model, chat.processor, seen)
     images = [{"jpeg": base64.b64encode(jpeg(image)).decode(), "size": list(image.size)} for image in prompt.images]
     if len(images) != len(found):  # not known which tokens are whose: pictures and strips stand apart
         note = found[0].note if found else ""
@@ -86,7 +80,7 @@ def record(
         "kv_heads": stored.shape[1],
         "vision": packed_bits(stored[..., vision.numpy()]),
         "text": packed_bits(stored[..., ~vision.numpy()]),
-        "pieces": [lm.tokenizer.decode([token]) for token in ids[real].cpu()[~vision].tolist()],
+        "pieces": [chat.tokenizer.decode([token]) for token in ids[real].cpu()[~vision].tolist()],
         "images": images,
     }
 

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lmms_eval.api.instance import Instance
+from lmms_eval.models.model_utils.gen_metrics import log_metrics
+
+from .answering import Answers
 
 # What a row holds in numbers, and `summarise` gives the spread of.
 QUANTITIES = (
@@ -21,6 +25,47 @@ QUANTITIES = (
     "kv_bytes_end",
     "peak_memory_bytes",
 )
+
+
+def row_of(request: Instance, answers: Answers, place: int) -> dict[str, Any]:
+    """A request's measurements. Times and peak memory are the batch's; KV bytes are the row's share of it."""
+    _, _, _, doc_id, task, split = request.args
+    measured, tower, prompt, batch_size = answers.measured, answers.tower, answers.prompt, len(answers.texts)
+    beams = len(measured.realised_ratios[0]) // batch_size
+    return {
+        "task": task,
+        "doc_id": doc_id,
+        "split": split,
+        "batch_size": batch_size,
+        "ttft_s": measured.ttft_s,
+        "vision_s": tower.seconds,
+        "vision_is_known": tower.is_known,
+        "prompt_is_known": prompt.is_known,
+        "tpot_s": measured.tpot_s,
+        "tokens_in": measured.tokens_in[place],
+        "tokens_out": measured.tokens_out[place],
+        "vision_tokens": measured.vision_tokens[place],
+        "kv_bytes_prompt": measured.kv_bytes_prompt // batch_size,
+        "kv_bytes_end": measured.kv_bytes_end // batch_size,
+        "realised_ratio": [layer[place * beams] for layer in measured.realised_ratios],
+        # Where a pass is kept or was, other things lie in memory than where it just runs.
+        "peak_memory_bytes": None if prompt.prompt_pass else measured.peak_memory_bytes,
+        "on_oom": None,  # what was done where memory did not suffice
+    }
+
+
+def log_averages(rows: list[dict[str, Any]], seconds: float) -> None:
+    """Hand lmms-eval the averages that it prints and writes under `throughput` (this rank's)."""
+    if not rows:
+        return
+    tokens, summary = sum(row["tokens_out"] for row in rows), summarise(rows)
+    means = {name: summary[name]["mean"] for name in QUANTITIES if name in summary}
+    log_metrics(
+        total_elapsed_time=seconds,
+        total_gen_tokens=tokens,
+        avg_speed=tokens / seconds,
+        additional_metrics={**means, "realised_ratio": summary["realised_ratio"]["mean"]},
+    )
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from kvcompress import KVCompressError
 
 
 @dataclass
-class Prompt:
+class ChatPrompt:
     """One document, ready for a processor.
 
     conversation: messages whose content lists hold `{"type": "text", "text": ...}` and bare media placeholders.
@@ -36,13 +36,13 @@ class Prompt:
     video_metadata: list[VideoMetadata] = field(default_factory=list)
 
 
-def read_messages(messages: ChatMessages, max_frames_num: int) -> Prompt:
+def read_messages(messages: ChatMessages, max_frames_num: int) -> ChatPrompt:
     """Splits one document's lmms-eval messages into a conversation and its media.
 
     Raises KVCompressError for audio, for clips cut out of a video, and for anything that is not an image or a
     video file.
     """
-    prompt = Prompt(conversation=[])
+    prompt = ChatPrompt(conversation=[])
     for message in messages.messages:
         content = []
         for part in message.content:

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cells.command_line import literal, parse
-from ..cells.data import find_data_root, working_directory
 from ..cells.errors import EvaluationFailed, UsageError
-from ..cells.kept_tokens import overlays_asked
-from ..cells.machine import check_device, check_model_is_local, hub_is_reachable, is_offline, needs_hub, rank
-from ..cells.plan import check_arguments, find_jobs
+from ..cells.machine import rank, set_offline
+from ..cells.plan import Plan
 from ..cells.results import RESULTS_FILE
 from ..cells.run import evaluate_cell, load_model, quiet
 
@@ -92,16 +90,13 @@ def parse_trial(argv: list[str]) -> dict[str, Any]:
 
 
 def stay_offline(models: list[str], tasks: list[str]) -> None:
-    """As `evaluate.set_offline`, for all models and tasks of a sweep."""
-    requests = [parse([",".join(tasks), model, "full", "1"]) for model in models]
-    if "HF_HUB_OFFLINE" not in os.environ and not (any(map(needs_hub, requests)) and hub_is_reachable()):
-        os.environ["HF_HUB_OFFLINE"] = "1"
+    """As `set_offline`, for all models and tasks of a sweep."""
+    set_offline(*(parse([",".join(tasks), model, "full", "1"]) for model in models))
 
 
 def cell_folder(parameters: dict[str, Any], output_path: Path) -> Path:
-    """Where the results of a trial are, or will be. Loads nothing. Raises as `trial_argv` and `check_arguments`."""
-    request = parse(trial_argv(parameters, output_path))
-    ((cell, _),) = check_arguments(request)[1]
+    """Where the results of a trial are, or will be. Loads nothing. Raises as `trial_argv` and `Plan.of`."""
+    ((cell, _),) = Plan.of(parse(trial_argv(parameters, output_path))).cells
     return cell.folder(output_path.resolve())
 
 
@@ -116,23 +111,17 @@ class Evaluator:
         """The folder of the trial's results, which are complete. With NUM_PROCESSES set, that many ranks share the
         questions. Raises UsageError, KVCompressError or EvaluationFailed."""
         argv = trial_argv(parameters, output_path)
-        request = parse(argv)
+        plan = Plan.of(parse(argv))
         processes = int(os.environ.get("NUM_PROCESSES", 1))
-        arguments, cells = check_arguments(request)
-        check_device(arguments.device, processes)
-        if is_offline():
-            check_model_is_local(arguments)
-        quiet(request.flags.verbosity)
-        data_root = find_data_root(request.flags)
-        manager, (job,) = find_jobs(request, arguments, cells, data_root)
-        if job.todo is None and overlays_asked(job.folder) >= request.flags.overlays:
+        plan.check_machine(processes)
+        quiet(plan.request.flags.verbosity)
+        (job,) = plan.jobs()
+        if job.todo is None:
             return job.folder
         if processes > 1:
             _evaluate_on_ranks(argv)
-            return job.folder
-        lm = self._model(arguments)
-        with working_directory(data_root):
-            evaluate_cell(lm, job, manager, request.flags)
+        else:
+            evaluate_cell(self._model(plan.arguments), job)
         return job.folder
 
     def _model(self, arguments: "ModelArguments") -> "KVCompressLM":

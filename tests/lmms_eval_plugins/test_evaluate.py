@@ -19,10 +19,11 @@ import torch
 
 import kvcompress
 from lmms_eval_plugins import evaluate
-from lmms_eval_plugins.cells import data, machine, plan
+from lmms_eval_plugins.cells import data, machine
 from lmms_eval_plugins.cells import run as cell_run
 from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.errors import EvaluationFailed, UsageError
+from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.model.lm import KVCompressLM
 from lmms_eval_plugins.tasks import BUNDLED_TASKS
 
@@ -54,7 +55,7 @@ def data_root(tmp_path):
 
 
 def cells(*argv):
-    return [cell for cell, _ in plan.check_arguments(parse(list(argv)))[1]]
+    return [cell for cell, _ in Plan.of(parse(list(argv))).cells]
 
 
 def read(folder):
@@ -130,7 +131,7 @@ def test_a_setting_that_changes_results_changes_the_folder(change, tmp_path):
         (["tiny_textvqa,no_such_task", *FOUR[1:]], ["'no_such_task'"]),
     ],
 )
-def test_bad_input_ends_with_2_and_one_line(argv, words, capsys):
+def test_bad_input_ends_with_2_and_one_line(argv, words, one_index, capsys):
     assert evaluate.main(argv) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ")
@@ -366,7 +367,7 @@ def test_interruption_keeps_finished_cells_and_cuts_cleanly(monkeypatch, capsys)
     original = KVCompressLM.generate_until
 
     def interrupted(self, requests):
-        if self.cell.ratio == 0.1:
+        if self.compression.ratio == 0.1:
             raise KeyboardInterrupt
         return original(self, requests)
 
@@ -448,7 +449,7 @@ def test_fraction_of_a_group_is_refused(small_index, tmp_path):
     (tmp_path / "two.yaml").write_text(group)
     argv = ["two", *FOUR[1:], "--include_path", str(tmp_path), "--limit"]
     with pytest.raises(UsageError, match="is a group, which needs a number"):
-        evaluate.run(parse([*argv, "0.5"]), [])
+        evaluate.run(Plan.of(parse([*argv, "0.5"])), [])
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def test_effivlm_bench_is_the_whole_figure_with_its_variants():
     assert reference["Qwen2-VL-7B", "TextVQA", "Original", "1"] == (81.9, 0.13)
     assert "read from the figure" in config.source
     textvqa = [run for run in runs if run.cells[0].key[:2] == ("Qwen2-VL-7B", "TextVQA")]
-    asked = {cell.method: cell for run in textvqa for cell, _ in plan.check_arguments(run.request)[1]}
+    asked = {cell.method: cell for run in textvqa for cell, _ in plan.Plan.of(run.request).cells}
     assert all(cell.settings == {"max_pixels": 700 * 28 * 28} for cell in asked.values())
     assert {name: cell.options for name, cell in asked.items()} == {
         "full": {},

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcompress import KVCompressError
-from lmms_eval_plugins.model.batches import Prepared, PreparedStore
+from lmms_eval_plugins.model.batches import Batch, BatchStore
 from lmms_eval_plugins.model.lm import KVCompressLM
 from lmms_eval_plugins.model.look_ahead import ahead
 from lmms_eval_plugins.model.vision_tower import Encoded, VisionTower
@@ -48,8 +48,8 @@ def count_calls(monkeypatch, lm: KVCompressLM) -> list[str]:
             return _original(self, *args, **kwargs)
 
         monkeypatch.setattr(base, name, counted)
-    processed = lm._processed
-    monkeypatch.setattr(lm, "_processed", lambda prompts: calls.append("processor") or processed(prompts))
+    processed = lm.chat.inputs
+    monkeypatch.setattr(lm.chat, "inputs", lambda prompts: calls.append("processor") or processed(prompts))
     return calls
 
 
@@ -67,14 +67,24 @@ def grid(lm: KVCompressLM, docs: list[dict], cells=CELLS, **kwargs) -> tuple[lis
 # -- the same answers, with less work
 
 
-@pytest.mark.parametrize("family", ["llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl"])
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_answers_are_those_without_the_cache_token_for_token(checkpoint, docs, family, batch_size):
+FAMILIES = ("llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl")
+ALONE = [(1, family) for family in FAMILIES if family != "qwen3-vl"]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "family"),
+    [
+        (1, "qwen3-vl"),
+        *((4, family) for family in FAMILIES),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ALONE),
+    ],
+)
+def test_answers_are_those_without_the_cache_token_for_token(checkpoint, docs, batch_size, family):
     """Images and videos in one batch: Qwen3-VL encodes both through one function."""
     folder = checkpoint(family)
-    nothing = {"vision_cache_gb": 0, "prompt_cache_gb": 0, "look_ahead": 0}
-    expected, plain = grid(load(folder, batch_size=batch_size, **nothing), docs)
-    answers, rows = grid(load(folder, batch_size=batch_size, prompt_cache_gb=1), docs)
+    size = {"batch_size": batch_size, "max_new_tokens": 4}
+    expected, plain = grid(load(folder, vision_cache_gb=0, prompt_cache_gb=0, look_ahead=0, **size), docs)
+    answers, rows = grid(load(folder, prompt_cache_gb=1, **size), docs)
     assert answers == expected
     assert len({tuple(of_cell) for of_cell in answers}) > 1
     for of_cell, of_plain in zip(rows, plain, strict=True):
@@ -126,7 +136,7 @@ def test_a_method_that_watches_the_tower_runs_it(checkpoint, monkeypatch):
 def test_another_prompt_is_not_taken_for_a_known_one(lm_of_tiny):
     lm = lm_of_tiny
     one, other = {"text": "what word?", "images": [image(1)]}, {"text": "what word?", "images": [image(2)]}
-    lm.prepared.begin([])
+    lm.batches.begin([])
     known = [
         grid(lm, [doc], [{}])[1][0][0]["vision_is_known"]
         for doc in (one, other, {**one, "text": "what number?"}, one, other)
@@ -143,10 +153,10 @@ def test_a_replaced_video_is_read_again(tmp_path, checkpoint):
     lm = load(checkpoint("qwen2-vl"))
     path = write_video(tmp_path / "a.mp4", frames=12)
     request = requests(lm, [{"text": "?", "videos": [path]}])
-    before = lm._prepare(request).key
-    assert lm._prepare(request).key == before
+    before = lm.prepare(request).key
+    assert lm.prepare(request).key == before
     write_video(tmp_path / "a.mp4", frames=8)
-    assert lm._prepare(request).key != before
+    assert lm.prepare(request).key != before
 
 
 # -- times and memory are those of a generation in which the tower runs
@@ -154,7 +164,7 @@ def test_a_replaced_video_is_read_again(tmp_path, checkpoint):
 
 def test_time_to_first_token_holds_the_towers_seconds_where_it_did_not_run(lm_of_tiny, monkeypatch):
     lm, docs = lm_of_tiny, [{"text": "what word is it?", "images": [image(7, 192, 192)]}]
-    lm.prepared.begin(["other"])
+    lm.batches.begin(["other"])
     base = type(lm.model.base_model)
     original = base.get_image_features
 
@@ -167,10 +177,10 @@ def test_time_to_first_token_holds_the_towers_seconds_where_it_did_not_run(lm_of
     start = time.perf_counter()
     grid(lm, docs, [{}])
     first_s, start = time.perf_counter() - start, time.perf_counter()
-    lm._is_warm, before = True, lm.cell
+    lm.answering._is_warm, before = True, lm.compression
     lm.generate_until(requests(lm, docs))
     assert time.perf_counter() - start < 0.5 < 1.0 < first_s  # it did not run
-    assert lm.cell is before
+    assert lm.compression is before
     (row, known) = lm.rows
     assert (row["vision_is_known"], known["vision_is_known"]) == (False, True)
     assert known["vision_s"] == row["vision_s"] > 0.5
@@ -181,7 +191,7 @@ def test_time_to_first_token_holds_the_towers_seconds_where_it_did_not_run(lm_of
 def test_peak_memory_is_that_of_the_tower_where_it_would_be_higher(lm_of_tiny):
     lm, docs = lm_of_tiny, [{"text": "what word?", "images": [image(8)]}]
     grid(lm, docs, [{}])
-    batch = lm.prepared.get(lm._prepare(requests(lm, docs)).key)
+    batch = lm.batches.get(lm.prepare(requests(lm, docs)).key)
     (call,) = batch.encoded
     found = batch.encoded[call]
     batch.encoded[call] = Encoded(found.output, found.device, found.seconds, peak_memory=10**15)
@@ -191,7 +201,7 @@ def test_peak_memory_is_that_of_the_tower_where_it_would_be_higher(lm_of_tiny):
 
 def test_the_towers_hidden_states_do_not_stay_in_memory(checkpoint):
     lm = load(checkpoint("qwen3-vl"))
-    batch = lm._prepare(requests(lm, [{"text": "?", "images": [image(0)]}]))
+    batch = lm.prepare(requests(lm, [{"text": "?", "images": [image(0)]}]))
     with VisionTower(lm.model, {}) as tower:
         output = lm.model.base_model.get_image_features(batch.inputs["pixel_values"], batch.inputs["image_grid_thw"])
     (encoded,) = tower.calls.values()
@@ -205,7 +215,7 @@ def test_the_towers_hidden_states_do_not_stay_in_memory(checkpoint):
 def test_a_video_is_one_call_where_it_is_encoded_as_images(checkpoint, docs):
     """Else its seconds would count twice."""
     lm = load(checkpoint("qwen3-vl"))
-    inputs = lm._prepare(requests(lm, [docs[3]])).inputs
+    inputs = lm.prepare(requests(lm, [docs[3]])).inputs
     with VisionTower(lm.model, {}) as tower:
         lm.model.base_model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"])
     assert list(tower.calls) == [("video", 0)]
@@ -275,8 +285,8 @@ def test_time_to_first_token_holds_the_seconds_of_a_pass_that_did_not_run(monkey
 # -- the store
 
 
-def batch_of(key: bytes, size: int) -> Prepared:
-    return Prepared(key, {"pixels": torch.zeros(size, dtype=torch.uint8)})
+def batch_of(key: bytes, size: int) -> Batch:
+    return Batch(key, {"pixels": torch.zeros(size, dtype=torch.uint8)})
 
 
 def encoded_of(size: int) -> dict:
@@ -285,7 +295,7 @@ def encoded_of(size: int) -> dict:
 
 
 def test_the_store_never_holds_more_than_its_budget_and_keeps_what_came_first():
-    store = PreparedStore(100)
+    store = BatchStore(100)
     store.keep(batch_of(b"a", 60), encoded_of(30))
     store.keep(batch_of(b"b", 20), {})  # does not fit any more
     store.keep(batch_of(b"c", 5), encoded_of(50))  # its inputs fit
@@ -299,7 +309,7 @@ def test_the_store_never_holds_more_than_its_budget_and_keeps_what_came_first():
 
 
 def test_prompt_passes_have_a_budget_of_their_own():
-    store = PreparedStore(100, prompt_budget=50)
+    store = BatchStore(100, prompt_budget=50)
     for key, size in ((b"a", 30), (b"b", 30), (b"c", 20)):
         store.keep(batch_of(key, 1), {}, SimpleNamespace(nbytes=size))
     assert [store.get(key).prompt_pass is not None for key in (b"a", b"b", b"c")] == [True, False, True]
@@ -311,14 +321,14 @@ def test_prompt_passes_have_a_budget_of_their_own():
 
 
 def test_a_budget_of_zero_keeps_nothing():
-    store = PreparedStore(0)
+    store = BatchStore(0)
     store.keep(batch_of(b"a", 1), encoded_of(1))
     assert store.get(b"a") is None
     assert store.nbytes == 0
 
 
 def test_another_task_forgets_the_batches():
-    store = PreparedStore(100)
+    store = BatchStore(100)
     store.begin(["a", "a"])
     store.keep(batch_of(b"a", 60), {})
     store.begin(["a"])
@@ -331,7 +341,7 @@ def test_a_model_that_answers_once_keeps_nothing():
     """As under lmms-eval's own command: no other cell can follow."""
     lm = load()
     lm.generate_until(requests(lm, [{"text": "what?", "images": [image(0)]}]))
-    assert lm.prepared.nbytes == 0
+    assert lm.batches.nbytes == 0
 
 
 # -- the thread

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from lmms_eval_plugins.cells import kept_tokens
-from lmms_eval_plugins.cells.kept_tokens import read_survivors, shares, unpacked, write_survivors
+from lmms_eval_plugins.cells.kept_tokens import read_kept_tokens, shares, unpacked, write_kept_tokens
 from lmms_eval_plugins.model.image_layout import layouts, painted, strips
 from lmms_eval_plugins.model.lm import KVCompressLM
 from tests.families import FAMILIES, FIRST_TEXT, IMAGE, VIDEO
@@ -261,10 +261,10 @@ def test_what_is_written_is_read_back_and_an_image_is_stored_once(tmp_path):
     lm.generate_until(requests(lm, docs, max_new_tokens=1))
     entries = [{"task": "t", "doc_id": row["doc_id"], **row["survivors"]} for row in lm.rows]
     assert kept_tokens.overlays_asked(tmp_path) == 0
-    assert list(read_survivors(tmp_path)) == []
-    write_survivors(tmp_path, tmp_path / "images", 5, entries)
+    assert list(read_kept_tokens(tmp_path)) == []
+    write_kept_tokens(tmp_path, tmp_path / "images", 5, entries)
     assert kept_tokens.overlays_asked(tmp_path) == 5
-    back = list(read_survivors(tmp_path))
+    back = list(read_kept_tokens(tmp_path))
     assert [entry["doc_id"] for entry in back] == [0, 1]
     np.testing.assert_array_equal(unpacked(back[0]["vision"]), unpacked(entries[0]["vision"]))
     (stored,) = (tmp_path / "images").iterdir()

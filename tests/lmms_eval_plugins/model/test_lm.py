@@ -65,8 +65,8 @@ def test_answers_of_a_mixed_batch_are_those_of_each_document_alone(checkpoint, v
     """Text only, one image, several images, one video, several videos; compressed."""
     docs = docs_of_every_kind(video)
     cell = {"method": "snapkv", "ratio": 0.5, "window_size": 4}
-    alone = load(checkpoint(family), batch_size=1, **cell)
-    together = load(checkpoint(family), batch_size=len(docs), **cell)
+    alone = load(checkpoint(family), batch_size=1, max_new_tokens=4, **cell)
+    together = load(checkpoint(family), batch_size=len(docs), max_new_tokens=4, **cell)
     expected = alone.generate_until(requests(alone, docs))
     answers = together.generate_until(requests(together, docs))
     assert texts(answers) == texts(expected)
@@ -108,14 +108,14 @@ def test_a_begin_of_sequence_token_stands_in_the_prompt_once(checkpoint):
         lm.tokenizer.add_special_tokens({"bos_token": "<7>"})
         lm.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<7> $A", special_tokens=[("<7>", 7)])
         (request,) = requests(lm, [{"text": "hello"}])
-        assert lm._inputs([lm._prompt(request)])["input_ids"][0].tolist().count(7) == 1
+        assert lm.prepare([request]).inputs["input_ids"][0].tolist().count(7) == 1
 
 
 def test_frame_timestamps_of_a_video_reach_the_prompt(checkpoint, video):
     """Qwen3-VL writes them; 12 frames at 4 per second, of which 0, 3, 7, 11 are taken and merged in pairs."""
     lm = load(checkpoint("qwen3-vl"))
     (request,) = requests(lm, [{"text": "?", "videos": [video]}])
-    prompt = lm.tokenizer.decode(lm._inputs([lm._prompt(request)])["input_ids"][0])
+    prompt = lm.tokenizer.decode(lm.prepare([request]).inputs["input_ids"][0])
     assert "<0.4 seconds>" in prompt
     assert "<2.2 seconds>" in prompt
 
@@ -124,7 +124,7 @@ def test_seconds_between_frames_are_not_rounded_to_the_models_precision(checkpoi
     """Qwen2.5-VL multiplies them into the frames' positions: 0.9524 s, in bfloat16 0.953, made the last ones differ."""
     lm = load(checkpoint("qwen2.5-vl"), dtype="bfloat16", max_frames_num=30)
     (request,) = requests(lm, [{"text": "?", "videos": [write_video(tmp_path / "a.mp4", frames=100, fps=7)]}])
-    inputs = lm._inputs([lm._prompt(request)])
+    inputs = lm.prepare([request]).inputs
     assert inputs["second_per_grid_ts"].tolist() == pytest.approx([2 / (30 / 100 * 7)], rel=1e-6)
     assert inputs["pixel_values_videos"].dtype == torch.bfloat16
 
@@ -143,11 +143,11 @@ def test_images_for_a_text_only_model_are_an_error(checkpoint):
         lm.generate_until(requests(lm, [{"text": "?", "images": [image(0)]}]))
 
 
-def test_results_keep_the_order_of_the_requests_over_batches_and_generation_arguments(checkpoint, lm):
+def test_results_keep_the_order_of_the_requests_over_batches_and_generation_arguments(checkpoint):
+    lm, batched = load(checkpoint("qwen2-vl")), load(checkpoint("qwen2-vl"), batch_size=2)
     docs = [{"text": "what word is on the red sign?" * n, "images": [image(n, 192, 192)]} for n in (1, 3, 2)]
     expected = [lm.generate_until(requests(lm, [doc], max_new_tokens=n))[0].text for doc in docs for n in (1, 6)]
     assert len(set(expected)) > 2
-    batched = load(checkpoint("llava-onevision"), batch_size=2)
     mixed = [requests(batched, docs, max_new_tokens=n)[doc] for doc in range(3) for n in (1, 6)]
     assert texts(batched.generate_until(mixed)) == expected
 
@@ -159,8 +159,8 @@ def test_beam_search_rows_are_those_of_the_documents(lm, checkpoint):
     batched = load(checkpoint("llava-onevision"), batch_size=3)
     for each in (lm, batched):
         each.set_cell("streamingllm", budget=40)
-    expected = texts(lm.generate_until(requests(lm, docs, num_beams=2)))
-    assert texts(batched.generate_until(requests(batched, docs, num_beams=2))) == expected
+    expected = texts(lm.generate_until(requests(lm, docs, num_beams=2, max_new_tokens=3)))
+    assert texts(batched.generate_until(requests(batched, docs, num_beams=2, max_new_tokens=3))) == expected
     for row in batched.rows:
         assert row["realised_ratio"][0] == pytest.approx(min(40 / row["tokens_in"], 1))
 
@@ -185,7 +185,7 @@ def test_max_new_tokens_is_a_default_that_a_task_overrides(checkpoint):
 def test_system_prompt_is_the_first_message(checkpoint):
     lm = load(checkpoint("qwen2-vl"), system_prompt="Be brief.")
     (request,) = requests(lm, [{"text": "hello"}])
-    assert lm.tokenizer.decode(lm._inputs([lm._prompt(request)])["input_ids"][0]).startswith("[system] Be brief.[user]")
+    assert lm.tokenizer.decode(lm.prepare([request]).inputs["input_ids"][0]).startswith("[system] Be brief.[user]")
 
 
 def test_chat_template_file_and_plain_text(checkpoint, tmp_path):
@@ -194,7 +194,7 @@ def test_chat_template_file_and_plain_text(checkpoint, tmp_path):
     for value, expected in ((str(template), "Q: hello\nA:"), ("plain", "hello")):
         lm = load(checkpoint("llama"), chat_template=value)
         (request,) = requests(lm, [{"text": "hello"}])
-        assert lm.tokenizer.decode(lm._inputs([lm._prompt(request)])["input_ids"][0]) == expected
+        assert lm.tokenizer.decode(lm.prepare([request]).inputs["input_ids"][0]) == expected
 
 
 def test_plain_text_is_an_error_for_a_vision_model():
@@ -326,23 +326,23 @@ def test_an_exception_while_generating_ends_the_run(lm, monkeypatch):
 
 
 def no_memory_for(lm: KVCompressLM, monkeypatch, too_much) -> list[tuple[int, str]]:
-    """Make `_generate` run out of memory where `too_much(batch_size, cache_implementation)`; returns all attempts."""
-    attempts, generate = [], lm._generate
+    """Make `generate` run out of memory where `too_much(batch_size, cache_implementation)`; returns all attempts."""
+    attempts, generate = [], lm.answering.generate
 
-    def limited(inputs, kwargs, *known):
-        attempt = (len(inputs["input_ids"]), lm.cell.options.get("cache_implementation", "dynamic"))
+    def limited(inputs, kwargs, *others):
+        attempt = (len(inputs["input_ids"]), lm.compression.options.get("cache_implementation", "dynamic"))
         attempts.append(attempt)
         if too_much(*attempt):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return generate(inputs, kwargs, *known)
+        return generate(inputs, kwargs, *others)
 
-    monkeypatch.setattr(lm, "_generate", limited)
+    monkeypatch.setattr(lm.answering, "generate", limited)
     return attempts
 
 
 def test_out_of_memory_halves_the_batch_until_it_fits(checkpoint, monkeypatch):
     docs = [{"text": f"question {i}"} for i in range(5)]
-    lm = load(checkpoint("llava-onevision"), batch_size=5, on_oom="halve_batch", method="snapkv", ratio=0.5)
+    lm = load(checkpoint("llama"), batch_size=5, on_oom="halve_batch", method="snapkv", ratio=0.5)
     expected = texts(lm.generate_until(requests(lm, docs)))
     lm.reset_rows()
     attempts = no_memory_for(lm, monkeypatch, lambda batch, _: batch > 1)
@@ -355,19 +355,19 @@ def test_out_of_memory_halves_the_batch_until_it_fits(checkpoint, monkeypatch):
 @pytest.mark.parametrize(("kind", "offloaded"), [("dynamic", "offloaded"), ("static", "offloaded_static")])
 def test_out_of_memory_offloads_that_batch_only(checkpoint, monkeypatch, kind, offloaded):
     docs = [{"text": f"question {i}"} for i in range(3)]
-    lm = load(checkpoint("llava-onevision"), on_oom="offload", method="snapkv", ratio=0.5, cache_implementation=kind)
+    lm = load(checkpoint("llama"), on_oom="offload", method="snapkv", ratio=0.5, cache_implementation=kind)
     expected = texts(lm.generate_until(requests(lm, docs)))
     lm.reset_rows()
     refused = iter([False, True, False, False])
     no_memory_for(lm, monkeypatch, lambda _, used: used == kind and next(refused))
     assert texts(lm.generate_until(requests(lm, docs))) == expected
     assert [row["on_oom"] for row in lm.rows] == [None, "offload", None]
-    assert lm.cell.options["cache_implementation"] == kind
+    assert lm.compression.options["cache_implementation"] == kind
 
 
 @pytest.mark.parametrize("on_oom", ["raise", "halve_batch", "offload"])
 def test_memory_that_never_suffices_and_other_errors_end_the_run(checkpoint, monkeypatch, on_oom):
-    lm = load(checkpoint("llava-onevision"), on_oom=on_oom)
+    lm = load(checkpoint("llama"), on_oom=on_oom)
     no_memory_for(lm, monkeypatch, lambda *_: True)
     with pytest.raises(torch.OutOfMemoryError):
         lm.generate_until(requests(lm, [{"text": "hello"}]))

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from kvcompress import KVCompressError, compress
 from kvcompress.hooks.model import text_decoder
-from lmms_eval_plugins.cells import identity, plan
 from lmms_eval_plugins.cells.command_line import parse
+from lmms_eval_plugins.cells.identity import fingerprint
+from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.model import weights
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT, parse_arguments
 from lmms_eval_plugins.model.lm import KVCompressLM
@@ -86,10 +87,11 @@ def test_criticalkv_which_reads_a_weight_says_that_it_cannot(quantized):
 def test_the_setting_is_in_a_cells_folder_and_fingerprint():
     argv = ["tiny_textvqa", "tiny", "snapkv", "0.2", "--limit", "2", "quantization=quanto-int8"]
     request = parse(argv)
-    arguments, ((cell, options),) = plan.check_arguments(request)
+    plan = Plan.of(request)
+    arguments, ((cell, options),) = plan.arguments, plan.cells
     assert arguments.quantization == "quanto-int8"
     assert cell.folder(Path()).name == "snapkv-0.2-limit=2-quantization=quanto-int8"
-    assert identity.fingerprint(cell, arguments, options, {})["settings"]["quantization"] == "quanto-int8"
+    assert fingerprint(cell, arguments, options, {})["settings"]["quantization"] == "quanto-int8"
 
 
 def test_an_unknown_quantization_names_the_valid_ones():

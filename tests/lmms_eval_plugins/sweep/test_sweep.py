@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import optuna
 import pytest
+import torch
 import wandb
 import yaml
 from wandb import wandb_agent
@@ -121,13 +122,15 @@ def test_a_trial_that_is_complete_on_disk_is_only_logged(tmp_path, monkeypatch):
 
 
 def test_trials_that_share_a_model_load_it_once(tmp_path, monkeypatch):
-    loaded = []
-    load = trial.load_model
+    loaded, load, evaluated = [], trial.load_model, []
     monkeypatch.setattr(trial, "load_model", lambda arguments: loaded.append(arguments) or load(arguments))
+    monkeypatch.setattr(trial, "evaluate_cell", lambda lm, job: evaluated.append((lm.model.dtype, job.cell.method)))
     evaluator = trial.Evaluator()
-    for changes in ({}, {"ratio": 0.5}, {"method": "full"}, {"dtype": "bfloat16"}):
-        evaluator.evaluate({**TRIAL, "limit": 1, **changes}, tmp_path)
-    assert [arguments.dtype for arguments in loaded] == ["auto", "bfloat16"]
+    for changes in ({}, {"ratio": 0.5}, {"method": "full"}, {"dtype": "float32"}):
+        evaluator.evaluate({**TRIAL, **changes}, tmp_path)
+    assert [arguments.dtype for arguments in loaded] == ["auto", "float32"]
+    bfloat16 = [(torch.bfloat16, method) for method in ("snapkv", "snapkv", "full")]
+    assert evaluated == [*bfloat16, (torch.float32, "snapkv")]
 
 
 def test_a_trial_that_fails_marks_its_run_as_failed(tmp_path, offline, capsys):
