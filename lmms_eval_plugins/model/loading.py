@@ -54,19 +54,19 @@ def device_of(args: ModelArguments, world_size: int) -> torch.device:
 def load(args: ModelArguments, device: torch.device) -> tuple[Any, Any]:
     """The model in eval mode, and its processor (the tokenizer, for a text-only model)."""
     source = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
-    load = {"dtype": args.dtype, "device_map": args.device_map or str(device)}
+    settings = {"dtype": args.dtype, "device_map": args.device_map or str(device)}
     if args.tp_plan is not None:
         processes = torch.distributed.get_world_size()
-        load |= {"device_map": None, "distributed_config": DistributedConfig(tp_size=processes)}
+        settings |= {"device_map": None, "distributed_config": DistributedConfig(tp_size=processes)}
     if args.attn_implementation is not None:
-        load["attn_implementation"] = args.attn_implementation
+        settings["attn_implementation"] = args.attn_implementation
     raw_config, _ = PreTrainedConfig.get_config_dict(args.pretrained, revision=args.revision)
-    check_checkpoint(args.pretrained, raw_config, args.quantization, load["device_map"])
+    check_checkpoint(args.pretrained, raw_config, args.quantization, settings["device_map"])
     if args.quantization is not None:
-        load["quantization_config"] = quantization_config(args.quantization, load["device_map"], args.dtype)
+        settings["quantization_config"] = quantization_config(args.quantization, settings["device_map"], args.dtype)
     if llava_next.is_llava_next(raw_config):
         processor = llava_next.load_processor(args.pretrained, raw_config, args.revision)
-        model = llava_next.load_model(args.pretrained, raw_config, processor.tokenizer, args.revision, **load)
+        model = llava_next.load_model(args.pretrained, raw_config, processor.tokenizer, args.revision, **settings)
     else:
         config = AutoConfig.from_pretrained(args.pretrained, **source)
         loader = _model_loader(config)
@@ -74,7 +74,7 @@ def load(args: ModelArguments, device: torch.device) -> tuple[Any, Any]:
         processor = processor_loader.from_pretrained(args.pretrained, **source)
         if loader is AutoModelForImageTextToText and not hasattr(processor, "image_processor"):
             raise KVCompressError(f"{args.pretrained}: AutoProcessor finds no image processor in the checkpoint")
-        model = loader.from_pretrained(args.pretrained, **source, **load)
+        model = loader.from_pretrained(args.pretrained, **source, **settings)
     _check_llava_onevision(args, model.config)
     _set_up_processor(args, processor)
     _set_end_tokens(model, getattr(processor, "tokenizer", processor))

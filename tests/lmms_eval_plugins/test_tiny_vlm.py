@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText
 import kvcompress
 from lmms_eval_plugins.tiny_vlm import CHECKPOINT, signs
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader, by_kind
+from lmms_eval_plugins.tiny_vlm.curriculum import Stage, StageData
 from lmms_eval_plugins.tiny_vlm.dataset import COLOR, HEADLINE, draw_examples, read_examples
 from lmms_eval_plugins.tiny_vlm.export import export
 from lmms_eval_plugins.tiny_vlm.modeling import (
@@ -27,7 +28,7 @@ from lmms_eval_plugins.tiny_vlm.modeling import (
     packed_forward,
 )
 from lmms_eval_plugins.tiny_vlm.signs import COLOR_KIND, GRID, HEADLINE_KINDS, PATCH, POST_PROMPT, SIDE
-from lmms_eval_plugins.tiny_vlm.train import Stage, StageData, Trainer
+from lmms_eval_plugins.tiny_vlm.train import Trainer
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT
+from lmms_eval_plugins.model.lm import KVCompressLM
 from tests.families import (
     FAMILIES,
     FIRST_TEXT,
@@ -189,3 +190,9 @@ def requests(
         arguments = (doc["text"], messages, dict(generation_kwargs), doc_id, task, "test")
         made.append(Instance(request_type="generate_until", arguments=arguments, idx=0, metadata=metadata))
     return made
+
+
+def load_lm(pretrained: str = "tiny", **arguments: Any) -> KVCompressLM:
+    """The lmms-eval model on the CPU, in float32, with short answers."""
+    defaults = {"device": "cpu", "dtype": "float32", "max_new_tokens": 8, "max_frames_num": 4}
+    return KVCompressLM(**{"pretrained": pretrained, **defaults, **arguments})

@@ -1,7 +1,6 @@
 """What is computed once for all methods of a grid, and the thread that prepares batches."""
 
 import functools
-import threading
 import time
 from itertools import chain
 from types import SimpleNamespace
@@ -9,19 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvcompress import KVCompressError
 from lmms_eval_plugins.model.batches import Batch, BatchStore
 from lmms_eval_plugins.model.lm import KVCompressLM
-from lmms_eval_plugins.model.look_ahead import ahead
-from lmms_eval_plugins.model.vision_tower import Encoded, VisionTower
-from tests.support.checkpoints import image, requests, write_video
+from lmms_eval_plugins.model.vision_tower import Encoded
+from tests.support.checkpoints import image, load_lm, requests, write_video
 
 CELLS = ({}, {"method": "snapkv", "ratio": 0.5, "window_size": 4}, {"method": "streamingllm", "ratio": 0.3})
-
-
-def load(pretrained="tiny", **arguments) -> KVCompressLM:
-    defaults = {"device": "cpu", "dtype": "float32", "max_new_tokens": 6, "max_frames_num": 4}
-    return KVCompressLM(**{"pretrained": pretrained, **defaults, **arguments})
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +75,8 @@ def test_answers_are_those_without_the_cache_token_for_token(checkpoint, docs, b
     """Images and videos in one batch: Qwen3-VL encodes both through one function."""
     folder = checkpoint(family)
     size = {"batch_size": batch_size, "max_new_tokens": 4}
-    expected, plain = grid(load(folder, vision_cache_gb=0, prompt_cache_gb=0, look_ahead=0, **size), docs)
-    answers, rows = grid(load(folder, prompt_cache_gb=1, **size), docs)
+    expected, plain = grid(load_lm(folder, vision_cache_gb=0, prompt_cache_gb=0, look_ahead=0, **size), docs)
+    answers, rows = grid(load_lm(folder, prompt_cache_gb=1, **size), docs)
     assert answers == expected
     assert len({tuple(of_cell) for of_cell in answers}) > 1
     for of_cell, of_plain in zip(rows, plain, strict=True):
@@ -101,14 +93,14 @@ def test_answers_are_those_without_the_cache_token_for_token(checkpoint, docs, b
 
 def test_beam_search_leaves_what_is_kept_as_it_was(checkpoint, docs):
     """transformers writes the repeated features back into the tower's output."""
-    lm, images = load(checkpoint("qwen2-vl"), batch_size=3), docs[:3]
+    lm, images = load_lm(checkpoint("qwen2-vl"), batch_size=3), docs[:3]
     cells = [{"method": "streamingllm", "ratio": 0.5}] * 3
     answers, _ = grid(lm, images, cells, num_beams=2)
     assert answers[0] == answers[1] == answers[2]
 
 
 def test_tower_and_processor_run_once_for_all_cells(checkpoint, docs, monkeypatch):
-    lm = load(checkpoint("llava-onevision"), batch_size=2)
+    lm = load_lm(checkpoint("llava-onevision"), batch_size=2)
     calls = count_calls(monkeypatch, lm)
     lm.set_cell()
     lm.generate_until(requests(lm, docs))
@@ -121,9 +113,9 @@ def test_tower_and_processor_run_once_for_all_cells(checkpoint, docs, monkeypatc
 
 
 def test_a_method_that_watches_the_tower_runs_it(checkpoint, monkeypatch):
-    lm, docs = load(checkpoint("llava-onevision")), [{"text": "what?", "images": [image(n)]} for n in range(2)]
+    lm, docs = load_lm(checkpoint("llava-onevision")), [{"text": "what?", "images": [image(n)]} for n in range(2)]
     expected, _ = grid(
-        load(checkpoint("llava-onevision"), vision_cache_gb=0), docs, [{"method": "visionzip", "ratio": 0.5}]
+        load_lm(checkpoint("llava-onevision"), vision_cache_gb=0), docs, [{"method": "visionzip", "ratio": 0.5}]
     )
     grid(lm, docs, [{}])
     calls = count_calls(monkeypatch, lm)
@@ -146,11 +138,11 @@ def test_another_prompt_is_not_taken_for_a_known_one(lm_of_tiny):
 
 @pytest.fixture(scope="module")
 def lm_of_tiny():
-    return load()
+    return load_lm()
 
 
 def test_a_replaced_video_is_read_again(tmp_path, checkpoint):
-    lm = load(checkpoint("qwen2-vl"))
+    lm = load_lm(checkpoint("qwen2-vl"))
     path = write_video(tmp_path / "a.mp4", frames=12)
     request = requests(lm, [{"text": "?", "videos": [path]}])
     before = lm.prepare(request).key
@@ -199,29 +191,6 @@ def test_peak_memory_is_that_of_the_tower_where_it_would_be_higher(lm_of_tiny):
     assert row["peak_memory_bytes"] == 10**15
 
 
-def test_the_towers_hidden_states_do_not_stay_in_memory(checkpoint):
-    lm = load(checkpoint("qwen3-vl"))
-    batch = lm.prepare(requests(lm, [{"text": "?", "images": [image(0)]}]))
-    with VisionTower(lm.model, {}) as tower:
-        output = lm.model.base_model.get_image_features(batch.inputs["pixel_values"], batch.inputs["image_grid_thw"])
-    (encoded,) = tower.calls.values()
-    for seen in (output, encoded.output):
-        assert seen.get("last_hidden_state") is None
-        assert seen.get("hidden_states") is None
-        assert len(seen.deepstack_features) == 2
-    assert "get_image_features" not in vars(lm.model.base_model)
-
-
-def test_a_video_is_one_call_where_it_is_encoded_as_images(checkpoint, docs):
-    """Else its seconds would count twice."""
-    lm = load(checkpoint("qwen3-vl"))
-    inputs = lm.prepare(requests(lm, [docs[3]])).inputs
-    with VisionTower(lm.model, {}) as tower:
-        lm.model.base_model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"])
-    assert list(tower.calls) == [("video", 0)]
-    assert tower.seconds == tower.spent_s
-
-
 # -- a prompt pass for all cells
 
 
@@ -240,7 +209,7 @@ def count_passes(monkeypatch, lm: KVCompressLM) -> list[int]:
 
 
 def test_a_prompt_passes_once_for_all_cells_but_for_the_first_batch_of_each(monkeypatch):
-    lm = load(batch_size=2)
+    lm = load_lm(batch_size=2)
     docs = [{"text": "what word?", "images": [image(n)]} for n in range(6)]
     columns = count_passes(monkeypatch, lm)
     passes = []
@@ -255,13 +224,13 @@ def test_a_prompt_passes_once_for_all_cells_but_for_the_first_batch_of_each(monk
 def test_single_questions_share_no_pass_unless_asked_to(monkeypatch):
     docs = [{"text": "what word?", "images": [image(n)]} for n in range(3)]
     for arguments, shared in (({}, [False] * 3), ({"prompt_cache_gb": 1}, [False, True, True])):
-        _, rows = grid(load(batch_size=1, **arguments), docs, CELLS[:2])
+        _, rows = grid(load_lm(batch_size=1, **arguments), docs, CELLS[:2])
         assert [row["prompt_is_known"] for row in rows[0]] == [False] * 3
         assert [row["prompt_is_known"] for row in rows[1]] == shared
 
 
 def test_time_to_first_token_holds_the_seconds_of_a_pass_that_did_not_run(monkeypatch):
-    lm = load(batch_size=1, prompt_cache_gb=1)
+    lm = load_lm(batch_size=1, prompt_cache_gb=1)
     decoder = type(lm.model.base_model.language_model)
     forward = decoder.forward
 
@@ -339,58 +308,6 @@ def test_another_task_forgets_the_batches():
 
 def test_a_model_that_answers_once_keeps_nothing():
     """As under lmms-eval's own command: no other cell can follow."""
-    lm = load()
+    lm = load_lm()
     lm.generate_until(requests(lm, [{"text": "what?", "images": [image(0)]}]))
     assert lm.batches.nbytes == 0
-
-
-# -- the thread
-
-
-@pytest.mark.parametrize("depth", [0, 1, 3])
-def test_results_come_in_order_and_errors_where_they_belong(depth):
-    with ahead(lambda item: 10 // item, [5, 2, 0, 1], depth) as results:
-        assert next(results) == 2
-        assert next(results) == 5
-        with pytest.raises(ZeroDivisionError):
-            next(results)
-
-
-def test_no_more_than_depth_are_prepared_ahead():
-    begun = []
-    with ahead(lambda item: begun.append(item) or item, range(100), 2) as results:
-        assert next(results) == 0
-        time.sleep(0.1)
-        assert begun == [0, 1, 2]
-        assert list(results) == list(range(1, 100))
-
-
-def test_leaving_waits_for_the_call_under_way_and_begins_no_other():
-    begun = []
-
-    def slow(item):
-        begun.append(item)
-        time.sleep(0.1)
-
-    def interrupted():
-        with ahead(slow, range(100), 3) as results:
-            next(results)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert len(begun) <= 2
-    assert not any(thread.name.startswith("look-ahead") for thread in threading.enumerate())
-
-
-def test_a_bad_question_ends_the_run_in_the_main_thread(lm_of_tiny):
-    lm = lm_of_tiny
-    docs = [{"text": "what?" * (4 - n), "images": [image(n) if n < 2 else 7]} for n in range(3)]
-    lm.args = lm.args.model_copy(update={"look_ahead": 2})
-    try:
-        with pytest.raises(KVCompressError, match="PIL image or a file name"):
-            lm.generate_until(requests(lm, docs))
-        assert [row["doc_id"] for row in lm.rows[-2:]] == [0, 1]  # those before it were answered
-    finally:
-        lm.args = lm.args.model_copy(update={"look_ahead": None})
-    assert not any(thread.name.startswith("look-ahead") for thread in threading.enumerate())

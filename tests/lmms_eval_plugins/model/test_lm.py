@@ -8,21 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import kvcompress
-from kvcompress import KVCompressError
 from lmms_eval_plugins.model.lm import KVCompressLM
-from lmms_eval_plugins.model.measurements import summarise, write_rows
-from tests.support.checkpoints import image, messages, requests, save_checkpoint, write_video
+from tests.support.checkpoints import image, load_lm, messages, requests, write_video
 
 VLM_FAMILIES = ("llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl")
-
-
-def load(pretrained="tiny", **arguments) -> KVCompressLM:
-    defaults = {"device": "cpu", "dtype": "float32", "max_new_tokens": 8, "max_frames_num": 4}
-    return KVCompressLM(**{"pretrained": pretrained, **defaults, **arguments})
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +24,7 @@ def video(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(checkpoint):
-    return load(checkpoint("llava-onevision"))
+    return load_lm(checkpoint("llava-onevision"))
 
 
 @pytest.fixture
@@ -65,8 +57,8 @@ def test_answers_of_a_mixed_batch_are_those_of_each_document_alone(checkpoint, v
     """Text only, one image, several images, one video, several videos; compressed."""
     docs = docs_of_every_kind(video)
     cell = {"method": "snapkv", "ratio": 0.5, "window_size": 4}
-    alone = load(checkpoint(family), batch_size=1, max_new_tokens=4, **cell)
-    together = load(checkpoint(family), batch_size=len(docs), max_new_tokens=4, **cell)
+    alone = load_lm(checkpoint(family), batch_size=1, max_new_tokens=4, **cell)
+    together = load_lm(checkpoint(family), batch_size=len(docs), max_new_tokens=4, **cell)
     expected = alone.generate_until(requests(alone, docs))
     answers = together.generate_until(requests(together, docs))
     assert texts(answers) == texts(expected)
@@ -78,7 +70,7 @@ def test_answers_of_a_mixed_batch_are_those_of_each_document_alone(checkpoint, v
 
 @pytest.mark.parametrize("family", VLM_FAMILIES)
 def test_a_full_cache_answer_is_what_transformers_itself_generates(checkpoint, family):
-    lm, folder = load(checkpoint(family)), checkpoint(family)
+    lm, folder = load_lm(checkpoint(family)), checkpoint(family)
     picture, question = image(5, 192, 192), "what number is on the blue sign?"
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -99,52 +91,16 @@ def test_a_full_cache_answer_is_what_transformers_itself_generates(checkpoint, f
     assert result.token_counts.output_tokens == new.shape[1]
 
 
-def test_a_begin_of_sequence_token_stands_in_the_prompt_once(checkpoint):
-    """The template writes it, or for plain text the tokenizer; the two never both."""
-    for family, template in (("qwen2-vl", "<7>Hi"), ("llama", "<7>Hi"), ("llama", "plain")):
-        lm = load(checkpoint(family), chat_template="plain" if template == "plain" else None)
-        if template != "plain":
-            lm.processor.chat_template = template
-        lm.tokenizer.add_special_tokens({"bos_token": "<7>"})
-        lm.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<7> $A", special_tokens=[("<7>", 7)])
-        (request,) = requests(lm, [{"text": "hello"}])
-        assert lm.prepare([request]).inputs["input_ids"][0].tolist().count(7) == 1
-
-
-def test_frame_timestamps_of_a_video_reach_the_prompt(checkpoint, video):
-    """Qwen3-VL writes them; 12 frames at 4 per second, of which 0, 3, 7, 11 are taken and merged in pairs."""
-    lm = load(checkpoint("qwen3-vl"))
-    (request,) = requests(lm, [{"text": "?", "videos": [video]}])
-    prompt = lm.tokenizer.decode(lm.prepare([request]).inputs["input_ids"][0])
-    assert "<0.4 seconds>" in prompt
-    assert "<2.2 seconds>" in prompt
-
-
-def test_seconds_between_frames_are_not_rounded_to_the_models_precision(checkpoint, tmp_path):
-    """Qwen2.5-VL multiplies them into the frames' positions: 0.9524 s, in bfloat16 0.953, made the last ones differ."""
-    lm = load(checkpoint("qwen2.5-vl"), dtype="bfloat16", max_frames_num=30)
-    (request,) = requests(lm, [{"text": "?", "videos": [write_video(tmp_path / "a.mp4", frames=100, fps=7)]}])
-    inputs = lm.prepare([request]).inputs
-    assert inputs["second_per_grid_ts"].tolist() == pytest.approx([2 / (30 / 100 * 7)], rel=1e-6)
-    assert inputs["pixel_values_videos"].dtype == torch.bfloat16
-
-
 def test_text_only_model(checkpoint):
-    lm = load(checkpoint("llama"), method="streamingllm", ratio=0.5, batch_size=2)
+    lm = load_lm(checkpoint("llama"), method="streamingllm", ratio=0.5, batch_size=2)
     results = lm.generate_until(requests(lm, [{"text": "a much longer question"}, {"text": "short"}]))
     assert [row["vision_tokens"] for row in lm.rows] == [0, 0]
     assert {row["doc_id"]: row["tokens_in"] for row in lm.rows} == {0: 41, 1: 24}  # "[user] ", text, "[assistant] "
     assert all(result.text for result in results)
 
 
-def test_images_for_a_text_only_model_are_an_error(checkpoint):
-    lm = load(checkpoint("llama"))
-    with pytest.raises(KVCompressError, match="text-only"):
-        lm.generate_until(requests(lm, [{"text": "?", "images": [image(0)]}]))
-
-
 def test_results_keep_the_order_of_the_requests_over_batches_and_generation_arguments(checkpoint):
-    lm, batched = load(checkpoint("qwen2-vl")), load(checkpoint("qwen2-vl"), batch_size=2)
+    lm, batched = load_lm(checkpoint("qwen2-vl")), load_lm(checkpoint("qwen2-vl"), batch_size=2)
     docs = [{"text": "what word is on the red sign?" * n, "images": [image(n, 192, 192)]} for n in (1, 3, 2)]
     expected = [lm.generate_until(requests(lm, [doc], max_new_tokens=n))[0].text for doc in docs for n in (1, 6)]
     assert len(set(expected)) > 2
@@ -156,7 +112,7 @@ def test_beam_search_rows_are_those_of_the_documents(lm, checkpoint):
     docs = [{"text": "what word is on the red sign?", "images": [image(n, 192, 192)]} for n in (1, 2)] + [
         {"text": "hello"}
     ]
-    batched = load(checkpoint("llava-onevision"), batch_size=3)
+    batched = load_lm(checkpoint("llava-onevision"), batch_size=3)
     for each in (lm, batched):
         each.set_cell("streamingllm", budget=40)
     expected = texts(lm.generate_until(requests(lm, docs, num_beams=2, max_new_tokens=3)))
@@ -166,7 +122,7 @@ def test_beam_search_rows_are_those_of_the_documents(lm, checkpoint):
 
 
 def test_a_tasks_own_stop_string_cuts_the_answer_and_lmms_evals_default_does_not(checkpoint):
-    lm = load(checkpoint("llama"), max_new_tokens=20)
+    lm = load_lm(checkpoint("llama"), max_new_tokens=20)
     docs = [{"text": "hello"}]
     (whole,) = texts(lm.generate_until(requests(lm, docs)))
     stop = whole[4:6]
@@ -174,59 +130,12 @@ def test_a_tasks_own_stop_string_cuts_the_answer_and_lmms_evals_default_does_not
 
 
 def test_max_new_tokens_is_a_default_that_a_task_overrides(checkpoint):
-    lm = load(checkpoint("llama"), max_new_tokens=5)
+    lm = load_lm(checkpoint("llama"), max_new_tokens=5)
     counts = [
         lm.generate_until(requests(lm, [{"text": "hello"}], **task))[0].token_counts.output_tokens
         for task in ({}, {"max_new_tokens": 9})
     ]
     assert counts == [5, 9]
-
-
-def test_system_prompt_is_the_first_message(checkpoint):
-    lm = load(checkpoint("qwen2-vl"), system_prompt="Be brief.")
-    (request,) = requests(lm, [{"text": "hello"}])
-    assert lm.tokenizer.decode(lm.prepare([request]).inputs["input_ids"][0]).startswith("[system] Be brief.[user]")
-
-
-def test_chat_template_file_and_plain_text(checkpoint, tmp_path):
-    template = tmp_path / "t.jinja"
-    template.write_text("Q: {{ messages[0]['content'] }}\nA:")
-    for value, expected in ((str(template), "Q: hello\nA:"), ("plain", "hello")):
-        lm = load(checkpoint("llama"), chat_template=value)
-        (request,) = requests(lm, [{"text": "hello"}])
-        assert lm.tokenizer.decode(lm.prepare([request]).inputs["input_ids"][0]) == expected
-
-
-def test_plain_text_is_an_error_for_a_vision_model():
-    with pytest.raises(KVCompressError, match="text-only"):
-        load(chat_template="plain")
-
-
-def test_a_model_without_chat_template_is_an_error_that_says_what_to_give(checkpoint, tmp_path):
-    folder = Path(save_checkpoint("llama", tmp_path))
-    (folder / "chat_template.jinja").unlink()
-    with pytest.raises(KVCompressError, match=r"no chat template.*chat_template=plain"):
-        load(str(folder))
-
-
-def test_max_pixels_bounds_the_image_where_the_processor_scales_by_area(checkpoint):
-    tokens = []
-    for bounds in ({}, {"max_pixels": 32 * 32}, {"min_pixels": 112 * 112}):
-        lm = load(checkpoint("qwen2-vl"), **bounds)
-        lm.generate_until(requests(lm, [{"text": "?", "images": [image(0)]}]))
-        tokens.append(lm.rows[0]["vision_tokens"])
-    assert tokens[1] < tokens[0] < tokens[2]
-
-
-def test_max_pixels_is_an_error_where_it_would_do_nothing():
-    with pytest.raises(KVCompressError, match=r"max_pixels.*LlavaOnevisionProcessor"):
-        load(max_pixels=1000)
-
-
-def test_a_llava_onevision_argument_is_an_error_for_another_model(checkpoint):
-    load(mm_spatial_pool_stride=2)
-    with pytest.raises(KVCompressError, match=r"mm_spatial_pool_stride.*qwen2_vl"):
-        load(checkpoint("qwen2-vl"), mm_spatial_pool_stride=2)
 
 
 # -- compression and measurement --------------------------------------------------------------------------------------
@@ -281,7 +190,7 @@ def test_kv_bytes_are_a_rows_share_of_the_batch(checkpoint):
     docs = [{"text": "hello"}] * 3
     rows = []
     for batch_size in (1, 3):
-        lm = load(checkpoint("llama"), batch_size=batch_size)
+        lm = load_lm(checkpoint("llama"), batch_size=batch_size)
         lm.generate_until(requests(lm, docs))
         rows.append(lm.rows[0])
     for name in ("kv_bytes_prompt", "kv_bytes_end"):
@@ -342,7 +251,7 @@ def no_memory_for(lm: KVCompressLM, monkeypatch, too_much) -> list[tuple[int, st
 
 def test_out_of_memory_halves_the_batch_until_it_fits(checkpoint, monkeypatch):
     docs = [{"text": f"question {i}"} for i in range(5)]
-    lm = load(checkpoint("llama"), batch_size=5, on_oom="halve_batch", method="snapkv", ratio=0.5)
+    lm = load_lm(checkpoint("llama"), batch_size=5, on_oom="halve_batch", method="snapkv", ratio=0.5)
     expected = texts(lm.generate_until(requests(lm, docs)))
     lm.reset_rows()
     attempts = no_memory_for(lm, monkeypatch, lambda batch, _: batch > 1)
@@ -355,7 +264,7 @@ def test_out_of_memory_halves_the_batch_until_it_fits(checkpoint, monkeypatch):
 @pytest.mark.parametrize(("kind", "offloaded"), [("dynamic", "offloaded"), ("static", "offloaded_static")])
 def test_out_of_memory_offloads_that_batch_only(checkpoint, monkeypatch, kind, offloaded):
     docs = [{"text": f"question {i}"} for i in range(3)]
-    lm = load(checkpoint("llama"), on_oom="offload", method="snapkv", ratio=0.5, cache_implementation=kind)
+    lm = load_lm(checkpoint("llama"), on_oom="offload", method="snapkv", ratio=0.5, cache_implementation=kind)
     expected = texts(lm.generate_until(requests(lm, docs)))
     lm.reset_rows()
     refused = iter([False, True, False, False])
@@ -367,7 +276,7 @@ def test_out_of_memory_offloads_that_batch_only(checkpoint, monkeypatch, kind, o
 
 @pytest.mark.parametrize("on_oom", ["raise", "halve_batch", "offload"])
 def test_memory_that_never_suffices_and_other_errors_end_the_run(checkpoint, monkeypatch, on_oom):
-    lm = load(checkpoint("llama"), on_oom=on_oom)
+    lm = load_lm(checkpoint("llama"), on_oom=on_oom)
     no_memory_for(lm, monkeypatch, lambda *_: True)
     with pytest.raises(torch.OutOfMemoryError):
         lm.generate_until(requests(lm, [{"text": "hello"}]))
@@ -379,38 +288,12 @@ def test_memory_that_never_suffices_and_other_errors_end_the_run(checkpoint, mon
 
 def test_measurements_path_holds_all_rows_of_all_evaluations(tmp_path, checkpoint):
     path = tmp_path / "new" / "rows.jsonl"
-    lm = load(checkpoint("llama"), measurements_path=str(path))
+    lm = load_lm(checkpoint("llama"), measurements_path=str(path))
     lm.generate_until(requests(lm, [{"text": "b"}, {"text": "aa"}], task="x"))
     lm.generate_until(requests(lm, [{"text": "c"}], task="a"))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["task"], row["doc_id"]) for row in rows] == [("a", 0), ("x", 0), ("x", 1)]
     assert [file.name for file in path.parent.iterdir()] == ["rows.jsonl"]
-
-
-def test_a_failed_write_leaves_the_old_rows(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    write_rows([{"a": 1}], path)
-    with pytest.raises(TypeError):
-        write_rows([{"a": object()}], path)
-    assert path.read_text() == '{"a": 1}\n'
-
-
-def test_summary_gives_the_spread_of_each_quantity():
-    row = dict.fromkeys(
-        ("tokens_in", "tokens_out", "vision_tokens", "kv_bytes_prompt", "kv_bytes_end", "peak_memory_bytes"), 4
-    )
-    rows = [
-        {**row, "ttft_s": float(i), "tpot_s": None if i else 0.5, "realised_ratio": [0.1 * i, 0.3]} for i in range(11)
-    ]
-    summary = summarise(rows)
-    assert summary["samples"] == 11
-    assert summary["ttft_s"] == pytest.approx({"mean": 5, "median": 5, "p10": 1, "p90": 9})
-    assert summary["tpot_s"]["median"] == 0.5  # answers of one token have none
-    assert summary["realised_ratio"]["per_layer"] == pytest.approx([0.5, 0.3])
-    assert summary["realised_ratio"]["mean"] == pytest.approx(0.4)
-    assert summary["realised_ratio"]["max"] == pytest.approx(0.65)
-    assert summarise([]) == {"samples": 0}
-    json.dumps(summary)
 
 
 # -- the life of a model ----------------------------------------------------------------------------------------------
@@ -441,7 +324,7 @@ def test_rounds_follow_the_task_and_each_has_a_row(lm):
 
 
 def test_lmms_evals_clean_keeps_the_model_and_unload_frees_it(checkpoint):
-    lm = load(checkpoint("llama"))
+    lm = load_lm(checkpoint("llama"))
     lm.clean()
     lm.generate_until(requests(lm, [{"text": "hello"}]))
     lm.unload()
@@ -451,24 +334,6 @@ def test_lmms_evals_clean_keeps_the_model_and_unload_frees_it(checkpoint):
 def test_other_request_types_are_clear_errors(lm):
     with pytest.raises(NotImplementedError, match="generate_until"):
         lm.loglikelihood([])
-
-
-def test_arguments_are_checked_before_anything_is_loaded(tmp_path):
-    with pytest.raises(KVCompressError, match="snapkv"):
-        load(str(tmp_path / "nothing here"), method="snapk", ratio=0.2)
-
-
-@pytest.mark.parametrize(("device", "part"), [("cuda:99", "CUDA GPUs"), ("gpu", "is not a device")])
-def test_a_device_that_is_not_there_is_an_error_that_names_it(device, part):
-    with pytest.raises(KVCompressError, match=part):
-        load(device=device)
-
-
-def test_a_vision_model_whose_processor_is_only_a_tokenizer_is_an_error(monkeypatch):
-    """AutoProcessor falls back to the tokenizer where it finds no processor."""
-    monkeypatch.setattr(AutoProcessor, "from_pretrained", AutoTokenizer.from_pretrained)
-    with pytest.raises(KVCompressError, match="no image processor"):
-        load()
 
 
 # -- lmms-eval's own command ------------------------------------------------------------------------------------------
