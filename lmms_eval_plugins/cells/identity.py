@@ -3,6 +3,7 @@
 import ast
 import hashlib
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -60,8 +61,6 @@ def fingerprint(cell: Cell, arguments: "ModelArguments", options: dict, data: di
     """What a cell's numbers depend on: a cell on disk counts only while all of it is the same."""
     import kvcompress
 
-    plugin = Path(__file__).parents[1]
-    core = plugin.parent / "kvcompress"
     model = Path(arguments.pretrained)
     method = kvcompress.list_methods()[cell.method].cls
     return {
@@ -69,6 +68,12 @@ def fingerprint(cell: Cell, arguments: "ModelArguments", options: dict, data: di
         "options": options,
         "model_files": files_identity(model) if model.is_dir() else arguments.revision,
         "data": data,
-        "code": code_identity(core, plugin / "model")
-        + class_identity(method, but_packages=("kvcompress", "lmms_eval_plugins")),
+        "code": _own_code() + class_identity(method, but_packages=("kvcompress", "lmms_eval_plugins")),
     }
+
+
+@cache
+def _own_code() -> str:
+    """Of everything between a question and its answer. Once per process: what is loaded does not change with a file."""
+    plugin = Path(__file__).parents[1]
+    return code_identity(plugin.parent / "kvcompress", plugin / "model")

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from lmms_eval_plugins import evaluate, reproduce
-from lmms_eval_plugins.cells import identity, plan
+from lmms_eval_plugins.cells import plan
 from lmms_eval_plugins.cells.errors import UsageError
 
 from .test_evaluate import clean_process  # noqa: F401 (a fixture that each test here uses)
@@ -369,7 +369,6 @@ def test_our_results_become_a_reference_that_reads_back_as_equal(configuration, 
 
 def test_the_bundled_model_is_compared_with_its_recorded_results_and_resumes(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(reproduce, "execute", lambda argv: (evaluate.main(list(argv)), ""))  # without a new process
-    monkeypatch.setattr(identity, "code_identity", lambda *paths: "")  # an editor's save in between redoes no cell
     command = ["tiny", "--limit", "4", "--only", "ratio=1,ratio=0.2"]
     assert reproduce.main(command) == 0
     rows, text = table(tmp_path / "results", "reproduce-tiny-limit=4")

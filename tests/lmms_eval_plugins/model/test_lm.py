@@ -108,13 +108,11 @@ def test_results_keep_the_order_of_the_requests_over_batches_and_generation_argu
     assert texts(batched.generate_until(mixed)) == expected
 
 
-def test_beam_search_rows_are_those_of_the_documents(lm, checkpoint):
-    docs = [{"text": "what word is on the red sign?", "images": [image(n, 192, 192)]} for n in (1, 2)] + [
-        {"text": "hello"}
-    ]
-    batched = load_lm(checkpoint("llava-onevision"), batch_size=3)
-    for each in (lm, batched):
-        each.set_cell("streamingllm", budget=40)
+def test_beam_search_rows_are_those_of_the_documents(checkpoint):
+    docs = [{"text": "what word is on the red sign?", "images": [image(n, 128, 128)]} for n in (1, 2)]
+    docs += [{"text": "hello"}]
+    cell = {"method": "streamingllm", "budget": 40}
+    lm, batched = (load_lm(checkpoint("qwen2-vl"), batch_size=size, **cell) for size in (1, 3))
     expected = texts(lm.generate_until(requests(lm, docs, num_beams=2, max_new_tokens=3)))
     assert texts(batched.generate_until(requests(batched, docs, num_beams=2, max_new_tokens=3))) == expected
     for row in batched.rows:
@@ -250,15 +248,15 @@ def no_memory_for(lm: KVCompressLM, monkeypatch, too_much) -> list[tuple[int, st
 
 
 def test_out_of_memory_halves_the_batch_until_it_fits(checkpoint, monkeypatch):
-    docs = [{"text": f"question {i}"} for i in range(5)]
-    lm = load_lm(checkpoint("llama"), batch_size=5, on_oom="halve_batch", method="snapkv", ratio=0.5)
+    docs = [{"text": f"question {i}"} for i in range(3)]
+    lm = load_lm(checkpoint("llama"), batch_size=3, on_oom="halve_batch", method="snapkv", ratio=0.5)
     expected = texts(lm.generate_until(requests(lm, docs)))
     lm.reset_rows()
     attempts = no_memory_for(lm, monkeypatch, lambda batch, _: batch > 1)
     assert texts(lm.generate_until(requests(lm, docs))) == expected
-    assert [batch for batch, _ in attempts] == [5, 2, 1, 1, 3, 1, 2, 1, 1]
-    assert [row["on_oom"] for row in lm.rows] == ["halve_batch"] * 5
-    assert [row["batch_size"] for row in lm.rows] == [1] * 5
+    assert [batch for batch, _ in attempts] == [3, 1, 2, 1, 1]
+    assert [row["on_oom"] for row in lm.rows] == ["halve_batch"] * 3
+    assert [row["batch_size"] for row in lm.rows] == [1] * 3
 
 
 @pytest.mark.parametrize(("kind", "offloaded"), [("dynamic", "offloaded"), ("static", "offloaded_static")])

@@ -39,7 +39,7 @@ WRAPPERS = {
     ),
     "internvl": ("internvl_hf", "InternVLHf", {"dtype": "bfloat16", "max_new_tokens": 1024}),
 }
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 DOCS = [
     {"text": "what word is on the red sign?", "images": [image(0, 112, 112)]},
     {"text": "what is on the blue one?", "images": [image(3, 100, 61)]},
