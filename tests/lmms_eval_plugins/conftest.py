@@ -1,7 +1,7 @@
-"""Tiny checkpoints on disk, shared by all tests of a run, and lmms-eval's index of tasks, read once."""
+"""Tiny checkpoints on disk, shared by all tests of a run; a small index of tasks."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -14,21 +14,10 @@ def checkpoint(tmp_path_factory) -> Callable[[str], str]:
     return cache(lambda family: save_checkpoint(family, tmp_path_factory.mktemp(family)))
 
 
-@cache
-def _whole_index(task_manager: type, include_path: str):
-    return task_manager(include_path=include_path)
-
-
 @pytest.fixture
-def one_index(monkeypatch) -> None:
-    """lmms-eval's index of its 1900 task files, which takes seconds, is made once for all tests that look up names."""
+def small_index(monkeypatch) -> None:
+    """Leaves lmms-eval's own 1900 task files out of the index, which take seconds to read."""
     import lmms_eval.tasks
 
-    original = lmms_eval.tasks.TaskManager
-
-    def manager(include_path: str | list, include_defaults: bool = True, model_name: str | None = None):
-        if include_defaults:
-            return _whole_index(original, include_path)
-        return original(include_path=include_path, include_defaults=False, model_name=model_name)
-
+    manager = partial(lmms_eval.tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(lmms_eval.tasks, "TaskManager", manager)

@@ -63,7 +63,7 @@ def error_line(capsys):
         (["tiny_textvqa,no_such_task", *FOUR[1:]], ["'no_such_task'"]),
     ],
 )
-def test_bad_input_ends_with_2_and_one_line(argv, words, one_index, capsys):
+def test_bad_input_ends_with_2_and_one_line(argv, words, small_index, capsys):
     assert evaluate.main(argv) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ")

@@ -5,6 +5,7 @@ from typing import Any
 
 import av
 import numpy as np
+import pytest
 import torch
 from lmms_eval.api.instance import Instance
 from PIL import Image
@@ -28,7 +29,9 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT
+from lmms_eval_plugins.model import lm as lm_module
+from lmms_eval_plugins.model import loading
+from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT, ModelArguments
 from lmms_eval_plugins.model.lm import KVCompressLM
 from tests.families import (
     FAMILIES,
@@ -192,7 +195,28 @@ def requests(
     return made
 
 
-def load_lm(pretrained: str = "tiny", **arguments: Any) -> KVCompressLM:
-    """The lmms-eval model on the CPU, in float32, with short answers."""
+# Model arguments of which the loaded model and processor know nothing.
+NOT_LOADED = (
+    "batch_size", "look_ahead", "max_frames_num", "max_new_tokens", "measurements_path", "on_oom", "prompt_cache_gb",
+    "system_prompt", "vision_cache_gb",
+)  # fmt: skip
+_loaded: dict[str, tuple[Any, Any]] = {}
+
+
+def load_lm(pretrained: str = "tiny", fresh: bool = False, **arguments: Any) -> KVCompressLM:
+    """The lmms-eval model on the CPU, in float32, with short answers.
+
+    Each is new, but several share the model and the processor: `fresh` for a test that changes one of the two.
+    """
+
+    def load(args: ModelArguments, device: torch.device) -> tuple[Any, Any]:
+        key = repr(args.model_copy(update=dict.fromkeys(NOT_LOADED)))
+        if fresh or key not in _loaded:
+            found = loading.load(args, device)
+            return found if fresh else _loaded.setdefault(key, found)
+        return _loaded[key]
+
     defaults = {"device": "cpu", "dtype": "float32", "max_new_tokens": 8, "max_frames_num": 4}
-    return KVCompressLM(**{"pretrained": pretrained, **defaults, **arguments})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm_module, "load", load)
+        return KVCompressLM(**{"pretrained": pretrained, **defaults, **arguments})

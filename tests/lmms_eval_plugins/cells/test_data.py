@@ -1,6 +1,5 @@
 """Tasks and their data: found here, or named with the command that brings them."""
 
-import functools
 import os
 import shutil
 from pathlib import Path
@@ -33,15 +32,6 @@ def test_data_that_is_not_here_names_the_command(capsys):
     folder = "data/lmms-lab-encoder/textvqa"
     assert f"`hf download lmms-lab-encoder/textvqa --repo-type dataset --local-dir {folder}`" in line
     assert not Path("results").exists()
-
-
-@pytest.fixture
-def small_index(monkeypatch):
-    """Leaves lmms-eval's own 1900 task files out of the index, which take seconds to read."""
-    import lmms_eval.tasks
-
-    manager = functools.partial(lmms_eval.tasks.TaskManager, include_defaults=False)
-    monkeypatch.setattr(lmms_eval.tasks, "TaskManager", manager)
 
 
 def test_tasks_of_include_path_are_found_and_may_not_hide(small_index, tmp_path, capsys):

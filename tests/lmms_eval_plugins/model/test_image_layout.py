@@ -20,9 +20,8 @@ from transformers import (
 )
 
 from lmms_eval_plugins.model.image_layout import layouts, painted, strips
-from lmms_eval_plugins.model.lm import KVCompressLM
 from tests.families import FAMILIES, FIRST_TEXT, IMAGE, VIDEO
-from tests.support.checkpoints import image, requests
+from tests.support.checkpoints import image, load_lm, requests
 
 SIDE = 32  # of a tile in pixels; 8 x 8 patches
 
@@ -155,7 +154,7 @@ def test_the_patches_of_a_bright_square_are_the_tokens_that_it_changes(name, siz
 
 
 def test_several_images_of_a_prompt_have_their_own_tokens():
-    lm = KVCompressLM(pretrained="tiny")
+    lm = load_lm(dtype="auto")
     docs = [{"text": "two?", "images": [image(0, 160, 90), image(1, 90, 160)]}]
     lm.overlays = 1
     lm.generate_until(requests(lm, docs, max_new_tokens=1))

@@ -8,8 +8,7 @@ from PIL import Image
 
 from lmms_eval_plugins.cells import kept_tokens
 from lmms_eval_plugins.cells.kept_tokens import read_kept_tokens, shares, unpacked, write_kept_tokens
-from lmms_eval_plugins.model.lm import KVCompressLM
-from tests.support.checkpoints import image, requests, write_video
+from tests.support.checkpoints import image, load_lm, requests, write_video
 
 METHODS = {
     "full": {},
@@ -22,7 +21,7 @@ METHODS = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_share_that_was_kept_is_the_measured_one_in_a_padded_batch(method):
-    lm = KVCompressLM(pretrained="tiny", batch_size=2, method=method, **METHODS[method])
+    lm = load_lm(dtype="auto", batch_size=2, method=method, **METHODS[method])
     lm.overlays = 2
     docs = [
         {"text": "What word is on the red sign?", "images": [image(0, 156, 156)]},
@@ -43,7 +42,7 @@ def test_the_share_that_was_kept_is_the_measured_one_in_a_padded_batch(method):
 
 
 def test_text_videos_and_images_that_are_not_told_apart_have_no_picture_drawn_over(tmp_path):
-    lm = KVCompressLM(pretrained="tiny", method="random", ratio=0.5)
+    lm = load_lm(dtype="auto", method="random", ratio=0.5)
     lm.overlays = 3
     video = write_video(tmp_path / "a.mp4", frames=2)
     docs = [
@@ -68,7 +67,7 @@ def test_text_videos_and_images_that_are_not_told_apart_have_no_picture_drawn_ov
 
 
 def test_kept_sets_are_the_cache_s_own():
-    lm = KVCompressLM(pretrained="tiny", method="streamingllm", ratio=0.2)
+    lm = load_lm(dtype="auto", method="streamingllm", ratio=0.2)
     lm.overlays = 1
     lm.generate_until(requests(lm, [{"text": "x", "images": [image(0, 156, 156)]}], max_new_tokens=2))
     kept = unpacked(lm.rows[0]["survivors"]["vision"])
@@ -80,7 +79,7 @@ def test_kept_sets_are_the_cache_s_own():
 
 
 def test_what_is_written_is_read_back_and_an_image_is_stored_once(tmp_path):
-    lm = KVCompressLM(pretrained="tiny", method="snapkv", ratio=0.2)
+    lm = load_lm(dtype="auto", method="snapkv", ratio=0.2)
     lm.overlays = 2
     docs = [{"text": text, "images": [image(0, 1600, 900)]} for text in ("a", "b")]
     lm.generate_until(requests(lm, docs, max_new_tokens=1))

@@ -47,4 +47,4 @@ def test_a_vision_model_whose_processor_is_only_a_tokenizer_is_an_error(monkeypa
     """AutoProcessor falls back to the tokenizer where it finds no processor."""
     monkeypatch.setattr(AutoProcessor, "from_pretrained", AutoTokenizer.from_pretrained)
     with pytest.raises(KVCompressError, match="no image processor"):
-        load_lm()
+        load_lm(fresh=True)

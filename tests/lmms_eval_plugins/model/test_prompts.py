@@ -16,7 +16,7 @@ def video(tmp_path_factory):
 def test_a_begin_of_sequence_token_stands_in_the_prompt_once(checkpoint):
     """The template writes it, or for plain text the tokenizer; the two never both."""
     for family, template in (("qwen2-vl", "<7>Hi"), ("llama", "<7>Hi"), ("llama", "plain")):
-        lm = load_lm(checkpoint(family), chat_template="plain" if template == "plain" else None)
+        lm = load_lm(checkpoint(family), fresh=True, chat_template="plain" if template == "plain" else None)
         if template != "plain":
             lm.processor.chat_template = template
         lm.tokenizer.add_special_tokens({"bos_token": "<7>"})
