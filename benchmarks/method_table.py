@@ -33,8 +33,9 @@ from kvcompress.hooks.shared_prompt import PromptPass, SharedPrompt
 from kvcompress.methods import Method
 from kvcompress.policy.options import all_options
 from kvcompress.tokens import TokenMethod
-from lmms_eval_plugins.arguments import TINY_CHECKPOINT
-from lmms_eval_plugins.results import code_identity, write_text
+from lmms_eval_plugins.cells.identity import code_identity
+from lmms_eval_plugins.cells.results import write_text
+from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT
 from lmms_eval_plugins.tiny_vlm.accuracy import MAX_NEW_TOKENS, Reader
 from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, read_examples
 

@@ -11,8 +11,8 @@ import pandas as pd
 
 from kvcompress import KVCompressError
 
-from ..command_line import UsageError
-from ..results import RESULTS_FILE, SAMPLES_FILE
+from ..cells.errors import UsageError
+from ..cells.results import RESULTS_FILE, SAMPLES_FILE
 from .metrics import (
     area_under_curve,
     loyalty,

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from kvcompress import KVCompressError
 
-from ..command_line import UsageError
-from ..results import dumps
+from ..cells.errors import UsageError
+from ..cells.results import dumps
 from .grid import GROUP, compare, curves, load_grid, overall
 from .table import score_scale
 

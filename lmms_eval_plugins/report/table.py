@@ -17,7 +17,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from ..results import load_cells, settings_name, write_text
+from ..cells.results import load_cells, settings_name, write_text
 
 
 def headline_metric(cell: dict[str, Any]) -> str | None:

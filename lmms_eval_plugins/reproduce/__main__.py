@@ -14,9 +14,9 @@ from pathlib import Path
 
 from kvcompress import KVCompressError
 
-from .. import evaluate
-from ..command_line import UsageError
-from ..results import RESULTS_FILE
+from ..cells.command_line import Parser
+from ..cells.errors import UsageError, fail
+from ..cells.results import RESULTS_FILE
 from .config import load_config, load_reference
 from .plan import PlannedCell, Run, parse_only, plan
 from .run import cannot_run, run_all
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return reproduce(sys.argv[1:] if argv is None else argv)
     except (UsageError, KVCompressError) as error:
-        return evaluate.fail(error, 2)
+        return fail(error, 2)
 
 
 def reproduce(argv: list[str]) -> int:
@@ -78,7 +78,7 @@ def listing(cells: list[PlannedCell], runs: list[Run], reasons: dict[tuple[str, 
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="reproduce.sh",
         allow_abbrev=False,
         description="Run a paper's grid and write a table of ours against theirs. What is not listed below (flags and "
@@ -96,11 +96,6 @@ def parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="list cells and commands; run and write nothing")
     add("--write-reference", type=Path, metavar="CSV", help="write our results as a reference")
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise UsageError(message)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationErro
 from kvcompress.methods import method_info
 from kvcompress.policy.policy import make_policy
 
-from ..command_line import UsageError, nearest
+from ..cells.errors import UsageError, nearest
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "reproduce"
 REFERENCE_COLUMNS = ["model", "method", "ratio_kept", "benchmark", "value", "est_error_abs"]

@@ -9,9 +9,10 @@ from typing import Any
 from kvcompress.methods import method_info
 from kvcompress.policy.options import all_options
 
-from .. import evaluate
-from ..arguments import ModelArguments
-from ..command_line import Request, UsageError, parse
+from ..cells.command_line import Request, parse
+from ..cells.errors import UsageError
+from ..cells.plan import Plan
+from ..model.arguments import ModelArguments
 from .config import Benchmark, PaperMethod, PaperModel, Reproduction
 
 
@@ -150,8 +151,8 @@ def _run(cells: list[PlannedCell], extra: list[str]) -> Run:
     argv = [task, model.pretrained, ",".join(methods), ",".join(ratios) or "-"]
     argv += [*(f"{name}={value}" for name, value in given.items()), *extra]
     request = parse(argv)
-    arguments, asked = evaluate.check_arguments(request)
-    found = {(cell.method, cell.ratio, cell.budget): cell.folder(request.flags.output_path) for cell, _ in asked}
+    asked = Plan.of(request)
+    found = {(cell.method, cell.ratio, cell.budget): cell.folder(request.flags.output_path) for cell, _ in asked.cells}
     placed = [
         dataclasses.replace(
             cell,
@@ -159,4 +160,4 @@ def _run(cells: list[PlannedCell], extra: list[str]) -> Run:
         )
         for cell in cells
     ]
-    return Run(placed, argv, request, arguments)
+    return Run(placed, argv, request, asked.arguments)

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from .. import evaluate
+from ..cells import machine
+from ..cells.errors import EvaluationFailed, fail
 from .plan import PlannedCell, Run
 
 
@@ -20,10 +22,10 @@ def cannot_run(cell: PlannedCell, run: Run | None) -> str | None:
         return f"needs {cell.benchmark.needs or cell.model.needs}"
     if cell.model.gpu and run.arguments.device is None and not torch.cuda.is_available():
         return "needs a GPU, and torch sees none (device=cpu tries without)"
-    if evaluate.needs_hub(run.request) and not _hub_is_there():
+    if machine.needs_hub(run.request) and not _hub_is_there():
         try:
-            evaluate.check_model_is_local(run.arguments)
-        except evaluate.EvaluationFailed:
+            machine.check_model_is_local(run.arguments)
+        except EvaluationFailed:
             name = run.arguments.pretrained
             return (
                 f"needs the model {name}: `hf download {name} --local-dir DIR/{Path(name).name}`, then --model-root DIR"
@@ -33,7 +35,7 @@ def cannot_run(cell: PlannedCell, run: Run | None) -> str | None:
 
 @functools.cache
 def _hub_is_there() -> bool:
-    return not evaluate.is_offline() and evaluate.hub_is_reachable()
+    return not machine.is_offline() and machine.hub_is_reachable()
 
 
 def run_all(runs: list[Run]) -> tuple[int, dict[tuple[str, ...], str]]:
@@ -47,7 +49,7 @@ def run_all(runs: list[Run]) -> tuple[int, dict[tuple[str, ...], str]]:
         except KeyboardInterrupt:
             code, error = 130, ""
         if code == 130:
-            evaluate.fail("interrupted; finished cells are kept, the same command goes on from there", 130)
+            fail("interrupted; finished cells are kept, the same command goes on from there", 130)
             return 130, failed
         if code:
             failed |= {cell.key: f"failed: {error}" for cell in run.cells}

@@ -10,9 +10,9 @@ import pandas as pd
 
 from kvcompress import KVCompressError
 
-from ..command_line import UsageError
+from ..cells.errors import UsageError
+from ..cells.results import RESULTS_FILE, write_text
 from ..report.table import headline_metric
-from ..results import RESULTS_FILE, write_text
 from .config import REFERENCE_COLUMNS, Reproduction
 from .plan import PlannedCell
 

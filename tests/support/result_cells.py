@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from lmms_eval_plugins import results
-from lmms_eval_plugins.results import Cell
+from lmms_eval_plugins.cells import results
+from lmms_eval_plugins.cells.results import Cell
 
 
 def write_answers(

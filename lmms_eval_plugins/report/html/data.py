@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ...survivors import IMAGES_FOLDER, read_survivors, shares
+from ...cells.kept_tokens import IMAGES_FOLDER, read_kept_tokens, shares
 from ..metrics import loyalty
 from ..table import score_scale
 from .groups import Group
@@ -23,7 +23,7 @@ def page_data(groups: list[Group]) -> dict[str, Any]:
 
 def _group_data(group: Group, images: dict[str, str]) -> dict[str, Any]:
     frame, samples = group.frame, group.samples
-    entries = [list(read_survivors(cell["folder"])) for cell in group.cells]
+    entries = [list(read_kept_tokens(cell["folder"])) for cell in group.cells]
     overlays = overlay_data(entries)
     for cell, of_cell in zip(group.cells, entries, strict=True):
         for file in {image["file"] for entry in of_cell for image in entry["images"] if "file" in image}:
@@ -78,7 +78,7 @@ def overlay_data(entries: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """Question -> its prompt and images, and under `cells` what each cell that noted it kept.
 
     Args:
-        entries: of each cell, as `read_survivors` gives them.
+        entries: of each cell, as `read_kept_tokens` gives them.
     """
     overlays: dict[str, Any] = {}
     for index, of_cell in enumerate(entries):

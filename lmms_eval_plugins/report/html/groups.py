@@ -11,7 +11,7 @@ import pandas as pd
 
 from kvcompress import KVCompressError
 
-from ...results import RESULTS_FILE, SAMPLES_FILE, dumps
+from ...cells.results import RESULTS_FILE, SAMPLES_FILE, dumps
 from ..table import headline_metric, sweep_frame
 
 MOST_GOLD = 4  # accepted answers shown of a question

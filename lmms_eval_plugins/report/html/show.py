@@ -22,11 +22,14 @@ from tqdm import tqdm
 
 from kvcompress import KVCompressError
 
-from ...command_line import UsageError, parse
-from ...evaluate import EvaluationFailed, check_arguments, load_model, set_offline
-from ...model import KVCompressLM
-from ...results import Cell
-from ...survivors import shares, unpacked
+from ...cells.command_line import parse
+from ...cells.errors import EvaluationFailed, UsageError
+from ...cells.kept_tokens import shares, unpacked
+from ...cells.machine import set_offline
+from ...cells.plan import Plan
+from ...cells.results import Cell
+from ...cells.run import load_model
+from ...model.lm import KVCompressLM
 from .data import data_url, mean_shares, overlay_data
 from .page import write_page
 
@@ -60,12 +63,12 @@ def main(arguments: list[str]) -> None:
         # The task is not run; it is one that needs no network.
         request = parse(["tiny_textvqa", given.model, f"full,{given.method}", given.ratio, *given.options])
         set_offline(request)
-        model_arguments, cells = check_arguments(request)
-        lm = load_model(model_arguments)
+        plan = Plan.of(request)
+        lm = load_model(plan.arguments)
         lm.progress_bar = lambda total: tqdm(total=total, disable=True)
     except (UsageError, EvaluationFailed) as error:
         raise KVCompressError(str(error)) from error
-    answers = [answer(lm, image, given.question, cell, options) for cell, options in cells]
+    answers = [answer(lm, image, given.question, cell, options) for cell, options in plan.cells]
     (write_html if given.out.suffix == ".html" else write_png)(given.out, given.question, answers)
     for one in answers:
         kept = " and ".join(f"{shares(one['entry'], kind).mean():.1%} of the {name}" for kind, name in one["kinds"])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ...results import write_text
+from ...cells.results import write_text
 from ..table import markdown, note, score_scale, table_rows
 from .groups import Group, cells_table, samples_table
 

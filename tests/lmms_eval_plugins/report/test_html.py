@@ -11,12 +11,14 @@ import pytest
 from PIL import Image
 
 from kvcompress.__main__ import main
-from lmms_eval_plugins import evaluate, results
+from lmms_eval_plugins import evaluate
+from lmms_eval_plugins.cells import results
+from lmms_eval_plugins.cells.kept_tokens import read_kept_tokens, write_kept_tokens
+from lmms_eval_plugins.cells.results import Cell
+from lmms_eval_plugins.model.kept_tokens import jpeg, packed_bits
 from lmms_eval_plugins.report.html.data import page_data
 from lmms_eval_plugins.report.html.groups import load_groups
 from lmms_eval_plugins.report.html.tables import latex
-from lmms_eval_plugins.results import Cell
-from lmms_eval_plugins.survivors import jpeg, packed_bits, read_survivors, write_survivors
 
 TASK, LAYERS, HEADS, SIDE, QUESTIONS = "signs_val", 3, 2, 4, 25
 SCORES = {("full", 1.0): 1.0, ("snapkv", 0.5): 0.96, ("snapkv", 0.1): 0.4, ("random", 0.5): 0.6, ("random", 0.1): 0.08}
@@ -72,7 +74,7 @@ def root(tmp_path_factory):
                 }
             )  # fmt: skip
         with results.new_cell(cell.folder(root)) as draft:
-            write_survivors(draft, cell.folder(root).parent / "images", 3, [entry(doc, ratio) for doc in range(3)])
+            write_kept_tokens(draft, cell.folder(root).parent / "images", 3, [entry(doc, ratio) for doc in range(3)])
             results.write_cell(
                 draft, {"protocol": protocol, "results": {TASK: scores}, "efficiency": efficiency}, samples
             )
@@ -265,10 +267,10 @@ def test_overlays_are_stored_once_asked_for(in_tmp_path, tmp_path, capsys):
     words = ["tiny_textvqa", "tiny", "snapkv", "0.2", "--limit", "3", "window_size=4"]
     folder = tmp_path / "results" / "tiny_textvqa" / "tiny" / "snapkv-0.2-limit=3-window_size=4"
     assert evaluate.main([*words]) == 0
-    assert list(read_survivors(folder)) == []
+    assert list(read_kept_tokens(folder)) == []
     assert evaluate.main([*words, "--overlays", "2"]) == 0
     assert "computed again" in capsys.readouterr().out
-    assert [one["doc_id"] for one in read_survivors(folder)] == [0, 1]
+    assert [one["doc_id"] for one in read_kept_tokens(folder)] == [0, 1]
     assert len(list((folder.parent / "images").iterdir())) == 2
     assert evaluate.main([*words, "--overlays", "1"]) == 0
     assert "complete and skipped" in capsys.readouterr().out

@@ -5,10 +5,10 @@ import io
 import pytest
 from rich.console import Console
 
-from lmms_eval_plugins import results
+from lmms_eval_plugins.cells import results
+from lmms_eval_plugins.cells.results import Cell
 from lmms_eval_plugins.report import table
 from lmms_eval_plugins.report.__main__ import main
-from lmms_eval_plugins.results import Cell
 
 TASK = "textvqa_val"
 SCORES = {"alias": TASK, "submission,none": None, "exact_match,none": 0.5, "exact_match_stderr,none": 0.02}

@@ -11,7 +11,8 @@ import torch
 import yaml
 
 from lmms_eval_plugins import evaluate
-from lmms_eval_plugins.command_line import UsageError
+from lmms_eval_plugins.cells.errors import UsageError
+from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.reproduce import run
 from lmms_eval_plugins.reproduce.__main__ import main, reproduce
 from lmms_eval_plugins.reproduce.config import CONFIGS, load_config, load_reference
@@ -114,7 +115,7 @@ def test_effivlm_bench_is_the_whole_figure_with_its_variants():
     assert reference["Qwen2-VL-7B", "TextVQA", "Original", "1"] == (81.9, 0.13)
     assert "read from the figure" in config.source
     textvqa = [planned for planned in runs if planned.cells[0].key[:2] == ("Qwen2-VL-7B", "TextVQA")]
-    asked = {cell.method: cell for planned in textvqa for cell, _ in evaluate.check_arguments(planned.request)[1]}
+    asked = {cell.method: cell for planned in textvqa for cell, _ in Plan.of(planned.request).cells}
     assert all(cell.settings == {"max_pixels": 700 * 28 * 28} for cell in asked.values())
     assert {name: cell.options for name, cell in asked.items()} == {
         "full": {},
@@ -372,7 +373,6 @@ def test_our_results_become_a_reference_that_reads_back_as_equal(configuration, 
 
 def test_the_bundled_model_is_compared_with_its_recorded_results_and_resumes(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(run, "execute", lambda argv: (evaluate.main(list(argv)), ""))  # without a new process
-    monkeypatch.setattr(evaluate, "code_identity", lambda *paths: "")  # an editor's save in between redoes no cell
     command = ["tiny", "--limit", "2", "--only", "ratio=1,ratio=0.2"]
     assert main(command) == 0
     rows, text = table(tmp_path / "results", "reproduce-tiny-limit=2")
