@@ -29,7 +29,7 @@ bench() { # NAME MINUTES ARGUMENTS...
 
 if "$PYTHON" -c "import pytest, hypothesis" 2>/dev/null; then
   [[ "$DEVICE_NAME" == smoke ]] || "$PYTHON" -m pytest -p no:cacheprovider -m gpu \
-    tests/kvcompress/test_gpu.py tests/kvcompress/test_kernels.py
+    tests/kvcompress/test_gpu.py tests/kvcompress/kernels/test_kernels.py
 else
   echo "no tests: pytest or hypothesis is not installed" >&2
 fi

@@ -16,7 +16,7 @@ test_on() { # name of the overlay environment, requirement, pytest arguments
     "$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$packages/below.pth"
     "$overlay/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade "$requirement"
     "$overlay/bin/python" -c 'import transformers; print("transformers", transformers.__version__)'
-    "$overlay/bin/python" -m pytest -n 2 tests/kvcompress tests/test_families.py "$@"
+    "$overlay/bin/python" -m pytest -n 2 tests/kvcompress tests/support "$@"
 }
 
 test_on oldest "$OLDEST" "$@"

@@ -1,51 +1,31 @@
 """Fixtures that several test files use."""
 
-import sys
+import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-from transformers import modeling_flash_attention_utils as flash_utils
+from hypothesis import Phase, settings
 
-FAKE_FLASH_ATTN = Path(__file__).parent / "fake_flash_attn"
+from tests.support.flash_attn_stand_in import flash_attn_stand_in
 
-
-@contextmanager
-def flash_attn_stand_in() -> Iterator[None]:
-    """Inside, `attn_implementation="flash_attention_2"` works on the CPU, in plain torch.
-
-    transformers is told that the package is there and that the CPU is a device for it; the rest (choice of the
-    function, unpadding, masks) is transformers' own code.
-    """
-
-    def yes(*args: object, **kwargs: object) -> bool:
-        return True
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in _flash_attn_modules():  # where the real one is installed
-            patch.delitem(sys.modules, name)
-        patch.syspath_prepend(str(FAKE_FLASH_ATTN))
-        patch.setattr(flash_utils, "is_flash_attn_2_available", yes)
-        matrix = flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX
-        patch.setitem(matrix, 2, matrix[2] | {"general_availability_check": yes, "supported_devices": ((yes, "cpu"),)})
-        # What transformers has loaded so far, and keeps for the whole process.
-        loaded = [name for name in vars(flash_utils) if name.startswith("_") and name.endswith("_fn")]
-        for name in ("_loaded_implementation", *loaded):
-            patch.setattr(flash_utils, name, None)
-        try:
-            yield
-        finally:
-            for name in _flash_attn_modules():
-                del sys.modules[name]
+# The same examples each time, and a failure is not made smaller: for tests.mutate, which only wants to know whether.
+settings.register_profile(
+    "mutate", database=None, derandomize=True, deadline=None, phases=(Phase.explicit, Phase.generate)
+)
 
 
-def _flash_attn_modules() -> list[str]:
-    return [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]
+def pytest_collection_finish() -> None:
+    """What torch and transformers have made stays: no later collection of garbage needs to look through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture
 def fake_flash_attn() -> Iterator[None]:
-    """The test runs with the stand-in for flash-attn: see tests/fake_flash_attn."""
+    """The test runs with the stand-in for flash-attn: see tests/support/fake_flash_attn."""
     with flash_attn_stand_in():
         yield

@@ -25,9 +25,9 @@ import kvcompress
 from kvcompress.layer_budgets import list_layer_budgets
 from kvcompress.policy.policy import make_policy
 from kvcompress.scoring.merging import MERGES
-from tests.families import FAMILIES
-from tests.kvcompress.strategies import METHODS, OPTIONS
-from tests.masked_reference import generate, only_attending_to
+from tests.support.families import FAMILIES
+from tests.support.masked_reference import generate, only_attending_to
+from tests.support.strategies import METHODS, OPTIONS
 
 NEW = 8
 TOLERANCE = 2e-4
@@ -108,7 +108,7 @@ def check(config: dict[str, Any]) -> None:
     columns = inputs["input_ids"].shape[1]
     exact = config["options"].get("cache_implementation") != "quantized"
 
-    merges = make_policy(config["method"], **config["options"]).part("merge") != "none"
+    merges = make_policy(config["method"], **config["options"]).chosen("merge") != "none"
     if exact and not merges and config["options"]["first_token"] == "full":
         with only_attending_to(model, history):
             _, expected = generate(model, inputs, NEW, forced=tokens)

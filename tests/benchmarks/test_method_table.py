@@ -19,7 +19,7 @@ from benchmarks.method_table import (
     sign_test,
 )
 from benchmarks.retrieval import OPENING, draw_examples
-from tests.families import FAMILIES
+from tests.support.families import FAMILIES
 
 PROTOCOL = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"})
 

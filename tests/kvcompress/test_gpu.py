@@ -10,11 +10,10 @@ import kvcompress
 from benchmarks.ragged_decode import ragged_case as benchmark_case
 from benchmarks.ragged_decode import ways_to_attend
 from kvcompress.kernels.ragged_decode import ragged_decode, ragged_decode_reference
-from tests.families import FAMILIES
-from tests.masked_reference import generate, only_attending_to
-
-from .ragged_cases import TOLERANCE, check_triton, ragged_case
-from .strategies import METHODS
+from tests.support.families import FAMILIES
+from tests.support.masked_reference import generate, only_attending_to
+from tests.support.ragged_cases import TOLERANCE, check_triton, ragged_case
+from tests.support.strategies import METHODS
 
 pytestmark = pytest.mark.gpu
 NEW = 6

@@ -1,37 +1,24 @@
 """The promises that hold for every method on every family, over drawn shapes."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 import kvcompress
 from kvcompress.scoring.rotary import Rotary
-from tests.families import FAMILIES
-from tests.masked_reference import generate, only_attending_to
+from tests.support.examples import examples, paired
+from tests.support.families import FAMILIES
+from tests.support.kept import LargestTensor, expected_entries, kept_of, real_lengths
+from tests.support.masked_reference import generate, only_attending_to
+from tests.support.strategies import METHODS, OPTIONS, Case, cases
 
-from .strategies import METHODS, OPTIONS, cases
-
-NEW = 5
+NEW = 4
 TOLERANCE = 1e-4  # fp32, logits of order 1
-property_test = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-def kept_of(cache: kvcompress.CompressedCache) -> list:
-    return [cache.kept_indices(layer) for layer in range(len(cache.layers))]
-
-
-def real_lengths(inputs: dict) -> list[int]:
-    return inputs["attention_mask"].sum(1).tolist()
-
-
-def expected_entries(ratio: float, length: int) -> int:
-    return max(1, math.floor(ratio * length + 0.5))
+property_test = examples(8)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,6 +43,21 @@ def test_decoding_equals_the_full_cache_under_a_mask_that_hides_what_was_dropped
     with only_attending_to(case.model, kept_of(session.cache)):
         _, expected = generate(case.model, case.inputs, NEW, forced=tokens)
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(("method", "family"), paired(METHODS, list(FAMILIES)))
+def test_every_method_by_name_decodes_as_the_full_cache_under_that_mask_and_a_row_as_alone(method, family):
+    """The property tests draw methods: here none is left out."""
+    images = (1, 0) if FAMILIES[family].is_vlm else None
+    case = Case(FAMILIES[family], (4, 2), (33, 21), images, method, (), 0.3, seed=0)
+    with case.compress(**case.unmerged) as session:
+        tokens, logits = generate(case.model, case.inputs, NEW)
+    with only_attending_to(case.model, kept_of(session.cache)):
+        _, expected = generate(case.model, case.inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    with case.compress(**case.unmerged):
+        _, alone = generate(case.model, case.family.solo(case.inputs, 1), NEW, forced=tokens[1:])
+    torch.testing.assert_close(logits[1], alone[0], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -147,7 +149,7 @@ def test_a_second_prompt_sees_what_was_kept_and_is_compressed_in_turn(family, da
         _, expected = two_turns(case.model, DynamicCache(config=case.model.config), forced)
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
     lengths = [first["input_ids"].shape[1], more.shape[1] + 1]  # the first answer's last token is new here
-    kept = sum(layer.prompt_kept for layer in cache.layers).tolist()
+    kept = sum(layer.memory.log.kept for layer in cache.layers).tolist()
     assert kept == [3 * sum(expected_entries(case.ratio, n) for n in lengths)]
 
 
@@ -161,19 +163,6 @@ def test_the_same_seed_selects_the_same_entries(method):
             generate(model, inputs, NEW)
         runs.append([[head.tolist() for row in layer for head in row] for layer in kept_of(session.cache)])
     assert runs[0] == runs[1]
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the most elements that any operation returned."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return result
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -5,7 +5,7 @@ import torch
 
 import kvcompress
 from kvcompress import measure
-from tests.families import FAMILIES, IMAGE
+from tests.support.families import FAMILIES, IMAGE
 
 FAMILY = FAMILIES["llava-onevision"]
 MODEL = FAMILY.build()

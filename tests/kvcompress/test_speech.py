@@ -164,7 +164,7 @@ def tiny_processor() -> Qwen2_5OmniProcessor:
 
 @torch.no_grad()
 def randomize(model: torch.nn.Module) -> None:
-    """Peaked attention, as in tests/families.py: what is dropped then makes a difference."""
+    """Peaked attention, as in tests/support/families.py: what is dropped then makes a difference."""
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
         if weight.ndim >= 2 and not name.startswith("token2wav"):

@@ -33,7 +33,7 @@ from lmms_eval_plugins.model import lm as lm_module
 from lmms_eval_plugins.model import loading
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT, ModelArguments
 from lmms_eval_plugins.model.lm import KVCompressLM
-from tests.families import (
+from tests.support.families import (
     FAMILIES,
     FIRST_TEXT,
     INTERNVL_IMAGE,
@@ -64,7 +64,7 @@ INTERNVL_SPECIALS = ["<pad>", "<IMG_CONTEXT>", "<video>", "<img>", "</img>", "<e
 
 
 def save_checkpoint(family: str, folder: Path) -> str:
-    """Saves the tiny random model of a family (see tests/families.py) with a tokenizer of single characters and the
+    """Saves the tiny random model of a family (tests/support/families.py) with a tokenizer of single characters and the
     family's own processor; returns the folder's name. LLaVA-OneVision is the bundled model with noise on its weights,
     so that it does not answer in one word."""
     if family == "llava-onevision":

@@ -12,7 +12,7 @@ from kvcompress import KVCompressError
 from lmms_eval_plugins.model import llava_next
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT
 from lmms_eval_plugins.model.lm import KVCompressLM
-from tests import llava_next_layout
+from tests.support import llava_next_layout
 from tests.support.checkpoints import image, requests, write_video
 
 

@@ -17,8 +17,8 @@ from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.model import weights
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT, parse_arguments
 from lmms_eval_plugins.model.lm import KVCompressLM
-from tests.masked_reference import generate, only_attending_to
 from tests.support.checkpoints import image, requests, save_checkpoint
+from tests.support.masked_reference import generate, only_attending_to
 
 # What runs on a CPU; the packages of all but quanto are an extra.
 PACKAGES = {"quanto-int8": "optimum.quanto", "torchao-int8": "torchao", "bnb-int8": "bitsandbytes"}

@@ -1,0 +1,175 @@
+import copy
+import gc
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import kvcompress
+from tests.support.families import FAMILIES
+from tests.support.masked_reference import generate
+
+MODEL = FAMILIES["qwen2"].build()
+
+
+def prompt(lengths: list[int], **compress) -> tuple[kvcompress.CompressedCache, dict]:
+    inputs = FAMILIES["qwen2"].inputs(MODEL, lengths)
+    with kvcompress.compress(MODEL, **compress) as session:
+        MODEL(**inputs)
+    return session.cache, inputs
+
+
+def test_the_whole_prompt_is_freed_after_compression():
+    cache, _ = prompt([200], method="snapkv", ratio=0.1, max_new_tokens=0)
+    for layer in cache.layers:
+        assert layer.staged is None
+        assert layer.storage.keys.untyped_storage().nbytes() == 20 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("options", [{}, {"decode_budget": 20}], ids=["", "evicting"])
+def test_nothing_else_keeps_the_whole_prompt_alive(options):
+    cache, _ = prompt([197], method="snapkv", ratio=0.1, **options)
+    tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
+    assert not [t for t in tensors if t.shape == (1, 2, 197, 16)]
+    # Nor does a view of the prompt's 4 query heads: its memory would be theirs.
+    assert not [t for t in tensors if t.shape[-1:] == (16,) and t.untyped_storage().nbytes() == 4 * 197 * 16 * 4]
+    assert cache.layers[0].storage.length == 20
+
+
+def test_a_prompt_outside_no_grad_keeps_no_graph_alive():
+    model = copy.deepcopy(MODEL).requires_grad_(True)
+    inputs = FAMILIES["qwen2"].inputs(model, [40])
+    with torch.enable_grad(), kvcompress.compress(model, "snapkv", 0.3) as session:
+        model(**inputs)
+        model(input_ids=inputs["input_ids"][:, :1], past_key_values=session.cache)
+    for layer in session.cache.layers:
+        assert not any(tensor.requires_grad for tensor in layer.storage.tensors())
+
+
+@pytest.mark.parametrize("lengths", [[50, 50], [50, 40]], ids=["dense", "ragged"])
+def test_room_is_allocated_once_and_no_decoded_token_copies_the_layer(lengths):
+    cache, _ = prompt(lengths, method="snapkv", ratio=0.2, max_new_tokens=30)
+    layer = cache.layers[0]
+    before = layer.storage.keys.data_ptr()
+    for _ in range(30):
+        layer.update(torch.ones(2, 2, 1, 16), torch.ones(2, 2, 1, 16))
+    assert layer.storage.keys.data_ptr() == before
+    entries = 2 * sum(length // 5 + 30 for length in lengths)
+    assert layer.storage.keys.numel() == entries * 16
+
+
+@pytest.mark.parametrize("lengths", [[50, 50], [50, 40]], ids=["dense", "ragged"])
+def test_without_a_known_length_room_grows_and_keeps_what_was_stored(lengths):
+    cache, _ = prompt(lengths, method="snapkv", ratio=0.2)
+    layer = cache.layers[0]
+    stored, buffers = layer.storage.read()[0].clone(), set()
+    used = layer.storage.columns(layer.seen) >= 0
+    for _ in range(400):
+        layer.update(torch.ones(2, 2, 1, 16), torch.ones(2, 2, 1, 16))
+        buffers.add(layer.storage.keys.data_ptr())
+    keys, _ = layer.storage.read()
+    assert torch.equal(keys[:, :, :10][used], stored[used])
+    assert (keys[:, :, 10:] == 1).all()
+    assert len(buffers) < 14
+    assert layer.storage.keys.numel() / (4 * 16) < 410 * 9 / 8 + 1
+
+
+def test_seen_tokens_counts_tokens_not_entries():
+    cache, _ = prompt([30, 12], method="knorm", ratio=0.3)
+    assert cache.seen_tokens == 30
+    assert cache.layers[0].storage.length == 9
+    assert cache.get_mask_sizes(1, 0) == (10, 21)
+
+
+def test_rows_can_be_reordered_repeated_and_selected():
+    cache, _ = prompt([30, 20], method="random", ratio=0.3)
+    kept = cache.kept_indices(0)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert [head.tolist() for head in cache.kept_indices(0)[0]] == [head.tolist() for head in kept[1]]
+    cache.batch_repeat_interleave(2)
+    assert cache.layers[0].storage.read()[0].shape[0] == 4
+    assert cache.realised_ratios()[0] == pytest.approx([0.3, 0.3, 0.3, 0.3])
+    cache.batch_select_indices(torch.tensor([3]))
+    assert [head.tolist() for head in cache.kept_indices(0)[0]] == [head.tolist() for head in kept[0]]
+
+
+def test_beam_search_equals_the_unhooked_model_at_ratio_one():
+    inputs = FAMILIES["qwen2"].inputs(MODEL, [20, 11])
+    arguments = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False}
+    expected = MODEL.generate(**inputs, **arguments)
+    with kvcompress.compress(MODEL, "snapkv", 1.0):
+        assert torch.equal(MODEL.generate(**inputs, **arguments), expected)
+
+
+def test_a_fresh_cache_for_each_generation():
+    inputs = FAMILIES["qwen2"].inputs(MODEL, [30])
+    with kvcompress.compress(MODEL, "snapkv", 0.3) as session:
+        first, _ = generate(MODEL, inputs, 4)
+        cache = session.cache
+        second, _ = generate(MODEL, inputs, 4)
+    assert torch.equal(first, second)
+    assert session.cache is not cache
+
+
+def test_kept_indices_before_the_prompt_is_an_error():
+    with pytest.raises(kvcompress.KVCompressError, match="has not seen a prompt"):
+        kvcompress.CompressedCache(MODEL.config, "snapkv", 0.3).kept_indices(0)
+
+
+def test_embeddings_in_place_of_ids_give_the_same_answer():
+    inputs = FAMILIES["qwen2"].inputs(MODEL, [30, 21])
+    embeds = MODEL.get_input_embeddings()(inputs["input_ids"])
+    with kvcompress.compress(MODEL, "snapkv", 0.3):
+        expected, _ = generate(MODEL, inputs, 4)
+        ours = MODEL.generate(
+            inputs_embeds=embeds, attention_mask=inputs["attention_mask"], max_new_tokens=4, do_sample=False
+        )
+    assert torch.equal(ours, expected)
+
+
+def sliding_model(layer_types: list[str]) -> Qwen2ForCausalLM:
+    config = Qwen2Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=len(layer_types),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=12,
+        layer_types=layer_types,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Qwen2ForCausalLM(config).eval()
+
+
+def test_sliding_window_layers_are_left_alone_and_the_log_says_so_once(caplog):
+    model = sliding_model(["full_attention", "sliding_attention", "full_attention"])
+    inputs = FAMILIES["qwen2"].inputs(model, [40, 25])
+    tokens, expected = generate(model, inputs, 6)
+    with kvcompress.compress(model, "snapkv", 1.0):
+        ours, logits = generate(model, inputs, 6)
+    assert torch.equal(ours, tokens)
+    assert torch.equal(logits, expected)
+    with kvcompress.compress(model, "snapkv", 0.2) as session:
+        generate(model, inputs, 6)
+        generate(model, inputs, 6)
+    assert len(session.cache.kept_indices(2)[0][0]) == 8 + 5
+    assert len(session.cache.realised_ratios()) == 2
+    with pytest.raises(
+        kvcompress.KVCompressError, match="layer 1 is not compressed: it is a DynamicSlidingWindowLayer"
+    ):
+        session.cache.kept_indices(1)
+    assert session.cache.nbytes > sum(layer.nbytes for layer in session.cache.compressed_layers)
+    said = [record.message for record in caplog.records if record.name == "kvcompress"]
+    assert said == [
+        "qwen2: 1 of 3 layers have no full attention (sliding windows and the like); they keep transformers' own "
+        "cache, uncompressed"
+    ]
+
+
+def test_a_model_without_any_full_attention_is_an_error():
+    model = sliding_model(["sliding_attention"] * 2)
+    with pytest.raises(kvcompress.KVCompressError, match="no layer with full attention"):
+        kvcompress.CompressedCache(model.config, "snapkv", 0.2)

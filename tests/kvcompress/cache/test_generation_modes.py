@@ -1,0 +1,67 @@
+"""Sampling, beams, several answers per prompt: like the unhooked model at ratio 1.0, and right in batches."""
+
+import pytest
+import torch
+
+import kvcompress
+from tests.support.examples import paired
+from tests.support.families import FAMILIES
+from tests.support.strategies import METHODS
+
+MODEL = FAMILIES["qwen2"].build()
+INPUTS = FAMILIES["qwen2"].inputs(MODEL, [40, 23])
+NEW = 6
+MODES = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20},
+    "beams": {"num_beams": 3, "do_sample": False},
+    "several answers": {"num_return_sequences": 3, "do_sample": True},
+    "several beams": {"num_beams": 4, "num_return_sequences": 2, "do_sample": False},
+}
+
+
+def answer(inputs: dict, mode: str) -> torch.Tensor:
+    torch.manual_seed(0)
+    return MODEL.generate(**inputs, **MODES[mode], max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cache_implementation", ["dynamic", "static"])
+def test_ratio_one_gives_the_answers_of_the_unhooked_model(mode, cache_implementation):
+    expected = answer(INPUTS, mode)
+    with kvcompress.compress(MODEL, "snapkv", 1.0, max_new_tokens=NEW, cache_implementation=cache_implementation):
+        assert torch.equal(answer(INPUTS, mode), expected)
+
+
+@pytest.mark.parametrize(("method", "mode"), paired(METHODS, ["beams", "several beams"]))
+@pytest.mark.parametrize("options", [{}, {"decode_budget": 8, "decode_interval": 2}], ids=["", "evicting"])
+def test_a_row_has_the_same_beams_alone_as_in_a_batch(mode, method, options):
+    with kvcompress.compress(MODEL, method, 0.4, **options):
+        together = answer(INPUTS, mode)
+        each = len(together) // 2
+        for row in range(2):
+            alone = answer(FAMILIES["qwen2"].solo(INPUTS, row), mode)
+            assert torch.equal(together[row * each : (row + 1) * each, 40:], alone[:, -NEW:])
+
+
+def test_equal_beams_of_one_prompt_share_what_was_kept():
+    with kvcompress.compress(MODEL, "snapkv", 0.4) as session:
+        answer(INPUTS, "several answers")
+    kept = session.cache.kept_indices(0)
+    assert len(kept) == 6
+    prompt = [[head[head < 40].tolist() for head in row] for row in kept]
+    assert prompt[0] == prompt[1] == prompt[2]
+    assert prompt[3] == prompt[4] == prompt[5]
+    assert prompt[0] != prompt[3]
+
+
+@pytest.mark.parametrize("assistant", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": MODEL}])
+def test_assisted_decoding_is_a_clear_error(assistant):
+    inputs = {
+        "input_ids": torch.arange(10, 20).repeat(4)[None]
+    }  # repeats itself, so that there is something to look up
+    with (
+        kvcompress.compress(MODEL, "snapkv", 0.4),
+        pytest.raises(kvcompress.KVCompressError, match="assisted decoding"),
+    ):
+        MODEL.generate(**inputs, **assistant, max_new_tokens=NEW, do_sample=False)

@@ -1,0 +1,42 @@
+"""Entries in the CPU's memory: the same answers. (That the device holds less is checked on a GPU: test_gpu.py.)"""
+
+import pytest
+import torch
+
+import kvcompress
+from kvcompress.cache.storage import OffloadedStorage
+from tests.support.families import FAMILIES
+from tests.support.masked_reference import generate
+from tests.support.strategies import METHODS
+
+MODEL = FAMILIES["qwen2"].build()
+
+
+@pytest.mark.parametrize("kind", ["offloaded", "offloaded_static"])
+@pytest.mark.parametrize("method", [*METHODS, "full"])
+def test_offloaded_equals_dynamic(kind, method):
+    inputs = FAMILIES["qwen2"].inputs(MODEL, [45, 29])
+    ratio = None if method == "full" else 0.3
+    with kvcompress.compress(MODEL, method, ratio) as session:
+        tokens, expected = generate(MODEL, inputs, 8)
+        kept = session.cache.kept_indices(1)
+    with kvcompress.compress(MODEL, method, ratio, max_new_tokens=8, cache_implementation=kind) as session:
+        _, logits = generate(MODEL, inputs, 8, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert all(isinstance(layer.storage, OffloadedStorage) for layer in session.cache.layers)
+    ours = session.cache.kept_indices(1)
+    assert [[h.tolist() for h in row] for row in ours] == [[h.tolist() for h in row] for row in kept]
+
+
+def test_offloaded_entries_are_evicted_while_decoding_and_take_a_second_prompt():
+    first, more = torch.arange(10, 50)[None], torch.arange(60, 70)[None]
+    logits = []
+    for kind in ("dynamic", "offloaded"):
+        cache = kvcompress.CompressedCache(
+            MODEL.config, "snapkv", 0.5, decode_budget=12, decode_interval=2, cache_implementation=kind
+        )
+        with kvcompress.attach(MODEL):
+            generate(MODEL, {"input_ids": first}, 9, past_key_values=cache)
+            logits.append(MODEL(more, past_key_values=cache).logits)
+        assert len(cache.kept_indices(0)[0][0]) <= 12 + 2 + 10
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=0)

@@ -1,0 +1,137 @@
+"""Evict, then quantize: few bits, quantized once, close to full precision."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import kvcompress
+from kvcompress.kernels.quantization import BITS, Quantizer
+from tests.support.examples import paired
+from tests.support.families import FAMILIES
+from tests.support.masked_reference import generate
+from tests.support.strategies import METHODS
+
+pytest.importorskip("hqq", reason="pip install -e .[quantized]")
+cpp = pytest.importorskip("optimum.quanto.library.extensions.cpp", reason="pip install -e .[quantized]")
+
+ALL = [(backend, bits) for backend, offered in BITS.items() for bits in offered]
+EIGHT = {"cache_implementation": "quantized", "kv_backend": "hqq", "kv_bits": 8, "kv_group_size": 16}
+MODEL = FAMILIES["qwen2"].build()
+
+
+def unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    return torch.cat([packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)])
+
+
+@pytest.fixture(autouse=True)
+def quanto_in_plain_torch(monkeypatch, request):
+    """At its first use quanto compiles how numbers are unpacked, which takes most of a minute."""
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr(cpp.ext, "_lib", SimpleNamespace(unpack=unpacked))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", BITS["quanto"])
+def test_quantos_compiled_unpacking_is_that_of_the_other_tests(bits):
+    packed = torch.arange(256, dtype=torch.uint8)[:, None].expand(-1, 3).contiguous()
+    assert torch.equal(cpp.ext.lib.unpack(packed, bits), unpacked(packed, bits))
+
+
+@pytest.mark.parametrize(("backend", "bits"), ALL)
+@pytest.mark.parametrize("shape", [(5, 7), (64, 16), (1, 1), (3, 100)])
+def test_the_error_is_at_most_a_step_of_the_groups_range(backend, bits, shape):
+    states = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    packed = Quantizer(backend, bits, 16).quantize(states)
+    assert packed.dequantize().shape == states.shape
+    step = (states.max() - states.min()) / (2**bits - 1)
+    assert (packed.dequantize() - states).abs().max() <= step * (1.5 if bits > 1 else 2)
+
+
+@pytest.mark.parametrize(("method", "family"), paired([*METHODS, "full"], list(FAMILIES)))
+def test_eight_bits_are_close_to_full_precision(method, family):
+    model = FAMILIES[family].build()
+    inputs = FAMILIES[family].inputs(model, [45, 29], [1, 0] if FAMILIES[family].is_vlm else None)
+    ratio = None if method == "full" else 0.4
+    with kvcompress.compress(model, method, ratio) as session:
+        tokens, expected = generate(model, inputs, 8)
+    kept = [session.cache.kept_indices(layer) for layer in range(3)]
+    with kvcompress.compress(model, method, ratio, kv_residual=3, **EIGHT) as session:
+        _, logits = generate(model, inputs, 8, forced=tokens)
+    assert (logits - expected).abs().mean() < 0.02
+    for layer in range(3):
+        ours = session.cache.kept_indices(layer)
+        assert [[h.tolist() for h in row] for row in ours] == [[h.tolist() for h in row] for row in kept[layer]]
+
+
+@pytest.mark.parametrize(("backend", "bits"), ALL)
+def test_bytes_fall_with_the_bits(backend, bits):
+    inputs = FAMILIES["qwen2"].inputs(MODEL, [600])
+    arguments = {"cache_implementation": "quantized", "kv_backend": backend, "kv_bits": bits, "kv_residual": 1}
+    with kvcompress.compress(MODEL, **arguments) as session:
+        generate(MODEL, inputs, 1)
+    numbers = 3 * 2 * 600 * 2 * 16  # layers, keys and values, tokens, KV heads, head_dim
+    scales = numbers / 64 * 2 * 4
+    residual = 3 * 2 * 2 * 16 * 4
+    assert session.cache.nbytes == pytest.approx(numbers * bits / 8 + scales + residual, rel=0.02)
+
+
+def test_entries_are_quantized_once(monkeypatch):
+    quantized = []
+    monkeypatch.setattr(
+        Quantizer, "quantize", lambda self, states, original=Quantizer.quantize: (
+            quantized.append(states.numel()) or original(self, states)
+        )
+    )  # fmt: skip
+    cache = kvcompress.CompressedCache(MODEL.config, "snapkv", 0.5, kv_residual=4, **EIGHT)
+    with kvcompress.attach(MODEL):
+        generate(MODEL, {"input_ids": torch.arange(10, 50)[None]}, 12, past_key_values=cache)
+        MODEL(torch.arange(50, 60)[None], past_key_values=cache)
+        generate(MODEL, {"input_ids": torch.arange(10, 80)[None]}, 6, past_key_values=cache)
+    waiting = cache.layers[0].storage.recent.length
+    held = sum(len(head) for head in cache.kept_indices(0)[0]) - 2 * waiting
+    assert sum(quantized) == 3 * 2 * held * 16
+
+
+def test_decoded_tokens_wait_in_full_precision_until_there_are_kv_residual_of_them():
+    cache = kvcompress.CompressedCache(MODEL.config, "snapkv", 0.5, kv_residual=3, **EIGHT)
+    waiting, blocks = [], []
+    with kvcompress.attach(MODEL), torch.no_grad():
+        MODEL(torch.arange(10, 50)[None], past_key_values=cache)
+        for token in range(50, 57):
+            MODEL(torch.tensor([[token]]), past_key_values=cache)
+            waiting.append(cache.layers[0].storage.recent.length)
+            blocks.append(len(cache.layers[0].storage.blocks))
+    assert waiting == [1, 2, 0, 1, 2, 0, 1]
+    assert blocks == [1, 1, 2, 2, 2, 3, 3]
+
+
+def test_beams_and_reuse_on_quantized_entries():
+    inputs = FAMILIES["qwen2"].inputs(MODEL, [40, 25])
+    arguments = {"num_beams": 3, "max_new_tokens": 5, "do_sample": False}
+    with kvcompress.compress(MODEL, "snapkv", 0.5):
+        expected = MODEL.generate(**inputs, **arguments)
+    with kvcompress.compress(MODEL, "snapkv", 0.5, kv_residual=2, **EIGHT):
+        assert MODEL.generate(**inputs, **arguments).shape == expected.shape
+    with kvcompress.compress(MODEL, "snapkv", 0.5, kv_residual=2, **EIGHT) as session:
+        ids = torch.arange(10, 50)[None]
+        MODEL(ids)
+        answers = []
+        for _ in range(2):
+            with session.reuse() as cache:
+                question = torch.cat([ids, torch.arange(60, 66)[None]], 1)
+                answers.append(generate(MODEL, {"input_ids": question}, 6, past_key_values=cache)[1])
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_implementation": "quantized", "kv_bits": 3}, "kv_bits=3 is not offered by kv_backend='quanto': 2, 4"),
+        ({"kv_bits": 2}, "kv_bits= needs cache_implementation='quantized'"),
+        ({"cache_implementation": "quantized", "decode_budget": 9}, "do not go with cache_implementation="),
+    ],
+)
+def test_what_does_not_go_together_is_an_error(options, message):
+    with pytest.raises(kvcompress.KVCompressError, match=message):
+        kvcompress.compress(MODEL, "snapkv", 0.5, **options)

@@ -1,0 +1,120 @@
+"""Static shapes: the same answers, one graph, no recompilation."""
+
+import pytest
+import torch
+from transformers import CompileConfig
+
+import kvcompress
+from tests.support.examples import paired
+from tests.support.families import FAMILIES
+from tests.support.masked_reference import generate
+from tests.support.strategies import METHODS
+
+STATIC = {"cache_implementation": "static"}
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize(("method", "family"), paired([*METHODS, "full"], list(FAMILIES)))
+def test_static_equals_dynamic(method, family):
+    model = FAMILIES[family].build()
+    inputs = FAMILIES[family].inputs(model, [45, 29], [1, 0] if FAMILIES[family].is_vlm else None)
+    ratio = None if method == "full" else 0.3
+    with kvcompress.compress(model, method, ratio) as session:
+        tokens, expected = generate(model, inputs, 8)
+    kept = [session.cache.kept_indices(layer) for layer in range(3)]
+    with kvcompress.compress(model, method, ratio, max_new_tokens=8, **STATIC) as session:
+        _, logits = generate(model, inputs, 8, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    for layer in range(3):
+        ours = session.cache.kept_indices(layer)
+        assert [[h.tolist() for h in row] for row in ours] == [[h.tolist() for h in row] for row in kept[layer]]
+    assert session.cache.seen_tokens == inputs["input_ids"].shape[1] + 7
+
+
+@pytest.mark.parametrize("method", ["snapkv", "pyramidkv", "full"])
+def test_24_decode_steps_are_one_graph_with_the_tokens_of_eager(method):
+    model = FAMILIES["qwen2"].build(2)
+    inputs = FAMILIES["qwen2"].inputs(model, [40])
+    ratio = None if method == "full" else 0.3
+    with kvcompress.compress(model, method, ratio):
+        expected, _ = generate(model, inputs, 25)
+    torch._dynamo.reset()
+    with (
+        torch.no_grad(),
+        torch._dynamo.config.patch(error_on_recompile=True),
+        kvcompress.compress(model, method, ratio, max_new_tokens=25, **STATIC) as session,
+    ):
+        logits = model(**inputs).logits
+        cache = session.cache
+
+        @torch.compile(fullgraph=True, backend="eager")
+        def decode(token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+            return model(input_ids=token, position_ids=position, past_key_values=cache).logits
+
+        tokens = [logits[:, -1:].argmax(-1)]
+        for step in range(24):
+            tokens.append(decode(tokens[-1], torch.tensor([[40 + step]]))[:, -1:].argmax(-1))
+    assert torch.equal(torch.cat(tokens, 1), expected)
+
+
+@pytest.mark.slow
+def test_generate_compiles_the_decode_step_itself():
+    """transformers' own compile path, which it takes by itself on a GPU, made to run on the CPU."""
+    model = FAMILIES["qwen2"].build(2)
+    inputs = FAMILIES["qwen2"].inputs(model, [40, 31])
+    with kvcompress.compress(model, "snapkv", 0.3):
+        expected, _ = generate(model, inputs, 20)
+    torch._dynamo.reset()
+    config = CompileConfig(fullgraph=True, dynamic=False, backend="inductor", mode="default")
+    config._compile_all_devices = True
+    cache = kvcompress.CompressedCache(model.config, "snapkv", 0.3, max_new_tokens=20, **STATIC)
+    with kvcompress.attach(model):
+        tokens, _ = generate(model, inputs, 20, past_key_values=cache, compile_config=config)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert torch.equal(tokens, expected)
+    del model._compiled_call
+
+
+def test_prompts_of_other_lengths_compile_once_more_and_then_never():
+    model = FAMILIES["qwen2"].build(1)
+    config = CompileConfig(fullgraph=True, backend="eager", mode="default")  # `dynamic` as transformers leaves it
+    config._compile_all_devices = True
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for length in (30, 41, 52, 37, 63):
+        inputs = FAMILIES["qwen2"].inputs(model, [length])
+        with kvcompress.compress(model, "snapkv", 0.3):
+            expected, _ = generate(model, inputs, 6)
+        cache = kvcompress.CompressedCache(model.config, "snapkv", 0.3, max_new_tokens=6, **STATIC)
+        with kvcompress.attach(model):
+            tokens, _ = generate(model, inputs, 6, past_key_values=cache, compile_config=config)
+        assert torch.equal(tokens, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    del model._compiled_call
+
+
+def test_static_buffers_hold_the_kept_entries_and_the_room():
+    model = FAMILIES["qwen2"].build()
+    with kvcompress.compress(model, "snapkv", 0.2, max_new_tokens=9, **STATIC) as session:
+        generate(model, FAMILIES["qwen2"].inputs(model, [50]), 9)
+    assert session.cache.layers[0].storage.keys.shape == (1, 2, 10 + 9, 16)
+
+
+def test_a_second_prompt_on_static_shapes():
+    model = FAMILIES["qwen2"].build()
+    first, more = torch.arange(10, 40)[None], torch.arange(50, 60)[None]
+    logits = []
+    for options in ({}, STATIC):
+        cache = kvcompress.CompressedCache(model.config, "snapkv", 0.3, max_new_tokens=8, **options)
+        with kvcompress.attach(model):
+            generate(model, {"input_ids": first}, 3, past_key_values=cache)
+            logits.append(model(more, past_key_values=cache).logits)
+    torch.testing.assert_close(*logits, atol=TOLERANCE, rtol=0)
+
+
+def test_static_needs_to_know_its_room_and_takes_no_eviction():
+    config = FAMILIES["qwen2"].build().config
+    with pytest.raises(kvcompress.KVCompressError, match="needs max_new_tokens"):
+        kvcompress.CompressedCache(config, "snapkv", 0.3, **STATIC)
+    with pytest.raises(kvcompress.KVCompressError, match="do not go with cache_implementation="):
+        kvcompress.CompressedCache(config, "snapkv", 0.3, decode_budget=5, max_new_tokens=5, **STATIC)

@@ -1,0 +1,150 @@
+"""Each method against a plain reference, written from its paper in float64, row by row, with loops."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import kvcompress
+from kvcompress.scoring.layer_view import Settings
+from tests.support.examples import examples
+from tests.support.plain_reference import SCALING, best, check, layers, snapkv_scores
+
+
+@examples(60)
+@given(layer=layers(), sinks=st.sampled_from([0, 1, 4]))
+def test_streamingllm_keeps_first_and_last_tokens(layer, sinks):
+    def reference(q, k, v, budget):
+        first = min(sinks, budget - 1)
+        recent = range(len(k) - (budget - first), len(k))
+        return {*range(first), *recent}
+
+    check(kvcompress.make_cluster("streamingllm", sinks=sinks), layer, reference)
+
+
+@examples(60)
+@given(layer=layers())
+def test_knorm_keeps_the_smallest_key_norms(layer):
+    check(
+        kvcompress.make_cluster("knorm"),
+        layer,
+        lambda q, k, v, budget: best([-(sum(x * x for x in key) ** 0.5) for key in k.tolist()], budget),
+    )
+
+
+@examples(60)
+@given(layer=layers())
+def test_vnorm_keeps_the_largest_value_norms(layer):
+    check(
+        kvcompress.make_cluster("vnorm"),
+        layer,
+        lambda q, k, v, budget: best([sum(x * x for x in value) ** 0.5 for value in v.tolist()], budget),
+    )
+
+
+@examples(60)
+@given(layer=layers())
+def test_keydiff_keeps_the_keys_least_like_the_mean_direction(layer):
+    def reference(q, k, v, budget):
+        unit = [key / key.norm() for key in k]
+        anchor = sum(unit) / len(unit)
+        return best([-float(key @ anchor / (key.norm() * anchor.norm())) for key in k], budget)
+
+    assume(min(layer[-1].lengths) > 2)  # with two tokens the cosines are equal, and rounding decides
+    check(kvcompress.make_cluster("keydiff"), layer, reference)
+
+
+@examples(60)
+@given(layer=layers())
+def test_tova_keeps_what_the_last_query_of_all_heads_attends_to(layer):
+    queries, keys, values, prompt = layer
+    kept = kvcompress.make_cluster("tova").update_kv(queries, keys, values, prompt)
+    groups = queries.shape[1] // keys.shape[1]
+    for row, (length, budget) in enumerate(zip(prompt.lengths, prompt.budgets, strict=True)):
+        first = keys.shape[2] - length
+        mean = torch.zeros(length, dtype=torch.float64)
+        for head in range(queries.shape[1]):
+            k = keys[row, head // groups, first:].double()
+            mean += torch.softmax(k @ queries[row, head, -1].double() * SCALING, 0) / queries.shape[1]
+        expected = sorted(best([*mean[:-1].tolist(), float("inf")], budget))
+        for slots in kept.indices[row]:
+            assert (slots[slots >= 0] - first).tolist() == expected
+
+
+window_options = {
+    "window": st.sampled_from([1, 3, 8, 64]),
+    "kernel": st.sampled_from([1, 3, 5]),
+    "pooling": st.sampled_from(["avg", "max"]),
+}
+
+
+@examples(60)
+@given(layer=layers(), **window_options)
+def test_snapkv_keeps_window_and_what_it_attends_to(layer, window, kernel, pooling):
+    cluster = kvcompress.make_cluster("snapkv", window_size=window, kernel_size=kernel, pooling=pooling)
+    check(cluster, layer, lambda q, k, v, budget: best(snapkv_scores(q, k, window, kernel, pooling), budget))
+
+
+@examples(60)
+@given(layer=layers(), safeguard=st.sampled_from([0.0, 0.2, 0.7, 1.0]), **window_options)
+def test_adaptive_heads_keep_the_best_of_all_heads_after_each_heads_sure_share(
+    layer, safeguard, window, kernel, pooling
+):
+    queries, keys, values, prompt = layer
+    prompt = dataclasses.replace(prompt, settings=Settings(head_budget="adaptive", safeguard=safeguard))
+    cluster = kvcompress.make_cluster("adakv", window_size=window, kernel_size=kernel, pooling=pooling)
+    kept = cluster.update_kv(queries, keys, values, prompt)
+    groups, kv_heads = queries.shape[1] // keys.shape[1], keys.shape[1]
+    for row, (length, budget) in enumerate(zip(prompt.lengths, prompt.budgets, strict=True)):
+        first = keys.shape[2] - length
+        scored = []
+        for head in range(kv_heads):
+            q = queries[row, head * groups : (head + 1) * groups, first:].double()
+            scores = snapkv_scores(q, keys[row, head, first:].double(), window, kernel, pooling)
+            sure = best(scores, int(safeguard * budget)) if int(safeguard * budget) else []
+            for column, score in enumerate(scores):
+                scored.append((float("inf") if column in sure else score, column, head))
+        # Among equal scores the later column; among the heads at one column, the last.
+        expected = sorted(scored)[-budget * kv_heads :]
+        for head in range(kv_heads):
+            slots = kept.indices[row, head]
+            ours = (slots[slots >= 0] - first).tolist()
+            assert ours == sorted(column for _, column, h in expected if h == head)
+
+
+def random_kept(seed: int, row_seed: int, layer: int = 0, length: int = 100) -> torch.Tensor:
+    keys = torch.zeros(1, 2, length, 4)
+    prompt = kvcompress.Prompt(layer, 2, [length], [length // 5], SCALING, row_seeds=(row_seed,))
+    return kvcompress.make_cluster("random", seed=seed, window_size=4).update_kv(keys, keys, keys, prompt).indices[0]
+
+
+def test_random_keeps_the_window_and_differs_by_seed_prompt_layer_and_head():
+    base = random_kept(seed=0, row_seed=1)
+    assert base[:, -4:].tolist() == [[96, 97, 98, 99]] * 2
+    others = [random_kept(1, 1), random_kept(0, 2), random_kept(0, 1, layer=1), base.flip(0)]
+    assert all(not torch.equal(base, other) for other in others)
+    assert torch.equal(base, random_kept(seed=0, row_seed=1))
+
+
+def test_random_draws_every_column_equally_often():
+    counts = torch.zeros(96)
+    draws = 500
+    for row_seed in range(draws):
+        for head in random_kept(seed=0, row_seed=row_seed):
+            counts[head[:-4]] += 1
+    expected = draws * 2 * 16 / 96
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert chi_square < 150  # 95 degrees of freedom: beyond 150 once in 5,000
+
+
+@pytest.mark.parametrize("pooling", ["avg", "max"])
+def test_snapkv_keeps_a_needle_that_the_last_query_attends_to(pooling):
+    keys = torch.zeros(1, 1, 200, 4)
+    keys[0, 0, 37] = 10.0
+    queries = torch.ones(1, 1, 200, 4)
+    prompt = kvcompress.Prompt(0, 1, [200], [13], 1.0)
+    kept = kvcompress.make_cluster("snapkv", window_size=8, kernel_size=5, pooling=pooling)
+    indices = kept.update_kv(queries, keys, keys, prompt).indices[0, 0].tolist()
+    assert indices == [*range(35, 40), *range(192, 200)]

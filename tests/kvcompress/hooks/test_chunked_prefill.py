@@ -1,0 +1,386 @@
+"""Prompts in chunks: right at every chunk, exact in what is kept, bounded in memory, the same in any batch."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+import kvcompress
+from benchmarks.prefill_memory import LargestTensor
+from kvcompress.cache.layer import CompressedLayer
+from kvcompress.cache.new_tokens import NewTokens
+from kvcompress.errors import KVCompressError
+from kvcompress.policy.policy import make_policy
+from tests.support.docs import DOCS, python_blocks
+from tests.support.examples import examples
+from tests.support.families import FAMILIES, IMAGE, VIDEO, VISION_END, VISION_START
+from tests.support.kept import kept_of, real_lengths
+from tests.support.masked_reference import generate
+from tests.support.strategies import METHODS, Case, cases
+
+NEW = 4
+TOLERANCE = 1e-4  # fp32, logits of order 1
+property_test = examples(3)
+
+
+def takes_chunks(method: str, **options: object) -> bool:
+    policy = make_policy(method, 0.5, **options)
+    needs_all = policy.cluster.whole_prompt or policy.cluster.second_pass or policy.layer_budget.is_measured
+    return not needs_all
+
+
+@st.composite
+def chunked_cases(draw: st.DrawFn, family: str, **kwargs) -> Case:
+    case = draw(cases(family, **kwargs))
+    assume(takes_chunks(case.method, **dict(case.options)))
+    return case
+
+
+SOME_FAMILIES = ["qwen2", "llava-onevision", "qwen2.5-vl"]
+sizes = st.sampled_from([1, 7, 20])
+budgets = st.sampled_from([{}, {"ratio": None, "budget": 5}, {"ratio": None, "budget": 17}])
+
+
+@contextmanager
+def notes_after_each_pass(session: kvcompress.Session) -> Iterator[dict[int, list]]:
+    """Columns seen -> what the cache held, [layer][row][kv_head], after each pass of the text decoder."""
+    history = {}
+
+    def note(decoder, args, output):
+        cache = session.cache
+        history[cache.seen_tokens] = kept_of(cache)
+
+    handle = kvcompress.hooks.model.text_decoder(session.model).register_forward_hook(note)
+    try:
+        yield history
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def attending_pass_by_pass(model: torch.nn.Module, history: dict[int, list]) -> Iterator[None]:
+    """Inside, one ordinary pass over all tokens is what the passes in `history`, chunks and decode steps, should be: a
+    query sees what was kept when its own pass began and, causally, its own pass. Plain fp32 attention at the positions
+    that the model gives to the whole sequence."""
+    ends = sorted(history)
+
+    def attention(module, query, key, value, attention_mask, scaling, **kwargs):
+        columns = key.shape[2]
+        visible = torch.zeros(*key.shape[:2], columns, columns, dtype=torch.bool)
+        for start, end in zip([0, *ends[:-1]], ends, strict=True):
+            visible[:, :, start:end, start:end] = torch.ones(end - start, end - start).tril().bool()
+            for row, heads in enumerate(history[start][module.layer_idx] if start else []):
+                for head, held in enumerate(heads):
+                    visible[row, head, start:end, held] = True
+        if attention_mask is not None:
+            visible = visible & attention_mask
+        visible = visible | torch.eye(columns, dtype=torch.bool)  # pads: no NaN
+        groups = query.shape[1] // key.shape[1]
+        logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
+        weights = logits.masked_fill(~visible.repeat_interleave(groups, 1), float("-inf")).softmax(-1)
+        return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
+
+    config = model.config.get_text_config(decoder=True)
+    before = config._attn_implementation
+    AttentionInterface.register("pass_reference", attention)
+    AttentionMaskInterface.register("pass_reference", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    config._attn_implementation = "pass_reference"
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def with_tokens(inputs: dict, tokens: torch.Tensor) -> dict:
+    """The prompt with text behind it."""
+    longer = {**inputs, "input_ids": torch.cat([inputs["input_ids"], tokens], 1)}
+    longer["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(tokens)], 1)
+    if "mm_token_type_ids" in inputs:
+        kinds = inputs["mm_token_type_ids"]
+        longer["mm_token_type_ids"] = torch.cat([kinds, torch.zeros_like(tokens).to(kinds.dtype)], 1)
+    return longer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@property_test
+@given(data=st.data())
+def test_each_chunk_and_the_answer_see_what_was_kept_before_them_at_the_true_positions(family, data):
+    case, size, changes = data.draw(chunked_cases(family)), data.draw(sizes), data.draw(budgets)
+    inputs = case.inputs
+    with (
+        case.compress(prefill_chunk=size, **case.unmerged, **changes) as session,
+        notes_after_each_pass(session) as history,
+    ):
+        tokens, logits = generate(case.model, inputs, NEW)
+    columns = inputs["input_ids"].shape[1]
+    chunk_ends = list(range(columns, 0, -size))[::-1]
+    assert sorted(history) == [*chunk_ends, *range(columns + 1, columns + NEW)]
+    with attending_pass_by_pass(case.model, history), torch.no_grad():
+        expected = case.model(**with_tokens(inputs, tokens[:, :-1]), use_cache=False).logits
+    torch.testing.assert_close(logits, expected[:, columns - 1 :], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", SOME_FAMILIES)
+@property_test
+@given(data=st.data())
+def test_every_layer_and_head_stores_exactly_its_budget_after_each_chunk(family, data):
+    case, size, changes = data.draw(chunked_cases(family)), data.draw(sizes), data.draw(budgets)
+    inputs = case.inputs
+    budget = kvcompress.Budget(changes.get("ratio", case.ratio), changes.get("budget"))
+    with case.compress(prefill_chunk=size, **changes) as session, notes_after_each_pass(session) as history:
+        generate(case.model, inputs, 1)
+    columns = inputs["input_ids"].shape[1]
+    for seen, layers in history.items():
+        tokens = [max(length - columns + seen, 0) for length in real_lengths(inputs)]
+        wanted = [budget(n) if n else 0 for n in tokens]
+        counts = [[[len(head) for head in row] for row in layer] for layer in layers]
+        if not case.is_uniform:  # a layer whose share grows cannot take back what it has evicted
+            for row, n in enumerate(wanted):
+                assert sum(sum(layer[row]) for layer in counts) <= 3 * case.heads[1] * n
+        elif case.is_adaptive:
+            assert [[sum(row) for row in layer] for layer in counts] == [[case.heads[1] * n for n in wanted]] * 3
+        else:
+            assert counts == [[[n] * case.heads[1] for n in wanted]] * 3
+    if case.is_uniform:
+        ratios = [n / length for n, length in zip(wanted, real_lengths(inputs), strict=True)]
+        assert all(layer == pytest.approx(ratios) for layer in session.cache.realised_ratios())
+
+
+@pytest.mark.parametrize("family", SOME_FAMILIES)
+@property_test
+@given(data=st.data())
+def test_a_row_does_not_depend_on_its_batch_or_padding(family, data):
+    case, size, changes = data.draw(chunked_cases(family)), data.draw(sizes), data.draw(budgets)
+    assume(case.method != "keydiff")  # of two keys, equally like their mean, rounding chooses
+    inputs = case.inputs
+    columns = inputs["input_ids"].shape[1]
+    with case.compress(prefill_chunk=size, **changes) as session:
+        tokens, logits = generate(case.model, inputs, NEW)
+    batch = kept_of(session.cache)
+    for row, length in enumerate(real_lengths(inputs)):
+        with case.compress(prefill_chunk=size, **changes) as session:
+            _, alone = generate(case.model, case.family.solo(inputs, row), NEW, forced=tokens[row : row + 1])
+        torch.testing.assert_close(logits[row], alone[0], atol=TOLERANCE, rtol=0)
+        for together, solo in zip(batch, kept_of(session.cache), strict=True):
+            for a, b in zip(together[row], solo[0], strict=True):
+                assert (a - (columns - length)).tolist() == b.tolist()
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if takes_chunks(name)])
+def test_a_prompt_that_is_one_chunk_is_the_ordinary_prompt(method):
+    family = FAMILIES["qwen2-vl"]
+    model = family.build()
+    inputs = family.inputs(model, [40, 26], [1, 0])
+    results = []
+    for options in ({}, {"prefill_chunk": 40}):
+        with kvcompress.compress(model, method, 0.3, **options) as session:
+            results.append((*generate(model, inputs, NEW), kept_of(session.cache)))
+    (tokens, logits, kept), (ours, our_logits, our_kept) = results
+    assert torch.equal(ours, tokens)
+    assert torch.equal(our_logits, logits)
+    flat = [[head for layer in each for row in layer for head in row] for each in (kept, our_kept)]
+    assert all(torch.equal(a, b) for a, b in zip(*flat, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", ["full", "h2o", "snapkv"])
+def test_at_ratio_one_chunks_give_the_logits_of_the_unhooked_model(family, method):
+    chosen = FAMILIES[family]
+    model = chosen.build()
+    inputs = chosen.inputs(model, [45, 9, 30], [2, 0, 1] if chosen.is_vlm else None)
+    tokens, expected = generate(model, inputs, NEW)
+    for size in (7, 11):  # an image of 9 to 14 tokens is cut
+        with kvcompress.compress(model, method, 1.0, prefill_chunk=size):
+            ours, logits = generate(model, inputs, NEW, forced=tokens)
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    assert torch.equal(ours, tokens)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "named"),
+    [
+        ("snapkv", {"cache_implementation": "static", "max_new_tokens": 4}, "cache_implementation='static'"),
+        ("snapkv", {"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
+        ("snapkv", {"scope": "context"}, "scope='context'"),
+        ("snapkv", {"ratio_of": "vision"}, "ratio_of='vision'"),
+        ("snapkv", {"layer_budget": "sparsity"}, "layer_budget='sparsity'"),
+        ("kvzip", {}, "method 'kvzip'"),
+        ("sagekv", {}, "method 'sagekv'"),
+        ("vl-cache", {"layer_budget": "uniform"}, "method 'vl-cache'"),
+        ("fastv", {}, "method 'fastv' has no option"),
+        ("snapkv", {"prefill_chunk": 0}, "prefill_chunk"),
+    ],
+)
+def test_what_does_not_go_with_chunks_is_said_at_once(method, options, named):
+    with pytest.raises(KVCompressError, match=named) as error:
+        kvcompress.compress(FAMILIES["qwen2"].build(), method, 0.5, **{"prefill_chunk": 8, **options})
+    assert "prefill_chunk" in str(error.value)
+
+
+def test_an_input_that_nobody_can_cut_is_named():
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [20])
+    mask = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
+    with kvcompress.compress(model, "snapkv", 0.5, prefill_chunk=8), pytest.raises(KVCompressError, match="2-D"):
+        model(inputs["input_ids"], attention_mask=mask)
+    with kvcompress.compress(model, "snapkv", 0.5, prefill_chunk=8), pytest.raises(KVCompressError, match="markers="):
+        model(**inputs, markers=torch.zeros(1, 20))
+
+
+def test_nothing_stays_in_the_model():
+    model = FAMILIES["qwen3-vl"].build()
+    inputs = FAMILIES["qwen3-vl"].inputs(model, [40], [1])
+    decoder = kvcompress.hooks.model.text_decoder(model)
+    with kvcompress.compress(model, "snapkv", 0.5, prefill_chunk=8):
+        model(**inputs)
+        assert not decoder._forward_pre_hooks
+        with pytest.raises(RuntimeError):
+            model(**{**inputs, "pixel_values": inputs["pixel_values"][:, :7]})
+    assert not decoder._forward_pre_hooks
+    assert not decoder._forward_hooks
+
+
+@pytest.mark.parametrize("first_token", ["full", "compressed"])
+def test_budgets_hold_over_a_conversation_and_while_decoding(first_token):
+    """Two turns and their answers: the second prompt's budget is one of all the tokens so far."""
+    family = FAMILIES["llava-onevision"]
+    model = family.build()
+    first = family.inputs(model, [60], [2])
+    options = {"budget": 12, "prefill_chunk": 8, "decode_budget": 12, "decode_interval": 2, "window_size": 4}
+    cache = kvcompress.CompressedCache(model.config, "snapkv", first_token=first_token, **options)
+    with kvcompress.attach(model) as session, notes_after_each_pass(session) as history:
+        tokens, _ = generate(model, first, 6, past_key_values=cache)
+        second = with_tokens(first, torch.cat([tokens, torch.arange(30, 50)[None]], 1))
+        second = {name: second[name] for name in ("input_ids", "attention_mask")}
+        generate(model, second, 6, past_key_values=cache)
+    assert cache.seen_tokens == 60 + 6 + 20 + 5
+    most = max(len(head) for layers in history.values() for rows in layers for row in rows for head in row)
+    assert most <= 12 + 2  # and what is decoded between two evictions
+
+
+class Squares(TorchDispatchMode):
+    """Notes the shapes with two dimensions of at least `side` that any operation returned."""
+
+    def __init__(self, side: int):
+        super().__init__()
+        self.side, self.shapes = side, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor) and sum(n >= self.side for n in tensor.shape) > 1:
+                self.shapes.append(tuple(tensor.shape))
+        return result
+
+
+@pytest.mark.parametrize("chunk", [{}, {"prefill_chunk": 32}], ids=["whole", "chunks"])
+@pytest.mark.parametrize("family", ["qwen2-vl", "llava-onevision"])
+def test_hundreds_of_frames_need_no_quadratic_tensor_and_chunks_attend_over_a_chunk_and_a_budget(
+    family, chunk, monkeypatch
+):
+    chosen = FAMILIES[family]
+    model = chosen.build()
+    frames, words = 300, torch.arange(20, 30)
+    if family == "qwen2-vl":
+        video = [VISION_START, *[VIDEO] * (4 * frames), VISION_END]
+        extra = {"pixel_values_videos": torch.randn(frames * 16, 3 * 2 * 14 * 14)}
+        extra["video_grid_thw"] = torch.tensor([[frames, 4, 4]])
+    else:
+        video, extra = [VIDEO] * (frames + 1), {"pixel_values_videos": torch.randn(1, frames, 3, 8, 8)}
+    ids = torch.tensor([[*words.tolist(), *video, *words.tolist()]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **extra}
+    if family == "qwen2-vl":
+        inputs["mm_token_type_ids"] = 2 * (ids == VIDEO).int()
+    columns, attended_over, after = ids.shape[1], [], CompressedLayer.after_attention
+
+    def noted(layer: CompressedLayer, queries: torch.Tensor, *args: object) -> None:
+        attended_over.append(layer.stored + queries.shape[2])
+        after(layer, queries, *args)
+
+    monkeypatch.setattr(CompressedLayer, "after_attention", noted)
+    compressed = kvcompress.compress(model, "infinipot-v", budget=64, **chunk)
+    with compressed as session, torch.no_grad(), Squares(columns) as squares:
+        model(**inputs, logits_to_keep=1)
+    assert squares.shapes == []
+    assert max(attended_over) == (64 + 32 if chunk else columns)
+    assert {len(head) for layer in kept_of(session.cache) for head in layer[0]} == {64}
+
+
+@pytest.mark.parametrize("method", ["streamingllm", "snapkv", "h2o", "infinipot-v"])
+def test_no_operation_on_thousands_of_frames_returns_as_many_elements_as_queries_times_keys(method):
+    """Flattened, per head or as a mask. In one piece, and a padded batch in chunks."""
+    family = FAMILIES["llava-onevision"]
+    model = family.build()
+    frames, words = 3000, torch.arange(20, 30)
+    video = {"pixel_values_videos": torch.randn(1, frames, 3, 8, 8)}
+    ids = torch.cat([words, torch.full([frames + 1], VIDEO), words])[None]
+    batch = torch.cat([ids, torch.nn.functional.pad(words, (ids.shape[1] - 10, 0))[None]])
+    for prompts, options in ((ids, {}), (batch, {"prefill_chunk": 256})):
+        compressed = kvcompress.compress(model, method, budget=64, **options)
+        with compressed as session, torch.no_grad(), LargestTensor(model) as largest:
+            model(prompts, attention_mask=(prompts > 0).long(), **video, logits_to_keep=1)
+        assert {len(head) for layer in kept_of(session.cache) for head in layer[0]} == {64}
+        assert largest.numel < ids.shape[1] ** 2
+
+
+def test_infinipot_v_finds_what_changed_also_among_what_is_left_of_older_chunks():
+    """Twelve frames of five tokens, all alike but for the third token of the second frame, in chunks of two frames."""
+    frame = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    keys = frame.repeat(12, 1)[None, None]
+    keys[0, 0, 7] *= -1
+    layer = CompressedLayer(0, 0, 1, make_policy("infinipot-v", budget=8, tar=1.0, prefill_chunk=10), None)
+    held = []
+    for start in range(0, 60, 10):
+        part = keys[:, :, start : start + 10]
+        vision = torch.ones(1, start + 10, dtype=torch.bool)
+        layer.begin(NewTokens(10, [10], None, vision[:, start:], [10], [10], (0,), (5,), seen_vision=vision))
+        layer.update(part, part)
+        layer.after_attention(part, 0.25, torch.nn.Identity())
+        held.append(layer.storage.columns(layer.seen)[0, 0].tolist())
+    assert all(7 in columns for columns in held)
+    assert all(columns[-5:] == list(range(10 * n + 5, 10 * n + 10)) for n, columns in enumerate(held))
+
+
+def test_text_goes_before_vision_in_every_chunk():
+    family = FAMILIES["llava-onevision"]
+    model = family.build()
+    inputs = family.inputs(model, [50], [2])
+    text = (inputs["input_ids"][0] != IMAGE).nonzero()[:, 0].tolist()
+    with kvcompress.compress(model, "infinipot-v", budget=len(text) + 2, prefill_chunk=8) as session:
+        model(**inputs)
+    for layer in kept_of(session.cache):
+        for head in layer[0]:
+            assert set(text) <= set(head.tolist())
+
+
+def test_the_streaming_example_answers_questions_in_between_and_holds_no_more_than_its_budget():
+    family = FAMILIES["llava-onevision"]
+    model = family.build()
+    token_count = family.image_tokens(1)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.tensor([[VISION_START, *[IMAGE] * token_count, VISION_END]])
+    frames = []
+    for _ in range(50):
+        pixels = torch.randn(1, 3, 3, 8, 8, generator=generator)
+        one = {"pixel_values": pixels, "image_sizes": torch.tensor([[8, 16]]), "batch_num_images": torch.tensor([1])}
+        frames.append({"input_ids": ids, **one})
+    example = python_blocks(DOCS / "long-prompts.md")[1].replace("budget=4096", "budget=64")
+    results = []
+    for every in (10, 1000):  # with questions, and never one
+        names = {"frames": frames, "question": torch.arange(20, 26)[None], "frame_tokens": token_count}
+        names |= {"kvcompress": kvcompress, "torch": torch, "model": model}
+        exec(example.replace("% 10", f"% {every}"), names)
+        results.append(names)
+    asked, undisturbed = results
+    assert [answer.shape for answer in asked["answers"]] == [(1, 20)] * 5
+    assert not undisturbed["answers"]
+    assert asked["cache"].seen_tokens == 50 * ids.shape[1]
+    assert {len(head) for layers in asked["held"][5:] for heads in layers for head in heads} == {64}
+    for ours, theirs in zip(asked["held"], undisturbed["held"], strict=True):
+        assert all(torch.equal(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True))

@@ -1,0 +1,52 @@
+"""Compression on top of flash_attention_2: transformers' own flash path, over a stand-in for the package on the CPU."""
+
+import pytest
+import torch
+
+import kvcompress
+from tests.support.families import FAMILIES
+from tests.support.masked_reference import generate
+from tests.support.strategies import METHODS
+
+NEW = 4
+MODEL = FAMILIES["qwen2"].build()
+
+
+@pytest.fixture
+def flash_model(fake_flash_attn):
+    MODEL.set_attn_implementation("flash_attention_2")
+    yield MODEL
+    MODEL.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("lengths", [[40], [40, 23]])
+@pytest.mark.parametrize("method", METHODS)
+def test_flash_attention_and_sdpa_agree(method, lengths, fake_flash_attn):
+    inputs = FAMILIES["qwen2"].inputs(MODEL, lengths)
+    with kvcompress.compress(MODEL, method, 0.3):
+        tokens, expected = generate(MODEL, inputs, NEW)
+    MODEL.set_attn_implementation("flash_attention_2")
+    try:
+        with kvcompress.compress(MODEL, method, 0.3):
+            _, logits = generate(MODEL, inputs, NEW, forced=tokens)
+    finally:
+        MODEL.set_attn_implementation("sdpa")
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_a_second_prompt_on_flash_attention(flash_model):
+    first, more = torch.arange(10, 40)[None], torch.arange(50, 60)[None]
+    logits = {}
+    for implementation in ("flash_attention_2", "sdpa"):
+        flash_model.set_attn_implementation(implementation)
+        cache = kvcompress.CompressedCache(flash_model.config, "snapkv", 0.3)
+        with kvcompress.attach(flash_model):
+            flash_model(first, past_key_values=cache)
+            logits[implementation] = flash_model(more, past_key_values=cache).logits
+    torch.testing.assert_close(logits["flash_attention_2"], logits["sdpa"], atol=1e-4, rtol=0)
+
+
+def test_the_models_config_names_its_own_implementation_again_afterwards(flash_model):
+    with kvcompress.compress(flash_model, "snapkv", 0.3):
+        generate(flash_model, FAMILIES["qwen2"].inputs(flash_model, [20]), 2)
+    assert flash_model.config._attn_implementation == "flash_attention_2"

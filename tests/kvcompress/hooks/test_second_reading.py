@@ -1,0 +1,99 @@
+"""KVzip: what a second reading of the context attends to, against the model's own attention weights."""
+
+import pytest
+import torch
+
+import kvcompress
+from kvcompress.scoring.budget import allocate
+from kvcompress.scoring.rereading import received
+from tests.support.families import FAMILIES
+from tests.support.masked_reference import generate
+
+LENGTH = 40
+
+
+def weights_of_reading_twice(model, inputs: dict, instruction: tuple[int, ...]) -> list[torch.Tensor]:
+    """One pass over the prompt, the instruction and the prompt again: for each layer the largest weight from any of the
+    later tokens and query heads to each prompt token, (kv_heads, prompt)."""
+    ids = inputs["input_ids"]
+    twice = {"input_ids": torch.cat([ids, torch.tensor([instruction], dtype=torch.long), ids], 1)}
+    for name in ("pixel_values", "image_sizes"):
+        if name in inputs:
+            twice[name] = torch.cat([inputs[name]] * 2)
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            attentions = model(**twice, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation("sdpa")
+    later = [weights[0, :, ids.shape[1] :, : ids.shape[1]] for weights in attentions]
+    return [weights.unflatten(0, (2, -1)).amax((1, 2)) for weights in later]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "llava-onevision"])
+@pytest.mark.parametrize("instruction", [(), (9, 11, 13)])
+def test_kvzip_keeps_what_repeating_the_context_attends_to_over_all_layers_and_heads(family, instruction):
+    chosen = FAMILIES[family]
+    model = chosen.build()
+    inputs = chosen.inputs(model, [LENGTH], [1] if chosen.is_vlm else None)
+    scores = torch.stack(weights_of_reading_twice(model, inputs, instruction))  # (layers, kv_heads, prompt)
+    layers, heads, _ = scores.shape
+    threshold = scores.flatten().sort(descending=True).values[layers * heads * 12 - 1]
+    budgets = allocate((scores >= threshold).sum((1, 2)).tolist(), 12 * layers, LENGTH)
+    with kvcompress.compress(model, "kvzip", 0.3, instruction=instruction) as session:
+        _, logits = generate(model, inputs, 1)
+    _, full = generate(model, inputs, 1)
+    assert torch.equal(logits, full), "the answer's first token comes from the first pass"
+    assert len(set(budgets)) > 1
+    for layer, budget in enumerate(budgets):
+        best = set(scores[layer].flatten().topk(budget * heads).indices.tolist())
+        kept = session.cache.kept_indices(layer)[0]
+        assert {head * LENGTH + column for head in range(heads) for column in kept[head].tolist()} == best
+
+
+def test_a_chunk_is_scored_by_its_own_tokens_alone():
+    """The softmax runs over the chunk's keys and the fed tokens', not over the whole context."""
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(1, 4, 7, 8, generator=generator)
+    keys, fed = torch.randn(1, 2, 5, 8, generator=generator), torch.randn(1, 2, 7, 8, generator=generator)
+    pads = torch.tensor([[True, False, False, False, False]])
+    ours = received(queries, keys, fed, pads, 0.3, block=3)
+    for head in range(2):
+        rows = []
+        for query_head in (2 * head, 2 * head + 1):
+            for row in range(7):
+                if row == 2:  # two tokens of instruction, then the chunk, whose first token is a pad
+                    continue
+                seen = [keys[0, head, j] for j in range(1, 5)]
+                seen += [fed[0, head, j] for j in range(row + 1) if j != 2]
+                logits = torch.stack(seen).double() @ queries[0, query_head, row].double() * 0.3
+                rows.append(logits.softmax(0)[:4])
+        expected = torch.stack(rows).amax(0).float()
+        torch.testing.assert_close(ours[0, head, 1:], expected, atol=1e-6, rtol=0)
+
+
+def test_the_second_pass_leaves_sliding_windows_as_they_were():
+    """Layers with sliding windows keep transformers' own storage; reading again must not slide them."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=64,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(config).eval()
+    ids = torch.randint(8, 64, (1, 30))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with kvcompress.compress(model, "streamingllm", 0.99), torch.no_grad():
+        _, expected = generate(model, inputs, 4)
+    with kvcompress.compress(model, "kvzip", 0.99, chunk_size=7) as session, torch.no_grad():
+        _, logits = generate(model, inputs, 4)
+    assert [type(layer).__name__ for layer in session.cache.layers][1] == "CompressedLayer"
+    torch.testing.assert_close(logits, expected, atol=0.2, rtol=0)  # near the full cache; a slid window is far off

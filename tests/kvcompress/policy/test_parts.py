@@ -1,0 +1,99 @@
+"""A method in parts: scores, layer budgets, head budgets and merging can be exchanged one by one."""
+
+import pytest
+import torch
+
+import kvcompress
+from kvcompress.layer_budgets import LayerBudget, base, list_layer_budgets, register_layer_budget
+from kvcompress.policy.policy import make_policy
+from tests.support.families import FAMILIES
+from tests.support.kept import kept_of
+from tests.support.masked_reference import generate
+
+
+def kept(method: str, **options: object) -> list:
+    family = FAMILIES["llava-onevision"]
+    model = family.build()
+    with kvcompress.compress(model, method, 0.3, **options) as session:
+        generate(model, family.inputs(model, [60, 41], [1, 2]), 3)
+    return [[[head.tolist() for head in row] for row in layer] for layer in kept_of(session.cache)]
+
+
+@pytest.mark.parametrize("scorer", ["knorm", "expected-attention", "h2o", "tova"])
+def test_a_scorer_gives_its_scores_and_the_method_the_rest(scorer):
+    assert kept("adakv", scorer=scorer) == kept(scorer, head_budget="adaptive", layer_budget="uniform", merge="none")
+    assert kept("adakv", scorer=scorer) != kept("adakv")
+
+
+def test_a_scorer_brings_its_own_options():
+    small = kept("pyramidkv", scorer="snapkv", window_size=2, kernel_size=1)
+    assert small == kept("snapkv", window_size=2, kernel_size=1, layer_budget="pyramid")
+    with pytest.raises(kvcompress.KVCompressError, match="no option 'kernel_size'"):
+        make_policy("pyramidkv", 0.5, scorer="knorm", kernel_size=1)
+
+
+def test_the_default_of_every_part_is_the_methods_own():
+    for name, info in kvcompress.list_methods().items():
+        if name == "full" or not issubclass(info.cls, kvcompress.KVCluster):
+            continue
+        options = make_policy(name, 0.5).options
+        for part in ("layer_budget", "head_budget", "merge", "safeguard", "decode_interval"):
+            assert options[part] == getattr(info.cls, part), (name, part)
+
+
+def test_shared_heads_keep_the_same_tokens():
+    for layer in kept("snapkv", head_budget="shared", window_size=4):
+        assert all(row[0] == row[1] for row in layer)
+    assert any(row[0] != row[1] for layer in kept("snapkv", window_size=4) for row in layer)
+
+
+@pytest.mark.parametrize("rule", sorted(list_layer_budgets()))
+def test_every_rule_shares_out_exactly_what_uniform_layers_would_hold(rule):
+    uniform = kept("snapkv", window_size=4)
+    ours = kept("snapkv", window_size=4, layer_budget=rule)
+    for row in range(2):
+        total = sum(len(head) for layer in ours for head in layer[row])
+        assert total == sum(len(head) for layer in uniform for head in layer[row])
+
+
+@pytest.mark.parametrize("rule", sorted(list_layer_budgets()))
+def test_a_row_of_which_nothing_can_be_evicted_is_kept_whole(rule):
+    family = FAMILIES["llava-onevision"]
+    model = family.build()
+    with kvcompress.compress(model, "snapkv", 0.3, ratio_of="vision", layer_budget=rule) as session:
+        generate(model, family.inputs(model, [60, 41], [1, 0]), 1)
+    assert all(len(head) == 41 for layer in kept_of(session.cache) for head in layer[1])
+
+
+def test_a_rule_of_ones_own_is_a_layer_budget_everywhere(monkeypatch):
+    monkeypatch.setattr(base, "_RULES", dict(base._RULES))  # no other test shall draw it
+
+    @register_layer_budget("test-last-layer")
+    class LastLayerBudget(LayerBudget):
+        """Gives the last layer ten times as much."""
+
+        def measure(self, queries, keys, values, scores, prompt):
+            share = 10.0 if prompt.place == prompt.num_layers - 1 else 1.0
+            return torch.full((keys.shape[0],), share)
+
+    layers = kept("snapkv", window_size=4, layer_budget="test-last-layer")
+    sizes = [len(layer[0][0]) - 2 for layer in layers]  # two decoded tokens
+    assert (sum(sizes) == 3 * 18 and sizes == [5, 4, 45]) or sizes == [4, 5, 45]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": "snapkv", "layer_budget": "pyramyd"}, "no layer_budget 'pyramyd' .did you mean 'pyramid'"),
+        ({"method": "snapkv", "merge": "sum"}, "no merge 'sum'; valid: average"),
+        ({"method": "snapkv", "scorer": "snapvk"}, "no method 'snapvk' .did you mean 'snapkv'"),
+        ({"method": "adakv", "scorer": "full"}, "'full' cannot be a scorer"),
+        ({"method": "criticalkv", "scorer": "knorm"}, "'criticalkv' chooses by more than scores"),
+        ({"method": "snapkv", "merge_modality": "same"}, "merge_modality='same' needs merge="),
+        ({"method": "snapkv", "head_budget": "even"}, "'head_budget' is 'even'.*'uniform', 'shared' or 'adaptive'"),
+    ],
+)
+def test_parts_that_do_not_go_together_are_one_clear_error(arguments, message):
+    with pytest.raises(kvcompress.KVCompressError, match=message) as error:
+        make_policy(ratio=0.5, **arguments)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,720 @@
+"""Token methods: vision tokens dropped before or inside the language model, so that the prompt pass gets shorter."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    LlavaConfig,
+    LlavaNextConfig,
+)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+import kvcompress
+from kvcompress.policy.options import all_options
+from kvcompress.policy.policy import make_policy
+from kvcompress.tokens import Tokens
+from tests.support.families import FAMILIES, VLM_FAMILIES
+from tests.support.masked_reference import generate
+
+NEW = 4
+TOLERANCE = 1e-4  # fp32, logits of order 1
+LENGTHS, IMAGES = [40, 26, 61, 9], [1, 1, 2, 0]
+METHODS = sorted(
+    name
+    for name, info in kvcompress.list_methods().items()
+    if issubclass(info.cls, kvcompress.TokenMethod) and name != "dycoke"  # which is for video
+)
+CASES = [(method, family) for family in VLM_FAMILIES for method in ("fastv", "sparsevlm")]
+CASES += [("visionzip", "llava-onevision"), ("prumerge+", "llava-onevision")]
+
+
+def budget(ratio: float, tokens: int) -> int:
+    return max(1, math.floor(ratio * tokens + 0.5)) if tokens else 0
+
+
+def batch(family: str, lengths=LENGTHS, images=IMAGES, layers: int = 4) -> tuple:
+    model = FAMILIES[family].build(layers)
+    return model, FAMILIES[family].inputs(model, lengths, images)
+
+
+def vision_of(inputs: dict) -> torch.Tensor:
+    return inputs["input_ids"] == 1
+
+
+def kept_columns(cache: kvcompress.CompressedCache) -> list[list[list[int]]]:
+    """[layer][row]: the columns stored, the same for every KV head."""
+    layers = [cache.kept_indices(layer) for layer in range(len(cache.layers))]
+    for rows in layers:
+        for heads in rows:
+            assert all(torch.equal(head, heads[0]) for head in heads)
+    return [[heads[0].tolist() for heads in rows] for rows in layers]
+
+
+@contextmanager
+def hidden_from(model: torch.nn.Module, kept: list[list[list[int]]]) -> Iterator[list[torch.Tensor]]:
+    """Plain attention in which a layer sees, of all columns up to the last that is listed, only the listed ones.
+    Yields the weights of each layer that ran, (batch, heads, queries, columns)."""
+    noted = []
+
+    def attention(module, query, key, value, attention_mask, scaling, **kwargs):
+        columns, new = key.shape[2], query.shape[2]
+        visible = torch.ones(new, columns, dtype=torch.bool).tril(columns - new)
+        visible = visible.expand(len(query), 1, -1, -1).clone()
+        for row, listed in enumerate(kept[module.layer_idx]):
+            hidden = sorted(set(range(columns)) - set(listed) - set(range(max(listed) + 1, columns)))
+            visible[row, ..., hidden] = False
+        visible[..., -new:] |= torch.eye(new, dtype=torch.bool)  # pads and dropped tokens: no NaN
+        groups = query.shape[1] // key.shape[1]
+        logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
+        weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
+        noted.append(weights)
+        return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
+
+    config = model.config.get_text_config(decoder=True)
+    before = config._attn_implementation
+    AttentionInterface.register("hidden_from", attention)
+    AttentionMaskInterface.register("hidden_from", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    config._attn_implementation = "hidden_from"
+    try:
+        yield noted
+    finally:
+        config._attn_implementation = before
+
+
+def full_attention(model: torch.nn.Module, inputs: dict) -> tuple[torch.Tensor, ...]:
+    """The weights of every layer, (batch, heads, columns, columns), by transformers' eager attention."""
+    model.set_attn_implementation("eager")
+    try:
+        return model(**inputs, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+# -- the mechanism, with FastV
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.5])
+@pytest.mark.parametrize("family", VLM_FAMILIES)
+def test_fastv_equals_the_full_model_in_which_dropped_tokens_are_hidden_from_layer_k_on(family, ratio):
+    model, inputs = batch(family)
+    with kvcompress.compress(model, "fastv", ratio) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    assert len(kept[1][0]) > len(kept[2][0])
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+@pytest.mark.parametrize("family", VLM_FAMILIES)
+def test_fastv_keeps_what_the_last_token_attends_to_in_the_layer_before(family, layer):
+    model, inputs = batch(family)
+    vision, real = vision_of(inputs), inputs["attention_mask"].bool()
+    weights = full_attention(model, inputs)[layer - 1].double().mean(1)[:, -1]  # (batch, columns)
+    with kvcompress.compress(model, "fastv", 0.3, layer=layer) as session:
+        generate(model, inputs, 1)
+    kept = kept_columns(session.cache)
+    for row in range(len(LENGTHS)):
+        best = weights[row].masked_fill(~vision[row], -1).topk(budget(0.3, int(vision[row].sum()))).indices
+        text = (real[row] & ~vision[row]).nonzero()[:, 0]
+        assert kept[layer][row] == sorted([*best.tolist(), *text.tolist()])
+        assert kept[layer - 1][row] == real[row].nonzero()[:, 0].tolist()
+        assert all(later[row] == kept[layer][row] for later in kept[layer:])
+    ratios = session.cache.realised_ratios()
+    assert ratios[layer] == pytest.approx([len(k) / n for k, n in zip(kept[layer], LENGTHS, strict=True)])
+    assert ratios[layer - 1] == [1.0] * len(LENGTHS)
+
+
+@contextmanager
+def noting(model: torch.nn.Module) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+    """Of every decoder layer that runs: the columns of its MLP, and the cosines that its attention rotates by."""
+    widths, cosines, handles = [], [], []
+    for layer in model.get_decoder().layers:
+        handles += [
+            layer.mlp.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1])),
+            layer.self_attn.register_forward_pre_hook(
+                lambda _, args, kwargs: cosines.append(kwargs["position_embeddings"][0]), with_kwargs=True
+            ),
+        ]
+    try:
+        yield widths, cosines
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("family", VLM_FAMILIES)
+def test_layers_behind_the_choice_run_on_fewer_columns_at_their_own_positions(family):
+    model, inputs = batch(family)
+    with noting(model) as (widths, cosines), kvcompress.compress(model, "fastv", 0.25) as session:
+        generate(model, inputs, 2)
+    vision = vision_of(inputs).sum(1).tolist()
+    left = [n - v + budget(0.25, v) for n, v in zip(LENGTHS, vision, strict=True)]
+    assert widths == [61, 61, max(left), max(left), 1, 1, 1, 1]
+    whole, shorter = (cos.expand(*cos.shape[:-3], len(LENGTHS), -1, -1) for cos in cosines[1:3])
+    for row, columns in enumerate(kept_columns(session.cache)[2]):
+        assert torch.equal(shorter[..., row, -left[row] :, :], whole[..., row, columns[: left[row]], :])
+
+
+@pytest.mark.parametrize(("method", "family"), CASES)
+def test_a_text_only_prompt_and_ratio_one_run_as_the_full_model_bit_for_bit(method, family):
+    model, inputs = batch(family)
+    tokens, expected = generate(model, inputs, NEW)
+    with kvcompress.compress(model, method, 1.0):
+        ours, logits = generate(model, inputs, NEW)
+    assert torch.equal(ours, tokens)
+    assert torch.equal(logits, expected)
+    model, inputs = batch(family, [17, 30], [0, 0])
+    _, expected = generate(model, inputs, NEW)
+    with kvcompress.compress(model, method, 0.1) as session:
+        _, logits = generate(model, inputs, NEW)
+    assert torch.equal(logits, expected)
+    assert session.cache.realised_ratios() == [[1.0, 1.0]] * 4
+
+
+@pytest.mark.parametrize(("method", "family"), CASES)
+@pytest.mark.parametrize("ratio", [0.1, 0.6])
+def test_a_row_alone_keeps_the_same_tokens_and_has_the_same_logits(method, family, ratio):
+    model, inputs = batch(family)
+    with kvcompress.compress(model, method, ratio) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    together = kept_columns(session.cache)
+    for row, length in enumerate(LENGTHS):
+        solo = FAMILIES[family].solo(inputs, row)
+        with kvcompress.compress(model, method, ratio) as session:
+            _, alone = generate(model, solo, NEW, forced=tokens[row : row + 1])
+        torch.testing.assert_close(logits[row], alone[0], atol=TOLERANCE, rtol=0)
+        pads = max(LENGTHS) - length
+        assert [[c - pads for c in layer[row]] for layer in together] == [
+            layer[0] for layer in kept_columns(session.cache)
+        ]
+
+
+@pytest.mark.parametrize("family", ["llava-onevision", "qwen2.5-vl"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"first_token": "compressed"},
+        {"cache_implementation": "static", "max_new_tokens": NEW},
+        {"cache_implementation": "offloaded"},
+    ],
+    ids=["first-token-compressed", "static", "offloaded"],
+)
+def test_every_storage_and_protocol_decodes_as_the_reference(family, options):
+    model, inputs = batch(family)
+    with kvcompress.compress(model, "fastv", 0.3, **options) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    with hidden_from(model, kept_columns(session.cache)):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llava-onevision", "qwen2.5-vl"])
+def test_a_second_prompt_sees_what_was_kept(family):
+    model, first = batch(family, [40], [1])
+    more = torch.randint(8, 128, (1, 9), generator=torch.Generator().manual_seed(1))
+    with kvcompress.compress(model, "fastv", 0.3) as session:
+        tokens, _ = generate(model, first, NEW)
+        cache, ids = session.cache, torch.cat([first["input_ids"], tokens, more], 1)
+        second = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if "mm_token_type_ids" in first:
+            second["mm_token_type_ids"] = torch.zeros_like(ids)
+            second["mm_token_type_ids"][:, :40] = first["mm_token_type_ids"]
+        answer, logits = generate(model, second, NEW, past_key_values=cache)
+    with hidden_from(model, kept_columns(cache)):
+        plain = DynamicCache(config=model.config)
+        generate(model, first, NEW, forced=tokens, past_key_values=plain)
+        _, expected = generate(model, second, NEW, forced=answer, past_key_values=plain)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_eager_and_sdpa_agree_with_and_without_padding(implementation):
+    for lengths, images in (([40], [1]), (LENGTHS, IMAGES)):
+        model, inputs = batch("qwen2-vl", lengths, images)
+        with kvcompress.compress(model, "fastv", 0.3):
+            tokens, expected = generate(model, inputs, NEW)
+        model.set_attn_implementation(implementation)
+        try:
+            with kvcompress.compress(model, "fastv", 0.3):
+                _, logits = generate(model, inputs, NEW, forced=tokens)
+        finally:
+            model.set_attn_implementation("sdpa")
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(("lengths", "images"), [([40], [1]), (LENGTHS, IMAGES)])
+@pytest.mark.parametrize("method", ["fastv", "sparsevlm"])
+def test_flash_attention_and_sdpa_agree(method, lengths, images, fake_flash_attn):
+    model, inputs = batch("qwen2-vl", lengths, images)
+    with kvcompress.compress(model, method, 0.3):
+        tokens, expected = generate(model, inputs, NEW)
+    model.set_attn_implementation({"text_config": "flash_attention_2"})
+    try:
+        with kvcompress.compress(model, method, 0.3):
+            _, logits = generate(model, inputs, NEW, forced=tokens)
+    finally:
+        model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_hook_outlives_the_context_also_after_an_exception(method):
+    model, inputs = batch("llava-onevision", [40], [1])
+    generate(model, inputs, 1)
+
+    def state() -> list:
+        return [
+            (name, sorted(module.__dict__), len(module._forward_pre_hooks), len(module._forward_hooks))
+            for name, module in model.named_modules()
+        ]
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    before = state()
+    with kvcompress.compress(model, method, 0.5):
+        generate(model, inputs, 1)
+        between = state()
+    assert state() == before
+    changed = {a[0] for a, b in zip(before, between, strict=True) if a != b}
+    assert not any(name.startswith("model.language_model") for name in changed)  # a decode step pays nothing
+    handle = model.get_decoder().layers[3].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError), kvcompress.compress(model, method, 0.5):
+        generate(model, inputs, 2)
+    handle.remove()
+    assert state() == before
+
+
+def test_the_last_token_stays_also_where_it_is_a_vision_token():
+    model, inputs = batch("qwen2-vl", [40], [1])
+    end = int(vision_of(inputs)[0].nonzero().max()) + 1
+    cut = {name: tensor[:, :end] if tensor.shape[:2] == (1, 40) else tensor for name, tensor in inputs.items()}
+    with kvcompress.compress(model, "fastv", 0.1) as session:
+        generate(model, cut, 2)
+    assert kept_columns(session.cache)[3][0][-2:] == [end - 1, end]  # the only vision token, and the decoded one
+    assert int(vision_of(inputs)[0, kept_columns(session.cache)[3][0][:-1]].sum()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": "fastv"}, "'fastv' needs ratio="),
+        ({"method": "fastv", "ratio": 1.5}, "ratio=1.5 is not in"),
+        ({"method": "fastv", "ratio": 0.5, "layer": 0}, "'fastv': option 'layer' is 0"),
+        ({"method": "fastv", "ratio": 0.5, "scorer": "snapkv"}, "'fastv' has no option 'scorer'"),
+        ({"method": "fastv", "ratio": 0.5, "decode_ratio": 0.5}, "'fastv' has no option 'decode_ratio'"),
+        ({"method": "fastv", "ratio": 0.5, "ratio_of": "prompt"}, "'fastv' drops vision tokens only"),
+        ({"method": "snapkv", "ratio": 0.5, "scorer": "fastv"}, "'fastv' cannot be a scorer"),
+    ],
+)
+def test_bad_input_is_one_clear_line_before_anything_runs(arguments, message):
+    with pytest.raises(kvcompress.KVCompressError, match=message) as error:
+        kvcompress.compress(FAMILIES["qwen2-vl"].build(), **arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_what_only_the_model_can_tell_is_an_error_too():
+    model, inputs = batch("qwen2-vl", [40], [1], layers=3)
+    error = kvcompress.KVCompressError
+    with kvcompress.compress(model, "fastv", 0.5, layer=7), pytest.raises(error, match=r"layer=7 is not below .* 3 "):
+        model.generate(**inputs, max_new_tokens=1)
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    with kvcompress.compress(model, "fastv", 0.5), pytest.raises(error, match="need input_ids"):
+        model.generate(inputs_embeds=embeds, max_new_tokens=1)
+    with pytest.raises(error, match="no access to the vision tower's attention of a qwen2_vl model"):
+        kvcompress.compress(model, "visionzip", 0.5)
+    model, inputs = batch("llava-onevision", [40], [1])
+    with pytest.raises(error, match="tower_layer=-3: the vision tower has 2 layers"):
+        kvcompress.compress(model, "visionzip", 0.5, tower_layer=-3)
+    cache = kvcompress.CompressedCache(model.config, "visionzip", 0.5)
+    with kvcompress.attach(model), pytest.raises(error, match=r"works inside kvcompress\.compress"):
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
+
+
+def test_options_say_what_the_ratio_counts():
+    info = kvcompress.list_methods()["fastv"]
+    assert issubclass(info.cls, kvcompress.TokenMethod)
+    assert all_options(info)["ratio_of"] == "vision"
+    assert make_policy("fastv", 0.5).options["ratio_of"] == "vision"
+    with pytest.raises(kvcompress.KVCompressError, match="it is no cluster"):
+        kvcompress.make_cluster("fastv")
+
+
+# -- what the vision tower looks at
+
+
+def patches_of(images: int) -> list[tuple[int, int] | None]:
+    """(tile, patch) of each token of an image of the tiny LLaVA-OneVision, in a row of so many; None for a newline."""
+    base = [(0, patch) for patch in range(4)]
+    if images > 1:
+        return [*base, None]
+    lines = [[(tile, 2 * line + patch) for tile in (1, 2) for patch in (0, 1)] for line in (0, 1)]
+    return [*base, *lines[0], None, *lines[1], None]
+
+
+def tower_reference(model: torch.nn.Module, inputs: dict, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64: the attention that each column's patch receives (-inf without patch), and its keys."""
+    tower, ids = model.model.vision_tower, inputs["input_ids"]
+    received = torch.full(ids.shape, -math.inf, dtype=torch.float64)
+    keys = torch.zeros(*ids.shape, 2, 16, dtype=torch.float64)
+    image = 0
+    for row, images in enumerate(inputs["batch_num_images"].tolist()):
+        columns = (ids[row] == 1).nonzero()[:, 0].split(len(patches_of(images)))
+        for place in columns if images else []:
+            tower.set_attn_implementation("eager")
+            try:
+                output = tower(inputs["pixel_values"][image], output_attentions=True, output_hidden_states=True)
+            finally:
+                tower.set_attn_implementation("sdpa")
+            weights = output.attentions[layer].double().mean((1, 2))  # (tiles, patches)
+            encoder = [module for module in tower.modules() if hasattr(module, "self_attn")][layer]
+            states = encoder.layer_norm1(output.hidden_states[:-1][layer])
+            of_tiles = encoder.self_attn.k_proj(states).double().unflatten(-1, (2, 16))
+            for column, patch in zip(place.tolist(), patches_of(images), strict=True):
+                if patch is not None:
+                    received[row, column], keys[row, column] = weights[patch], of_tiles[patch]
+            image += 1
+    return received, keys
+
+
+@contextmanager
+def entering(model: torch.nn.Module, index: int) -> Iterator[list[torch.Tensor]]:
+    """The hidden states that decoder layer `index` really runs on, at each pass."""
+    states = []
+    norm = model.get_decoder().layers[index].input_layernorm
+    handle = norm.register_forward_pre_hook(lambda _, args: states.append(args[0].clone()))
+    try:
+        yield states
+    finally:
+        handle.remove()
+
+
+def run(method: str, ratio: float, **options: object) -> tuple:
+    """LLaVA-OneVision: the model, its inputs, kept columns of the rows, embeddings, embeddings that reach layer 0."""
+    model, inputs = batch("llava-onevision")
+    with entering(model, 0) as states:
+        generate(model, inputs, 1)
+        with kvcompress.compress(model, method, ratio, **options) as session:
+            generate(model, inputs, 1)
+    return model, inputs, kept_columns(session.cache)[0], states[0], states[1]
+
+
+@pytest.mark.parametrize(("method", "options"), [("visionzip", {"contextual": 0.0}), ("prumerge+", {"neighbours": 0})])
+@pytest.mark.parametrize("ratio", [0.1, 0.5])
+def test_without_merging_they_equal_the_full_model_in_which_dropped_tokens_are_hidden(method, options, ratio):
+    model, inputs = batch("llava-onevision")
+    with kvcompress.compress(model, method, ratio, **options) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    vision = vision_of(inputs)
+    for row, columns in enumerate(kept[0]):
+        assert sum(vision[row, c].item() for c in columns if c < 61) == budget(ratio, int(vision[row].sum()))
+
+
+@pytest.mark.parametrize("layer", [-1, -2])
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.9])
+def test_visionzip_keeps_dominant_tokens_and_merges_the_others_into_contextual_ones(ratio, layer):
+    share = 0.4
+    model, inputs, kept, embeddings, reached = run("visionzip", ratio, contextual=share, tower_layer=layer)
+    received, keys = tower_reference(model, inputs, layer)
+    vision, real = vision_of(inputs), inputs["attention_mask"].bool()
+    for row in range(len(LENGTHS)):
+        columns, patches = vision[row].nonzero()[:, 0], (received[row] > -math.inf).nonzero()[:, 0]
+        expected, n = embeddings[row].double(), budget(ratio, len(columns))
+        contextual = math.floor(share * n + 0.5) if n < len(patches) else 0
+        # Among equals, as newlines are, the later one stays.
+        order = sorted(columns.tolist(), key=lambda c, row=row: (received[row, c], c), reverse=True)
+        dominant = order[: n - contextual]
+        rest = [c for c in patches.tolist() if c not in dominant]
+        targets = [rest[i * (len(rest) // contextual)] for i in range(contextual)]
+        mean_keys = keys[row].mean(1)
+        assigned = {target: [] for target in targets}
+        for other in set(rest) - set(targets) if targets else []:
+            similarity = [torch.cosine_similarity(mean_keys[other], mean_keys[t], dim=0) for t in targets]
+            assigned[targets[similarity.index(max(similarity))]].append(other)
+        stays = sorted([*dominant, *targets, *(real[row] & ~vision[row]).nonzero()[:, 0].tolist()])
+        assert kept[row] == stays
+        expected = expected.clone()
+        for target, others in assigned.items():
+            if others:
+                expected[target] += embeddings[row, others].double().mean(0)
+        torch.testing.assert_close(reached[row, -len(stays) :].double(), expected[stays], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.9])
+def test_prumerge_keeps_outliers_and_an_even_sample_and_adds_their_neighbours(ratio):
+    model, inputs, kept, embeddings, reached = run("prumerge+", ratio, neighbours=3)
+    received, keys = tower_reference(model, inputs, -1)
+    vision, real = vision_of(inputs), inputs["attention_mask"].bool()
+    outliers_seen = 0
+    for row in range(len(LENGTHS)):
+        columns, patches = vision[row].nonzero()[:, 0], (received[row] > -math.inf).nonzero()[:, 0].tolist()
+        n = budget(ratio, len(columns))
+        if n < len(patches):
+            weights = received[row, patches]
+            low, high = weights.quantile(0.25), weights.quantile(0.75)
+            outliers = [c for c in patches if received[row, c] > high + 1.5 * (high - low)]
+            outliers = sorted(outliers, key=lambda c, row=row: received[row, c], reverse=True)[:n]
+            rest = [c for c in patches if c not in outliers]
+            chosen = [*outliers, *(rest[i * len(rest) // (n - len(outliers))] for i in range(n - len(outliers)))]
+            outliers_seen += len(outliers)
+        else:
+            newlines = [c for c in columns.tolist() if c not in patches]
+            chosen = [*patches, *newlines[len(newlines) - (n - len(patches)) :]]
+        stays = sorted([*chosen, *(real[row] & ~vision[row]).nonzero()[:, 0].tolist()])
+        assert kept[row] == stays
+        expected = embeddings[row].double().clone()
+        flat = keys[row].flatten(1)
+        for column in set(chosen) & set(patches):
+            others = [c for c in patches if c != column]
+            nearest = torch.cosine_similarity(flat[column][None], flat[others]).topk(3).indices.tolist()
+            for i in nearest:
+                expected[column] += received[row, others[i]] * embeddings[row, others[i]].double()
+        torch.testing.assert_close(reached[row, -len(stays) :].double(), expected[stays], atol=1e-5, rtol=0)
+    assert outliers_seen or ratio == 0.9
+
+
+# -- SparseVLM
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.4, 0.8])
+@pytest.mark.parametrize("family", VLM_FAMILIES)
+def test_sparsevlm_keeps_what_the_raters_attend_to_step_by_step(family, ratio):
+    model, inputs = batch(family, layers=12)
+    with entering(model, 0) as states:
+        generate(model, inputs, 1)
+    with kvcompress.compress(model, "sparsevlm", ratio, recycle=0.0) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept) as weights:
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    method = kvcompress.list_methods()["sparsevlm"].cls()
+    assert method.layers(12) == [1, 3, 6]
+    for row, vision in enumerate(vision_of(inputs)):
+        columns = vision.nonzero()[:, 0]
+        if not len(columns):
+            continue
+        embeddings = states[0][row].double()
+        text = torch.arange(int(columns[-1]) + 1, len(vision))
+        affinity = (embeddings[columns] @ embeddings[text].T).softmax(1).mean(0)
+        raters = text[affinity >= affinity.mean()]
+        left = columns
+        counts = method.budgets(budget(ratio, len(columns)), len(columns), 12)
+        for layer, count in zip([1, 3, 6], counts, strict=True):
+            rated = weights[layer - 1][row].double().mean(0)[raters][:, left].mean(0)
+            left = left[rated.topk(count).indices.sort().values]
+            assert [c for c in kept[layer][row] if c < len(vision) and vision[c]] == left.tolist()
+
+
+def test_sparsevlm_budgets_are_published_and_in_the_mean_what_was_asked_for():
+    method = kvcompress.list_methods()["sparsevlm"].cls()
+    assert method.layers(32) == [3, 7, 16]
+    full, spans = 576, (4, 9, 16)
+    for kept in (1, 20, 64, 192, 400, 575, 576):
+        counts = method.budgets(kept, full, 32)
+        assert counts == sorted(counts, reverse=True)
+        mean = sum(span * count for span, count in zip(spans, counts, strict=True)) / sum(spans)
+        assert abs(mean - kept) <= 1
+    scale = 100 / (4 * 300 + 9 * 200 + 16 * 110) * 29
+    assert method.budgets(100, full, 32) == [round(scale * count) for count in (300, 200, 110)]
+    assert method.budgets(0, 0, 32) == [0, 0, 0]
+
+
+def test_sparsevlm_recycles_the_best_of_what_it_drops_into_clusters():
+    generator = torch.Generator().manual_seed(0)
+    vision = torch.zeros(2, 70, dtype=torch.bool)
+    vision[0, 5:65] = vision[1, 20:60] = True
+    hidden, scores = torch.randn(2, 70, 8, generator=generator), torch.rand(2, 70, generator=generator)
+    method = kvcompress.list_methods()["sparsevlm"].cls(recycle=0.5, tokens_per_cluster=5)
+    tokens = Tokens(vision, None, [10, 1], hidden)
+    chosen, merged = method.choose(scores, tokens)
+    assert chosen.sum(1).tolist() == [10, 1]
+    recycled = 25  # half of the 50 that are dropped, in 25 // 5 + 1 clusters
+    order = scores[0].masked_fill(~vision[0], -1).argsort(descending=True).tolist()
+    dominant, second = order[:4], order[4 : 4 + recycled]
+    states = hidden[0, second].double()
+    distances = (states[:, None] - states[None]).square().mean(-1).sqrt()
+    density = (-distances.sort(1).values[:, :5].square().mean(1)).exp()
+    apart = [
+        min(
+            (distances[i, j].item() for j in range(recycled) if density[j] > density[i]), default=distances.max().item()
+        )
+        for i in range(recycled)
+    ]
+    peaks = (torch.tensor(apart) * density).topk(6).indices.tolist()
+    assert sorted(dominant + [second[i] for i in peaks]) == chosen[0].nonzero()[:, 0].tolist()
+    cluster = [peaks.index(i) if i in peaks else int(distances[i, peaks].argmin()) for i in range(recycled)]
+    expected = hidden.double().clone()
+    for number, peak in enumerate(peaks):
+        expected[0, second[peak]] = states[[i for i in range(recycled) if cluster[i] == number]].mean(0)
+    torch.testing.assert_close(merged.double(), expected, atol=1e-6, rtol=0)
+
+
+# -- DyCoke: videos
+
+VIDEO_FAMILIES = {"llava-onevision": 1, "qwen2-vl": 12, "qwen2.5-vl": 12, "qwen3-vl": 12, "internvl": 9}  # per frame
+
+
+def video_batch(family: str, frames: list[int]) -> tuple[torch.nn.Module, dict, list[list[list[int]]]]:
+    """A model, left-padded prompts with one video of so many frames each, and the columns of each row's frames."""
+    size, (image, video, start, end) = VIDEO_FAMILIES[family], range(1, 5)
+    model, generator = FAMILIES[family].build(4), torch.Generator().manual_seed(3)
+    rows = []
+    for number, count in enumerate(frames):
+        text = torch.arange(20 + 10 * number, 29 + 10 * number).tolist()
+        if family in ("qwen3-vl", "internvl"):  # each frame on its own
+            token = image if family == "internvl" else video
+            shown = [t for frame in range(count) for t in (9 + frame, start, *[token] * size, end)]
+        else:
+            shown = [start, *[video] * (count * size + (family == "llava-onevision")), end]
+        rows.append([*text[:3], *shown, *text[3:]])
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    pixels = {"generator": generator}
+    if family == "llava-onevision":
+        inputs["pixel_values_videos"] = torch.randn(len(frames), frames[0], 3, 8, 8, **pixels)
+    elif family == "internvl":
+        inputs["pixel_values"] = torch.randn(sum(frames), 3, 24, 24, **pixels)
+    else:
+        patch = 3 * 2 * (16 if family == "qwen3-vl" else 14) ** 2
+        inputs["pixel_values_videos"] = torch.randn(sum(frames) * 48, patch, **pixels)
+        inputs["video_grid_thw"] = torch.tensor([[count, 6, 8] for count in frames])
+        inputs["mm_token_type_ids"] = 2 * (ids == video).int()
+    columns = [((row == video) | (row == image)).nonzero()[:, 0].tolist() for row in ids]
+    of_frames = [[c[i * size : (i + 1) * size] for i in range(n)] for c, n in zip(columns, frames, strict=True)]
+    return model, inputs, of_frames
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.7, 1.0])
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+def test_dycoke_keeps_every_fourth_frame_and_what_is_new_in_the_others(family, ratio):
+    frames = [8, 8] if family == "llava-onevision" else [7, 5]
+    model, inputs, of_frames = video_batch(family, frames)
+    with entering(model, 0) as states:
+        _, full_logits = generate(model, inputs, NEW)
+    with kvcompress.compress(model, "dycoke", ratio) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    if ratio == 1:
+        assert torch.equal(logits, full_logits)
+        return
+    for row, columns in enumerate(of_frames):
+        newline = int(family == "llava-onevision")
+        n = budget(ratio, sum(map(len, columns)) + newline)
+        later = [f for f in range(len(columns)) if f % 4]
+        share, more = divmod(n - newline - sum(len(columns[f]) for f in range(0, len(columns), 4)), len(later))
+        stays = [c for f in range(0, len(columns), 4) for c in columns[f]]
+        for number, f in enumerate(later):
+            then = columns[f - 2] if f % 4 == 2 else columns[f - 1]
+            likeness = torch.cosine_similarity(states[0][row, columns[f]].double(), states[0][row, then].double())
+            new = likeness.argsort()[: share + (number < more)].tolist()
+            stays += [columns[f][i] for i in new]
+        shown = {c for frame in columns for c in frame}
+        assert [c for c in kept[0][row] if c in shown] == sorted(stays)
+
+
+def test_dycoke_cannot_keep_less_than_every_fourth_frame_and_says_so():
+    model, inputs, _ = video_batch("qwen2-vl", [4])
+    with kvcompress.compress(model, "dycoke", 0.25) as session:
+        generate(model, inputs, 1)
+    assert len(kept_columns(session.cache)[0][0]) == inputs["input_ids"].shape[1] - 36
+    error = kvcompress.KVCompressError
+    with (
+        kvcompress.compress(model, "dycoke", 0.2),
+        pytest.raises(error, match="cannot keep 10 of its 48 vision tokens"),
+    ):
+        generate(model, inputs, 1)
+    model, inputs = batch("qwen2-vl", [40], [1])
+    with kvcompress.compress(model, "dycoke", 0.5), pytest.raises(error, match="cannot keep 6 of its 12 vision tokens"):
+        generate(model, inputs, 1)
+
+
+def test_the_tower_s_methods_are_for_images():
+    model, inputs, _ = video_batch("llava-onevision", [8])
+    with kvcompress.compress(model, "visionzip", 0.5), pytest.raises(kvcompress.KVCompressError, match="no video"):
+        generate(model, inputs, 1)
+
+
+@pytest.mark.parametrize("method", ["fastv", "visionzip"])
+def test_beam_search_compresses_as_greedy_search_does(method):
+    model, inputs = batch("llava-onevision", [40, 26, 9], [1, 1, 0])
+    with kvcompress.compress(model, method, 0.4) as session:
+        generate(model, inputs, 1)
+        greedy = kept_columns(session.cache)[-1]
+        model.generate(**inputs, num_beams=2, do_sample=False, max_new_tokens=1)
+    assert kept_columns(session.cache)[-1][::2] == greedy
+
+
+@pytest.mark.parametrize("family", ["qwen2-vl", "qwen3-vl"])
+def test_frames_are_known_also_where_generate_encodes_the_video_before_the_model_runs(family):
+    model, inputs, _ = video_batch(family, [7, 5])
+    kept = []
+    with kvcompress.compress(model, "infinipot-v", 0.3) as session:
+        model(**inputs)
+        kept.append(session.cache.kept_indices(1))
+        generate(model, inputs, 1)
+        kept.append(session.cache.kept_indices(1))
+        model.generate(**inputs, num_beams=2, do_sample=False, max_new_tokens=1)
+        kept.append(session.cache.kept_indices(1)[::2])
+    kept = [[[head.tolist() for head in row] for row in rows] for rows in kept]
+    assert kept[0] == kept[1] == kept[2]
+
+
+@pytest.mark.parametrize("next_too", [False, True], ids=["llava", "llava-next"])
+@pytest.mark.parametrize("method", ["visionzip", "prumerge+"])
+def test_a_tower_with_a_class_token_is_asked_through_it(method, next_too):
+    tower = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3}
+    text = {"model_type": "llama", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 32}
+    config = (LlavaNextConfig if next_too else LlavaConfig)(
+        text_config={**text, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0},
+        vision_config={**tower, "num_attention_heads": 2, "image_size": 16, "patch_size": 4},
+        image_token_index=1,
+        vision_feature_layer=-2,
+        **({"image_grid_pinpoints": [[16, 16]]} if next_too else {"image_seq_length": 16}),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
+    patches = 16 + 20 if next_too else 16  # base tile; one tile with a newline behind each line
+    ids = torch.tensor([[0] * 3 + [9, *[1] * patches, 10, 11], [20, 21, 22, 9, *[1] * patches, 10, 12]])
+    pixels = torch.randn(2, *((2,) if next_too else ()), 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long(), "pixel_values": pixels}
+    if next_too:
+        inputs["image_sizes"] = torch.tensor([[16, 16]] * 2)
+    model.model.vision_tower.set_attn_implementation("eager")
+    weights = model.model.vision_tower(pixels.flatten(0, -4), output_attentions=True).attentions[-2]
+    model.model.vision_tower.set_attn_implementation("sdpa")
+    received = weights.double().mean(1)[:, 0, 1:]  # (tiles, patches)
+    options = {"contextual": 0.0, "tower_layer": -2} if method == "visionzip" else {"neighbours": 0, "tower_layer": -2}
+    with kvcompress.compress(model, method, 0.25, **options) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    if method == "prumerge+":
+        return
+    for row in range(2):
+        of_row = received[row]
+        if next_too:
+            lines = torch.nn.functional.pad(received[2 * row + 1].view(4, 4), (0, 1), value=-1.0)
+            of_row = torch.cat([received[2 * row], lines.flatten()])
+        best = of_row.topk(budget(0.25, patches)).indices.sort().values + 4
+        assert [c for c in kept[0][row] if 4 <= c < 4 + patches] == best.tolist()

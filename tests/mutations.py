@@ -1,0 +1,459 @@
+"""Faults that the tests must notice: `python -m tests.mutate` puts each into a copy of the code and runs the tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CORE = "tests/kvcompress/"
+INVARIANTS = CORE + "test_invariants.py"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One line of the code, broken.
+
+    Attributes:
+        file: below `kvcompress/`.
+        old, new: a snippet that stands in the file once, and what takes its place.
+        breaks: what goes wrong, in a few words.
+        tests: the files, or tests of them, that should notice.
+    """
+
+    file: str
+    old: str
+    new: str
+    breaks: str
+    tests: tuple[str, ...]
+
+    @property
+    def room(self) -> str:
+        return self.file.rpartition("/")[0] or "."
+
+
+MUTATIONS = {
+    # -- scoring
+    "window-causal": Mutation(
+        "scoring/windows.py",
+        "dtype=torch.bool, device=keys.device).triu(1)",
+        "dtype=torch.bool, device=keys.device).triu(2)",
+        "a query of the observation window sees the token behind it",
+        (CORE + "clusters/test_clusters.py",),
+    ),
+    "recent-off-by-one": Mutation(
+        "scoring/windows.py",
+        "young = age <= torch.tensor(recent",
+        "young = age < torch.tensor(recent",
+        "one recent token fewer is protected",
+        (CORE + "clusters/test_clusters.py",),
+    ),
+    "pads-attended": Mutation(
+        "scoring/windows.py",
+        'logits.masked_fill_(pad_columns(padding, columns)[:, :, None, None, :], float("-inf"))',
+        "logits.masked_fill_(pad_columns(padding, columns)[:, :, None, None, :], 0.0)",
+        "pads count as tokens: they take their part of the attention",
+        (CORE + "clusters/test_clusters.py",),
+    ),
+    "groups-mixed": Mutation(
+        "scoring/windows.py",
+        "recent = queries[:, :, -window:].float().reshape(",
+        "recent = queries[:, :, -window:].float().unflatten(1, (groups, kv_heads)).transpose(1, 2).reshape(",
+        "query heads are grouped onto the wrong KV head",
+        (CORE + "clusters/test_clusters.py",),
+    ),
+    "budget-rounded-down": Mutation(
+        "scoring/budget.py",
+        "math.floor(self.ratio * length + 0.5)",
+        "math.floor(self.ratio * length)",
+        "a ratio's entries are rounded down, not half up",
+        (CORE + "scoring/test_budget.py",),
+    ),
+    "remainder-lost": Mutation(
+        "scoring/budget.py",
+        "over = sum(parts) - total",
+        "over = 0",
+        "the layers' budgets do not sum to the total",
+        (CORE + "scoring/test_budget.py",),
+    ),
+    "ties-to-the-oldest": Mutation(
+        "scoring/selection.py",
+        "kept = columns - 1 - order",
+        "kept = scores.argsort(dim=-1, descending=True, stable=True)[..., :most]",
+        "among equal scores the oldest wins, not the most recent",
+        (CORE + "clusters/test_clusters.py", CORE + "scoring/test_windows.py"),
+    ),
+    "safeguard-ignored": Mutation(
+        "scoring/selection.py",
+        "safe = [int(safeguard * budget) for budget in budgets]",
+        "safe = [0 for budget in budgets]",
+        "no head is sure of its part under AdaKV",
+        (CORE + "clusters/test_clusters.py",),
+    ),
+    "merge-weight": Mutation(
+        "scoring/merging.py",
+        "return evicted, (likeness - 1).exp()",
+        "return evicted, likeness.exp()",
+        "D2O: an evicted entry weighs more than the kept one that it goes into",
+        (CORE + "scoring/test_merging.py",),
+    ),
+    "merge-threshold": Mutation(
+        "scoring/merging.py",
+        "(mean + before) / 2",
+        "mean",
+        "D2O: the threshold forgets the evictions before",
+        (CORE + "scoring/test_merging.py",),
+    ),
+    "rotary-sign": Mutation(
+        "scoring/rotary.py",
+        "turned = (turned * cos - rotate_half(turned) * sin)",
+        "turned = (turned * cos + rotate_half(turned) * sin)",
+        "queries are rotated once more, not back",
+        (CORE + "scoring/test_rotary.py",),
+    ),
+    "mrope-first-axis": Mutation(
+        "scoring/rotary.py",
+        "positions = positions.amax(0)",
+        "positions = positions[0]",
+        "text goes on behind an image's time, not behind its largest position",
+        (CORE + "scoring/test_rotary.py",),
+    ),
+    "second-reading-causal": Mutation(
+        "scoring/rereading.py",
+        "future = column > torch.arange(",
+        "future = column >= torch.arange(",
+        "a token that is read again does not see itself",
+        (CORE + "hooks/test_second_reading.py",),
+    ),
+    "question-begins-late": Mutation(
+        "scoring/vision.py",
+        "columns - behind, first)",
+        "columns - behind + 1, first)",
+        "the first word behind the last image does not observe",
+        ("tests/oracle/test_vision_methods.py",),
+    ),
+    "noise-follows-the-batch": Mutation(
+        "scoring/layer_view.py",
+        "{prompt.row_seeds[row]}",
+        "{row}",
+        "random's draw follows the row's place in the batch",
+        (INVARIANTS + "::test_a_row_does_not_depend_on_its_batch_or_padding",),
+    ),
+    # -- kernels
+    "column-sums-causal": Mutation(
+        "kernels/column_sums.py",
+        "device=keys.device).triu_(1)",
+        "device=keys.device).triu_(2)",
+        "column sums: a query sees the token behind it",
+        (CORE + "kernels",),
+    ),
+    "compact-one-head": Mutation(
+        "kernels/compact.py",
+        "indices[row, head].clamp(min=0)",
+        "indices[row, 0].clamp(min=0)",
+        "every KV head stores the columns that the first one keeps",
+        (CORE + "kernels/test_kernels.py", CORE + "clusters/test_clusters.py"),
+    ),
+    "ragged-reads-spare": Mutation(
+        "kernels/ragged_decode.py",
+        "used = slots < lengths[..., None]",
+        "used = slots <= lengths[..., None]",
+        "ragged decoding attends to a spare row",
+        (CORE + "kernels/test_ragged_decode.py",),
+    ),
+    "quantized-filler": Mutation(
+        "kernels/quantization.py",
+        "padded[flat.numel() :] = flat[-1:]",
+        "padded[flat.numel() :] = 0",
+        "the filler widens the range of a group, and so its error",
+        (CORE + "cache/test_quantized.py::test_the_error_is_at_most_a_step_of_the_groups_range",),
+    ),
+    # -- cache: storage and new tokens
+    "segment-start": Mutation(
+        "cache/storage.py",
+        "self.starts = (ends - room - size).view_as(self.counts)",
+        "self.starts = (ends - size).view_as(self.counts)",
+        "a KV head's segment is looked for behind its place in ragged storage",
+        (INVARIANTS + "::test_decoding_equals_the_full_cache_under_a_mask_that_hides_what_was_dropped",),
+    ),
+    "appended-column": Mutation(
+        "cache/storage.py",
+        "appended = torch.arange(seen - (self.length - self.entries), seen, device=self.keys.device)",
+        "appended = torch.arange(seen - (self.length - self.entries), seen, device=self.keys.device) - 1",
+        "a decoded token is noted under the column before it",
+        (
+            CORE + "cache/test_cache.py",
+            INVARIANTS + "::test_kept_indices_are_ascending_columns_of_real_tokens",
+        ),
+    ),
+    "static-cursor": Mutation(
+        "cache/storage.py",
+        "return self.usable & (self.slots < self.cursor)",
+        "return self.usable & (self.slots <= self.cursor)",
+        "static shapes: a slot that is still empty is attended to",
+        (CORE + "cache/test_static.py",),
+    ),
+    "quantized-residual": Mutation(
+        "cache/storage.py",
+        "if self.recent.length >= self.residual:",
+        "if self.recent.length > self.residual:",
+        "one decoded token more waits in full precision",
+        (
+            CORE
+            + "cache/test_quantized.py::test_decoded_tokens_wait_in_full_precision_until_there_are_kv_residual_of_them",
+        ),
+    ),
+    "quantized-reuse": Mutation(
+        "cache/storage.py",
+        "twin.blocks, twin.recent = list(self.blocks), self.recent.fork()",
+        "twin.blocks, twin.recent = self.blocks, self.recent.fork()",
+        "a question leaves its quantized tokens in the context that the next one reuses",
+        (CORE + "policy/test_protocol.py::test_reuse_leaves_every_storage_as_it_was",),
+    ),
+    "offloaded-reuse": Mutation(
+        "cache/storage.py",
+        "twin.inner, twin.fetched = self.inner.fork(), None",
+        "twin.inner, twin.fetched = self.inner, None",
+        "a question leaves its offloaded tokens in the context that the next one reuses",
+        (CORE + "policy/test_protocol.py::test_reuse_leaves_every_storage_as_it_was",),
+    ),
+    "ragged-rows": Mutation(
+        "cache/storage.py",
+        "self.counts = self.counts[rows]",
+        "self.counts = self.counts",
+        "ragged storage: beams exchange their entries but not their lengths",
+        (CORE + "kernels/test_ragged_decode.py::test_rows_selected_again_attend_to_their_own_entries",),
+    ),
+    "chunk-pads": Mutation(
+        "cache/new_tokens.py",
+        "self.columns - length - start, 0)",
+        "self.columns - length, 0)",
+        "every chunk of a padded row begins with its pads",
+        (CORE + "hooks/test_chunked_prefill.py::test_a_row_does_not_depend_on_its_batch_or_padding",),
+    ),
+    "context-of-the-last": Mutation(
+        "cache/new_tokens.py",
+        "max(length + wanted, 0) for length in lengths]",
+        "max(length + wanted - 1, 0) for length in lengths]",
+        "negative context_tokens: the question begins a token early",
+        (
+            CORE + "policy/test_protocol.py::test_scope_context_keeps_the_question_and_the_budget_of_the_context",
+            CORE + "policy/test_protocol.py::test_an_explicit_context_and_a_missing_one",
+        ),
+    ),
+    "context-wrong-end": Mutation(
+        "cache/scope.py",
+        "first = columns - prompt.lengths[0]",
+        "first = columns - width",
+        "scope=context compresses the prompt's end in place of its context",
+        (
+            CORE + "policy/test_protocol.py::test_decoding_after_scope_context_equals_the_masked_full_cache",
+            CORE + "policy/test_protocol.py::test_scope_context_keeps_the_question_and_the_budget_of_the_context",
+        ),
+    ),
+    "not-right-aligned": Mutation(
+        "cache/scope.py",
+        "order = kept.indices.argsort(dim=-1, stable=True)",
+        "order = torch.arange(kept.indices.shape[2], device=kept.indices.device).expand_as(kept.indices).contiguous()",
+        "unused slots stay where they are, between entries",
+        (CORE + "policy/test_protocol.py::test_decoding_after_scope_context_equals_the_masked_full_cache",),
+    ),
+    # -- cache: a layer's passes
+    "continuation-causal": Mutation(
+        "cache/layer.py",
+        "new = torch.ones(query_length, query_length, dtype=torch.bool, device=self.device).tril()",
+        "new = torch.ones(query_length, query_length, dtype=torch.bool, device=self.device).tril(1)",
+        "a token of a second prompt sees the one behind it",
+        (INVARIANTS + "::test_a_second_prompt_sees_what_was_kept_and_is_compressed_in_turn",),
+    ),
+    "decode-interval": Mutation(
+        "cache/layer.py",
+        "if self.decoded >= self.policy.decode_interval:",
+        "if self.decoded > self.policy.decode_interval:",
+        "decoding evicts a step late",
+        (
+            CORE + "cache/test_decode_eviction.py::test_streamingllm_rolls_a_window_behind_its_sinks",
+            CORE + "cache/test_decode_eviction.py::test_memory_stays_bounded_however_long_the_answer_is",
+        ),
+    ),
+    "oldest-queries": Mutation(
+        "cache/layer.py",
+        "self.recent_queries = [torch.cat(self.recent_queries, dim=2)[:, :, -window:]]",
+        "self.recent_queries = [torch.cat(self.recent_queries, dim=2)[:, :, :window]]",
+        "the oldest remembered queries vote, not the latest",
+        (
+            CORE + "cache/test_decode_eviction.py::test_a_row_evicts_the_same_alone_as_in_a_batch",
+            CORE + "cache/test_decode_eviction.py::test_snapkv_scores_again_with_the_last_queries",
+        ),
+    ),
+    "sums-of-other-rows": Mutation(
+        "cache/layer.py",
+        "self.memory = None if self.memory is None else self.memory[indices]",
+        "self.memory = self.memory",
+        "running sums do not follow the rows that beams select",
+        (CORE + "cache/test_generation_modes.py::test_a_row_has_the_same_beams_alone_as_in_a_batch",),
+    ),
+    "sums-seen": Mutation(
+        "cache/layer.py",
+        "seen = prompt.seen - queries.shape[2] + start + some.shape[2]",
+        "seen = prompt.seen",
+        "running sums: the queries of an early block see later tokens",
+        (CORE + "hooks/test_chunked_prefill.py",),
+    ),
+    "first-token-twice": Mutation(
+        "cache/layer.py",
+        "self.counted -= 1",
+        "self.counted -= 0",
+        "first_token=compressed: the token that is fed again stands a position late",
+        (CORE + "policy/test_protocol.py::test_first_token_compressed_feeds_the_last_prompt_token_on_what_was_kept",),
+    ),
+    "columns-of-a-second-prompt": Mutation(
+        "cache/layer.py",
+        "torch.where(kept.indices < 0, -1, kept.indices + first)",
+        "torch.where(kept.indices < 0, -1, kept.indices)",
+        "a second prompt's entries are noted under the first one's columns",
+        (INVARIANTS + "::test_a_second_prompt_sees_what_was_kept_and_is_compressed_in_turn",),
+    ),
+    "answer-between-chunks": Mutation(
+        "cache/layer.py",
+        "answer = first - self.prompt_columns",
+        "answer = 0",
+        "decoded tokens do not count where a next prompt comes in chunks",
+        (CORE + "hooks/test_chunked_prefill.py::test_budgets_hold_over_a_conversation_and_while_decoding",),
+    ),
+    "pads-of-a-chunk-vote": Mutation(
+        "cache/layer.py",
+        "queries.masked_fill(pads.unsqueeze(-1), torch.nan)",
+        "queries",
+        "a later chunk's pads vote for stored entries",
+        (CORE + "hooks/test_chunked_prefill.py::test_a_row_does_not_depend_on_its_batch_or_padding",),
+    ),
+    "shares-of-the-first-layer": Mutation(
+        "cache/layer.py",
+        "budget * self.num_layers, length)[self.place]",
+        "budget * self.num_layers, length)[0]",
+        "while decoding every layer takes the first layer's measured share",
+        (CORE + "cache/test_decode_eviction.py",),
+    ),
+    "question-not-kept": Mutation(
+        "cache/scope.py",
+        "is_question = (rest >= (pads + length)[:, None])",
+        "is_question = (rest > (pads + length)[:, None])",
+        "scope=context drops the first token of the question",
+        (CORE + "policy/test_protocol.py::test_scope_context_keeps_the_question_and_the_budget_of_the_context",),
+    ),
+    # -- clusters, layer budgets, tokens, policy
+    "pads-as-sinks": Mutation(
+        "clusters/streamingllm.py",
+        "position = position - padding[..., None]",
+        "position = position - 0 * padding[..., None]",
+        "a padded row's first columns, its pads, count as sinks",
+        (CORE + "clusters/test_clusters.py",),
+    ),
+    "window-votes": Mutation(
+        "clusters/snapkv.py",
+        "device=keys.device) > sizes",
+        "device=keys.device) >= sizes",
+        "the first token of the window gets votes, which pooling spreads",
+        (CORE + "clusters/test_clusters.py",),
+    ),
+    "global-heads": Mutation(
+        "layer_budgets/global_.py",
+        "wanted = budget * layers * heads",
+        "wanted = budget * layers",
+        "the ranking over all layers is cut as if there were one KV head",
+        ("tests/oracle/test_attention_methods.py", CORE + "hooks/test_second_reading.py"),
+    ),
+    "last-token-dropped": Mutation(
+        "tokens/base.py",
+        'scores[:, -1] = float("inf")',
+        "pass",
+        "a vision token at the prompt's end, which the answer is read off, may be dropped",
+        (CORE + "tokens/test_tokens.py::test_the_last_token_stays_also_where_it_is_a_vision_token",),
+    ),
+    "option-unchecked": Mutation(
+        "policy/policy.py",
+        'if evicts and engine.cache_implementation not in ("dynamic", "offloaded"):',
+        'if evicts and engine.cache_implementation not in ("dynamic", "offloaded", "static"):',
+        "eviction while decoding is accepted where entries are stored once and for all",
+        (CORE + "cache/test_static.py::test_static_needs_to_know_its_room_and_takes_no_eviction",),
+    ),
+    # -- hooks, measuring
+    "heads-under-other-masks": Mutation(
+        "hooks/attention.py",
+        "mask = mask.repeat_interleave(query.shape[1] // kv_heads, dim=1)",
+        "mask = mask.repeat(1, query.shape[1] // kv_heads, 1, 1)",
+        "query heads attend under the mask of another KV head",
+        (INVARIANTS + "::test_a_second_prompt_sees_what_was_kept_and_is_compressed_in_turn",),
+    ),
+    "chunks-from-the-front": Mutation(
+        "hooks/chunked_prefill.py",
+        "stops = range(whole.columns, 0, -size)[::-1]",
+        "stops = [*range(size, whole.columns, size), whole.columns]",
+        "chunks are counted from the front: a padded row is cut elsewhere than alone",
+        (CORE + "hooks/test_chunked_prefill.py::test_a_row_does_not_depend_on_its_batch_or_padding",),
+    ),
+    "written-back-elsewhere": Mutation(
+        "hooks/token_dropping.py",
+        "whole[self.rows, self.source] = output",
+        "whole[:, -self.source.shape[1] :] = output",
+        "after tokens were dropped, hidden states go back to wrong columns",
+        (
+            CORE
+            + "tokens/test_tokens.py::test_fastv_equals_the_full_model_in_which_dropped_tokens_are_hidden_from_layer_k_on",
+        ),
+    ),
+    "tower-layer": Mutation(
+        "hooks/vision_tower.py",
+        "self.attention = attentions[layer]",
+        "self.attention = attentions[-1]",
+        "VisionZip reads the vision tower's last layer, whatever layer is asked for",
+        (
+            CORE
+            + "tokens/test_tokens.py::test_visionzip_keeps_dominant_tokens_and_merges_the_others_into_contextual_ones",
+        ),
+    ),
+    "newline-between-videos": Mutation(
+        "hooks/video_frames.py",
+        "columns = columns[count * size + rest :]",
+        "columns = columns[count * size :]",
+        "a second video's frames begin at the first one's newline",
+        (CORE + "tokens/test_tokens.py::test_dycoke_keeps_every_fourth_frame_and_what_is_new_in_the_others",),
+    ),
+    "mrope-behind-an-image": Mutation(
+        "hooks/second_reading.py",
+        "last = last.amax(0, keepdim=True).expand_as(last)",
+        "last = last[:1].expand_as(last)",
+        "what is read again goes on behind an image's time, not its largest position",
+        (CORE + "hooks/test_second_reading.py",),
+    ),
+    "left-after-an-error": Mutation(
+        "hooks/session.py",
+        "self._config._attn_implementation = self._base",
+        "self._config._attn_implementation = PREFIX + self._base if exception[0] else self._base",
+        "a model is not given back when a generation fails",
+        (
+            CORE + "tokens/test_tokens.py::test_no_hook_outlives_the_context_also_after_an_exception",
+            CORE + "hooks/test_chunked_prefill.py::test_nothing_stays_in_the_model",
+        ),
+    ),
+    "another-prompts-pass": Mutation(
+        "hooks/shared_prompt.py",
+        "if self.known is not None and self.known.is_of(inputs):",
+        "if self.known is not None:",
+        "a shared prompt answers for another batch",
+        (CORE + "hooks/test_shared_prompt.py::test_a_pass_is_not_taken_for_that_of_another_batch",),
+    ),
+    "clock-not-synchronised": Mutation(
+        "measure.py",
+        "synchronise(input_ids.device)",
+        "pass",
+        "time is read before the device is done",
+        (CORE + "test_measure.py",),
+    ),
+    "end-not-counted": Mutation(
+        "measure.py",
+        "return (before + ends.any(1)).tolist()",
+        "return before.tolist()",
+        "the end-of-sequence token is not counted",
+        (CORE + "test_measure.py",),
+    ),
+}

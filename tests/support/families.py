@@ -1,0 +1,654 @@
+"""Tiny random models of the supported families, and inputs for them: no hub, tokenizer or processor needed.
+
+family = FAMILIES["qwen2-vl"]
+model = family.build()                                         # fp32, eval, the same weights at each call
+inputs = family.inputs(model, lengths=[17, 30], images=[1, 0])  # left-padded, as a processor would
+model.generate(**inputs)
+model(**family.solo(inputs, row=0))                            # row 0 alone, without its padding
+
+FAMILIES are those that the property tests draw from; MORE_FAMILIES have the same interface and tests of their own
+(tests/test_family_table.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Idefics3Config,
+    InternVLConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaNextConfig,
+    LlavaNextVideoConfig,
+    LlavaOnevisionConfig,
+    MiniCPMV4_6Config,
+    MistralConfig,
+    MllamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+    Qwen2Config,
+    Qwen2VLConfig,
+    Qwen3Config,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+    SmolVLMConfig,
+)
+
+from tests.support import llava_next_layout
+
+HEAD_DIM = 16
+VOCAB_SIZE = 128
+VISION_HIDDEN = 32
+# Ids below FIRST_TEXT are special. Greedy decoding never picks them: their logits are zero (see _randomize).
+PAD, IMAGE, VIDEO, VISION_START, VISION_END, FIRST_TEXT = 0, 1, 2, 3, 4, 8
+
+LEADING_TEXT = 3  # text tokens before the first image
+MIN_TRAILING_TEXT = 2  # text tokens after the last image, at least
+
+# Qwen-VL: one image is a grid of 6 x 8 patches, merged 2 x 2, so 12 tokens that advance M-RoPE by 4 only.
+QWEN_GRID = (1, 6, 8)
+QWEN_TOKENS = 12
+# LLaVA-OneVision: tiles of 8 x 8 pixels are 2 x 2 patches; anyres cuts the 8 x 16 image into base + 2 tiles.
+LLAVA_TILE = 8
+LLAVA_IMAGE_SIZE = (8, 16)  # height, width in pixels
+LLAVA_ANYRES_TOKENS = 4 + 2 * (4 + 1)  # base tile; two rows of four patches, a newline after each
+LLAVA_PLAIN_TOKENS = 4 + 1  # one of several images in a row: no anyres, one newline
+# InternVL: 24 x 24 pixels are 6 x 6 patches, shuffled down to 3 x 3.
+INTERNVL_IMAGE = 24
+INTERNVL_TOKENS = 9
+# The families below see images of 8 x 8 pixels in patches of 4 x 4 (or 2 x 2, merged 2 x 2 by the model): 4 tokens.
+SMALL_IMAGE = 8
+SMALL_TOKENS = 4
+# Idefics3 and SmolVLM: 16 x 16 pixels are 4 x 4 patches, shuffled down to 2 x 2.
+IDEFICS_IMAGE = 16
+# MiniCPM-V: 8 x 8 patches of 4 x 4 pixels in one row, merged twice 2 x 2.
+MINICPM_GRID = (8, 8)
+MINICPM_PATCH = 4
+# Qwen2-Audio: a recording of 16 mel frames becomes 8, then 4 tokens.
+MEL_BINS = 8
+MEL_FRAMES = 16
+AUDIO_TOKENS = 4
+FRAMES = 4  # of every video
+
+TOKENS_PER_IMAGE = {
+    "qwen": QWEN_TOKENS,
+    "qwen3": QWEN_TOKENS,
+    "internvl": INTERNVL_TOKENS,
+    "llava-next": LLAVA_ANYRES_TOKENS,
+    "small": SMALL_TOKENS,
+    "gemma3": SMALL_TOKENS,
+    "idefics": SMALL_TOKENS,
+    "minicpm": SMALL_TOKENS,
+    "mllama": 1,  # cross-attention sees the image; the decoder sees a mark
+    "audio": AUDIO_TOKENS,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family: how its tiny model is configured, and which tensors carry its images.
+
+    name: key in FAMILIES or MORE_FAMILIES; make_config: text settings -> config of the whole model;
+    image_format: which tensors hold the images (recordings for "audio"): "" or "llava" or a key of TOKENS_PER_IMAGE;
+    layers: of the decoder, unless `build` is asked for another number; video: whether it takes videos.
+    """
+
+    name: str
+    make_config: Callable[[dict], object]
+    image_format: str = ""
+    layers: int = 3
+    video: bool = False
+
+    @property
+    def is_vlm(self) -> bool:
+        return bool(self.image_format)
+
+    def build(
+        self,
+        num_hidden_layers: int | None = None,
+        num_attention_heads: int = 4,
+        num_key_value_heads: int = 2,
+        seed: int = 0,
+    ) -> PreTrainedModel:
+        """The model, cached by these arguments: callers leave it as they found it."""
+        layers = self.layers if num_hidden_layers is None else num_hidden_layers
+        return _build(self.name, layers, num_attention_heads, num_key_value_heads, seed)
+
+    def image_tokens(self, images: int) -> int:
+        """Number of image tokens that each image takes in a row that holds `images` images."""
+        if self.image_format == "llava":
+            return LLAVA_ANYRES_TOKENS if images == 1 else LLAVA_PLAIN_TOKENS
+        return TOKENS_PER_IMAGE[self.image_format]
+
+    def inputs(
+        self,
+        model: PreTrainedModel,
+        lengths: Sequence[int],
+        images: Sequence[int] | None = None,
+        seed: int = 0,
+    ) -> dict[str, torch.Tensor]:
+        """Random prompts for `model.forward` and `model.generate`.
+
+        lengths: real tokens of each row, image tokens included (more where the row's images need more);
+        images: number of images of each row (None: text only). Rows are padded on the left.
+        """
+        images = list(images) if images is not None else [0] * len(lengths)
+        if len(images) != len(lengths):
+            raise ValueError(f"lengths has {len(lengths)} rows, images has {len(images)}")
+        if any(images) and not self.is_vlm:
+            raise ValueError(f"{self.name} takes no images, got images={images}")
+        generator = torch.Generator().manual_seed(seed)
+        rows = [self._row(length, count, generator) for length, count in zip(lengths, images, strict=True)]
+        width = max(len(row) for row in rows)
+        input_ids = torch.full((len(rows), width), PAD)
+        attention_mask = torch.zeros_like(input_ids)
+        for i, row in enumerate(rows):
+            input_ids[i, width - len(row) :] = row
+            attention_mask[i, width - len(row) :] = 1
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if self.image_format.startswith("qwen"):
+            inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
+        if self.image_format == "gemma3":
+            inputs["token_type_ids"] = (input_ids == IMAGE).long()
+        if any(images):
+            inputs |= self._pixels(images, generator)
+        if self.image_format == "mllama" and any(images):
+            inputs["cross_attention_mask"] = _cross_attention_mask(input_ids, attention_mask, max(images))
+        return {name: tensor.to(model.device) for name, tensor in inputs.items()}
+
+    def video_inputs(self) -> dict[str, torch.Tensor]:
+        """One prompt with a video of FRAMES frames between text."""
+        generator = torch.Generator().manual_seed(0)
+        order = torch.randperm(VOCAB_SIZE - FIRST_TEXT, generator=torch.Generator().manual_seed(1))
+        words = (order[:20] + FIRST_TEXT).tolist()
+        patch = 16 if self.image_format == "qwen3" else 14
+        pixels, size = (FRAMES * 16, 3 * 2 * patch * patch), {"video_grid_thw": torch.tensor([[FRAMES, 4, 4]])}
+        if self.image_format == "qwen3":  # a time stamp before each frame
+            frames = [[stamp, VISION_START, *[VIDEO] * 4] for stamp in words[6 : 6 + FRAMES]]
+            video, after = [token for frame in frames for token in frame], words[6 + FRAMES :]
+        elif self.image_format == "qwen":
+            video, after = [VISION_START, *[VIDEO] * (4 * FRAMES)], words[6:]
+        elif self.image_format == "minicpm":
+            video, after = [VIDEO] * (SMALL_TOKENS * FRAMES), words[6:]
+            height, width = MINICPM_GRID
+            pixels = (1, 3, MINICPM_PATCH, FRAMES * height * width * MINICPM_PATCH)
+            size = {"target_sizes_videos": torch.tensor([MINICPM_GRID] * FRAMES)}
+        else:  # LLaVA: one token per frame after pooling; LLaVA-OneVision puts a newline behind the last
+            video, after = [VIDEO] * (FRAMES + int(self.image_format == "llava")), words[6:]
+            pixels, size = (1, FRAMES, 3, LLAVA_TILE, LLAVA_TILE), {}
+        ids = torch.tensor([[*words[:6], *video, *after]])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if self.image_format.startswith("qwen"):
+            inputs["mm_token_type_ids"] = 2 * (ids == VIDEO).int()
+        return inputs | {"pixel_values_videos": torch.randn(pixels, generator=generator)} | size
+
+    def solo(self, inputs: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
+        """Row `row` of what `inputs` returned, as a batch of one without padding."""
+        real = inputs["attention_mask"][row].bool()
+        images = (inputs["input_ids"] == VISION_START).sum(-1)
+        first, last = int(images[:row].sum()), int(images[: row + 1].sum())
+        solo = {}
+        for name, tensor in inputs.items():
+            if name in ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "cross_attention_mask"):
+                solo[name] = tensor[row : row + 1, real]
+            elif self.image_format == "mllama":  # a row without images attends to empty ones, as in its batch
+                solo[name] = tensor[row : row + 1]
+            elif last == first:
+                continue  # a text-only row has no image tensors
+            elif name == "batch_num_images":
+                solo[name] = tensor[row : row + 1]
+            elif self.image_format == "idefics":
+                solo[name] = tensor[row : row + 1, : last - first]
+            elif self.image_format == "minicpm" and name == "pixel_values":  # all patches lie in one row
+                per_image = tensor.shape[-1] // int(images.sum())
+                solo[name] = tensor[..., first * per_image : last * per_image]
+            else:
+                per_image = tensor.shape[0] // int(images.sum())  # Qwen-VL has one row of pixels per patch
+                solo[name] = tensor[first * per_image : last * per_image]
+        return solo
+
+    def _row(self, length: int, images: int, generator: torch.Generator) -> torch.Tensor:
+        """Token ids (length,): text, then each image between start and end marks, then text."""
+
+        # All tokens differ, as far as the vocabulary reaches: equal tokens have keys of equal norm in the first layer,
+        # and which of them a method keeps would be decided by rounding.
+        order = torch.randperm(VOCAB_SIZE - FIRST_TEXT, generator=generator) + FIRST_TEXT
+        unused = iter(order.tolist() * (length // len(order) + 2))
+
+        def text(count: int) -> torch.Tensor:
+            return torch.tensor([next(unused) for _ in range(count)], dtype=torch.long)
+
+        if not images:
+            return text(length)
+        image = torch.tensor([VISION_START, *[IMAGE] * self.image_tokens(images), VISION_END])
+        parts = [text(LEADING_TEXT)]
+        for _ in range(images):
+            parts += [image, text(1)]
+        taken = sum(len(part) for part in parts)
+        return torch.cat([*parts, text(max(length - taken, MIN_TRAILING_TEXT - 1))])
+
+    def _pixels(self, images: Sequence[int], generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """The tensors that the family's processor would make of all the batch's images."""
+        count = sum(images)
+
+        def noise(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        if self.image_format == "llava":
+            return {
+                "pixel_values": noise(count, 3, 3, LLAVA_TILE, LLAVA_TILE),  # image, tile, channel, height, width
+                "image_sizes": torch.tensor([LLAVA_IMAGE_SIZE] * count),
+                "batch_num_images": torch.tensor(images),
+            }
+        if self.image_format == "internvl":
+            return {"pixel_values": noise(count, 3, INTERNVL_IMAGE, INTERNVL_IMAGE)}
+        if self.image_format in ("small", "gemma3"):
+            return {"pixel_values": noise(count, 3, SMALL_IMAGE, SMALL_IMAGE)}
+        if self.image_format == "llava-next":
+            sizes = torch.tensor([LLAVA_IMAGE_SIZE] * count)
+            return {"pixel_values": noise(count, 3, 3, LLAVA_TILE, LLAVA_TILE), "image_sizes": sizes}
+        if self.image_format == "idefics":  # rows with fewer images are filled up with zeros
+            shown = torch.arange(max(images)) < torch.tensor(images)[:, None]
+            pixels = noise(len(images), max(images), 3, IDEFICS_IMAGE, IDEFICS_IMAGE)
+            return {"pixel_values": pixels * shown[:, :, None, None, None]}
+        if self.image_format == "minicpm":
+            height, width = MINICPM_GRID
+            pixels = noise(1, 3, MINICPM_PATCH, count * height * width * MINICPM_PATCH)
+            return {"pixel_values": pixels, "target_sizes": torch.tensor([MINICPM_GRID] * count)}
+        if self.image_format == "audio":
+            mask = torch.ones(count, MEL_FRAMES, dtype=torch.long)
+            return {"input_features": noise(count, MEL_BINS, MEL_FRAMES), "feature_attention_mask": mask}
+        if self.image_format == "mllama":  # one tile per image; 0 is the aspect ratio of no image
+            shown = torch.arange(max(images)) < torch.tensor(images)[:, None]
+            pixels = noise(len(images), max(images), 1, 3, SMALL_IMAGE, SMALL_IMAGE)
+            return {
+                "pixel_values": pixels * shown[:, :, None, None, None, None],
+                "aspect_ratio_ids": shown.long(),
+                "aspect_ratio_mask": shown.long()[..., None],
+            }
+        frames, height, width = QWEN_GRID
+        patch = 16 if self.image_format == "qwen3" else 14
+        return {
+            "pixel_values": noise(count * frames * height * width, 3 * 2 * patch * patch),
+            "image_grid_thw": torch.tensor([QWEN_GRID] * count),
+        }
+
+
+def _cross_attention_mask(input_ids: torch.Tensor, attention_mask: torch.Tensor, images: int) -> torch.Tensor:
+    """Mllama's (batch, columns, images, 1 tile): a token sees the images whose marks stand before it, or are it."""
+    seen = (input_ids == IMAGE).cumsum(1)[..., None] > torch.arange(images)
+    return (seen & attention_mask[..., None].bool()).long()[..., None]
+
+
+@lru_cache(maxsize=32)
+def _build(name: str, layers: int, heads: int, kv_heads: int, seed: int) -> PreTrainedModel:
+    text = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": heads * HEAD_DIM,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,  # generation always runs to max_new_tokens
+        "pad_token_id": PAD,
+    }
+    family = (FAMILIES | MORE_FAMILIES)[name]
+    config = family.make_config(text)
+    make = AutoModelForImageTextToText.from_config if family.is_vlm else AutoModelForCausalLM.from_config
+    if family.image_format == "audio":  # no automatic class for it is in every supported transformers
+        make = Qwen2AudioForConditionalGeneration._from_config
+    with torch.random.fork_rng():
+        model = make(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+    _randomize(model, torch.Generator().manual_seed(seed))
+    if name == "llava-onevision-original":  # through the files of a checkpoint: LLaVA-OneVision's own weights again
+        words = Tokenizer(WordLevel({"<pad>": PAD, "<image>": IMAGE, "<video>": VIDEO}, unk_token="<pad>"))
+        model = llava_next_layout.reloaded(model, PreTrainedTokenizerFast(tokenizer_object=words))
+    model.generation_config.pad_token_id = PAD
+    model.generation_config.eos_token_id = None
+    return model.requires_grad_(False)
+
+
+@torch.no_grad()
+def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Weights under which each layer's output has order 1 and attention is peaked.
+
+    The usual init (std 0.02) makes attention flat, so that dropping any entry hardly changes the logits, and
+    a test would not notice that the wrong one was dropped.
+    """
+    for name, weight in model.named_parameters():
+        if "embed_tokens" in name or name.endswith("image_newline"):
+            weight.normal_(std=0.25, generator=generator)  # small: else greedy decoding repeats its last token
+        elif weight.ndim >= 2:
+            weight.normal_(std=weight[0].numel() ** -0.5, generator=generator)
+        elif name.endswith("bias"):
+            weight.normal_(std=0.1, generator=generator)
+        elif name.endswith("gate"):
+            weight.fill_(0.7)  # Mllama starts with closed gates: no image would be seen
+        if name.endswith(("q_proj.weight", "q_norm.weight")):
+            weight.mul_(3.0)  # attention logits of standard deviation 3
+        if name.endswith("k_norm.weight"):
+            weight.uniform_(0.5, 1.5, generator=generator)  # with equal weights all keys have one and the same norm
+    model.get_output_embeddings().weight[:FIRST_TEXT] = 0  # special tokens are never the most likely
+
+
+def _qwen2(text: dict) -> Qwen2Config:
+    return Qwen2Config(**text)
+
+
+def _llama(text: dict) -> LlamaConfig:
+    return LlamaConfig(**text)
+
+
+def _llava_onevision(text: dict) -> LlavaOnevisionConfig:
+    return LlavaOnevisionConfig(
+        text_config={"model_type": "qwen2", **text},
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": LLAVA_TILE,
+            "patch_size": LLAVA_TILE // 2,
+            "vision_use_head": False,
+        },
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        image_grid_pinpoints=[[LLAVA_TILE, 2 * LLAVA_TILE], [2 * LLAVA_TILE, LLAVA_TILE]],
+    )
+
+
+def _qwen_vl_ids() -> dict:
+    return {
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": VISION_START,
+        "vision_end_token_id": VISION_END,
+    }
+
+
+def _mrope(*section: int, **extra: object) -> dict:
+    """M-RoPE over HEAD_DIM // 2 frequencies; section: frequencies of time, height, width."""
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(section), **extra}
+
+
+def _qwen2_vl(text: dict) -> Qwen2VLConfig:
+    return Qwen2VLConfig(
+        text_config={**text, "rope_parameters": _mrope(2, 3, 3)},
+        vision_config={
+            "depth": 2,
+            "embed_dim": VISION_HIDDEN,
+            "hidden_size": text["hidden_size"],
+            "num_heads": 2,
+            "mlp_ratio": 2,
+        },
+        **_qwen_vl_ids(),
+    )
+
+
+def _qwen2_5_vl(text: dict) -> Qwen2_5_VLConfig:
+    return Qwen2_5_VLConfig(
+        text_config={**text, "rope_parameters": _mrope(2, 3, 3)},
+        vision_config={
+            "depth": 2,
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": text["hidden_size"],
+        },
+        **_qwen_vl_ids(),
+    )
+
+
+def _qwen3_vl(text: dict) -> Qwen3VLConfig:
+    return Qwen3VLConfig(
+        text_config={
+            **text,
+            "head_dim": HEAD_DIM,
+            "rope_parameters": _mrope(3, 3, 2, mrope_interleaved=True),
+        },
+        vision_config={
+            "depth": 3,
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": text["hidden_size"],
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        **_qwen_vl_ids(),
+    )
+
+
+def _internvl(text: dict) -> InternVLConfig:
+    return InternVLConfig(
+        text_config={"model_type": "qwen2", **text},
+        vision_config={
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": [INTERNVL_IMAGE, INTERNVL_IMAGE],
+            "patch_size": [4, 4],
+        },
+        image_token_id=IMAGE,
+        image_seq_length=INTERNVL_TOKENS,
+        tie_word_embeddings=False,
+    )
+
+
+def _qwen3(text: dict) -> Qwen3Config:
+    return Qwen3Config(**text, head_dim=HEAD_DIM)
+
+
+def _mistral(text: dict) -> MistralConfig:
+    return MistralConfig(**text, sliding_window=None)  # as from version 0.2 on
+
+
+def _small_tower(model_type: str, **extra: object) -> dict:
+    """A vision tower that makes 2 x 2 patches of an image of 8 x 8 pixels."""
+    return {
+        "model_type": model_type,
+        "hidden_size": VISION_HIDDEN,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": SMALL_IMAGE,
+        "patch_size": SMALL_IMAGE // 2,
+        **extra,
+    }
+
+
+def _llava(text: dict) -> LlavaConfig:
+    return LlavaConfig(
+        text_config={"model_type": "llama", **text},
+        vision_config=_small_tower("clip_vision_model"),
+        image_token_index=IMAGE,
+        image_seq_length=SMALL_TOKENS,
+    )
+
+
+def _llava_next(text: dict) -> LlavaNextConfig:
+    return LlavaNextConfig(
+        text_config={"model_type": "mistral", "sliding_window": None, **text},
+        vision_config=_small_tower("clip_vision_model"),
+        image_token_index=IMAGE,
+        image_grid_pinpoints=[[LLAVA_TILE, 2 * LLAVA_TILE], [2 * LLAVA_TILE, LLAVA_TILE]],
+    )
+
+
+def _llava_next_video(text: dict) -> LlavaNextVideoConfig:
+    return LlavaNextVideoConfig(
+        text_config={"model_type": "llama", **text},
+        vision_config=_small_tower("clip_vision_model"),
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        image_grid_pinpoints=[[LLAVA_TILE, 2 * LLAVA_TILE], [2 * LLAVA_TILE, LLAVA_TILE]],
+    )
+
+
+def _qwen3_vl_moe(text: dict) -> Qwen3VLMoeConfig:
+    dense = _qwen3_vl(text).to_dict()
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False}
+    skip = ("model_type", "architectures", "dtype")
+    return Qwen3VLMoeConfig(
+        text_config={**{k: v for k, v in dense["text_config"].items() if k not in skip}, **experts},
+        vision_config={k: v for k, v in dense["vision_config"].items() if k not in skip},
+        **_qwen_vl_ids(),
+    )
+
+
+def _idefics(config: type, text: dict) -> SmolVLMConfig | Idefics3Config:
+    tower = _small_tower("", image_size=IDEFICS_IMAGE, patch_size=IDEFICS_IMAGE // 4)
+    del tower["model_type"]
+    return config(
+        text_config={"model_type": "llama", **text},
+        vision_config=tower,
+        image_token_id=IMAGE,
+        scale_factor=2,
+    )
+
+
+def _smolvlm(text: dict) -> SmolVLMConfig:
+    return _idefics(SmolVLMConfig, text)
+
+
+def _idefics3(text: dict) -> Idefics3Config:
+    return _idefics(Idefics3Config, text)
+
+
+def _gemma3(text: dict) -> Gemma3Config:
+    """Every other layer sees the last 12 tokens only."""
+    kinds = ["sliding_attention", "full_attention"]
+    return Gemma3Config(
+        text_config={
+            **text,
+            "head_dim": HEAD_DIM,
+            "query_pre_attn_scalar": HEAD_DIM,
+            "sliding_window": 12,
+            "layer_types": [kinds[i % 2] for i in range(text["num_hidden_layers"])],
+        },
+        vision_config=_small_tower("siglip_vision_model", vision_use_head=False),
+        mm_tokens_per_image=SMALL_TOKENS,
+        image_token_index=IMAGE,
+        boi_token_index=VISION_START,
+        eoi_token_index=VISION_END,
+        tie_word_embeddings=False,
+    )
+
+
+def _mllama(text: dict) -> MllamaConfig:
+    """Layer 1 attends to the images, the others to the text."""
+    return MllamaConfig(
+        text_config={**text, "bos_token_id": PAD, "cross_attention_layers": [1]},
+        vision_config={
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_global_layers": 1,
+            "attention_heads": 2,
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 2 * VISION_HIDDEN,
+            "image_size": SMALL_IMAGE,
+            "patch_size": SMALL_IMAGE // 2,
+            "max_num_tiles": 1,
+            "supported_aspect_ratios": [[1, 1]],
+        },
+        image_token_index=IMAGE,
+    )
+
+
+def _minicpm_v(text: dict) -> MiniCPMV4_6Config:
+    """The language model is Qwen3.5: every other layer here is a linear attention, which has no keys to evict."""
+    kinds = ["linear_attention", "full_attention"]
+    return MiniCPMV4_6Config(
+        text_config={
+            "model_type": "qwen3_5_text",
+            **text,
+            "head_dim": HEAD_DIM,
+            "layer_types": [kinds[i % 2] for i in range(text["num_hidden_layers"])],
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "rope_parameters": _mrope(2, 1, 1, partial_rotary_factor=0.5),
+        },
+        vision_config={
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": MINICPM_PATCH * MINICPM_GRID[0],
+            "patch_size": MINICPM_PATCH,
+        },
+        insert_layer_id=0,
+        image_size=MINICPM_PATCH * MINICPM_GRID[0],
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+    )
+
+
+def _qwen2_audio(text: dict) -> Qwen2AudioConfig:
+    return Qwen2AudioConfig(
+        text_config={"model_type": "qwen2", **text},
+        audio_config={
+            "model_type": "qwen2_audio_encoder",
+            "num_mel_bins": MEL_BINS,
+            "d_model": VISION_HIDDEN,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 64,
+            "max_source_positions": MEL_FRAMES // 2,
+        },
+        audio_token_index=IMAGE,
+    )
+
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family("qwen2", _qwen2),
+        Family("llama", _llama),
+        Family("llava-onevision", _llava_onevision, "llava", video=True),
+        Family("qwen2-vl", _qwen2_vl, "qwen", video=True),
+        Family("qwen2.5-vl", _qwen2_5_vl, "qwen", video=True),
+        Family("qwen3-vl", _qwen3_vl, "qwen3", video=True),
+        Family("internvl", _internvl, "internvl"),
+    )
+}
+MORE_FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family("qwen3", _qwen3),
+        Family("mistral", _mistral),
+        Family("llava-1.5", _llava, "small"),
+        Family("llava-onevision-original", _llava_onevision, "llava", video=True),
+        Family("llava-next", _llava_next, "llava-next"),
+        Family("llava-next-video", _llava_next_video, "llava-next", video=True),
+        Family("qwen3-vl-moe", _qwen3_vl_moe, "qwen3", video=True),
+        Family("smolvlm", _smolvlm, "idefics"),
+        Family("idefics3", _idefics3, "idefics"),
+        Family("gemma3", _gemma3, "gemma3", layers=4),
+        Family("mllama", _mllama, "mllama", layers=4),
+        Family("minicpm-v", _minicpm_v, "minicpm", layers=4, video=True),
+        Family("qwen2-audio", _qwen2_audio, "audio"),
+    )
+}
+VLM_FAMILIES: dict[str, Family] = {name: family for name, family in FAMILIES.items() if family.is_vlm}

@@ -1,0 +1,24 @@
+"""`TRITON_INTERPRET=1 python -m tests.support.interpreted` checks the Triton kernels against their plain references on
+a CPU. Triton looks at that variable when a kernel is defined, so this needs a process of its own."""
+
+import sys
+import types
+from pathlib import Path
+
+import torch
+
+# The kernels need nothing else of the package, and importing it all, with transformers, takes most of the time.
+package = types.ModuleType("kvcompress")
+package.__path__ = [str(Path(__file__).parents[2] / "kvcompress")]
+sys.modules["kvcompress"] = package
+
+from tests.support import kernel_cases, ragged_cases  # noqa: E402
+
+if __name__ == "__main__":
+    assert not any(name.endswith("_triton") for name in sys.modules if "kvcompress" in name)  # works without triton
+    kernel_cases.check_column_sums(torch.float32, kernel_cases.SHAPES, "cpu")
+    # The interpreter (triton 3.9) multiplies the bits of bfloat16.
+    kernel_cases.check_column_sums(torch.float16, kernel_cases.SHAPES[3:5], "cpu")
+    kernel_cases.check_compact(torch.float16, "cpu")
+    for dtype in (torch.float32, torch.float16):
+        ragged_cases.check_triton(dtype, "cpu")

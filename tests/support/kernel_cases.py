@@ -1,0 +1,75 @@
+"""Prompts for the tests of kernels, and the Triton kernels against the plain references."""
+
+import torch
+
+from kvcompress.kernels.column_sums import column_sums_reference
+from kvcompress.kernels.compact import compact_reference
+
+# Of one query's attention: exact in fp32; 16 bits are those of queries and keys alone, which the reference has too.
+TOLERANCE = 2e-5
+# batch, kv_heads, groups, head_dim, columns, pads of each row, which queries count
+SHAPES = [
+    (1, 1, 1, 16, 1, None, None),
+    (1, 2, 3, 33, 70, None, None),  # a head_dim that is no power of two; several blocks
+    (2, 2, 1, 64, 150, [0, 149], None),  # a row of one token
+    (3, 1, 2, 80, 100, [0, 65, 20], "window"),
+    (2, 2, 2, 16, 90, [3, 0], "scattered"),
+    (2, 1, 2, 128, 140, None, "weighted"),
+    (2, 2, 1, 16, 40, [[1, 30], [0, 2]], "nobody"),  # pads of each KV head
+]
+
+
+def prompt_case(
+    batch, kv_heads, groups, head_dim, columns, pads=None, counting=None, dtype=torch.float32, seed=0, device="cpu"
+) -> tuple:
+    """Arguments of `column_sums`, queries and keys laid out as a model's projections leave them; NaN at pads."""
+    generator = torch.Generator().manual_seed(seed)
+    queries = torch.randn(batch, columns, kv_heads * groups, head_dim, generator=generator).transpose(1, 2) * 2
+    keys = torch.randn(batch, columns, kv_heads, head_dim, generator=generator).transpose(1, 2)
+    column = torch.arange(columns)
+    padding = None
+    if pads is not None:
+        padding = torch.tensor(pads).view(batch, -1)
+        hidden = (column < padding[..., None])[..., None]
+        keys = keys.masked_fill(hidden, float("nan"))
+        queries = queries.masked_fill(hidden[:, :1] & hidden[:, -1:], float("nan"))
+    weights = {
+        None: lambda: None,
+        "window": lambda: (column >= columns - 7).expand(batch, columns),
+        "scattered": lambda: torch.rand(batch, columns, generator=generator) > 0.6,
+        "weighted": lambda: torch.rand(batch, columns, generator=generator),
+        "nobody": lambda: torch.zeros(batch, columns, dtype=torch.bool),
+    }[counting]()
+    queries, keys = queries.to(device, dtype), keys.to(device, dtype)
+    padding, weights = (None if part is None else part.to(device) for part in (padding, weights))
+    return queries, keys, head_dim**-0.5, padding, weights
+
+
+def check_column_sums(dtype: torch.dtype, shapes: list[tuple], device: str) -> None:
+    from kvcompress.kernels.column_sums_triton import column_sums_triton
+
+    for shape in shapes:
+        case = prompt_case(*shape, dtype=dtype, device=device)
+        close = {"atol": TOLERANCE, "rtol": TOLERANCE}
+        torch.testing.assert_close(column_sums_triton(*case), column_sums_reference(*case), **close)
+
+
+def kept_case(batch, kv_heads, key_dim, value_dim, columns, kept, dtype=torch.float32, seed=0, device="cpu") -> tuple:
+    """Arguments of `compact`: keys contiguous, values as a projection leaves them; some leading slots unused."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(batch, kv_heads, columns, key_dim, generator=generator)
+    values = torch.randn(batch, columns, kv_heads, value_dim, generator=generator).transpose(1, 2)
+    chosen = torch.rand(batch, kv_heads, columns, generator=generator).argsort(-1)[..., :kept].sort().values
+    unused = torch.randint(0, kept, (batch, kv_heads, 1), generator=generator)
+    indices = chosen.masked_fill(torch.arange(kept) < unused, -1)
+    return keys.to(device, dtype), values.to(device, dtype), indices.to(device)
+
+
+def check_compact(dtype: torch.dtype, device: str) -> None:
+    from kvcompress.kernels.compact_triton import compact_triton
+
+    for shape in [(1, 1, 16, 16, 1, 1), (2, 3, 33, 80, 100, 70)]:
+        case = kept_case(*shape, dtype=dtype, device=device)
+        used = case[2] >= 0
+        for moved, expected in zip(compact_triton(*case), compact_reference(*case), strict=True):
+            assert torch.equal(moved[used], expected[used])

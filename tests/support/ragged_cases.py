@@ -1,0 +1,43 @@
+"""Ragged entries for tests, and the Triton kernel against the plain reference."""
+
+import torch
+
+from kvcompress.kernels.ragged_decode import ragged_decode_reference
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+# batch, kv_heads, groups, head_dim, longest, spare, splits
+SHAPES = [
+    (1, 1, 1, 16, 1, 0, 1),  # one entry
+    (2, 2, 3, 80, 130, 7, 4),  # a head_dim that is no power of two; several blocks, parts without keys
+    (1, 3, 7, 128, 150, 1, 2),
+    (2, 1, 2, 64, 200, 32, 1),
+    (1, 2, 20, 33, 90, 3, 2),  # more query heads per KV head than a block of 16
+]
+
+
+def ragged_case(batch, kv_heads, groups, head_dim, most, spare, dtype, seed=0, device="cpu") -> tuple:
+    """Arguments of `ragged_decode` up to `sizes`: segments of 1 to `most` entries, one of each; NaN in spare rows."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, most + 1, (batch, kv_heads), generator=generator)
+    lengths[0, 0], lengths[-1, -1] = most, 1
+    flat = lengths.flatten()
+    ends = (flat + spare).cumsum(0)
+    starts = ends - spare - flat
+    keys, values = torch.full((2, int(ends[-1]), head_dim), float("nan"))
+    for start, length in zip(starts.tolist(), flat.tolist(), strict=True):
+        keys[start : start + length] = torch.randn(length, head_dim, generator=generator)
+        values[start : start + length] = torch.randn(length, head_dim, generator=generator)
+    query = torch.randn(batch, kv_heads * groups, 1, head_dim, generator=generator)
+    states = [part.to(device, dtype) for part in (query, keys, values)]
+    sizes = [rows for length in flat.tolist() for rows in (length, spare)]
+    return *states, starts.view_as(lengths).to(device), lengths.to(device), sizes
+
+
+def check_triton(dtype: torch.dtype, device: str) -> None:
+    from kvcompress.kernels.ragged_decode_triton import ragged_decode_triton
+
+    for batch, kv_heads, groups, head_dim, most, spare, splits in SHAPES:
+        *case, sizes = ragged_case(batch, kv_heads, groups, head_dim, most, spare, dtype, device=device)
+        expected = ragged_decode_reference(*case, head_dim**-0.5)
+        output = ragged_decode_triton(*case, max(sizes[::2]), head_dim**-0.5, splits)
+        torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

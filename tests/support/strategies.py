@@ -1,0 +1,153 @@
+"""What the property tests draw: a family, a model's heads, a padded batch with images, a method with options."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+import kvcompress
+from kvcompress.layer_budgets import list_layer_budgets
+from kvcompress.policy.policy import Policy, make_policy
+from kvcompress.scoring.merging import MERGES
+from tests.support.families import FAMILIES, Family
+
+# Token methods have tests of their own. `METHODS=mine,snapkv pytest tests/kvcompress` draws only these.
+METHODS = sorted(filter(None, os.environ.get("METHODS", "").split(","))) or sorted(
+    {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.KVCluster)} - {"full"}
+)
+OPTIONS: dict[str, dict[str, list]] = {
+    "adakv": {"window_size": [1, 8, 32], "kernel_size": [1, 7], "pooling": ["avg", "max"]},
+    "kvzip": {"chunk_size": [7, 2048], "instruction": [(), (9, 11, 13)], "window_size": [1, 32]},
+    "look-m": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
+    "prefixkv": {"sinks": [0, 4, 9]},
+    "csp": {"recent": [0.0, 0.5, 1.0], "cross": [0.0, 0.1, 1.0]},
+    "mixkv": {"window_size": [1, 8, 32], "kernel_size": [1, 5], "pooling": ["avg", "max"]},
+    "meda": {"recent": [0.0, 0.5, 1.0]},
+    "aircache": {"alpha": [0.1, 0.9, 1.0]},
+    "tgv-kv": {"sinks": [0, 4]},
+    "infinipot-v": {"tar": [0.0, 0.5, 1.0], "recent": [0.0, 0.25], "frame_tokens": [0, 1, 4]},
+    "vl-cache": {"recent": [0.0, 0.1], "variant": ["paper", "effivlm"]},
+    "cake": {
+        "window_size": [1, 8, 32],
+        "kernel_size": [1, 5],
+        "pooling": ["avg"],
+        "gamma": [0.0, 200.0],
+        "tau1": [1.0],
+        "tau2": [1.0, 2.0],
+    },
+    "sagekv": {"sinks": [0, 4], "recent": [0.0, 0.25, 0.5]},
+    "simlayerkv": {"sinks": [0, 4], "lazy_threshold": [0.5, 0.9]},
+    "r-kv": {"window_size": [1, 8], "kernel_size": [1, 7], "balance": [0.0, 0.1, 1.0], "similar": [0.2, 0.5]},
+    "d2o": {"recent": [0.0, 0.5], "sinks": [0, 4]},
+    "cam": {"recent": [0.0, 0.5]},
+    "h2o": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
+    "snapkv": {
+        "window_size": [1, 4, 16, 32],
+        "kernel_size": [1, 3, 7],
+        "pooling": ["avg", "max"],
+        "variant": ["paper", "effivlm"],
+    },
+    "streamingllm": {"sinks": [0, 4, 9], "variant": ["paper", "effivlm"]},
+    "criticalkv": {
+        "window_size": [1, 8],
+        "kernel_size": [1, 5],
+        "pooling": ["avg", "max"],
+        "first_stage": [0.0, 0.5, 1.0],
+        "epsilon": [0.0, 1e-4],
+    },
+    "expected-attention": {
+        "sinks": [0, 4],
+        "future": [1, 512],
+        "covariance": [True, False],
+        "epsilon": [0.0, 0.01],
+        "window_size": [4, 128],
+    },
+    "lagkv": {"sinks": [0, 4], "lag": [2, 8, 128]},
+    "cur": {"sinks": [0, 4], "window_size": [0, 1, 16], "leverage": ["key", "value", "kv_avg", "kv_product"]},
+    "chunkkv": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg", "max"], "chunk_size": [1, 5, 20]},
+    "pyramidkv": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg"], "variant": ["paper", "effivlm"]},
+    "random": {"seed": [0, 7], "window_size": [0, 8], "variant": ["paper", "effivlm"]},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A drawn configuration, and what it builds."""
+
+    family: Family
+    heads: tuple[int, int]
+    lengths: tuple[int, ...]
+    images: tuple[int, ...] | None
+    method: str
+    options: tuple[tuple[str, Any], ...]
+    ratio: float
+    seed: int
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.family.build(3, *self.heads)
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        return self.family.inputs(self.model, self.lengths, self.images, self.seed)
+
+    @property
+    def may_tie(self) -> bool:
+        """Two keys are equally like their mean: rounding decides which one keydiff keeps."""
+        return self.method == "keydiff" and min(self.lengths) < 3
+
+    @property
+    def policy(self) -> Policy:
+        return make_policy(self.method, self.ratio, **dict(self.options))
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the KV heads of a row share one budget."""
+        return self.policy.head_budget == "adaptive"
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every layer has the same budget."""
+        return self.policy.chosen("layer_budget") == "uniform"
+
+    @property
+    def unmerged(self) -> dict[str, str]:
+        """Changes that let entries be dropped, never merged: only then is the full cache under a mask the same."""
+        return {} if self.method == "full" else {"merge": "none", "merge_modality": "any"}
+
+    def compress(self, **changes: object) -> kvcompress.Session:
+        arguments = {"method": self.method, "ratio": self.ratio, **dict(self.options), **changes}
+        return kvcompress.compress(self.model, **arguments)
+
+
+@st.composite
+def cases(draw: st.DrawFn, family: str, method: str | None = None, max_batch: int = 3) -> Case:
+    """Any batch with left padding, with and without images, any method and its options, any ratio."""
+    chosen = FAMILIES[family]
+    method = method or draw(st.sampled_from(METHODS))
+    lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=max_batch))
+    images = None
+    if chosen.is_vlm and draw(st.booleans()):
+        images = tuple(draw(st.integers(0, 2)) for _ in lengths)
+    options = {name: draw(st.sampled_from(values)) for name, values in OPTIONS.get(method, {}).items()}
+    if method != "full" and draw(st.booleans()):
+        options["head_budget"] = draw(st.sampled_from(["uniform", "shared", "adaptive"]))
+        options["safeguard"] = draw(st.sampled_from([0.0, 0.2, 1.0]))
+    if method != "full" and draw(st.integers(0, 2)) == 0:
+        options["layer_budget"] = draw(st.sampled_from(sorted(list_layer_budgets())))
+        options["pyramid_beta"] = draw(st.sampled_from([1.0, 3.0, 20.0]))
+    if method != "full" and draw(st.integers(0, 3)) == 0:
+        options["merge"] = draw(st.sampled_from(sorted(MERGES)))
+        options["merge_modality"] = draw(st.sampled_from(["any", "same"]))
+    return Case(
+        family=chosen,
+        heads=draw(st.sampled_from([(4, 2), (4, 1), (4, 4), (6, 2)])),
+        lengths=tuple(lengths),
+        images=images,
+        method=method,
+        options=tuple(options.items()),
+        ratio=draw(st.sampled_from([0.02, 0.1, 0.3, 0.5, 0.77, 0.99])),
+        seed=draw(st.integers(0, 1000)),
+    )

@@ -1,0 +1,273 @@
+"""Every model family, and the table in docs/families.md that says what was checked on which."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CodeGenConfig,
+    DynamicCache,
+    GPTNeoConfig,
+    GraniteConfig,
+    MistralConfig,
+    MptConfig,
+    Olmo2Config,
+    VipLlavaConfig,
+)
+
+import kvcompress
+from kvcompress.scoring.vision import frame_tokens
+from tests import family_table
+from tests.family_table import (
+    ALL_FAMILIES,
+    HYBRID,
+    METHODS,
+    OTHER_METHODS,
+    check,
+    check_chunks,
+    check_extra,
+    check_other,
+    chunked_kinds_of,
+    extras_of,
+    kept_of,
+    kinds_of,
+)
+from tests.support import families
+from tests.support.families import FIRST_TEXT, IMAGE, MORE_FAMILIES, VIDEO, Family
+from tests.support.masked_reference import generate
+
+# The seven of FAMILIES have the property tests; here one method each for the others, all of it in the slow test.
+SOME = [
+    (name, kind, METHODS[(row + column) % len(METHODS)])
+    for row, (name, family) in enumerate(MORE_FAMILIES.items())
+    for column, kind in enumerate(kinds_of(family))
+    if kind not in ("text", "two images")
+]
+EVERY = [
+    (name, kind, method) for name, family in ALL_FAMILIES.items() for kind in kinds_of(family) for method in METHODS
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "method"), SOME)
+def test_identity_budget_bytes_and_masked_reference(family, kind, method):
+    check(ALL_FAMILIES[family], kind, method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "kind", "method"), EVERY)
+def test_identity_budget_bytes_and_masked_reference_everywhere(family, kind, method):
+    check(ALL_FAMILIES[family], kind, method)
+
+
+OTHERS = [(name, method) for name in ALL_FAMILIES for method in OTHER_METHODS]
+
+
+@pytest.mark.parametrize(("family", "method"), OTHERS[::7])  # each method, on two families or more
+def test_every_other_method_is_lossless_at_one_and_keeps_its_budget(family, method):
+    check_other(ALL_FAMILIES[family], method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "method"), OTHERS)
+def test_every_other_method_is_lossless_at_one_and_keeps_its_budget_everywhere(family, method):
+    check_other(ALL_FAMILIES[family], method)
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"), [(name, extra) for name, family in ALL_FAMILIES.items() for extra in extras_of(family)]
+)
+def test_what_needs_full_attention_works_or_is_refused_in_one_line(family, extra):
+    check_extra(ALL_FAMILIES[family], extra)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [(name, kind) for name, family in ALL_FAMILIES.items() for kind in chunked_kinds_of(family)]
+)
+def test_prompts_in_chunks_are_those_in_one_piece_and_keep_their_budget_or_are_refused(family, kind):
+    check_chunks(ALL_FAMILIES[family], kind)
+
+
+def test_a_gemma_3_without_images_takes_chunks_through_its_sliding_windows(monkeypatch):
+    text_only = Family("gemma3-text", lambda text: families.MORE_FAMILIES["gemma3"].make_config(text).text_config)
+    monkeypatch.setitem(families.MORE_FAMILIES, "gemma3-text", text_only)
+    check_chunks(text_only, "text, batch of 3")
+
+
+def test_the_table_is_what_the_checks_would_write():
+    table = family_table.render(family_table.expected())
+    assert family_table.PAGE.read_text() == family_table.page_with(table)
+
+
+def test_every_family_has_a_row():
+    assert set(family_table.TITLES) == set(ALL_FAMILIES)
+
+
+def test_a_failing_check_shows_in_the_table(monkeypatch):
+    """`python -m tests.family_table` does not write what did not pass."""
+
+    def run(family, column, *method):
+        assert (family.name, *method) != ("qwen3", "adakv")
+        assert (family.name, column) not in (("gemma3", "kvzip"), ("qwen2-vl", "video"), ("mllama", "cake"))
+
+    for name in ("check", "check_other", "check_extra", "check_chunks"):
+        monkeypatch.setattr(family_table, name, run)
+    cells, wanted = family_table.measured(), family_table.expected()
+    assert cells["qwen3", "text"] == cells["qwen3", "text, batch of 3"] == "streamingllm, snapkv, h2o"
+    assert cells["gemma3", "kvzip"] == cells["qwen2-vl", "prefill_chunk"] == "no"
+    assert cells["qwen2-vl", "video"] == "none"
+    assert cells["mllama", "other methods"].split(", ") == [name for name in OTHER_METHODS if name != "cake"]
+    assert {column for column in wanted if cells[column] != wanted[column]} == {
+        ("qwen3", "text"),
+        ("qwen3", "text, batch of 3"),
+        ("gemma3", "kvzip"),
+        ("mllama", "other methods"),
+        ("qwen2-vl", "video"),
+        ("qwen2-vl", "prefill_chunk"),
+    }
+
+
+def vip_llava(text: dict) -> VipLlavaConfig:
+    return VipLlavaConfig(
+        text_config={"model_type": "llama", **text},
+        vision_config=MORE_FAMILIES["llava-1.5"].make_config(text).vision_config,
+        image_token_index=IMAGE,
+        image_seq_length=families.SMALL_TOKENS,
+        vision_feature_layers=[-1, -2],
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        (Family("granite", lambda text: GraniteConfig(**text)), "text, batch of 3"),
+        (Family("olmo2", lambda text: Olmo2Config(**text)), "text, batch of 3"),
+        (Family("vip-llava", vip_llava, "small"), "images, batch of 3"),
+    ],
+    ids=lambda given: getattr(given, "name", None),
+)
+def test_a_family_that_is_not_listed_works_if_its_attention_goes_through_the_interface(family, kind, monkeypatch):
+    monkeypatch.setitem(families.MORE_FAMILIES, family.name, family)
+    check(family, kind, "snapkv")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CodeGenConfig(vocab_size=50, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_inner=16),
+        GPTNeoConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]]),
+        MptConfig(vocab_size=50, d_model=16, n_heads=2, n_layers=1),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_family_that_bypasses_the_interface_is_an_error_before_anything_runs(config):
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(
+        kvcompress.KVCompressError,
+        match=f"{type(model).__name__} is not supported: its decoder's attention does not go through transformers' "
+        "attention interface",
+    ):
+        kvcompress.compress(model, "snapkv", 0.5)
+
+
+def test_a_mistral_with_a_sliding_window_in_every_layer_is_an_error():
+    config = MistralConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, sliding_window=8)
+    with pytest.raises(kvcompress.KVCompressError, match="mistral model has no layer with full attention"):
+        kvcompress.CompressedCache(config, "snapkv", 0.5)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-audio"])
+def test_a_ratio_of_vision_is_refused_where_there_is_no_vision(name):
+    """Not kept whole without a word. Recordings are no vision tokens."""
+    family = MORE_FAMILIES[name]
+    model = family.build()
+    with (
+        kvcompress.compress(model, "snapkv", 0.3, ratio_of="vision"),
+        pytest.raises(
+            kvcompress.KVCompressError, match=r"ratio_of='vision': a qwen.* model has no image or video tokens"
+        ),
+    ):
+        generate(model, family.inputs(model, [20]), 2)
+
+
+@pytest.mark.parametrize("storage", ["static", "offloaded"])
+@pytest.mark.parametrize("name", HYBRID)
+def test_other_storages_give_the_same_logits_beside_layers_that_are_not_compressed(name, storage):
+    family = MORE_FAMILIES[name]
+    model, inputs = family.build(), family.inputs(family.build(), [40, 20], [1, 1])
+    with kvcompress.compress(model, "snapkv", 0.3):
+        tokens, expected = generate(model, inputs, 5)
+    with kvcompress.compress(model, "snapkv", 0.3, cache_implementation=storage, max_new_tokens=5):
+        _, logits = generate(model, inputs, 5, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_llama_3_2_vision_compresses_its_self_attention_only():
+    """The keys of an image, in layer 1, stay as they are: nothing of them is dropped, nor counted as text."""
+    family = MORE_FAMILIES["mllama"]
+    model, inputs = family.build(), family.inputs(family.build(), [40, 20], [2, 1])
+    with kvcompress.compress(model, "snapkv", 0.2) as session:
+        generate(model, inputs, 3)
+    cache = session.cache
+    assert [layer is None for layer in kept_of(cache)] == [False, True, False, False]
+    full = DynamicCache(config=model.config)
+    generate(model, inputs, 3, past_key_values=full)
+    assert torch.equal(cache.layers[1].keys, full.layers[1].keys)
+    assert len(cache.kept_indices(0)[0][0]) == 8 + 2
+    with kvcompress.compress(model, "snapkv", 0.2) as session:  # text only: layer 1 never runs
+        generate(model, family.inputs(model, [20]), 3)
+    assert session.cache.layers[1].get_seq_length() == 0
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_reuse_restores_layers_that_are_not_compressed_too(name):
+    """Two questions about one prompt get the answers that each gets alone."""
+    family = ALL_FAMILIES[name]
+    model = family.build()
+    context = family.inputs(model, [30], [1])
+    words = torch.arange(FIRST_TEXT, FIRST_TEXT + 10)
+    with kvcompress.compress(model, "snapkv", 0.5) as session:
+        model(**context)
+        seen = context["input_ids"].shape[1]
+        answers = []
+        for question in (words, words.flip(0), words):
+            ids = torch.cat([context["input_ids"], question[None]], 1)
+            with session.reuse() as cache:
+                answers.append(generate_after(model, ids, cache))
+                assert cache.seen_tokens > seen
+            assert session.cache.seen_tokens == seen
+    assert torch.equal(answers[0], answers[2])
+    assert not torch.equal(answers[0], answers[1])
+
+
+def generate_after(model: torch.nn.Module, ids: torch.Tensor, cache: kvcompress.CompressedCache) -> torch.Tensor:
+    """Logits of the tokens that follow `ids`, of which the cache has seen the first."""
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return generate(model, inputs, 4, past_key_values=cache)[1]
+
+
+def test_the_frames_of_a_llava_next_video_are_known():
+    family = MORE_FAMILIES["llava-next-video"]
+    ids = family.video_inputs()["input_ids"]
+    assert int((ids == VIDEO).sum()) == families.FRAMES
+    assert frame_tokens(family.build().config, ids, None) == (1,)
+
+
+def test_a_llava_onevision_from_the_original_layout_is_the_model_that_was_saved():
+    saved, loaded = (ALL_FAMILIES[name].build() for name in ("llava-onevision", "llava-onevision-original"))
+    assert saved is not loaded
+    ours, theirs = loaded.state_dict(), saved.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for name in ("image_grid_pinpoints", "vision_aspect_ratio", "vision_feature_layer", "image_token_index"):
+        assert getattr(loaded.config, name) == getattr(saved.config, name)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "minicpm-v"])
+def test_bytes_count_the_states_of_every_layer(name):
+    family = ALL_FAMILIES[name]
+    model = family.build()
+    with kvcompress.compress(model, "snapkv", 0.3) as session:
+        generate(model, family.inputs(model, [30]), 3)
+    cache = session.cache
+    other = family_table.held_bytes(cache) - sum(layer.nbytes for layer in cache.compressed_layers)
+    assert other > 0
+    assert cache.nbytes == sum(layer.nbytes for layer in cache.compressed_layers) + other
