@@ -90,8 +90,8 @@ MUTATIONS = {
     ),
     "merge-weight": Mutation(
         "scoring/merging.py",
-        "return evicted, (likeness - 1).exp()",
-        "return evicted, likeness.exp()",
+        "return evicted, (similarity - 1).exp()",
+        "return evicted, similarity.exp()",
         "D2O: an evicted entry weighs more than the kept one that it goes into",
         (CORE + "scoring/test_merging.py",),
     ),
@@ -132,7 +132,7 @@ MUTATIONS = {
     ),
     "noise-follows-the-batch": Mutation(
         "scoring/layer_view.py",
-        "{prompt.row_seeds[row]}",
+        "{view.row_seeds[row]}",
         "{row}",
         "random's draw follows the row's place in the batch",
         (INVARIANTS + "::test_a_row_does_not_depend_on_its_batch_or_padding",),
@@ -164,7 +164,7 @@ MUTATIONS = {
         "padded[flat.numel() :] = flat[-1:]",
         "padded[flat.numel() :] = 0",
         "the filler widens the range of a group, and so its error",
-        (CORE + "cache/test_quantized.py::test_the_error_is_at_most_a_step_of_the_groups_range",),
+        (CORE + "cache/test_quantized.py::test_what_fills_the_last_group_up_does_not_widen_its_range",),
     ),
     # -- cache: storage and new tokens
     "segment-start": Mutation(
@@ -241,7 +241,7 @@ MUTATIONS = {
     ),
     "context-wrong-end": Mutation(
         "cache/scope.py",
-        "first = columns - prompt.lengths[0]",
+        "first = columns - view.lengths[0]",
         "first = columns - width",
         "scope=context compresses the prompt's end in place of its context",
         (
@@ -254,20 +254,23 @@ MUTATIONS = {
         "order = kept.indices.argsort(dim=-1, stable=True)",
         "order = torch.arange(kept.indices.shape[2], device=kept.indices.device).expand_as(kept.indices).contiguous()",
         "unused slots stay where they are, between entries",
-        (CORE + "policy/test_protocol.py::test_decoding_after_scope_context_equals_the_masked_full_cache",),
+        (
+            CORE + "hooks/test_chunked_prefill.py",
+            INVARIANTS + "::test_a_second_prompt_sees_what_was_kept_and_is_compressed_in_turn",
+        ),
     ),
     # -- cache: a layer's passes
     "continuation-causal": Mutation(
-        "cache/layer.py",
-        "new = torch.ones(query_length, query_length, dtype=torch.bool, device=self.device).tril()",
-        "new = torch.ones(query_length, query_length, dtype=torch.bool, device=self.device).tril(1)",
+        "cache/passes.py",
+        "new = torch.ones(query_length, query_length, dtype=torch.bool, device=device).tril()",
+        "new = torch.ones(query_length, query_length, dtype=torch.bool, device=device).tril(1)",
         "a token of a second prompt sees the one behind it",
         (INVARIANTS + "::test_a_second_prompt_sees_what_was_kept_and_is_compressed_in_turn",),
     ),
     "decode-interval": Mutation(
-        "cache/layer.py",
-        "if self.decoded >= self.policy.decode_interval:",
-        "if self.decoded > self.policy.decode_interval:",
+        "cache/passes.py",
+        "if self.memory.decoded >= self.choice.policy.decode_interval:",
+        "if self.memory.decoded > self.choice.policy.decode_interval:",
         "decoding evicts a step late",
         (
             CORE + "cache/test_decode_eviction.py::test_streamingllm_rolls_a_window_behind_its_sinks",
@@ -275,9 +278,9 @@ MUTATIONS = {
         ),
     ),
     "oldest-queries": Mutation(
-        "cache/layer.py",
-        "self.recent_queries = [torch.cat(self.recent_queries, dim=2)[:, :, -window:]]",
-        "self.recent_queries = [torch.cat(self.recent_queries, dim=2)[:, :, :window]]",
+        "cache/memory.py",
+        "self.latest_queries = [torch.cat(self.latest_queries, dim=2)[:, :, -window:]]",
+        "self.latest_queries = [torch.cat(self.latest_queries, dim=2)[:, :, :window]]",
         "the oldest remembered queries vote, not the latest",
         (
             CORE + "cache/test_decode_eviction.py::test_a_row_evicts_the_same_alone_as_in_a_batch",
@@ -285,49 +288,49 @@ MUTATIONS = {
         ),
     ),
     "sums-of-other-rows": Mutation(
-        "cache/layer.py",
-        "self.memory = None if self.memory is None else self.memory[indices]",
-        "self.memory = self.memory",
+        "cache/memory.py",
+        "self.sums = None if self.sums is None else self.sums[rows]",
+        "self.sums = self.sums",
         "running sums do not follow the rows that beams select",
         (CORE + "cache/test_generation_modes.py::test_a_row_has_the_same_beams_alone_as_in_a_batch",),
     ),
     "sums-seen": Mutation(
-        "cache/layer.py",
-        "seen = prompt.seen - queries.shape[2] + start + some.shape[2]",
-        "seen = prompt.seen",
+        "cache/choice.py",
+        "seen = view.stored.seen - queries.shape[2] + start + some.shape[2]",
+        "seen = view.stored.seen",
         "running sums: the queries of an early block see later tokens",
         (CORE + "hooks/test_chunked_prefill.py",),
     ),
     "first-token-twice": Mutation(
-        "cache/layer.py",
-        "self.counted -= 1",
-        "self.counted -= 0",
+        "cache/memory.py",
+        "masked_fill(last, -1))), seen - 1)",
+        "masked_fill(last, -1))), seen)",
         "first_token=compressed: the token that is fed again stands a position late",
         (CORE + "policy/test_protocol.py::test_first_token_compressed_feeds_the_last_prompt_token_on_what_was_kept",),
     ),
     "columns-of-a-second-prompt": Mutation(
-        "cache/layer.py",
+        "cache/memory.py",
         "torch.where(kept.indices < 0, -1, kept.indices + first)",
         "torch.where(kept.indices < 0, -1, kept.indices)",
         "a second prompt's entries are noted under the first one's columns",
         (INVARIANTS + "::test_a_second_prompt_sees_what_was_kept_and_is_compressed_in_turn",),
     ),
     "answer-between-chunks": Mutation(
-        "cache/layer.py",
-        "answer = first - self.prompt_columns",
+        "cache/memory.py",
+        "answer = first - self.columns",
         "answer = 0",
         "decoded tokens do not count where a next prompt comes in chunks",
         (CORE + "hooks/test_chunked_prefill.py::test_budgets_hold_over_a_conversation_and_while_decoding",),
     ),
     "pads-of-a-chunk-vote": Mutation(
-        "cache/layer.py",
+        "cache/passes.py",
         "queries.masked_fill(pads.unsqueeze(-1), torch.nan)",
         "queries",
         "a later chunk's pads vote for stored entries",
         (CORE + "hooks/test_chunked_prefill.py::test_a_row_does_not_depend_on_its_batch_or_padding",),
     ),
     "shares-of-the-first-layer": Mutation(
-        "cache/layer.py",
+        "cache/choice.py",
         "budget * self.num_layers, length)[self.place]",
         "budget * self.num_layers, length)[0]",
         "while decoding every layer takes the first layer's measured share",
@@ -393,13 +396,10 @@ MUTATIONS = {
     ),
     "written-back-elsewhere": Mutation(
         "hooks/token_dropping.py",
-        "whole[self.rows, self.source] = output",
-        "whole[:, -self.source.shape[1] :] = output",
+        "hidden[self.rows, self.source] = output[0] if",
+        "hidden[:, -self.source.shape[1] :] = output[0] if",
         "after tokens were dropped, hidden states go back to wrong columns",
-        (
-            CORE
-            + "tokens/test_tokens.py::test_fastv_equals_the_full_model_in_which_dropped_tokens_are_hidden_from_layer_k_on",
-        ),
+        (CORE + "tokens/test_tokens.py::test_a_row_alone_keeps_the_same_tokens_and_has_the_same_logits",),
     ),
     "tower-layer": Mutation(
         "hooks/vision_tower.py",

@@ -28,8 +28,7 @@ def feed_in_chunks(decoder: PreTrainedModel, cache: CompressedCache) -> list[Rem
     Returns:
         What undoes it; nothing where the prompt is a single chunk.
     """
-    layers, size = cache.compressed_layers, cache.policy.engine.prefill_chunk
-    whole = layers[0].chunk
+    size, whole = cache.policy.engine.prefill_chunk, cache.announced
     if whole.columns <= size:
         return []
     stops = range(whole.columns, 0, -size)[::-1]
@@ -43,8 +42,7 @@ def feed_in_chunks(decoder: PreTrainedModel, cache: CompressedCache) -> list[Rem
             kwargs = {"input_ids": args[0], **kwargs}
         start = 0
         for stop in stops:
-            for layer in layers:
-                layer.chunk = whole.columns_from(start, stop)
+            cache.begin(whole.columns_from(start, stop))
             part = columns_of(kwargs, start, stop, whole.columns)
             if stop == whole.columns:
                 return (), part

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.layer_budgets import layer_budget, lazy
+from kvcompress.scoring.layer_view import Settings, StoredEntries
 from tests.support.examples import examples
 from tests.support.plain_reference import SCALING, best, check, layers
 
@@ -78,7 +79,7 @@ def test_sagekv_chooses_once_and_lets_the_recent_window_slide():
     keys = torch.randn(1, 1, 8, 4)
     columns = torch.tensor([[[0, 5, 9, 30, 31, 32, 33, 34]]])
     memory = torch.tensor([[[INF, 0.5, 0.2, 0.9, 0.0, 0.0, 0.0, 0.0]]])  # what the prompt's last query attended to
-    prompt = kvcompress.Prompt(0, 1, [8], [6], SCALING, columns=columns, seen=35, accumulated=memory)
+    prompt = kvcompress.Prompt(0, 1, [8], [6], SCALING, stored=StoredEntries(columns, 35, (35,)), sums=memory)
     assert cluster.observe(keys, keys, prompt).eq(0).all()
     kept = cluster.update_kv(keys, keys, keys, prompt).indices
     assert columns[0, 0, kept[0, 0]].tolist() == [0, 5, 30, 32, 33, 34]
@@ -168,7 +169,7 @@ def test_cake_prefers_layers_by_entropy_and_variance_of_each_row(layer, window, 
 
 @pytest.mark.parametrize("budget", [20, 32, 70])
 def test_cake_gives_every_layer_its_window_and_shares_out_the_rest(budget):
-    prompt = kvcompress.Prompt(0, 3, [100], [budget], 1.0, window=32)
+    prompt = kvcompress.Prompt(0, 3, [100], [budget], 1.0, settings=Settings(query_window=32))
     budgets = layer_budget("cake").budgets(prompt, torch.tensor([[1.0], [1.0], [2.0]]))
     rest = max(budget - 32, 0) * 3
     window = min(budget, 32)

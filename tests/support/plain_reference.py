@@ -22,7 +22,7 @@ def layers(draw: st.DrawFn) -> tuple:
     budget = kvcompress.Budget(draw(st.sampled_from([0.05, 0.2, 0.5, 0.8])))
     padding = torch.tensor([[columns - length] for length in lengths])
     prompt = kvcompress.Prompt(
-        layer_idx=0,
+        place=0,
         num_layers=2,
         lengths=lengths,
         budgets=[budget(length) for length in lengths],
