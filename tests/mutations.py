@@ -282,17 +282,14 @@ MUTATIONS = {
         "self.latest_queries = [torch.cat(self.latest_queries, dim=2)[:, :, -window:]]",
         "self.latest_queries = [torch.cat(self.latest_queries, dim=2)[:, :, :window]]",
         "the oldest remembered queries vote, not the latest",
-        (
-            CORE + "cache/test_decode_eviction.py::test_a_row_evicts_the_same_alone_as_in_a_batch",
-            CORE + "cache/test_decode_eviction.py::test_snapkv_scores_again_with_the_last_queries",
-        ),
+        (CORE + "cache/test_decode_eviction.py::test_the_latest_queries_are_remembered_however_long_the_answer_is",),
     ),
     "sums-of-other-rows": Mutation(
         "cache/memory.py",
         "self.sums = None if self.sums is None else self.sums[rows]",
         "self.sums = self.sums",
         "running sums do not follow the rows that beams select",
-        (CORE + "cache/test_generation_modes.py::test_a_row_has_the_same_beams_alone_as_in_a_batch",),
+        (CORE + "cache/test_decode_eviction.py::test_what_is_remembered_of_a_row_follows_it_where_rows_change_places",),
     ),
     "sums-seen": Mutation(
         "cache/choice.py",
@@ -320,14 +317,14 @@ MUTATIONS = {
         "answer = first - self.columns",
         "answer = 0",
         "decoded tokens do not count where a next prompt comes in chunks",
-        (CORE + "hooks/test_chunked_prefill.py::test_budgets_hold_over_a_conversation_and_while_decoding",),
+        (CORE + "hooks/test_chunked_prefill.py::test_a_ratio_counts_what_was_answered_between_two_prompts",),
     ),
     "pads-of-a-chunk-vote": Mutation(
         "cache/passes.py",
         "queries.masked_fill(pads.unsqueeze(-1), torch.nan)",
         "queries",
         "a later chunk's pads vote for stored entries",
-        (CORE + "hooks/test_chunked_prefill.py::test_a_row_does_not_depend_on_its_batch_or_padding",),
+        (CORE + "hooks/test_chunked_prefill.py::test_the_pads_of_a_second_prompt_have_no_vote_in_any_chunk",),
     ),
     "shares-of-the-first-layer": Mutation(
         "cache/choice.py",
