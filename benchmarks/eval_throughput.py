@@ -27,11 +27,12 @@ from lmms_eval.protocol import ChatMessages
 import kvcompress
 from kvcompress.bench.standalone import CLOCKS
 from kvcompress.bench.timing import short, table, write
-from lmms_eval_plugins import evaluate
-from lmms_eval_plugins.arguments import generation_arguments, make_cell
-from lmms_eval_plugins.command_line import parse
-from lmms_eval_plugins.model import KVCompressLM
-from lmms_eval_plugins.results import SAMPLES_FILE
+from lmms_eval_plugins.cells.command_line import parse
+from lmms_eval_plugins.cells.plan import Job, Plan
+from lmms_eval_plugins.cells.results import SAMPLES_FILE
+from lmms_eval_plugins.cells.run import evaluate_cell, load_model, measured_line, quiet
+from lmms_eval_plugins.model.arguments import generation_arguments, make_compression
+from lmms_eval_plugins.model.lm import KVCompressLM
 
 
 class OneAtATime(lmms):
@@ -41,7 +42,7 @@ class OneAtATime(lmms):
 
     def __init__(self, loaded: KVCompressLM):
         super().__init__()
-        self.model, self.processor, self.cell = loaded.model, loaded.processor, loaded.cell
+        self.model, self.processor, self.compression = loaded.model, loaded.processor, loaded.compression
         self.device, self.max_new_tokens = loaded.device, loaded.args.max_new_tokens
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
@@ -56,7 +57,7 @@ class OneAtATime(lmms):
             inputs = self.processor(images=images or None, videos=videos or None, text=text, return_tensors="pt")
             inputs = inputs.to(self.device, self.model.dtype)
             kwargs, _ = generation_arguments(given, self.max_new_tokens)
-            cell = self.cell
+            cell = self.compression
             with kvcompress.compress(
                 self.model, cell.method, cell.ratio, cell.budget, kwargs["max_new_tokens"], **cell.options
             ):
@@ -84,23 +85,23 @@ def compare(words: list[str], limit: int, clock: str) -> tuple[list[dict[str, An
     now = CLOCKS[clock]
     with tempfile.TemporaryDirectory() as folder:
         request = parse([*words, "--limit", str(limit), "--output_path", folder])
-        arguments, cells = evaluate.check_arguments(request)
-        evaluate.quiet("ERROR")
-        manager, jobs = evaluate.find_jobs(request, arguments, cells, None)
-        lm = evaluate.load_model(arguments)
+        plan = Plan.of(request)
+        quiet("ERROR")
+        jobs = plan.jobs()
+        lm = load_model(plan.arguments)
         loop = OneAtATime(lm)
 
-        def by_grid(job: evaluate.Job) -> list[str]:
-            evaluate.evaluate_cell(lm, job, manager, request.flags)
+        def by_grid(job: Job) -> list[str]:
+            evaluate_cell(lm, job)
             lines = (job.folder / SAMPLES_FILE).read_text(encoding="utf-8").splitlines()
             return [json.loads(line)["filtered_resps"][0] for line in lines]
 
-        def by_loop(job: evaluate.Job) -> list[str]:
-            loop.cell = make_cell(job.cell.method, job.cell.ratio, job.cell.budget, **job.options)
+        def by_loop(job: Job) -> list[str]:
+            loop.compression = make_compression(job.cell.method, job.cell.ratio, job.cell.budget, **job.options)
             output = simple_evaluate(
                 model=loop,
                 tasks=[job.cell.task],
-                task_manager=manager,
+                task_manager=job.manager,
                 limit=request.flags.limit,
                 batch_size=1,
                 verbosity="ERROR",
@@ -112,7 +113,7 @@ def compare(words: list[str], limit: int, clock: str) -> tuple[list[dict[str, An
         ways = {"grid": by_grid, "loop": by_loop}
         for way in ways.values():  # what is imported and allocated at the first evaluation
             way(jobs[-1])
-        lm.prepared.begin([])
+        lm.batches.begin([])
         records = []
         for number, job in enumerate(jobs):
             seconds, answers = {}, {}
@@ -122,7 +123,7 @@ def compare(words: list[str], limit: int, clock: str) -> tuple[list[dict[str, An
                 seconds[name] = now() - start
             same = sum(one == other for one, other in zip(*answers.values(), strict=True))
             records.append({"cell": job.name, "questions": job.questions, "seconds": seconds, "same answers": same})
-        return records, evaluate.measured_line(lm, jobs[0], len(jobs))
+        return records, measured_line(lm, jobs[0], len(jobs))
 
 
 def speed(records: list[dict[str, Any]], way: str) -> float:

@@ -19,8 +19,8 @@ import transformers
 from rich.progress import track
 
 import kvcompress
-from lmms_eval_plugins.arguments import TINY_CHECKPOINT
-from lmms_eval_plugins.results import write_text
+from lmms_eval_plugins.cells.results import write_text
+from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader, by_kind
 from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, read_examples
 

@@ -10,4 +10,4 @@ MODEL_ID = "kvcompress"
 
 def manifests() -> list[ModelManifest]:
     """The models of this package: one generic chat model, `--model kvcompress`."""
-    return [ModelManifest(model_id=MODEL_ID, chat_class_path="lmms_eval_plugins.model.KVCompressLM")]
+    return [ModelManifest(model_id=MODEL_ID, chat_class_path="lmms_eval_plugins.model.lm.KVCompressLM")]

@@ -68,7 +68,7 @@ class CompressedCache(DynamicCache):
             )
         super().__init__(config=config)
         self.config = config
-        self.announced: NewTokens | None = None  # of the latest prompt pass
+        self.announced: NewTokens | None = None  # of the latest prefill
         # Their keys are an image's, not the text's: transformers' cache does not tell them apart (Llama 3.2 Vision).
         cross_attention = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
         full_attention = [

@@ -56,6 +56,11 @@ class CompressedLayer(CacheLayerMixin):
         return int(self.get_seq_length())
 
     @property
+    def stored(self) -> int:
+        """Slots in use of the row and head that keeps most."""
+        return self.memory.stored
+
+    @property
     def staged(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values of a prompt that is being processed."""
         return self._pass.staged
@@ -123,7 +128,7 @@ class CompressedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.memory.has_fixed_shapes:  # only the padding of a second prompt is read off it
             return query_length, 0 if query_length == 1 else self.seen
-        return self.memory.stored + query_length, self.seen - self.memory.stored
+        return self.stored + query_length, self.seen - self.stored
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """New states (batch, kv_heads, new, head_dim) in; the keys and values to attend over out."""

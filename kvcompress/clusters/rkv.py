@@ -23,7 +23,7 @@ def redundancy(keys: torch.Tensor, similar: float, padding: torch.Tensor | None)
 
     Args:
         keys: (batch, kv_heads, keys, head_dim).
-        padding: as in scoring.py.
+        padding: as in scoring/windows.py.
 
     Returns:
         (batch, kv_heads, keys) in fp32, zero at pads.

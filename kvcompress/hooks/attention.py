@@ -3,7 +3,7 @@
 It is registered with transformers under `kvcompress_<base>`, once per base implementation that is asked for. The
 three cases are told apart by the state of the layer that the keys come from:
 
-- prompt pass: nothing is stored. Attend over everything with the model's own mask, then compress and store.
+- prefill: nothing is stored. Attend over everything with the model's own mask, then compress and store.
 - continuation: a second prompt on a filled cache. Attend over what was kept and, causally, over the new tokens;
   then compress and store the new ones.
 - decode: one token, already written behind the kept entries. Ragged entries are read where they lie.
@@ -36,7 +36,7 @@ def register_attention(base: str) -> str:
 
 
 def prompt_mask(base_mask: Callable, batch_size, q_length, kv_length, q_offset=0, local_size=None, **kwargs):
-    """The base's mask for a prompt pass; none afterwards, where the layer makes it (sliding layers keep theirs)."""
+    """The base's mask for a prefill; none afterwards, where the layer makes it (sliding layers keep theirs)."""
     # With static shapes the offset is on the device; one query then is a decode step.
     is_later = q_length == 1 if isinstance(q_offset, torch.Tensor) else q_offset > 0
     if local_size is None and is_later:

@@ -2,15 +2,12 @@
 layer notes which entries that needs. Nothing of the second pass is stored."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
+from ..cache.cache import CompressedCache
 from ..scoring.windows import pad_columns
-
-if TYPE_CHECKING:
-    from ..cache.cache import CompressedCache
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class DecoderInputs:
 
 
 @torch.no_grad()
-def read_again(decoder: PreTrainedModel, inputs: DecoderInputs, cache: "CompressedCache") -> None:
+def read_again(decoder: PreTrainedModel, inputs: DecoderInputs, cache: CompressedCache) -> None:
     """Feed the prompt that waits in the cache once more, chunk by chunk; each layer scores its entries."""
     waiting = [layer for layer in cache.compressed_layers if layer.waiting is not None]
     if not waiting:

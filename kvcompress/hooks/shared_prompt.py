@@ -1,6 +1,6 @@
-"""One prompt pass for several methods: what each layer's attention was handed is kept, and compressed again.
+"""One prefill for several methods: what each layer's attention was handed is kept, and compressed again.
 
-A prompt pass computes the same whatever is kept of it, and a method only looks at it. So it runs once. Every further
+A prefill computes the same whatever is kept of it, and a method only looks at it. So it runs once. Every further
 generation with the same prompt hands those states to its own cache, layer by layer, and goes on with the answer.
 """
 
@@ -49,7 +49,7 @@ class Attended:
 
 @dataclass(frozen=True)
 class PromptPass:
-    """A prompt's pass through a model.
+    """A prefill through a model.
 
     Attributes:
         inputs: what tells it from that of another batch: `input_ids`, `attention_mask` and the like.
@@ -76,7 +76,7 @@ class PromptPass:
 
 
 class SharedPrompt:
-    """Shares the prompt pass of one generation with others of the same prompt, text and images.
+    """Shares the prefill of one generation with others of the same prompt, text and images.
 
     ```python
     known = None

@@ -1,6 +1,6 @@
 """Drop tokens in front of a decoder layer, so that it and all later ones run, and cache, fewer columns.
 
-The hooks of one prompt pass do it, on a model that nobody has edited: on the way into a layer they gather the columns
+The hooks of one prefill do it, on a model that nobody has edited: on the way into a layer they gather the columns
 that are left (hidden states, rotary embeddings, mask), and on the way out they write the results back among all
 columns. What stands between two layers therefore keeps its shape: final norm, logits, and what a model adds to the
 hidden states on the way (DeepStack) need nothing special. Dropped columns carry their last hidden state, unread.
@@ -25,16 +25,16 @@ from ..errors import KVCompressError
 from ..scoring.windows import pad_columns
 from ..tokens.base import Attention, Tokens
 from .attention import base_mask_format
-from .video_frames import FrameWatch
-from .vision_tower import TowerWatch
+from .video_frames import FrameRecorder
+from .vision_tower import TowerRecorder
 
 
 def prune(
     decoder: PreTrainedModel,
     base: str,
     cache: CompressedCache,
-    tower: TowerWatch | None,
-    frames: FrameWatch,
+    tower: TowerRecorder | None,
+    frames: FrameRecorder,
     input_ids: torch.Tensor,
 ) -> list[RemovableHandle]:
     """Make the forward pass that `cache` was told of drop vision tokens as its token method says.
@@ -68,7 +68,7 @@ def prune(
 
 
 class Pruning:
-    """One prompt pass that gets shorter on its way.
+    """One prefill that gets shorter on its way.
 
     Attributes:
         source: LongTensor (batch, left), the column of the prompt in each place that is left.

@@ -3,24 +3,20 @@
 import argparse
 import os
 import sys
-import traceback
 from pathlib import Path
 
-from ..command_line import UsageError, literal
-from ..evaluate import EvaluationFailed, fail, quiet, say
+from ..cells.command_line import Parser, literal
+from ..cells.errors import EvaluationFailed, UsageError, exit_code
+from ..cells.machine import say
+from ..cells.run import quiet
 from .trial import parse_trial, run_trial, stay_offline
 
 USAGE = """CONFIG [flags] [parameter=value ...]
        python -m lmms_eval_plugins.sweep trial --task=TASK --model=MODEL --method=METHOD --ratio=RATIO ..."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise UsageError(message)
-
-
 def run_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="run_sweep.sh", usage=f"%(prog)s {USAGE}", allow_abbrev=False)
+    parser = Parser(prog="run_sweep.sh", usage=f"%(prog)s {USAGE}", allow_abbrev=False)
     add = parser.add_argument
     add("config", type=Path, metavar="CONFIG", help="a wandb sweep file, such as configs/sweeps/demo.yaml")
     add("overrides", nargs="*", metavar="parameter=value", help="constants in place of the file's parameters")
@@ -88,35 +84,17 @@ def trial(argv: list[str]) -> None:
     say(" ".join(f"{name}={value:.4g}" for name, value in values.items()))
 
 
-def command(argv: list[str]) -> int:
-    """The exit code, where nothing unforeseen happens."""
+def command(argv: list[str]) -> None:
+    """`run` or `trial`."""
     commands = {"run": run, "trial": trial}
     if not argv or argv[0] not in commands:
-        return fail(f"{argv[0] if argv else 'nothing'!r} is neither run nor trial; both are in docs/sweeps.md", 2)
-    try:
-        commands[argv[0]](argv[1:])
-    except UsageError as error:
-        return fail(error, 2)
-    except EvaluationFailed as error:
-        return fail(error, 1)
-    except Exception as error:
-        from kvcompress import KVCompressError  # takes seconds; here only after something was imported already
-
-        if not isinstance(error, KVCompressError):
-            raise
-        return fail(error, 2)
-    return 0
+        raise UsageError(f"{argv[0] if argv else 'nothing'!r} is neither run nor trial; both are in docs/sweeps.md")
+    commands[argv[0]](argv[1:])
 
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code; every error ends with one line on stderr."""
-    try:
-        return command(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:
-        return fail("interrupted; finished trials are kept, the same command goes on from there", 130)
-    except Exception as error:
-        traceback.print_exc()
-        return fail(f"{type(error).__name__}: {error}", 1)
+    return exit_code(command, argv, "trials")
 
 
 if __name__ == "__main__":

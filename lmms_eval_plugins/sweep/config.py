@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from ..command_line import UsageError, nearest
+from ..cells.errors import UsageError, nearest
 from .trial import METRICS
 
 METHODS = ("grid", "random", "bayes")

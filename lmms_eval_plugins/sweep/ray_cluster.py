@@ -10,8 +10,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from tqdm import tqdm
 
-from ..command_line import UsageError
-from ..evaluate import EvaluationFailed
+from ..cells.errors import EvaluationFailed, UsageError
 from .runner import Sweep
 from .study import Trial
 from .trial import Evaluator

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from ..command_line import UsageError, nearest
-from ..evaluate import EvaluationFailed, find_tasks
-from ..results import RESULTS_FILE
+from ..cells.data import find_tasks
+from ..cells.errors import EvaluationFailed, UsageError, nearest
+from ..cells.results import RESULTS_FILE
 from .config import SweepConfig
 from .study import Trial, Trials
 from .trial import (
@@ -85,7 +85,7 @@ class Sweep:
 
 def model_parameters() -> set[str]:
     """What asks for another loaded model: a grid changes these least often."""
-    from ..arguments import ModelArguments
+    from ..model.arguments import ModelArguments
 
     return {"model", *ModelArguments.model_fields}
 

@@ -17,8 +17,8 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from ..command_line import UsageError
-from ..results import write_text
+from ..cells.errors import UsageError
+from ..cells.results import write_text
 from .config import SweepConfig
 
 SWEEP_FILE = "sweep.json"

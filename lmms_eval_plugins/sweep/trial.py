@@ -10,30 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..command_line import UsageError, literal, parse
-from ..evaluate import (
-    EvaluationFailed,
-    check_arguments,
-    check_device,
-    check_model_is_local,
-    evaluate_cell,
-    find_data_root,
-    find_jobs,
-    hub_is_reachable,
-    is_offline,
-    load_model,
-    needs_hub,
-    quiet,
-    rank,
-    working_directory,
-)
-from ..results import RESULTS_FILE, overlays_asked
+from ..cells.command_line import literal, parse
+from ..cells.errors import EvaluationFailed, UsageError
+from ..cells.machine import rank, set_offline
+from ..cells.plan import Plan
+from ..cells.results import RESULTS_FILE
+from ..cells.run import evaluate_cell, load_model, quiet
 
 if TYPE_CHECKING:
     import wandb
 
-    from ..arguments import ModelArguments
-    from ..model import KVCompressLM
+    from ..model.arguments import ModelArguments
+    from ..model.lm import KVCompressLM
 
 # Parameters that are flags of the evaluation command; the others are model arguments and options of methods.
 FLAGS = ("limit", "gen_kwargs", "num_fewshot", "include_path", "data_root", "overlays")
@@ -102,16 +90,13 @@ def parse_trial(argv: list[str]) -> dict[str, Any]:
 
 
 def stay_offline(models: list[str], tasks: list[str]) -> None:
-    """As `evaluate.set_offline`, for all models and tasks of a sweep."""
-    requests = [parse([",".join(tasks), model, "full", "1"]) for model in models]
-    if "HF_HUB_OFFLINE" not in os.environ and not (any(map(needs_hub, requests)) and hub_is_reachable()):
-        os.environ["HF_HUB_OFFLINE"] = "1"
+    """As `set_offline`, for all models and tasks of a sweep."""
+    set_offline(*(parse([",".join(tasks), model, "full", "1"]) for model in models))
 
 
 def cell_folder(parameters: dict[str, Any], output_path: Path) -> Path:
-    """Where the results of a trial are, or will be. Loads nothing. Raises as `trial_argv` and `check_arguments`."""
-    request = parse(trial_argv(parameters, output_path))
-    ((cell, _),) = check_arguments(request)[1]
+    """Where the results of a trial are, or will be. Loads nothing. Raises as `trial_argv` and `Plan.of`."""
+    ((cell, _),) = Plan.of(parse(trial_argv(parameters, output_path))).cells
     return cell.folder(output_path.resolve())
 
 
@@ -126,23 +111,17 @@ class Evaluator:
         """The folder of the trial's results, which are complete. With NUM_PROCESSES set, that many ranks share the
         questions. Raises UsageError, KVCompressError or EvaluationFailed."""
         argv = trial_argv(parameters, output_path)
-        request = parse(argv)
+        plan = Plan.of(parse(argv))
         processes = int(os.environ.get("NUM_PROCESSES", 1))
-        arguments, cells = check_arguments(request)
-        check_device(arguments.device, processes)
-        if is_offline():
-            check_model_is_local(arguments)
-        quiet(request.flags.verbosity)
-        data_root = find_data_root(request.flags)
-        manager, (job,) = find_jobs(request, arguments, cells, data_root)
-        if job.todo is None and overlays_asked(job.folder) >= request.flags.overlays:
+        plan.check_machine(processes)
+        quiet(plan.request.flags.verbosity)
+        (job,) = plan.jobs()
+        if job.todo is None:
             return job.folder
         if processes > 1:
             _evaluate_on_ranks(argv)
-            return job.folder
-        lm = self._model(arguments)
-        with working_directory(data_root):
-            evaluate_cell(lm, job, manager, request.flags)
+        else:
+            evaluate_cell(self._model(plan.arguments), job)
         return job.folder
 
     def _model(self, arguments: "ModelArguments") -> "KVCompressLM":
@@ -175,7 +154,7 @@ def trial_values(results: dict[str, Any]) -> dict[str, float]:
     `accuracy` is the task's headline metric, whatever its name; times, bytes and memory are medians over questions;
     `throughput` is new tokens per second of generation, in a batch and of one process.
     """
-    from ..report import cell_row
+    from ..report.table import cell_row
 
     row = cell_row(results)
     values = {

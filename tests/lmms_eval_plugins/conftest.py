@@ -1,14 +1,23 @@
-"""Tiny checkpoints on disk, shared by all tests of a run."""
+"""Tiny checkpoints on disk, shared by all tests of a run; a small index of tasks."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
-from .checkpoints import save_checkpoint
+from tests.support.checkpoints import save_checkpoint
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Callable[[str], str]:
     """family name -> folder with its tiny checkpoint, which no test may change."""
     return cache(lambda family: save_checkpoint(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture
+def small_index(monkeypatch) -> None:
+    """Leaves lmms-eval's own 1900 task files out of the index, which take seconds to read."""
+    import lmms_eval.tasks
+
+    manager = partial(lmms_eval.tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(lmms_eval.tasks, "TaskManager", manager)

@@ -1,12 +1,8 @@
 """The launcher: every cell on one loaded model, complete results or a non-zero exit code with one clear line."""
 
-import functools
-import http.server
 import json
 import os
-import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -15,14 +11,12 @@ from pathlib import Path
 import datasets
 import huggingface_hub.constants
 import pytest
-import torch
 
 import kvcompress
 from lmms_eval_plugins import evaluate
-from lmms_eval_plugins.command_line import UsageError, parse
-from lmms_eval_plugins.evaluate import EvaluationFailed
-from lmms_eval_plugins.model import KVCompressLM
-from lmms_eval_plugins.tasks import BUNDLED_TASKS
+from lmms_eval_plugins.cells import run as cell_run
+from lmms_eval_plugins.cells.errors import EvaluationFailed
+from lmms_eval_plugins.model.lm import KVCompressLM
 
 FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]
 
@@ -42,19 +36,6 @@ def clean_process(monkeypatch, tmp_path):
         monkeypatch.setattr(module, "tqdm", module.tqdm)
 
 
-@pytest.fixture
-def data_root(tmp_path):
-    """A data folder with the official TextVQA's name, filled with the bundled questions."""
-    folder = tmp_path / "data" / "lmms-lab-encoder" / "textvqa" / "data"
-    folder.mkdir(parents=True)
-    shutil.copy(BUNDLED_TASKS / "tiny_textvqa" / "headline.parquet", folder / "validation-00000-of-00001.parquet")
-    return tmp_path / "data"
-
-
-def cells(*argv):
-    return [cell for cell, _ in evaluate.check_arguments(parse(list(argv)))[1]]
-
-
 def read(folder):
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     return json.loads((folder / "results.json").read_text()), samples
@@ -62,52 +43,6 @@ def read(folder):
 
 def error_line(capsys):
     return capsys.readouterr().err.strip().splitlines()[-1]
-
-
-# -- what is asked for
-
-
-def test_cells_are_methods_times_ratios_and_full_runs_once():
-    found = cells("tiny_textvqa", "tiny", "full,snapkv,knorm", "0.5,0.2")
-    assert [(cell.method, cell.ratio) for cell in found] == [
-        ("full", 1.0), ("snapkv", 0.5), ("snapkv", 0.2), ("knorm", 0.5), ("knorm", 0.2),
-    ]  # fmt: skip
-
-
-def test_budgets_make_cells_of_their_own():
-    found = cells("tiny_textvqa", "tiny", "full,knorm", "-", "budget=64,128")
-    assert [(cell.ratio, cell.budget) for cell in found] == [(1.0, None), (None, 64), (None, 128)]
-
-
-def test_every_task_of_a_list_gets_its_cells():
-    assert [cell.task for cell in cells("tiny_textvqa,tiny_textvqa_color", "tiny", "knorm", "0.2")] == [
-        "tiny_textvqa", "tiny_textvqa_color",
-    ]  # fmt: skip
-
-
-def test_an_option_belongs_to_the_methods_that_have_it():
-    by_method = {cell.method: cell.options for cell in cells(*FOUR[:2], "snapkv,knorm", "0.2", "kernel_size=7")}
-    assert by_method == {"snapkv": {"kernel_size": 7}, "knorm": {}}
-
-
-def test_settings_at_their_default_leave_the_name_alone():
-    (plain,) = cells(*FOUR)
-    given = ["window_size=32", "batch_size=1", "dtype=auto", "vision_cache_gb=1", "--seed", "0,1234,1234,1234"]
-    (same,) = cells(*FOUR, *given)
-    assert same.folder(Path()) == plain.folder(Path()) == Path("tiny_textvqa/tiny/snapkv-0.2")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        ["window_size=8"], ["dtype=float32"], ["max_new_tokens=4"], ["batch_size=2"], ["--limit", "3"],
-        ["--gen_kwargs", "temperature=1"], ["--seed", "1"], ["--num_fewshot", "1"], ["--predict_only"],
-        ["--data-root", "elsewhere"], ["--device", "cpu"],
-    ],
-)  # fmt: skip
-def test_a_setting_that_changes_results_changes_the_folder(change, tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    assert cells(*FOUR, *change)[0].folder(Path()) != cells(*FOUR)[0].folder(Path())
 
 
 @pytest.mark.parametrize(
@@ -128,7 +63,7 @@ def test_a_setting_that_changes_results_changes_the_folder(change, tmp_path):
         (["tiny_textvqa,no_such_task", *FOUR[1:]], ["'no_such_task'"]),
     ],
 )
-def test_bad_input_ends_with_2_and_one_line(argv, words, capsys):
+def test_bad_input_ends_with_2_and_one_line(argv, words, small_index, capsys):
     assert evaluate.main(argv) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ")
@@ -142,124 +77,12 @@ def test_folder_that_is_no_model_is_named(tmp_path, capsys):
     assert "without config.json" in error_line(capsys)
 
 
-# -- the machine
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_named_gpu_that_is_not_there_ends_with_1(capsys):
-    assert evaluate.main([*FOUR, "device=cuda:0"]) == 1
-    assert re.match(r"error: device 'cuda:0' .* no CUDA GPU; device=cpu", error_line(capsys))
-
-
-def test_more_processes_than_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(EvaluationFailed, match=r"NUM_PROCESSES=3, but torch .* sees 2 CUDA GPUs"):
-        evaluate.check_device(None, 3)
-    evaluate.check_device("cpu", 3)
-    evaluate.check_device("cuda:1", 2)
-
-
-def test_model_that_is_not_here_names_the_command(capsys):
-    assert evaluate.main(["tiny_textvqa", "org/absent-7b", "knorm", "0.2"]) == 1
-    assert "`hf download org/absent-7b --local-dir absent-7b`" in error_line(capsys)
-
-
-def test_data_that_is_not_here_names_the_command(capsys):
-    assert evaluate.main(["textvqa_val", *FOUR[1:]]) == 1
-    line = error_line(capsys)
-    assert "task 'textvqa_val' is not on this machine" in line
-    folder = "data/lmms-lab-encoder/textvqa"
-    assert f"`hf download lmms-lab-encoder/textvqa --repo-type dataset --local-dir {folder}`" in line
-    assert not Path("results").exists()
-
-
-def test_hub_is_reachable_only_where_something_answers(monkeypatch):
-    class NotFound(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            self.send_error(404)
-
-        def log_message(self, *args):
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), NotFound) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(evaluate, "HUB", f"http://127.0.0.1:{server.server_port}")
-        assert evaluate.hub_is_reachable()
-        server.shutdown()
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(evaluate, "HUB", f"http://127.0.0.1:{closed.getsockname()[1]}")
-        assert not evaluate.hub_is_reachable()
-
-
-@pytest.mark.parametrize(
-    ("argv", "reachable", "offline"),
-    [
-        (FOUR, True, True),  # all is bundled: no look at the network
-        (["textvqa_val", *FOUR[1:]], True, False),
-        (["textvqa_val", *FOUR[1:]], False, True),
-        (["tiny_textvqa", "org/model", *FOUR[2:]], True, False),
-    ],
-)
-def test_hub_client_is_told_to_stay_offline_where_the_hub_is_not_needed_or_not_there(
-    argv, reachable, offline, monkeypatch
-):
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr(evaluate, "hub_is_reachable", lambda: reachable)
-    evaluate.set_offline(parse(argv))
-    assert os.environ.get("HF_HUB_OFFLINE") == ("1" if offline else None)
-
-
-# -- tasks
-
-
-@pytest.fixture
-def small_index(monkeypatch):
-    """Leaves lmms-eval's own 1900 task files out of the index, which take seconds to read."""
-    import lmms_eval.tasks
-
-    manager = functools.partial(lmms_eval.tasks.TaskManager, include_defaults=False)
-    monkeypatch.setattr(lmms_eval.tasks, "TaskManager", manager)
-
-
-def test_tasks_of_include_path_are_found_and_may_not_hide(small_index, tmp_path, capsys):
-    task = (BUNDLED_TASKS / "tiny_textvqa" / "tiny_textvqa.yaml").read_text()
-    task = task.replace("headline.parquet", str(BUNDLED_TASKS / "tiny_textvqa" / "headline.parquet"))
-    (tmp_path / "mine.yaml").write_text(task.replace("task: tiny_textvqa", "task: mine"))
-    argv = [*FOUR[1:], "--limit", "1", "--include_path", str(tmp_path)]
-    assert evaluate.main(["mine", *argv]) == 0
-    assert evaluate.main(["mina", *argv]) == 2
-    assert error_line(capsys) == "error: unknown task 'mina' (did you mean 'mine'?)"
-    (tmp_path / "hidden.yaml").write_text(task)
-    assert evaluate.main(["tiny_textvqa", *argv]) == 2
-    assert "'tiny_textvqa' of --include_path has the name of another task" in error_line(capsys)
-
-
-def test_official_task_runs_from_a_local_data_folder(data_root):
-    assert evaluate.main(["textvqa_val", *FOUR[1:], "--limit", "2"]) == 0
-    results, samples = read(Path("results/textvqa_val/tiny/snapkv-0.2-limit=2"))
-    assert 0 <= results["results"]["textvqa_val"]["exact_match,none"] <= 1
-    assert len(samples) == 2
-
-
-def test_replaced_data_changes_its_identity(data_root):
-    def identity():
-        manager = evaluate.find_tasks(["textvqa_val"], None)
-        return [evaluate.data_identity(task) for task in evaluate.load_tasks(manager, "textvqa_val", data_root)]
-
-    before = identity()
-    assert identity() == before
-    (file,) = data_root.rglob("*.parquet")
-    os.utime(file, ns=(1, 1))
-    assert identity() != before
-
-
 # -- the run
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Three cells of four questions, run once for all tests that only read them."""
+    """Three cells of two questions, run once for all tests that only read them."""
     output = tmp_path_factory.mktemp("finished")
     loads, original = [], KVCompressLM.__init__
 
@@ -271,7 +94,7 @@ def finished(tmp_path_factory):
         patch.setattr(KVCompressLM, "__init__", counted)
         patch.setenv("HF_HUB_OFFLINE", "1")
         code = evaluate.main(
-            [*FOUR[:2], "full,snapkv,knorm", "0.2", "window_size=8", "--limit", "4", "--output_path", str(output)]
+            [*FOUR[:2], "full,snapkv,knorm", "0.2", "window_size=8", "--limit", "2", "--output_path", str(output)]
         )
     assert code == 0
     return output / "tiny_textvqa" / "tiny", loads
@@ -281,14 +104,14 @@ def test_all_cells_come_from_one_loaded_model(finished):
     folder, loads = finished
     assert len(loads) == 1
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == [
-        "full-1-limit=4", "knorm-0.2-limit=4", "snapkv-0.2-limit=4-window_size=8",
+        "full-1-limit=2", "knorm-0.2-limit=2", "snapkv-0.2-limit=2-window_size=8",
     ]  # fmt: skip
 
 
 def test_results_hold_scores_efficiency_and_protocol(finished):
-    results, _ = read(finished[0] / "snapkv-0.2-limit=4-window_size=8")
+    results, _ = read(finished[0] / "snapkv-0.2-limit=2-window_size=8")
     assert 0 <= results["results"]["tiny_textvqa"]["exact_match,none"] <= 1
-    assert results["efficiency"]["samples"] == results["n_samples"] == 4
+    assert results["efficiency"]["samples"] == results["n_samples"] == 2
     for quantity in ("ttft_s", "tpot_s", "tokens_in", "tokens_out", "vision_tokens", "kv_bytes_prompt", "kv_bytes_end"):
         assert set(results["efficiency"][quantity]) >= {"median", "p10", "p90"}
     assert results["efficiency"]["realised_ratio"]["mean"] == pytest.approx(0.2, abs=0.01)
@@ -300,15 +123,15 @@ def test_results_hold_scores_efficiency_and_protocol(finished):
 
 
 def test_compression_shows_in_the_numbers(finished):
-    full, _ = read(finished[0] / "full-1-limit=4")
-    small, _ = read(finished[0] / "knorm-0.2-limit=4")
+    full, _ = read(finished[0] / "full-1-limit=2")
+    small, _ = read(finished[0] / "knorm-0.2-limit=2")
     assert full["efficiency"]["realised_ratio"]["mean"] == 1
     assert small["efficiency"]["kv_bytes_prompt"]["median"] < 0.3 * full["efficiency"]["kv_bytes_prompt"]["median"]
 
 
 def test_every_sample_has_its_answer_and_its_measurement(finished):
-    _, samples = read(finished[0] / "snapkv-0.2-limit=4-window_size=8")
-    assert [sample["doc_id"] for sample in samples] == [0, 1, 2, 3]
+    _, samples = read(finished[0] / "snapkv-0.2-limit=2-window_size=8")
+    assert [sample["doc_id"] for sample in samples] == [0, 1]
     for sample in samples:
         assert isinstance(sample["filtered_resps"][0], str)
         assert sample["exact_match"] in (0, 1)
@@ -318,8 +141,8 @@ def test_every_sample_has_its_answer_and_its_measurement(finished):
 
 
 def test_table_and_plot_lie_beside_the_cells(finished):
-    assert (finished[0] / "report-limit=4.png").stat().st_size > 1000
-    table = (finished[0] / "report-limit=4.md").read_text()
+    assert (finished[0] / "report-limit=2.png").stat().st_size > 1000
+    table = (finished[0] / "report-limit=2.md").read_text()
     assert all(name in table for name in ("| full |", "| snapkv window_size=8 |", "| knorm |"))
 
 
@@ -330,24 +153,24 @@ def copy_of(finished, tmp_path):
 
 def test_complete_cells_are_skipped_and_force_redoes_them(finished, tmp_path, monkeypatch, capsys):
     folder = copy_of(finished, tmp_path)
-    argv = [*FOUR[:2], "full,knorm", "0.2", "--limit", "4"]
-    before = (folder / "knorm-0.2-limit=4" / "samples.jsonl").stat().st_mtime_ns
+    argv = [*FOUR[:2], "full,knorm", "0.2", "--limit", "2"]
+    before = (folder / "knorm-0.2-limit=2" / "samples.jsonl").stat().st_mtime_ns
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "load_model", None)  # a call would raise
         assert evaluate.main(argv) == 0
     assert "2 of 2 cells are complete and skipped" in capsys.readouterr().out
     assert evaluate.main([*argv[:2], "knorm", *argv[3:], "--force"]) == 0
-    assert (folder / "knorm-0.2-limit=4" / "samples.jsonl").stat().st_mtime_ns > before
+    assert (folder / "knorm-0.2-limit=2" / "samples.jsonl").stat().st_mtime_ns > before
 
 
 def test_cut_cell_is_computed_again(finished, tmp_path, capsys):
-    samples = copy_of(finished, tmp_path) / "knorm-0.2-limit=4" / "samples.jsonl"
+    samples = copy_of(finished, tmp_path) / "knorm-0.2-limit=2" / "samples.jsonl"
     samples.write_text(samples.read_text().splitlines(keepends=True)[0])
-    assert evaluate.main([*FOUR[:2], "full,knorm", "0.2", "--limit", "4"]) == 0
+    assert evaluate.main([*FOUR[:2], "full,knorm", "0.2", "--limit", "2"]) == 0
     out = capsys.readouterr().out
     assert "1 of 2 cells are complete" in out
-    assert "computed again: knorm-0.2-limit=4 (1 samples on disk where 4 were evaluated)" in out
-    assert len(samples.read_text().splitlines()) == 4
+    assert "computed again: knorm-0.2-limit=2 (1 samples on disk where 2 were evaluated)" in out
+    assert len(samples.read_text().splitlines()) == 2
 
 
 def test_failure_in_generate_ends_with_1_and_no_results(monkeypatch, capsys):
@@ -364,7 +187,7 @@ def test_interruption_keeps_finished_cells_and_cuts_cleanly(monkeypatch, capsys)
     original = KVCompressLM.generate_until
 
     def interrupted(self, requests):
-        if self.cell.ratio == 0.1:
+        if self.compression.ratio == 0.1:
             raise KeyboardInterrupt
         return original(self, requests)
 
@@ -416,11 +239,6 @@ def test_a_grid_runs_the_vision_tower_once_per_question(finished):
     assert len({json.dumps(summary["vision_s"]) for summary in summaries}) == 1
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(None, 500), (2000, 500), (16, 16), (0.1, 50), (0.0011, 1)])
-def test_questions_of_a_cell_are_counted_as_lmms_eval_does(limit, expected):
-    assert evaluate.limited(500, limit) == expected
-
-
 def test_lost_measurement_ends_with_1_and_no_results(monkeypatch, capsys):
     monkeypatch.setattr(KVCompressLM, "gather_rows", lambda self: self.rows[1:])
     assert evaluate.main([*FOUR, "--limit", "2"]) == 1
@@ -431,7 +249,7 @@ def test_lost_measurement_ends_with_1_and_no_results(monkeypatch, capsys):
 def test_lost_samples_are_no_complete_result():
     sample = {"doc_id": 0, "arguments": ["question"]}
     with pytest.raises(EvaluationFailed, match="t: 1 of 2 questions were answered"):
-        evaluate.merge_samples({"t": [sample]}, [{"task": "t", "doc_id": 0}], {"t": {"effective": 2}})
+        cell_run.merge_samples({"t": [sample]}, [{"task": "t", "doc_id": 0}], {"t": {"effective": 2}})
 
 
 def test_predict_only_writes_answers_without_scores():
@@ -439,14 +257,6 @@ def test_predict_only_writes_answers_without_scores():
     _, samples = read(Path("results/tiny_textvqa/tiny/snapkv-0.2-limit=1-predict_only=True"))
     assert samples[0]["filtered_resps"]
     assert "exact_match" not in samples[0]
-
-
-def test_fraction_of_a_group_is_refused(small_index, tmp_path):
-    group = "group: two\ntask:\n  - tiny_textvqa\n  - tiny_textvqa_color\n"
-    (tmp_path / "two.yaml").write_text(group)
-    argv = ["two", *FOUR[1:], "--include_path", str(tmp_path), "--limit"]
-    with pytest.raises(UsageError, match="is a group, which needs a number"):
-        evaluate.run(parse([*argv, "0.5"]), [])
 
 
 @pytest.mark.slow

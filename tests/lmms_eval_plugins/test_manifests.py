@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 def test_entry_point_gives_a_chat_model_that_lmms_eval_accepts():
     from lmms_eval.models import MODEL_REGISTRY_V2
 
-    from lmms_eval_plugins.model import KVCompressLM
+    from lmms_eval_plugins.model.lm import KVCompressLM
 
     assert "kvcompress" in [point.name for point in entry_points(group="lmms_eval.models")]
     assert MODEL_REGISTRY_V2.resolve("kvcompress").model_type == "chat"

@@ -68,6 +68,6 @@ def test_groups_and_tags_of_lmms_eval_are_found():
     assert "mmmu" in task_manager(["mmmu", "tiny_textvqa"]).all_tasks
 
 
-def test_an_unknown_task_is_one_clear_error():
+def test_an_unknown_task_is_one_clear_error(small_index):
     with pytest.raises(kvcompress.KVCompressError, match=r"unknown task 'tiny_textvqq'.*tiny_textvqa"):
         task_manager(["tiny_textvqq"])

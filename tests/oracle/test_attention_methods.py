@@ -129,7 +129,7 @@ def test_d2o_keeps_sinks_recent_tokens_and_heavy_hitters(layer, sinks):
         return best([INF if column < sinks else score for column, score in enumerate(scores)], budget)
 
     queries, keys, values, prompt = layer
-    unmerged = dataclasses.replace(prompt, merge="none")
+    unmerged = dataclasses.replace(prompt, settings=Settings(merge="none"))
     check(kvcompress.make_cluster("d2o", sinks=sinks), (queries, keys, values, unmerged), reference)
 
 
@@ -139,7 +139,7 @@ def test_d2o_keeps_sinks_recent_tokens_and_heavy_hitters(layer, sinks):
 def measured(rule: str, layer: tuple, cluster: kvcompress.KVCluster | None = None) -> torch.Tensor:
     queries, keys, values, prompt = layer
     window = 0 if cluster is None else cluster.query_window
-    prompt = dataclasses.replace(prompt, window=window, cluster=cluster)
+    prompt = dataclasses.replace(prompt, settings=Settings(cluster, window))
     return layer_budget(rule).measure(queries, keys, values, torch.zeros(keys.shape[:3]), prompt)
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 from safetensors.torch import save_file
 from transformers import LlavaOnevisionForConditionalGeneration, PreTrainedTokenizerBase
 
-from lmms_eval_plugins import llava_next
+from lmms_eval_plugins.model import llava_next
 
 TOWER = "tiny-siglip"  # in place of a tower on the hub
 TOWER_SETTINGS = (

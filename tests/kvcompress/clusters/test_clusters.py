@@ -8,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress.scoring.layer_view import Settings
 from tests.support.examples import examples
 from tests.support.plain_reference import SCALING, best, check, layers, snapkv_scores
 
@@ -92,7 +93,7 @@ def test_adaptive_heads_keep_the_best_of_all_heads_after_each_heads_sure_share(
     layer, safeguard, window, kernel, pooling
 ):
     queries, keys, values, prompt = layer
-    prompt = dataclasses.replace(prompt, head_budget="adaptive", safeguard=safeguard)
+    prompt = dataclasses.replace(prompt, settings=Settings(head_budget="adaptive", safeguard=safeguard))
     cluster = kvcompress.make_cluster("adakv", window_size=window, kernel_size=kernel, pooling=pooling)
     kept = cluster.update_kv(queries, keys, values, prompt)
     groups, kv_heads = queries.shape[1] // keys.shape[1], keys.shape[1]

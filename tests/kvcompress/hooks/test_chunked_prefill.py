@@ -17,7 +17,7 @@ from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.new_tokens import NewTokens
 from kvcompress.errors import KVCompressError
 from kvcompress.policy.policy import make_policy
-from tests.support.docs import python_blocks
+from tests.support.docs import DOCS, python_blocks
 from tests.support.examples import examples
 from tests.support.families import FAMILIES, IMAGE, VIDEO, VISION_END, VISION_START
 from tests.support.kept import kept_of, real_lengths
@@ -337,7 +337,7 @@ def test_hundreds_of_frames_need_no_quadratic_tensor_and_chunks_attend_over_a_ch
     columns, attended_over, after = ids.shape[1], [], CompressedLayer.after_attention
 
     def noted(layer: CompressedLayer, queries: torch.Tensor, *args: object) -> None:
-        attended_over.append(layer.memory.stored + queries.shape[2])
+        attended_over.append(layer.stored + queries.shape[2])
         after(layer, queries, *args)
 
     monkeypatch.setattr(CompressedLayer, "after_attention", noted)
@@ -407,7 +407,7 @@ def test_the_streaming_example_answers_questions_in_between_and_holds_no_more_th
         pixels = torch.randn(1, 3, 3, 8, 8, generator=generator)
         one = {"pixel_values": pixels, "image_sizes": torch.tensor([[8, 16]]), "batch_num_images": torch.tensor([1])}
         frames.append({"input_ids": ids, **one})
-    example = python_blocks("long-prompts.md")[1].replace("budget=4096", "budget=64")
+    example = python_blocks(DOCS / "long-prompts.md")[1].replace("budget=4096", "budget=64")
     results = []
     for every in (10, 1000):  # with questions, and never one
         names = {"frames": frames, "question": torch.arange(20, 26)[None], "frame_tokens": token_count}

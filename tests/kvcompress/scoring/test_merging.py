@@ -26,9 +26,9 @@ def test_every_evicted_entry_goes_into_the_kept_one_with_the_likest_key(layer, m
     queries, keys, values, prompt = layer
     vision = torch.rand(keys.shape[0], keys.shape[2], generator=torch.Generator().manual_seed(1)) < 0.5
     modality = "same" if same else "any"
-    prompt = dataclasses.replace(prompt, merge=merge, merge_modality=modality, vision=vision)
+    prompt = dataclasses.replace(prompt, settings=Settings(merge=merge, merge_modality=modality), vision=vision)
     cluster = kvcompress.make_cluster("snapkv", window_size=2)
-    plain = cluster.update_kv(queries, keys, values, dataclasses.replace(prompt, merge="none"))
+    plain = cluster.update_kv(queries, keys, values, dataclasses.replace(prompt, settings=Settings(merge="none")))
     ours = cluster.update_kv(queries, keys, values, prompt)
     assert torch.equal(ours.indices, plain.indices)
     for row, length in enumerate(prompt.lengths):
@@ -61,7 +61,7 @@ def test_the_threshold_of_d2o_is_a_moving_average_from_eviction_to_eviction():
     assert float(kept.merge_threshold) == pytest.approx(mean)
     assert torch.equal(kept.keys[0, 0, 0], keys[0, 0, 0]), "what is less like than the mean is dropped"
     assert not torch.equal(kept.keys[0, 0, 1], keys[0, 0, 4])
-    later = dataclasses.replace(prompt, likeness=torch.tensor([[0.5]]))
+    later = dataclasses.replace(prompt, merge_threshold=torch.tensor([[0.5]]))
     kept = kvcompress.make_cluster("knorm").keep(scores, keys, keys, later)
     assert float(kept.merge_threshold) == pytest.approx((0.5 + mean) / 2)
     assert not torch.equal(kept.keys[0, 0, 0], keys[0, 0, 0])
@@ -85,9 +85,9 @@ def test_while_decoding_d2o_drops_what_is_less_like_than_what_came_before():
 def test_cam_adds_an_evicted_value_to_the_kept_ones_behind_it_by_its_share_of_attention(layer, same, followers):
     queries, keys, values, prompt = layer
     vision = torch.rand(keys.shape[0], keys.shape[2], generator=torch.Generator().manual_seed(1)) < 0.5
-    prompt = dataclasses.replace(prompt, merge_modality="same" if same else "any", vision=vision)
+    prompt = dataclasses.replace(prompt, settings=Settings(merge_modality="same" if same else "any"), vision=vision)
     cluster = kvcompress.make_cluster("cam")
-    plain = cluster.update_kv(queries, keys, values, dataclasses.replace(prompt, merge="none"))
+    plain = cluster.update_kv(queries, keys, values, dataclasses.replace(prompt, settings=Settings(merge="none")))
     scores = cluster.score(queries, keys, values, prompt).tolist()
     noise = uniform_noise(prompt, *keys.shape[1:3], "cam")
     with mock.patch.object(merging, "FOLLOWERS", followers):

@@ -1,0 +1,280 @@
+"""What takes turns in the bench: kvcompress with a method, transformers' own caches, and kvpress in its own Python.
+
+All run the same greedy loop (standalone.py) through the model's own forward, on the same weights and tokens.
+"""
+
+import ast
+import json
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
+
+from ..cache.cache import CompressedCache
+from ..cache.layer import Listening
+from ..cache.scope import States
+from ..device import peak_memory, reset_peak_memory
+from ..errors import KVCompressError
+from ..hooks.session import attach
+from ..policy.policy import make_policy
+from .standalone import CLOCKS, decode, held_bytes, prompt_ids, read_prompt
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer.
+
+    Attributes:
+        prompt_ms: the prefill, with scoring and compression, up to the first new token.
+        step_ms: each decode step.
+        scoring_ms: of the prefill, scoring, choosing and storing; None where that was not timed.
+        kv_bytes: allocated for keys and values (with ours also their index) at the end.
+        peak_bytes: as `Measurement.peak_memory_bytes`; None where it cannot be told.
+    """
+
+    prompt_ms: float
+    step_ms: list[float]
+    kv_bytes: int
+    peak_bytes: int | None
+    scoring_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A cell of the grid: prompts of `length` tokens, `batch` at once, each followed by `steps` decode steps.
+
+    With `one_prompt` a single row is read, and its cache repeated `batch` times.
+    """
+
+    length: int
+    batch: int
+    steps: int
+    clock: str
+    one_prompt: bool = False
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A method as the command line names it, `snapkv` or `snapkv:window_size=64`, and its ratio (None for full)."""
+
+    name: str
+    ratio: float | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str, ratio: float | None) -> "MethodSpec":
+        """Raises KVCompressError for what `make_policy` refuses, and for methods that need images."""
+        name, *given = text.split(":")
+        options = {}
+        for option in given:
+            key, is_pair, value = option.partition("=")
+            if not is_pair:
+                raise KVCompressError(f"in {text!r}, {option!r} is not NAME=VALUE")
+            options[key] = _value(value)
+        policy = make_policy(name, ratio, **options)
+        if policy.tokens is not None:
+            raise KVCompressError(f"method {name!r} drops vision tokens, and the bench's prompts have none")
+        return cls(policy.method, ratio, options)
+
+    def __str__(self) -> str:
+        options = "".join(f":{key}={value}" for key, value in self.options.items())
+        return self.name + options + ("" if self.ratio is None else f"@{self.ratio:g}")
+
+    @property
+    def is_static(self) -> bool:
+        return "static" in self.options.get("cache_implementation", "dynamic")
+
+
+def _value(text: str) -> object:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):  # a word
+        return text
+
+
+def compile_config(device: torch.device) -> CompileConfig:
+    """transformers' own choice on CUDA (CUDA graphs); on a CPU the same path, without them."""
+    if device.type == "cuda":
+        return CompileConfig()
+    config = CompileConfig(fullgraph=True, mode="default")
+    config._compile_all_devices = True
+    return config
+
+
+class Ours:
+    """kvcompress: a `CompressedCache` with room for the answer."""
+
+    def __init__(self, model: PreTrainedModel, method: MethodSpec, compiled: bool = False):
+        self.model, self.method, self.compiled = model, method, compiled
+        self.name = f"{method}, compiled" if compiled else str(method)
+
+    def cache(self, steps: int) -> CompressedCache:
+        method = self.method
+        return CompressedCache(self.model.config, method.name, method.ratio, max_new_tokens=steps + 1, **method.options)
+
+    def turn(self, workload: Workload) -> Turn:
+        cache = self.cache(workload.steps)
+        elsewhere = cache.policy.cluster.second_pass or cache.policy.needs_sums  # the attention may make the sums
+        scoring = None if elsewhere else ScoringTimer(cache, self.model.device, workload.clock)
+        with attach(self.model):
+            turn = local_turn(self.model, cache, lambda: cache.nbytes, workload, self.compiled, scoring)
+        return turn if scoring is None else replace(turn, scoring_ms=scoring.milliseconds())
+
+
+class ScoringTimer:
+    """Times what a cache does with its prompt: scoring, choosing, storing. A few per cent of a prompt pass are
+    less than one pass differs from the next, so they cannot be read off the difference of two."""
+
+    def __init__(self, cache: CompressedCache, device: torch.device, clock: str):
+        self._clock, self._on_cuda = CLOCKS[clock], device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
+        self._layers = [Listening(layer, self._compressing) for layer in cache.compressed_layers]
+        self._cache, self._finish = cache, cache.finish
+        cache.finish = lambda: self._time(self._finish)
+
+    def stop(self) -> None:
+        """The prompt is over: let the cache be as it was."""
+        for listening in self._layers:
+            listening.remove()
+        del self._cache.finish
+
+    def milliseconds(self) -> float:
+        """Of all spans together; the device has to be synchronised."""
+        if self._on_cuda:
+            return sum(start.elapsed_time(end) for start, end in self._spans)
+        return sum(end - start for start, end in self._spans) * 1e3
+
+    def _compressing(self, states: States, compress: Callable[[], None]) -> None:
+        self._time(compress)
+
+    def _time(self, call: Callable[[], None]) -> None:
+        start = self._now()
+        call()
+        self._spans.append((start, self._now()))
+
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class Transformers:
+    """transformers' DynamicCache, or StaticCache with room for prompt and answer."""
+
+    def __init__(self, model: PreTrainedModel, kind: str, compiled: bool = False):
+        self.model, self.kind, self.compiled = model, kind, compiled
+        self.name = f"transformers {kind}" + (", compiled" if compiled else "")
+
+    def turn(self, workload: Workload) -> Turn:
+        if self.kind == "DynamicCache":
+            cache = DynamicCache(config=self.model.config)
+        else:
+            cache = StaticCache(config=self.model.config, max_cache_len=workload.length + workload.steps)
+        return local_turn(self.model, cache, lambda: held_bytes(cache), workload, self.compiled)
+
+
+def local_turn(
+    model: PreTrainedModel,
+    cache: Any,
+    held: Callable[[], int],
+    workload: Workload,
+    compiled: bool,
+    scoring: ScoringTimer | None = None,
+) -> Turn:
+    ids = prompt_ids(model, 1 if workload.one_prompt else workload.batch, workload.length)
+    reset_peak_memory(model.device)
+    token, prompt_ms = read_prompt(model, cache, ids, workload.clock)
+    if scoring is not None:
+        scoring.stop()
+    if workload.one_prompt:
+        cache.batch_repeat_interleave(workload.batch)
+        token = token.repeat(workload.batch, 1)
+    step = model.get_compiled_call(compile_config(model.device)) if compiled else model
+    step_ms = decode(step, cache, token, workload.length, workload.steps, workload.clock)
+    return Turn(prompt_ms, step_ms, held(), peak_memory(model.device))
+
+
+class KVPressProcess:
+    """kvpress_worker.py under another Python; a context manager.
+
+    Attributes:
+        presses: our names of the methods that it has.
+        versions: of kvpress, transformers and torch there.
+    """
+
+    WORKER = Path(__file__).with_name("kvpress_worker.py")
+
+    def __init__(self, python: str, source: dict[str, Any], dtype: str, device: str, threads: int):
+        command = [python, str(self.WORKER)]
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        except OSError as error:
+            raise KVCompressError(f"--kvpress-python {python!r} cannot be run: {error.strerror}") from None
+        hello = self.ask({"source": source, "dtype": dtype, "device": device, "threads": threads})
+        self.presses, self.versions = hello["presses"], hello["versions"]
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send one message, wait for its reply. Raises KVCompressError where the process ended instead."""
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise KVCompressError(f"the kvpress process ended with status {self._process.wait()}; see its output above")
+        return json.loads(line)
+
+    def __enter__(self) -> "KVPressProcess":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+class KVPress:
+    """kvpress with the press of one of our methods, its own defaults and the same ratio."""
+
+    def __init__(self, process: KVPressProcess, method: MethodSpec):
+        self.process, self.method = process, method
+        self.name = f"kvpress {method}"
+
+    def turn(self, workload: Workload) -> Turn:
+        reply = self.process.ask({"method": self.method.name, "ratio": self.method.ratio, **asdict(workload)})
+        if "error" in reply:
+            raise torch.OutOfMemoryError(reply["error"])
+        return Turn(**reply)
+
+
+Contender = Ours | Transformers | KVPress
+
+
+def make_contenders(
+    model: PreTrainedModel,
+    methods: Iterable[MethodSpec],
+    peers: Iterable[str],
+    compiled: bool,
+    process: KVPressProcess | None,
+) -> dict[str, Contender]:
+    """name -> contender: the peers in `peers` (`dynamic`, `static`), our methods, and kvpress for each that it has too.
+    `compiled` adds a compiled one for each cache of fixed shape."""
+    contenders: list[Contender] = []
+    if "dynamic" in peers:
+        contenders.append(Transformers(model, "DynamicCache"))
+    if "static" in peers:
+        contenders += [Transformers(model, "StaticCache", how) for how in ((False, True) if compiled else (False,))]
+    for method in methods:
+        contenders.append(Ours(model, method))
+        if compiled and method.is_static:
+            contenders.append(Ours(model, method, compiled=True))
+        if process is not None and method.name in process.presses and not method.options:
+            contenders.append(KVPress(process, method))
+    return {contender.name: contender for contender in contenders}

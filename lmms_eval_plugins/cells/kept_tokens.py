@@ -1,0 +1,88 @@
+"""Which tokens of a prompt were kept, on disk: entries that `model/kept_tokens.py` makes, of some questions of a cell.
+
+results/<task>/<model>/<cell>/survivors.jsonl
+results/<task>/<model>/images/<hash>.jpg       each image once, whichever cells show it
+"""
+
+import base64
+import hashlib
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .results import dumps, write_text
+
+SURVIVORS_FILE = "survivors.jsonl"
+IMAGES_FOLDER = "images"
+
+
+def unpacked(packed: dict[str, Any]) -> np.ndarray:
+    """The bool array (layers, heads, tokens) of an entry's `vision` or `text`."""
+    bits = np.frombuffer(zlib.decompress(base64.b64decode(packed["bits"])), dtype=np.uint8)
+    count = math.prod(packed["shape"])
+    return np.unpackbits(bits, count=count, bitorder="little").astype(bool).reshape(packed["shape"])
+
+
+def shares(entry: dict[str, Any], kind: str) -> np.ndarray | None:
+    """The share of an entry's tokens that was kept, (layers, heads); `kind`: `vision`, `text` or `all`. None where the
+    prompt has no such token."""
+    kinds = ("vision", "text") if kind == "all" else (kind,)
+    mask = np.concatenate([unpacked(entry[name]) for name in kinds], axis=2)
+    return mask.mean(2) if mask.shape[2] else None
+
+
+# -- on disk
+
+
+def write_kept_tokens(folder: Path, images: Path, asked: int, entries: list[dict[str, Any]]) -> None:
+    """Write a cell's entries into its `folder`, and their images, each once, into the folder `images`.
+
+    The first line says for how many questions was asked; entries name an image by its file. Nothing is written where
+    nothing was asked for.
+    """
+    if not asked:
+        return
+    lines = [dumps({"asked": asked})]
+    for entry in entries:
+        stored = []
+        for image in entry["images"]:
+            rest = {key: value for key, value in image.items() if key != "jpeg"}
+            if "jpeg" in image:
+                content = base64.b64decode(image["jpeg"])
+                rest["file"] = hashlib.sha256(content).hexdigest()[:16] + ".jpg"
+                _write_once(images / rest["file"], content)
+            stored.append(rest)
+        lines.append(dumps({**entry, "images": stored}))
+    write_text(folder / SURVIVORS_FILE, "".join(line + "\n" for line in lines))
+
+
+def _write_once(path: Path, content: bytes) -> None:
+    if path.exists():  # its name is its content's
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+def read_kept_tokens(folder: Path) -> Iterator[dict[str, Any]]:
+    """The entries of a cell; none where it has no overlays."""
+    path = folder / SURVIVORS_FILE
+    if path.is_file():
+        with open(path, encoding="utf-8") as file:
+            next(file)
+            yield from map(json.loads, file)
+
+
+def overlays_asked(folder: Path) -> int:
+    """For how many questions of each task the cell in `folder` notes which tokens survived."""
+    path = folder / SURVIVORS_FILE
+    if not path.is_file():
+        return 0
+    with open(path, encoding="utf-8") as file:
+        return json.loads(next(file))["asked"]

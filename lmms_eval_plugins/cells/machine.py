@@ -1,0 +1,91 @@
+"""What this machine has: a GPU, the network, the model's files, several processes."""
+
+import os
+import re
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .command_line import Request
+from .errors import EvaluationFailed
+
+if TYPE_CHECKING:
+    from ..model.arguments import ModelArguments
+
+HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+
+
+def check_device(device: str | None, processes: int) -> None:
+    """Raises EvaluationFailed where a GPU is named that is not there, or there are fewer than processes."""
+    import torch
+
+    found = torch.cuda.device_count()
+    sees = f"torch {torch.__version__} sees {found or 'no'} CUDA GPU{'s' if found > 1 else ''}"
+    if device and re.fullmatch(r"cuda(:\d+)?", device) and int(device.partition(":")[2] or 0) >= found:
+        raise EvaluationFailed(f"device {device!r} was asked for, but {sees}; device=cpu runs without one")
+    if device != "cpu" and 0 < found < processes:
+        raise EvaluationFailed(f"NUM_PROCESSES={processes}, but {sees}; device=cpu runs on the CPU")
+
+
+def set_offline(*requests: Request) -> None:
+    """Tell the hub's client to stay off the network where it is not needed or not there: otherwise it tries for
+    more than a minute before it says so. Call before anything imports that client."""
+    if "HF_HUB_OFFLINE" not in os.environ and not (any(map(needs_hub, requests)) and hub_is_reachable()):
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def needs_hub(request: Request) -> bool:
+    """False where the model is a folder or the bundled one and every task is bundled."""
+    bundled = {path.stem for path in (Path(__file__).parents[1] / "tasks").rglob("*.yaml")}
+    is_local = request.model == "tiny" or Path(request.model).expanduser().is_dir()
+    return not is_local or not bundled.issuperset(request.tasks)
+
+
+def is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def hub_is_reachable(timeout_s: float = 5) -> bool:
+    """Whether the hub, or a proxy on the way to it, answers at all."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(HUB, method="HEAD"), timeout=timeout_s).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def check_model_is_local(arguments: "ModelArguments") -> None:
+    """For a run without the hub: raises EvaluationFailed unless the model is a folder or in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    name = arguments.pretrained
+    cached = None if Path(name).is_dir() else try_to_load_from_cache(name, "config.json", revision=arguments.revision)
+    if not Path(name).is_dir() and not isinstance(cached, str):
+        folder = name.split("/")[-1]
+        raise EvaluationFailed(
+            f"model {name!r} is not on this machine, and {HUB} is not reachable or HF_HUB_OFFLINE is set: where there "
+            f"is network run `hf download {name} --local-dir {folder}`, copy the folder here and give its path as MODEL"
+        )
+
+
+def launch_ranks(processes: int, argv: list[str]) -> None:
+    """Replace this process by `processes` ranks of the same command. `--multi_gpu` also serves CPU ranks: accelerate's
+    `--cpu` would start a single process without a word."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"]
+    launcher += ["--num_processes", str(processes), "--main_process_port", "0"]
+    launcher += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "lmms_eval_plugins.evaluate"]
+    sys.stdout.flush()
+    os.execv(sys.executable, [*launcher, *argv])
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def say(text: str) -> None:
+    if rank() == 0:
+        print(text, flush=True)

@@ -1,0 +1,179 @@
+"""From a command line to the cells that it asks for, and from there to jobs: each cell with its task and its folder."""
+
+import argparse
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .command_line import DEFAULT_SEEDS, Request
+from .data import DEFAULT_DATA_ROOT, data_identity, find_tasks, limited, load_tasks
+from .errors import UsageError
+from .identity import fingerprint
+from .kept_tokens import overlays_asked
+from .machine import check_device, check_model_is_local, is_offline
+from .results import Cell, incomplete_reason
+
+if TYPE_CHECKING:
+    from lmms_eval.tasks import TaskManager
+
+    from ..model.arguments import ModelArguments
+
+# Arguments that change neither a score nor a time.
+HARMLESS = {"pretrained", "measurements_path", "vision_cache_gb", "prompt_cache_gb"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a command line asks for, checked as far as neither data nor model is needed.
+
+    Attributes:
+        arguments: the model's.
+        cells: every cell with all options of its method.
+        settings: those of the run that differ from the defaults and may change a score or a time.
+        data_root: the folder of datasets: the one given, or `data` where there is one.
+    """
+
+    request: Request
+    arguments: "ModelArguments"
+    cells: list[tuple[Cell, dict[str, Any]]]
+    settings: dict[str, Any]
+    data_root: Path | None
+
+    @classmethod
+    def of(cls, request: Request) -> "Plan":
+        """Raises KVCompressError or UsageError for an unknown method, option or model argument, or a wrong value."""
+        from ..model.arguments import model_arguments, split_arguments
+
+        own, options = split_arguments(request.arguments, request.methods, ("budget",))
+        for name in {"chat_template", "system_prompt"} & own.keys():  # text, or a file of the working directory
+            own[name] = str(Path(own[name]).resolve()) if Path(str(own[name])).is_file() else own[name]
+        arguments = model_arguments(pretrained=_local_or_hub(request.model), **own)
+        settings = _run_settings(arguments, request.flags)
+        data_root = request.flags.data_root or (DEFAULT_DATA_ROOT if DEFAULT_DATA_ROOT.is_dir() else None)
+        return cls(request, arguments, _cells(request, arguments, options, settings), settings, data_root)
+
+    def check_machine(self, processes: int) -> None:
+        """Raises EvaluationFailed where this machine lacks a GPU that is needed, or the model and a way to get it."""
+        check_device(self.arguments.device, processes)
+        if is_offline():
+            check_model_is_local(self.arguments)
+
+    def jobs(self) -> list["Job"]:
+        """A job for every cell; the tasks' data is loaded.
+
+        Raises KVCompressError or UsageError for an unknown task, EvaluationFailed where data is missing.
+        """
+        names, flags = self.request.tasks, self.request.flags
+        manager, output, data, questions = find_tasks(names, flags.include_path), flags.output_path.resolve(), {}, {}
+        for name in names:
+            tasks = load_tasks(manager, name, self.data_root)
+            if len(tasks) > 1 and isinstance(flags.limit, float):
+                # lmms-eval turns the fraction into a number on the first task and uses that for the others.
+                raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
+            data[name] = {task.config.task: data_identity(task) for task in tasks}
+            questions[name] = sum(limited(len(task.eval_docs), flags.limit) for task in tasks)
+        return [
+            Job(
+                cell,
+                options,
+                cell.folder(output),
+                fingerprint(cell, self.arguments, options, data[cell.task]),
+                questions[cell.task],
+                manager,
+                self,
+            )
+            for cell, options in self.cells
+        ]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A cell to evaluate.
+
+    Attributes:
+        options: all of the method's.
+        folder: where the results are or will be.
+        fingerprint: what the numbers depend on.
+        questions: how many there are.
+        manager: lmms-eval's, which knows the cell's task.
+        plan: what the cell belongs to.
+    """
+
+    cell: Cell
+    options: dict[str, Any]
+    folder: Path
+    fingerprint: dict[str, Any]
+    questions: int
+    manager: "TaskManager"
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        """`snapkv-0.2-window_size=8`: the cell without its task, model and settings of the run."""
+        return replace(self.cell, settings={}).folder(Path()).name
+
+    @property
+    def incomplete(self) -> str | None:
+        """Why the folder does not hold the cell's results; None where it does."""
+        return incomplete_reason(self.folder, self.fingerprint)
+
+    @property
+    def todo(self) -> str | None:
+        """Why the cell has to be computed; None where all that is asked for is on disk."""
+        flags = self.plan.request.flags
+        if flags.force or self.incomplete:
+            return self.incomplete or "--force"
+        return "--overlays" if overlays_asked(self.folder) < flags.overlays else None
+
+
+def _local_or_hub(model: str) -> str:
+    """The absolute path of a local folder; a hub id, or `tiny`, as it is. Raises UsageError for anything else."""
+    from ..model.arguments import TINY_MODEL
+
+    path = Path(model).expanduser()
+    if model != TINY_MODEL and path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UsageError(f"MODEL {model!r} is a folder without config.json, so not a model")
+        return str(path.resolve())
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model):
+        raise UsageError(f"MODEL {model!r} is neither a folder, nor a hub id such as org/name, nor {TINY_MODEL!r}")
+    return model
+
+
+def _run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dict[str, Any]:
+    settings = arguments.model_dump(mode="json", exclude_defaults=True, exclude=HARMLESS)
+    if flags.seed != DEFAULT_SEEDS:
+        settings["seed"] = ",".join(str(seed) for seed in flags.seed)
+    if flags.data_root is not None:
+        settings["data"] = flags.data_root.name
+    for name in ("limit", "gen_kwargs", "num_fewshot", "predict_only"):
+        if value := getattr(flags, name):
+            settings[name] = value
+    return settings
+
+
+def _cells(
+    request: Request, arguments: "ModelArguments", options: dict[str, Any], settings: dict[str, Any]
+) -> list[tuple[Cell, dict[str, Any]]]:
+    """Tasks x methods x sizes. An option goes to every method that has it; `full` keeps all, so it has one size."""
+    from kvcompress.methods import method_info
+    from kvcompress.policy.options import all_options
+    from kvcompress.policy.policy import check_tensor_parallel, make_policy
+
+    sizes = [{"ratio": ratio} for ratio in request.ratios] + [{"budget": size} for size in request.budgets]
+    of_methods = {}
+    for method in request.methods:
+        info = method_info(method)
+        defaults = all_options(info, options.get("scorer"))
+        policy = make_policy(info.name, 1.0, **{name: options[name] for name in options if name in defaults})
+        if arguments.tp_plan is not None:
+            check_tensor_parallel(policy)
+        changed = {name: value for name, value in policy.options.items() if value != defaults[name]}
+        of_methods[info.name] = policy.options, changed
+    return [
+        (Cell(task, request.model, method, **size, options=changed, settings=settings), in_force)
+        for task in request.tasks
+        for method, (in_force, changed) in of_methods.items()
+        for size in ([{"ratio": 1.0}] if method == "full" else sizes)
+    ]

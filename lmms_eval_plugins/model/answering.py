@@ -1,0 +1,149 @@
+"""A prepared batch is answered by the model, compressed, and measured as if nothing of another cell were known."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase
+
+import kvcompress
+from kvcompress.hooks.shared_prompt import SharedPrompt
+from kvcompress.measure import Measurement
+
+from .arguments import Compression, make_compression
+from .batches import Batch, BatchStore
+from .kept_tokens import KeptSets, kept_sets
+from .prompts import on_device
+from .vision_tower import VisionTower
+
+WARM_UP_TOKENS = 4
+# cache_implementation -> the same in the CPU's memory.
+OFFLOADED = {"dynamic": "offloaded", "static": "offloaded_static"}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers to a batch.
+
+    Attributes:
+        texts: one per row.
+        seconds: what generating them takes where vision tower and prompt pass run; `measured`: the like, in detail.
+        tower, prompt: what of these ran now, and what was known.
+        inputs: what was generated from, on the model's device.
+        kept: what each layer stores; empty where that was not asked for.
+    """
+
+    texts: list[str]
+    seconds: float
+    measured: Measurement
+    tower: VisionTower
+    prompt: SharedPrompt
+    inputs: BatchFeature
+    kept: KeptSets
+
+
+class Answering:
+    """One model, which answers batch after batch under the compression in force.
+
+    Args:
+        tokenizer: decodes the answers; no other thread may use it meanwhile.
+        batches: where a batch's vision features and prompt pass are kept, once another cell may follow.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        batches: BatchStore,
+        compression: Compression,
+    ):
+        self.model, self.tokenizer, self.batches, self.compression = model, tokenizer, batches, compression
+        self._is_warm = self._has_cells = False
+
+    def begin_cell(self, compression: Compression) -> None:
+        """Answer under another compression from now on."""
+        self.compression, self._is_warm, self._has_cells = compression, False, True
+
+    def answer(self, batch: Batch, kwargs: dict[str, Any], notes_kept: bool = False) -> Answers:
+        """Generate with the arguments `kwargs`; before the first batch of a cell a few tokens more, as a warm-up.
+
+        `notes_kept`: also say what each layer stores.
+        """
+        inputs = on_device(batch.inputs, self.model.device)
+        # A method that looks at the tower makes it slower: neither its time nor another's is the other's.
+        tokens = self.compression.policy().tokens
+        watches_tower = tokens is not None and tokens.sees == "tower"
+        tower = VisionTower(self.model, {} if watches_tower else dict(batch.encoded), self._held)
+        # The first batch of a cell runs its own prompt pass: its peak of memory is the cell's.
+        shares = self._has_cells and self._is_warm
+        prompt = SharedPrompt(
+            self.model,
+            batch.prompt_pass if shares else None,
+            self.batches.prompt_room if shares else 0,
+            lambda: tower.spent_s,
+        )
+        if not self._is_warm:
+            few = min(kwargs["max_new_tokens"], WARM_UP_TOKENS)
+            self.generate(inputs, {**kwargs, "max_new_tokens": few}, VisionTower(self.model, tower.known), prompt)
+            self._is_warm = True
+        start = time.perf_counter()
+        new, measured, kept = self.generate(inputs, kwargs, tower, prompt, notes_kept)
+        seconds = time.perf_counter() - start + tower.correction_s + prompt.correction_s
+        if self._has_cells:
+            self.batches.keep(batch, {} if watches_tower else tower.calls, prompt.prompt_pass)
+        texts = self.tokenizer.batch_decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return Answers(texts, seconds, measured, tower, prompt, inputs, kept)
+
+    def generate(
+        self,
+        inputs: BatchFeature,
+        kwargs: dict[str, Any],
+        tower: VisionTower,
+        prompt: SharedPrompt,
+        notes_kept: bool = False,
+    ) -> tuple[torch.LongTensor, Measurement, KeptSets]:
+        """New tokens (batch, new), what they cost where vision tower and prompt pass run, and what is stored."""
+        of = self.compression
+        with (
+            tower,
+            prompt,
+            kvcompress.compress(
+                self.model, of.method, of.ratio, of.budget, kwargs["max_new_tokens"], **of.options
+            ) as session,
+        ):
+            tokens, measured = kvcompress.measure.generate(self.model, session, dict(inputs), **kwargs)
+            kept = kept_sets(session.cache) if notes_kept else {}
+        if prompt.is_known and not tower.calls:  # where the model's forward calls it, it was not asked
+            tower.calls = dict(tower.known)
+        peaks = [measured.peak_memory_bytes - tower.held, *(call.peak_memory for call in tower.calls.values())]
+        ttft_s = measured.ttft_s + tower.correction_s + prompt.correction_s
+        return tokens, replace(measured, ttft_s=ttft_s, peak_memory_bytes=max(peaks)), kept
+
+    @property
+    def can_offload(self) -> bool:
+        """Whether the KV cache has a twin in the CPU's memory."""
+        return self._implementation in OFFLOADED
+
+    @contextmanager
+    def offloaded(self) -> Iterator[None]:
+        """Inside, the KV cache lies in the CPU's memory."""
+        before = self.compression
+        options = {**before.options, "cache_implementation": OFFLOADED[self._implementation]}
+        self.compression = make_compression(before.method, before.ratio, before.budget, **options)
+        self._is_warm = False
+        try:
+            yield
+        finally:
+            self.compression = before
+
+    @property
+    def _implementation(self) -> str:
+        return self.compression.options.get("cache_implementation", "dynamic")
+
+    @property
+    def _held(self) -> int:
+        """Bytes that are kept for other cells, where the process's memory is counted: they are not a generation's."""
+        return self.batches.nbytes if self.model.device.type == "cpu" else 0

@@ -1,0 +1,254 @@
+"""Every argument of `--model kvcompress --model_args ...`, in one place, checked before anything is loaded."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from transformers import GenerationConfig
+
+import kvcompress
+from kvcompress import KVCompressError
+from kvcompress.errors import unknown_name
+from kvcompress.methods import method_info
+from kvcompress.policy.options import all_options
+from kvcompress.policy.policy import Policy, make_policy
+
+TINY_MODEL = "tiny"
+TINY_CHECKPOINT = Path(__file__).parents[1] / "tiny_vlm" / "checkpoint"
+
+# Arguments of lmms-eval's LLaVA wrappers -> (values that mean what transformers does anyway, what to do instead).
+LEGACY_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "truncation": ((False,), "prompts are never cut; shorten them with max_pixels= or max_frames_num="),
+    "truncate_context": ((False,), "prompts are never cut; shorten them with max_pixels= or max_frames_num="),
+    "model_name": ((), "the architecture is read from the checkpoint's config.json, so leave it out"),
+    "conv_template": (
+        (),
+        "the checkpoint's own chat template is used; chat_template=FILE replaces it, system_prompt= adds to it",
+    ),
+    "customized_config": ((), "edit config.json in a local copy of the checkpoint and give that as pretrained="),
+    "mm_spatial_pool_stride": ((2,), "transformers' LLaVA-OneVision pools video frames by 2"),
+    "mm_spatial_pool_mode": (("bilinear",), "transformers' LLaVA-OneVision pools video frames bilinearly"),
+    "token_strategy": (("single",), "a video is one placeholder in the prompt"),
+    "video_decode_backend": (("pyav",), "videos are decoded with PyAV"),
+}
+LLAVA_ONEVISION_ARGUMENTS = ("mm_spatial_pool_stride", "mm_spatial_pool_mode", "tile_every_image")
+
+
+class Compression(BaseModel):
+    """A method with its options, and how much it keeps. None of it needs a model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: str = Field("full", description="Compression method; `full` compresses nothing.")
+    ratio: float | None = Field(None, description="Fraction of the prompt's KV entries that is kept, in (0, 1].")
+    budget: int | None = Field(None, description="KV entries kept per layer and head, in place of `ratio`.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of the method.")
+
+    def policy(self) -> Policy:
+        """The compression as the core takes it. Raises KVCompressError."""
+        return make_policy(self.method, self.ratio, self.budget, **self.options)
+
+    @model_validator(mode="after")
+    def _check(self) -> "Compression":
+        self.policy()
+        return self
+
+
+class ModelArguments(BaseModel):
+    """The arguments of the lmms-eval model, apart from those of the compression. `docs/model-args.md` explains them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+
+    pretrained: str = Field(description="Hub id or local folder of the model; `tiny` is the bundled one.")
+    revision: str = Field("main", description="Branch, tag or commit on the hub.")
+    trust_remote_code: bool = Field(False, description="Run the Python code that comes with the checkpoint.")
+    device: str | None = Field(None, description="`cuda`, `cuda:0`, `cpu`; default: a GPU if there is one.")
+    device_map: str | None = Field(None, description="transformers' device map, e.g. `auto` to spread over GPUs.")
+    tp_plan: Literal["auto"] | None = Field(
+        None, description="Tensor parallel: all processes share one model, each with a part of every layer."
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="Precision of the weights; `auto` is the checkpoint's."
+    )
+    quantization: (
+        Literal["quanto-int8", "quanto-int4", "torchao-int8", "torchao-int4", "bnb-int8", "bnb-int4"] | None
+    ) = Field(None, description="Quantize the weights while they are loaded; default: as the checkpoint has them.")
+    attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] | None = Field(
+        None, description="Attention kernel; default: transformers' choice."
+    )
+    batch_size: PositiveInt = Field(1, description="Prompts per generate call.")
+    use_cache: Literal[True] = Field(True, description="Without a KV cache there is nothing to compress.")
+    on_oom: Literal["raise", "halve_batch", "offload"] = Field(
+        "raise",
+        description="When the GPU's memory does not suffice for a batch: stop; answer it in two halves; or keep its "
+        "KV cache in the CPU's memory.",
+    )
+    look_ahead: NonNegativeInt | None = Field(
+        None,
+        description="Batches that are prepared while the model answers; default: 2, and 0 at `batch_size=1`, where "
+        "nothing shall disturb the times of a question.",
+    )
+    vision_cache_gb: NonNegativeFloat = Field(
+        4.0,
+        description="Memory for prepared inputs and for the vision tower's output, which other cells use again.",
+    )
+    prompt_cache_gb: NonNegativeFloat | None = Field(
+        None,
+        description="Memory for prompt passes, which other cells compress again; default: 4, and 0 at `batch_size=1`, "
+        "where each question's time and memory are measured in one piece.",
+    )
+    max_new_tokens: PositiveInt = Field(128, description="Longest answer where the task does not set one.")
+    max_frames_num: PositiveInt = Field(32, description="Most frames taken from a video, evenly spread.")
+    min_pixels: PositiveInt | None = Field(None, description="Smallest image area, where the processor scales.")
+    max_pixels: PositiveInt | None = Field(None, description="Largest image area, where the processor scales.")
+    image_resize: Literal["qwen_vl_utils"] | None = Field(
+        None, description="Images are first resized by the package qwen-vl-utils, as in lmms-eval's Qwen wrappers."
+    )
+    tile_every_image: bool = Field(
+        False,
+        description="LLaVA-OneVision: tiles also where a question has several images, as in lmms-eval's llava_hf.",
+    )
+    chat_template: str | None = Field(
+        None, description="Jinja file that replaces the checkpoint's chat template; `plain`: the text as it is."
+    )
+    system_prompt: str | None = Field(None, description="Text, or a file with the text, of a system message.")
+    measurements_path: Path | None = Field(None, description="JSONL file for one measurement row per sample.")
+    legacy: dict[str, Any] = Field(default_factory=dict, exclude=True)
+
+    @field_validator("pretrained")
+    @classmethod
+    def _bundled(cls, name: str) -> str:
+        if name == TINY_MODEL:
+            return str(TINY_CHECKPOINT)
+        return name
+
+    @model_validator(mode="after")
+    def _check_tensor_parallel(self) -> "ModelArguments":
+        conflicts = {"device_map": None, "quantization": None, "on_oom": "raise"}  # and what goes with tp_plan
+        for name, value in conflicts.items():
+            if self.tp_plan is not None and getattr(self, name) != value:
+                raise KVCompressError(f"{name}={getattr(self, name)!r} does not go with tp_plan={self.tp_plan!r}")
+        return self
+
+    @field_validator("measurements_path")
+    @classmethod
+    def _absolute(cls, path: Path | None) -> Path | None:
+        return path and path.absolute()  # the working directory may change before it is written
+
+
+def parse_arguments(**arguments: Any) -> tuple[ModelArguments, Compression]:
+    """Model arguments as lmms-eval hands them over -> the model's, and the first compression.
+
+    The string `None` means None, which means the default. Raises KVCompressError with one line that names the value
+    and what is allowed: for unknown arguments and options, for arguments of other LLaVA wrappers that have no
+    meaning here, and for values of the wrong kind.
+    """
+    given = _without_none(arguments)
+    if given.pop("max_batch_size", None) is not None:
+        raise KVCompressError("max_batch_size has no meaning here: batch_size is a number, never 'auto'")
+    compression = {name: given.pop(name) for name in ("method", "ratio", "budget") if name in given}
+    own, options = split_arguments(given, [compression.get("method")], ("pretrained", "method", "ratio", "budget"))
+    return model_arguments(**own), make_compression(**compression, **options)
+
+
+def split_arguments(
+    given: dict[str, Any], methods: list[str | None], others: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`given` as the arguments of the model and the options of some methods (None is `full`), neither checked further.
+
+    Raises KVCompressError for a name that is neither; `others` are valid names beside these, for its message.
+    """
+    infos = [method_info(name) for name in methods]
+    options = {name: None for info in infos for name in all_options(info, given.get("scorer"))}
+    asked = ", ".join(dict.fromkeys(info.name for info in infos))
+    for name in given:
+        if name in options or name in ModelArguments.model_fields or name in LEGACY_ARGUMENTS:
+            continue
+        if owners := [info.name for info in kvcompress.list_methods().values() if name in all_options(info)]:
+            raise KVCompressError(
+                f"{name!r} is an option of {', '.join(owners)}, not of {asked}; valid: {', '.join(options) or 'none'}"
+            )
+        own = ModelArguments.model_fields.keys() - {"legacy", "pretrained"}
+        raise unknown_name(f"neither the model nor {asked} has an argument", name, {*own, *others, *options})
+    own = {name: value for name, value in given.items() if name not in options}
+    return own, {name: value for name, value in given.items() if name in options}
+
+
+def model_arguments(**given: Any) -> ModelArguments:
+    """The checked arguments of the model, those of other LLaVA wrappers among them. Raises KVCompressError."""
+    given = _without_none(given)
+    legacy = {name: _legacy_value(name, given.pop(name)) for name in LEGACY_ARGUMENTS if name in given}
+    if "pretrained" not in given:
+        raise KVCompressError(f"pretrained= is missing: a hub id, a local folder, or {TINY_MODEL!r}")
+    return _validated(ModelArguments, legacy=legacy, **given)
+
+
+def make_compression(
+    method: str | None = None, ratio: float | None = None, budget: int | None = None, **options: Any
+) -> Compression:
+    """A checked compression; `method=None` is `full`. Raises KVCompressError."""
+    size = _without_none({"method": method, "ratio": ratio, "budget": budget})
+    return _validated(Compression, options=_without_none(options), **size)
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if str(value).lower() != "none"}
+
+
+def _legacy_value(name: str, value: Any) -> Any:
+    accepted, instead = LEGACY_ARGUMENTS[name]
+    if value in accepted:
+        return value
+    only = f" other than {accepted[0]}" if accepted else ""
+    raise KVCompressError(f"{name}={value}: no value{only} is supported: {instead}")
+
+
+def _validated(model: type[BaseModel], **values: Any) -> Any:
+    """Builds a pydantic model; its error becomes one line."""
+    try:
+        return model(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, KVCompressError):
+            raise cause from None
+        name = ".".join(str(part) for part in first["loc"])
+        raise KVCompressError(f"{name}={first['input']!r}: {first['msg']}") from None
+
+
+# Keys in lmms-eval's task files that are no argument of `generate`: for other wrappers, or for other request types.
+IGNORED_GENERATION_KEYS = ("image_aspect_ratio", "visual_cot", "max_agentic_steps")
+DEFAULT_UNTIL = ["\n\n"]  # what lmms-eval fills in where a task names no stop string
+
+
+def generation_arguments(task_kwargs: dict[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[str]]:
+    """A task's generation kwargs (with those of `--gen_kwargs`) -> arguments of `generate`, and stop strings.
+
+    Greedy unless `do_sample=True`, or a temperature above 0 without `do_sample`; a temperature of 0 is greedy.
+    `max_new_tokens` is the default for tasks that set none. Stop strings are those the task itself names. Other
+    keys go to `generate` as they are. Raises KVCompressError for a key that `generate` does not have.
+    """
+    kwargs = {key: value for key, value in task_kwargs.items() if key not in IGNORED_GENERATION_KEYS}
+    until = kwargs.pop("until", None) or []
+    until = [until] if isinstance(until, str) else list(until)
+    valid = GenerationConfig().to_dict()
+    for key in kwargs:
+        if key not in valid:
+            raise unknown_name("there is no generation argument", key, valid)
+    kwargs["max_new_tokens"] = kwargs.get("max_new_tokens") or max_new_tokens
+    temperature = kwargs.get("temperature")
+    kwargs["do_sample"] = bool(kwargs.get("do_sample", temperature)) and temperature != 0
+    if not kwargs["do_sample"]:
+        kwargs |= {"temperature": None, "top_p": None, "top_k": None}  # else generate warns about the checkpoint's
+    return kwargs, [] if until == DEFAULT_UNTIL else until

@@ -1,0 +1,91 @@
+"""What is the same under every method: a batch's model inputs, what the vision tower makes of them, the prompt pass.
+
+All is computed once and kept, as far as a budget of memory goes, for the other cells of a grid. A time to first token
+always holds the seconds of the tower and of the pass: where they were kept, those of the time when they ran.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+from transformers import BatchFeature
+
+from kvcompress.hooks.shared_prompt import PromptPass
+
+from .media import ChatPrompt
+from .vision_tower import Encoded, tensor_bytes
+
+
+@dataclass
+class Batch:
+    """A batch of prompts, ready for `generate`.
+
+    Attributes:
+        key: digest of the prompts; equal keys have equal inputs.
+        inputs: what the processor made of them, on the CPU, floats in the model's precision.
+        encoded: by call, ("image", 0) for the first of `get_image_features`: what the vision tower gave, on the CPU;
+            empty before it ran, or where that did not fit into memory.
+        prompt_pass: the same of the prompt pass; None as long as there is none.
+        prompts: what was read, in the order of the rows; a kept batch has none.
+    """
+
+    key: bytes
+    inputs: BatchFeature
+    encoded: dict[tuple[str, int], Encoded] = field(default_factory=dict)
+    prompt_pass: PromptPass | None = None
+    prompts: list[ChatPrompt] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Without the prompt pass."""
+        return tensor_bytes(dict(self.inputs)) + sum(tensor_bytes(each.output) for each in self.encoded.values())
+
+
+class BatchStore:
+    """Prepared batches by key, up to a number of bytes.
+
+    A grid walks through the same questions again and again. So what came first is kept and what does not fit is
+    not: a store that dropped the oldest would drop each batch just before its turn.
+    """
+
+    def __init__(self, budget: int, prompt_budget: int = 0):
+        """`budget`: bytes, 0 keeps nothing; `prompt_budget`: further ones, for prompt passes."""
+        self.budget, self.prompt_budget = budget, prompt_budget
+        self.room, self.prompt_room = budget, prompt_budget  # what is left of them
+        self._batches: dict[bytes, Batch] = {}
+        self._tasks: frozenset[str] = frozenset()
+
+    def begin(self, tasks: Iterable[str]) -> None:
+        """Questions of these tasks come next: those of others are forgotten."""
+        tasks = frozenset(tasks)
+        if self._tasks != tasks:
+            self._tasks, self._batches = tasks, {}
+            self.room, self.prompt_room = self.budget, self.prompt_budget
+
+    @property
+    def nbytes(self) -> int:
+        return self.budget - self.room + self.prompt_budget - self.prompt_room
+
+    def get(self, key: bytes) -> Batch | None:
+        return self._batches.get(key)
+
+    def keep(
+        self, batch: Batch, encoded: dict[tuple[str, int], Encoded], prompt_pass: PromptPass | None = None
+    ) -> None:
+        """Keep a batch, what the vision tower gave for it and its prompt pass, where there is room."""
+        if batch.key not in self._batches:
+            if batch.nbytes > self.room:
+                return
+            self._batches[batch.key] = replace(batch, prompts=[])
+            self.room -= batch.nbytes
+        kept = self._batches[batch.key]
+        if kept.prompt_pass is None and prompt_pass is not None and prompt_pass.nbytes <= self.prompt_room:
+            kept.prompt_pass = prompt_pass
+            self.prompt_room -= prompt_pass.nbytes
+        known = kept.encoded
+        new = {call: each for call, each in encoded.items() if call not in known}
+        size = sum(tensor_bytes(each.output) for each in new.values())
+        if size <= self.room:
+            cpu = torch.device("cpu")
+            known.update({call: replace(each, output=each.to(cpu)) for call, each in new.items()})
+            self.room -= size

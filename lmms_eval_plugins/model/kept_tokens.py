@@ -1,0 +1,100 @@
+"""Which tokens of a prompt were kept, per layer and KV head: one JSON-ready entry of an answered question."""
+
+import base64
+import io
+import zlib
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import PreTrainedModel
+
+from kvcompress.cache.cache import CompressedCache
+from kvcompress.scoring.vision import vision_token_mask
+
+from .image_layout import Layout, layouts, painted, strips
+from .media import ChatPrompt
+from .prompts import ChatProcessor, on_device
+
+KeptSets = dict[int, list[list[torch.Tensor]]]
+LONGEST_SIDE = 768  # of a stored image
+JPEG_QUALITY = 82
+
+
+def kept_sets(cache: CompressedCache) -> KeptSets:
+    """layer -> [row][KV head] -> the columns that the layer stores, of the layers that are compressed."""
+    return {layer.layer_idx: cache.kept_indices(layer.layer_idx) for layer in cache.compressed_layers}
+
+
+def kept_mask(kept: KeptSets, row: int, real: torch.Tensor) -> np.ndarray:
+    """bool (layers, KV heads, tokens): whether each real token of a prompt's row is stored.
+
+    Args:
+        kept: from `kept_sets`; `row` among its rows (beam search has several for each prompt).
+        real: bool (columns,), False at the prompt's padding.
+    """
+    heads = max(len(rows[row]) for rows in kept.values())
+    mask = np.zeros((len(kept), heads, len(real)), dtype=bool)
+    for place, rows in enumerate(kept.values()):
+        for head, columns in enumerate(rows[row]):
+            mask[place, head, columns[columns < len(real)].numpy()] = True  # beyond it: the answer's own tokens
+    return mask[..., real.cpu().numpy()]
+
+
+def record(
+    model: PreTrainedModel,
+    chat: ChatProcessor,
+    prompt: ChatPrompt,
+    inputs: dict[str, torch.Tensor],
+    kept: KeptSets,
+    row: int,
+) -> dict[str, Any]:
+    """What the overlays of one answered question need; JSON, with the images as JPEG in base64 under `jpeg`.
+
+    Args:
+        inputs: of the batch that the question was in; `row`: its place there.
+        kept: `kept_sets` of the batch's cache.
+    """
+    ids = inputs["input_ids"][row]
+    mask = inputs.get("attention_mask")
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[row].bool()
+    beams = len(next(iter(kept.values()))) // len(inputs["input_ids"])
+    stored = kept_mask(kept, row * beams, real)
+    vision = vision_token_mask(model.config, inputs["input_ids"])[row][real].cpu()
+    found = []
+    if bool(vision.any()):
+        pictures = [painted(*image.size) for image in prompt.images]
+        seen = on_device(chat.inputs([replace(prompt, images=pictures)]), model.device)
+        found = layouts(model, chat.processor, seen)
+    images = [{"jpeg": base64.b64encode(jpeg(image)).decode(), "size": list(image.size)} for image in prompt.images]
+    if len(images) != len(found):  # not known which tokens are whose: pictures and strips stand apart
+        note = found[0].note if found else ""
+        found = [Layout(0, 0, note=note) for _ in images] + strips(vision, note)
+        images += [{} for _ in found[len(images) :]]
+    for one, layout in zip(images, found, strict=True):
+        one["layout"] = asdict(layout)
+    return {
+        "layers": list(kept),
+        "kv_heads": stored.shape[1],
+        "vision": packed_bits(stored[..., vision.numpy()]),
+        "text": packed_bits(stored[..., ~vision.numpy()]),
+        "pieces": [chat.tokenizer.decode([token]) for token in ids[real].cpu()[~vision].tolist()],
+        "images": images,
+    }
+
+
+def jpeg(image: Image.Image) -> bytes:
+    """The image as JPEG, its longest side at most LONGEST_SIDE."""
+    small = image.convert("RGB")
+    small.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+    file = io.BytesIO()
+    small.save(file, "JPEG", quality=JPEG_QUALITY)
+    return file.getvalue()
+
+
+def packed_bits(mask: np.ndarray) -> dict[str, Any]:
+    """A bool array (layers, heads, tokens): its shape, and its bits in C order, deflated, in base64."""
+    bits = np.packbits(mask, bitorder="little").tobytes()
+    return {"shape": list(mask.shape), "bits": base64.b64encode(zlib.compress(bits, 9)).decode()}

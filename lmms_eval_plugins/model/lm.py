@@ -1,0 +1,273 @@
+"""The lmms-eval model `kvcompress`: any transformers chat model, with its KV cache compressed, every answer measured.
+
+    python -m lmms_eval --model kvcompress --model_args pretrained=ID,method=snapkv,ratio=0.2 --tasks textvqa_val
+
+Nothing here depends on a model family: the checkpoint's processor and chat template make the prompt. An exception
+while answering ends the run; an empty answer is one that the model gave. All arguments: docs/model-args.md.
+"""
+
+import copy
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
+from lmms_eval.api.model import lmms
+from lmms_eval.protocol import ChatMessages
+from lmms_eval.utils import Collator
+from loguru import logger
+from tqdm import tqdm
+
+from kvcompress import KVCompressError
+
+from .answering import Answering, Answers
+from .arguments import Compression, generation_arguments, make_compression, parse_arguments
+from .batches import Batch, BatchStore
+from .kept_tokens import record
+from .loading import device_of, load
+from .look_ahead import ahead
+from .measurements import log_averages, row_of, write_rows
+from .media import digest
+from .prompts import ChatProcessor
+
+# Where times are not those of single questions:
+LOOK_AHEAD = 2  # batches
+PROMPT_CACHE_GB = 4.0
+
+
+class KVCompressLM(lmms):
+    """One loaded model; `set_cell` switches the compression without loading again.
+
+    Attributes:
+        args: the model arguments.
+        model, processor, tokenizer: transformers' own.
+        rows: one measurement per counted request since the start or the last `reset_rows`.
+        overlays: for so many questions of each task a row also says which tokens were kept, see `kept_tokens.record`.
+    """
+
+    is_simple = False
+
+    def __init__(self, **arguments: Any):
+        """`arguments` as in docs/model-args.md. Raises KVCompressError for a wrong one, before anything is loaded."""
+        super().__init__()
+        self.args, compression = parse_arguments(**arguments)
+        # Starts the process group where there are several processes. Without cpu=True a machine without GPU counts as
+        # one process. lmms-eval's command line has made an Accelerator before, without it: so ask the group itself.
+        self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
+        if torch.distributed.is_initialized():
+            self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.device = device_of(self.args, self.world_size)
+        self.model, self.processor = load(self.args, self.device)
+        if self.args.tp_plan is not None:
+            self._world_size = 1  # the processes are one model: each gives the same answer to every question
+        self.chat = ChatProcessor(self.args, self.processor, self.model.dtype)
+        self.tokenizer = self.chat.tokenizer
+        self.batches = BatchStore(int(self.args.vision_cache_gb * 2**30), int(self._prompt_cache_gb * 2**30))
+        # The thread that looks ahead tokenises meanwhile: the two must not share a tokenizer.
+        decoder = copy.deepcopy(self.tokenizer) if self._look_ahead else self.tokenizer
+        self.answering = Answering(self.model, decoder, self.batches, compression)
+        self.rows: list[dict[str, Any]] = []
+        self.overlays = 0
+        # Shows how far the answers are; called with the number of requests.
+        self.progress_bar: Callable[[int], tqdm] = self._own_progress_bar
+        self._said_oom = False
+
+    # -- cells and measurements -----------------------------------------------------------------------------------
+
+    @property
+    def compression(self) -> Compression:
+        """What is in force."""
+        return self.answering.compression
+
+    def set_cell(
+        self, method: str | None = None, ratio: float | None = None, budget: int | None = None, **options: Any
+    ) -> None:
+        """Use another compression from now on, on the same loaded model. Raises KVCompressError."""
+        self.answering.begin_cell(make_compression(method, ratio, budget, **options))
+
+    def reset_rows(self) -> None:
+        self.rows = []
+
+    def gather_rows(self) -> list[dict[str, Any]]:
+        """The rows of all ranks, the same list on each, sorted by task and document. All ranks must call it."""
+        ranks = [self.rows]
+        if self.world_size > 1:
+            ranks = [[] for _ in range(self.world_size)]
+            torch.distributed.all_gather_object(ranks, self.rows)
+        return sorted(chain.from_iterable(ranks), key=lambda row: (row["task"], row["doc_id"]))
+
+    # -- what lmms-eval asks for ----------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        return self.args.batch_size
+
+    def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
+        """Answers in the order of the requests; batches hold requests of one kind of generation, longest text first."""
+        order = Collator(
+            requests,
+            sort_fn=lambda request: -len(request.args[0]),
+            group_fn=lambda request: request.args[2],
+            grouping=True,
+        )
+        results, seconds, counted = [], 0.0, len(self.rows)
+        self.batches.begin(request.args[4] for request in requests)
+        groups = order.get_batched(n=self.batch_size)
+        with (
+            self.progress_bar(len(requests)) as progress,
+            ahead(lambda group: (group, self.prepare(group)), groups, self._look_ahead) as prepared,
+        ):
+            for group, batch in prepared:
+                answers, elapsed = self._answer_within_memory(group, batch)
+                results += answers
+                seconds += elapsed
+                progress.update(len(group))
+        log_averages(self.rows[counted:], seconds)
+        if self.args.measurements_path is not None:
+            rows = self.gather_rows()
+            if self.rank == 0:
+                write_rows(rows, self.args.measurements_path)
+        return order.get_original(results)
+
+    def generate_until_multi_round(self, requests: list[Instance]) -> list[list[str]]:
+        """The answers of all rounds of each request. A round's messages come from the task, which sees the answers so
+        far and says when there are no more; each round is a prompt of its own, with a row of its own."""
+        results, counted, seconds = [], len(self.rows), 0.0
+        self.batches.begin(request.args[4] for request in requests)
+        with self.progress_bar(len(requests)) as progress:
+            for request in requests:
+                _, doc_to_messages, _, doc_id, task, split = request.args
+                doc = self.task_dict[task][split][doc_id]
+                messages, is_over, answers, info = doc_to_messages(doc), False, [], None
+                while not is_over:
+                    before = len(self.rows)
+                    (answer,), elapsed = self._answer_within_memory([request], self.prepare([request], [messages]))
+                    for row in self.rows[before:]:
+                        row["round"] = len(answers)
+                    answers, seconds = [*answers, answer.text], seconds + elapsed
+                    messages, is_over, answers, info = doc_to_messages(
+                        doc, round_idx=len(answers), previous_output=answers, previous_round_info=info
+                    )
+                results.append(answers)
+                progress.update()
+        log_averages(self.rows[counted:], seconds)
+        return results
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        raise NotImplementedError(
+            "--model kvcompress answers generate_until tasks only: a likelihood over a given answer is computed in one "
+            "prompt pass, which KV compression does not change"
+        )
+
+    def clean(self) -> None:
+        """Keeps the model: lmms-eval calls this after every evaluation, and one model serves several. See `unload`."""
+
+    def unload(self) -> None:
+        """Free the model."""
+        del self.model, self.answering
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    # -- one batch, in the order of its way -----------------------------------------------------------------------
+
+    def prepare(self, requests: list[Instance], messages: list[list[dict[str, Any]]] | None = None) -> Batch:
+        """What the model needs to answer requests; `messages` in place of their own. Runs in the background: it touches
+        neither the model nor the device."""
+        if messages is None:
+            messages = [self._messages(request) for request in requests]
+        chats = [ChatMessages(messages=each) for each in messages]
+        key = b"".join(digest(chat) for chat in chats)
+        found, prompts = self.batches.get(key), []
+        if found is None or any(map(self._has_overlay, requests)):
+            prompts = [self.chat.read(chat, request.args[4]) for chat, request in zip(chats, requests, strict=True)]
+        if found is None:
+            return Batch(key, self.chat.inputs(prompts), prompts=prompts)
+        return replace(found, prompts=prompts)
+
+    def _answer_within_memory(self, requests: list[Instance], batch: Batch) -> tuple[list[GenerationResult], float]:
+        """`_answer`, tried again as `on_oom` says when the device's memory does not suffice."""
+        wanted = self.args.on_oom
+        try:
+            return self._answer(requests, batch)
+        except torch.OutOfMemoryError:
+            is_single = wanted == "halve_batch" and len(requests) == 1
+            if wanted == "raise" or is_single or not self.answering.can_offload:
+                raise
+        # Behind the `except`, whose traceback would keep what did not fit alive.
+        gc.collect()
+        torch.cuda.empty_cache()
+        if not self._said_oom:
+            logger.warning(f"out of memory at batch size {len(requests)}: on_oom={wanted}, from here on where needed")
+            self._said_oom = True
+        counted = len(self.rows)
+        if wanted == "halve_batch":
+            half = len(requests) // 2
+            first, first_s = self._answer_within_memory(requests[:half], self.prepare(requests[:half]))
+            second, second_s = self._answer_within_memory(requests[half:], self.prepare(requests[half:]))
+            results, seconds = first + second, first_s + second_s
+        else:
+            with self.answering.offloaded():
+                results, seconds = self._answer(requests, batch)
+        for row in self.rows[counted:]:
+            row["on_oom"] = wanted
+        return results, seconds
+
+    def _answer(self, requests: list[Instance], batch: Batch) -> tuple[list[GenerationResult], float]:
+        """The answers to requests, and the seconds that generating them takes; adds the rows of counted requests."""
+        if self.args.tp_plan is not None and self.world_size > 1:
+            raise KVCompressError("tp_plan: lmms-eval would share the questions out; run lmms_eval_plugins.evaluate")
+        kwargs, until = generation_arguments(requests[0].args[2], self.args.max_new_tokens)
+        answers = self.answering.answer(batch, kwargs, any(map(self._has_overlay, requests)))
+        results = []
+        for place, request in enumerate(requests):
+            text = _cut(answers.texts[place], until)
+            measured = answers.measured
+            counts = TokenCounts(input_tokens=measured.tokens_in[place], output_tokens=measured.tokens_out[place])
+            results.append(GenerationResult(text=text, token_counts=counts))
+            self.cache_hook.add_partial("generate_until", (request.args[0], request.args[2]), text)
+            if not request.metadata.get("__padding_only__"):
+                self.rows.append(self._row(request, batch, answers, place))
+        return results, answers.seconds
+
+    def _row(self, request: Instance, batch: Batch, answers: Answers, place: int) -> dict[str, Any]:
+        row = row_of(request, answers, place)
+        if self._has_overlay(request):
+            prompt = batch.prompts[place]
+            row["survivors"] = record(self.model, self.chat, prompt, answers.inputs, answers.kept, place)
+        return row
+
+    # -- small things ---------------------------------------------------------------------------------------------
+
+    def _messages(self, request: Instance) -> list[dict[str, Any]]:
+        _, doc_to_messages, _, doc_id, task, split = request.args
+        return doc_to_messages(self.task_dict[task][split][doc_id])
+
+    def _has_overlay(self, request: Instance) -> bool:
+        return request.args[3] < self.overlays
+
+    @property
+    def _look_ahead(self) -> int:
+        default = 0 if self.batch_size == 1 else LOOK_AHEAD
+        return default if self.args.look_ahead is None else self.args.look_ahead
+
+    @property
+    def _prompt_cache_gb(self) -> float:
+        default = 0.0 if self.batch_size == 1 else PROMPT_CACHE_GB
+        return default if self.args.prompt_cache_gb is None else self.args.prompt_cache_gb
+
+    def _own_progress_bar(self, total: int) -> tqdm:
+        of = self.compression
+        kept = f"budget {of.budget}" if of.budget else f"{of.ratio or 1:g}"
+        return tqdm(total=total, desc=f"{of.method} {kept}", disable=self.rank != 0)
+
+
+def _cut(text: str, until: list[str]) -> str:
+    """The text up to the first of the stop strings."""
+    for stop in until:
+        if stop:
+            text = text.split(stop, 1)[0]
+    return text

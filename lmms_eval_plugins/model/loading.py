@@ -1,0 +1,141 @@
+"""A checkpoint and its processor, loaded as the model arguments say."""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
+)
+from transformers.distributed import DistributedConfig
+
+from kvcompress import KVCompressError
+
+from . import llava_next
+from .arguments import LLAVA_ONEVISION_ARGUMENTS, ModelArguments
+from .weights import check_checkpoint, quantization_config
+
+# The template `chat_template=plain`: the task's text as it is, for models that were never trained on chats.
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def device_of(args: ModelArguments, world_size: int) -> torch.device:
+    """Where this rank's model goes: the device asked for, or this rank's GPU, or the CPU."""
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise KVCompressError(f"device={name!r} is not a device: cpu, cuda, cuda:0") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise KVCompressError(
+            f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA GPUs; device=cpu runs without one"
+        )
+    if args.tp_plan is not None and world_size == 1:
+        raise KVCompressError(f"tp_plan={args.tp_plan!r} needs several processes: NUM_PROCESSES=2 scripts/run_eval.sh")
+    if args.tp_plan is not None and device.type == "cpu" and torch.cuda.is_available():
+        raise KVCompressError(f"tp_plan={args.tp_plan!r} takes the GPUs of this machine, not device={name!r}")
+    if world_size > 1:
+        if args.device_map is not None:
+            raise KVCompressError(f"device_map={args.device_map!r} with several processes: each has one device")
+        if device.type == "cuda":
+            return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return device
+
+
+def load(args: ModelArguments, device: torch.device) -> tuple[Any, Any]:
+    """The model in eval mode, and its processor (the tokenizer, for a text-only model)."""
+    source = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
+    settings = {"dtype": args.dtype, "device_map": args.device_map or str(device)}
+    if args.tp_plan is not None:
+        processes = torch.distributed.get_world_size()
+        settings |= {"device_map": None, "distributed_config": DistributedConfig(tp_size=processes)}
+    if args.attn_implementation is not None:
+        settings["attn_implementation"] = args.attn_implementation
+    raw_config, _ = PreTrainedConfig.get_config_dict(args.pretrained, revision=args.revision)
+    check_checkpoint(args.pretrained, raw_config, args.quantization, settings["device_map"])
+    if args.quantization is not None:
+        settings["quantization_config"] = quantization_config(args.quantization, settings["device_map"], args.dtype)
+    if llava_next.is_llava_next(raw_config):
+        processor = llava_next.load_processor(args.pretrained, raw_config, args.revision)
+        model = llava_next.load_model(args.pretrained, raw_config, processor.tokenizer, args.revision, **settings)
+    else:
+        config = AutoConfig.from_pretrained(args.pretrained, **source)
+        loader = _model_loader(config)
+        processor_loader = AutoTokenizer if loader is AutoModelForCausalLM else AutoProcessor
+        processor = processor_loader.from_pretrained(args.pretrained, **source)
+        if loader is AutoModelForImageTextToText and not hasattr(processor, "image_processor"):
+            raise KVCompressError(f"{args.pretrained}: AutoProcessor finds no image processor in the checkpoint")
+        model = loader.from_pretrained(args.pretrained, **source, **settings)
+    _check_llava_onevision(args, model.config)
+    _set_up_processor(args, processor)
+    _set_end_tokens(model, getattr(processor, "tokenizer", processor))
+    return model.eval(), processor
+
+
+def _model_loader(config: PreTrainedConfig) -> type[AutoModelForImageTextToText] | type[AutoModelForCausalLM]:
+    """The auto class for a config, by transformers' own tables or, with remote code, by the checkpoint's."""
+    remote = getattr(config, "auto_map", {})
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or "AutoModelForImageTextToText" in remote:
+        return AutoModelForImageTextToText
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in remote:
+        return AutoModelForCausalLM
+    raise KVCompressError(f"model type {config.model_type!r} is neither image-text-to-text nor a causal language model")
+
+
+def _check_llava_onevision(args: ModelArguments, config: PreTrainedConfig) -> None:
+    for name in LLAVA_ONEVISION_ARGUMENTS:
+        if (name in args.legacy or getattr(args, name, False)) and config.model_type != "llava_onevision":
+            raise KVCompressError(f"{name} has no meaning for a {config.model_type} model, only for llava_onevision")
+
+
+def _set_up_processor(args: ModelArguments, processor: Any) -> None:
+    """Chat template, padding side and image size, in place."""
+    if args.chat_template == "plain":
+        if hasattr(processor, "tokenizer"):
+            raise KVCompressError("chat_template=plain is for text-only models: images need placeholders in the prompt")
+        processor.chat_template = PLAIN_TEMPLATE
+    elif args.chat_template is not None:
+        if not Path(args.chat_template).is_file():
+            raise KVCompressError(f"chat_template={args.chat_template!r} is neither a file nor 'plain'")
+        processor.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+    if processor.chat_template is None:
+        raise KVCompressError(
+            f"{args.pretrained} has no chat template: give chat_template=FILE (Jinja), or, for a text-only model, "
+            "chat_template=plain to send the task's text as it is"
+        )
+    getattr(processor, "tokenizer", processor).padding_side = "left"
+    if args.min_pixels is None and args.max_pixels is None and args.image_resize is None:
+        return
+    image_processor = getattr(processor, "image_processor", None)
+    if image_processor is None or "min_pixels" not in image_processor.valid_kwargs.__annotations__:
+        raise KVCompressError(
+            f"min_pixels, max_pixels and image_resize have no meaning for {args.pretrained}: its "
+            f"{type(processor).__name__} does not scale images by area"
+        )
+    if args.image_resize is not None and importlib.util.find_spec(args.image_resize) is None:
+        raise KVCompressError(f"image_resize={args.image_resize!r} needs a package: pip install qwen-vl-utils")
+    # Where images are scaled by area, transformers keeps the bounds under these two names.
+    size = image_processor.size
+    image_processor.size = type(size)(
+        shortest_edge=args.min_pixels or size["shortest_edge"], longest_edge=args.max_pixels or size["longest_edge"]
+    )
+
+
+def _set_end_tokens(model: Any, tokenizer: Any) -> None:
+    """Fills in what `generate` needs and the checkpoint does not say."""
+    generation = model.generation_config
+    if generation.eos_token_id is None:
+        generation.eos_token_id = tokenizer.eos_token_id
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if generation.pad_token_id is None:
+        generation.pad_token_id = tokenizer.pad_token_id

@@ -1,0 +1,89 @@
+"""From lmms-eval's messages to model inputs, with the checkpoint's own processor and chat template."""
+
+import os
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from lmms_eval.protocol import ChatMessages
+from transformers import BatchFeature
+
+from kvcompress import KVCompressError
+
+from .arguments import ModelArguments
+from .media import ChatPrompt, read_messages, resize_with_qwen_vl_utils
+
+
+class ChatProcessor:
+    """Makes the prompts of a batch; touches neither the model nor the device.
+
+    Attributes:
+        processor: transformers' own; for a text-only model it is the tokenizer.
+        dtype: the model's precision, which pixels get.
+    """
+
+    def __init__(self, args: ModelArguments, processor: Any, dtype: torch.dtype):
+        self.args, self.processor, self.dtype = args, processor, dtype
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.has_vision = self.tokenizer is not processor
+
+    def read(self, messages: ChatMessages, task: str) -> ChatPrompt:
+        """A question's messages with their images and videos read. Raises KVCompressError where the model has no use
+        for them; `task` is for its message."""
+        prompt = read_messages(messages, self.args.max_frames_num)
+        if not self.has_vision and (prompt.images or prompt.videos):
+            raise KVCompressError(
+                f"task {task!r} shows images or videos, but {self.args.pretrained} is a text-only model"
+            )
+        if self.args.image_resize is not None:
+            patch_size = self.processor.image_processor.patch_size
+            prompt.images = [resize_with_qwen_vl_utils(image, patch_size) for image in prompt.images]
+        if system := _text(self.args.system_prompt or ""):
+            others = prompt.conversation
+            if others and others[0]["role"] == "system":
+                others = others[1:]
+            prompt.conversation = [{"role": "system", "content": [{"type": "text", "text": system}]}, *others]
+        return prompt
+
+    def inputs(self, prompts: list[ChatPrompt]) -> BatchFeature:
+        """Model inputs of a batch, left-padded, on the CPU."""
+        texts = [
+            self.processor.apply_chat_template(
+                prompt.conversation if self.has_vision else _as_strings(prompt.conversation),
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+            for prompt in prompts
+        ]
+        arguments: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
+        # A chat template writes the begin-of-sequence token where the model wants one.
+        is_plain, bos = self.args.chat_template == "plain", self.tokenizer.bos_token
+        if not is_plain and (not self.has_vision or (bos and texts[0].startswith(bos))):
+            arguments["add_special_tokens"] = False
+        if any(prompt.images for prompt in prompts):
+            images = [prompt.images for prompt in prompts]
+            # LLaVA-OneVision's processor takes each image of a flat list for the only one of its question.
+            arguments["images"] = list(chain.from_iterable(images)) if self.args.tile_every_image else images
+        if any(prompt.videos for prompt in prompts):
+            arguments["videos"] = [video for prompt in prompts for video in prompt.videos]
+            arguments["video_metadata"] = [metadata for prompt in prompts for metadata in prompt.video_metadata]
+            arguments["do_sample_frames"] = False
+        inputs = dict(self.processor(text=texts, **arguments))
+        # Frames' positions are multiples of it, so it is not rounded.
+        exact = {name: value for name, value in inputs.items() if name == "second_per_grid_ts"}
+        return BatchFeature({**BatchFeature(inputs).to(self.dtype), **exact})
+
+
+def on_device(inputs: BatchFeature, device: torch.device) -> BatchFeature:
+    """Inputs on a device; those that are given stay where they are."""
+    return BatchFeature(dict(inputs)).to(device)
+
+
+def _text(text_or_file: str) -> str:
+    return Path(text_or_file).read_text(encoding="utf-8").strip() if os.path.isfile(text_or_file) else text_or_file
+
+
+def _as_strings(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Many templates of text-only models take strings, not lists of parts."""
+    return [{**message, "content": "".join(part["text"] for part in message["content"])} for message in conversation]

@@ -1,0 +1,133 @@
+"""The vision tower's calls, timed and, where they are known from another cell, not repeated."""
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from kvcompress.device import peak_memory, synchronise
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What one call of the vision tower gave: `get_image_features` or `get_video_features` of the base model.
+
+    Attributes:
+        output: what that returned, without the hidden states that no model reads.
+        device: where it was.
+        seconds: what the call took.
+        peak_memory: most memory up to its end since `generate` began, in bytes; see `kvcompress.measure`.
+    """
+
+    output: Any
+    device: torch.device
+    seconds: float
+    peak_memory: int
+
+    def to(self, device: torch.device) -> Any:
+        """The output on a device. Lists and dicts are new at each call: beam search writes into them."""
+        return map_tensors(lambda tensor: tensor.to(device), self.output)
+
+
+class VisionTower:
+    """The calls of a model's vision tower in one generation, timed; answered from `known` where that has them.
+
+    Enter it before `kvcompress.compress(...)`, whose own watches of the tower then still see every call.
+
+    Attributes:
+        calls: what each call gave, in order.
+        spent_s: seconds that the calls took now.
+    """
+
+    def __init__(self, model: PreTrainedModel, known: dict[tuple[str, int], Encoded], held: int = 0):
+        """`held`: bytes that are no part of the peak of memory."""
+        self.model, self.known, self.held = model.base_model, known, held
+        self.calls: dict[tuple[str, int], Encoded] = {}
+        self.spent_s = 0.0
+        self._is_encoding = False
+
+    @property
+    def seconds(self) -> float | None:
+        """What the calls took when the tower ran; None where there was none."""
+        return sum(each.seconds for each in self.calls.values()) if self.calls else None
+
+    @property
+    def correction_s(self) -> float:
+        """What must be added to the seconds of a generation to get those of one in which the tower runs."""
+        return (self.seconds or 0.0) - self.spent_s
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the tower did not run, because all of it was known."""
+        return bool(self.calls) and self.calls.keys() <= self.known.keys()
+
+    def __enter__(self) -> "VisionTower":
+        for modality in ("image", "video"):
+            name = f"get_{modality}_features"
+            if (encode := getattr(self.model, name, None)) is not None:
+                # `generate` reads the signature.
+                setattr(self.model, name, functools.wraps(encode)(functools.partial(self._encode, modality, encode)))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for modality in ("image", "video"):
+            vars(self.model).pop(f"get_{modality}_features", None)  # a watch inside may have removed it already
+
+    def _encode(self, modality: str, encode: Callable, *args: Any, **kwargs: Any) -> Any:
+        if self._is_encoding:  # Qwen3-VL encodes videos through get_image_features
+            return encode(*args, **kwargs)
+        call = (modality, sum(name == modality for name, _ in self.calls))
+        device = self.model.device
+        synchronise(device)
+        start = time.perf_counter()
+        if call in self.known:
+            found = self.known[call]
+            output = found.to(found.device)
+        else:
+            self._is_encoding = True
+            try:
+                output = without_hidden_states(encode(*args, **kwargs))
+            finally:
+                self._is_encoding = False
+        synchronise(device)
+        seconds = time.perf_counter() - start
+        self.spent_s += seconds
+        if call not in self.known:
+            peak = peak_memory(device) - self.held
+            found = Encoded(map_tensors(lambda tensor: tensor, output), device, seconds, peak)
+        self.calls[call] = found
+        return output
+
+
+def without_hidden_states(output: Any) -> Any:
+    """A vision tower's output without what the language model does not read: it would stay in memory for the whole
+    generation. Output of another kind is returned as it is."""
+    if not isinstance(output, ModelOutput) or output.get("pooler_output") is None:
+        return output
+    dropped = ("last_hidden_state", "hidden_states", "attentions")
+    return type(output)(**{name: value for name, value in output.items() if name not in dropped})
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`value` with `function` of every tensor in it; containers are new."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):  # ModelOutput, too
+        return type(value)(**{name: map_tensors(function, item) for name, item in value.items()})
+    if isinstance(value, list | tuple):
+        return type(value)([map_tensors(function, item) for item in value])
+    return value
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of all tensors in `value`."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(tensor_bytes(item) for item in value.values())
+    return sum(tensor_bytes(item) for item in value) if isinstance(value, list | tuple) else 0

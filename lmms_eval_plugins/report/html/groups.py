@@ -1,0 +1,145 @@
+"""From results on disk to frames of cells and samples."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvcompress import KVCompressError
+
+from ...cells.results import RESULTS_FILE, SAMPLES_FILE, dumps
+from ..table import headline_metric, sweep_frame
+
+MOST_GOLD = 4  # accepted answers shown of a question
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that may be compared: of one task, one model and one set of settings.
+
+    Attributes:
+        cells: results.json of each cell, with `folder`, in the order of `frame`.
+        frame: as `report.sweep_frame` makes it.
+        samples: one row per question and cell, see `samples_frame`.
+    """
+
+    cells: list[dict[str, Any]]
+    frame: pd.DataFrame
+    samples: pd.DataFrame
+
+    @property
+    def task(self) -> str:
+        return self.cells[0]["protocol"]["task"]
+
+    @property
+    def model(self) -> str:
+        return Path(self.cells[0]["protocol"]["model"]).name
+
+    @property
+    def title(self) -> str:
+        settings = self.frame["settings_text"].iloc[0]
+        return f"{self.task}, {self.model}" + (f" ({settings})" if settings else "")
+
+
+def load_groups(root: Path) -> list[Group]:
+    """All finished cells under `root` (results, results/<task>, or results/<task>/<model>), in groups.
+
+    Raises KVCompressError where there is none, or one cannot be read.
+    """
+    if not root.is_dir():
+        raise KVCompressError(f"{str(root)!r} is not a folder with results")
+    cells = []
+    for file in sorted(root.rglob(RESULTS_FILE)):
+        if any(part.startswith(".") for part in file.relative_to(root).parts):
+            continue  # a cell that is being written
+        try:
+            cell = json.loads(file.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise KVCompressError(f"{file} is damaged: {error}") from None
+        if "protocol" in cell:
+            cells.append({**cell, "folder": file.parent})
+    if not cells:
+        raise KVCompressError(f"no finished cell under {str(root)!r} (expected <task>/<model>/<cell>/{RESULTS_FILE})")
+    groups = {}
+    for cell in cells:
+        protocol = cell["protocol"]
+        key = (protocol["task"], protocol["model"], dumps(protocol["settings"]))
+        groups.setdefault(key, []).append(cell)
+    return [_group(groups[key]) for key in sorted(groups)]
+
+
+def _group(cells: list[dict[str, Any]]) -> Group:
+    frame = sweep_frame(cells)
+    cells = [cells[index] for index in frame.index]
+    frame = frame.reset_index(drop=True)
+    return Group(cells, frame, samples_frame(cells, frame))
+
+
+def samples_frame(cells: list[dict[str, Any]], frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per question and cell: `cell` (its row in `frame`), series, size, task, doc_id, question, gold (accepted
+    answers), answer, score (NaN where the metric has none per question), and the measurements of the question."""
+    rows = []
+    for index, cell in enumerate(cells):
+        metric = (headline_metric(cell) or "").split(",")[0]
+        seen = set()
+        for sample in _samples(cell["folder"]):
+            if (key := (sample["task"], sample["doc_id"])) in seen:
+                continue  # a task with several answer filters has a line for each; the first is the headline's
+            seen.add(key)
+            measured, score = sample["measurement"], sample.get(metric)
+            rows.append(
+                {
+                    "cell": index,
+                    "series": frame["series"][index],
+                    "size": frame["size"][index],
+                    "task": sample["task"],
+                    "doc_id": sample["doc_id"],
+                    "question": sample["input"],
+                    "gold": gold(sample),
+                    "answer": " ".join(str(answer).strip() for answer in np.ravel(sample["filtered_resps"])),
+                    "score": float(score) if isinstance(score, int | float) else np.nan,
+                    **{
+                        name: measured[name]
+                        for name in ("tokens_in", "tokens_out", "vision_tokens", "ttft_s", "tpot_s", "kv_bytes_prompt")
+                    },
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def _samples(folder: Path) -> list[dict[str, Any]]:
+    with open(folder / SAMPLES_FILE, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def gold(sample: dict[str, Any]) -> str:
+    """The accepted answers of a question, the most frequent first: of its document where that names some, else the
+    task's target."""
+    doc = sample["doc"] if isinstance(sample.get("doc"), dict) else {}
+    answers = doc.get("answers") or doc.get("answer") or sample.get("target")
+    if not isinstance(answers, list):
+        answers = [answers]
+    counted = Counter(str(answer) for answer in answers if answer is not None)
+    return " | ".join(answer for answer, _ in counted.most_common(MOST_GOLD))
+
+
+def cells_table(groups: list[Group]) -> pd.DataFrame:
+    """The cells of all groups in one frame."""
+    parts = [group.frame.drop(columns="order").assign(task=group.task, model=group.model) for group in groups]
+    table = pd.concat(parts, ignore_index=True)
+    return table[["task", "model", *(name for name in table.columns if name not in ("task", "model"))]]
+
+
+def samples_table(groups: list[Group]) -> pd.DataFrame:
+    """The samples of all groups in one frame, each with its group's task, model and settings."""
+    parts = []
+    for group in groups:
+        settings = group.frame["settings"].iloc[0]
+        parts.append(group.samples.assign(group=group.task, model=group.model, settings=settings).drop(columns="cell"))
+    table = pd.concat(parts, ignore_index=True)
+    first = ["group", "model", "settings"]
+    return table[[*first, *(name for name in table.columns if name not in first)]]

@@ -1,0 +1,28 @@
+"""`python -m kvcompress report`: tables, files with all numbers, and one HTML page of results on disk."""
+
+import argparse
+from pathlib import Path
+
+from .data import page_data
+from .groups import load_groups
+from .page import write_page
+from .tables import write_tables
+
+
+def parser() -> argparse.ArgumentParser:
+    this = argparse.ArgumentParser(prog="python -m kvcompress report", description=__doc__)
+    this.add_argument("results", type=Path, help="results, results/<task> or results/<task>/<model>")
+    this.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: `report` in that folder)")
+    return this
+
+
+def main(arguments: list[str]) -> None:
+    """Raises KVCompressError where there are no results."""
+    given = parser().parse_args(arguments)
+    out = given.out or given.results / "report"
+    groups = load_groups(given.results)
+    files = write_tables(groups, out)
+    page = out / "report.html"
+    write_page(page, "KV-cache compression", page_data(groups))
+    for path in [*files, page]:
+        print(f"written: {path} ({path.stat().st_size / 1e3:.0f} kB)")

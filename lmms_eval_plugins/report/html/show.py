@@ -1,0 +1,224 @@
+"""`python -m kvcompress show`: which patches of one image and which words of one question survive.
+
+python -m kvcompress show IMAGE "QUESTION" --model tiny --method snapkv --ratio 0.1 window_size=8
+"""
+
+import argparse
+import base64
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # a file is written; no display is needed
+
+import matplotlib.pyplot as plt
+import numpy as np
+from lmms_eval.api.instance import Instance
+from PIL import Image, UnidentifiedImageError
+from tqdm import tqdm
+
+from kvcompress import KVCompressError
+
+from ...cells.command_line import parse
+from ...cells.errors import EvaluationFailed, UsageError
+from ...cells.kept_tokens import shares, unpacked
+from ...cells.machine import set_offline
+from ...cells.plan import Plan
+from ...cells.results import Cell
+from ...cells.run import load_model
+from ...model.lm import KVCompressLM
+from .data import data_url, mean_shares, overlay_data
+from .page import write_page
+
+TASK, DOC_ID = "show", 0
+PANELS = 8  # layers in a picture; of a deeper model evenly spread ones
+DARKEST = 0.84
+
+
+def parser() -> argparse.ArgumentParser:
+    this = argparse.ArgumentParser(
+        prog="python -m kvcompress show",
+        description="Answer one question with a compressed KV cache, and show what of the prompt survives.",
+    )
+    this.add_argument("image", type=Path)
+    this.add_argument("question")
+    this.add_argument("options", nargs="*", metavar="option=value", help="of the methods or the model")
+    this.add_argument("--model", default="tiny", help="hub id or local folder (tiny: the bundled model)")
+    this.add_argument("--method", default="snapkv", help="one, or a comma list (snapkv)")
+    this.add_argument("--ratio", default="0.2", help="fraction that is kept, or a comma list; - with budget= (0.2)")
+    this.add_argument("--out", type=Path, default=Path("survivors.html"), help="a .html or .png file (survivors.html)")
+    return this
+
+
+def main(arguments: list[str]) -> None:
+    """Raises KVCompressError for what is wrong with the arguments, the image or the model."""
+    given = parser().parse_intermixed_args(arguments)
+    if given.out.suffix not in (".html", ".png"):
+        raise KVCompressError(f"--out {str(given.out)!r}: the name must end in .html or .png")
+    image = read_image(given.image)
+    try:
+        # The task is not run; it is one that needs no network.
+        request = parse(["tiny_textvqa", given.model, f"full,{given.method}", given.ratio, *given.options])
+        set_offline(request)
+        plan = Plan.of(request)
+        lm = load_model(plan.arguments)
+        lm.progress_bar = lambda total: tqdm(total=total, disable=True)
+    except (UsageError, EvaluationFailed) as error:
+        raise KVCompressError(str(error)) from error
+    answers = [answer(lm, image, given.question, cell, options) for cell, options in plan.cells]
+    (write_html if given.out.suffix == ".html" else write_png)(given.out, given.question, answers)
+    for one in answers:
+        kept = " and ".join(f"{shares(one['entry'], kind).mean():.1%} of the {name}" for kind, name in one["kinds"])
+        print(f"{one['name']}: {one['answer']!r}, keeps {kept}")
+    print(f"written: {given.out}")
+
+
+def read_image(path: Path) -> Image.Image:
+    """An image file in RGB. Raises KVCompressError."""
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, UnidentifiedImageError) as error:
+        raise KVCompressError(f"{str(path)!r} is not an image that can be read: {error}") from None
+
+
+def answer(lm: KVCompressLM, image: Image.Image, question: str, cell: Cell, options: dict[str, Any]) -> dict[str, Any]:
+    """The answer under one cell, and `entry`, what survived (see `survivors.record`)."""
+    content = [{"type": "image", "url": image}, {"type": "text", "text": question}]
+    messages = [{"role": "user", "content": content}]
+    lm.task_dict[TASK] = {"test": [{}]}
+    arguments = (question, lambda doc: messages, {}, DOC_ID, TASK, "test")
+    metadata = {"task": TASK, "doc_id": DOC_ID, "repeats": 1}
+    lm.set_cell(cell.method, cell.ratio, cell.budget, **options)
+    lm.overlays = 1
+    lm.reset_rows()
+    request = Instance(request_type="generate_until", arguments=arguments, idx=0, metadata=metadata)
+    (result,) = lm.generate_until([request])
+    entry = {"task": TASK, "doc_id": DOC_ID, **lm.rows[0]["survivors"]}
+    changed = "".join(f" {name}={value}" for name, value in sorted(cell.options.items()))
+    is_full = cell.method == "full"
+    return {
+        "cell": cell,
+        "series": cell.method + changed,
+        "name": "full" if is_full else f"{cell.method}{changed} {cell.size}",
+        "answer": result.text.strip(),
+        "realised": lm.rows[0]["realised_ratio"],
+        "kinds": [(kind, name) for kind, name in KINDS if shares(entry, kind) is not None],
+        "entry": entry,
+    }
+
+
+KINDS = (("vision", "image tokens"), ("text", "text tokens"))
+
+
+def write_html(path: Path, question: str, answers: list[dict[str, Any]]) -> None:
+    """The page of the report with this one question."""
+    images: dict[str, str] = {}
+    entries = []
+    for one in answers:
+        stored = []
+        for place, image in enumerate(one["entry"]["images"]):
+            rest = {key: value for key, value in image.items() if key != "jpeg"}
+            if "jpeg" in image:
+                rest["file"] = f"{place}.jpg"
+                images[rest["file"]] = data_url(base64.b64decode(image["jpeg"]))
+            stored.append(rest)
+        entries.append([{**one["entry"], "images": stored}])
+    numbers = dict.fromkeys(("budget", "score", "stderr", "ttft_s", "tpot_s", "kv_bytes", "same"))
+    cells = [
+        {
+            **numbers,
+            "series": one["series"],
+            "method": one["cell"].method,
+            "size": one["cell"].size.replace("=", " "),
+            "ratio": one["cell"].ratio,
+            "realised": float(np.mean(one["realised"])),
+            "samples": 1,
+            "per_layer": one["realised"],
+            "per_head": mean_shares(of_cell),
+        }
+        for one, of_cell in zip(answers, entries, strict=True)
+    ]
+    asked = {
+        "key": f"{TASK}/{DOC_ID}",
+        "q": question,
+        "gold": "",
+        "a": [one["answer"] for one in answers],
+        "s": [None] * len(answers),
+    }
+    model = Path(answers[0]["cell"].model).name
+    group = {
+        "title": f"{model}, one question",
+        "metric": "score",
+        "scale": 100,
+        "cells": cells,
+        "all_questions": 1,
+        "questions": [asked],
+        "overlays": overlay_data(entries),
+    }
+    write_page(path, "What survives in the KV cache", {"groups": [group], "images": images})
+
+
+def write_png(path: Path, question: str, answers: list[dict[str, Any]]) -> None:
+    """A row of pictures per cell: mean over all layers, then layers; evicted patches are dark."""
+    entry = answers[0]["entry"]
+    shown = np.unique(np.linspace(0, len(entry["layers"]) - 1, min(PANELS, len(entry["layers"]))).round().astype(int))
+    rows, columns = len(answers), len(shown) + 1
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(1.9 * columns, 2.1 * rows + 0.5), squeeze=False, layout="constrained"
+    )
+    for line, one in zip(axes, answers, strict=True):
+        kept = unpacked(one["entry"]["vision"]).mean(1)  # (layers, tokens): the share of the heads
+        for place, panel in enumerate(line):
+            share = kept.mean(0) if place == 0 else kept[shown[place - 1]]
+            draw(panel, one["entry"]["images"], share)
+            panel.set_title(
+                "all layers" if place == 0 else f"layer {entry['layers'][shown[place - 1]]}",
+                fontsize=8,
+                color="#5b6570",
+            )
+        line[0].set_ylabel(f"{one['name']}\n{one['answer'][:40]!r}", fontsize=9)
+    figure.suptitle(question.splitlines()[0] if question else "", fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    figure.savefig(temporary, dpi=150, format="png")
+    plt.close(figure)
+    temporary.replace(path)
+
+
+def draw(panel: plt.Axes, images: list[dict[str, Any]], share: np.ndarray) -> None:
+    """The first image with its evicted patches dark; `share` (vision tokens,) that was kept. Where the layout is not
+    known, a strip."""
+    panel.set_xticks([])
+    panel.set_yticks([])
+    if not images or not len(share):
+        return
+    layout = images[0]["layout"]
+    of_image = share[layout["start"] :]
+    if not layout["views"]:
+        panel.imshow(of_image[None, : layout["tokens"] or None], aspect="auto", cmap="Blues", vmin=0, vmax=1)
+        panel.set_xlabel(layout["note"], fontsize=6, wrap=True)
+        return
+    size = images[0]["size"]
+    picture = Image.open(io.BytesIO(base64.b64decode(images[0]["jpeg"])))
+    panel.imshow(picture, extent=(0, 1, 1, 0), aspect="auto")
+    finest = max(view["rows"] * view["columns"] for view in layout["views"])
+    views = [view for view in layout["views"] if view["rows"] * view["columns"] == finest]
+    # An overview of the same fineness comes before the detail, tiles stand side by side.
+    for view in views[-1:] if overlap(views) else views:
+        tokens = view["start"] + view["stride"] * np.arange(view["rows"])[:, None] + np.arange(view["columns"])
+        dark = np.zeros((view["rows"], view["columns"], 4))
+        dark[..., 3] = DARKEST * (1 - np.sqrt(of_image[tokens]))
+        left, top, right, bottom = view["box"]
+        panel.imshow(dark, extent=(left, right, bottom, top), aspect="auto", interpolation="nearest")
+    panel.set_xlim(0, 1)
+    panel.set_ylim(1, 0)
+    panel.set_box_aspect(size[1] / size[0])
+
+
+def overlap(views: list[dict[str, Any]]) -> bool:
+    """Whether all show the same part of the image."""
+    return all(math.dist(view["box"], views[0]["box"]) < 0.1 for view in views)

@@ -1,0 +1,81 @@
+"""Tables for papers and spreadsheets: Markdown, LaTeX (booktabs), CSV and parquet."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from ...cells.results import write_text
+from ..table import markdown, note, score_scale, table_rows
+from .groups import Group, cells_table, samples_table
+
+
+def write_tables(groups: list[Group], folder: Path) -> list[Path]:
+    """Write tables.md, tables.tex, cells.csv, cells.parquet, samples.csv and samples.parquet; returns them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {
+        "tables.md": "\n".join(markdown_group(group) for group in groups),
+        "tables.tex": "% needs \\usepackage{booktabs}\n\n" + "\n".join(latex_group(group) for group in groups),
+    }
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    frames = {"cells": cells_table(groups), "samples": samples_table(groups)}
+    for name, frame in frames.items():
+        write_text(folder / f"{name}.csv", frame.to_csv(index=False))
+        temporary = folder / f"{name}.parquet.tmp"
+        frame.to_parquet(temporary, index=False)
+        temporary.replace(folder / f"{name}.parquet")
+    return [*(folder / name for name in texts), *(folder / f"{n}.{s}" for n in frames for s in ("csv", "parquet"))]
+
+
+def by_size(group: Group) -> pd.DataFrame:
+    """Scores with one row per method and one column per ratio or budget, largest first; `full` has one score."""
+    frame, scale = group.frame, score_scale(group.frame)
+    scores = [
+        f"{scale * row.score:.1f}" + (f" ± {scale * row.stderr:.1f}" if pd.notna(row.stderr) else "")
+        if pd.notna(row.score)
+        else "-"
+        for row in frame.itertuples()
+    ]
+    shown = frame.assign(shown=scores)
+    table = shown.pivot_table(index="series", columns="size", values="shown", aggfunc="first", sort=False)
+    table = table[sorted(table.columns, reverse=True)].fillna("")
+    table.columns = [f"{size:g}" for size in table.columns]
+    return table.reset_index().rename(columns={"series": "method"})
+
+
+def markdown_group(group: Group) -> str:
+    """The table of all cells, and that of the scores by ratio."""
+    table = by_size(group)
+    lines = [list(table.columns), ["---", *["---:"] * (table.shape[1] - 1)], *table.values.tolist()]
+    pivot = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    metric = group.frame["metric"].iloc[0] or "score"
+    return f"{markdown(group.frame, group.title)}\n{metric} by what is kept:\n\n{pivot}"
+
+
+def latex_group(group: Group) -> str:
+    """The same two tables in LaTeX, with booktabs' rules."""
+    header, rows = table_rows(group.frame)
+    return (
+        latex(pd.DataFrame(rows, columns=header), f"{group.title}. {note(group.frame)}")
+        + "\n"
+        + latex(by_size(group), f"{group.title}: {header[2]} by what is kept.")
+    )
+
+
+def latex(frame: pd.DataFrame, caption: str) -> str:
+    """A table environment; text is escaped."""
+    names = {name: _escaped(str(name)) for name in frame.columns}
+    style = frame.rename(columns=names).style.hide(axis="index").format(escape="latex")
+    text = style.to_latex(
+        hrules=True,
+        column_format="l" + "r" * (frame.shape[1] - 1),
+        caption=_escaped(caption),
+        position_float="centering",
+    )
+    return text.replace("±", "$\\pm$")
+
+
+def _escaped(text: str) -> str:
+    for character in "\\&%$#_{}":
+        text = text.replace(character, "\\" + character if character != "\\" else "\\textbackslash ")
+    return text

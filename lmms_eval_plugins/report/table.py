@@ -1,0 +1,203 @@
+"""The table and the plot of a folder of cells.
+
+Only cells with the same run settings (limit, dtype, ...) are comparable, so each set of settings gets its own
+table and plot, written beside the cells as `report[-key=value...].md` and `.png`.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # a file is written; no display is needed
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from ..cells.results import load_cells, settings_name, write_text
+
+
+def headline_metric(cell: dict[str, Any]) -> str | None:
+    """`exact_match,none`: the first metric of the task that is one number; None where there is none."""
+    scores = cell["results"].get(cell["protocol"]["task"], {})
+    for key, value in scores.items():
+        name = key.split(",")[0]
+        if "," in key and "_stderr" not in name and name != "bypass" and isinstance(value, int | float):
+            return key
+    return None
+
+
+def cell_row(cell: dict[str, Any]) -> dict[str, Any]:
+    """One cell as a flat row; numbers that the cell lacks are None."""
+    protocol, efficiency, metric = cell["protocol"], cell["efficiency"], headline_metric(cell)
+    scores = cell["results"].get(protocol["task"], {})
+    name, _, metric_filter = (metric or "").partition(",")
+    stderr = scores.get(f"{name}_stderr,{metric_filter}")
+    options = "".join(f" {key}={value}" for key, value in sorted(protocol["changed_options"].items()))
+
+    def median(quantity: str) -> float | None:
+        return efficiency.get(quantity, {}).get("median")
+
+    return {
+        "series": protocol["method"] + options,
+        "method": protocol["method"],
+        "ratio": protocol["ratio"],
+        "budget": protocol["budget"],
+        "realised": efficiency.get("realised_ratio", {}).get("mean"),
+        "metric": name,
+        "score": scores.get(metric),
+        "stderr": stderr if isinstance(stderr, int | float) else None,
+        "ttft_s": median("ttft_s"),
+        "tpot_s": median("tpot_s"),
+        "kv_bytes": median("kv_bytes_prompt"),
+        "samples": cell["n_samples"],
+        "batch_size": protocol["settings"].get("batch_size", 1),
+        "settings": settings_name(protocol["settings"]),
+        "settings_text": ", ".join(f"{key}={value}" for key, value in sorted(protocol["settings"].items())),
+    }
+
+
+def sweep_frame(cells: list[dict[str, Any]]) -> pd.DataFrame:
+    """All cells as a frame, the full cache first, then by method, from the largest ratio or budget down."""
+    frame = pd.DataFrame([cell_row(cell) for cell in cells])
+    frame["order"] = frame["method"] != "full"
+    frame["size"] = frame["ratio"].fillna(frame["budget"]).astype(float)
+    return frame.sort_values(["settings", "order", "series", "size"], ascending=[True, True, True, False])
+
+
+def score_scale(frame: pd.DataFrame) -> int:
+    """100 for a score in [0, 1], shown in percent; 1 for a sum, such as MME's, or a score out of 100."""
+    return 1 if (frame["score"].astype(float) > 1).any() else 100
+
+
+TABLE_COLUMNS = ["method", "ratio kept", "{metric}", "TTFT", "per token", "KV cache", "realised ratio", "samples"]
+
+
+def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    """Header and formatted cells, the same for the terminal and for Markdown."""
+    header = [column.format(metric=frame["metric"].iloc[0] or "score") for column in TABLE_COLUMNS]
+    rows, scale = [], score_scale(frame)
+    for row in frame.itertuples():
+        size = f"{row.ratio:g}" if pd.notna(row.ratio) else f"budget {row.budget:.0f}"
+        score = _number(row.score, "{:.1f}", scale) + (f" ± {scale * row.stderr:.1f}" if pd.notna(row.stderr) else "")
+        ttft, tpot = _number(row.ttft_s, "{:.1f} ms", 1e3), _number(row.tpot_s, "{:.1f} ms", 1e3)
+        realised = _number(row.realised, "{:.3f}")
+        rows.append([row.series, size, score, ttft, tpot, _bytes(row.kv_bytes), realised, str(row.samples)])
+    return header, rows
+
+
+def _number(value: float | None, text: str, factor: float = 1) -> str:
+    return "-" if pd.isna(value) else text.format(factor * value)
+
+
+def _bytes(value: float | None) -> str:
+    if pd.isna(value):
+        return "-"
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+def note(frame: pd.DataFrame) -> str:
+    """What the columns mean."""
+    batch_size = int(frame["batch_size"].iloc[0])
+    of_batch = f", of a batch of {batch_size}" if batch_size > 1 else ""
+    return (
+        "Ratio: fraction of the prompt's KV entries that is kept; realised: as measured. TTFT: time to first token; "
+        f"per token: time of each further one (medians{of_batch}). KV cache: bytes allocated after the prompt, with "
+        "room for the answer, per sample (median). A row that names no other protocol: scope=prompt, ratio_of=prompt, "
+        "first_token=full."
+    )
+
+
+def markdown(frame: pd.DataFrame, title: str) -> str:
+    header, rows = table_rows(frame)
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return f"# {title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{note(frame)}\n"
+
+
+def terminal_table(frame: pd.DataFrame, title: str) -> Table:
+    header, rows = table_rows(frame)
+    table = Table(title=title, caption=note(frame))
+    for column in header:
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
+    """Score against ratio (or budget), one line per method with its standard error; the full cache dashed."""
+    full, compressed = frame[frame["method"] == "full"], frame[frame["method"] != "full"]
+    scale = score_scale(frame)
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for row in full.itertuples():
+        axes.axhline(scale * row.score, color="black", linestyle="--", linewidth=1.2, label="full cache")
+    markers = iter("os^Dv<>pXP*hd" * 8)
+    for series, points in compressed.groupby("series", sort=True):
+        points = points.sort_values("size")
+        axes.errorbar(
+            points["size"],
+            scale * points["score"],
+            yerr=scale * points["stderr"].astype(float),
+            marker=next(markers),
+            capsize=3,
+            linewidth=1.6,
+            label=series,
+        )
+    sizes = sorted(compressed["size"].unique())
+    if sizes:
+        axes.set_xscale("log")
+        axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        axes.minorticks_off()
+    is_budget = compressed["ratio"].isna().any()
+    axes.set_xlabel("KV entries kept per layer and head" if is_budget else "ratio of the prompt's KV entries kept")
+    axes.set_ylabel(frame["metric"].iloc[0] + (" (%)" if scale == 100 else ""))
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, fontsize=11)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)
+    temporary = path.with_name(path.name + ".tmp")
+    figure.savefig(temporary, dpi=150, format="png")
+    plt.close(figure)
+    temporary.replace(path)
+
+
+def report(folder: Path, settings: dict[str, Any] | None = None, console: Console | None = None) -> list[Path]:
+    """Print and write table and plot of the cells under `folder` (results/<task>/<model>).
+
+    Args:
+        settings: report only the cells of these run settings; all settings, one after the other, where None.
+
+    Returns:
+        The files written.
+
+    Raises:
+        FileNotFoundError: there is no finished cell.
+    """
+    # Where the output is no terminal, rich would fold the table to 80 columns.
+    console = console or Console(width=None if sys.stdout.isatty() else 120)
+    cells = load_cells(folder)
+    if settings is not None:
+        cells = [c for c in cells if settings_name(c["protocol"]["settings"]) == settings_name(settings)]
+    if not cells:
+        raise FileNotFoundError(f"no finished cell under {folder} (expected <method>-<ratio>/results.json)")
+    written = []
+    for name, frame in sweep_frame(cells).groupby("settings"):
+        protocol = cells[0]["protocol"]
+        title = f"{protocol['task']}, {protocol['model']}" + (f" ({frame['settings_text'].iloc[0]})" if name else "")
+        table_path = folder / ("-".join(filter(None, ["report", name])) + ".md")
+        write_text(table_path, markdown(frame, title))
+        console.print(terminal_table(frame, title))
+        written.append(table_path)
+        if frame["score"].notna().any():
+            plot(frame, title, table_path.with_suffix(".png"))
+            written.append(table_path.with_suffix(".png"))
+    for path in written:
+        console.print(f"written: {path}", soft_wrap=True, highlight=False)
+    return written

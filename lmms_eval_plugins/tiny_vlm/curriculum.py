@@ -1,0 +1,129 @@
+"""The curriculum of the tiny model: its stages, their learning rates, and what is drawn for each step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from random import Random
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from lmms_eval_plugins.tiny_vlm.modeling import (
+    PackedBatch,
+    Packer,
+)
+from lmms_eval_plugins.tiny_vlm.signs import (
+    COLOR_KIND,
+    PATCH,
+    draw_packed_scene,
+    draw_scene,
+    questions,
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One leg of the curriculum. `packed_share`: how many of its images are packed with signs (and unasked)."""
+
+    name: str
+    steps: int
+    images: int  # per step
+    packed_share: float
+    jitter_grows_until: float = 0.0  # of the stage: from packed text on the patch grid to text anywhere
+    questions: int = 0  # per image at most
+    color_share: float = 1.0  # of the possible questions for a colour, those that may be asked
+    post_prompt_share: float = 0.0  # of the batches, those whose questions carry lmms-eval's post prompt
+    base_view: bool = False  # whether the language model sees it, see PackedBatch
+    learning_rate: float = 2e-3
+    tower_scale: float = 1.0  # the tower's and projector's share of the learning rate
+    decay_from: float = 0.6  # of the stage, until when the learning rate is constant
+
+
+STAGES = (
+    Stage("vision", steps=2400, images=12, packed_share=1.0, jitter_grows_until=0.25),
+    Stage("align", steps=300, images=16, packed_share=0.75),
+    Stage(
+        "questions",
+        steps=2800,
+        images=16,
+        packed_share=0.0,
+        questions=8,
+        post_prompt_share=0.25,
+        tower_scale=0.3,
+        decay_from=1.0,
+    ),
+    Stage(
+        "pairs",
+        steps=1200,
+        images=16,
+        packed_share=0.0,
+        questions=8,
+        color_share=0.3,
+        post_prompt_share=0.25,
+        learning_rate=1.5e-3,
+        tower_scale=0.1,
+        decay_from=1.0,
+    ),
+    Stage(
+        "prompts",
+        steps=600,
+        images=16,
+        packed_share=0.0,
+        questions=8,
+        color_share=0.3,
+        post_prompt_share=0.6,
+        base_view=True,
+        learning_rate=1.5e-3,
+        tower_scale=0.1,
+        decay_from=0.1,
+    ),
+)
+WARM_UP = 60  # steps
+LAST_LEARNING_RATE = 0.02  # of the peak
+
+
+class StageData(Dataset):
+    """Step -> that step's batches. Each step has its own seed, so any worker, or a later run, draws the same."""
+
+    def __init__(self, stage: Stage, seed: int, packer: Packer, parts: int) -> None:
+        self.stage, self.seed, self.packer, self.parts = stage, seed, packer, parts
+
+    def __len__(self) -> int:
+        return self.stage.steps
+
+    def __getitem__(self, step: int) -> list[PackedBatch]:
+        rng = Random(f"{self.seed}/{self.stage.name}/{step}")
+        post_prompt = rng.random() < self.stage.post_prompt_share
+        grown = step / max(1, self.stage.jitter_grows_until * self.stage.steps)
+        jitter = min(PATCH // 2, int(grown * PATCH / 2))
+        return [self._part(rng, jitter, post_prompt) for _ in range(self.parts)]
+
+    def _part(self, rng: Random, jitter: int, post_prompt: bool) -> PackedBatch:
+        scenes, asked = [], []
+        for _ in range(self.stage.images // self.parts):
+            packed = rng.random() < self.stage.packed_share
+            scene = draw_packed_scene(rng, jitter) if packed else draw_scene(rng)
+            possible = [
+                question
+                for question in questions(scene.signs)
+                if question.kind != COLOR_KIND or self.stage.color_share == 1 or rng.random() < self.stage.color_share
+            ]
+            scenes.append(scene)
+            asked.append(rng.sample(possible, min(len(possible), self.stage.questions)))
+        pixels = torch.from_numpy(np.stack([scene.pixels for scene in scenes])).permute(0, 3, 1, 2)
+        labels = torch.from_numpy(np.stack([scene.labels for scene in scenes]))
+        return self.packer.batch(pixels.contiguous(), asked, labels, post_prompt, self.stage.base_view)
+
+
+def learning_rate(stage: Stage, step: int) -> float:
+    """Linear warm-up, constant, cosine to LAST_LEARNING_RATE of the peak."""
+    warm_up = min(1.0, (step + 1) / WARM_UP)
+    past = max(0.0, step / stage.steps - stage.decay_from) / max(1 - stage.decay_from, 1e-9)
+    cosine = LAST_LEARNING_RATE + (1 - LAST_LEARNING_RATE) * 0.5 * (1 + math.cos(math.pi * past))
+    return stage.learning_rate * warm_up * cosine
+
+
+def scaled(stages: tuple[Stage, ...], scale: float) -> tuple[Stage, ...]:
+    return tuple(replace(stage, steps=max(2, round(stage.steps * scale))) for stage in stages)

@@ -1,0 +1,79 @@
+"""Tasks and their data: found here, or named with the command that brings them."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lmms_eval_plugins import evaluate
+from lmms_eval_plugins.cells import data
+from lmms_eval_plugins.cells.command_line import parse
+from lmms_eval_plugins.cells.errors import UsageError
+from lmms_eval_plugins.cells.plan import Plan
+from lmms_eval_plugins.tasks import BUNDLED_TASKS
+
+from ..test_evaluate import FOUR, clean_process, error_line, read  # noqa: F401 (a fixture that each test here uses)
+
+
+@pytest.fixture
+def data_root(tmp_path):
+    """A data folder with the official TextVQA's name, filled with the bundled questions."""
+    folder = tmp_path / "data" / "lmms-lab-encoder" / "textvqa" / "data"
+    folder.mkdir(parents=True)
+    shutil.copy(BUNDLED_TASKS / "tiny_textvqa" / "headline.parquet", folder / "validation-00000-of-00001.parquet")
+    return tmp_path / "data"
+
+
+def test_data_that_is_not_here_names_the_command(capsys):
+    assert evaluate.main(["textvqa_val", *FOUR[1:]]) == 1
+    line = error_line(capsys)
+    assert "task 'textvqa_val' is not on this machine" in line
+    folder = "data/lmms-lab-encoder/textvqa"
+    assert f"`hf download lmms-lab-encoder/textvqa --repo-type dataset --local-dir {folder}`" in line
+    assert not Path("results").exists()
+
+
+def test_tasks_of_include_path_are_found_and_may_not_hide(small_index, tmp_path, capsys):
+    task = (BUNDLED_TASKS / "tiny_textvqa" / "tiny_textvqa.yaml").read_text()
+    task = task.replace("headline.parquet", str(BUNDLED_TASKS / "tiny_textvqa" / "headline.parquet"))
+    (tmp_path / "mine.yaml").write_text(task.replace("task: tiny_textvqa", "task: mine"))
+    argv = [*FOUR[1:], "--limit", "1", "--include_path", str(tmp_path)]
+    assert evaluate.main(["mine", *argv]) == 0
+    assert evaluate.main(["mina", *argv]) == 2
+    assert error_line(capsys) == "error: unknown task 'mina' (did you mean 'mine'?)"
+    (tmp_path / "hidden.yaml").write_text(task)
+    assert evaluate.main(["tiny_textvqa", *argv]) == 2
+    assert "'tiny_textvqa' of --include_path has the name of another task" in error_line(capsys)
+
+
+def test_official_task_runs_from_a_local_data_folder(data_root):
+    assert evaluate.main(["textvqa_val", *FOUR[1:], "--limit", "2"]) == 0
+    results, samples = read(Path("results/textvqa_val/tiny/snapkv-0.2-limit=2"))
+    assert 0 <= results["results"]["textvqa_val"]["exact_match,none"] <= 1
+    assert len(samples) == 2
+
+
+def test_replaced_data_changes_its_identity(data_root):
+    def identity():
+        manager = data.find_tasks(["textvqa_val"], None)
+        return [data.data_identity(task) for task in data.load_tasks(manager, "textvqa_val", data_root)]
+
+    before = identity()
+    assert identity() == before
+    (file,) = data_root.rglob("*.parquet")
+    os.utime(file, ns=(1, 1))
+    assert identity() != before
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 500), (2000, 500), (16, 16), (0.1, 50), (0.0011, 1)])
+def test_questions_of_a_cell_are_counted_as_lmms_eval_does(limit, expected):
+    assert data.limited(500, limit) == expected
+
+
+def test_fraction_of_a_group_is_refused(small_index, tmp_path):
+    group = "group: two\ntask:\n  - tiny_textvqa\n  - tiny_textvqa_color\n"
+    (tmp_path / "two.yaml").write_text(group)
+    argv = ["two", *FOUR[1:], "--include_path", str(tmp_path), "--limit"]
+    with pytest.raises(UsageError, match="is a group, which needs a number"):
+        evaluate.run(Plan.of(parse([*argv, "0.5"])), [])

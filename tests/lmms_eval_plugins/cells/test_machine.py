@@ -1,0 +1,73 @@
+"""A GPU, a model or a network that is not there is named, with what to do."""
+
+import http.server
+import os
+import re
+import socket
+import threading
+
+import pytest
+import torch
+
+from lmms_eval_plugins import evaluate
+from lmms_eval_plugins.cells import machine
+from lmms_eval_plugins.cells.command_line import parse
+from lmms_eval_plugins.cells.errors import EvaluationFailed
+
+from ..test_evaluate import FOUR, clean_process, error_line, read  # noqa: F401 (a fixture that each test here uses)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_named_gpu_that_is_not_there_ends_with_1(capsys):
+    assert evaluate.main([*FOUR, "device=cuda:0"]) == 1
+    assert re.match(r"error: device 'cuda:0' .* no CUDA GPU; device=cpu", error_line(capsys))
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(EvaluationFailed, match=r"NUM_PROCESSES=3, but torch .* sees 2 CUDA GPUs"):
+        machine.check_device(None, 3)
+    machine.check_device("cpu", 3)
+    machine.check_device("cuda:1", 2)
+
+
+def test_model_that_is_not_here_names_the_command(capsys):
+    assert evaluate.main(["tiny_textvqa", "org/absent-7b", "knorm", "0.2"]) == 1
+    assert "`hf download org/absent-7b --local-dir absent-7b`" in error_line(capsys)
+
+
+def test_hub_is_reachable_only_where_something_answers(monkeypatch):
+    class NotFound(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_error(404)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), NotFound) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(machine, "HUB", f"http://127.0.0.1:{server.server_port}")
+        assert machine.hub_is_reachable()
+        server.shutdown()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(machine, "HUB", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        assert not machine.hub_is_reachable()
+
+
+@pytest.mark.parametrize(
+    ("argv", "reachable", "offline"),
+    [
+        (FOUR, True, True),  # all is bundled: no look at the network
+        (["textvqa_val", *FOUR[1:]], True, False),
+        (["textvqa_val", *FOUR[1:]], False, True),
+        (["tiny_textvqa", "org/model", *FOUR[2:]], True, False),
+    ],
+)
+def test_hub_client_is_told_to_stay_offline_where_the_hub_is_not_needed_or_not_there(
+    argv, reachable, offline, monkeypatch
+):
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(machine, "hub_is_reachable", lambda: reachable)
+    machine.set_offline(parse(argv))
+    assert os.environ.get("HF_HUB_OFFLINE") == ("1" if offline else None)

@@ -1,0 +1,58 @@
+"""Which cells a command line asks for, and which folder each has."""
+
+from pathlib import Path
+
+import pytest
+
+from lmms_eval_plugins.cells.command_line import parse
+from lmms_eval_plugins.cells.plan import Plan
+
+FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]
+
+
+def cells(*argv):
+    return [cell for cell, _ in Plan.of(parse(list(argv))).cells]
+
+
+def test_cells_are_methods_times_ratios_and_full_runs_once():
+    found = cells("tiny_textvqa", "tiny", "full,snapkv,knorm", "0.5,0.2")
+    assert [(cell.method, cell.ratio) for cell in found] == [
+        ("full", 1.0), ("snapkv", 0.5), ("snapkv", 0.2), ("knorm", 0.5), ("knorm", 0.2),
+    ]  # fmt: skip
+
+
+def test_budgets_make_cells_of_their_own():
+    found = cells("tiny_textvqa", "tiny", "full,knorm", "-", "budget=64,128")
+    assert [(cell.ratio, cell.budget) for cell in found] == [(1.0, None), (None, 64), (None, 128)]
+
+
+def test_every_task_of_a_list_gets_its_cells():
+    assert [cell.task for cell in cells("tiny_textvqa,tiny_textvqa_color", "tiny", "knorm", "0.2")] == [
+        "tiny_textvqa", "tiny_textvqa_color",
+    ]  # fmt: skip
+
+
+def test_an_option_belongs_to_the_methods_that_have_it():
+    by_method = {cell.method: cell.options for cell in cells(*FOUR[:2], "snapkv,knorm", "0.2", "kernel_size=7")}
+    assert by_method == {"snapkv": {"kernel_size": 7}, "knorm": {}}
+
+
+def test_settings_at_their_default_leave_the_name_alone():
+    (plain,) = cells(*FOUR)
+    given = ["window_size=32", "batch_size=1", "dtype=auto", "vision_cache_gb=1", "--seed", "0,1234,1234,1234"]
+    (same,) = cells(*FOUR, *given)
+    assert same.folder(Path()) == plain.folder(Path()) == Path("tiny_textvqa/tiny/snapkv-0.2")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ["window_size=8"], ["dtype=float32"], ["max_new_tokens=4"], ["batch_size=2"], ["--limit", "3"],
+        ["--gen_kwargs", "temperature=1"], ["--seed", "1"], ["--num_fewshot", "1"], ["--predict_only"],
+        ["--data-root", "elsewhere"], ["--device", "cpu"],
+    ],
+)  # fmt: skip
+def test_a_setting_that_changes_results_changes_the_folder(change, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    assert cells(*FOUR, *change)[0].folder(Path()) != cells(*FOUR)[0].folder(Path())

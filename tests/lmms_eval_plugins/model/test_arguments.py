@@ -1,0 +1,186 @@
+"""Every model argument is checked, and wrong ones are answered with one helpful line."""
+
+from pathlib import Path
+
+import pytest
+
+from kvcompress import KVCompressError
+from lmms_eval_plugins.model.arguments import (
+    LEGACY_ARGUMENTS,
+    TINY_CHECKPOINT,
+    Compression,
+    ModelArguments,
+    generation_arguments,
+    make_compression,
+    parse_arguments,
+)
+
+DOCS = Path(__file__).parents[3] / "docs" / "model-args.md"
+
+
+def error(**arguments) -> str:
+    with pytest.raises(KVCompressError) as caught:
+        parse_arguments(**{"pretrained": "some/model", **arguments})
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_values_as_lmms_eval_parses_them():
+    args, cell = parse_arguments(
+        pretrained="org/name", method="snapkv", ratio=0.2, window_size=8, batch_size="4", revision=123456, device="None"
+    )
+    assert (args.pretrained, args.batch_size, args.revision, args.device) == ("org/name", 4, "123456", None)
+    assert (cell.method, cell.ratio, cell.budget, cell.options) == ("snapkv", 0.2, None, {"window_size": 8})
+
+
+@pytest.mark.parametrize("none", [None, "None", "none"])
+def test_none_means_the_default(none):
+    args, cell = parse_arguments(
+        pretrained="m", method=none, ratio=none, dtype=none, max_pixels=none, max_batch_size=none
+    )
+    assert (cell.method, cell.ratio, args.dtype, args.max_pixels) == ("full", None, "auto", None)
+
+
+def test_tiny_is_the_bundled_checkpoint():
+    args, _ = parse_arguments(pretrained="tiny")
+    assert Path(args.pretrained) == TINY_CHECKPOINT
+    assert (TINY_CHECKPOINT / "config.json").is_file()
+
+
+def test_a_relative_measurements_path_is_fixed_at_the_start(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    args, _ = parse_arguments(pretrained="m", measurements_path="rows.jsonl")
+    assert args.measurements_path == tmp_path / "rows.jsonl"
+
+
+def test_pretrained_is_required():
+    with pytest.raises(KVCompressError, match=r"pretrained= is missing.*tiny"):
+        parse_arguments(method="snapkv", ratio=0.2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("max_num_frames", "max_frames_num"), ("methd", "method"), ("batchsize", "batch_size")]
+)
+def test_an_unknown_argument_is_an_error_with_the_nearest_name(wrong, near):
+    message = error(**{wrong: 1})
+    assert repr(wrong) in message
+    assert f"did you mean {near!r}" in message
+    assert "attn_implementation" in message  # all the valid ones follow
+
+
+def test_an_unknown_method_is_an_error_with_the_nearest_name():
+    assert "did you mean 'snapkv'" in error(method="snapk", ratio=0.2)
+
+
+def test_a_misspelt_option_of_the_method_is_an_error_with_the_nearest_name():
+    assert "did you mean 'window_size'" in error(method="snapkv", ratio=0.2, windowsize=8)
+
+
+def test_an_option_of_another_method_is_an_error_that_names_its_owner():
+    message = error(method="snapkv", ratio=0.2, contextual=0.5)
+    assert "'contextual' is an option of visionzip, not of snapkv; valid: window_size" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"method": "snapkv"}, "needs ratio="),
+        ({"method": "snapkv", "ratio": 0.2, "budget": 64}, "either"),
+        ({"method": "snapkv", "ratio": 1.5}, "1.5"),
+        ({"method": "snapkv", "ratio": 0}, "(0, 1]"),
+        ({"method": "snapkv", "ratio": "half"}, "half"),
+        ({"method": "snapkv", "budget": 0}, "budget=0"),
+        ({"method": "snapkv", "ratio": 0.5, "pooling": "median"}, "pooling"),
+        ({"method": "full", "ratio": 0.5}, "full"),
+        ({"ratio": 0.5}, "full"),
+        ({"batch_size": "auto"}, "batch_size='auto'"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"max_batch_size": 8}, "max_batch_size"),
+        ({"attn_implementation": "flash"}, "flash_attention_2"),
+        ({"dtype": "int8"}, "bfloat16"),
+        ({"use_cache": False}, "use_cache=False"),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_names_it(arguments, part):
+    assert part in error(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("truncation", False),
+        ("truncate_context", False),
+        ("mm_spatial_pool_stride", 2),
+        ("mm_spatial_pool_mode", "bilinear"),
+        ("token_strategy", "single"),
+        ("video_decode_backend", "pyav"),
+        ("conv_template", "None"),
+    ],
+)
+def test_arguments_of_the_llava_wrapper_that_say_what_transformers_does_are_accepted(name, value):
+    parse_arguments(pretrained="m", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("truncation", True, "max_pixels="),
+        ("truncate_context", True, "max_frames_num="),
+        ("model_name", "llava_qwen", "config.json"),
+        ("conv_template", "qwen_1_5", "chat_template=FILE"),
+        ("customized_config", "cfg.json", "pretrained="),
+        ("mm_spatial_pool_stride", 4, "pools video frames by 2"),
+        ("mm_spatial_pool_mode", "average", "bilinearly"),
+        ("token_strategy", "multiple", "one placeholder"),
+        ("video_decode_backend", "decord", "PyAV"),
+    ],
+)
+def test_other_arguments_of_the_llava_wrapper_are_errors_that_say_what_replaces_them(name, value, instead):
+    message = error(**{name: value})
+    assert message.startswith(f"{name}={value}")
+    assert instead in message
+
+
+def test_a_compression_is_checked_without_a_model():
+    assert make_compression("random", 0.1, seed=3).options == {"seed": 3}
+    assert make_compression().method == "full"
+    with pytest.raises(KVCompressError, match="kernel_size"):
+        make_compression("snapkv", 0.1, kernel_size=4)
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ({}, {"do_sample": False, "max_new_tokens": 128, "temperature": None}),
+        ({"max_new_tokens": 16, "temperature": 0, "do_sample": False}, {"do_sample": False, "max_new_tokens": 16}),
+        ({"temperature": 0.7, "top_p": 0.9}, {"do_sample": True, "temperature": 0.7, "top_p": 0.9}),
+        ({"temperature": 0.7, "do_sample": False}, {"do_sample": False, "temperature": None}),
+        ({"temperature": 0, "do_sample": True}, {"do_sample": False, "temperature": None}),
+        ({"do_sample": True}, {"do_sample": True}),
+        ({"num_beams": 2, "repetition_penalty": 1.1}, {"num_beams": 2, "repetition_penalty": 1.1}),
+        ({"image_aspect_ratio": "original"}, {"do_sample": False}),
+    ],
+)
+def test_generation_arguments_of_a_task(task, expected):
+    kwargs, _ = generation_arguments(task, max_new_tokens=128)
+    assert expected.items() <= kwargs.items()
+    assert "image_aspect_ratio" not in kwargs
+
+
+@pytest.mark.parametrize(
+    ("until", "kept"), [(["\n\n"], []), (None, []), ([], []), ("Q:", ["Q:"]), (["Q:", "\n\n"], ["Q:", "\n\n"])]
+)
+def test_stop_strings_are_the_tasks_own_never_lmms_evals_default(until, kept):
+    assert generation_arguments({"until": until}, 8)[1] == kept
+
+
+def test_an_unknown_generation_argument_is_an_error():
+    with pytest.raises(KVCompressError, match=r"did you mean 'max_new_tokens'"):
+        generation_arguments({"max_new_token": 5}, 8)
+
+
+def test_every_argument_is_documented():
+    text = DOCS.read_text(encoding="utf-8")
+    names = {*ModelArguments.model_fields, *Compression.model_fields, *LEGACY_ARGUMENTS} - {"legacy", "options"}
+    assert [name for name in sorted(names) if f"`{name}`" not in text] == []

@@ -1,0 +1,313 @@
+"""What is computed once for all methods of a grid, and the thread that prepares batches."""
+
+import functools
+import time
+from itertools import chain
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lmms_eval_plugins.model.batches import Batch, BatchStore
+from lmms_eval_plugins.model.lm import KVCompressLM
+from lmms_eval_plugins.model.vision_tower import Encoded
+from tests.support.checkpoints import image, load_lm, requests, write_video
+
+CELLS = ({}, {"method": "snapkv", "ratio": 0.5, "window_size": 4}, {"method": "streamingllm", "ratio": 0.3})
+
+
+@pytest.fixture(scope="module")
+def docs(tmp_path_factory) -> list[dict]:
+    video = write_video(tmp_path_factory.mktemp("video") / "a.mp4")
+    return [
+        {"text": "what word is on the red sign?", "images": [image(0)]},
+        {"text": "hello"},
+        {"text": "which of the two?", "images": [image(1), image(2, 64, 64)]},
+        {"text": "what happens in the clip?", "videos": [video]},
+    ]
+
+
+def count_calls(monkeypatch, lm: KVCompressLM) -> list[str]:
+    """The calls of the base model's feature functions, and of the processor, from now on."""
+    calls = []
+    base, names = type(lm.model.base_model), ("get_image_features", "get_video_features")
+    for name in [name for name in names if hasattr(base, name)]:
+        original = getattr(base, name)
+
+        @functools.wraps(original)
+        def counted(self, *args, _original=original, _name=name, **kwargs):
+            calls.append(_name)
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(base, name, counted)
+    processed = lm.chat.inputs
+    monkeypatch.setattr(lm.chat, "inputs", lambda prompts: calls.append("processor") or processed(prompts))
+    return calls
+
+
+def grid(lm: KVCompressLM, docs: list[dict], cells=CELLS, **kwargs) -> tuple[list[list[str]], list[list[dict]]]:
+    """The answers and the rows of each cell."""
+    answers, rows = [], []
+    for cell in cells:
+        lm.set_cell(**cell)
+        lm.reset_rows()
+        answers.append([result.text for result in lm.generate_until(requests(lm, docs, **kwargs))])
+        rows.append(lm.gather_rows())
+    return answers, rows
+
+
+# -- the same answers, with less work
+
+
+FAMILIES = ("llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl")
+ALONE = [(1, family) for family in FAMILIES if family != "qwen3-vl"]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "family"),
+    [
+        (1, "qwen3-vl"),
+        *((4, family) for family in FAMILIES),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ALONE),
+    ],
+)
+def test_answers_are_those_without_the_cache_token_for_token(checkpoint, docs, batch_size, family):
+    """Images and videos in one batch: Qwen3-VL encodes both through one function."""
+    folder = checkpoint(family)
+    size = {"batch_size": batch_size, "max_new_tokens": 4}
+    expected, plain = grid(load_lm(folder, vision_cache_gb=0, prompt_cache_gb=0, look_ahead=0, **size), docs)
+    answers, rows = grid(load_lm(folder, prompt_cache_gb=1, **size), docs)
+    assert answers == expected
+    assert len({tuple(of_cell) for of_cell in answers}) > 1
+    for of_cell, of_plain in zip(rows, plain, strict=True):
+        for name in ("tokens_in", "tokens_out", "vision_tokens", "kv_bytes_end", "realised_ratio"):
+            assert [row[name] for row in of_cell] == [row[name] for row in of_plain]
+    assert not any(row["vision_is_known"] for row in chain(rows[0], *plain))
+    with_images = [batch_size > 1 or row["vision_tokens"] > 0 for row in rows[1]]
+    assert [row["vision_is_known"] for row in rows[1]] == [row["vision_is_known"] for row in rows[2]] == with_images
+    # The first batch of each cell runs its own pass; all are in one where there are four rows.
+    is_shared = [False] + [batch_size == 1] * 3
+    in_batches = [{row["doc_id"]: row["prompt_is_known"] for row in of_cell} for of_cell in rows]
+    assert [sorted(of_cell.values()) for of_cell in in_batches] == [[False] * 4, is_shared, is_shared]
+
+
+def test_beam_search_leaves_what_is_kept_as_it_was(checkpoint, docs):
+    """transformers writes the repeated features back into the tower's output."""
+    lm, images = load_lm(checkpoint("qwen2-vl"), batch_size=3), docs[:3]
+    cells = [{"method": "streamingllm", "ratio": 0.5}] * 3
+    answers, _ = grid(lm, images, cells, num_beams=2)
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_tower_and_processor_run_once_for_all_cells(checkpoint, docs, monkeypatch):
+    lm = load_lm(checkpoint("llava-onevision"), batch_size=2)
+    calls = count_calls(monkeypatch, lm)
+    lm.set_cell()
+    lm.generate_until(requests(lm, docs))
+    first = list(calls)
+    assert first.count("processor") == 2
+    assert {"get_image_features", "get_video_features"} <= set(first)
+    lm.set_cell("snapkv", 0.5)
+    lm.generate_until(requests(lm, docs))
+    assert calls == first
+
+
+def test_a_method_that_watches_the_tower_runs_it(checkpoint, monkeypatch):
+    lm, docs = load_lm(checkpoint("llava-onevision")), [{"text": "what?", "images": [image(n)]} for n in range(2)]
+    expected, _ = grid(
+        load_lm(checkpoint("llava-onevision"), vision_cache_gb=0), docs, [{"method": "visionzip", "ratio": 0.5}]
+    )
+    grid(lm, docs, [{}])
+    calls = count_calls(monkeypatch, lm)
+    answers, (rows,) = grid(lm, docs, [{"method": "visionzip", "ratio": 0.5}])
+    assert calls.count("get_image_features") == 1 + len(docs)
+    assert [row["vision_is_known"] for row in rows] == [False, False]
+    assert answers == expected
+
+
+def test_another_prompt_is_not_taken_for_a_known_one(lm_of_tiny):
+    lm = lm_of_tiny
+    one, other = {"text": "what word?", "images": [image(1)]}, {"text": "what word?", "images": [image(2)]}
+    lm.batches.begin([])
+    known = [
+        grid(lm, [doc], [{}])[1][0][0]["vision_is_known"]
+        for doc in (one, other, {**one, "text": "what number?"}, one, other)
+    ]
+    assert known == [False, False, False, True, True]
+
+
+@pytest.fixture(scope="module")
+def lm_of_tiny():
+    return load_lm()
+
+
+def test_a_replaced_video_is_read_again(tmp_path, checkpoint):
+    lm = load_lm(checkpoint("qwen2-vl"))
+    path = write_video(tmp_path / "a.mp4", frames=12)
+    request = requests(lm, [{"text": "?", "videos": [path]}])
+    before = lm.prepare(request).key
+    assert lm.prepare(request).key == before
+    write_video(tmp_path / "a.mp4", frames=8)
+    assert lm.prepare(request).key != before
+
+
+# -- times and memory are those of a generation in which the tower runs
+
+
+def test_time_to_first_token_holds_the_towers_seconds_where_it_did_not_run(lm_of_tiny, monkeypatch):
+    lm, docs = lm_of_tiny, [{"text": "what word is it?", "images": [image(7, 192, 192)]}]
+    lm.batches.begin(["other"])
+    base = type(lm.model.base_model)
+    original = base.get_image_features
+
+    @functools.wraps(original)
+    def slow(self, *args, **kwargs):
+        time.sleep(0.5)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(base, "get_image_features", slow)
+    start = time.perf_counter()
+    grid(lm, docs, [{}])
+    first_s, start = time.perf_counter() - start, time.perf_counter()
+    lm.answering._is_warm, before = True, lm.compression
+    lm.generate_until(requests(lm, docs))
+    assert time.perf_counter() - start < 0.5 < 1.0 < first_s  # it did not run
+    assert lm.compression is before
+    (row, known) = lm.rows
+    assert (row["vision_is_known"], known["vision_is_known"]) == (False, True)
+    assert known["vision_s"] == row["vision_s"] > 0.5
+    assert known["ttft_s"] > known["vision_s"]
+    assert known["ttft_s"] == pytest.approx(row["ttft_s"], abs=0.3)
+
+
+def test_peak_memory_is_that_of_the_tower_where_it_would_be_higher(lm_of_tiny):
+    lm, docs = lm_of_tiny, [{"text": "what word?", "images": [image(8)]}]
+    grid(lm, docs, [{}])
+    batch = lm.batches.get(lm.prepare(requests(lm, docs)).key)
+    (call,) = batch.encoded
+    found = batch.encoded[call]
+    batch.encoded[call] = Encoded(found.output, found.device, found.seconds, peak_memory=10**15)
+    _, ((row,),) = grid(lm, docs, [{}])
+    assert row["peak_memory_bytes"] == 10**15
+
+
+# -- a prompt pass for all cells
+
+
+def count_passes(monkeypatch, lm: KVCompressLM) -> list[int]:
+    """Columns of the forward passes through the text model, from now on."""
+    columns, decoder = [], type(lm.model.base_model.language_model)
+    forward = decoder.forward
+
+    @functools.wraps(forward)
+    def counted(self, *args, **kwargs):
+        columns.append(kwargs["inputs_embeds"].shape[1])
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(decoder, "forward", counted)
+    return columns
+
+
+def test_a_prompt_passes_once_for_all_cells_but_for_the_first_batch_of_each(monkeypatch):
+    lm = load_lm(batch_size=2)
+    docs = [{"text": "what word?", "images": [image(n)]} for n in range(6)]
+    columns = count_passes(monkeypatch, lm)
+    passes = []
+    for cell in CELLS:
+        before = len(columns)
+        grid(lm, docs, [cell])
+        passes.append(sum(each > 1 for each in columns[before:]))
+    warm_up, first, others = 1, 1, 2
+    assert passes == [warm_up + first + others, warm_up + first, warm_up + first]
+
+
+def test_single_questions_share_no_pass_unless_asked_to(monkeypatch):
+    docs = [{"text": "what word?", "images": [image(n)]} for n in range(3)]
+    for arguments, shared in (({}, [False] * 3), ({"prompt_cache_gb": 1}, [False, True, True])):
+        _, rows = grid(load_lm(batch_size=1, **arguments), docs, CELLS[:2])
+        assert [row["prompt_is_known"] for row in rows[0]] == [False] * 3
+        assert [row["prompt_is_known"] for row in rows[1]] == shared
+
+
+def test_time_to_first_token_holds_the_seconds_of_a_pass_that_did_not_run(monkeypatch):
+    lm = load_lm(batch_size=1, prompt_cache_gb=1)
+    decoder = type(lm.model.base_model.language_model)
+    forward = decoder.forward
+
+    @functools.wraps(forward)
+    def slow(self, *args, **kwargs):
+        time.sleep(0.3 if kwargs["inputs_embeds"].shape[1] > 1 else 0)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(decoder, "forward", slow)
+    docs = [{"text": "what word?", "images": [image(n)]} for n in range(2)]
+    _, (first, second) = grid(lm, docs, CELLS[:2])
+    assert second[1]["prompt_is_known"]
+    assert second[1]["ttft_s"] == pytest.approx(first[1]["ttft_s"], abs=0.15)
+    assert second[1]["ttft_s"] > 0.3
+    # Things lie in memory that do not where each pass just runs: only the first batch says what its peak was.
+    for rows in (first, second):
+        assert rows[0]["peak_memory_bytes"] > 0
+        assert rows[1]["peak_memory_bytes"] is None
+
+
+# -- the store
+
+
+def batch_of(key: bytes, size: int) -> Batch:
+    return Batch(key, {"pixels": torch.zeros(size, dtype=torch.uint8)})
+
+
+def encoded_of(size: int) -> dict:
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    return {("image", 0): Encoded([tensor], tensor.device, 1.0, 0)}
+
+
+def test_the_store_never_holds_more_than_its_budget_and_keeps_what_came_first():
+    store = BatchStore(100)
+    store.keep(batch_of(b"a", 60), encoded_of(30))
+    store.keep(batch_of(b"b", 20), {})  # does not fit any more
+    store.keep(batch_of(b"c", 5), encoded_of(50))  # its inputs fit
+    assert [store.get(key) is not None for key in (b"a", b"b", b"c")] == [True, False, True]
+    assert store.get(b"a").encoded
+    assert not store.get(b"c").encoded
+    assert store.nbytes == 95
+    assert store.nbytes == sum(store.get(key).nbytes for key in (b"a", b"c"))
+    store.keep(store.get(b"a"), encoded_of(30))  # as in the second cell
+    assert store.nbytes == 95
+
+
+def test_prompt_passes_have_a_budget_of_their_own():
+    store = BatchStore(100, prompt_budget=50)
+    for key, size in ((b"a", 30), (b"b", 30), (b"c", 20)):
+        store.keep(batch_of(key, 1), {}, SimpleNamespace(nbytes=size))
+    assert [store.get(key).prompt_pass is not None for key in (b"a", b"b", b"c")] == [True, False, True]
+    assert (store.nbytes, store.prompt_room) == (53, 0)
+    store.keep(store.get(b"a"), {}, SimpleNamespace(nbytes=30))  # as in the second cell
+    assert store.nbytes == 53
+    store.begin(["another"])
+    assert (store.nbytes, store.prompt_room) == (0, 50)
+
+
+def test_a_budget_of_zero_keeps_nothing():
+    store = BatchStore(0)
+    store.keep(batch_of(b"a", 1), encoded_of(1))
+    assert store.get(b"a") is None
+    assert store.nbytes == 0
+
+
+def test_another_task_forgets_the_batches():
+    store = BatchStore(100)
+    store.begin(["a", "a"])
+    store.keep(batch_of(b"a", 60), {})
+    store.begin(["a"])
+    assert store.get(b"a") is not None
+    store.begin(["b"])
+    assert (store.get(b"a"), store.nbytes) == (None, 0)
+
+
+def test_a_model_that_answers_once_keeps_nothing():
+    """As under lmms-eval's own command: no other cell can follow."""
+    lm = load_lm()
+    lm.generate_until(requests(lm, [{"text": "what?", "images": [image(0)]}]))
+    assert lm.batches.nbytes == 0

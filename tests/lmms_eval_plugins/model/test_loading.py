@@ -1,0 +1,50 @@
+"""A checkpoint that cannot be loaded as asked is one clear error."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoProcessor, AutoTokenizer
+
+from kvcompress import KVCompressError
+from tests.support.checkpoints import load_lm, save_checkpoint
+
+
+def test_plain_text_is_an_error_for_a_vision_model():
+    with pytest.raises(KVCompressError, match="text-only"):
+        load_lm(chat_template="plain")
+
+
+def test_a_model_without_chat_template_is_an_error_that_says_what_to_give(checkpoint, tmp_path):
+    folder = Path(save_checkpoint("llama", tmp_path))
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(KVCompressError, match=r"no chat template.*chat_template=plain"):
+        load_lm(str(folder))
+
+
+def test_max_pixels_is_an_error_where_it_would_do_nothing():
+    with pytest.raises(KVCompressError, match=r"max_pixels.*LlavaOnevisionProcessor"):
+        load_lm(max_pixels=1000)
+
+
+def test_a_llava_onevision_argument_is_an_error_for_another_model(checkpoint):
+    load_lm(mm_spatial_pool_stride=2)
+    with pytest.raises(KVCompressError, match=r"mm_spatial_pool_stride.*qwen2_vl"):
+        load_lm(checkpoint("qwen2-vl"), mm_spatial_pool_stride=2)
+
+
+def test_arguments_are_checked_before_anything_is_loaded(tmp_path):
+    with pytest.raises(KVCompressError, match="snapkv"):
+        load_lm(str(tmp_path / "nothing here"), method="snapk", ratio=0.2)
+
+
+@pytest.mark.parametrize(("device", "part"), [("cuda:99", "CUDA GPUs"), ("gpu", "is not a device")])
+def test_a_device_that_is_not_there_is_an_error_that_names_it(device, part):
+    with pytest.raises(KVCompressError, match=part):
+        load_lm(device=device)
+
+
+def test_a_vision_model_whose_processor_is_only_a_tokenizer_is_an_error(monkeypatch):
+    """AutoProcessor falls back to the tokenizer where it finds no processor."""
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", AutoTokenizer.from_pretrained)
+    with pytest.raises(KVCompressError, match="no image processor"):
+        load_lm(fresh=True)

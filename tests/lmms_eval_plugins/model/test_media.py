@@ -1,0 +1,75 @@
+"""lmms-eval's messages become conversations, images and evenly sampled video frames."""
+
+import av
+import numpy as np
+import pytest
+from lmms_eval.models.model_utils.load_video import read_video as lmms_eval_read_video
+from lmms_eval.protocol import ChatMessages
+
+from kvcompress import KVCompressError
+from lmms_eval_plugins.model.media import read_messages, read_video
+from tests.support.checkpoints import image, messages, write_video
+
+
+def read(doc, max_frames_num=4):
+    return read_messages(ChatMessages(messages=messages(doc)), max_frames_num)
+
+
+def test_order_of_placeholders_is_that_of_the_media(tmp_path):
+    video = write_video(tmp_path / "a.mp4")
+    prompt = read({"text": "which?", "images": [image(0), image(1)], "videos": [video]})
+    kinds = [part["type"] for part in prompt.conversation[0]["content"]]
+    assert kinds == ["image", "image", "video", "text"]
+    assert [picture.tobytes() for picture in prompt.images] == [image(0).tobytes(), image(1).tobytes()]
+    assert (len(prompt.videos), len(prompt.video_metadata)) == (1, 1)
+
+
+def test_text_only_has_no_media():
+    prompt = read({"text": "hello"})
+    assert prompt.conversation == [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    assert (prompt.images, prompt.videos) == ([], [])
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "L", "P", "CMYK"])
+def test_images_of_any_mode_become_rgb(mode):
+    assert read({"text": "", "images": [image(0).convert(mode)]}).images[0].mode == "RGB"
+
+
+def test_an_image_may_be_a_file(tmp_path):
+    image(3).save(tmp_path / "a.png")
+    assert read({"text": "", "images": [str(tmp_path / "a.png")]}).images[0].tobytes() == image(3).tobytes()
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.webm", "a.mkv"])  # the last two record no number of frames
+@pytest.mark.parametrize(("most", "taken"), [(4, [0, 3, 7, 11]), (1, [0]), (64, list(range(12)))])
+def test_frames_are_spread_evenly_from_first_to_last(tmp_path, name, most, taken):
+    frames, metadata = read_video(write_video(tmp_path / name, frames=12, fps=4), most)
+    assert frames.shape == (len(taken), 48, 64, 3)
+    assert np.abs(frames.mean((1, 2, 3)) - 20 * np.array(taken)).max() < 8
+    assert metadata.frames_indices == taken
+    assert (metadata.total_num_frames, metadata.fps, metadata.duration) == (12, 4, 3)
+
+
+def test_frames_of_an_mp4_are_those_that_lmms_eval_reads(tmp_path):
+    path = write_video(tmp_path / "a.mp4", frames=30)
+    assert np.array_equal(read_video(path, 8)[0], lmms_eval_read_video(path, num_frm=8, backend="pyav"))
+
+
+def test_an_undecodable_video_is_an_error(tmp_path):
+    (tmp_path / "a.mp4").write_bytes(b"not a video")
+    with pytest.raises(av.error.InvalidDataError):
+        read_video(tmp_path / "a.mp4", 4)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "audio", "url": "a.wav"},
+        {"type": "video", "url": "a.mp4", "start_time": 1.0, "end_time": 2.0},
+        {"type": "video", "url": ["a.mp4"]},
+        {"type": "image", "url": b"png"},
+    ],
+)
+def test_media_that_is_not_supported_is_an_error(part):
+    with pytest.raises(KVCompressError):
+        read_messages(ChatMessages(messages=[{"role": "user", "content": [part]}]), 4)

@@ -1,0 +1,73 @@
+"""From a question to model inputs: template, system prompt, timestamps, precision."""
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+
+from kvcompress import KVCompressError
+from tests.support.checkpoints import image, load_lm, requests, write_video
+
+
+@pytest.fixture(scope="module")
+def video(tmp_path_factory):
+    return write_video(tmp_path_factory.mktemp("video") / "a.mp4")
+
+
+def test_a_begin_of_sequence_token_stands_in_the_prompt_once(checkpoint):
+    """The template writes it, or for plain text the tokenizer; the two never both."""
+    for family, template in (("qwen2-vl", "<7>Hi"), ("llama", "<7>Hi"), ("llama", "plain")):
+        lm = load_lm(checkpoint(family), fresh=True, chat_template="plain" if template == "plain" else None)
+        if template != "plain":
+            lm.processor.chat_template = template
+        lm.tokenizer.add_special_tokens({"bos_token": "<7>"})
+        lm.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<7> $A", special_tokens=[("<7>", 7)])
+        (request,) = requests(lm, [{"text": "hello"}])
+        assert lm.prepare([request]).inputs["input_ids"][0].tolist().count(7) == 1
+
+
+def test_frame_timestamps_of_a_video_reach_the_prompt(checkpoint, video):
+    """Qwen3-VL writes them; 12 frames at 4 per second, of which 0, 3, 7, 11 are taken and merged in pairs."""
+    lm = load_lm(checkpoint("qwen3-vl"))
+    (request,) = requests(lm, [{"text": "?", "videos": [video]}])
+    prompt = lm.tokenizer.decode(lm.prepare([request]).inputs["input_ids"][0])
+    assert "<0.4 seconds>" in prompt
+    assert "<2.2 seconds>" in prompt
+
+
+def test_seconds_between_frames_are_not_rounded_to_the_models_precision(checkpoint, tmp_path):
+    """Qwen2.5-VL multiplies them into the frames' positions: 0.9524 s, in bfloat16 0.953, made the last ones differ."""
+    lm = load_lm(checkpoint("qwen2.5-vl"), dtype="bfloat16", max_frames_num=30)
+    (request,) = requests(lm, [{"text": "?", "videos": [write_video(tmp_path / "a.mp4", frames=100, fps=7)]}])
+    inputs = lm.prepare([request]).inputs
+    assert inputs["second_per_grid_ts"].tolist() == pytest.approx([2 / (30 / 100 * 7)], rel=1e-6)
+    assert inputs["pixel_values_videos"].dtype == torch.bfloat16
+
+
+def test_images_for_a_text_only_model_are_an_error(checkpoint):
+    lm = load_lm(checkpoint("llama"))
+    with pytest.raises(KVCompressError, match="text-only"):
+        lm.generate_until(requests(lm, [{"text": "?", "images": [image(0)]}]))
+
+
+def test_system_prompt_is_the_first_message(checkpoint):
+    lm = load_lm(checkpoint("qwen2-vl"), system_prompt="Be brief.")
+    (request,) = requests(lm, [{"text": "hello"}])
+    assert lm.tokenizer.decode(lm.prepare([request]).inputs["input_ids"][0]).startswith("[system] Be brief.[user]")
+
+
+def test_chat_template_file_and_plain_text(checkpoint, tmp_path):
+    template = tmp_path / "t.jinja"
+    template.write_text("Q: {{ messages[0]['content'] }}\nA:")
+    for value, expected in ((str(template), "Q: hello\nA:"), ("plain", "hello")):
+        lm = load_lm(checkpoint("llama"), chat_template=value)
+        (request,) = requests(lm, [{"text": "hello"}])
+        assert lm.tokenizer.decode(lm.prepare([request]).inputs["input_ids"][0]) == expected
+
+
+def test_max_pixels_bounds_the_image_where_the_processor_scales_by_area(checkpoint):
+    tokens = []
+    for bounds in ({}, {"max_pixels": 32 * 32}, {"min_pixels": 112 * 112}):
+        lm = load_lm(checkpoint("qwen2-vl"), **bounds)
+        lm.generate_until(requests(lm, [{"text": "?", "images": [image(0)]}]))
+        tokens.append(lm.rows[0]["vision_tokens"])
+    assert tokens[1] < tokens[0] < tokens[2]

@@ -1,0 +1,164 @@
+"""The metrics of a grid on disk, from the command line: against numbers worked by hand."""
+
+import json
+
+import pytest
+
+from lmms_eval_plugins.metrics import main
+from tests.support.result_cells import write_answers as write
+
+FEW = ("--resamples", 100)  # 10,000 take a tenth of a second for each pair
+
+
+@pytest.fixture
+def grid(tmp_path):
+    """Two tasks; the full cache gets 4 of 4 and 2 of 4."""
+    folder = write(tmp_path, "one", "full", 1.0, "abcd", seconds=2.0)
+    write(tmp_path, "one", "knorm", 0.5, "abcx")
+    write(tmp_path, "one", "knorm", 0.25, "abxx", seconds=0.5)
+    write(tmp_path, "one", "snapkv", 0.25, "abcd")
+    other = write(tmp_path, "two", "full", 1.0, "abxy", seconds=2.0)
+    write(tmp_path, "two", "knorm", 0.25, "axxy", seconds=1.0)
+    return [folder, other]
+
+
+def command(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    output = capsys.readouterr()
+    return code, output.out, output.err
+
+
+def test_cells_say_share_loyalty_and_speed_up(grid, capsys):
+    _, text, _ = command(capsys, *grid, "--json")
+    cells = {(cell["task"], cell["series"], cell["size"]): cell for cell in json.loads(text)["cells"]}
+    cell = cells["two", "knorm", "0.25"]
+    assert (cell["score"], cell["full"], cell["relative"]) == (0.25, 0.5, 0.5)
+    assert cell["loyalty"] == 0.75  # "axxy" against "abxy", wrong answers included
+    assert cell["speed_up"] == 2.0
+    assert cells["one", "full", "1"]["loyalty"] == 1
+
+
+def test_overall_metrics_are_over_the_tasks_that_have_the_cell(grid, capsys):
+    _, text, _ = command(capsys, *grid, "--json")
+    overall = {(row["series"], row["size"]): row for row in json.loads(text)["overall"]}
+    row = overall["knorm", "0.25"]  # shares of full: 0.5 and 0.5
+    assert (row["tasks"], row["op"], row["mean"], row["min"], row["og"]) == (["one", "two"], 0.5, 0.5, 0.5, 0)
+    assert (row["ol"], row["ol_min"]) == ((0.5 + 0.75) / 2, 0.5)
+    assert (row["oe"], row["oe_min"]) == (3, 2)
+    assert overall["knorm", "0.5"]["tasks"] == ["one"]
+
+
+def test_curves_of_a_task_begin_at_a_ratio_that_all_have(grid, capsys):
+    _, text, _ = command(capsys, *grid, "--json", "--points", 25)
+    curves = {(row["task"], row["series"]): row for row in json.loads(text)["curves"]}
+    assert curves["one", "knorm"]["area"] == pytest.approx(((0.5 + 0.75) / 2 + (0.75 + 1) / 2) / 2)
+    assert curves["one", "snapkv"]["area"] == 1
+    assert [curves["one", name]["from"] for name in ("knorm", "snapkv")] == [0.25, 0.25]
+    assert [curves["one", name]["smallest"] for name in ("knorm", "snapkv")] == [0.5, 0.25]
+
+
+def test_seconds_are_of_the_first_token_and_each_further_one(tmp_path, capsys):
+    folder = write(tmp_path, "one", "full", 1.0, "abcd", tokens=5)  # 1 + 4 / 2 seconds
+    write(tmp_path, "one", "knorm", 0.5, "abcd", tokens=1)  # 1 second: there is no time per further token
+    _, text, _ = command(capsys, folder, "--json")
+    assert json.loads(text)["cells"][1]["speed_up"] == 3
+
+
+def test_areas_of_a_task_are_over_the_ratios_that_all_methods_have(grid, tmp_path, capsys):
+    write(tmp_path, "one", "h2o", 0.5, "abxx")
+    _, text, _ = command(capsys, grid[0], "--json")
+    curves = {row["series"]: row for row in json.loads(text)["curves"]}
+    assert {row["from"] for row in curves.values()} == {0.5}
+    assert curves["knorm"]["area"] == pytest.approx((0.75 + 1) / 2)
+    assert curves["h2o"]["area"] == pytest.approx((0.5 + 1) / 2)
+
+
+def test_an_area_that_begins_below_what_was_measured_is_left_open(grid, capsys):
+    code, text, _ = command(capsys, *grid, "--json", "--from", 0.1)
+    assert code == 0
+    assert [row["area"] for row in json.loads(text)["curves"]] == [None] * 3
+
+
+def test_compare_pairs_the_questions_at_each_common_ratio(grid, capsys):
+    _, text, _ = command(capsys, grid[0], "--json", "--compare", "snapkv", "knorm", *FEW)
+    (row,) = json.loads(text)["compared"]
+    assert (row["a"], row["b"], row["questions"], row["difference"]) == ("snapkv 0.25", "knorm 0.25", 4, 0.5)
+    _, text, _ = command(capsys, grid[0], "--json", "--compare", "knorm", "full", *FEW)
+    assert [(row["a"], row["difference"]) for row in json.loads(text)["compared"]] == [
+        ("knorm 0.5", -0.25), ("knorm 0.25", -0.5),
+    ]  # fmt: skip
+
+
+def test_tables_show_the_numbers(grid, capsys):
+    code, text, _ = command(capsys, *grid, "--compare", "knorm", "full", *FEW)
+    assert code == 0
+    for words in ("OP", "95 % interval", "smallest ratio within 1 points", "75.0 %", "4.00x", "-0.500"):
+        assert words in text
+
+
+def test_budgets_have_their_realised_ratio_on_the_axis(tmp_path, capsys):
+    folder = write(tmp_path, "one", "full", 1.0, "abcd")
+    write(tmp_path, "one", "knorm", None, "abxx", budget=64)
+    _, text, _ = command(capsys, folder, "--json")
+    read = json.loads(text)
+    assert read["cells"][1]["size"] == "budget=64"
+    assert read["curves"][0]["from"] == 0.3
+
+
+def test_cells_of_other_settings_are_not_compared_and_what_is_left_out_is_said(tmp_path, capsys):
+    folder = write(tmp_path, "one", "full", 1.0, "abcd")
+    write(tmp_path, "one", "knorm", 0.5, "abcx")
+    write(tmp_path, "one", "knorm", 0.5, "ab", truth="ab", settings={"limit": 2})
+    code, text, error = command(capsys, folder, "--json")
+    assert code == 0
+    assert len(json.loads(text)["cells"]) == 2
+    assert error.startswith("left out: one, m (limit=2): no cell of the full cache")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compare", "snapkvv", "knorm"], "'snapkvv' is no series of one; there are: 'full', 'knorm', 'snapkv'"),
+        (["--from", "1.5"], "starts at a ratio in (0, 1), not at 1.5"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(grid, capsys, arguments, message):
+    code, _, error = command(capsys, grid[0], *arguments)
+    assert code == 2
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_method_with_two_series_has_to_be_named_in_full(grid, tmp_path, capsys):
+    write(tmp_path, "one", "knorm", 0.5, "xxxx", options={"merge": "pivot"})
+    code, _, error = command(capsys, grid[0], "--compare", "knorm", "snapkv", *FEW)
+    assert code == 0  # "knorm" is the name of a series
+    write(tmp_path, "one", "snapkv", 0.25, "xxxx", options={"window_size": 8})
+    write(tmp_path, "one", "h2o", 0.25, "xxxx", options={"recent": 0.1})
+    write(tmp_path, "one", "h2o", 0.25, "xxxx", options={"recent": 0.2})
+    code, _, error = command(capsys, grid[0], "--compare", "h2o", "snapkv", *FEW)
+    assert (code, "'h2o' names several series of one" in error) == (2, True)
+
+
+@pytest.mark.parametrize("missing", ["folder", "full"])
+def test_no_cells_or_no_full_cache_is_an_error(tmp_path, capsys, missing):
+    folder = tmp_path / "one" / "m" if missing == "folder" else write(tmp_path, "one", "knorm", 0.5, "abcd")
+    code, _, error = command(capsys, folder)
+    assert code == 2
+    assert {"folder": "no finished cell under", "full": "run the same command with METHOD full"}[missing] in error
+
+
+def test_other_questions_than_the_full_caches_are_an_error(tmp_path, capsys):
+    folder = write(tmp_path, "one", "full", 1.0, "abcd")
+    write(tmp_path, "one", "knorm", 0.5, "abc", truth="abc")
+    code, _, error = command(capsys, folder)
+    assert (code, "answered other questions than the full cache" in error) == (2, True)
+
+
+def test_a_metric_without_a_number_per_question_cannot_be_paired(grid, tmp_path, capsys):
+    folder = grid[0]
+    for file in folder.glob("*/samples.jsonl"):
+        file.write_text(file.read_text().replace('"acc": 1.0', '"acc": {"question_id": 3}'))
+    code, _, error = command(capsys, folder, "--compare", "snapkv", "knorm", *FEW)
+    assert (code, "one: acc is no number per question" in error) == (2, True)
+    assert command(capsys, folder)[0] == 0  # loyalty and the rest need none

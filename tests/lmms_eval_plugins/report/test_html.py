@@ -1,0 +1,308 @@
+"""The report says what the cells on disk say; its page works in a browser, wide and narrow, without network."""
+
+import base64
+import json
+import re
+import shutil
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from kvcompress.__main__ import main
+from lmms_eval_plugins import evaluate
+from lmms_eval_plugins.cells import results
+from lmms_eval_plugins.cells.kept_tokens import read_kept_tokens, write_kept_tokens
+from lmms_eval_plugins.cells.results import Cell
+from lmms_eval_plugins.model.kept_tokens import jpeg, packed_bits
+from lmms_eval_plugins.report.html.data import page_data
+from lmms_eval_plugins.report.html.groups import load_groups
+from lmms_eval_plugins.report.html.tables import latex
+
+TASK, LAYERS, HEADS, SIDE, QUESTIONS = "signs_val", 3, 2, 4, 25
+SCORES = {("full", 1.0): 1.0, ("snapkv", 0.5): 0.96, ("snapkv", 0.1): 0.4, ("random", 0.5): 0.6, ("random", 0.1): 0.08}
+SPEED = {1.0: 0.008, 0.5: 0.006, 0.1: 0.004}
+
+
+def entry(doc_id, ratio):
+    """What survives: of the image as many patches as the ratio says, more in later layers; all text."""
+    kept = np.zeros((LAYERS, HEADS, SIDE * SIDE), dtype=bool)
+    for layer in range(LAYERS):
+        kept[layer, :, : round(ratio * SIDE * SIDE) + layer] = True
+    view = {"start": 0, "rows": SIDE, "columns": SIDE, "stride": SIDE, "box": [0, 0, 1, 1]}
+    pixels = np.full((40, 60, 3), 200, dtype=np.uint8)
+    pixels[:, doc_id % 60] = 0
+    picture = Image.fromarray(pixels)
+    return {
+        "task": TASK, "doc_id": doc_id, "layers": list(range(LAYERS)), "kv_heads": HEADS,
+        "vision": packed_bits(kept), "text": packed_bits(np.ones((LAYERS, HEADS, 2), dtype=bool)),
+        "pieces": ["what", "?\n"],
+        "images": [{
+            "jpeg": base64.b64encode(jpeg(picture)).decode(), "size": [60, 40],
+            "layout": {"start": 0, "tokens": SIDE * SIDE, "views": [view], "note": ""},
+        }],
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Five cells of 25 questions, on disk as an evaluation leaves them; what survived is known of the first three."""
+    root = tmp_path_factory.mktemp("results")
+    for (method, ratio), score in SCORES.items():
+        cell = Cell(TASK, "org/model", method, ratio, settings={"limit": QUESTIONS})
+        protocol = {
+            "task": TASK, "model": cell.model, "method": method, "ratio": ratio, "budget": None,
+            "settings": cell.settings, "changed_options": {},
+        }  # fmt: skip
+        efficiency = {name: {"median": SPEED[ratio]} for name in ("ttft_s", "tpot_s")}
+        efficiency |= {
+            "kv_bytes_prompt": {"median": 1e6 * ratio},
+            "realised_ratio": {"mean": ratio, "per_layer": [ratio] * LAYERS},
+        }
+        scores = {"alias": TASK, "exact_match,none": score, "exact_match_stderr,none": 0.05}
+        samples = []
+        for doc in range(QUESTIONS):
+            right = doc < round(score * QUESTIONS)
+            measurement = dict.fromkeys(("tokens_in", "tokens_out", "vision_tokens", "kv_bytes_prompt"), 18)
+            answer = str(doc) if right else "no & idea"
+            samples.append(
+                {
+                    "task": TASK, "doc_id": doc, "input": f"What is {doc}? <script>alert(1)</script>", "target": "x",
+                    "doc": {"answers": [str(doc)] * 3 + ["other"]}, "filtered_resps": [answer],
+                    "exact_match": float(right), "measurement": {**measurement, "ttft_s": 0.1, "tpot_s": None},
+                }
+            )  # fmt: skip
+        with results.new_cell(cell.folder(root)) as draft:
+            write_kept_tokens(draft, cell.folder(root).parent / "images", 3, [entry(doc, ratio) for doc in range(3)])
+            results.write_cell(
+                draft, {"protocol": protocol, "results": {TASK: scores}, "efficiency": efficiency}, samples
+            )
+    return root
+
+
+@pytest.fixture(scope="module")
+def report(root, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out")
+    assert main(["report", str(root), "--out", str(out)]) == 0
+    return out
+
+
+def test_files_hold_every_cell_and_every_sample(report):
+    cells, samples = pd.read_parquet(report / "cells.parquet"), pd.read_parquet(report / "samples.parquet")
+    assert {(row.method, row.ratio): row.score for row in cells.itertuples()} == SCORES
+    assert len(samples) == len(SCORES) * QUESTIONS
+    scores = samples.groupby(["series", "size"])["score"].mean()
+    assert scores["snapkv", 0.1] == pytest.approx(0.4)
+    assert samples["gold"][7] == "7 | other"
+    for name, frame in (("cells", cells), ("samples", samples)):
+        text = pd.read_csv(report / f"{name}.csv", dtype={"answer": str, "gold": str})
+        assert len(text) == len(frame)
+        assert list(text.columns) == list(frame.columns)
+    assert not list(report.glob("*.tmp"))
+
+
+def test_markdown_and_latex_hold_the_scores_by_ratio(report):
+    text = (report / "tables.md").read_text()
+    assert "| snapkv | 0.1 | 40.0 ± 5.0 |" in text
+    assert "| method | 1 | 0.5 | 0.1 |" in text
+    assert "| random |  | 60.0 ± 5.0 | 8.0 ± 5.0 |" in text
+    latex = (report / "tables.tex").read_text()
+    for rule in ("\\toprule", "\\midrule", "\\bottomrule", "\\begin{tabular}{lrrr}"):
+        assert rule in latex
+    assert "random &  & 60.0 $\\pm$ 5.0 & 8.0 $\\pm$ 5.0 \\\\" in latex
+    assert "signs\\_val" in latex
+    assert "_" not in latex.replace("\\_", "").replace("signs_val", "")
+    assert latex.count("\\begin{table}") == latex.count("\\end{table}") == 2
+
+
+def test_latex_escapes_what_has_a_meaning_there():
+    text = latex(pd.DataFrame({"a_b": ["50 % & more"]}), "x_y {z}")
+    assert "50 \\% \\& more" in text
+    assert "a\\_b" in text
+    assert "x\\_y \\{z\\}" in text
+
+
+def test_the_page_is_one_file_that_names_no_address(report):
+    page = (report / "report.html").read_text()
+    assert not re.findall(r"""(?:src|href)=["'](?!data:)""", page)
+    assert not re.findall(r"@import|url\((?!data:)", page)
+    assert set(re.findall(r"https?://[^\"'\s]+", page)) <= {"http://www.w3.org/2000/svg"}
+    assert "<script>alert(1)" not in page
+
+
+def test_an_image_stands_in_the_page_once_and_budgets_are_means_over_questions(root):
+    (group,) = page_data(load_groups(root))["groups"]
+    images = page_data(load_groups(root))["images"]
+    assert len(images) == 3
+    assert all(url.startswith("data:image/jpeg;base64,") for url in images.values())
+    cell = next(cell for cell in group["cells"] if (cell["method"], cell["ratio"]) == ("snapkv", 0.5))
+    tokens = SIDE * SIDE
+    expected = [[(tokens / 2 + layer + 2) / (tokens + 2)] * HEADS for layer in range(LAYERS)]
+    np.testing.assert_allclose(cell["per_head"], expected, atol=1e-4)
+    assert {cell["method"] + cell["size"]: cell["same"] for cell in group["cells"]} == pytest.approx(
+        {"full1": 1, "snapkv0.5": 0.96, "snapkv0.1": 0.4, "random0.5": 0.6, "random0.1": 0.08}
+    )
+
+
+def test_groups_are_found_from_any_folder_above_the_cells_and_kept_apart(root, tmp_path):
+    shutil.copytree(root, tmp_path, dirs_exist_ok=True)
+    cell = tmp_path / TASK / "org__model" / "random-0.1-limit=25" / "results.json"
+    other = json.loads(cell.read_text())
+    other["protocol"]["settings"] = {"limit": 8}
+    (tmp_path / ".unfinished-1" / "new").mkdir(parents=True)
+    (tmp_path / ".unfinished-1" / "new" / "results.json").write_text("{")
+    cell.write_text(json.dumps(other))
+    for folder in (tmp_path, tmp_path / TASK, tmp_path / TASK / "org__model"):
+        assert [len(group.cells) for group in load_groups(folder)] == [4, 1]
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}"])
+def test_no_cells_or_damaged_ones_are_one_clear_line(tmp_path, capsys, content):
+    if content:
+        (tmp_path / "results.json").write_text(content)
+    assert main(["report", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path) in line
+
+
+# -- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no chromium on PATH (Debian: apt install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        )
+        yield browser
+        browser.close()
+
+
+def column(page, place):
+    return page.locator(f"#cells-table tbody tr td:nth-child({place})").all_inner_texts()
+
+
+def picture(page, series):
+    return page.evaluate(f"document.querySelector('[data-series={series}] canvas').toDataURL()")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_works_in_a_browser(browser, report, width):
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    said, asked = [], []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(f"file://{report / 'report.html'}")
+    page.wait_for_selector("[data-series=snapkv] canvas")
+
+    # Sorting: by method as it comes, then by score, both ways.
+    page.click("#cells-table th:nth-child(3)")
+    scores = [float(text.split()[0]) for text in column(page, 3)]
+    assert scores == sorted((100 * score for score in SCORES.values()), reverse=True)
+    page.click("#cells-table th:nth-child(3)")
+    assert [float(text.split()[0]) for text in column(page, 3)] == scores[::-1]
+    assert page.get_attribute("#cells-table th:nth-child(3)", "aria-sort") == "ascending"
+
+    # Plots: a point per cell; the front is what nothing beats; a method can be hidden.
+    assert page.locator("#plot-size circle.point").count() == 5
+    front = page.get_attribute("#plot-size .front", "points").split()
+    assert len(front) == 3  # snapkv at 0.1 and 0.5, full
+    page.click("#legend button:has-text('snapkv')")
+    assert page.locator("#plot-size circle.point").count() == 3
+    page.select_option("#x-time", "ttft_s")
+    assert "time to first token" in page.text_content("#plot-time svg")
+
+    # Overlay: each layer is another picture; a patch that is kept is as bright as the image, another is dark.
+    page.select_option("#survivor-size", "0.5")
+    page.wait_for_function("document.querySelectorAll('#overlays .card').length === 3")
+    seen = set()
+    for layer in (1, 2, 3):
+        page.fill("#layer", str(layer))
+        page.wait_for_function(f"document.getElementById('layer-name').textContent === '{layer - 1}'")
+        page.wait_for_timeout(150)
+        seen.add(picture(page, "snapkv"))
+    assert len(seen) == 3
+    light = page.evaluate(
+        """() => { const c = document.querySelector('[data-series=snapkv] canvas');
+        const pixels = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+        return [0, 1, 2, 3].flatMap(row => [0, 1, 2, 3].map(column => pixels[4 * (
+            Math.round((row + 0.5) * c.height / 4) * c.width + Math.round((column + 0.5) * c.width / 4))])); }"""
+    )
+    assert [value > 120 for value in light] == [True] * 10 + [False] * 6  # half of 16, and two more in layer 2
+
+    # Answers: filters and search.
+    page.select_option("#sample-size", "0.1")
+    page.select_option("#filter", "differs")
+    assert page.locator("#sample-list .sample").count() == 20
+    page.click("#more")
+    assert page.locator("#sample-list .sample").count() == 23  # random has 2 of 25 right at 0.1
+    assert page.locator("#sample-list .sample:first-of-type .answer.bad").count() == 1
+    page.fill("#search", "is 24?")
+    assert page.locator("#sample-list .sample").count() == 1
+    assert "<script>alert(1)</script>" in page.inner_text("#sample-list")
+
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert said == []
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    page.close()
+
+
+# -- with the bundled model
+
+
+@pytest.fixture
+def in_tmp_path(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_overlays_are_stored_once_asked_for(in_tmp_path, tmp_path, capsys):
+    words = ["tiny_textvqa", "tiny", "snapkv", "0.2", "--limit", "3", "window_size=4"]
+    folder = tmp_path / "results" / "tiny_textvqa" / "tiny" / "snapkv-0.2-limit=3-window_size=4"
+    assert evaluate.main([*words]) == 0
+    assert list(read_kept_tokens(folder)) == []
+    assert evaluate.main([*words, "--overlays", "2"]) == 0
+    assert "computed again" in capsys.readouterr().out
+    assert [one["doc_id"] for one in read_kept_tokens(folder)] == [0, 1]
+    assert len(list((folder.parent / "images").iterdir())) == 2
+    assert evaluate.main([*words, "--overlays", "1"]) == 0
+    assert "complete and skipped" in capsys.readouterr().out
+    assert "survivors" not in (folder / "samples.jsonl").read_text()
+    assert main(["report", "results"]) == 0
+
+
+def test_show_writes_the_overlay_of_one_image(in_tmp_path, tmp_path, capsys):
+    Image.new("RGB", (200, 120), (200, 60, 60)).save("a.png")
+    assert main(["show", "a.png", "What is it?", "--method", "snapkv,random", "--ratio", "0.2", "window_size=4"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"full: '.*', keeps 100.0% of the image tokens and 100.0% of the text tokens", said)
+    shares = re.search(r"snapkv window_size=4 0.2: '.*', keeps (.*)% of the image tokens and (.*)% of the text", said)
+    assert 0 < float(shares[1]) < 25
+    assert "data:image/jpeg" in (tmp_path / "survivors.html").read_text()
+    assert main(["show", "a.png", "What is it?", "--out", "b.png"]) == 0
+    with Image.open("b.png") as picture:
+        assert picture.width > 600
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["none.png", "?"], "none.png"),
+        (["a.png", "?", "--out", "a.pdf"], "a.pdf"),
+        (["a.png", "?", "--method", "snap"], "snap"),
+        (["a.png", "?", "--ratio", "2"], "2"),
+        (["a.png", "?", "sinks=3"], "sinks"),
+    ],
+)
+def test_show_names_what_is_wrong_in_one_line(in_tmp_path, capsys, words, named):
+    Image.new("RGB", (20, 12)).save("a.png")
+    assert main(["show", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert named in line

@@ -1,0 +1,463 @@
+"""Sweeps: trials, what they log, and that a sweep which was cut goes on as if it had not been."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import optuna
+import pytest
+import torch
+import wandb
+import yaml
+from wandb import wandb_agent
+from wandb.proto import wandb_internal_pb2
+from wandb.sdk.internal.datastore import DataStore
+
+from lmms_eval_plugins.cells.errors import EvaluationFailed, UsageError
+from lmms_eval_plugins.cells.results import dumps, new_cell, write_cell
+from lmms_eval_plugins.sweep import __main__ as command
+from lmms_eval_plugins.sweep import runner, trial
+from lmms_eval_plugins.sweep.config import read_config
+from lmms_eval_plugins.sweep.runner import Sweep, locked, run_here
+from lmms_eval_plugins.sweep.study import JOURNAL_FILE, Trials
+from lmms_eval_plugins.sweep.table import write_table
+
+ROOT = Path(__file__).parents[3]
+TRIAL = {"task": "tiny_textvqa", "model": "tiny", "method": "snapkv", "ratio": 0.2, "limit": 2, "window_size": 8}
+SPACE = {
+    "task": {"value": "tiny_textvqa"},
+    "model": {"value": "tiny"},
+    "method": {"values": ["full", "snapkv"]},
+    "ratio": {"values": [0.5, 0.2]},
+}
+SEARCH = {
+    **SPACE,
+    "method": {"value": "snapkv"},
+    "ratio": {"min": 0.1, "max": 1.0},
+    "window_size": {"min": 1, "max": 32},
+}
+
+
+def write(path: Path, method: str = "grid", parameters: dict = SPACE, **others) -> Path:
+    metric = {"name": "accuracy", "goal": "maximize"}
+    path.write_text(yaml.safe_dump({"method": method, "metric": metric, "parameters": parameters, **others}))
+    return path
+
+
+@pytest.fixture
+def config(tmp_path):
+    return lambda *args, **others: read_config(write(tmp_path / "sweep.yaml", *args, **others), {})
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """wandb writes under tmp_path; it remembers such settings for the whole process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()
+    yield tmp_path / "wandb"
+    wandb.teardown()
+
+
+def read_run(folder: Path) -> dict:
+    """What an offline run under a folder holds: project, group, config and history, as wandb reads it."""
+    wandb.teardown()  # its writing process has then written all
+    (file,) = folder.rglob("*.wandb")
+    store = DataStore()
+    store.open_for_scan(str(file))
+    found = {"config": {}, "history": []}
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            found |= {"project": record.run.project, "group": record.run.run_group, "id": record.run.run_id}
+            found["sweep"] = record.run.sweep_id
+        for item in {"run": record.run.config, "config": record.config}.get(kind, record.config).update:
+            found["config"][item.key] = json.loads(item.value_json)
+        if kind == "history":
+            items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            found["history"].append(items)
+        if kind == "exit":
+            found["exit"] = record.exit.exit_code
+    return found
+
+
+def results_of(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+# -- one trial
+
+
+def test_a_trial_offline_logs_all_that_lmms_eval_leaves_out(tmp_path, offline):
+    values = trial.run_trial(TRIAL, tmp_path / "results")
+    cell = results_of(tmp_path / "results/tiny_textvqa/tiny/snapkv-0.2-limit=2-window_size=8")
+    run = read_run(offline)
+    (logged,) = run["history"]
+    assert {*trial.METRICS, "samples"} <= logged.keys()
+    assert {name: logged[name] for name in values} == pytest.approx(values)
+    assert logged["accuracy"] == cell["results"]["tiny_textvqa"]["exact_match,none"]
+    assert logged["accuracy_stderr"] == cell["results"]["tiny_textvqa"]["exact_match_stderr,none"]
+    assert logged["throughput"] == pytest.approx(cell["throughput"]["avg_speed"])
+    for name, quantity in (("ttft_s", "ttft_s"), ("tpot_s", "tpot_s"), ("kv_bytes", "kv_bytes_prompt")):
+        assert logged[name] == pytest.approx(cell["efficiency"][quantity]["median"])
+    assert logged["realised_ratio"] == pytest.approx(0.2, abs=0.01)
+    assert run["config"]["window_size"] == 8
+    assert run["config"]["protocol"] == cell["protocol"]
+    assert run["exit"] == 0
+
+
+def test_a_trial_that_is_complete_on_disk_is_only_logged(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    first = trial.run_trial(TRIAL, tmp_path)
+    monkeypatch.setattr(trial, "load_model", lambda arguments: pytest.fail("a model was loaded"))
+    assert trial.run_trial(TRIAL, tmp_path) == first
+
+
+def test_trials_that_share_a_model_load_it_once(tmp_path, monkeypatch):
+    loaded, load, evaluated = [], trial.load_model, []
+    monkeypatch.setattr(trial, "load_model", lambda arguments: loaded.append(arguments) or load(arguments))
+    monkeypatch.setattr(trial, "evaluate_cell", lambda lm, job: evaluated.append((lm.model.dtype, job.cell.method)))
+    evaluator = trial.Evaluator()
+    for changes in ({}, {"ratio": 0.5}, {"method": "full"}, {"dtype": "float32"}):
+        evaluator.evaluate({**TRIAL, **changes}, tmp_path)
+    assert [arguments.dtype for arguments in loaded] == ["auto", "float32"]
+    bfloat16 = [(torch.bfloat16, method) for method in ("snapkv", "snapkv", "full")]
+    assert evaluated == [*bfloat16, (torch.float32, "snapkv")]
+
+
+def test_a_trial_that_fails_marks_its_run_as_failed(tmp_path, offline, capsys):
+    arguments = [f"--{name}={value}" for name, value in {**TRIAL, "model": str(tmp_path / "none")}.items()]
+    assert command.main(["trial", *arguments]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: MODEL")
+    assert read_run(offline)["exit"] == 1
+
+
+def test_with_several_processes_the_evaluation_command_starts_them_and_one_run_is_logged(tmp_path, monkeypatch):
+    commands = []
+
+    def fake(arguments):
+        commands.append(arguments)
+        return subprocess.CompletedProcess(arguments, 3)
+
+    monkeypatch.setenv("NUM_PROCESSES", "2")
+    monkeypatch.setattr(trial.subprocess, "run", fake)
+    with pytest.raises(EvaluationFailed, match="ended with exit code 3"):
+        trial.Evaluator().evaluate(TRIAL, tmp_path)
+    (arguments,) = commands
+    assert arguments[1:7] == ["-m", "lmms_eval_plugins.evaluate", "tiny_textvqa", "tiny", "snapkv", "0.2"]
+
+
+@pytest.mark.slow
+def test_wandbs_agent_runs_a_trial_of_a_shipped_sweep(tmp_path, monkeypatch):
+    """wandb's own agent, with a server that hands out one trial and then ends."""
+    sweep = (ROOT / "configs/sweeps/demo.yaml").read_text()
+    run = {"type": "run", "run_id": "abc12345", "program": None}
+    run["args"] = {name: {"value": value} for name, value in {**TRIAL, "pooling": "max"}.items()}
+
+    class Server:
+        def sweep(self, *args):
+            return {"config": sweep}
+
+        def register_agent(self, *args, **kwargs):
+            return {"id": "agent"}
+
+        def agent_heartbeat(self, agent, metrics, running):
+            return [] if running else [run]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep123")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("WANDB_RUN_ID", "replaced")  # the agent sets these two, and leaves them set
+    monkeypatch.setenv("WANDB_SWEEP_PARAM_PATH", "replaced")
+    agent = wandb_agent.Agent(Server(), queue.Queue(), sweep_id="sweep123", count=1)
+    agent.POLL_INTERVAL = 0.5
+    agent.run()
+    assert agent._failed == 0
+    assert (tmp_path / "results/tiny_textvqa/tiny/snapkv-0.2-limit=2-pooling=max-window_size=8/results.json").exists()
+    logged = read_run(tmp_path / "wandb")
+    assert (logged["id"], logged["sweep"]) == ("abc12345", "sweep123")
+    assert logged["config"]["window_size"] == 8
+    assert {*trial.METRICS} <= logged["history"][0].keys()
+
+
+# -- the trials of a sweep, without a model
+
+
+def value_of(parameters: dict) -> float:
+    return parameters["ratio"] + parameters["window_size"] / 100
+
+
+def play(config, folder: Path, cut_at: tuple[int, ...] = (), within_draw: int | None = None) -> list[tuple]:
+    """All trials of a search with `value_of` as their value; cut before the values of some are told."""
+    trials, done = Trials(config, folder, 0, set()), 0
+    while (drawn := trials.next()) is not None:
+        if done in cut_at:
+            cut_at = tuple(at for at in cut_at if at != done)
+            trials = Trials(config, folder, 0, set())
+        else:
+            trials.tell(drawn, value_of(drawn.parameters))
+            done += 1
+            if done == within_draw:
+                trials._study.ask()  # noted, and killed before it has parameters
+                trials = Trials(config, folder, 0, set())
+    return [tuple(sorted(found.parameters.items())) for found in trials.drawn()]
+
+
+@pytest.mark.parametrize("method", ["random", "bayes"])
+def test_a_search_that_was_cut_draws_what_it_would_have_drawn(config, tmp_path, method):
+    search = config(method, SEARCH, run_cap=13)
+    whole = play(search, tmp_path / "whole")
+    assert len(set(whole)) == 13
+    assert play(search, tmp_path / "cut", cut_at=(0, 5, 12)) == whole
+    assert play(search, tmp_path / "within", within_draw=11) == whole
+
+
+def test_a_bayes_search_finds_better_trials_than_random(config, tmp_path):
+    def late(method):
+        found = play(config(method, SEARCH, run_cap=20), tmp_path / method)
+        return sum(value_of(dict(parameters)) for parameters in found[-8:])
+
+    assert late("bayes") > late("random")
+
+
+def test_another_seed_draws_other_trials(config, tmp_path):
+    search = config("random", SEARCH, run_cap=3)
+    first, second = (Trials(search, tmp_path / str(seed), seed, set()).next() for seed in (0, 1))
+    assert first.parameters != second.parameters
+
+
+def test_a_grid_goes_on_with_what_was_left_running(config, tmp_path):
+    grid = config()
+    trials = Trials(grid, tmp_path, 0, set())
+    first, second = trials.next(), trials.next()
+    trials.tell(second, 1.0)
+    assert trials.left == 2
+    again = Trials(grid, tmp_path, 0, set())
+    assert again.left == 3
+    numbers = [again.next().number for _ in range(3)]
+    assert numbers == [first.number, 2, 3]
+    assert again.next() is None
+
+
+def test_a_grid_that_was_cut_within_a_draw_loses_no_combination(config, tmp_path):
+    grid = config("grid", {**SPACE, "ratio": {"values": [0.9, 0.8, 0.7, 0.6, 0.5, 0.4]}})
+    trials = Trials(grid, tmp_path, 0, set())
+    trials.tell(trials.next(), 1.0)
+    for _ in range(3):
+        trials._study.ask()  # noted, and killed before it has parameters
+    again = Trials(grid, tmp_path, 0, set())
+    seen = [again.drawn()[0].parameters]
+    while (drawn := again.next()) is not None:
+        again.tell(drawn, 1.0)
+        seen.append(drawn.parameters)
+    assert len(seen) == 12
+    assert len({(found["method"], found["ratio"]) for found in seen}) == 12
+    states = [found.state.name for found in again._study.get_trials()]
+    assert (states.count("COMPLETE"), states.count("FAIL"), len(states)) == (12, 3, 15)
+    assert Trials(grid, tmp_path, 0, set()).left == 0
+
+
+def test_a_search_without_run_cap_is_an_error_and_a_cap_can_grow(config, tmp_path):
+    with pytest.raises(UsageError, match="a random sweep needs run_cap: in its file, or --trials N"):
+        Trials(config("random", SEARCH), tmp_path, 0, set())
+    assert Trials(config("random", SEARCH), tmp_path, 0, set(), cap=2).left == 2
+    assert Trials(config("random", SEARCH), tmp_path, 0, set(), cap=5).left == 5
+
+
+def test_another_sweep_of_the_same_name_is_an_error(config, tmp_path):
+    Trials(config(), tmp_path, 0, set())
+    with pytest.raises(UsageError, match=r"holds another sweep of this name \(constants, space changed\): give --name"):
+        Trials(config("grid", {**SPACE, "ratio": {"value": 0.2}}), tmp_path, 0, set())
+    with pytest.raises(UsageError, match=r"\(seed changed\)"):
+        Trials(config(), tmp_path, 1, set())
+
+
+def test_a_sweep_runs_in_one_process_only(tmp_path):
+    with (
+        locked(tmp_path),
+        pytest.raises(EvaluationFailed, match="another process is running this sweep"),
+        locked(tmp_path),
+    ):
+        pass
+    with locked(tmp_path):
+        pass
+
+
+# -- a sweep with a stand-in for the model
+
+
+class FakeEvaluator:
+    """Writes a cell whose score is its ratio. `broken` ratios fail."""
+
+    broken: tuple[float, ...] = ()
+    evaluated: ClassVar[list[str]] = []
+
+    def evaluate(self, parameters: dict, output: Path) -> Path:
+        if parameters["ratio"] in self.broken:
+            raise RuntimeError("out of\nmemory")
+        folder = trial.cell_folder(parameters, output)
+        if folder.exists():
+            return folder
+        self.evaluated.append(folder.name)
+        method, ratio = parameters["method"], 1.0 if parameters["method"] == "full" else parameters["ratio"]
+        protocol = {"task": parameters["task"], "model": "tiny", "method": method, "ratio": ratio, "budget": None}
+        protocol |= {"settings": {}, "changed_options": {}, "scope": None, "ratio_of": None, "first_token": None}
+        scores = {"exact_match,none": ratio, "exact_match_stderr,none": 0.01}
+        efficiency = {name: {"median": ratio} for name in ("ttft_s", "tpot_s", "kv_bytes_prompt", "peak_memory_bytes")}
+        efficiency["realised_ratio"] = {"mean": ratio}
+        results = {"protocol": protocol, "results": {parameters["task"]: scores}, "efficiency": efficiency}
+        with new_cell(folder) as draft:
+            write_cell(draft, json.loads(dumps({**results, "environment": {}})), [])
+        return folder
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(FakeEvaluator, "broken", ())
+    monkeypatch.setattr(FakeEvaluator, "evaluated", [])
+    monkeypatch.setattr(runner, "Evaluator", FakeEvaluator)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setattr(command, "quiet", lambda verbosity: None)
+    return FakeEvaluator
+
+
+def report_of(output: Path, name: str = "sweep") -> list[list[str]]:
+    """The rows of a sweep's table."""
+    lines = (output / "sweeps" / name / "report.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [row for row in rows if row[0] not in ("trial", "---")]
+
+
+def test_a_grid_ends_with_a_table_in_its_order_one_row_per_cell(fake, tmp_path, capsys):
+    assert command.main(["run", str(write(tmp_path / "sweep.yaml")), f"--output_path={tmp_path / 'out'}"]) == 0
+    assert fake.evaluated == ["full-1", "snapkv-0.5", "snapkv-0.2"]
+    assert [row[:4] for row in report_of(tmp_path / "out")] == [
+        ["1", "full", "1", "100.0 ± 1.0"],
+        ["3", "snapkv", "0.5", "50.0 ± 1.0"],
+        ["4", "snapkv", "0.2", "20.0 ± 1.0"],
+    ]
+    assert "trial 4 of 4 (method=snapkv ratio=0.2): accuracy 0.2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("goal", "metric", "best"), [("maximize", "accuracy", max), ("minimize", "ttft_s", min)])
+def test_a_search_ends_with_the_best_trial_first(fake, tmp_path, goal, metric, best):
+    file = write(tmp_path / "sweep.yaml", "random", SEARCH, run_cap=6)
+    file.write_text(file.read_text().replace("accuracy", metric).replace("maximize", goal))
+    assert command.main(["run", str(file), f"--output_path={tmp_path / 'out'}"]) == 0
+    ratios = [float(row[2]) for row in report_of(tmp_path / "out")]
+    assert len(ratios) == 6
+    assert ratios == sorted(ratios, reverse=best is max)
+
+
+def test_a_failed_trial_is_named_does_not_end_the_sweep_and_is_tried_again(fake, tmp_path, capsys):
+    arguments = ["run", str(write(tmp_path / "sweep.yaml")), f"--output_path={tmp_path / 'out'}"]
+    fake.broken = (0.5,)
+    assert command.main(arguments) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: 2 of 4 trials failed; the same command tries them again; the last: trial 3 of 4 (")
+    assert error.endswith("RuntimeError: out of memory")
+    assert [row[0] for row in report_of(tmp_path / "out")] == ["2", "4"]
+    fake.broken = ()
+    assert command.main(arguments) == 0
+    assert fake.evaluated == ["full-1", "snapkv-0.2", "snapkv-0.5"]
+    assert [row[0] for row in report_of(tmp_path / "out")] == ["1", "3", "4"]
+
+
+def test_a_sweep_whose_first_trials_all_fail_ends(fake, tmp_path, capsys):
+    fake.broken = (0.5, 0.2)
+    assert command.main(["run", str(write(tmp_path / "sweep.yaml")), f"--output_path={tmp_path / 'out'}"]) == 1
+    assert "error: the first 3 trials failed; trial 3 of 4" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_finished_trial_whose_results_were_removed_is_evaluated_again(fake, config, tmp_path):
+    sweep = Sweep(config(), tmp_path)
+    run_here(sweep)
+    for file in (tmp_path / "tiny_textvqa/tiny/snapkv-0.2").iterdir():
+        file.unlink()
+    (tmp_path / "tiny_textvqa/tiny/snapkv-0.2").rmdir()
+    again = Sweep(config(), tmp_path)
+    assert again.trials.left == 1
+    run_here(again)
+    write_table(again)
+    assert fake.evaluated == ["full-1", "snapkv-0.5", "snapkv-0.2", "snapkv-0.2"]
+    assert len(report_of(tmp_path)) == 3
+
+
+def test_each_trial_of_a_local_sweep_is_one_offline_run(fake, tmp_path, offline, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    file = write(tmp_path / "sweep.yaml", "grid", {**SPACE, "method": {"value": "snapkv"}, "ratio": {"value": 0.2}})
+    assert command.main(["run", str(file), f"--output_path={tmp_path / 'out'}"]) == 0
+    run = read_run(tmp_path / "out/sweeps/sweep/wandb")
+    assert (run["project"], run["group"], run["exit"]) == ("kvcompress", "sweep", 0)
+    assert run["config"]["ratio"] == 0.2
+    assert [items["accuracy"] for items in run["history"]] == [0.2]
+
+
+def test_wrong_flags_and_commands_are_errors(monkeypatch, capsys):
+    def error(*arguments):
+        assert command.main(list(arguments)) == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert error("sweep").startswith("error: 'sweep' is neither run nor trial")
+    assert error("run", "a.yaml", "--trials", "0") == "error: argument --trials: '0' is not a positive number"
+    assert error("run", "a.yaml", "--workers", "2") == "error: --workers and --cpus-per-trial are for --ray"
+    assert error("run", "none.yaml").startswith("error: sweep file 'none.yaml' cannot be read")
+    assert error("run", "a.yaml", "limit").startswith("error: 'limit' is not --name=value")
+    monkeypatch.setenv("NUM_PROCESSES", "2")
+    assert error("run", "a.yaml", "--ray", "local").startswith(
+        "error: NUM_PROCESSES=2 with --ray: a trial on Ray is one"
+    )
+
+
+# -- killed
+
+
+def columns(output: Path, name: str) -> list[list[str]]:
+    """The table without the times, which no two runs share."""
+    return [[*row[:4], row[-3], row[-2], row[-1]] for row in report_of(output, name)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["grid", "bayes"])
+def test_a_sweep_that_is_killed_ends_with_the_table_of_one_that_is_not(tmp_path, method):
+    parameters = SPACE if method == "grid" else SEARCH
+    file = write(tmp_path / "sweep.yaml", method, {**parameters, "batch_size": {"value": 4}}, run_cap=6)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
+
+    def start(output: Path) -> subprocess.Popen:
+        arguments = ["run", str(file), "--limit", "4", "--output_path", str(output)]
+        return subprocess.Popen(
+            [sys.executable, "-m", "lmms_eval_plugins.sweep", *arguments], env=environment, stdout=subprocess.DEVNULL
+        )
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert start(whole).wait() == 0
+    killed = start(cut)
+    while not list(cut.glob("tiny_textvqa/tiny/snapkv-*/results.json")):  # then the next trial is under way
+        time.sleep(0.05)
+        assert killed.poll() is None
+    time.sleep(0.2)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert not (cut / "sweeps/sweep-limit=4/report.md").exists()
+    assert start(cut).wait() == 0
+    assert columns(cut, "sweep-limit=4") == columns(whole, "sweep-limit=4")
+    states = optuna.load_study(
+        study_name=None,
+        storage=optuna.storages.JournalStorage(
+            optuna.storages.journal.JournalFileBackend(str(cut / "sweeps/sweep-limit=4" / JOURNAL_FILE))
+        ),
+    ).get_trials()
+    assert all(found.state == optuna.trial.TrialState.COMPLETE for found in states)

@@ -1,0 +1,222 @@
+"""Tiny random checkpoints with tokenizer and processor, and requests as lmms-eval makes them."""
+
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from lmms_eval.api.instance import Instance
+from PIL import Image
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    CLIPImageProcessor,
+    GotOcr2ImageProcessor,
+    InternVLProcessor,
+    InternVLVideoProcessor,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+from lmms_eval_plugins.model import lm as lm_module
+from lmms_eval_plugins.model import loading
+from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT, ModelArguments
+from lmms_eval_plugins.model.lm import KVCompressLM
+from tests.support.families import (
+    FAMILIES,
+    FIRST_TEXT,
+    INTERNVL_IMAGE,
+    INTERNVL_TOKENS,
+    LLAVA_TILE,
+    MORE_FAMILIES,
+    SMALL_IMAGE,
+    VOCAB_SIZE,
+)
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}] {% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}MEDIA{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+QWEN_SPECIALS = [
+    "<pad>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<eos>",
+    "<unk>",
+    "<7>",
+]
+INTERNVL_SPECIALS = ["<pad>", "<IMG_CONTEXT>", "<video>", "<img>", "</img>", "<eos>", "<unk>", "<7>"]
+
+
+def save_checkpoint(family: str, folder: Path) -> str:
+    """Saves the tiny random model of a family (tests/support/families.py) with a tokenizer of single characters and the
+    family's own processor; returns the folder's name. LLaVA-OneVision is the bundled model with noise on its weights,
+    so that it does not answer in one word."""
+    if family == "llava-onevision":
+        return _save_noisy_bundled_model(folder)
+    (FAMILIES | MORE_FAMILIES)[family].build().save_pretrained(folder)
+    if family == "internvl":
+        tokenizer = character_tokenizer(
+            INTERNVL_SPECIALS,
+            start_image_token="<img>",
+            end_image_token="</img>",
+            context_image_token="<IMG_CONTEXT>",
+            video_token="<video>",
+        )
+        size = {"height": INTERNVL_IMAGE, "width": INTERNVL_IMAGE}
+        processor = InternVLProcessor(
+            image_processor=GotOcr2ImageProcessor(size=size, crop_to_patches=False),
+            video_processor=InternVLVideoProcessor(size=size),
+            tokenizer=tokenizer,
+            image_seq_length=INTERNVL_TOKENS,
+        )
+        media = "{% if part['type'] == 'image' %}<IMG_CONTEXT>{% else %}<video>{% endif %}"
+    elif family.endswith("-vl"):
+        tokenizer = character_tokenizer(QWEN_SPECIALS)
+        patch = {"patch_size": 16} if family == "qwen3-vl" else {}
+        cls, video = {
+            "qwen2-vl": (Qwen2VLProcessor, Qwen2VLVideoProcessor),
+            "qwen2.5-vl": (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor),
+            "qwen3-vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor),
+        }[family]
+        processor = cls(
+            image_processor=Qwen2VLImageProcessor(size={"shortest_edge": 32 * 32, "longest_edge": 128 * 128}, **patch),
+            video_processor=video(size={"shortest_edge": 32 * 32, "longest_edge": 8 * 64 * 64}, **patch),
+            tokenizer=tokenizer,
+        )
+        media = "<|vision_start|><|{{ part['type'] }}_pad|><|vision_end|>"
+    elif family in ("llava-1.5", "llava-next"):
+        size = {"size": {"shortest_edge": SMALL_IMAGE}, "crop_size": SMALL_IMAGE}
+        tiles = [[LLAVA_TILE, 2 * LLAVA_TILE], [2 * LLAVA_TILE, LLAVA_TILE]]
+        cls, image_processor = {
+            "llava-1.5": (LlavaProcessor, CLIPImageProcessor(**size)),
+            "llava-next": (LlavaNextProcessor, LlavaNextImageProcessor(**size, image_grid_pinpoints=tiles)),
+        }[family]
+        processor = cls(
+            image_processor=image_processor,
+            tokenizer=character_tokenizer(QWEN_SPECIALS),
+            patch_size=SMALL_IMAGE // 2,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            image_token="<|image_pad|>",
+        )
+        media = "<|image_pad|>"
+    else:
+        processor, media = character_tokenizer(QWEN_SPECIALS), ""
+    processor.chat_template = CHAT_TEMPLATE.replace("MEDIA", media)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+def _save_noisy_bundled_model(folder: Path) -> str:
+    model = AutoModelForImageTextToText.from_pretrained(TINY_CHECKPOINT, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    embeddings = model.get_input_embeddings().weight
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += torch.randn(weight.shape, generator=generator) * weight.std()
+        embeddings[model.generation_config.eos_token_id] = 0  # tied: it is never the most likely
+    model.save_pretrained(folder)
+    AutoProcessor.from_pretrained(TINY_CHECKPOINT).save_pretrained(folder)
+    return str(folder)
+
+
+def character_tokenizer(specials: list[str], **named: str) -> PreTrainedTokenizerFast:
+    """One token per character of printable ASCII, behind the special tokens that families.py has at 0 to 7; `named`
+    tokens become attributes of the tokenizer."""
+    characters = ["\n", *map(chr, range(32, 127)), *"äöüéèàçñøåßœ"]
+    vocabulary = [*specials[:FIRST_TEXT], *characters]
+    vocabulary += [f"<{i}>" for i in range(len(vocabulary), VOCAB_SIZE)]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        extra_special_tokens=named or specials[1:5],
+    )
+
+
+def image(seed: int, width: int = 96, height: int = 64) -> Image.Image:
+    """A picture of smooth noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def write_video(path: Path, frames: int = 12, fps: int = 4, width: int = 64, height: int = 48) -> str:
+    """A video whose frame i is grey of brightness 20 * i (modulo 240); the container follows from the file name."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libvpx" if path.suffix == ".webm" else "mpeg4", rate=fps)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for index in range(frames):
+            grey = np.full((height, width, 3), 20 * index % 240, dtype=np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")))
+        container.mux(stream.encode())
+    return str(path)
+
+
+def messages(doc: dict[str, Any]) -> list[dict[str, Any]]:
+    """A document's chat messages, in the shape that lmms-eval's chat tasks build: media first, then the text."""
+    media = [{"type": "image", "url": url} for url in doc.get("images", [])]
+    media += [{"type": "video", "url": url} for url in doc.get("videos", [])]
+    return [{"role": "user", "content": [*media, {"type": "text", "text": doc["text"]}]}]
+
+
+def requests(
+    lm: Any, docs: list[dict[str, Any]], task: str = "task", padding: int = 0, **generation_kwargs: Any
+) -> list[Instance]:
+    """The requests of a chat generate_until task over `docs`; the last `padding` of them only even out the ranks."""
+    lm.task_dict[task] = {"test": docs}
+    generation_kwargs = {"until": ["\n\n"], **generation_kwargs}
+    made = []
+    for doc_id, doc in enumerate(docs):
+        metadata = {"task": task, "doc_id": doc_id, "repeats": 1}
+        if doc_id >= len(docs) - padding:
+            metadata["__padding_only__"] = True
+        arguments = (doc["text"], messages, dict(generation_kwargs), doc_id, task, "test")
+        made.append(Instance(request_type="generate_until", arguments=arguments, idx=0, metadata=metadata))
+    return made
+
+
+# Model arguments of which the loaded model and processor know nothing.
+NOT_LOADED = (
+    "batch_size", "look_ahead", "max_frames_num", "max_new_tokens", "measurements_path", "on_oom", "prompt_cache_gb",
+    "system_prompt", "vision_cache_gb",
+)  # fmt: skip
+_loaded: dict[str, tuple[Any, Any]] = {}
+
+
+def load_lm(pretrained: str = "tiny", fresh: bool = False, **arguments: Any) -> KVCompressLM:
+    """The lmms-eval model on the CPU, in float32, with short answers.
+
+    Each is new, but several share the model and the processor: `fresh` for a test that changes one of the two.
+    """
+
+    def load(args: ModelArguments, device: torch.device) -> tuple[Any, Any]:
+        key = repr(args.model_copy(update=dict.fromkeys(NOT_LOADED)))
+        if fresh or key not in _loaded:
+            found = loading.load(args, device)
+            return found if fresh else _loaded.setdefault(key, found)
+        return _loaded[key]
+
+    defaults = {"device": "cpu", "dtype": "float32", "max_new_tokens": 8, "max_frames_num": 4}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm_module, "load", load)
+        return KVCompressLM(**{"pretrained": pretrained, **defaults, **arguments})
