@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import kvcompress
+from kvcompress.cache.memory import Memory
+from kvcompress.policy.policy import make_policy
 from kvcompress.scoring.layer_view import StoredEntries
 from tests.support.examples import examples, paired
 from tests.support.families import FAMILIES, FIRST_TEXT, VOCAB_SIZE
@@ -111,6 +113,40 @@ def test_what_is_remembered_of_a_row_stays_with_its_entries_where_rows_keep_diff
         for layer, solo in zip(batch, alone, strict=True):
             for head, solo_head in zip(layer[row], solo[0], strict=True):
                 assert (head - (69 - length)).tolist() == solo_head.tolist()
+
+
+@pytest.mark.parametrize("method", ["h2o", "snapkv", "d2o", "random", "cake", "kvzip"])
+def test_what_is_remembered_of_a_row_follows_it_where_rows_change_places(method):
+    """As beams do: sums, latest queries, thresholds, seeds and measured shares."""
+    model, tokens = FAMILIES["qwen2"].build(), torch.arange(20, 28).view(2, 4)
+    inputs = FAMILIES["qwen2"].inputs(model, [40, 33])
+    options = {"decode_budget": 9, "decode_interval": 2}
+
+    def held(rows: torch.Tensor) -> list:
+        cache = kvcompress.CompressedCache(model.config, method, 0.4, **options)
+        with kvcompress.attach(model), torch.no_grad():
+            model(**inputs, past_key_values=cache)
+            for step, token in enumerate(tokens.T):
+                if step == 1:  # a decoded token waits for the eviction
+                    cache.reorder_cache(rows)
+                order = rows if step else torch.arange(2)
+                mask = torch.cat([inputs["attention_mask"][order], torch.ones(2, step + 1, dtype=torch.long)], 1)
+                position = (mask.sum(1, keepdim=True) - 1).clone()
+                model(token[order][:, None], attention_mask=mask, position_ids=position, past_key_values=cache)
+        return [cache.kept_indices(layer) for layer in range(3)]
+
+    for layer, changed in zip(held(torch.tensor([0, 1])), held(torch.tensor([1, 0])), strict=True):
+        for row, other in ((0, 1), (1, 0)):
+            assert [head.tolist() for head in layer[row]] == [head.tolist() for head in changed[other]]
+
+
+def test_the_latest_queries_are_remembered_however_long_the_answer_is():
+    memory = Memory(make_policy("snapkv", 0.5, window_size=3, decode_budget=8), room=None)
+    for step in range(30):
+        memory.remember(torch.full((1, 1, 1, 1), float(step)))
+        latest = torch.cat(memory.latest_queries, 2).flatten().tolist()
+        assert latest[-3:] == list(range(step + 1))[-3:]
+        assert len(memory.latest_queries) <= 6
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0])

@@ -48,6 +48,13 @@ def test_the_error_is_at_most_a_step_of_the_groups_range(backend, bits, shape):
     assert (packed.dequantize() - states).abs().max() <= step * (1.5 if bits > 1 else 2)
 
 
+@pytest.mark.parametrize(("backend", "bits"), ALL)
+def test_what_fills_the_last_group_up_does_not_widen_its_range(backend, bits):
+    states = 30 + torch.randn(35, generator=torch.Generator().manual_seed(0))
+    step = (states.max() - states.min()) / (2**bits - 1)
+    assert (Quantizer(backend, bits, 16).quantize(states).dequantize() - states).abs().max() <= step * 1.5
+
+
 @pytest.mark.parametrize(("method", "family"), paired([*METHODS, "full"], list(FAMILIES)))
 def test_eight_bits_are_close_to_full_precision(method, family):
     model = FAMILIES[family].build()

@@ -264,6 +264,43 @@ def test_budgets_hold_over_a_conversation_and_while_decoding(first_token):
     assert most <= 12 + 2  # and what is decoded between two evictions
 
 
+def test_a_ratio_counts_what_was_answered_between_two_prompts():
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [40])
+    cache = kvcompress.CompressedCache(model.config, "snapkv", 0.5, prefill_chunk=8, window_size=4)
+    with kvcompress.attach(model), torch.no_grad():
+        tokens, _ = generate(model, inputs, 11, past_key_values=cache)
+        more = torch.cat([tokens[:, -1:], torch.arange(30, 49)[None]], 1)
+        model(more, past_key_values=cache)
+    assert [len(head) for head in cache.kept_indices(0)[0]] == [(40 + 10 + 20) // 2] * 2
+
+
+@pytest.mark.parametrize("method", ["snapkv", "h2o", "r-kv", "expected-attention"])
+def test_the_pads_of_a_second_prompt_have_no_vote_in_any_chunk(method):
+    """A row whose second prompt is shorter keeps the same alone, where there are no pads."""
+    model = FAMILIES["qwen2"].build()
+    ids = torch.randperm(100, generator=torch.Generator().manual_seed(0))[:84] + 8
+    first, second = ids[:60].view(2, 30), ids[60:].view(2, 12)
+    window = {} if method == "h2o" else {"window_size": 4}
+
+    def kept(rows: slice, pads: int) -> list:
+        mask = torch.ones(len(first[rows]), 42, dtype=torch.long)
+        mask[-1, 30 : 30 + pads] = 0
+        more = second[rows]
+        if len(mask) == 1:
+            more, mask = more[:, pads:], mask[:, mask[0].bool()]
+        positions = (mask.cumsum(1) - 1)[:, 30:].clamp(min=0)
+        cache = kvcompress.CompressedCache(model.config, method, 0.4, prefill_chunk=6, **window)
+        with kvcompress.attach(model), torch.no_grad():
+            model(first[rows], past_key_values=cache)
+            model(more, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        return [cache.kept_indices(layer)[-1] for layer in range(3)]
+
+    for layer, alone in zip(kept(slice(0, 2), pads=7), kept(slice(1, 2), pads=7), strict=True):
+        for head, solo_head in zip(layer, alone, strict=True):
+            assert [column - 7 * (column >= 30) for column in head.tolist()] == solo_head.tolist()
+
+
 class Squares(TorchDispatchMode):
     """Notes the shapes with two dimensions of at least `side` that any operation returned."""
 
