@@ -15,9 +15,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, StoppingCriteria
 
 import kvcompress
+from kvcompress.bench.contenders import compile_config
 from kvcompress.bench.standalone import CLOCKS, synchronise
 from kvcompress.bench.timing import cell, environment, summary, table, write
-from kvcompress.bench.ways import compile_config
 
 METHODS = {"full": None, "snapkv": 0.1, "adakv": 0.1}
 WARM_UP = 4  # tokens of each answer: the first compiles

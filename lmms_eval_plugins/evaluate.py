@@ -43,7 +43,7 @@ def run(plan: Plan, argv: list[str]) -> None:
     if pending:
         evaluate_cells(load_model(plan.arguments), pending)
     if rank() == 0:
-        from .report import report
+        from .report.table import report
 
         for folder in dict.fromkeys(job.folder.parent for job in jobs):
             report(folder, plan.settings)

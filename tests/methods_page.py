@@ -44,8 +44,8 @@ Over all methods, model families and drawn shapes, `tests/kvcompress/test_invari
 
 The tables name what checks the method's own selection besides:
 
-- *reference*: a plain one, float64, loops, written from the paper's formula, in `tests/kvcompress/clusters/test_clusters.py`,
-  `tests/kvcompress/scoring/test_merging.py` and `tests/oracle/`;
+- *reference*: a plain one, float64, loops, written from the paper's formula, in
+  `tests/kvcompress/clusters/test_clusters.py`, `tests/kvcompress/scoring/test_merging.py` and `tests/oracle/`;
 - *kvpress*: besides a reference, the kept sets are those that [kvpress](https://github.com/NVIDIA/kvpress) 0.5.5
   keeps, per layer and head, recorded in `tests/oracle/` (`pyramidkv` has exact sums in place of a reference);
 - *masked model*: logits equal those of the full model under a mask that hides the dropped tokens.

@@ -397,8 +397,8 @@ MUTATIONS = {
         "whole[:, -self.source.shape[1] :] = output",
         "after tokens were dropped, hidden states go back to wrong columns",
         (
-            CORE
-            + "tokens/test_tokens.py::test_fastv_equals_the_full_model_in_which_dropped_tokens_are_hidden_from_layer_k_on",
+            CORE + "tokens/"
+            "test_tokens.py::test_fastv_equals_the_full_model_in_which_dropped_tokens_are_hidden_from_layer_k_on",
         ),
     ),
     "tower-layer": Mutation(

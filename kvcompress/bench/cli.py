@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from ..errors import KVCompressError, unknown_name
+from .contenders import KVPressProcess, MethodSpec, Ours, Workload, make_contenders
 from .grid import Results, decodes, largest_batch, measure_grid
 from .models import SHAPES, nbytes, source, weight_bytes_read
 from .report import cells_of, columns, markdown, plot, rows_of
 from .standalone import CLOCKS, load
 from .timing import environment
-from .ways import KVPressProcess, Method, Ours, Task, make_ways
 
 PEERS = ("dynamic", "static")
 
@@ -67,12 +67,12 @@ def positive_number(text: str) -> float:
     return float(text)
 
 
-def methods_of(names: list[str], ratios: list[float]) -> list[Method]:
+def methods_of(names: list[str], ratios: list[float]) -> list[MethodSpec]:
     """`full`, which all others are compared with, and every other method at every ratio. Raises KVCompressError."""
-    methods = [Method.parse("full", None)]
+    methods = [MethodSpec.parse("full", None)]
     for name in names:
         is_full = name.split(":")[0] == "full"
-        methods += [Method.parse(name, ratio) for ratio in ([None] if is_full else ratios)]
+        methods += [MethodSpec.parse(name, ratio) for ratio in ([None] if is_full else ratios)]
     return list({str(method): method for method in methods}.values())
 
 
@@ -125,10 +125,10 @@ def main(arguments: list[str]) -> None:
             results.content["environment"]["kvpress"] = (
                 f"{there['kvpress']} (transformers {there['transformers']}, torch {there['torch']})"
             )
-        ways = make_ways(model, methods, given.peers, given.compile, process)
+        contenders = make_contenders(model, methods, given.peers, given.compile, process)
         how = (given.new, given.clock, given.one_prompt)
-        tasks = [Task(length, batch, *how) for length in given.lengths for batch in given.batches]
-        measure_grid(results, ways, tasks, given.repeats, device, say, 60 * given.minutes)
+        workloads = [Workload(length, batch, *how) for length in given.lengths for batch in given.batches]
+        measure_grid(results, contenders, workloads, given.repeats, device, say, 60 * given.minutes)
     finish(results.content, given)
 
 
@@ -141,18 +141,19 @@ def note(given: argparse.Namespace) -> str:
     return "The largest batch was not asked for."
 
 
-def find_largest(results: Results, ways: list[Ours], given: argparse.Namespace) -> None:
+def find_largest(results: Results, contenders: list[Ours], given: argparse.Namespace) -> None:
     for length in given.lengths:
-        for way in ways:
-            if results.has("largest", length=length, way=way.name):
+        for contender in contenders:
+            if results.has("largest", length=length, way=contender.name):
                 continue
-            say(f"{length} tokens, {way.name}: the largest batch")
-            # One prompt for all rows, as a server admits prompts one by one: what a prompt pass needs for all rows at
-            # once does not count.
-            batch = largest_batch(
-                lambda batch, way=way, length=length: decodes(way, Task(length, batch, given.new, "wall", True))
-            )
-            results.add("largest", {"length": length, "way": way.name, "batch": batch})
+            say(f"{length} tokens, {contender.name}: the largest batch")
+
+            # One prompt for all rows, as a server admits prompts one by one: what the prefill of all rows at once would
+            # need does not count.
+            def fits(batch: int, contender: Ours = contender, length: int = length) -> bool:
+                return decodes(contender, Workload(length, batch, given.new, "wall", one_prompt=True))
+
+            results.add("largest", {"length": length, "way": contender.name, "batch": largest_batch(fits)})
 
 
 def say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""The turns: every way at every prompt length and batch, the ways of one cell in turns, saved cell by cell."""
+"""The turns: all contenders take them at every prompt length and batch, and each such cell is saved."""
 
 import gc
 import json
@@ -13,26 +13,31 @@ from typing import Any
 import torch
 
 from ..errors import KVCompressError
+from .contenders import Contender, Turn, Workload
 from .timing import CLOCKS, synchronise
-from .ways import Task, Turn, Way
 
 COPIES = 10
 
 
-def measure_cell(ways: dict[str, Way], task: Task, repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """name -> {"turns": a dict of `Turn` each}, or {"error"} where memory ran out. Each way takes one turn to warm up
-    and compile, then they take `repeats` turns, each time beginning with another, so that what else the machine does
-    and what the predecessor leaves behind strike all of them."""
-    taken: dict[str, Any] = {name: {"turns": []} for name in ways}
-    names = list(ways)
+def measure_cell(
+    contenders: dict[str, Contender], workload: Workload, repeats: int, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """name -> {"turns": a dict of `Turn` each}, or {"error"} where memory ran out.
+
+    Each contender takes one turn to warm up and compile. Then they take `repeats` turns, each time beginning with
+    another, so that what else the machine does and what the predecessor leaves behind strike all of them.
+    """
+    taken: dict[str, Any] = {name: {"turns": []} for name in contenders}
+    names = list(contenders)
     for repeat in range(repeats + 1):
-        say(f"{task.length} tokens, batch {task.batch}: " + (f"turn {repeat} of {repeats}" if repeat else "warming up"))
+        what = f"turn {repeat} of {repeats}" if repeat else "warming up"
+        say(f"{workload.length} tokens, batch {workload.batch}: {what}")
         begin = repeat % len(names)
         with garbage_left():
             for name in names[begin:] + names[:begin]:
                 if "error" in taken[name]:
                     continue
-                turn = attempt(ways[name], task)
+                turn = attempt(contenders[name], workload)
                 if turn is None:
                     taken[name] = {"error": "out of memory"}
                 elif repeat:
@@ -51,10 +56,10 @@ def garbage_left() -> Iterator[None]:
         gc.enable()
 
 
-def attempt(way: Way, task: Task) -> Turn | None:
+def attempt(contender: Contender, workload: Workload) -> Turn | None:
     """A turn, None where memory ran out; what it took is then given back to the device."""
     try:
-        return way.turn(task)
+        return contender.turn(workload)
     except torch.OutOfMemoryError:
         pass  # until here the exception holds on to the tensors
     release()
@@ -94,10 +99,10 @@ def largest_batch(fits: Callable[[int], bool]) -> int:
     return fitting
 
 
-def decodes(way: Way, task: Task) -> bool:
+def decodes(contender: Contender, workload: Workload) -> bool:
     """Whether a turn fits into memory, without what earlier ones left there."""
     release()
-    return attempt(way, task) is not None
+    return attempt(contender, workload) is not None
 
 
 class Results:
@@ -135,8 +140,8 @@ class Results:
 
 def measure_grid(
     results: Results,
-    ways: dict[str, Way],
-    tasks: Iterable[Task],
+    contenders: dict[str, Contender],
+    workloads: Iterable[Workload],
     repeats: int,
     device: torch.device,
     say: Callable[[str], None],
@@ -144,16 +149,16 @@ def measure_grid(
 ) -> None:
     """Measure what is not yet in the results; after `seconds` no further cell is begun."""
     end = time.monotonic() + seconds
-    for task in tasks:
-        if results.has("cells", length=task.length, batch=task.batch):
+    for workload in workloads:
+        if results.has("cells", length=workload.length, batch=workload.batch):
             continue
         if time.monotonic() > end:
-            say(f"{task.length} tokens, batch {task.batch}: left out, the time is over")
+            say(f"{workload.length} tokens, batch {workload.batch}: left out, the time is over")
             continue
         torch._dynamo.reset()
-        bandwidth = copy_bandwidth(device, clock=task.clock)
-        # Every compiled way keeps a graph of its own, of the same code.
-        with torch._dynamo.config.patch(recompile_limit=4 * len(ways)):
-            taken = measure_cell(ways, task, repeats, say)
-        cell = {"length": task.length, "batch": task.batch, "copy_bytes_per_s": bandwidth, "ways": taken}
+        bandwidth = copy_bandwidth(device, clock=workload.clock)
+        # Every compiled contender keeps a graph of its own, of the same code.
+        with torch._dynamo.config.patch(recompile_limit=4 * len(contenders)):
+            taken = measure_cell(contenders, workload, repeats, say)
+        cell = {"length": workload.length, "batch": workload.batch, "copy_bytes_per_s": bandwidth, "ways": taken}
         results.add("cells", cell)

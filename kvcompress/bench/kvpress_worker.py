@@ -1,7 +1,7 @@
 """kvpress' side of the bench: a script for the Python of an environment that has kvpress, without kvcompress.
 
 Reads JSON lines: first {"source", "dtype", "device", "threads"}, answered by {"presses", "versions"}; then turns,
-{"method", "ratio"} and a `Task`'s fields, each answered by a turn's fields, or by {"error"} where memory
+{"method", "ratio"} and a `Workload`'s fields, each answered by a turn's fields, or by {"error"} where memory
 ran out.
 """
 

@@ -25,7 +25,7 @@ GROWING = {
 
 
 def scoring_share(prompt_ms: list[float], scoring_ms: list[float]) -> dict[str, Any]:
-    """Scoring, choosing and storing over all else of the prompt pass, turn by turn, summed up."""
+    """Scoring, choosing and storing over all else of the prefill, turn by turn, summed up."""
     return summary([scoring / (all_ms - scoring) for all_ms, scoring in zip(prompt_ms, scoring_ms, strict=True)])
 
 
@@ -46,7 +46,7 @@ def rows_within(limit_bytes: int, weight_bytes: int, kv_bytes: int, batch: int) 
 
 
 def rows_of(content: dict[str, Any], memory_limit: int | None = None) -> list[dict[str, Any]]:
-    """One row per cell and way, see docs/bench.md; what does not apply is None."""
+    """One row per cell and contender, see docs/bench.md. What does not apply is None."""
     largest = {(found["length"], found["way"]): found["batch"] for found in content["largest"]}
     rows = []
     for measured in content["cells"]:
@@ -90,7 +90,7 @@ def rows_of(content: dict[str, Any], memory_limit: int | None = None) -> list[di
 
 
 def _times(turns: list[dict[str, Any]]) -> tuple[list[float], list[float], list[float]]:
-    """Per turn, in milliseconds: the prompt pass, the mean decode step, the whole answer."""
+    """Per turn, in milliseconds: the prefill, the mean decode step, the whole answer."""
     prompt = [turn["prompt_ms"] for turn in turns]
     step = [statistics.fmean(turn["step_ms"]) for turn in turns]
     return prompt, step, [turn["prompt_ms"] + sum(turn["step_ms"]) for turn in turns]
@@ -155,16 +155,18 @@ def markdown(content: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 
 def growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How each way's costs grow with the prompt's length: per batch and way, and per name in `GROWING`, the slope of
-    the line through log cost over log length (least squares; 1 is linear), None where it was not timed. Empty for one
-    length."""
+    """How each contender's costs grow with the prompt's length.
+
+    Per batch and contender, and per name in `GROWING`: the slope of the line through log cost over log length (least
+    squares; 1 is linear), None where it was not timed. Empty for one length.
+    """
     found = []
-    for batch, way in dict.fromkeys((row["batch"], row["way"]) for row in rows):
-        line = [row for row in rows if (row["batch"], row["way"]) == (batch, way) and "error" not in row]
+    for batch, contender in dict.fromkeys((row["batch"], row["way"]) for row in rows):
+        line = [row for row in rows if (row["batch"], row["way"]) == (batch, contender) and "error" not in row]
         if len({row["length"] for row in line}) < 2:
             continue
         slopes = {name: _slope([(row["length"], value(row, name)) for row in line]) for name in GROWING}
-        found.append({"batch": batch, "way": way, **slopes})
+        found.append({"batch": batch, "way": contender, **slopes})
     return found
 
 
@@ -191,26 +193,27 @@ def growth_table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(content: dict[str, Any], rows: list[dict[str, Any]], file: Path) -> None:
-    """What `GROWING` names over prompt length, one column of axes per batch, one line per way; both axes logarithmic,
-    so that what is linear has the slope of the grey line. Needs matplotlib."""
+    """What `GROWING` names over prompt length: one column of axes per batch, one line per contender. Needs matplotlib.
+
+    Both axes are logarithmic, so that what is linear has the slope of the grey line.
+    """
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if "error" not in row]
     batches = sorted({row["batch"] for row in rows})
-    ways = list(dict.fromkeys(row["way"] for row in rows))
+    contenders = list(dict.fromkeys(row["way"] for row in rows))
     figure = Figure(figsize=(3.5 + 4 * len(batches), 2.6 * len(GROWING)), layout="constrained")
     axes = figure.subplots(len(GROWING), len(batches), squeeze=False, sharex=True)
     for column, batch in enumerate(batches):
         for axis, (name, label) in zip(axes[:, column], GROWING.items(), strict=True):
-            for place, way in enumerate(ways):
-                line = [row for row in rows if (row["batch"], row["way"]) == (batch, way)]
+            for place, contender in enumerate(contenders):
+                line = [row for row in rows if (row["batch"], row["way"]) == (batch, contender)]
                 line = [row for row in line if (value(row, name) or 0) > 0]  # a difference may fall below 0
-                style = "--" if way.startswith(("transformers ", "kvpress ")) else "-"
+                style = "--" if contender.startswith(("transformers ", "kvpress ")) else "-"
                 color = f"C{place % 10}"
                 lengths, medians = [row["length"] for row in line], [value(row, name) for row in line]
-                axis.plot(
-                    lengths, medians, style, marker=MARKERS[place // 10 % len(MARKERS)], ms=4, label=way, color=color
-                )
+                marker = MARKERS[place // 10 % len(MARKERS)]
+                axis.plot(lengths, medians, style, marker=marker, ms=4, label=contender, color=color)
                 if name != "kv_bytes":
                     spread = [[row[name][q] for row in line] for q in ("q1", "q3")]
                     axis.fill_between(lengths, *spread, alpha=0.15, color=color)

@@ -42,7 +42,7 @@ def prompt_ids(model: PreTrainedModel, batch: int, length: int) -> torch.Tensor:
 
 @torch.no_grad()
 def read_prompt(model: PreTrainedModel, cache: Any, ids: torch.Tensor, clock: str) -> tuple[torch.Tensor, float]:
-    """The first new token (batch, 1), and the milliseconds of the prompt pass."""
+    """The first new token (batch, 1), and the milliseconds of the prefill."""
     now = CLOCKS[clock]
     synchronise(ids.device)
     start = now()

@@ -14,14 +14,17 @@ from .standalone import CLOCKS, synchronise
 
 
 def interleaved(
-    ways: dict[str, Callable[[], object]], repeats: int, device: torch.device, clock: str = "wall"
+    calls: dict[str, Callable[[], object]], repeats: int, device: torch.device, clock: str = "wall"
 ) -> dict[str, dict]:
-    """Milliseconds of each way, {"median", "q1", "q3", "repeats"}. The ways take turns, so that what else the machine
-    does strikes all of them; the first two turns warm up and are not counted."""
+    """Milliseconds of each call, {"median", "q1", "q3", "repeats"}.
+
+    The calls take turns, so that what else the machine does strikes all of them. The first two turns warm up and are
+    not counted.
+    """
     now = CLOCKS[clock]
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats + 2):
-        for name, call in ways.items():
+        for name, call in calls.items():
             synchronise(device)
             start = now()
             call()

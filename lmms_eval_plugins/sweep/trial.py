@@ -154,7 +154,7 @@ def trial_values(results: dict[str, Any]) -> dict[str, float]:
     `accuracy` is the task's headline metric, whatever its name; times, bytes and memory are medians over questions;
     `throughput` is new tokens per second of generation, in a batch and of one process.
     """
-    from ..report import cell_row
+    from ..report.table import cell_row
 
     row = cell_row(results)
     values = {

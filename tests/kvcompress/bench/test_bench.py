@@ -14,10 +14,10 @@ from transformers import DynamicCache
 
 import kvcompress
 from kvcompress.__main__ import main
-from kvcompress.bench import cli, grid, report, standalone, ways
+from kvcompress.bench import cli, contenders, grid, report, standalone
+from kvcompress.bench.contenders import KVPress, KVPressProcess, MethodSpec, Ours, Transformers, Turn, Workload
 from kvcompress.bench.models import SHAPES, source, weight_bytes_read
 from kvcompress.bench.timing import summary
-from kvcompress.bench.ways import KVPress, KVPressProcess, Method, Ours, Task, Transformers, Turn
 
 MODEL = standalone.load({"config": SHAPES["tiny"]}, "float32", torch.device("cpu"))
 QUICK = ["--shape", "tiny", "--lengths", "32", "--new", "2", "--repeats", "2", "--device", "cpu"]
@@ -64,8 +64,8 @@ def test_growth_is_the_exponent_of_the_length():
 
 def test_scoring_is_timed_where_it_happens_and_only_in_the_prompt(monkeypatch):
     monkeypatch.setitem(standalone.CLOCKS, "wall", itertools.count().__next__)
-    cache = Ours(MODEL, Method("snapkv", 0.2)).cache(steps=3)
-    timer = ways.ScoringTimer(cache, MODEL.device, "wall")
+    cache = Ours(MODEL, MethodSpec("snapkv", 0.2)).cache(steps=3)
+    timer = contenders.ScoringTimer(cache, MODEL.device, "wall")
     with kvcompress.attach(MODEL):
         MODEL(standalone.prompt_ids(MODEL, 1, 32), past_key_values=cache)
         timer.stop()
@@ -141,7 +141,7 @@ def test_times_are_split_into_prompt_and_steps(monkeypatch):
 
     hook = MODEL.register_forward_hook(tick)
     try:
-        turn = Transformers(MODEL, "DynamicCache").turn(Task(16, 1, 3, "wall"))
+        turn = Transformers(MODEL, "DynamicCache").turn(Workload(16, 1, 3, "wall"))
     finally:
         hook.remove()
     assert turn.prompt_ms == pytest.approx(50)
@@ -149,73 +149,78 @@ def test_times_are_split_into_prompt_and_steps(monkeypatch):
 
 
 def test_bytes_are_those_that_the_caches_hold():
-    task, entry = Task(100, 2, 4, "wall"), 2 * 2 * 2 * 16 * 4  # layers x KV heads x (key and value) x head_dim x fp32
-    assert Transformers(MODEL, "DynamicCache").turn(task).kv_bytes == 2 * 104 * entry
-    assert Transformers(MODEL, "StaticCache").turn(task).kv_bytes == 2 * 104 * entry
-    ours = Ours(MODEL, Method.parse("snapkv", 0.1)).turn(task).kv_bytes
+    workload, entry = (
+        Workload(100, 2, 4, "wall"),
+        2 * 2 * 2 * 16 * 4,
+    )  # layers x KV heads x (key and value) x head_dim x fp32
+    assert Transformers(MODEL, "DynamicCache").turn(workload).kv_bytes == 2 * 104 * entry
+    assert Transformers(MODEL, "StaticCache").turn(workload).kv_bytes == 2 * 104 * entry
+    ours = Ours(MODEL, MethodSpec.parse("snapkv", 0.1)).turn(workload).kv_bytes
     assert 2 * 14 * entry <= ours < 2 * 20 * entry
 
 
 class Scripted:
-    """A way that notes its turns and fails where it is told to."""
+    """A contender that notes its turns and fails where it is told to."""
 
     def __init__(self, name, log, fails_at=None):
         self.name, self.log, self.fails_at = name, log, fails_at
 
-    def turn(self, task):
+    def turn(self, workload):
         self.log.append(self.name)
         if self.log.count(self.name) == self.fails_at:
             raise torch.OutOfMemoryError("out of memory")
         return Turn(1.0 * len(self.log), [1.0], 10, None)
 
 
-def test_ways_take_turns_and_each_begins_once():
+def test_contenders_take_turns_and_each_begins_once():
     log = []
-    taken = grid.measure_cell({n: Scripted(n, log) for n in "abc"}, Task(8, 1, 1, "wall"), 3, lambda line: None)
+    taken = grid.measure_cell({n: Scripted(n, log) for n in "abc"}, Workload(8, 1, 1, "wall"), 3, lambda line: None)
     assert "".join(log) == "abc" + "bca" + "cab" + "abc"
     assert [turn["prompt_ms"] for turn in taken["a"]["turns"]] == [6, 8, 10]  # the warm-up is not counted
 
 
-def test_a_way_that_runs_out_of_memory_leaves_the_others_in_the_race():
+def test_a_contender_that_runs_out_of_memory_leaves_the_others_in_the_race():
     log = []
-    ways_here = {"a": Scripted("a", log), "b": Scripted("b", log, fails_at=2)}
-    taken = grid.measure_cell(ways_here, Task(8, 1, 1, "wall"), 2, lambda line: None)
+    taking_part = {"a": Scripted("a", log), "b": Scripted("b", log, fails_at=2)}
+    taken = grid.measure_cell(taking_part, Workload(8, 1, 1, "wall"), 2, lambda line: None)
     assert taken["b"] == {"error": "out of memory"}
     assert len(taken["a"]["turns"]) == 2
     assert log.count("b") == 2
 
 
-@pytest.mark.parametrize("way", [Transformers(MODEL, "DynamicCache"), Ours(MODEL, Method.parse("adakv", 0.2))])
-def test_one_prompt_is_read_once_and_its_cache_repeated(way):
+@pytest.mark.parametrize(
+    "contender", [Transformers(MODEL, "DynamicCache"), Ours(MODEL, MethodSpec.parse("adakv", 0.2))]
+)
+def test_one_prompt_is_read_once_and_its_cache_repeated(contender):
     shapes = []
     hook = MODEL.model.register_forward_hook(
         lambda _, args, kwargs, output: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     try:
-        turn = way.turn(Task(50, 5, 2, "wall", one_prompt=True))
+        turn = contender.turn(Workload(50, 5, 2, "wall", one_prompt=True))
     finally:
         hook.remove()
     assert shapes == [(1, 50), (5, 1), (5, 1)]
-    assert turn.kv_bytes == pytest.approx(5 * way.turn(Task(50, 1, 2, "wall")).kv_bytes, rel=0.01)
+    assert turn.kv_bytes == pytest.approx(5 * contender.turn(Workload(50, 1, 2, "wall")).kv_bytes, rel=0.01)
 
 
 def test_a_turn_that_does_not_fit_is_no_error():
-    task = Task(8, 1, 1, "wall")
-    assert not grid.decodes(Scripted("a", [], fails_at=1), task)
-    assert grid.decodes(Scripted("a", []), task)
+    workload = Workload(8, 1, 1, "wall")
+    assert not grid.decodes(Scripted("a", [], fails_at=1), workload)
+    assert grid.decodes(Scripted("a", []), workload)
 
 
 @pytest.mark.slow
-def test_compiled_ways_run():
-    made = ways.make_ways(
-        MODEL, [Method.parse("full:cache_implementation=static", None)], ["static"], compiled=True, process=None
+def test_compiled_contenders_run():
+    made = contenders.make_contenders(
+        MODEL, [MethodSpec.parse("full:cache_implementation=static", None)], ["static"], compiled=True, process=None
     )
     assert [name for name in made if name.endswith("compiled")] == [
         "transformers StaticCache, compiled",
         "full:cache_implementation=static, compiled",
     ]
-    for way in made.values():
-        assert len(way.turn(Task(32, 1, 3, "wall")).step_ms) == 3
+    for contender in made.values():
+        assert len(contender.turn(Workload(32, 1, 3, "wall")).step_ms) == 3
 
 
 # The command
@@ -261,13 +266,15 @@ def test_a_memory_limit_counts_the_largest_batch(tmp_path):
 
 def test_a_resumed_run_measures_only_what_is_missing(tmp_path, monkeypatch):
     before = bench(tmp_path, "--methods", "knorm")
-    measured = []
-    measure = grid.measure_cell
-    monkeypatch.setattr(
-        grid, "measure_cell", lambda ways, task, *rest: measured.append(task) or measure(ways, task, *rest)
-    )
+    measured, measure = [], grid.measure_cell
+
+    def noted(taking_part, workload, *rest):
+        measured.append(workload.length)
+        return measure(taking_part, workload, *rest)
+
+    monkeypatch.setattr(grid, "measure_cell", noted)
     after = bench(tmp_path, "--methods", "knorm", "--lengths", "32", "64", "--resume")
-    assert [task.length for task in measured] == [64]
+    assert measured == [64]
     assert after["cells"][0] == before["cells"][0]
     assert not list(tmp_path.glob("*.part"))
 
@@ -377,9 +384,9 @@ def test_kvpress_out_of_memory_is_a_cell_of_the_table(tmp_path, fake_worker):
 
 def test_a_kvpress_process_that_ends_is_an_error(fake_worker):
     with KVPressProcess(sys.executable, {}, "float32", "cpu", 1) as process:
-        way = KVPress(process, Method.parse("snapkv", 0.1))
+        contender = KVPress(process, MethodSpec.parse("snapkv", 0.1))
         with pytest.raises(kvcompress.KVCompressError, match="ended with status 3"):
-            way.turn(Task(13, 1, 1, "wall"))
+            contender.turn(Workload(13, 1, 1, "wall"))
     with pytest.raises(kvcompress.KVCompressError, match="'/no/python' cannot be run: No such file"):
         KVPressProcess("/no/python", {}, "float32", "cpu", 1)
 

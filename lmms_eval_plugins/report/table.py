@@ -1,10 +1,9 @@
-"""The table and the plot of a sweep: `python -m lmms_eval_plugins.report results/<task>/<model>`.
+"""The table and the plot of a folder of cells.
 
 Only cells with the same run settings (limit, dtype, ...) are comparable, so each set of settings gets its own
 table and plot, written beside the cells as `report[-key=value...].md` and `.png`.
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from .cells.results import load_cells, settings_name, write_text
+from ..cells.results import load_cells, settings_name, write_text
 
 
 def headline_metric(cell: dict[str, Any]) -> str | None:
@@ -202,18 +201,3 @@ def report(folder: Path, settings: dict[str, Any] | None = None, console: Consol
     for path in written:
         console.print(f"written: {path}", soft_wrap=True, highlight=False)
     return written
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m lmms_eval_plugins.report", description=__doc__)
-    parser.add_argument("folder", type=Path, help="results/<task>/<model>")
-    try:
-        report(parser.parse_args(argv).folder)
-    except FileNotFoundError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,8 +15,10 @@ from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import results
 from lmms_eval_plugins.cells.kept_tokens import read_kept_tokens, write_kept_tokens
 from lmms_eval_plugins.cells.results import Cell
-from lmms_eval_plugins.html_report import data, tables
 from lmms_eval_plugins.model.kept_tokens import jpeg, packed_bits
+from lmms_eval_plugins.report.html.data import page_data
+from lmms_eval_plugins.report.html.groups import load_groups
+from lmms_eval_plugins.report.html.tables import latex
 
 TASK, LAYERS, HEADS, SIDE, QUESTIONS = "signs_val", 3, 2, 4, 25
 SCORES = {("full", 1.0): 1.0, ("snapkv", 0.5): 0.96, ("snapkv", 0.1): 0.4, ("random", 0.5): 0.6, ("random", 0.1): 0.08}
@@ -115,7 +117,7 @@ def test_markdown_and_latex_hold_the_scores_by_ratio(report):
 
 
 def test_latex_escapes_what_has_a_meaning_there():
-    text = tables.latex(pd.DataFrame({"a_b": ["50 % & more"]}), "x_y {z}")
+    text = latex(pd.DataFrame({"a_b": ["50 % & more"]}), "x_y {z}")
     assert "50 \\% \\& more" in text
     assert "a\\_b" in text
     assert "x\\_y \\{z\\}" in text
@@ -130,8 +132,8 @@ def test_the_page_is_one_file_that_names_no_address(report):
 
 
 def test_an_image_stands_in_the_page_once_and_budgets_are_means_over_questions(root):
-    (group,) = data.page_data(data.load_groups(root))["groups"]
-    images = data.page_data(data.load_groups(root))["images"]
+    (group,) = page_data(load_groups(root))["groups"]
+    images = page_data(load_groups(root))["images"]
     assert len(images) == 3
     assert all(url.startswith("data:image/jpeg;base64,") for url in images.values())
     cell = next(cell for cell in group["cells"] if (cell["method"], cell["ratio"]) == ("snapkv", 0.5))
@@ -152,7 +154,7 @@ def test_groups_are_found_from_any_folder_above_the_cells_and_kept_apart(root, t
     (tmp_path / ".unfinished-1" / "new" / "results.json").write_text("{")
     cell.write_text(json.dumps(other))
     for folder in (tmp_path, tmp_path / TASK, tmp_path / TASK / "org__model"):
-        assert [len(group.cells) for group in data.load_groups(folder)] == [4, 1]
+        assert [len(group.cells) for group in load_groups(folder)] == [4, 1]
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}"])

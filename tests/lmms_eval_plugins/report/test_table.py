@@ -5,12 +5,22 @@ import io
 import pytest
 from rich.console import Console
 
-from lmms_eval_plugins import report
 from lmms_eval_plugins.cells import results
 from lmms_eval_plugins.cells.results import Cell
+from lmms_eval_plugins.report import table
+from lmms_eval_plugins.report.__main__ import main
 
 TASK = "textvqa_val"
 SCORES = {"alias": TASK, "submission,none": None, "exact_match,none": 0.5, "exact_match_stderr,none": 0.02}
+
+
+PLOT = table.plot
+
+
+@pytest.fixture(autouse=True)
+def _plot_is_not_drawn(monkeypatch):
+    """A plot takes a tenth of a second, and most of these tests read the table beside it."""
+    monkeypatch.setattr(table, "plot", lambda frame, title, path: path.touch())
 
 
 def write_cell(root, method="snapkv", ratio=0.2, budget=None, settings=None, options=None, scores=SCORES, **numbers):
@@ -29,16 +39,16 @@ def write_cell(root, method="snapkv", ratio=0.2, budget=None, settings=None, opt
 
 def run(folder, settings=None):
     out = io.StringIO()
-    files = report.report(folder, settings, Console(file=out, width=160))
+    files = table.report(folder, settings, Console(file=out, width=160))
     return out.getvalue(), files
 
 
 def test_table_shows_each_cells_numbers(tmp_path):
     folder = write_cell(tmp_path, ttft_s=0.0421, tpot_s=0.0038, kv_bytes_prompt=135.75 * 1024)
-    text, (table, _) = run(folder)
+    text, (file, _) = run(folder)
     row = "| snapkv | 0.2 | 50.0 ± 2.0 | 42.1 ms | 3.8 ms | 135.8 KiB | 0.200 | 7 |"
-    assert row in table.read_text()
-    assert "| method | ratio kept | exact_match |" in table.read_text()
+    assert row in file.read_text()
+    assert "| method | ratio kept | exact_match |" in file.read_text()
     for value in row.split(" | ")[1:-1]:
         assert value in text
 
@@ -46,8 +56,8 @@ def test_table_shows_each_cells_numbers(tmp_path):
 def test_a_row_names_its_protocol_and_the_note_what_a_row_does_not_name(tmp_path):
     write_cell(tmp_path)
     folder = write_cell(tmp_path, options={"scope": "context", "ratio_of": "vision", "first_token": "compressed"})
-    _, (table, _) = run(folder)
-    text = table.read_text()
+    _, (file, _) = run(folder)
+    text = file.read_text()
     assert "| snapkv first_token=compressed ratio_of=vision scope=context | 0.2 |" in text
     assert "names no other protocol: scope=prompt, ratio_of=prompt, first_token=full" in text
 
@@ -55,7 +65,7 @@ def test_a_row_names_its_protocol_and_the_note_what_a_row_does_not_name(tmp_path
 def test_full_comes_first_then_methods_from_the_largest_ratio(tmp_path):
     for method, ratio in (("snapkv", 0.1), ("snapkv", 0.5), ("full", 1.0), ("knorm", 0.2)):
         folder = write_cell(tmp_path, method, ratio)
-    frame = report.sweep_frame(results.load_cells(folder))
+    frame = table.sweep_frame(results.load_cells(folder))
     assert list(zip(frame["method"], frame["ratio"], strict=True)) == [
         ("full", 1.0), ("knorm", 0.2), ("snapkv", 0.5), ("snapkv", 0.1),
     ]  # fmt: skip
@@ -74,7 +84,7 @@ def test_cells_of_other_settings_are_not_compared(tmp_path):
 def test_options_keep_series_of_one_method_apart(tmp_path):
     write_cell(tmp_path)
     folder = write_cell(tmp_path, options={"window_size": 8})
-    frame = report.sweep_frame(results.load_cells(folder))
+    frame = table.sweep_frame(results.load_cells(folder))
     assert set(frame["series"]) == {"snapkv", "snapkv window_size=8"}
 
 
@@ -101,7 +111,8 @@ def test_plot_draws_every_series_and_the_full_cache(tmp_path, monkeypatch):
     for method, ratio in (("snapkv", 0.1), ("snapkv", 0.5), ("full", 1.0), ("knorm", 0.2)):
         folder = write_cell(tmp_path, method, ratio)
     figures = []
-    monkeypatch.setattr(report.plt, "close", figures.append)
+    monkeypatch.setattr(table, "plot", PLOT)
+    monkeypatch.setattr(table.plt, "close", figures.append)
     _, files = run(folder)
     (axes,) = figures[0].axes
     assert axes.get_legend_handles_labels()[1] == ["full cache", "knorm", "snapkv"]
@@ -116,7 +127,7 @@ def test_batch_size_of_the_times_is_named(tmp_path):
 
 
 def test_folder_without_cells_is_an_error(tmp_path, capsys):
-    assert report.main([str(tmp_path)]) == 1
+    assert main([str(tmp_path)]) == 1
     assert "no finished cell under" in capsys.readouterr().err
 
 
@@ -124,4 +135,4 @@ def test_folder_without_cells_is_an_error(tmp_path, capsys):
     ("count", "text"), [(512, "512 B"), (2048, "2.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 30, "5.00 GiB")]
 )
 def test_bytes_are_readable(count, text):
-    assert report._bytes(count) == text
+    assert table._bytes(count) == text

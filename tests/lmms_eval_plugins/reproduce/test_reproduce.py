@@ -10,15 +10,19 @@ import pytest
 import torch
 import yaml
 
-from lmms_eval_plugins import evaluate, reproduce
-from lmms_eval_plugins.cells import plan
+from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells.errors import UsageError
+from lmms_eval_plugins.cells.plan import Plan
+from lmms_eval_plugins.reproduce import run
+from lmms_eval_plugins.reproduce.__main__ import main, reproduce
+from lmms_eval_plugins.reproduce.config import CONFIGS, load_config, load_reference
+from lmms_eval_plugins.reproduce.plan import plan
+from lmms_eval_plugins.reproduce.table import interval
+from tests.lmms_eval_plugins.test_evaluate import clean_process  # noqa: F401 (a fixture that each test here uses)
+from tests.support.result_cells import write_answers as write
 
-from .test_evaluate import clean_process  # noqa: F401 (a fixture that each test here uses)
-from .test_metrics import write
-
-ROOT = Path(__file__).parents[2]
-SHIPPED = sorted(path.stem for path in reproduce.CONFIGS.glob("*.yaml"))
+ROOT = Path(__file__).parents[3]
+SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 MINIMAL = {
     "title": "A paper",
@@ -65,8 +69,8 @@ def executed(monkeypatch):
             raise calls.answer
         return calls.answer
 
-    monkeypatch.setattr(reproduce, "execute", execute)
-    monkeypatch.setattr(reproduce, "_hub_is_there", lambda: True)
+    monkeypatch.setattr(run, "execute", execute)
+    monkeypatch.setattr(run, "_hub_is_there", lambda: True)
     return calls
 
 
@@ -82,20 +86,20 @@ def table(folder, name="reproduce-paper"):
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_files_are_valid_and_every_reference_value_has_its_cell(name):
-    config, path = reproduce.load_config(name)
-    reference = reproduce.load_reference(config, path)
-    cells, runs = reproduce.plan(config, {}, [])
+    config, path = load_config(name)
+    reference = load_reference(config, path)
+    cells, runs = plan(config, {}, [])
     keys = [cell.key for cell in cells]
     assert len(keys) == len(set(keys))
     assert set(reference) <= set(keys)
-    assert {cell.key for run in runs for cell in run.cells} == {cell.key for cell in cells if cell.folder}
+    assert {cell.key for planned in runs for cell in planned.cells} == {cell.key for cell in cells if cell.folder}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_tasks_and_metrics_of_shipped_files_are_lmms_evals(name):
     from lmms_eval_plugins.tasks import task_manager
 
-    config, _ = reproduce.load_config(name)
+    config, _ = load_config(name)
     tasks = {benchmark.task: benchmark.metric for benchmark in config.benchmarks if benchmark.task}
     manager = task_manager(list(tasks))
     for task, metric in tasks.items():
@@ -104,14 +108,14 @@ def test_tasks_and_metrics_of_shipped_files_are_lmms_evals(name):
 
 
 def test_effivlm_bench_is_the_whole_figure_with_its_variants():
-    config, path = reproduce.load_config("effivlm_bench")
-    reference = reproduce.load_reference(config, path)
-    cells, runs = reproduce.plan(config, {}, [])
+    config, path = load_config("effivlm_bench")
+    reference = load_reference(config, path)
+    cells, runs = plan(config, {}, [])
     assert len(reference) == len(cells) == 744
     assert reference["Qwen2-VL-7B", "TextVQA", "Original", "1"] == (81.9, 0.13)
     assert "read from the figure" in config.source
-    textvqa = [run for run in runs if run.cells[0].key[:2] == ("Qwen2-VL-7B", "TextVQA")]
-    asked = {cell.method: cell for run in textvqa for cell, _ in plan.Plan.of(run.request).cells}
+    textvqa = [planned for planned in runs if planned.cells[0].key[:2] == ("Qwen2-VL-7B", "TextVQA")]
+    asked = {cell.method: cell for planned in textvqa for cell, _ in Plan.of(planned.request).cells}
     assert all(cell.settings == {"max_pixels": 700 * 28 * 28} for cell in asked.values())
     assert {name: cell.options for name, cell in asked.items()} == {
         "full": {},
@@ -144,26 +148,26 @@ def test_effivlm_bench_is_the_whole_figure_with_its_variants():
     ],
 )
 def test_a_wrong_file_is_one_line_and_code_2(configuration, capsys, changes, message):
-    assert reproduce.main([configuration(**changes)]) == 2
+    assert main([configuration(**changes)]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
 
 
 def test_a_reference_that_does_not_fit_the_file_is_an_error(configuration, capsys):
-    assert reproduce.main([configuration(["N,KNorm,0.5,One,1,1"])]) == 2
+    assert main([configuration(["N,KNorm,0.5,One,1,1"])]) == 2
     assert "model 'N' is not in paper.yaml, which has M" in capsys.readouterr().err
     path = configuration([])
     (Path(path).parent / "paper.csv").write_text("model,value\n")
-    assert reproduce.main([path]) == 2
+    assert main([path]) == 2
     assert "no column method, ratio_kept, benchmark, est_error_abs" in capsys.readouterr().err
 
 
 def test_an_unknown_name_or_broken_yaml_is_an_error(tmp_path, capsys):
-    assert reproduce.main(["effivlm"]) == 2
+    assert main(["effivlm"]) == 2
     assert "no reproduction 'effivlm' (did you mean 'effivlm_bench'?)" in capsys.readouterr().err
     (tmp_path / "x.yaml").write_text("a: [")
-    assert reproduce.main([str(tmp_path / "x.yaml")]) == 2
+    assert main([str(tmp_path / "x.yaml")]) == 2
     assert "is no YAML" in capsys.readouterr().err
 
 
@@ -178,9 +182,9 @@ def test_methods_share_a_call_where_each_still_gets_exactly_its_options(configur
         {"name": "C", "method": "pyramidkv"},  # has one, so it may not
         {"name": "D", "method": "h2o", "options": {"merge": "pivot"}},  # every method has merge
     ]
-    config, _ = reproduce.load_config(configuration(methods=methods))
-    _, runs = reproduce.plan(config, {}, ["--limit", "4"])
-    assert [run.argv for run in runs] == [
+    config, _ = load_config(configuration(methods=methods))
+    _, runs = plan(config, {}, ["--limit", "4"])
+    assert [planned.argv for planned in runs] == [
         ["one", "m", "full,snapkv,knorm", "0.5,0.25", "window_size=8", "--limit", "4"],
         ["one", "m", "pyramidkv", "0.5,0.25", "--limit", "4"],
         ["one", "m", "h2o", "0.5,0.25", "merge=pivot", "--limit", "4"],
@@ -188,9 +192,9 @@ def test_methods_share_a_call_where_each_still_gets_exactly_its_options(configur
 
 
 def test_budgets_take_the_place_of_ratios(configuration):
-    config, _ = reproduce.load_config(configuration(ratios=[], budgets=[64, 32]))
-    cells, (run,) = reproduce.plan(config, {}, [])
-    assert run.argv == ["one", "m", "full,knorm", "-", "budget=64,32"]
+    config, _ = load_config(configuration(ratios=[], budgets=[64, 32]))
+    cells, (planned,) = plan(config, {}, [])
+    assert planned.argv == ["one", "m", "full,knorm", "-", "budget=64,32"]
     assert [cell.key[2:] for cell in cells[:3]] == [("Full", "1"), ("KNorm", "64"), ("KNorm", "32")]
     assert cells[1].folder == Path("results/one/m/knorm-budget=64")
 
@@ -206,7 +210,7 @@ def test_budgets_take_the_place_of_ratios(configuration):
     ],
 )
 def test_only_takes_names_of_the_paper_and_ours(configuration, executed, only, expected):
-    reproduce.main([configuration(), "--only", only])
+    main([configuration(), "--only", only])
     assert [" ".join(argv[:4]) for argv in executed] == expected
 
 
@@ -220,7 +224,7 @@ def test_only_takes_names_of_the_paper_and_ours(configuration, executed, only, e
     ],
 )
 def test_only_names_what_there_is(configuration, capsys, executed, only, message):
-    assert reproduce.main([configuration(), "--only", only]) == 2
+    assert main([configuration(), "--only", only]) == 2
     assert message in capsys.readouterr().err
     assert not executed
 
@@ -229,7 +233,7 @@ def test_dry_run_lists_cells_and_commands_and_writes_nothing(configuration, caps
     write(tmp_path / "results", "one", "knorm", 0.5, "abcx")
     before = sorted(tmp_path.rglob("*"))
     path = configuration()
-    assert reproduce.main([path, "--dry-run"]) == 0
+    assert main([path, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         "M, One, Full, 1: to run",
@@ -246,16 +250,16 @@ def test_dry_run_lists_cells_and_commands_and_writes_nothing(configuration, caps
 
 
 def test_what_is_no_flag_of_ours_goes_to_evaluate(configuration, executed):
-    reproduce.main([configuration(), "--limit", "4", "device=cpu", "--data-root", ".", "--output_path", "out"])
+    main([configuration(), "--limit", "4", "device=cpu", "--data-root", ".", "--output_path", "out"])
     assert executed[0][4:] == ["device=cpu", "--data-root", ".", "--output_path", "out", "--limit", "4"]
     with pytest.raises(UsageError, match="unknown flag '--limi'"):
-        reproduce.reproduce([configuration(), "--limi", "4"])
+        reproduce([configuration(), "--limi", "4"])
 
 
 def test_a_failed_call_stops_nothing_else_and_stands_in_the_table(configuration, executed, tmp_path):
     executed.answer = (1, "model 'm' could not be loaded")
     benchmarks = [{"name": name, "task": name.lower()} for name in ("One", "Two")]
-    assert reproduce.main([configuration(benchmarks=benchmarks), "--only", "ratio=0.5"]) == 1
+    assert main([configuration(benchmarks=benchmarks), "--only", "ratio=0.5"]) == 1
     assert len(executed) == 2
     rows, text = table(tmp_path / "results")
     assert rows["Two", "KNorm", 0.5]["note"] == "failed: model 'm' could not be loaded"
@@ -265,7 +269,7 @@ def test_a_failed_call_stops_nothing_else_and_stands_in_the_table(configuration,
 def test_ctrl_c_ends_with_the_table_of_what_is_there(configuration, executed, tmp_path, capsys):
     executed.answer = KeyboardInterrupt()
     write(tmp_path / "results", "one", "knorm", 0.5, "abcx")
-    assert reproduce.main([configuration()]) == 130
+    assert main([configuration()]) == 130
     assert "finished cells are kept" in capsys.readouterr().err
     rows, _ = table(tmp_path / "results")
     assert (rows["One", "KNorm", 0.5]["ours"], rows["One", "Full", 1.0]["note"]) == (75, "not run")
@@ -274,27 +278,27 @@ def test_ctrl_c_ends_with_the_table_of_what_is_there(configuration, executed, tm
 def test_without_a_gpu_nothing_is_tried_and_the_reason_is_given(configuration, executed, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = configuration(models=[{"name": "M", "pretrained": "m"}])
-    assert reproduce.main([path]) == 1
+    assert main([path]) == 1
     assert not executed
     assert "needs a GPU" in table(tmp_path / "results")[0]["One", "Full", 1.0]["note"]
-    reproduce.main([path, "device=cpu"])
+    main([path, "device=cpu"])
     assert len(executed) == 1
 
 
 def test_without_hub_the_model_is_named_and_model_root_brings_it(configuration, executed, tmp_path, monkeypatch):
-    monkeypatch.setattr(reproduce, "_hub_is_there", lambda: False)
+    monkeypatch.setattr(run, "_hub_is_there", lambda: False)
     path = configuration(models=[{"name": "M", "pretrained": "org/m", "gpu": False}])
-    assert reproduce.main([path]) == 1
+    assert main([path]) == 1
     assert "`hf download org/m" in table(tmp_path / "results")[0]["One", "Full", 1.0]["note"]
     (tmp_path / "models" / "m").mkdir(parents=True)
     (tmp_path / "models" / "m" / "config.json").write_text("{}")
-    reproduce.main([path, "--model-root", str(tmp_path / "models")])
+    main([path, "--model-root", str(tmp_path / "models")])
     assert [argv[1] for argv in executed] == [str(tmp_path / "models" / "m")]
 
 
 def test_execute_gives_exit_code_and_error_line(capfd):
-    assert reproduce.execute(["one", "m", "full", "7"])[0] == 2
-    code, error = reproduce.execute(["one"])
+    assert run.execute(["one", "m", "full", "7"])[0] == 2
+    code, error = run.execute(["one"])
     assert (code, error.startswith("MODEL is missing")) == (2, True)
     assert "error: MODEL is missing" in capfd.readouterr().err  # and it is still shown
 
@@ -307,7 +311,7 @@ def test_ours_beside_theirs_with_difference_and_both_errors(configuration, tmp_p
     write(tmp_path / "results", "one", "knorm", 0.5, "abcx")  # 75, standard error 10
     write(tmp_path / "results", "one", "knorm", 0.25, "axxx")  # 25
     path = configuration(["M,Full,1,One,100,1", "M,KNorm,0.5,One,95,0.5", "M,KNorm,0.25,One,44,0.5"])
-    assert reproduce.main([path, "--report-only"]) == 0
+    assert main([path, "--report-only"]) == 0
     rows, text = table(tmp_path / "results")
     far, near = rows["One", "KNorm", 0.5], rows["One", "KNorm", 0.25]
     assert (far["ours"], far["stderr"], far["theirs"], far["reading_error"]) == (75, 10, 95, 0.5)
@@ -323,7 +327,7 @@ def test_ours_beside_theirs_with_difference_and_both_errors(configuration, tmp_p
 
 def test_a_difference_beyond_both_errors_is_outside(configuration, tmp_path):
     write(tmp_path / "results", "one", "knorm", 0.5, "abcx")
-    reproduce.main([configuration(["M,KNorm,0.5,One,95.2,0.5"]), "--report-only"])
+    main([configuration(["M,KNorm,0.5,One,95.2,0.5"]), "--report-only"])
     rows, text = table(tmp_path / "results")
     assert rows["One", "KNorm", 0.5]["inside"] is False
     assert "0 of 1 inside both errors" in text
@@ -331,36 +335,36 @@ def test_a_difference_beyond_both_errors_is_outside(configuration, tmp_path):
 
 def test_equal_scores_on_all_questions_have_an_interval_all_the_same():
     # One right answer: where 5 % are right, one shows in one of 20 draws.
-    assert reproduce.interval(0.0, 1, 100) == pytest.approx(95)
+    assert interval(0.0, 1, 100) == pytest.approx(95)
     # 30 right answers: where 9.5 % are wrong, 0.905 ** 30 = 0.05, so that all are right in one of 20 draws.
-    assert reproduce.interval(0.0, 30, 100) == pytest.approx(9.5, rel=0.01)
-    assert reproduce.interval(2.0, 30, 100) == pytest.approx(3.92)
-    assert reproduce.interval(None, 30, 100) is None
+    assert interval(0.0, 30, 100) == pytest.approx(9.5, rel=0.01)
+    assert interval(2.0, 30, 100) == pytest.approx(3.92)
+    assert interval(None, 30, 100) is None
 
 
 def test_metric_and_scale_are_those_of_the_file(configuration, tmp_path, capsys):
     write(tmp_path / "results", "one", "knorm", 0.5, "abcx")
     benchmark = {"name": "One", "task": "one", "metric": "acc", "scale": 1000}
-    reproduce.main([configuration(benchmarks=[benchmark]), "--report-only"])
+    main([configuration(benchmarks=[benchmark]), "--report-only"])
     assert table(tmp_path / "results")[0]["One", "KNorm", 0.5]["ours"] == 750
-    assert reproduce.main([configuration(benchmarks=[benchmark | {"metric": "anls"}]), "--report-only"]) == 2
+    assert main([configuration(benchmarks=[benchmark | {"metric": "anls"}]), "--report-only"]) == 2
     assert "scores have no anls: acc,none, acc_stderr,none" in capsys.readouterr().err
 
 
 def test_another_limit_is_another_table(configuration, tmp_path):
     write(tmp_path / "results", "one", "knorm", 0.5, "ab", truth="ab", settings={"limit": 2})
-    reproduce.main([configuration(), "--report-only", "--limit", "2"])
+    main([configuration(), "--report-only", "--limit", "2"])
     assert table(tmp_path / "results", "reproduce-paper-limit=2")[0]["One", "KNorm", 0.5]["note"] == "2 questions"
 
 
 def test_our_results_become_a_reference_that_reads_back_as_equal(configuration, tmp_path, capsys):
     write(tmp_path / "results", "one", "knorm", 0.5, "abcx")
-    reproduce.main([configuration(), "--report-only", "--write-reference", str(tmp_path / "ours.csv")])
+    main([configuration(), "--report-only", "--write-reference", str(tmp_path / "ours.csv")])
     lines = (tmp_path / "ours.csv").read_text().splitlines()
     assert lines == ["model,method,ratio_kept,benchmark,value,est_error_abs", "M,KNorm,0.5,One,75.0,19.6"]
-    reproduce.main([configuration(lines[1:]), "--report-only"])
+    main([configuration(lines[1:]), "--report-only"])
     assert table(tmp_path / "results")[0]["One", "KNorm", 0.5]["difference"] == 0
-    assert reproduce.main([configuration(), "--report-only", "--only", "method=Full", "--write-reference", "x"]) == 2
+    assert main([configuration(), "--report-only", "--only", "method=Full", "--write-reference", "x"]) == 2
     assert "there is no result to write" in capsys.readouterr().err
 
 
@@ -368,16 +372,16 @@ def test_our_results_become_a_reference_that_reads_back_as_equal(configuration, 
 
 
 def test_the_bundled_model_is_compared_with_its_recorded_results_and_resumes(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(reproduce, "execute", lambda argv: (evaluate.main(list(argv)), ""))  # without a new process
-    command = ["tiny", "--limit", "4", "--only", "ratio=1,ratio=0.2"]
-    assert reproduce.main(command) == 0
-    rows, text = table(tmp_path / "results", "reproduce-tiny-limit=4")
+    monkeypatch.setattr(run, "execute", lambda argv: (evaluate.main(list(argv)), ""))  # without a new process
+    command = ["tiny", "--limit", "2", "--only", "ratio=1,ratio=0.2"]
+    assert main(command) == 0
+    rows, text = table(tmp_path / "results", "reproduce-tiny-limit=2")
     assert {key[1] for key in rows} == {"Full", "SnapKV", "StreamingLLM", "H2O"}
     assert all(row["ours"] is not None and row["theirs"] is not None for row in rows.values())
     assert (rows["signs", "Full", 1.0]["ours"], rows["signs", "Full", 1.0]["inside"]) == (100, True)
-    assert text.count("4 questions |") == 4
+    assert text.count("2 questions |") == 4
     monkeypatch.setattr(evaluate, "load_model", None)  # which nothing calls any more
-    assert reproduce.main(command) == 0
+    assert main(command) == 0
     assert "4 of 4 cells are complete and skipped" in capsys.readouterr().out
 
 

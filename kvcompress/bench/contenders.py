@@ -29,9 +29,9 @@ class Turn:
     """One answer.
 
     Attributes:
-        prompt_ms: the prompt pass, with scoring and compression, up to the first new token.
+        prompt_ms: the prefill, with scoring and compression, up to the first new token.
         step_ms: each decode step.
-        scoring_ms: of the prompt pass, scoring, choosing and storing, None where that was not timed.
+        scoring_ms: of the prefill, scoring, choosing and storing; None where that was not timed.
         kv_bytes: allocated for keys and values (with ours also their index) at the end.
         peak_bytes: as `Measurement.peak_memory_bytes`; None where it cannot be told.
     """
@@ -44,9 +44,11 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Task:
-    """A cell of the grid: prompts of `length` tokens, `batch` at once, each followed by `steps` decode steps. With
-    `one_prompt` a single row is read, and its cache repeated `batch` times."""
+class Workload:
+    """A cell of the grid: prompts of `length` tokens, `batch` at once, each followed by `steps` decode steps.
+
+    With `one_prompt` a single row is read, and its cache repeated `batch` times.
+    """
 
     length: int
     batch: int
@@ -56,7 +58,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Method:
+class MethodSpec:
     """A method as the command line names it, `snapkv` or `snapkv:window_size=64`, and its ratio (None for full)."""
 
     name: str
@@ -64,7 +66,7 @@ class Method:
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, text: str, ratio: float | None) -> "Method":
+    def parse(cls, text: str, ratio: float | None) -> "MethodSpec":
         """Raises KVCompressError for what `make_policy` refuses, and for methods that need images."""
         name, *given = text.split(":")
         options = {}
@@ -106,7 +108,7 @@ def compile_config(device: torch.device) -> CompileConfig:
 class Ours:
     """kvcompress: a `CompressedCache` with room for the answer."""
 
-    def __init__(self, model: PreTrainedModel, method: Method, compiled: bool = False):
+    def __init__(self, model: PreTrainedModel, method: MethodSpec, compiled: bool = False):
         self.model, self.method, self.compiled = model, method, compiled
         self.name = f"{method}, compiled" if compiled else str(method)
 
@@ -114,12 +116,12 @@ class Ours:
         method = self.method
         return CompressedCache(self.model.config, method.name, method.ratio, max_new_tokens=steps + 1, **method.options)
 
-    def turn(self, task: Task) -> Turn:
-        cache = self.cache(task.steps)
+    def turn(self, workload: Workload) -> Turn:
+        cache = self.cache(workload.steps)
         elsewhere = cache.policy.cluster.second_pass or cache.policy.needs_sums  # the attention may make the sums
-        scoring = None if elsewhere else ScoringTimer(cache, self.model.device, task.clock)
+        scoring = None if elsewhere else ScoringTimer(cache, self.model.device, workload.clock)
         with attach(self.model):
-            turn = local_turn(self.model, cache, lambda: cache.nbytes, task, self.compiled, scoring)
+            turn = local_turn(self.model, cache, lambda: cache.nbytes, workload, self.compiled, scoring)
         return turn if scoring is None else replace(turn, scoring_ms=scoring.milliseconds())
 
 
@@ -169,32 +171,32 @@ class Transformers:
         self.model, self.kind, self.compiled = model, kind, compiled
         self.name = f"transformers {kind}" + (", compiled" if compiled else "")
 
-    def turn(self, task: Task) -> Turn:
+    def turn(self, workload: Workload) -> Turn:
         if self.kind == "DynamicCache":
             cache = DynamicCache(config=self.model.config)
         else:
-            cache = StaticCache(config=self.model.config, max_cache_len=task.length + task.steps)
-        return local_turn(self.model, cache, lambda: held_bytes(cache), task, self.compiled)
+            cache = StaticCache(config=self.model.config, max_cache_len=workload.length + workload.steps)
+        return local_turn(self.model, cache, lambda: held_bytes(cache), workload, self.compiled)
 
 
 def local_turn(
     model: PreTrainedModel,
     cache: Any,
     held: Callable[[], int],
-    task: Task,
+    workload: Workload,
     compiled: bool,
     scoring: ScoringTimer | None = None,
 ) -> Turn:
-    ids = prompt_ids(model, 1 if task.one_prompt else task.batch, task.length)
+    ids = prompt_ids(model, 1 if workload.one_prompt else workload.batch, workload.length)
     reset_peak_memory(model.device)
-    token, prompt_ms = read_prompt(model, cache, ids, task.clock)
+    token, prompt_ms = read_prompt(model, cache, ids, workload.clock)
     if scoring is not None:
         scoring.stop()
-    if task.one_prompt:
-        cache.batch_repeat_interleave(task.batch)
-        token = token.repeat(task.batch, 1)
+    if workload.one_prompt:
+        cache.batch_repeat_interleave(workload.batch)
+        token = token.repeat(workload.batch, 1)
     step = model.get_compiled_call(compile_config(model.device)) if compiled else model
-    step_ms = decode(step, cache, token, task.length, task.steps, task.clock)
+    step_ms = decode(step, cache, token, workload.length, workload.steps, workload.clock)
     return Turn(prompt_ms, step_ms, held(), peak_memory(model.device))
 
 
@@ -241,38 +243,38 @@ class KVPressProcess:
 class KVPress:
     """kvpress with the press of one of our methods, its own defaults and the same ratio."""
 
-    def __init__(self, process: KVPressProcess, method: Method):
+    def __init__(self, process: KVPressProcess, method: MethodSpec):
         self.process, self.method = process, method
         self.name = f"kvpress {method}"
 
-    def turn(self, task: Task) -> Turn:
-        reply = self.process.ask({"method": self.method.name, "ratio": self.method.ratio, **asdict(task)})
+    def turn(self, workload: Workload) -> Turn:
+        reply = self.process.ask({"method": self.method.name, "ratio": self.method.ratio, **asdict(workload)})
         if "error" in reply:
             raise torch.OutOfMemoryError(reply["error"])
         return Turn(**reply)
 
 
-Way = Ours | Transformers | KVPress
+Contender = Ours | Transformers | KVPress
 
 
-def make_ways(
+def make_contenders(
     model: PreTrainedModel,
-    methods: Iterable[Method],
+    methods: Iterable[MethodSpec],
     peers: Iterable[str],
     compiled: bool,
     process: KVPressProcess | None,
-) -> dict[str, Way]:
-    """name -> way: the peers in `peers` (`dynamic`, `static`), our methods, and kvpress for each that it has too;
-    `compiled` adds a compiled way for each of fixed shape."""
-    ways: list[Way] = []
+) -> dict[str, Contender]:
+    """name -> contender: the peers in `peers` (`dynamic`, `static`), our methods, and kvpress for each that it has too.
+    `compiled` adds a compiled one for each cache of fixed shape."""
+    contenders: list[Contender] = []
     if "dynamic" in peers:
-        ways.append(Transformers(model, "DynamicCache"))
+        contenders.append(Transformers(model, "DynamicCache"))
     if "static" in peers:
-        ways += [Transformers(model, "StaticCache", how) for how in ((False, True) if compiled else (False,))]
+        contenders += [Transformers(model, "StaticCache", how) for how in ((False, True) if compiled else (False,))]
     for method in methods:
-        ways.append(Ours(model, method))
+        contenders.append(Ours(model, method))
         if compiled and method.is_static:
-            ways.append(Ours(model, method, compiled=True))
+            contenders.append(Ours(model, method, compiled=True))
         if process is not None and method.name in process.presses and not method.options:
-            ways.append(KVPress(process, method))
-    return {way.name: way for way in ways}
+            contenders.append(KVPress(process, method))
+    return {contender.name: contender for contender in contenders}

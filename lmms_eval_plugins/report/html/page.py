@@ -6,7 +6,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from ..cells.results import write_text
+from ...cells.results import write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from ..cells.results import write_text
-from ..report import markdown, note, score_scale, table_rows
-from .data import Group, cells_table, samples_table
+from ...cells.results import write_text
+from ..table import markdown, note, score_scale, table_rows
+from .groups import Group, cells_table, samples_table
 
 
 def write_tables(groups: list[Group], folder: Path) -> list[Path]:

@@ -22,14 +22,14 @@ from tqdm import tqdm
 
 from kvcompress import KVCompressError
 
-from ..cells.command_line import parse
-from ..cells.errors import EvaluationFailed, UsageError
-from ..cells.kept_tokens import shares, unpacked
-from ..cells.machine import set_offline
-from ..cells.plan import Plan
-from ..cells.results import Cell
-from ..cells.run import load_model
-from ..model.lm import KVCompressLM
+from ...cells.command_line import parse
+from ...cells.errors import EvaluationFailed, UsageError
+from ...cells.kept_tokens import shares, unpacked
+from ...cells.machine import set_offline
+from ...cells.plan import Plan
+from ...cells.results import Cell
+from ...cells.run import load_model
+from ...model.lm import KVCompressLM
 from .data import data_url, mean_shares, overlay_data
 from .page import write_page
 

@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from .data import load_groups, page_data
+from .data import page_data
+from .groups import load_groups
 from .page import write_page
 from .tables import write_tables
 

@@ -1,0 +1,105 @@
+"""The command line of the speech bench."""
+
+import argparse
+import shlex
+from pathlib import Path
+
+import torch
+
+from ... import speech
+from ...errors import KVCompressError, unknown_name
+from ...policy.policy import make_policy
+from ..cli import positive
+from ..grid import Results
+from ..timing import environment
+from .report import markdown
+from .strategies import STRATEGIES, method_of
+from .turns import cold, warm
+
+
+def parser() -> argparse.ArgumentParser:
+    this = argparse.ArgumentParser(
+        prog="python -m kvcompress speech",
+        description="Time to first audio and real-time factor of Qwen2.5-Omni, cold and warm, with several KV caches.",
+    )
+    this.add_argument("model", help="hub id or local path")
+    this.add_argument("method", metavar="METHOD[:OPTION=VALUE...]")
+    this.add_argument("ratio", type=float)
+    this.add_argument("--strategies", nargs="+", default=list(STRATEGIES), help=f"of {', '.join(STRATEGIES)}")
+    this.add_argument("--no-compile", dest="compile", action="store_false", help="static caches without compiling")
+    this.add_argument("--compress-talker", action="store_true", help="the method compresses the talker's cache, too")
+    this.add_argument("--without", nargs="+", default=[], metavar="PART", help=f"of {', '.join(speech.PARTS)}")
+    this.add_argument(
+        "--prompts", type=Path, metavar="JSONL", help='{"text":, "image": FILE, "audio": WAV FILE} a line'
+    )
+    this.add_argument("--text-tokens", type=positive, default=128, help="the longest text")
+    this.add_argument("--codec-tokens", type=positive, default=1024, help="the longest speech, 50 tokens a second")
+    this.add_argument("--exact", action="store_true", help="every answer has exactly these lengths")
+    this.add_argument("--repeats", type=positive, default=3, help="warm answers to each prompt, per strategy")
+    this.add_argument("--cold", type=int, default=3, help="cold starts per strategy, each a process; 0: none")
+    this.add_argument("--speaker", help="default: the checkpoint's first")
+    this.add_argument("--seed", type=int, default=0)
+    this.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    this.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    this.add_argument("--threads", type=positive, default=torch.get_num_threads())
+    this.add_argument("--save-audio", type=Path, metavar="FOLDER", help="the last warm answers, to listen to")
+    this.add_argument("--out", type=Path, default=Path("speech"), help="without a suffix: .json and .md")
+    this.add_argument("--resume", action="store_true", help="keep what is in the .json")
+    return this
+
+
+def main(arguments: list[str]) -> None:
+    """Raises KVCompressError for what is wrong, before anything is loaded where that can be told."""
+    given = parser().parse_args(arguments)
+    check(given)
+    elsewhere = ("out", "resume", "save_audio", "repeats", "cold")  # they may change where a run goes on
+    settings = {
+        **{name: value for name, value in vars(given).items() if name not in elsewhere},
+        "prompts": given.prompts and str(given.prompts),
+        "labels": labels(given),
+    }
+    content = {
+        "command": shlex.join(["python", "-m", "kvcompress", "speech", *arguments]),
+        "settings": settings,
+        "environment": environment(torch.device(given.device)),
+    }
+    results = Results(given.out.with_suffix(".json"), content, given.resume, parts=("cold", "warm"))
+    cold(results, given)
+    warm(results, given)
+    text = markdown(results.content)
+    given.out.with_suffix(".md").write_text(text)
+    print(text)
+
+
+def check(given: argparse.Namespace) -> None:
+    """Raises KVCompressError for everything that can be told before the model is loaded."""
+    for strategy in given.strategies:
+        if strategy not in STRATEGIES:
+            raise unknown_name("there is no strategy", strategy, STRATEGIES)
+    for part in given.without:
+        if part not in speech.PARTS:
+            raise unknown_name("there is no part", part, speech.PARTS)
+    speaks = "speech" not in given.without
+    if speaks and given.text_tokens < speech.FEWEST_TEXT_TOKENS:
+        raise KVCompressError(f"--text-tokens {given.text_tokens}: at least {speech.FEWEST_TEXT_TOKENS} can be spoken")
+    for strategy in ["compressed", *given.strategies]:
+        if not STRATEGIES[strategy][0]:
+            continue
+        method = method_of(strategy, given)
+        policy = make_policy(method.name, method.ratio, **method.options)
+        if speaks:
+            speech.check_policy(policy)
+        if speaks and given.compress_talker and policy.cluster.second_pass:
+            raise KVCompressError(f"--compress-talker: method {method.name!r} reads the prompt again, a talker cannot")
+        if speaks and given.compress_talker and strategy == "compressed" and method.is_static:
+            raise KVCompressError("--compress-talker: transformers' talker takes no static cache")
+
+
+def labels(given: argparse.Namespace) -> dict[str, str]:
+    """strategy -> what the table calls it."""
+    compiled = ", compiled" if given.compile else ""
+    names = {"dynamic": "transformers DynamicCache", "static": f"transformers StaticCache{compiled}"}
+    for strategy in given.strategies:
+        if STRATEGIES[strategy][0]:
+            names[strategy] = str(method_of(strategy, given)) + (compiled if STRATEGIES[strategy][1] else "")
+    return {strategy: names[strategy] for strategy in given.strategies}

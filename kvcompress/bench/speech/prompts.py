@@ -1,0 +1,135 @@
+"""What is asked aloud: bundled prompts, or a file of them with pictures and sounds."""
+
+import json
+import wave
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from transformers import ProcessorMixin
+
+from ... import speech
+from ...errors import KVCompressError
+
+# Without this system prompt the model is not meant to speak (model card).
+SYSTEM = (
+    "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, capable of perceiving auditory and "
+    "visual inputs, as well as generating text and speech."
+)
+
+
+@dataclass(frozen=True)
+class SpeechPrompt:
+    """image: RGB; audio: float32 (samples,) at the rate that the processor wants."""
+
+    text: str
+    image: Image.Image | None = None
+    audio: np.ndarray | None = None
+
+
+def bundled_prompts(rate: int, without: list[str]) -> list[SpeechPrompt]:
+    """Text alone, with a picture, with sound, and with both, as far as the parts are there.
+
+    They are drawn here: how long a model takes does not depend on what it sees, but on how much.
+    """
+    picture = Image.new("RGB", (560, 420), "lightblue")
+    draw = ImageDraw.Draw(picture)
+    draw.rectangle((0, 280, 560, 420), fill="green")
+    draw.ellipse((220, 60, 340, 180), fill="yellow")
+    seconds = np.arange(3 * rate, dtype=np.float32) / rate
+    melody = (0.3 * np.sin(2 * np.pi * np.choose(seconds.astype(int), [440, 554, 659]) * seconds)).astype(np.float32)
+    prompts = [
+        SpeechPrompt("Please tell me in two sentences why the sky is blue."),
+        SpeechPrompt("What is in this picture? Answer in two sentences.", image=picture),
+        SpeechPrompt("What do you hear? Answer in two sentences.", audio=melody),
+        SpeechPrompt("Does the sound go with the picture? Answer in two sentences.", image=picture, audio=melody),
+    ]
+    return [prompt for prompt in prompts if not missing_part(prompt, without)]
+
+
+def read_prompts(file: Path, rate: int, without: list[str]) -> list[SpeechPrompt]:
+    """The prompts of a JSONL file; image and sound files are looked for beside it.
+
+    Raises KVCompressError, which names the line.
+    """
+    prompts = []
+    for number, line in enumerate(_lines(file), 1):
+        where = f"{file}:{number}"
+        try:
+            given = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise KVCompressError(f"{where}: {error}") from None
+        if not isinstance(given, dict) or set(given) - {"text", "image", "audio"} or "text" not in given:
+            raise KVCompressError(f"{where} needs text, and may have image and audio: {line.strip()[:80]}")
+        image = file.parent / given["image"] if given.get("image") else None
+        sound = file.parent / given["audio"] if given.get("audio") else None
+        for media in (image, sound):
+            if media is not None and not media.is_file():
+                raise KVCompressError(f"{where}: there is no file {media}")
+        prompt = SpeechPrompt(given["text"], image and read_image(image), sound and read_wav(sound, rate))
+        if part := missing_part(prompt, without):
+            raise KVCompressError(f"{where} needs {speech.PARTS[part]}, which --without {part} leaves out")
+        prompts.append(prompt)
+    if not prompts:
+        raise KVCompressError(f"{file} has no prompts")
+    return prompts
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return [line for line in file.read_text().splitlines() if line.strip()]
+    except OSError as error:
+        raise KVCompressError(f"--prompts {file}: {error.strerror}") from None
+
+
+def read_image(file: Path) -> Image.Image:
+    try:
+        return Image.open(file).convert("RGB")
+    except OSError:
+        raise KVCompressError(f"{file} is not a picture") from None
+
+
+def read_wav(file: Path, rate: int) -> np.ndarray:
+    """float32 (samples,) of 16-bit PCM, channels averaged. Raises KVCompressError for another format or rate."""
+    try:
+        with wave.open(str(file)) as sound:
+            found, width, channels = sound.getframerate(), sound.getsampwidth(), sound.getnchannels()
+            frames = sound.readframes(sound.getnframes())
+    except (wave.Error, EOFError) as error:
+        raise KVCompressError(f"{file} is not a WAV file: {error}") from None
+    if (found, width) != (rate, 2):
+        raise KVCompressError(
+            f"{file} has {found} Hz and {8 * width} bits; {rate} Hz and 16 bits are needed "
+            f"(ffmpeg -i {file.name} -ar {rate} -c:a pcm_s16le OUT.wav)"
+        )
+    return np.frombuffer(frames, "<i2").reshape(-1, channels).mean(1).astype(np.float32) / 32768
+
+
+def missing_part(prompt: SpeechPrompt, without: list[str]) -> str | None:
+    """The part that the prompt needs and that is left out."""
+    needed = {"vision": prompt.image is not None, "audio": prompt.audio is not None}
+    return next((part for part in without if needed.get(part)), None)
+
+
+def model_inputs(processor: ProcessorMixin, prompt: SpeechPrompt, device: torch.device) -> dict[str, torch.Tensor]:
+    media = [{"type": kind} for kind in ("image", "audio") if getattr(prompt, kind) is not None]
+    messages = [
+        {"role": "system", "content": [{"type": "text", "text": SYSTEM}]},
+        {"role": "user", "content": [*media, {"type": "text", "text": prompt.text}]},
+    ]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    given = {
+        "images": None if prompt.image is None else [prompt.image],
+        "audio": None if prompt.audio is None else [prompt.audio],
+    }
+    made = processor(text=[text], return_tensors="pt", **{name: media for name, media in given.items() if media})
+    return dict(made.to(device))
+
+
+def write_wav(file: Path, waveform: torch.Tensor) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with wave.open(str(file), "wb") as sound:
+        sound.setparams((1, 2, speech.SAMPLING_RATE, len(waveform), "NONE", ""))
+        sound.writeframes((waveform.clamp(-1, 1) * 32767).to(torch.int16).numpy().tobytes())

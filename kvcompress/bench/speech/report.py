@@ -1,0 +1,65 @@
+"""The table of the answers."""
+
+import statistics
+from typing import Any
+
+from ..timing import cell, short, summary, table
+
+# Label -> the field of a row and how many of it are one unit.
+COLUMNS = {
+    "first text s": ("first_text_s", 1),
+    "text s": ("text_s", 1),
+    "first codec token s": ("first_code_s", 1),
+    "first audio s": ("first_audio_s", 1),
+    "real-time factor": ("real_time_factor", 1),
+}
+COUNTS = {
+    "audio s": ("audio_s", 1),
+    "text tokens": ("text_tokens", 1),
+    "kept": ("realised_ratio", 1),
+    "KV MB": ("kv_bytes", 1e6),
+    "talker KV MB": ("talker_kv_bytes", 1e6),
+    "peak MB": ("peak_memory_bytes", 1e6),
+}
+
+
+def markdown(content: dict[str, Any]) -> str:
+    settings = content["settings"]
+    header, rows = ["start", "cache", "answers", *COLUMNS, *COUNTS], rows_of(content)
+    used = [place for place in range(len(header)) if any(row[place] for row in rows)]
+    weights = ", ".join(f"{name} {short(size / 1e6)}" for name, size in content["weight_bytes"].items() if size)
+    lines = [
+        f"# {settings['model']}, {settings['dtype']}",
+        f"`{content['command']}`",
+        "Times are medians (quartiles) over prompts and repeats, in seconds since `generate` was called; the first "
+        "audio is there when the whole waveform is. docs/speech.md explains the columns.",
+        f"Weights in memory, MB: {weights}.",
+        table([header[place] for place in used], [[row[place] for place in used] for row in rows]).rstrip(),
+        "Made on " + ", ".join(f"{name} {value}" for name, value in content["environment"].items()) + ".",
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def rows_of(content: dict[str, Any]) -> list[list[str]]:
+    """The table: one row per start and strategy; times as median (quartiles), the rest as medians."""
+    starts = {
+        "cold": [{"strategy": taken["strategy"], **taken["answer"]} for taken in content["cold"]],
+        "warm": [row for taken in content["warm"] for row in taken["answers"]],
+    }
+    rows = []
+    for start, answers in starts.items():
+        for strategy in content["settings"]["strategies"]:
+            mine = [row for row in answers if row["strategy"] == strategy]
+            if not mine:
+                continue
+            good = [row for row in mine if "error" not in row]
+            label = content["settings"]["labels"][strategy] + ("" if len(good) == len(mine) else " (out of memory)")
+            row = [start, label, str(len(good))]
+            for field, unit in COLUMNS.values():
+                numbers = [one[field] / unit for one in good if one[field] is not None]
+                row.append(cell(summary(numbers)) if numbers else "")
+            for field, unit in COUNTS.values():
+                numbers = [one[field] / unit for one in good if one[field] is not None]
+                row.append(short(statistics.median(numbers)) if numbers else "")
+            rows.append(row)
+    return rows

@@ -1,0 +1,136 @@
+"""Cache strategies: which KV caches thinker and talker answer with."""
+
+import argparse
+import statistics
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from transformers import (
+    Cache,
+    CompileConfig,
+    DynamicCache,
+    PreTrainedTokenizerBase,
+    Qwen2_5OmniForConditionalGeneration,
+    StaticCache,
+)
+
+from ... import speech
+from ...cache.cache import CompressedCache
+from ...errors import KVCompressError
+from ...hooks.session import attach
+from ...methods import method_info
+from ...tokens.base import TokenMethod
+from ..contenders import MethodSpec, compile_config
+from ..standalone import held_bytes
+
+# name -> (whether our method compresses, whether the shapes are fixed)
+STRATEGIES = {
+    "dynamic": (False, False),
+    "static": (False, True),
+    "compressed": (True, False),
+    "compressed-static": (True, True),
+}
+
+
+def method_of(strategy: str, given: argparse.Namespace) -> MethodSpec:
+    """The method as a strategy that compresses uses it. Raises KVCompressError."""
+    info = method_info(given.method.split(":")[0])
+    if issubclass(info.cls, TokenMethod):
+        raise KVCompressError(f"method {info.name!r} drops tokens of the prompt, and the talker reads all of them")
+    method = MethodSpec.parse(given.method, given.ratio)
+    if STRATEGIES[strategy][1]:
+        method = replace(method, options={**method.options, "cache_implementation": "static"})
+    return method
+
+
+class CacheStrategy:
+    """One cache strategy on one model.
+
+    Attributes:
+        method: ours, None where transformers' own cache is used.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Qwen2_5OmniForConditionalGeneration,
+        tokenizer: PreTrainedTokenizerBase,
+        given: argparse.Namespace,
+    ):
+        self.model, self.tokenizer, self.given = model, tokenizer, given
+        self.compresses, self.is_static = STRATEGIES[name]
+        self.method = method_of(name, given) if self.compresses else None
+        self._static: StaticCache | None = None
+
+    def room_for(self, longest: int) -> "CacheStrategy":
+        """Prepare for prompts of at most `longest` tokens: transformers' static cache has one shape for all."""
+        if self.is_static and not self.compresses:
+            self._static = StaticCache(self.model.thinker.config, max_cache_len=longest + self.given.text_tokens)
+        return self
+
+    def answer(self, inputs: dict[str, torch.Tensor]) -> tuple[dict[str, Any], speech.Answer]:
+        """A row of numbers, and the answer itself."""
+        model, given = self.model, self.given
+        cache = self._cache()
+        talker_cache = self._talker_cache() if model.has_talker else None
+        with ExitStack() as stack:
+            for part, its_cache in ((model.thinker, cache), (getattr(model, "talker", None), talker_cache)):
+                if isinstance(its_cache, CompressedCache):
+                    stack.enter_context(attach(part))
+            answer = speech.answer(
+                model,
+                inputs,
+                given.text_tokens,
+                given.codec_tokens,
+                given.exact,
+                given.speaker,
+                given.seed,
+                cache,
+                talker_cache,
+                self._compile_config() if self.is_static and given.compile else None,
+            )
+        row = asdict(replace(answer, waveform=None))
+        del row["waveform"]
+        row |= {
+            "text": self.tokenizer.decode(answer.text, skip_special_tokens=True),
+            "text_tokens": len(answer.text),
+            "prompt_tokens": inputs["input_ids"].shape[1],
+            "audio_s": answer.audio_s,
+            "real_time_factor": answer.real_time_factor,
+            "kv_bytes": _nbytes(cache),
+            "talker_kv_bytes": None if talker_cache is None else _nbytes(talker_cache),
+            "realised_ratio": None,
+        }
+        if isinstance(cache, CompressedCache):
+            row["realised_ratio"] = statistics.mean(layer[0] for layer in cache.realised_ratios())
+        return row, answer
+
+    def _compile_config(self) -> CompileConfig:
+        config = compile_config(self.model.device)
+        if self.model.has_talker:  # CUDA graphs would write over the hidden states that the talker reads in the end
+            config.mode = "default"
+        return config
+
+    def _cache(self) -> Cache:
+        config = self.model.thinker.config
+        if self.compresses:
+            return self._compressed(config, self.method, self.given.text_tokens)
+        if self._static is not None:
+            self._static.reset()
+            return self._static
+        return DynamicCache(config=config)
+
+    def _talker_cache(self) -> Cache:
+        config = self.model.talker.config
+        if self.compresses and self.given.compress_talker:  # as METHOD says; transformers' talker takes no static cache
+            return self._compressed(config, method_of("compressed", self.given), self.given.codec_tokens)
+        return DynamicCache(config=config)
+
+    def _compressed(self, config: Any, method: MethodSpec, tokens: int) -> CompressedCache:
+        return CompressedCache(config, method.name, method.ratio, max_new_tokens=tokens + 1, **method.options)
+
+
+def _nbytes(cache: Cache) -> int:
+    return cache.nbytes if isinstance(cache, CompressedCache) else held_bytes(cache)

@@ -1,0 +1,105 @@
+"""The answers: cold starts in fresh processes, then warm rounds in which the strategies take turns."""
+
+import argparse
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor_config
+from transformers import ProcessorMixin, Qwen2_5OmniForConditionalGeneration
+
+from ... import speech
+from ..cli import say
+from ..grid import Results, garbage_left, release
+from .prompts import bundled_prompts, model_inputs, read_prompts, write_wav
+from .strategies import CacheStrategy
+
+
+def cold(results: Results, given: argparse.Namespace) -> None:
+    """Every strategy's cold starts, each with the next prompt; before this process takes the device's memory."""
+    for place in range(given.cold):
+        for strategy in given.strategies:
+            if results.has("cold", strategy=strategy, prompt=place):
+                continue
+            say(f"cold start {place + 1} of {given.cold}: {strategy}")
+            row = in_a_fresh_process(cold_start, given, strategy, place)
+            results.add("cold", {"strategy": strategy, "prompt": place, "answer": row})
+
+
+def in_a_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def cold_start(given: argparse.Namespace, strategy: str, place: int) -> dict[str, Any]:
+    """The first answer of this process, to prompt number `place`. The process has to be a fresh one."""
+    loaded = load(given)
+    inputs = loaded.inputs[place % len(loaded.inputs)]
+    answering = loaded.strategy(strategy, given).room_for(inputs["input_ids"].shape[1])
+    with inductor_config.patch(force_disable_caches=True):  # what an earlier process compiled would not be cold
+        return attempt(answering, inputs)[0]
+
+
+def warm(results: Results, given: argparse.Namespace) -> None:
+    """A first round warms up and is not counted: every strategy answers every prompt. Then follow the repeats.
+
+    The strategies take turns at each prompt, each time beginning with another.
+    """
+    loaded = load(given)
+    results.content["weight_bytes"] = speech.weight_bytes(loaded.model)
+    longest = max(inputs["input_ids"].shape[1] for inputs in loaded.inputs)
+    strategies = {name: loaded.strategy(name, given).room_for(longest) for name in given.strategies}
+    names, turn = list(strategies), 0
+    # Every compiled strategy keeps graphs of its own, of the same code, and may need one more for another prompt.
+    with torch._dynamo.config.patch(recompile_limit=4 * len(strategies) * len(loaded.inputs)):
+        for repeat in range(given.repeats + 1):
+            if repeat and results.has("warm", repeat=repeat):
+                continue
+            say(f"turn {repeat} of {given.repeats}" if repeat else "warming up")
+            answers = []
+            for place, inputs in enumerate(loaded.inputs):
+                begin, turn = turn % len(names), turn + 1
+                with garbage_left():
+                    for name in names[begin:] + names[:begin]:
+                        row, answer = attempt(strategies[name], inputs)
+                        answers.append({"strategy": name, "prompt": place, **row})
+                        if given.save_audio and repeat == given.repeats and answer and answer.waveform is not None:
+                            write_wav(given.save_audio / f"{name}-{place}.wav", answer.waveform)
+            if repeat:
+                results.add("warm", {"repeat": repeat, "answers": answers})
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """inputs: what the processor made of each prompt."""
+
+    model: Qwen2_5OmniForConditionalGeneration
+    processor: ProcessorMixin
+    inputs: list[dict[str, torch.Tensor]]
+
+    def strategy(self, name: str, given: argparse.Namespace) -> CacheStrategy:
+        return CacheStrategy(name, self.model, self.processor.tokenizer, given)
+
+
+def load(given: argparse.Namespace) -> Loaded:
+    torch.set_num_threads(given.threads)
+    model, processor = speech.load(given.model, given.dtype, torch.device(given.device), given.without)
+    rate = processor.feature_extractor.sampling_rate
+    if given.prompts is None:
+        prompts = bundled_prompts(rate, given.without)
+    else:
+        prompts = read_prompts(given.prompts, rate, given.without)
+    return Loaded(model, processor, [model_inputs(processor, prompt, model.device) for prompt in prompts])
+
+
+def attempt(strategy: CacheStrategy, inputs: dict[str, torch.Tensor]) -> tuple[dict[str, Any], speech.Answer | None]:
+    """A row and an answer; {"error"} and None where memory ran out."""
+    try:
+        return strategy.answer(inputs)
+    except torch.OutOfMemoryError:
+        pass  # until here the exception holds on to the tensors
+    release()
+    return {"error": "out of memory"}, None

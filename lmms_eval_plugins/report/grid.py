@@ -1,0 +1,202 @@
+"""A grid of cells on disk, each against the full cache: its metrics, its curves, and paired comparisons."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from kvcompress import KVCompressError
+
+from ..cells.errors import UsageError
+from ..cells.results import RESULTS_FILE, SAMPLES_FILE
+from .metrics import (
+    area_under_curve,
+    loyalty,
+    overall_generalisation,
+    overall_performance,
+    paired_bootstrap,
+    relative_scores,
+    smallest_ratio,
+    speed_up,
+)
+from .table import cell_row, headline_metric, score_scale
+
+GROUP = ["task", "model", "settings"]  # only cells of one group are compared with each other
+
+
+def load_grid(folders: Sequence[Path]) -> tuple[pd.DataFrame, list[str]]:
+    """The cells of folders (results/<task>/<model>), each with its metrics against the full cache.
+
+    Returns:
+        A frame with one row per cell. Its columns are those of `table.cell_row`, and `task`, `model`, `kept` (the
+        ratio, or the realised one of a budget), `size` (the same as text: `0.2`, `budget=64`), `full` (the full cache's
+        score), `relative`, `loyalty`, `speed_up`, `questions` (see `read_samples`).
+        A line for each set of settings that is left out: it has no cell of the full cache to compare with.
+
+    Raises:
+        UsageError: a folder without cells, or no full cache at all.
+        KVCompressError: a cell without a score, or one that answered other questions than the full cache.
+    """
+    rows = []
+    for folder in folders:
+        files = sorted(Path(folder).glob(f"[!.]*/{RESULTS_FILE}"))
+        if not files:
+            raise UsageError(f"no finished cell under {str(folder)!r} (expected <method>-<ratio>/{RESULTS_FILE})")
+        for file in files:
+            cell = json.loads(file.read_text(encoding="utf-8"))
+            row = cell_row(cell)
+            if row["score"] is None:
+                raise KVCompressError(f"{file.parent} has no score (was it run with --predict_only?)")
+            row["kept"] = row["realised"] if row["ratio"] is None else row["ratio"]
+            row["size"] = f"budget={row['budget']}" if row["ratio"] is None else f"{row['ratio']:g}"
+            row |= {"task": cell["protocol"]["task"], "model": cell["protocol"]["model"]}
+            rows.append({**row, "questions": read_samples(file.parent, headline_metric(cell))})
+    grids, left_out = [], []
+    for (task, model, settings), group in pd.DataFrame(rows).groupby(GROUP):
+        if (group["method"] == "full").any():
+            grids.append(_against_full(group))
+        else:
+            which = f"{task}, {model}" + (f" ({settings})" if settings else "")
+            left_out.append(
+                f"{which}: no cell of the full cache to compare with; run the same command with METHOD full"
+            )
+    if not grids:
+        raise UsageError(left_out[0])
+    return pd.concat(grids, ignore_index=True), left_out
+
+
+def read_samples(folder: Path, metric: str | None) -> pd.DataFrame:
+    """A cell's questions: `answer`, `score` (NaN where the metric has none per question), `seconds` of the answer.
+
+    The index is (task, doc_id), sorted.
+    """
+    rows = []
+    with open(folder / SAMPLES_FILE, encoding="utf-8") as file:
+        for sample in map(json.loads, file):
+            measured, score = sample["measurement"], sample.get((metric or "").split(",")[0])
+            rows.append(
+                {
+                    "task": sample["task"],
+                    "doc_id": sample["doc_id"],
+                    "answer": tuple(str(answer).strip() for answer in np.ravel(sample["filtered_resps"])),
+                    "score": float(score) if isinstance(score, int | float) else math.nan,
+                    "seconds": measured["ttft_s"] + (measured["tpot_s"] or 0) * (measured["tokens_out"] - 1),
+                }
+            )
+    # A task with several answer filters has a line for each; the first is that of the headline metric.
+    return pd.DataFrame(rows).drop_duplicates(["task", "doc_id"]).set_index(["task", "doc_id"]).sort_index()
+
+
+def _against_full(group: pd.DataFrame) -> pd.DataFrame:
+    group = group.assign(is_full=group["method"] == "full").sort_values(
+        ["is_full", "series", "kept"], ascending=[False, True, False]
+    )
+    first = group.iloc[0]
+    full = first["questions"]
+    for row in group.itertuples():
+        if not row.questions.index.equals(full.index):
+            raise KVCompressError(
+                f"{row.task}: {row.series} at {row.kept:g} answered other questions than the full cache"
+            )
+    questions = group["questions"]
+    return group.drop(columns="is_full").assign(
+        full=first["score"],
+        relative=relative_scores(group["score"], [first["score"]]),
+        loyalty=[loyalty(list(cell["answer"]), list(full["answer"])) for cell in questions],
+        speed_up=[speed_up(cell["seconds"], full["seconds"]) for cell in questions],
+    )
+
+
+def curves(grid: pd.DataFrame, points: float, lowest: float | None = None) -> pd.DataFrame:
+    """Area and smallest ratio of each series. The areas of one task begin at the same ratio.
+
+    Args:
+        lowest: where the areas begin; the smallest ratio that all series of the task have where None.
+    """
+    rows = []
+    for key, group in grid[grid["method"] != "full"].groupby(GROUP):
+        start = group.groupby("series")["kept"].min().max() if lowest is None else lowest
+        scale = score_scale(grid[(grid[GROUP] == list(key)).all(axis=1)])
+        for series, cells in group.groupby("series"):
+            reaches = cells["kept"].min() <= start + 1e-9 and (start < 1 or lowest is not None)
+            rows.append(
+                {
+                    **dict(zip(GROUP, key, strict=True)),
+                    "series": series,
+                    "from": start,
+                    "area": area_under_curve(cells["kept"], cells["relative"], start) if reaches else math.nan,
+                    "points": points,
+                    "smallest": smallest_ratio(
+                        cells["kept"], cells["score"] * scale, cells["full"].iloc[0] * scale, points
+                    ),
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def overall(grid: pd.DataFrame) -> pd.DataFrame:
+    """OP, OG, OL and OE of each series and ratio, over the tasks that have it, with means and minima."""
+    rows = []
+    compressed = grid[grid["method"] != "full"]
+    sizes = ["model", "settings", "series", "size"]
+    for key, cells in compressed.groupby(sizes, sort=False):
+        relative = cells["relative"]
+        rows.append(
+            {
+                **dict(zip(sizes, key, strict=True)),
+                "tasks": list(cells["task"]),
+                "op": overall_performance(relative),
+                "mean": relative.mean(),
+                "min": relative.min(),
+                "og": overall_generalisation(relative) if relative.any() else math.nan,
+                "ol": cells["loyalty"].mean(),
+                "ol_min": cells["loyalty"].min(),
+                "oe": cells["speed_up"].mean(),
+                "oe_min": cells["speed_up"].min(),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def compare(grid: pd.DataFrame, a: str, b: str, resamples: int = 10_000, seed: int = 0) -> pd.DataFrame:
+    """Series A against series B on the same questions, at each ratio that both have.
+
+    Args:
+        a, b: a series as the table names it, or a method with a single series. The full cache has every ratio.
+
+    Raises:
+        UsageError: a name that is not there, or no ratio that both have.
+        KVCompressError: the metric is no number per question.
+    """
+    rows = []
+    for key, group in grid.groupby(GROUP):
+        ours, theirs = _series(group, a), _series(group, b)
+        is_full = "full" in (ours["method"].iloc[0], theirs["method"].iloc[0])
+        pairs = ours.merge(theirs, **({"how": "cross"} if is_full else {"on": "size"}), suffixes=("_a", "_b"))
+        for pair in pairs.itertuples():
+            scores = [pair.questions_a["score"], pair.questions_b["score"]]
+            if any(score.isna().any() for score in scores):
+                raise KVCompressError(
+                    f"{pair.task_a}: {pair.metric_a} is no number per question, so it cannot be paired"
+                )
+            sizes = [pair.size_a, pair.size_b] if is_full else [pair.size, pair.size]
+            found = paired_bootstrap(*scores, resamples, seed)
+            labels = {"a": f"{pair.series_a} {sizes[0]}", "b": f"{pair.series_b} {sizes[1]}"}
+            rows.append({**dict(zip(GROUP, key, strict=True)), **labels, **asdict(found)})
+    if not rows:
+        raise UsageError(f"{a!r} and {b!r} have no ratio in common")
+    return pd.DataFrame(rows)
+
+
+def _series(group: pd.DataFrame, name: str) -> pd.DataFrame:
+    cells = group[group["series"] == name]
+    cells = group[group["method"] == name] if cells.empty else cells
+    if cells["series"].nunique() != 1:
+        names = ", ".join(repr(series) for series in group["series"].unique())
+        which = "names several series" if len(cells) else "is no series"
+        raise UsageError(f"{name!r} {which} of {group['task'].iloc[0]}; there are: {names}")
+    return cells

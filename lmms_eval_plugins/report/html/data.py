@@ -1,0 +1,131 @@
+"""What the HTML page shows, as JSON-ready data."""
+
+import base64
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...cells.kept_tokens import IMAGES_FOLDER, read_kept_tokens, shares
+from ..metrics import loyalty
+from ..table import score_scale
+from .groups import Group
+
+MOST_QUESTIONS = 1000  # of a group on the page; the files with all samples have no such bound
+CELL_NUMBERS = ("ratio", "budget", "realised", "score", "stderr", "ttft_s", "tpot_s", "kv_bytes")
+
+
+def page_data(groups: list[Group]) -> dict[str, Any]:
+    """What the page shows, JSON-ready. `images`: file -> data URL, each once."""
+    images: dict[str, str] = {}
+    return {"groups": [_group_data(group, images) for group in groups], "images": images}
+
+
+def _group_data(group: Group, images: dict[str, str]) -> dict[str, Any]:
+    frame, samples = group.frame, group.samples
+    entries = [list(read_kept_tokens(cell["folder"])) for cell in group.cells]
+    overlays = overlay_data(entries)
+    for cell, of_cell in zip(group.cells, entries, strict=True):
+        for file in {image["file"] for entry in of_cell for image in entry["images"] if "file" in image}:
+            if file not in images:
+                images[file] = data_url((cell["folder"].parent / IMAGES_FOLDER / file).read_bytes())
+    cells = []
+    for index, row in enumerate(frame.itertuples()):
+        efficiency = group.cells[index]["efficiency"]
+        cells.append(
+            {
+                "series": row.series,
+                "method": row.method,
+                "size": f"budget {row.budget:.0f}" if pd.isna(row.ratio) else f"{row.ratio:g}",
+                **{name: _number(getattr(row, name)) for name in CELL_NUMBERS},
+                "samples": int(row.samples),
+                "same": same_as_full(samples, frame, index),
+                "per_layer": efficiency.get("realised_ratio", {}).get("per_layer"),
+                "per_head": mean_shares(entries[index]),
+            }
+        )
+    questions, pivot = [], {}
+    if len(samples):
+        columns = ["task", "doc_id"]
+        pivot = {
+            name: samples.pivot_table(index=columns, columns="cell", values=name, aggfunc="first")
+            for name in ("answer", "score")
+        }
+        first = samples.drop_duplicates(columns).sort_values(columns)
+        for row in first.head(MOST_QUESTIONS).itertuples():
+            key = (row.task, row.doc_id)
+            questions.append(
+                {
+                    "key": f"{row.task}/{row.doc_id}",
+                    "q": row.question,
+                    "gold": row.gold,
+                    "a": [_at(pivot["answer"], key, index) for index in range(len(cells))],
+                    "s": [_at(pivot["score"], key, index) for index in range(len(cells))],
+                }
+            )
+    return {
+        "title": group.title,
+        "metric": frame["metric"].iloc[0] or "score",
+        "scale": score_scale(frame),
+        "cells": cells,
+        "all_questions": samples[["task", "doc_id"]].drop_duplicates().shape[0] if len(samples) else 0,
+        "questions": questions,
+        "overlays": overlays,
+    }
+
+
+def overlay_data(entries: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Question -> its prompt and images, and under `cells` what each cell that noted it kept.
+
+    Args:
+        entries: of each cell, as `read_kept_tokens` gives them.
+    """
+    overlays: dict[str, Any] = {}
+    for index, of_cell in enumerate(entries):
+        for entry in of_cell:
+            overlay = overlays.setdefault(
+                f"{entry['task']}/{entry['doc_id']}",
+                {**{name: entry[name] for name in ("layers", "kv_heads", "pieces", "images")}, "cells": {}},
+            )
+            overlay["cells"][index] = {
+                "vision": entry["vision"],
+                "text": entry["text"],
+                "shares": {
+                    kind: None if (share := shares(entry, kind)) is None else round(float(share.mean()), 4)
+                    for kind in ("vision", "text")
+                },
+            }
+    return overlays
+
+
+def same_as_full(samples: pd.DataFrame, frame: pd.DataFrame, index: int) -> float | None:
+    """The share of a cell's questions with the full cache's own answer; None without a full cache or answers."""
+    if frame["method"][0] != "full" or not len(samples):
+        return None
+    columns = ["task", "doc_id"]
+    full, own = (samples[samples["cell"] == cell].set_index(columns)["answer"] for cell in (0, index))
+    both = pd.concat([own, full], axis=1, keys=["own", "full"], join="inner")
+    return loyalty(list(both["own"]), list(both["full"])) if len(both) else None
+
+
+def mean_shares(entries: list[dict[str, Any]]) -> list[list[float]] | None:
+    """The share of a prompt's tokens that each layer and KV head kept, [layer][head], mean over a cell's entries."""
+    if not entries:
+        return None
+    return np.mean([shares(entry, "all") for entry in entries], axis=0).round(4).tolist()
+
+
+def data_url(jpeg: bytes) -> str:
+    return "data:image/jpeg;base64," + base64.b64encode(jpeg).decode()
+
+
+def _at(pivot: pd.DataFrame, key: tuple, index: int) -> Any:
+    """A value of a pivot table, None where it has none."""
+    if index not in pivot.columns or key not in pivot.index:
+        return None
+    value = pivot.at[key, index]
+    return None if pd.isna(value) else value
+
+
+def _number(value: Any) -> float | None:
+    return None if pd.isna(value) else float(value)

@@ -1,0 +1,137 @@
+"""Metrics as plain arithmetic on lists of numbers; `docs/metrics.md` defines them.
+
+OP, OG, OL and OE are EffiVLM-Bench's (https://arxiv.org/abs/2506.00479) as secondary sources transcribe them: the
+paper's own formulas were not at hand.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvcompress import KVCompressError
+
+Numbers = Sequence[float] | np.ndarray | pd.Series
+
+
+# -- over benchmarks
+
+
+def relative_scores(scores: Numbers, full: Numbers) -> np.ndarray:
+    """Score over the full cache's, per benchmark. Raises KVCompressError where the full cache's is not above 0."""
+    scores, full = np.asarray(scores, float), np.asarray(full, float)
+    if (full <= 0).any():
+        raise KVCompressError(f"the full cache scores {full.min():g}: a share of that has no meaning")
+    return scores / full
+
+
+def overall_performance(relative: Numbers) -> float:
+    """OP: root mean square over benchmarks of score / full score. It rewards variance: read mean and minimum, too."""
+    return float(np.sqrt(np.mean(np.square(np.asarray(relative, float)))))
+
+
+def overall_generalisation(relative: Numbers) -> float:
+    """OG: standard deviation over mean of score / full score, over benchmarks. Lower is better.
+
+    The deviation is the population's, divided by the number of benchmarks: 0 for a single one. Raises KVCompressError
+    where all scores are 0.
+    """
+    relative = np.asarray(relative, float)
+    if relative.mean() == 0:
+        raise KVCompressError("OG is undefined: all scores are 0")
+    return float(relative.std() / relative.mean())
+
+
+# -- over the questions of one benchmark
+
+
+def loyalty(answers: Sequence[Any], full: Sequence[Any]) -> float:
+    """OL: share of the questions with the full cache's own answer, right or wrong; both in the same order."""
+    if len(answers) != len(full) or not len(full):
+        raise KVCompressError(f"loyalty compares the same questions, not {len(answers)} with {len(full)}")
+    return sum(answer == other for answer, other in zip(answers, full, strict=True)) / len(full)
+
+
+def speed_up(seconds: Numbers, full: Numbers) -> float:
+    """OE: seconds for all answers with the full cache, over those with the compressed one."""
+    return float(np.sum(full) / np.sum(seconds))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Mean score of A minus that of B on the same questions, with 95 % interval and two-sided p-value."""
+
+    questions: int
+    difference: float
+    low: float
+    high: float
+    p_value: float
+
+
+def paired_bootstrap(a: Numbers, b: Numbers, resamples: int = 10_000, seed: int = 0) -> Comparison:
+    """Compares two methods on the same questions, by drawing questions again, with replacement.
+
+    The interval is the percentiles 2.5 and 97.5 of the resampled mean differences. The p-value is the share of them
+    that lie at least as far from the observed difference as that lies from 0: the bootstrap moved to no difference
+    (Efron and Tibshirani 1993, chapter 16). One is added to both counts, so it is never 0.
+
+    Args:
+        a, b: scores of the questions, in the same order, (questions,).
+
+    Raises:
+        KVCompressError: not the same number of questions, or none.
+    """
+    a, b = np.asarray(a, float), np.asarray(b, float)
+    if len(a) != len(b) or not len(a):
+        raise KVCompressError(f"a paired comparison needs the same questions, not {len(a)} and {len(b)}")
+    differences, generator = a - b, np.random.default_rng(seed)
+    # One draw after the other: all at once would be resamples x questions numbers.
+    means = np.array([generator.choice(differences, len(differences)).mean() for _ in range(resamples)])
+    observed = differences.mean()
+    extreme = np.count_nonzero(np.abs(means - observed) >= abs(observed) - 1e-12)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return Comparison(len(a), float(observed), float(low), float(high), (extreme + 1) / (resamples + 1))
+
+
+# -- over the ratios of one method
+
+
+def area_under_curve(ratios: Numbers, relative: Numbers, lowest: float) -> float:
+    """Mean of score / full score between the ratio `lowest` and 1, on a logarithmic axis of the ratio.
+
+    Halving the ratio counts the same everywhere. Trapezoids between the measured points; the curve ends in the full
+    cache, (1, 1). 1 means: as good as the full cache everywhere.
+
+    Raises:
+        KVCompressError: no ratio as small as `lowest` was measured, or `lowest` is not in (0, 1).
+    """
+    order = np.argsort(ratios)
+    ratios, relative = np.asarray(ratios, float)[order], np.asarray(relative, float)[order]
+    if not 0 < lowest < 1:
+        raise KVCompressError(f"the area starts at a ratio in (0, 1), not at {lowest:g}")
+    if ratios[0] > lowest + 1e-9:
+        raise KVCompressError(
+            f"the area from ratio {lowest:g} needs a score there; the smallest ratio is {ratios[0]:g}"
+        )
+    x, y = np.append(np.log(ratios), 0.0), np.append(relative, 1.0)
+    start = math.log(lowest)
+    inside = x > start
+    y = np.append(np.interp(start, x, y), y[inside])
+    x = np.append(start, x[inside])
+    return float(np.sum(np.diff(x) * (y[1:] + y[:-1]) / 2) / -start)
+
+
+def smallest_ratio(ratios: Numbers, scores: Numbers, full: float, points: float) -> float:
+    """The smallest measured ratio that costs at most `points` of score, as does every larger one measured.
+
+    Nothing is interpolated. 1, the full cache, where no measured ratio will do.
+    """
+    best = 1.0
+    for ratio, score in sorted(zip(ratios, scores, strict=True), reverse=True):
+        if score < full - points - 1e-9:
+            break
+        best = min(best, float(ratio))
+    return best

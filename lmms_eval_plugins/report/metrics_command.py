@@ -1,0 +1,128 @@
+"""Metrics of a grid: `python -m lmms_eval_plugins.metrics results/<task>/<model> ... [--compare A B] [--json]`."""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from kvcompress import KVCompressError
+
+from ..cells.errors import UsageError
+from ..cells.results import dumps
+from .grid import GROUP, compare, curves, load_grid, overall
+from .table import score_scale
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m lmms_eval_plugins.metrics", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("folders", type=Path, nargs="+", metavar="results/TASK/MODEL", help="one folder per task, of the same model")
+    add("--compare", nargs=2, metavar=("A", "B"), help="paired bootstrap of two methods (or one and `full`)")
+    add("--points", type=float, default=1, help="for the smallest ratio that costs at most so many points (1)")
+    add("--from", type=float, dest="lowest", metavar="RATIO", help="where the area under the curve begins")
+    add("--resamples", type=int, default=10_000, help="of the bootstrap (10000)")
+    add("--seed", type=int, default=0, help="of the bootstrap (0)")
+    add("--json", action="store_true", help="print JSON in place of tables")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code: 0, or 2 with one line on stderr for bad input."""
+    flags = _parser().parse_args(argv)
+    try:
+        grid, left_out = load_grid(flags.folders)
+        lines, summary = curves(grid, flags.points, flags.lowest), overall(grid)
+        comparisons = pd.DataFrame()
+        if flags.compare:
+            comparisons = compare(grid, *flags.compare, flags.resamples, flags.seed)
+    except (KVCompressError, UsageError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for line in left_out:
+        print(f"left out: {line}", file=sys.stderr)
+    if flags.json:
+        frames = {"cells": grid.drop(columns="questions"), "curves": lines, "overall": summary, "compared": comparisons}
+        print(dumps({name: _records(frame) for name, frame in frames.items()}, indent=2))
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    for table in terminal_tables(grid, lines, summary, comparisons):
+        console.print(table)
+    return 0
+
+
+def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows for JSON, which has no NaN."""
+    missing = frame.astype(object).where(frame.notna(), None)
+    return missing.to_dict("records")
+
+
+def terminal_tables(
+    grid: pd.DataFrame, lines: pd.DataFrame, summary: pd.DataFrame, comparisons: pd.DataFrame
+) -> list[Table]:
+    """What `load_grid`, `curves`, `overall` and `compare` gave, formatted."""
+    tables = []
+    for key, group in grid.groupby(GROUP):
+        tables.append(_cells_table(group))
+        own = lines[(lines[GROUP] == list(key)).all(axis=1)] if len(lines) else lines
+        if len(own):
+            tables.append(_curves_table(own))
+    if any(len(tasks) > 1 for tasks in summary.get("tasks", [])):
+        tables.append(_overall_table(summary))
+    if len(comparisons):
+        tables.append(_comparisons_table(comparisons))
+    return tables
+
+
+def _cells_table(group: pd.DataFrame) -> Table:
+    task, model, settings = group[GROUP].iloc[0]
+    scale = score_scale(group)
+    table = Table(title=f"{task}, {model}" + (f" ({settings})" if settings else ""))
+    for column in ("method", "ratio kept", group["metric"].iloc[0], "of full", "loyalty", "speed-up"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for row in group.itertuples():
+        values = [_percent(row.relative) + " %", _percent(row.loyalty) + " %", f"{row.speed_up:.2f}x"]
+        table.add_row(row.series, row.size, f"{scale * row.score:.1f}", *values)
+    return table
+
+
+def _curves_table(lines: pd.DataFrame) -> Table:
+    first = lines.iloc[0]
+    table = Table(caption=f"Area: mean of score / full score from ratio {first['from']:g} to 1, logarithmic.")
+    table.add_column("method")
+    table.add_column("area", justify="right")
+    table.add_column(f"smallest ratio within {first['points']:g} points", justify="right")
+    for row in lines.itertuples():
+        table.add_row(row.series, _percent(row.area) + " %", f"{row.smallest:g}")
+    return table
+
+
+def _overall_table(summary: pd.DataFrame) -> Table:
+    table = Table(title="All tasks", caption="OP: root mean square of score / full score; OG: its deviation / mean.")
+    for column in ("model", "method", "ratio kept", "tasks", "OP", "mean", "min", "OG", "OL", "min", "OE", "min"):
+        table.add_column(column, justify="left" if column in ("model", "method") else "right")
+    for row in summary.itertuples():
+        shares = [_percent(value) for value in (row.op, row.mean, row.min, row.og, row.ol, row.ol_min)]
+        name = row.model + (f" ({row.settings})" if row.settings else "")
+        speed_ups = [f"{row.oe:.2f}x", f"{row.oe_min:.2f}x"]
+        table.add_row(name, row.series, row.size, str(len(row.tasks)), *shares, *speed_ups)
+    return table
+
+
+def _comparisons_table(comparisons: pd.DataFrame) -> Table:
+    table = Table(title="A - B on the same questions, in units of the score; paired bootstrap")
+    for column in ("task", "A", "B", "questions", "difference", "95 % interval", "p"):
+        table.add_column(column, justify="left" if column in ("task", "A", "B") else "right")
+    for row in comparisons.itertuples():
+        interval = f"[{row.low:+.3f}, {row.high:+.3f}]"
+        values = [str(row.questions), f"{row.difference:+.3f}", interval, f"{row.p_value:.4f}"]
+        table.add_row(row.task, row.a, row.b, *values)
+    return table
+
+
+def _percent(value: float, digits: int = 1) -> str:
+    return "-" if math.isnan(value) else f"{100 * value:.{digits}f}"

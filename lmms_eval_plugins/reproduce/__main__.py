@@ -1,0 +1,102 @@
+"""The command behind `scripts/reproduce.sh`: a paper's grid, run here, in a table beside the paper's numbers.
+
+    python -m lmms_eval_plugins.reproduce NAME [--limit N] [--only model=...,task=...,method=...,ratio=...] [...]
+
+NAME is a file of `configs/reproduce` or a path. Every cell is run by `lmms_eval_plugins.evaluate`, in a process per
+model, task and set of options, so that complete cells are skipped and a failure stops nothing else.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvcompress import KVCompressError
+
+from ..cells.command_line import Parser
+from ..cells.errors import UsageError, fail
+from ..cells.results import RESULTS_FILE
+from .config import load_config, load_reference
+from .plan import PlannedCell, Run, parse_only, plan
+from .run import cannot_run, run_all
+from .table import row, write_reference, write_report
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code. The table is written in all cases but bad input.
+
+    0: every cell that lmms-eval can do has a result. 1: one failed, or this machine has no GPU or model for it. 2: bad
+    input. 130: Ctrl-C.
+    """
+    try:
+        return reproduce(sys.argv[1:] if argv is None else argv)
+    except (UsageError, KVCompressError) as error:
+        return fail(error, 2)
+
+
+def reproduce(argv: list[str]) -> int:
+    """Plan the cells, run those that can be run, write the table; the exit code."""
+    flags, extra = parser().parse_known_args(argv)
+    config, path = load_config(flags.name, flags.model_root)
+    reference = load_reference(config, path)
+    extra += ["--output_path", str(flags.output_path)] + (["--limit", flags.limit] if flags.limit else [])
+    cells, runs = plan(config, parse_only(flags.only, config), extra)
+    if not cells:
+        raise UsageError(f"--only {flags.only}: no cell has all of that")
+    run_of = {cell.key: run for run in runs for cell in run.cells}
+    reasons = {cell.key: cannot_run(cell, run_of.get(cell.key)) for cell in cells}
+    if flags.dry_run:
+        print("\n".join(listing(cells, runs, reasons)))
+        return 0
+
+    code = 0
+    if not flags.report_only:
+        possible = [run for run in runs if reasons[run.cells[0].key] is None]
+        code, failed = run_all(possible)
+        code, reasons = code or int(len(possible) < len(runs)), reasons | failed
+    rows = [row(cell, reference, reasons[cell.key] or "not run") for cell in cells]
+    stem = flags.output_path / "-".join(["reproduce", path.stem, *([f"limit={flags.limit}"] if flags.limit else [])])
+    for file in write_report(config, rows, stem):
+        print(f"written: {file}")
+    if flags.write_reference:
+        write_reference(rows, flags.write_reference)
+        print(f"written: {flags.write_reference}")
+    print(f"{sum(row.ours is not None for row in rows)} of {len(rows)} cells have a result")
+    return code
+
+
+def listing(cells: list[PlannedCell], runs: list[Run], reasons: dict[tuple[str, ...], str | None]) -> Iterator[str]:
+    """The lines of `--dry-run`."""
+    for cell in cells:
+        on_disk = cell.folder is not None and (cell.folder / RESULTS_FILE).is_file()
+        state = "on disk" if on_disk else reasons[cell.key] or "to run"
+        yield f"{', '.join(cell.key)}: {state}"
+    for run in runs:
+        if reasons[run.cells[0].key] is None:
+            yield shlex.join(["./scripts/run_eval.sh", *run.argv])
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="reproduce.sh",
+        allow_abbrev=False,
+        description="Run a paper's grid and write a table of ours against theirs. What is not listed below (flags and "
+        "key=value) goes to run_eval.sh.",
+    )
+    add = parser.add_argument
+    add("name", help="a file of configs/reproduce (effivlm_bench, vl_cache, look_m, snapkv, tiny), or a path")
+    add("--limit", metavar="N", help="questions per task")
+    add(
+        "--only", default="", metavar="PART=VALUE,...", help="model=, task=, method=, ratio=; several of one are either"
+    )
+    add("--output_path", type=Path, default=Path("results"), metavar="DIR", help="root of the results (results)")
+    add("--model-root", type=Path, metavar="DIR", help="models downloaded by hand: DIR/NAME for ORG/NAME")
+    add("--report-only", action="store_true", help="the table of what is on disk; run nothing")
+    add("--dry-run", action="store_true", help="list cells and commands; run and write nothing")
+    add("--write-reference", type=Path, metavar="CSV", help="write our results as a reference")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

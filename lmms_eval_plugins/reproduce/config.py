@@ -1,0 +1,155 @@
+"""What is reproduced: a file of `configs/reproduce`, and the paper's numbers beside it."""
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
+
+from kvcompress.methods import method_info
+from kvcompress.policy.policy import make_policy
+
+from ..cells.errors import UsageError, nearest
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "reproduce"
+REFERENCE_COLUMNS = ["model", "method", "ratio_kept", "benchmark", "value", "est_error_abs"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PaperModel(_Strict):
+    name: str = Field(description="As in the paper and in the reference.")
+    pretrained: str | None = Field(description="MODEL of run_eval.sh; null where there is none to run.")
+    arguments: dict[str, Any] = Field(default_factory=dict, description="Model arguments, e.g. max_pixels.")
+    gpu: bool = Field(True, description="Not run where there is no GPU, unless device= is given.")
+    needs: str | None = Field(None, description="Why `pretrained` is null.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "PaperModel":
+        return _with_reason(self, self.pretrained, "pretrained")
+
+
+class Benchmark(_Strict):
+    name: str = Field(description="As in the paper and in the reference.")
+    task: str | None = Field(description="A task of lmms-eval; null where it cannot be run here.")
+    metric: str | None = Field(None, description="The task's metric; its first number where null.")
+    scale: PositiveFloat = Field(100, description="The paper's score for a score of 1.")
+    needs: str | None = Field(None, description="Why `task` is null.")
+    remark: str | None = Field(None, description="What differs from the paper.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "Benchmark":
+        return _with_reason(self, self.task, "task")
+
+
+class PaperMethod(_Strict):
+    name: str = Field(description="As in the paper and in the reference.")
+    method: str = Field(description="A method of kvcompress.list_methods().")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of the method.")
+    models: list[str] | None = Field(None, description="The models it is run on; all where null.")
+
+
+class Reproduction(_Strict):
+    """A file of `configs/reproduce`."""
+
+    title: str
+    paper: str = Field(description="Its address.")
+    about: str = Field(description="What is reproduced, and what is not.")
+    reference: str | None = Field(None, description="CSV beside the file; see docs/reproduce.md for its columns.")
+    source: str | None = Field(None, description="Where the reference is from; stands wherever it is shown.")
+    models: list[PaperModel] = Field(min_length=1)
+    benchmarks: list[Benchmark] = Field(min_length=1)
+    methods: list[PaperMethod] = Field(min_length=1)
+    ratios: list[float] = Field(default_factory=list)
+    budgets: list[int] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _check(self) -> "Reproduction":
+        if bool(self.ratios) == bool(self.budgets):
+            raise ValueError("give either ratios or budgets")
+        if (self.reference is None) != (self.source is None):
+            raise ValueError("reference and source belong together")
+        for kind in ("models", "benchmarks"):
+            names = [entry.name for entry in getattr(self, kind)]
+            if len(names) != len(set(names)):
+                raise ValueError(f"a name stands twice among {kind}: {', '.join(names)}")
+        names = [model.name for model in self.models]
+        for method in self.methods:
+            for size in self.sizes(method):
+                make_policy(method.method, **size, **method.options)
+            for name in method.models or []:
+                if name not in names:
+                    raise ValueError(f"method {method.name}: no model {name!r}{nearest(name, names)}")
+        for model in self.models:
+            own = [method.name for method in self.methods if method.models is None or model.name in method.models]
+            if len(own) != len(set(own)):
+                raise ValueError(f"a method stands twice for {model.name}: {', '.join(own)}")
+        return self
+
+    def sizes(self, method: PaperMethod) -> list[dict[str, Any]]:
+        """The ratios or budgets that a method is run at; the full cache has one."""
+        if method_info(method.method).name == "full":
+            return [{"ratio": 1.0}]
+        return [{"ratio": ratio} for ratio in self.ratios] + [{"budget": budget} for budget in self.budgets]
+
+
+def _with_reason(entry: Any, value: str | None, name: str) -> Any:
+    if (value is None) != (entry.needs is not None):
+        raise ValueError(f"{entry.name}: `needs` says why {name} is null, and stands only there")
+    return entry
+
+
+def load_config(name: str, model_root: Path | None = None) -> tuple[Reproduction, Path]:
+    """The reproduction, and the file it is in.
+
+    A model ORG/NAME is taken from the folder NAME of `model_root`, if it is there. Raises UsageError with one line for
+    anything wrong in the file.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else CONFIGS / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+        hint = nearest(name, known) if path.parent == CONFIGS else ""
+        raise UsageError(f"no reproduction {name!r}{hint}; there are: {', '.join(known)}, or a path that ends in .yaml")
+    try:
+        config = Reproduction.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"{path}: {where + ': ' if where else ''}{first['msg']}") from None
+    if model_root is None:
+        return config, path
+    models = [
+        model.model_copy(update={"pretrained": str(local)})
+        if model.pretrained and (local := model_root / Path(model.pretrained).name).is_dir()
+        else model
+        for model in config.models
+    ]
+    return config.model_copy(update={"models": models}), path
+
+
+def load_reference(config: Reproduction, path: Path) -> dict[tuple[str, ...], tuple[float, float]]:
+    """(model, benchmark, method, ratio or budget as text) -> the paper's value and its reading error.
+
+    Raises UsageError where the file or a column is missing, or a row names what the configuration does not have.
+    """
+    if config.reference is None:
+        return {}
+    file = path.parent / config.reference
+    if not file.is_file():
+        raise UsageError(f"{path}: the reference {str(file)!r} is not there")
+    frame = pd.read_csv(file)
+    if missing := [column for column in REFERENCE_COLUMNS if column not in frame]:
+        raise UsageError(f"{file}: no column {', '.join(missing)}; it needs {', '.join(REFERENCE_COLUMNS)}")
+    for column, entries in (("model", config.models), ("benchmark", config.benchmarks), ("method", config.methods)):
+        names = [entry.name for entry in entries]
+        if unknown := sorted(set(frame[column]) - set(names)):
+            raise UsageError(f"{file}: {column} {unknown[0]!r} is not in {path.name}, which has {', '.join(names)}")
+    return {
+        (row.model, row.benchmark, row.method, f"{row.ratio_kept:g}"): (row.value, row.est_error_abs)
+        for row in frame.itertuples()
+    }

@@ -1,0 +1,163 @@
+"""From a configuration to the cells of the paper's grid, and to the runs that compute them."""
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcompress.methods import method_info
+from kvcompress.policy.options import all_options
+
+from ..cells.command_line import Request, parse
+from ..cells.errors import UsageError
+from ..cells.plan import Plan
+from ..model.arguments import ModelArguments
+from .config import Benchmark, PaperMethod, PaperModel, Reproduction
+
+
+@dataclass(frozen=True)
+class PlannedCell:
+    """A cell of the paper's grid.
+
+    Attributes:
+        size: {"ratio": 0.2} or {"budget": 64}.
+        folder: where its results are or will be; None where it cannot be run at all.
+    """
+
+    model: PaperModel
+    benchmark: Benchmark
+    method: PaperMethod
+    size: dict[str, Any]
+    folder: Path | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.model.name, self.benchmark.name, self.method.name, f"{next(iter(self.size.values())):g}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of `lmms_eval_plugins.evaluate`.
+
+    Attributes:
+        cells: what it computes.
+        argv: its arguments; `request` and `arguments` are these as it reads them.
+    """
+
+    cells: list[PlannedCell]
+    argv: list[str]
+    request: Request
+    arguments: ModelArguments
+
+
+def parse_only(text: str, config: Reproduction) -> dict[str, set[str]]:
+    """`task=TextVQA,task=ChartQA,ratio=0.1` -> {"task": {"textvqa", "chartqa"}, "ratio": {"0.1"}}.
+
+    Raises UsageError for an axis or a value that the configuration does not have.
+    """
+    axes = {"model": config.models, "task": config.benchmarks, "method": config.methods}
+    every = [
+        PlannedCell(model, benchmark, method, size)
+        for model, benchmark, method in itertools.product(*axes.values())
+        for size in config.sizes(method)
+    ]
+    only: dict[str, set[str]] = {}
+    for item in filter(None, text.split(",")):
+        axis, _, value = item.partition("=")
+        if axis not in (*axes, "ratio"):
+            raise UsageError(f"--only {item!r}: give model=, task=, method= or ratio= with a value")
+        value = f"{float(value):g}" if axis == "ratio" and value.replace(".", "", 1).isdigit() else value.lower()
+        valid = dict.fromkeys(cell.key[3] if axis == "ratio" else _shown(cell, axis) for cell in every)
+        if not any(value in _names(cell, axis) for cell in every):
+            raise UsageError(f"--only {item}: there is no such {axis}; there are: {', '.join(valid)}")
+        only.setdefault(axis, set()).add(value)
+    return only
+
+
+def plan(config: Reproduction, only: dict[str, set[str]], extra: list[str]) -> tuple[list[PlannedCell], list[Run]]:
+    """Every cell asked for, in the order of the file, and the runs for those that can be run.
+
+    Raises UsageError or KVCompressError for arguments that `run_eval.sh` does not take.
+    """
+    cells, runs = [], []
+    for model, benchmark in itertools.product(config.models, config.benchmarks):
+        own = [
+            PlannedCell(model, benchmark, method, size)
+            for method in config.methods
+            if method.models is None or model.name in method.models
+            for size in config.sizes(method)
+        ]
+        own = [cell for cell in own if all(_names(cell, axis) & values for axis, values in only.items())]
+        if model.pretrained is None or benchmark.task is None:
+            cells += own
+            continue
+        placed = {}
+        for group in _groups(own):
+            run = _run(group, extra)
+            runs.append(run)
+            placed |= {cell.key: cell for cell in run.cells}
+        cells += [placed[cell.key] for cell in own]
+    return cells, runs
+
+
+def _names(cell: PlannedCell, axis: str) -> set[str]:
+    """What `--only` may call a cell on one axis of the grid, in lower case."""
+    names = {
+        "model": [cell.model.name, cell.model.pretrained],
+        "task": [cell.benchmark.name, cell.benchmark.task],
+        "method": [cell.method.name, cell.method.method],
+        "ratio": [cell.key[3]],
+    }[axis]
+    return {name.lower() for name in names if name}
+
+
+def _shown(cell: PlannedCell, axis: str) -> str:
+    """The paper's name for a cell on one axis of the grid."""
+    return {"model": cell.model, "task": cell.benchmark, "method": cell.method}[axis].name
+
+
+def _groups(cells: list[PlannedCell]) -> list[list[PlannedCell]]:
+    """Cells of one model and task, in as few calls as can be. In a call, an option goes to every method that has it."""
+    groups: list[tuple[dict[str, Any], list[PlannedCell]]] = []
+    for cell in cells:
+        for options, members in groups:
+            union = options | cell.method.options
+            if all(_options_of(member, union) == member.method.options for member in [*members, cell]):
+                options |= cell.method.options
+                members.append(cell)
+                break
+        else:
+            groups.append((dict(cell.method.options), [cell]))
+    return [members for _, members in groups]
+
+
+def _options_of(cell: PlannedCell, options: dict[str, Any]) -> dict[str, Any]:
+    valid = all_options(method_info(cell.method.method), options.get("scorer"))
+    return {name: value for name, value in options.items() if name in valid}
+
+
+def _run(cells: list[PlannedCell], extra: list[str]) -> Run:
+    """The call for these cells, each with the folder that it will write."""
+    model, task = cells[0].model, cells[0].benchmark.task
+    options = {name: value for cell in cells for name, value in cell.method.options.items()}
+    methods = dict.fromkeys(method_info(cell.method.method).name for cell in cells)
+    compressed = [cell.size for cell in cells if method_info(cell.method.method).name != "full"] or [{"ratio": 1.0}]
+    ratios = dict.fromkeys(f"{size['ratio']:g}" for size in compressed if "ratio" in size)
+    budgets = dict.fromkeys(str(size["budget"]) for size in compressed if "budget" in size)
+    given = {**model.arguments, **options}
+    if budgets:
+        given["budget"] = ",".join(budgets)
+    argv = [task, model.pretrained, ",".join(methods), ",".join(ratios) or "-"]
+    argv += [*(f"{name}={value}" for name, value in given.items()), *extra]
+    request = parse(argv)
+    asked = Plan.of(request)
+    found = {(cell.method, cell.ratio, cell.budget): cell.folder(request.flags.output_path) for cell, _ in asked.cells}
+    placed = [
+        dataclasses.replace(
+            cell,
+            folder=found[method_info(cell.method.method).name, cell.size.get("ratio"), cell.size.get("budget")],
+        )
+        for cell in cells
+    ]
+    return Run(placed, argv, request, asked.arguments)

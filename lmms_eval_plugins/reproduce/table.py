@@ -1,0 +1,149 @@
+"""The table: our results beside the paper's."""
+
+import dataclasses
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from kvcompress import KVCompressError
+
+from ..cells.errors import UsageError
+from ..cells.results import RESULTS_FILE, write_text
+from ..report.table import headline_metric
+from .config import REFERENCE_COLUMNS, Reproduction
+from .plan import PlannedCell
+
+CONFIDENCE = 1.96  # standard errors on either side: 95 %
+COLUMNS = ["method", "ratio", "ours", "theirs", "difference", "inside both errors", "note"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table; None where there is no such number. All in the paper's scale.
+
+    Attributes:
+        margin: half of our 95 % interval.
+        inside: whether the difference is at most margin and reading error together.
+        note: why there is no result, or the number of questions.
+    """
+
+    model: str
+    benchmark: str
+    method: str
+    ratio: str
+    ours: float | None
+    stderr: float | None
+    margin: float | None
+    theirs: float | None
+    reading_error: float | None
+    difference: float | None
+    inside: bool | None
+    note: str
+
+
+def row(cell: PlannedCell, reference: dict[tuple[str, ...], tuple[float, float]], reason: str) -> Row:
+    """A cell beside its reference; `reason` stands where it has no result."""
+    theirs, reading_error = reference.get(cell.key, (None, None))
+    ours, stderr, margin, note = None, None, None, reason
+    if cell.folder is not None and (cell.folder / RESULTS_FILE).is_file():
+        ours, stderr, questions = read_score(cell)
+        margin, note = interval(stderr, questions, cell.benchmark.scale), f"{questions} questions"
+    difference = None if ours is None or theirs is None else ours - theirs
+    inside = None
+    if difference is not None and margin is not None:
+        inside = abs(difference) <= margin + reading_error
+    return Row(*cell.key, ours, stderr, margin, theirs, reading_error, difference, inside, note)
+
+
+def read_score(cell: PlannedCell) -> tuple[float, float | None, int]:
+    """Our score and standard error in the paper's scale, and the number of questions."""
+    results = json.loads((cell.folder / RESULTS_FILE).read_text(encoding="utf-8"))
+    scores, scale = results["results"].get(cell.benchmark.task, {}), cell.benchmark.scale
+    metric = headline_metric(results)
+    if cell.benchmark.metric is not None:
+        metric = next((key for key in scores if key.split(",")[0] == cell.benchmark.metric), None)
+    if metric is None or not isinstance(scores[metric], int | float):
+        wanted = cell.benchmark.metric or "a number"
+        raise KVCompressError(
+            f"{cell.folder}: the task's scores have no {wanted}: {', '.join(scores) or 'none at all'}"
+        )
+    name, _, answer_filter = metric.partition(",")
+    stderr = scores.get(f"{name}_stderr,{answer_filter}")
+    stderr = scale * stderr if isinstance(stderr, int | float) else None
+    return scale * scores[metric], stderr, results["n_samples"]
+
+
+def interval(stderr: float | None, questions: int, scale: float) -> float | None:
+    """Half of the 95 % interval: 1.96 standard errors.
+
+    Where all questions got the same score, the standard error is 0 and says nothing. Half of the interval is then the
+    largest share of other scores that would show none in one of 20 draws.
+    """
+    if stderr is None:
+        return None
+    return CONFIDENCE * stderr if stderr > 0 else scale * (1 - 0.05 ** (1 / questions))
+
+
+def write_report(config: Reproduction, rows: list[Row], stem: Path) -> list[Path]:
+    """Write the table as Markdown and CSV; each file whole or not at all."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    files = [stem.with_name(stem.name + suffix) for suffix in (".md", ".csv")]
+    frame = pd.DataFrame([dataclasses.asdict(row) for row in rows]).assign(source=config.source or "")
+    write_text(files[0], markdown(config, rows))
+    write_text(files[1], frame.to_csv(index=False, lineterminator="\n"))
+    return files
+
+
+def markdown(config: Reproduction, rows: list[Row]) -> str:
+    """The table, a part for each model and benchmark."""
+    done = [row for row in rows if row.ours is not None]
+    judged = [row for row in done if row.inside is not None]
+    theirs = f"**Theirs: {config.source}.**" if config.source else "There is no reference: ours alone."
+    lines = [f"# {config.title}", "", config.paper, "", config.about.strip(), ""]
+    inside = f"{sum(row.inside for row in judged)} of {len(judged)} inside both errors"
+    lines += [
+        f"{len(rows)} cells, {len(done)} with a result; {inside}. Ours ± standard error; theirs ± reading error; "
+        f"inside: the difference is at most half of our 95 % interval and the reading error. {theirs}",
+        "",
+    ]
+    remarks = {benchmark.name: benchmark.remark for benchmark in config.benchmarks}
+    for (model, benchmark), part in itertools.groupby(rows, key=lambda row: (row.model, row.benchmark)):
+        part = list(part)
+        lines += [f"## {model}, {benchmark}", ""]
+        lines += [remarks[benchmark], ""] if remarks[benchmark] else []
+        lines += [f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * 4 + " --- | --- |"]
+        lines += [f"| {' | '.join(_shown_row(row))} |" for row in part]
+        lines += ["", *_trend(part)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _shown_row(row: Row) -> list[str]:
+    def number(value: float | None, error: float | None = None) -> str:
+        return "-" if value is None else f"{value:.1f}" + ("" if error is None else f" ± {error:.1f}")
+
+    ours = "missing" if row.ours is None else number(row.ours, row.stderr)
+    difference = "-" if row.difference is None else f"{row.difference:+.1f}"
+    inside = {None: "-", True: "yes", False: "no"}[row.inside]
+    return [row.method, row.ratio, ours, number(row.theirs, row.reading_error), difference, inside, row.note]
+
+
+def _trend(rows: list[Row]) -> list[str]:
+    both = pd.DataFrame([(row.ours, row.theirs) for row in rows if row.difference is not None], columns=["a", "b"])
+    ranks = both.rank()
+    if len(both) < 3 or (ranks.nunique() < 2).any():
+        return []
+    return [f"Rank correlation of ours and theirs over {len(both)} cells: {ranks['a'].corr(ranks['b']):.2f}.", ""]
+
+
+def write_reference(rows: list[Row], path: Path) -> None:
+    """Our results as a reference: the reading error is half of the 95 % interval. Raises UsageError without any."""
+    done = [row for row in rows if row.margin is not None]
+    if not done:
+        raise UsageError(f"--write-reference {path}: there is no result to write")
+    values = [
+        (row.model, row.method, row.ratio, row.benchmark, round(row.ours, 4), round(row.margin, 4)) for row in done
+    ]
+    write_text(path, pd.DataFrame(values, columns=REFERENCE_COLUMNS).to_csv(index=False, lineterminator="\n"))

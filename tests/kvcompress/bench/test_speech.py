@@ -1,0 +1,246 @@
+"""`python -m kvcompress speech`: its prompts, its turns, its table, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+import wave
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import CompileConfig
+
+from kvcompress import KVCompressError, speech
+from kvcompress.__main__ import main
+from kvcompress.bench.speech import strategies, turns
+from kvcompress.bench.speech.prompts import bundled_prompts, read_prompts, write_wav
+
+ROOT = Path(__file__).parents[3]
+CODE_S = 480 / 24_000  # a codec token is two frames of 240 samples
+
+
+@pytest.fixture
+def eager_compile(monkeypatch):
+    """The compiled path without a compiler behind it, which takes half a minute."""
+
+    def config(device: torch.device) -> CompileConfig:
+        config = CompileConfig(fullgraph=True, backend="eager")
+        config._compile_all_devices = True
+        return config
+
+    monkeypatch.setattr(strategies, "compile_config", config)
+
+
+@pytest.fixture
+def run(omni_checkpoint, omni, tmp_path, monkeypatch):
+    """The command on one prompt, whose cold starts are in this process; returns the JSON. A whole model is omni once
+    for all tests."""
+    load = speech.load
+    monkeypatch.setattr(speech, "load", lambda *given: load(*given) if given[-1] else omni)
+    monkeypatch.setattr(turns, "in_a_fresh_process", lambda function, *arguments: function(*arguments))
+    (tmp_path / "prompts.jsonl").write_text('{"text": "Hello, who are you?"}\n')
+
+    def call(*flags: str, method: str = "snapkv:window_size=4", ratio: str = "0.3") -> dict:
+        given = [omni_checkpoint, method, ratio, *quick(tmp_path), *flags]
+        assert main(["speech", *given]) == 0
+        return json.loads((tmp_path / "speech.json").read_text())
+
+    return call
+
+
+def quick(folder) -> list[str]:
+    return [
+        *("--device", "cpu", "--dtype", "float32", "--threads", "1", "--cold", "0", "--repeats", "1", "--exact"),
+        *("--text-tokens", "4", "--codec-tokens", "5", "--out", str(folder / "speech")),
+        *("--prompts", str(folder / "prompts.jsonl")),
+    ]
+
+
+# The command
+
+
+def test_strategies_stand_side_by_side(run, eager_compile, capsys):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    content = run()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the static ones are really compiled
+    rows = {row["strategy"]: row for row in content["warm"][0]["answers"]}
+    assert list(rows) == ["static", "compressed", "compressed-static", "dynamic"]  # who begins changes
+    for row in rows.values():
+        assert row["text_tokens"] == 4
+        assert row["codes"] == 5
+        assert row["audio_s"] == pytest.approx(5 * CODE_S)
+        assert row["real_time_factor"] == pytest.approx(row["first_audio_s"] / row["audio_s"])
+    assert rows["dynamic"]["text"] == rows["static"]["text"]
+    assert rows["compressed"]["text"] == rows["compressed-static"]["text"]
+    assert rows["compressed"]["kv_bytes"] < 0.5 * rows["dynamic"]["kv_bytes"]
+    assert rows["compressed-static"]["realised_ratio"] == pytest.approx(0.3, abs=0.01)
+    assert rows["dynamic"]["realised_ratio"] is None
+    assert "| warm | snapkv:window_size=4:cache_implementation=static@0.3, compiled | 1 |" in capsys.readouterr().out
+
+
+def test_compress_talker_makes_its_cache_smaller(run):
+    (whole,) = run("--strategies", "compressed")["warm"][0]["answers"]
+    (less,) = run("--strategies", "compressed", "--compress-talker")["warm"][0]["answers"]
+    assert less["talker_kv_bytes"] < 0.6 * whole["talker_kv_bytes"]
+    assert less["kv_bytes"] == whole["kv_bytes"]
+
+
+def test_without_speech_the_table_has_no_empty_columns(run, capsys):
+    content = run("--strategies", "compressed", "--without", "vision", "audio", "speech")
+    assert content["weight_bytes"]["talker"] == content["weight_bytes"]["vision"] == 0
+    out = capsys.readouterr().out
+    assert "first text s" in out
+    assert "real-time factor" not in out
+    assert "talker" not in out.split("Weights")[1].split("|")[0]
+
+
+def test_a_cold_start_is_the_first_answer_after_loading(run, monkeypatch, capsys):
+    loads, disabled, load, answer = [], [], turns.load, speech.answer
+
+    def answers(*given):
+        disabled.append(turns.inductor_config.force_disable_caches)
+        return answer(*given)
+
+    monkeypatch.setattr(turns, "load", lambda given: loads.append(len(disabled)) or load(given))
+    monkeypatch.setattr(speech, "answer", answers)
+    content = run("--strategies", "dynamic", "compressed", "--cold", "2")
+    assert [(taken["strategy"], taken["prompt"]) for taken in content["cold"]] == [
+        *(("dynamic", 0), ("compressed", 0), ("dynamic", 1), ("compressed", 1))
+    ]
+    assert loads == [0, 1, 2, 3, 4]  # each cold start loads anew, and answers once
+    assert disabled == [True] * 4 + [False] * 4
+    assert "| cold | snapkv:window_size=4@0.3 | 2 |" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_where_it_stopped(run, monkeypatch):
+    first = run("--strategies", "dynamic", "--cold", "1")
+    asked = []
+    monkeypatch.setattr(turns, "in_a_fresh_process", lambda function, given, *at: asked.append(at) or {"error": "x"})
+    second = run("--strategies", "dynamic", "--cold", "2", "--repeats", "2", "--resume")
+    assert asked == [("dynamic", 1)]
+    assert second["cold"][0] == first["cold"][0]
+    assert second["warm"][0] == first["warm"][0]
+    assert [taken["repeat"] for taken in second["warm"]] == [1, 2]
+
+
+def test_memory_that_runs_out_is_written_down(run, monkeypatch, capsys):
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(speech, "answer", fails)
+    content = run("--strategies", "dynamic")
+    assert content["warm"][0]["answers"] == [{"strategy": "dynamic", "prompt": 0, "error": "out of memory"}]
+    assert "transformers DynamicCache (out of memory) | 0 |" in capsys.readouterr().out
+
+
+def test_saved_audio_is_what_was_measured(run, tmp_path):
+    content = run("--strategies", "dynamic", "--save-audio", str(tmp_path / "heard"))
+    with wave.open(str(tmp_path / "heard" / "dynamic-0.wav")) as sound:
+        seconds = sound.getnframes() / sound.getframerate()
+    assert seconds == content["warm"][0]["answers"][0]["audio_s"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": "snapkw"}, "did you mean 'snapkv'"),
+        ({"ratio": "1.5"}, "1.5"),
+        ({"method": "fastv"}, "talker reads all of them"),
+        ({"method": "snapkv:first_token=compressed"}, "first_token"),
+        ({"method": "snapkv:prefill_chunk=8"}, "all but the last chunk"),
+        ({"flags": ["--strategies", "statik"]}, "no strategy 'statik' (did you mean 'static'?)"),
+        ({"flags": ["--without", "ears"]}, "no part 'ears'"),
+        ({"flags": ["--speaker", "Nobody"]}, "no speaker 'Nobody'"),
+        ({"flags": ["--text-tokens", "1"]}, "--text-tokens 1: at least 2"),
+        ({"method": "kvzip", "flags": ["--compress-talker"]}, "a talker cannot"),
+        ({"method": "snapkv:cache_implementation=static", "flags": ["--compress-talker"]}, "takes no static cache"),
+        ({"flags": ["--prompts", "nothing.jsonl"]}, "nothing.jsonl"),
+        ({"model": "no/such/folder"}, "no/such/folder"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(omni_checkpoint, tmp_path, capsys, change, message):
+    (tmp_path / "prompts.jsonl").write_text('{"text": "Hello"}\n')
+    given = {"model": omni_checkpoint, "method": "snapkv", "ratio": "0.3", "flags": [], **change}
+    arguments = [given["model"], given["method"], given["ratio"], *quick(tmp_path), *given["flags"]]
+    assert main(["speech", *arguments]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kvcompress: ")]
+    assert message in line
+
+
+def test_another_model_is_refused(tmp_path, capsys):
+    (tmp_path / "prompts.jsonl").write_text('{"text": "Hello"}\n')
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    assert main(["speech", str(tmp_path), "snapkv", "0.3", *quick(tmp_path)]) == 2
+    assert "is a qwen2 model; speech is measured for qwen2_5_omni" in capsys.readouterr().err
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(("part", "kept"), [("vision", 2), ("audio", 2), ("speech", 4)])
+def test_bundled_prompts_need_no_part_that_is_left_out(part, kept):
+    assert len(bundled_prompts(16_000, [part])) == kept
+
+
+def test_a_prompt_file_brings_its_picture_and_its_sound(tmp_path):
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "a.png")
+    sound = torch.linspace(-0.5, 0.5, 2400)
+    write_wav(tmp_path / "a.wav", sound)
+    (tmp_path / "p.jsonl").write_text('\n{"text": "Hello", "image": "a.png", "audio": "a.wav"}\n{"text": "x"}\n')
+    both, text = read_prompts(tmp_path / "p.jsonl", speech.SAMPLING_RATE, [])
+    assert both.image.size == (40, 30)
+    assert torch.allclose(torch.from_numpy(both.audio), sound, atol=1e-4)
+    assert text.image is text.audio is None
+
+
+@pytest.mark.parametrize(
+    ("line", "without", "message"),
+    [
+        ('{"text": "x", "audio": "a.wav"}', [], "24000 Hz and 16 bits; 16000 Hz and 16 bits are needed"),
+        ('{"text": "x", "audio": "no.wav"}', [], "there is no file"),
+        ('{"text": "x", "audio": "p.jsonl"}', [], "is not a WAV file"),
+        ('{"text": "x", "image": "a.wav"}', [], "is not a picture"),
+        ('{"text": "x", "image": "a.png"}', ["vision"], "needs the vision tower, which --without vision leaves out"),
+        ('{"txt": "x"}', [], "p.jsonl:1 needs text"),
+        ("{", [], "p.jsonl:1"),
+        ("", [], "has no prompts"),
+    ],
+)
+def test_a_wrong_prompt_is_named(tmp_path, line, without, message):
+    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
+    write_wav(tmp_path / "a.wav", torch.zeros(100))
+    (tmp_path / "p.jsonl").write_text(line)
+    with pytest.raises(KVCompressError, match=message):
+        read_prompts(tmp_path / "p.jsonl", 16_000, without)
+
+
+@pytest.mark.slow
+def test_the_script_measures_in_fresh_processes_what_it_prints(omni_checkpoint, tmp_path):
+    """The whole command, with the compiler and with the bundled prompts; only its installation does nothing."""
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\ncase "$*" in *"pip install"*) ;; *) exec {sys.executable} "$@";; esac\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        [
+            *(ROOT / "scripts" / "run_speech.sh", omni_checkpoint, "snapkv", "0.3", "--cold", "1", "--repeats", "1"),
+            *("--text-tokens", "4", "--codec-tokens", "5", "--threads", "1", "--device", "cpu"),
+            *("--strategies", "dynamic", "compressed-static", "--out", "speech"),
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"VIRTUAL_ENV": str(tmp_path / "venv")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    content = json.loads((tmp_path / "speech.json").read_text())
+    cold = {taken["strategy"]: taken["answer"]["total_s"] for taken in content["cold"]}
+    warm = {name: [] for name in cold}
+    for row in content["warm"][0]["answers"]:
+        warm[row["strategy"]].append(row["total_s"])
+    assert cold["compressed-static"] > 3 * max(warm["compressed-static"])  # it compiled
+    assert len(warm["dynamic"]) == len(bundled_prompts(16_000, []))
+    assert (tmp_path / "speech.md").read_text() in done.stdout

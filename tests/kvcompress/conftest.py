@@ -1,0 +1,34 @@
+"""The omni model that speech is tested with, loaded once."""
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import ProcessorMixin, Qwen2_5OmniForConditionalGeneration
+
+from kvcompress import speech
+from kvcompress.bench.speech.prompts import bundled_prompts, model_inputs
+from tests.support.omni import save_checkpoint
+
+
+@pytest.fixture(scope="session")
+def omni_checkpoint(tmp_path_factory) -> str:
+    return save_checkpoint(tmp_path_factory.mktemp("omni"))
+
+
+@pytest.fixture(scope="session")
+def omni(omni_checkpoint) -> tuple[Qwen2_5OmniForConditionalGeneration, ProcessorMixin]:
+    """Model and processor, which no test may change.
+
+    token2wav takes one step from noise to sound in place of nine, which were three quarters of an answer's time.
+    """
+    model, processor = speech.load(omni_checkpoint, "float32", torch.device("cpu"))
+    model.token2wav.forward = partial(model.token2wav.forward, num_steps=2)
+    return model, processor
+
+
+@pytest.fixture(scope="session")
+def omni_inputs(omni) -> dict[str, torch.Tensor]:
+    """A prompt with a picture and sound."""
+    model, processor = omni
+    return model_inputs(processor, bundled_prompts(16_000, [])[-1], model.device)

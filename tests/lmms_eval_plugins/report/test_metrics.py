@@ -1,0 +1,96 @@
+"""Metrics: each against numbers worked by hand."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from kvcompress import KVCompressError
+from lmms_eval_plugins.report import metrics
+
+
+def test_overall_performance_is_the_root_mean_square_of_the_shares():
+    relative = metrics.relative_scores([30, 40], [50, 50])  # 0.6 and 0.8
+    assert relative.tolist() == [0.6, 0.8]
+    assert metrics.overall_performance(relative) == pytest.approx(math.sqrt((0.36 + 0.64) / 2))
+
+
+def test_overall_performance_rewards_variance_and_generalisation_says_so():
+    even, uneven = [0.5, 0.5], [0.0, 1.0]  # the same mean
+    assert metrics.overall_performance(uneven) > metrics.overall_performance(even)
+    assert metrics.overall_generalisation(even) == 0
+    assert metrics.overall_generalisation(uneven) == pytest.approx(0.5 / 0.5)
+    assert metrics.overall_generalisation([0.6, 0.8]) == pytest.approx(0.1 / 0.7)
+
+
+def test_a_full_cache_that_scores_nothing_is_an_error():
+    with pytest.raises(KVCompressError, match="the full cache scores 0"):
+        metrics.relative_scores([1.0], [0.0])
+    with pytest.raises(KVCompressError, match="all scores are 0"):
+        metrics.overall_generalisation([0.0, 0.0])
+
+
+def test_loyalty_counts_the_full_caches_answers_right_or_wrong():
+    assert metrics.loyalty(["7", "cat", "no", ""], ["7", "dog", "no", ""]) == 0.75
+    with pytest.raises(KVCompressError, match="not 1 with 2"):
+        metrics.loyalty(["7"], ["7", "8"])
+
+
+def test_speed_up_is_of_the_total_time():
+    assert metrics.speed_up([1.0, 1.0], [1.0, 3.0]) == 2.0
+
+
+def test_bootstrap_of_two_questions_is_what_all_four_resamples_say():
+    # A is right on both, B on one: the resampled mean difference is 0, 1/2, 1/2 or 1, each with probability 1/4.
+    found = metrics.paired_bootstrap([1, 1], [1, 0], resamples=5_000)
+    assert (found.questions, found.difference, found.low, found.high) == (2, 0.5, 0.0, 1.0)
+    assert found.p_value == pytest.approx(0.5, abs=0.02)  # 0 and 1 lie as far from 1/2 as that from 0
+
+
+def test_bootstrap_agrees_with_all_resamples_of_five_questions():
+    a, b = np.array([1, 1, 0, 1, 0.5]), np.array([0, 1, 0.3, 0, 0])
+    means = np.array([np.mean(draw) for draw in itertools.product(a - b, repeat=5)])  # all 3125
+    found = metrics.paired_bootstrap(a, b, resamples=10_000)
+    exact = np.mean(np.abs(means - np.mean(a - b)) >= np.mean(a - b) - 1e-12)
+    assert found.p_value == pytest.approx(exact, abs=0.01)
+    assert [found.low, found.high] == pytest.approx(np.percentile(means, [2.5, 97.5]), abs=0.05)
+
+
+def test_bootstrap_is_seeded_antisymmetric_and_never_certain():
+    a, b = [1, 1, 0, 1, 1, 0, 1], [0, 1, 0, 0, 1, 1, 0]
+    found, other = metrics.paired_bootstrap(a, b, 999), metrics.paired_bootstrap(b, a, 999)
+    assert found == metrics.paired_bootstrap(a, b, 999)
+    assert found != metrics.paired_bootstrap(a, b, 999, seed=1)
+    assert (other.difference, other.low, other.high) == pytest.approx((-found.difference, -found.high, -found.low))
+    assert metrics.paired_bootstrap([1] * 5, [0] * 5, 999).p_value == 1 / 1000
+    assert metrics.paired_bootstrap([1] * 5, [1] * 5, 999).p_value == 1.0
+    with pytest.raises(KVCompressError, match="not 2 and 1"):
+        metrics.paired_bootstrap([1, 1], [1])
+
+
+def test_area_is_the_mean_over_a_logarithmic_axis():
+    # 1/4, 1/2, 1 are evenly spaced: trapezoids of 0.5 to 0.9 and 0.9 to 1, of the same width.
+    assert metrics.area_under_curve([0.5, 0.25], [0.9, 0.5], 0.25) == pytest.approx((0.7 + 0.95) / 2)
+    assert metrics.area_under_curve([0.25, 0.5], [1, 1], 0.25) == pytest.approx(1)
+
+
+def test_area_from_a_ratio_between_two_measured_ones_is_interpolated():
+    # At 1/2, half-way between 1/4 and 1 on this axis, the line from 0.5 to 1 is at 0.75.
+    assert metrics.area_under_curve([0.25], [0.5], 0.5) == pytest.approx((0.75 + 1) / 2)
+    assert metrics.area_under_curve([0.1, 0.25, 1.0], [0, 0.5, 0.9], 0.25) == pytest.approx(0.7)  # full measured too
+
+
+def test_area_below_the_smallest_measured_ratio_is_an_error():
+    with pytest.raises(KVCompressError, match=r"from ratio 0.1 needs a score there; the smallest ratio is 0.25"):
+        metrics.area_under_curve([0.25], [0.5], 0.1)
+    with pytest.raises(KVCompressError, match="starts at a ratio"):
+        metrics.area_under_curve([0.25], [0.5], 1.0)
+
+
+def test_smallest_ratio_is_a_measured_one_above_which_all_are_good_enough():
+    ratios, scores = [0.5, 0.2, 0.1, 0.05], [79.5, 79.0, 70.0, 79.9]
+    assert metrics.smallest_ratio(ratios, scores, full=80, points=1) == 0.2  # 0.05 is luck: 0.1 is worse
+    assert metrics.smallest_ratio(ratios, scores, full=80, points=0.5) == 0.5
+    assert metrics.smallest_ratio(ratios, scores, full=80, points=0.1) == 1
+    assert metrics.smallest_ratio(ratios, scores, full=80, points=20) == 0.05

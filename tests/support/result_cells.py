@@ -1,0 +1,45 @@
+"""Cells on disk, as an evaluation leaves them, from answers written by hand."""
+
+from pathlib import Path
+from typing import Any
+
+from lmms_eval_plugins.cells import results
+from lmms_eval_plugins.cells.results import Cell
+
+
+def write_answers(
+    root: Path,
+    task: str,
+    method: str,
+    ratio: float | None,
+    answers: str,
+    truth: str = "abcd",
+    seconds: float = 1.0,
+    tokens: int = 2,
+    options: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+    budget: int | None = None,
+) -> Path:
+    """Write a cell whose answers are the letters of `answers`, each right where `truth` has the same.
+
+    The first token of an answer takes `seconds`, each further one half of that. Returns the folder of the cell's model.
+    """
+    cell = Cell(task, "m", method, ratio, budget, options or {}, settings or {})
+    scores = [float(answer == right) for answer, right in zip(answers, truth, strict=True)]
+    protocol = {
+        "task": task, "model": "m", "method": method, "ratio": ratio, "budget": budget,
+        "settings": cell.settings, "changed_options": cell.options,
+    }  # fmt: skip
+    measured = {"ttft_s": seconds, "tpot_s": seconds / 2 if tokens > 1 else None, "tokens_out": tokens}
+    samples = [
+        {"task": task, "doc_id": n, "filtered_resps": [answer], "acc": score, "measurement": measured}
+        for n, (answer, score) in enumerate(zip(answers, scores, strict=True))
+    ]
+    content = {
+        "protocol": protocol,
+        "results": {task: {"acc,none": sum(scores) / len(scores), "acc_stderr,none": 0.1}},
+        "efficiency": {"realised_ratio": {"mean": ratio or 0.3}},
+    }
+    with results.new_cell(cell.folder(root)) as draft:
+        results.write_cell(draft, content, samples)
+    return cell.folder(root).parent
