@@ -15,6 +15,7 @@ import json
 import math
 import platform
 import re
+import textwrap
 import time
 from abc import ABC
 from collections.abc import Callable, Iterator
@@ -269,16 +270,24 @@ def markdown(rows: Rows, questions: int) -> str:
 def report(task: Task, tables: dict[str, Rows], missing: dict[str, str]) -> str:
     """The Markdown file; `missing`: why a method is not in every table."""
     window = f", but with a window of {task.window_size} queries" if task.window_size else ""
+    settings = (
+        f"Accuracy (%) on {task.questions} questions with 95 % bootstrap intervals, by the ratio kept, sorted by the "
+        "mean. ▼: random answers significantly more of the same questions (sign test, p < 0.05). Methods with their "
+        f"published defaults{window}."
+    )
     text = (
-        f"# {task.title}\n\nAccuracy (%) on {task.questions} questions with 95 % bootstrap intervals, by the ratio "
-        "kept, sorted by the mean. ▼: random answers significantly more "
-        "of the same questions (sign test, p < 0.05). Methods with their published "
-        f"defaults{window}. Made by `python -m benchmarks.method_table {task.name}`, {platform.machine()} CPU, torch "
-        f"{torch.__version__}, transformers {transformers.__version__}.\n"
+        f"# {task.title}\n\n{wrapped(settings)}Made by `python -m benchmarks.method_table {task.name}`, "
+        f"{platform.machine()} CPU, torch {torch.__version__}, transformers {transformers.__version__}.\n"
     )
     for title, rows in tables.items():
         text += f"\n## {title}\n\n{markdown(rows, task.questions)}"
-    return text + "".join(f"\nNot in every table: {method} ({why}).\n" for method, why in sorted(missing.items()))
+    return text + "".join(
+        f"\n{wrapped(f'Not in every table: {method} ({why}).')}" for method, why in sorted(missing.items())
+    )
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 118, break_on_hyphens=False) + "\n"
 
 
 def put_into_page(page: Path, name: str, report: str) -> None:

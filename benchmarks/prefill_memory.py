@@ -11,8 +11,8 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +21,8 @@ import kvcompress
 from kvcompress.bench.models import SHAPES
 from kvcompress.bench.standalone import load, prompt_ids
 from kvcompress.bench.timing import table, write
-from kvcompress.cache.layer import CompressedLayer
+from kvcompress.cache.layer import Listening
+from kvcompress.cache.scope import States
 from kvcompress.device import peak_memory, reset_peak_memory
 
 WAYS = {
@@ -54,20 +55,16 @@ class PeakKV:
         self.cache, self.nbytes = cache, 0
 
     def __enter__(self) -> "PeakKV":
-        compress = CompressedLayer.after_attention
-
-        def noted(layer: CompressedLayer, *args) -> None:
-            staged = [states for each in self.cache.compressed_layers for states in each.staged or ()]
-            now = self.cache.nbytes + sum(states.numel() * states.element_size() for states in staged)
-            self.nbytes = max(self.nbytes, now)
-            compress(layer, *args)
-
-        self.patch = mock.patch.object(CompressedLayer, "after_attention", noted)
-        self.patch.start()
+        self._layers = [Listening(layer, self._listen) for layer in self.cache.compressed_layers]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.patch.stop()
+        for listening in self._layers:
+            listening.remove()
+
+    def _listen(self, states: States, compress: Callable[[], None]) -> None:
+        self.nbytes = max(self.nbytes, self.cache.nbytes + states.keys.nbytes + states.values.nbytes)
+        compress()
 
 
 @torch.no_grad()

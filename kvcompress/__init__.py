@@ -7,8 +7,10 @@ from .hooks.session import Session, attach, compress
 from .hooks.shared_prompt import SharedPrompt
 from .methods import MethodInfo, list_methods, register_method
 from .scoring.budget import Budget
-from .scoring.layer_view import Kept, Prompt
+from .scoring.layer_view import Kept, LayerView
 from .tokens import TokenMethod
+
+Prompt = LayerView  # its name up to version 0.1
 
 __all__ = [
     "Budget",
@@ -16,6 +18,7 @@ __all__ = [
     "KVCluster",
     "KVCompressError",
     "Kept",
+    "LayerView",
     "MethodInfo",
     "Prompt",
     "Session",

@@ -1,4 +1,4 @@
-"""What one `generate` call costs: time to first token, time per output token, KV bytes, peak memory."""
+"""The device: wait for it, and read its peak of memory."""
 
 from pathlib import Path
 

@@ -17,7 +17,7 @@ class Measurement:
     """One batch through `generate`.
 
     Attributes:
-        ttft_s: seconds from the call to the first new token: vision tower, prompt pass, compression, sampling.
+        ttft_s: seconds from the call to the first new token: vision tower, prefill, compression, sampling.
         tpot_s: seconds per further token; None where there was only one.
         tokens_in, tokens_out, vision_tokens: per row, without pads; tokens_out ends with the end-of-sequence token.
         kv_bytes_prompt, kv_bytes_end: bytes allocated for the whole batch's cache after the prompt and at the end.

@@ -1,4 +1,4 @@
-"""What a method is: a `KVCluster` that scores the prompt's keys, and the registry of methods."""
+"""The registry of methods: by name, with paper, options and their defaults."""
 
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass

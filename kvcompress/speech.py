@@ -103,12 +103,12 @@ def weight_bytes(model: Qwen2_5OmniForConditionalGeneration) -> dict[str, int]:
 
 def check_policy(policy: Policy) -> None:
     """Raises KVCompressError for what a talker cannot follow: it reads the thinker's hidden states of every token of
-    the prompt, as they were in one prompt pass."""
+    the prompt, as they were in one prefill."""
     engine = policy.engine
     if policy.tokens is not None:
         raise KVCompressError(f"method {policy.method!r} drops tokens of the prompt, and the talker reads all of them")
     if engine.first_token != "full":
-        raise KVCompressError("first_token='compressed' hides the prompt pass from the talker: use 'full'")
+        raise KVCompressError("first_token='compressed' hides the prefill from the talker: use 'full'")
     if engine.prefill_chunk is not None:
         raise KVCompressError(
             f"prefill_chunk={engine.prefill_chunk} hides all but the last chunk from the talker: leave it out"

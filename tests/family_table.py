@@ -7,6 +7,7 @@ same checks, and compares the table with the registry below: what is in it was c
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -305,22 +306,32 @@ def _passes(run: Callable[..., None], *arguments: object) -> bool:
 
 
 def render(cells: dict[tuple[str, str], str]) -> str:
-    """The table, in Markdown."""
+    """Both tables, in Markdown: kinds of input, then options."""
     options = [*EXTRAS, CHUNKS]
-    columns = [*KINDS, OTHERS, *options]
-    rows = [
-        f"Methods of the first columns: {', '.join(f'`{method}`' for method in METHODS)}.\n",
-        f"Other methods: {', '.join(f'`{method}`' for method in OTHER_METHODS)}.\n",
-        f"| family | {' | '.join([*KINDS, OTHERS, *(f'`{option}`' for option in options)])} |",
-        "|---" * (len(columns) + 1) + "|",
+    titles = {option: f"`{option}`" for option in options}
+    parts = [
+        wrapped(f"Methods of the first columns: {', '.join(f'`{method}`' for method in METHODS)}."),
+        wrapped(f"Other methods: {', '.join(f'`{method}`' for method in OTHER_METHODS)}."),
+        *(_table(cells, columns, titles) for columns in ([*KINDS, OTHERS], options)),
     ]
-    for name, title in TITLES.items():
-        rows.append(f"| {title} | {' | '.join(cells[name, column] for column in columns)} |")
+    return "\n".join(parts)
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 118, break_on_hyphens=False) + "\n"
+
+
+def _table(cells: dict[tuple[str, str], str], columns: list[str], titles: dict[str, str]) -> str:
+    rows = [
+        f"| family | {' | '.join(titles.get(column, column) for column in columns)} |",
+        "|---" * (len(columns) + 1) + "|",
+        *(f"| {title} | {' | '.join(cells[name, column] for column in columns)} |" for name, title in TITLES.items()),
+    ]
     return "\n".join(rows) + "\n"
 
 
 def page_with(table: str) -> str:
-    """docs/families.md with this table in place of its own."""
+    """docs/families.md with these tables in place of its own."""
     before, rest = PAGE.read_text().split(BEGIN)
     return before + BEGIN + table + END + rest.split(END)[1]
 

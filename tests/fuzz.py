@@ -108,7 +108,7 @@ def check(config: dict[str, Any]) -> None:
     columns = inputs["input_ids"].shape[1]
     exact = config["options"].get("cache_implementation") != "quantized"
 
-    merges = make_policy(config["method"], **config["options"]).part("merge") != "none"
+    merges = make_policy(config["method"], **config["options"]).chosen("merge") != "none"
     if exact and not merges and config["options"]["first_token"] == "full":
         with only_attending_to(model, history):
             _, expected = generate(model, inputs, NEW, forced=tokens)

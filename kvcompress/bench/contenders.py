@@ -15,6 +15,8 @@ import torch
 from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
 
 from ..cache.cache import CompressedCache
+from ..cache.layer import Listening
+from ..cache.scope import States
 from ..device import peak_memory, reset_peak_memory
 from ..errors import KVCompressError
 from ..hooks.session import attach
@@ -116,7 +118,7 @@ class Ours:
 
     def turn(self, workload: Workload) -> Turn:
         cache = self.cache(workload.steps)
-        elsewhere = cache.policy.cluster.second_pass or cache.policy.observes_all  # the attention may make the sums
+        elsewhere = cache.policy.cluster.second_pass or cache.policy.needs_sums  # the attention may make the sums
         scoring = None if elsewhere else ScoringTimer(cache, self.model.device, workload.clock)
         with attach(self.model):
             turn = local_turn(self.model, cache, lambda: cache.nbytes, workload, self.compiled, scoring)
@@ -130,16 +132,15 @@ class ScoringTimer:
     def __init__(self, cache: CompressedCache, device: torch.device, clock: str):
         self._clock, self._on_cuda = CLOCKS[clock], device.type == "cuda"
         self._spans: list[tuple[Any, Any]] = []
-        self._timed = [*cache.compressed_layers, cache]
-        for part in self._timed:
-            name = "finish" if part is cache else "after_attention"
-            setattr(part, name, self._timing(getattr(part, name)))
+        self._layers = [Listening(layer, self._compressing) for layer in cache.compressed_layers]
+        self._cache, self._finish = cache, cache.finish
+        cache.finish = lambda: self._time(self._finish)
 
     def stop(self) -> None:
-        """The prompt is over: let the parts be as they were."""
-        for part in self._timed:
-            part.__dict__.pop("finish", None)
-            part.__dict__.pop("after_attention", None)
+        """The prompt is over: let the cache be as it was."""
+        for listening in self._layers:
+            listening.remove()
+        del self._cache.finish
 
     def milliseconds(self) -> float:
         """Of all spans together; the device has to be synchronised."""
@@ -147,13 +148,13 @@ class ScoringTimer:
             return sum(start.elapsed_time(end) for start, end in self._spans)
         return sum(end - start for start, end in self._spans) * 1e3
 
-    def _timing(self, call: Callable[..., None]) -> Callable[..., None]:
-        def timed(*given: object) -> None:
-            start = self._now()
-            call(*given)
-            self._spans.append((start, self._now()))
+    def _compressing(self, states: States, compress: Callable[[], None]) -> None:
+        self._time(compress)
 
-        return timed
+    def _time(self, call: Callable[[], None]) -> None:
+        start = self._now()
+        call()
+        self._spans.append((start, self._now()))
 
     def _now(self) -> Any:
         if not self._on_cuda:

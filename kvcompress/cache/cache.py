@@ -15,7 +15,7 @@ from ..policy.policy import make_policy
 from ..scoring.rotary import Rotary
 from ..scoring.vision import vision_token_ids
 from .layer import CompressedLayer
-from .new_tokens import Chunk
+from .new_tokens import NewTokens
 from .scope import evictable
 
 LAYER_NAMES = {DynamicLayer: "cross-attention", DynamicSlidingWindowLayer: "sliding windows"}  # not compressed
@@ -68,6 +68,7 @@ class CompressedCache(DynamicCache):
             )
         super().__init__(config=config)
         self.config = config
+        self.announced: NewTokens | None = None  # of the latest prefill
         # Their keys are an image's, not the text's: transformers' cache does not tell them apart (Llama 3.2 Vision).
         cross_attention = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
         full_attention = [
@@ -119,35 +120,42 @@ class CompressedCache(DynamicCache):
         is_first = self.compressed_layers[0].storage is None
         if columns == 1 and not is_first:
             return False
-        chunk = Chunk.of(
+        tokens = NewTokens.of(
             self.config, self.policy.engine, is_first, batch, columns, input_ids, attention_mask, video_grid_thw
         )
         if self.policy.engine.prefill_chunk is not None:
-            first = self.compressed_layers[0]
-            chunk = chunk.following(first.vision, first.seen)
-        for layer in self.compressed_layers:
-            layer.chunk, layer.staged, layer.pending = chunk, None, None
+            first = self.compressed_layers[0].memory
+            tokens = tokens.following(first.log.vision, first.seen)
+        self.begin(tokens)
         return True
+
+    def begin(self, tokens: NewTokens, first_layer: int = 0) -> None:
+        """Say which tokens the pass under way brings to the layers from `first_layer` on."""
+        self.announced = tokens
+        for layer in self.compressed_layers:
+            if layer.layer_idx >= first_layer:
+                layer.begin(tokens)
 
     def rotate(self, rotary: Rotary) -> None:
         """Say how the forward pass rotates its queries, before its first layer: for methods that undo it."""
         for layer in self.compressed_layers:
-            layer.rotary = rotary
+            layer.rotate(rotary)
 
     def finish(self) -> None:
         """A prompt's forward pass is over: where the layers' budgets depend on all layers, compress them now."""
-        waiting = [layer for layer in self.compressed_layers if layer.pending is not None]
+        waiting = [layer.waiting for layer in self.compressed_layers if layer.waiting is not None]
         if not waiting:
             return
-        for layer in waiting:
-            if layer.pending.scores is None:
-                layer.assess()
+        for prompt in waiting:
+            if prompt.scores is None:
+                prompt.assess()
         rule, measured = self.policy.layer_budget, None
         if rule.is_measured:
             # Layers may be on several devices (device_map="auto").
-            measured = torch.stack([layer.pending.measured.to(waiting[0].device) for layer in waiting]).cpu()
-        budgets = rule.budgets(evictable(waiting[0].pending.part.prompt), measured)
-        for layer in waiting:
+            device = waiting[0].measured.device
+            measured = torch.stack([prompt.measured.to(device) for prompt in waiting]).cpu()
+        budgets = rule.budgets(evictable(waiting[0].candidates.view), measured)
+        for layer in self.compressed_layers:
             layer.finish(budgets)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -173,19 +181,27 @@ class CompressedCache(DynamicCache):
     @contextmanager
     def reuse(self) -> Iterator["CompressedCache"]:
         """What is generated inside starts from what the cache holds now; afterwards it holds exactly that again."""
-        saved = [layer.snapshot() for layer in self.compressed_layers]
+        held = [layer.fork() for layer in self.compressed_layers]
+        try:
+            with self.other_layers_unchanged():
+                yield self
+        finally:
+            for layer, memory in zip(self.compressed_layers, held, strict=True):
+                layer.restore(memory)
+
+    @contextmanager
+    def other_layers_unchanged(self) -> Iterator[None]:
+        """Afterwards the layers with transformers' own storage hold what they hold now."""
         others = {
             layer_idx: copy.deepcopy(layer)
             for layer_idx, layer in enumerate(self.layers)
             if not isinstance(layer, CompressedLayer)
         }
         try:
-            yield self
+            yield
         finally:
             for layer_idx, layer in others.items():
                 self.layers[layer_idx] = layer
-            for layer, state in zip(self.compressed_layers, saved, strict=True):
-                layer.restore(state)
 
     @property
     def compressed_layers(self) -> list[CompressedLayer]:
@@ -215,13 +231,9 @@ class CompressedCache(DynamicCache):
         layer = self.layers[layer_idx]
         if not isinstance(layer, CompressedLayer):
             raise KVCompressError(f"layer {layer_idx} is not compressed: it is a {type(layer).__name__}")
-        if layer.storage is None:
-            raise KVCompressError(f"layer {layer_idx} has not seen a prompt yet")
-        return [[head[head >= 0].cpu() for head in row] for row in layer.storage.columns(layer.seen)]
+        return [[head[head >= 0].cpu() for head in row] for row in layer.kept_columns()]
 
     def realised_ratios(self) -> list[list[float]]:
         """Fraction of each row's real prompt tokens that was kept, mean over KV heads: [compressed layer][row]."""
-        return [
-            [kept / length for kept, length in zip(layer.prompt_kept.tolist(), layer.prompt_lengths, strict=True)]
-            for layer in self.compressed_layers
-        ]
+        logs = [layer.memory.log for layer in self.compressed_layers]
+        return [[kept / length for kept, length in zip(log.kept.tolist(), log.lengths, strict=True)] for log in logs]

@@ -14,7 +14,7 @@ from ..scoring.windows import pad_columns
 
 
 @dataclass(frozen=True)
-class Chunk:
+class NewTokens:
     """The tokens of one forward pass that will be compressed: a prompt, or a second prompt on a filled cache.
 
     Attributes:
@@ -43,8 +43,8 @@ class Chunk:
     source: torch.Tensor | None = None
     seen_vision: torch.Tensor | None = None
 
-    def columns_from(self, start: int, stop: int) -> "Chunk":
-        """These columns alone, as a chunk of a prompt that is processed in several (`scope` is the prompt)."""
+    def columns_from(self, start: int, stop: int) -> "NewTokens":
+        """These columns alone, as a piece of a prompt that is processed in several (`scope` is the prompt)."""
         pads = [min(max(self.columns - length - start, 0), stop - start) for length in self.lengths]
         lengths = [stop - start - n for n in pads]
         vision, counts = None, []
@@ -66,13 +66,24 @@ class Chunk:
             seen_vision=seen,
         )
 
-    def following(self, before: torch.Tensor | None, seen: int) -> "Chunk":
+    def following(self, before: torch.Tensor | None, seen: int) -> "NewTokens":
         """With `seen_vision`, from that of the `seen` columns before it; decoded ones among them are text."""
         vision = self.vision
         if seen:
             known = before is not None and vision is not None
             vision = torch.cat([F.pad(before, (0, seen - before.shape[1])), vision], dim=1) if known else None
         return replace(self, seen_vision=vision)
+
+    def vision_among(self, columns: torch.Tensor) -> dict[str, object]:
+        """What is known of vision tokens among entries of the prompt so far, as fields of `LayerView`; `columns`
+        (batch, kv_heads, entries) as in `Kept.indices`."""
+        if self.seen_vision is None:
+            return {}
+        seen, at = self.seen_vision.to(columns.device), columns.clamp(min=0)
+        is_vision, rank = (
+            known[:, None].expand(-1, at.shape[1], -1).gather(2, at) for known in (seen, seen.cumsum(1) - 1)
+        )
+        return {"vision": is_vision & (columns >= 0), "vision_rank": rank, "frame_tokens": self.frame_tokens}
 
     @classmethod
     def of(
@@ -85,7 +96,7 @@ class Chunk:
         input_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
         video_grid_thw: torch.Tensor | None = None,
-    ) -> "Chunk":
+    ) -> "NewTokens":
         """From the model's inputs: `input_ids` (batch, columns) or None, the 2-D padding mask (batch, at least columns)
         or None, and the frames, height and width in patches of its videos (videos, 3) or None. `is_first`: nothing
         precedes this prompt in the cache. Synchronises with the device, once per prompt."""

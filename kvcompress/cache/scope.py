@@ -1,103 +1,130 @@
-"""What of a prompt is compressed: all of it, or each row's context, with the question kept as it is."""
+"""What of a prompt is chosen among: all of it, or each row's context, with the question kept as it is."""
 
 from dataclasses import dataclass, replace
 
 import torch
 
-from ..scoring.layer_view import Kept, Prompt
+from ..scoring.layer_view import Kept, LayerView
+from ..scoring.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class States:
+    """What one layer's attention was handed in a forward pass.
+
+    Attributes:
+        queries: (batch, heads, new, head_dim), rotated.
+        keys, values: of the new tokens alone, (batch, kv_heads, new, head_dim).
+        scaling: factor of q·k before the softmax.
+        module: the model's attention module.
+        rotary: how the pass rotates its queries, where the method wants them unrotated.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    scaling: float
+    module: torch.nn.Module
+    rotary: Rotary | None = None
 
 
 @dataclass
-class Part:
+class Candidates:
     """The columns that a cluster sees: as in `KVCluster.score`, padded on the left.
 
     Attributes:
-        queries: freed (None) once the part is scored.
+        queries: freed (None) once they are scored.
         source: LongTensor (batch, columns), the prompt's column that each comes from; None where it is the same.
-        rest: what is kept of the prompt beside the part; None where the part is all.
-        sums: for a cluster that accumulates, what all of the prompt's queries add to each of the prompt's columns,
-            (batch, kv_heads, columns). The question's do not steer what is kept of its context, but are remembered.
+        question: what is kept of the prompt beside them; None where they are all of it.
+        sums: where sums are carried on, what all of the prompt's queries add to each of the prompt's columns, (batch,
+            kv_heads, columns). The question's do not steer what is kept of its context, but are remembered.
     """
 
     queries: torch.Tensor | None
     keys: torch.Tensor
     values: torch.Tensor
-    prompt: Prompt
+    view: LayerView
     source: torch.Tensor | None = None
-    rest: Kept | None = None
+    question: Kept | None = None
     sums: torch.Tensor | None = None
 
     def in_prompt(self, kept: Kept) -> Kept:
-        """What was kept of the part, in the prompt's columns and with the rest behind it."""
-        if self.rest is None:
+        """What was kept of the candidates, in the prompt's columns and with the question behind it."""
+        if self.question is None:
             return kept
         source = self.source[:, None].expand(-1, kept.indices.shape[1], -1)
         indices = source.gather(2, kept.indices.clamp(min=0)).masked_fill(kept.indices < 0, -1)
-        whole = right_aligned(joined(replace(kept, indices=indices), self.rest))
-        return replace(self.remembered(whole), likeness=kept.likeness)
+        whole = right_aligned(joined(replace(kept, indices=indices), self.question))
+        return replace(self.with_sums(whole), merge_threshold=kept.merge_threshold)
 
-    def remembered(self, kept: Kept) -> Kept:
+    def with_sums(self, kept: Kept) -> Kept:
         """`kept`, in the prompt's columns, with the sums of its entries."""
-        return kept if self.sums is None else replace(kept, memory=self.sums.gather(2, kept.indices.clamp(min=0)))
+        return kept if self.sums is None else replace(kept, sums=self.sums.gather(2, kept.indices.clamp(min=0)))
+
+    def fills_all_slots(self, view: LayerView) -> bool:
+        """Whether every row and head keeps as much under `view`'s budgets, so that no slot is unused."""
+        equal = view.padding is None and len(set(view.budgets)) == 1
+        return equal and self.question is None and view.settings.head_budget != "adaptive"
 
 
-def context_part(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt, context: list[int]
-) -> Part:
+def context_of(states: States, view: LayerView, context: list[int]) -> Candidates:
     """Each row's first `context` real tokens as if they were the whole prompt."""
+    keys = states.keys
     columns = keys.shape[2]
-    pads = torch.tensor([columns - length for length in prompt.lengths], device=keys.device)
+    pads = torch.tensor([columns - length for length in view.lengths], device=keys.device)
     length = torch.tensor(context, device=keys.device)
     width = max(context)
     # Rows end their context at different columns: shift each so that all are aligned to the right.
     empty = width - length
     source = ((pads - empty)[:, None] + torch.arange(width, device=keys.device)).clamp(min=0)
-    if min(context) == width and len(set(prompt.lengths)) == 1:  # nothing is shifted: no copy
-        first = columns - prompt.lengths[0]
-        taken = [states[:, :, first : first + width] for states in (queries, keys, values)]
+    whole = (states.queries, states.keys, states.values)
+    if min(context) == width and len(set(view.lengths)) == 1:  # nothing is shifted: no copy
+        first = columns - view.lengths[0]
+        taken = [each[:, :, first : first + width] for each in whole]
     else:
-        taken = [_columns_of(states, source) for states in (queries, keys, values)]
+        taken = [_columns_of(each, source) for each in whole]
     masks = {
         name: None if mask is None else mask.gather(1, source)
-        for name, mask in (("vision", prompt.vision), ("protected", prompt.protected))
+        for name, mask in (("vision", view.vision), ("protected", view.protected))
     }
     padding = empty[:, None] if min(context) < width else None
-    rotary = None if prompt.rotary is None else prompt.rotary.columns(source)
+    rotary = None if view.rotary is None else view.rotary.columns(source)
     rest = torch.arange(min(context), columns, device=keys.device)  # columns of every row's question, and more
     is_question = (rest >= (pads + length)[:, None])[:, None].expand(-1, keys.shape[1], -1)
-    question = Kept(keys[:, :, rest], values[:, :, rest], torch.where(is_question, rest, -1))
-    return Part(*taken, replace(prompt, lengths=context, padding=padding, rotary=rotary, **masks), source, question)
+    question = Kept(keys[:, :, rest], states.values[:, :, rest], torch.where(is_question, rest, -1))
+    view = replace(view, lengths=context, padding=padding, rotary=rotary, **masks)
+    return Candidates(*taken, view, source, question)
 
 
-def evictable(prompt: Prompt) -> Prompt:
+def evictable(view: LayerView) -> LayerView:
     """Lengths and budgets without what is protected: a layer's or a head's share is one of what can be evicted."""
-    fixed = prompt.protected_lengths or (0,) * len(prompt.lengths)
+    fixed = view.protected_lengths or (0,) * len(view.lengths)
     return replace(
-        prompt,
-        lengths=[length - n for length, n in zip(prompt.lengths, fixed, strict=True)],
-        budgets=[budget - n for budget, n in zip(prompt.budgets, fixed, strict=True)],
+        view,
+        lengths=[length - n for length, n in zip(view.lengths, fixed, strict=True)],
+        budgets=[budget - n for budget, n in zip(view.budgets, fixed, strict=True)],
     )
 
 
-def with_budgets(prompt: Prompt, budgets: list[int]) -> Prompt:
-    """The prompt with these budgets for what is evictable, and all that is protected besides."""
-    fixed = prompt.protected_lengths or (0,) * len(budgets)
-    return replace(prompt, budgets=[n + more for n, more in zip(fixed, budgets, strict=True)])
+def with_budgets(view: LayerView, budgets: list[int]) -> LayerView:
+    """The view with these budgets for what is evictable, and all that is protected besides."""
+    fixed = view.protected_lengths or (0,) * len(budgets)
+    return replace(view, budgets=[n + more for n, more in zip(fixed, budgets, strict=True)])
 
 
 def joined(*parts: Kept) -> Kept:
     """All slots of the parts, one behind the other."""
-    memory = [part.memory for part in parts]
-    if any(of_part is not None for of_part in memory):
-        memory = [
+    sums = [part.sums for part in parts]
+    if any(of_part is not None for of_part in sums):
+        sums = [
             torch.zeros_like(part.indices, dtype=torch.float32) if of_part is None else of_part
-            for part, of_part in zip(parts, memory, strict=True)
+            for part, of_part in zip(parts, sums, strict=True)
         ]
     return Kept(
         torch.cat([part.keys for part in parts], dim=2),
         torch.cat([part.values for part in parts], dim=2),
         torch.cat([part.indices for part in parts], dim=2),
-        None if memory[0] is None else torch.cat(memory, dim=2),
+        None if sums[0] is None else torch.cat(sums, dim=2),
     )
 
 
@@ -109,7 +136,7 @@ def right_aligned(kept: Kept) -> Kept:
         kept.keys.gather(2, rows.expand(-1, -1, -1, kept.keys.shape[3])),
         kept.values.gather(2, rows.expand(-1, -1, -1, kept.values.shape[3])),
         kept.indices.gather(2, order),
-        None if kept.memory is None else kept.memory.gather(2, order),
+        None if kept.sums is None else kept.sums.gather(2, order),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ..kernels.quantization import Quantized, Quantizer
 from ..kernels.ragged_decode import ragged_decode
+from ..policy.options import Engine
 from ..scoring.layer_view import Kept
 
 LEAST_ROOM = 32
@@ -19,6 +20,11 @@ class Storage(ABC):
     head is in the last slot, and a row or head that keeps fewer begins with unused slots."""
 
     length: int  # slots, of the row and head that keeps most
+    appended: int | torch.Tensor  # decoded tokens among them; with fixed shapes on the device
+    is_whole: bool = False  # nothing was ever dropped (column = slot), and a prompt can be put behind it in one piece
+    is_final: bool = False  # an entry is stored once and for all: another prompt goes behind it by `extend`
+    has_fixed_shapes: bool = False  # a decode step is the same graph each time
+    decodes_in_place: bool = False  # has `decode`, which attends to the entries where they lie
 
     @abstractmethod
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -48,6 +54,15 @@ class Storage(ABC):
     def tensors(self) -> list[torch.Tensor]:
         """All buffers, for counting bytes."""
 
+    def extend(self, kept: Kept, first: int) -> None:
+        """Put another compressed prompt, whose columns begin at `first`, behind what is stored (`is_final`)."""
+        raise TypeError(f"a {type(self).__name__} is not extended but made anew")
+
+    def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Attention of one token's queries (batch, heads, 1, head_dim), which stand behind all that is stored, without
+        gathering (`decodes_in_place`); the result has the same shape."""
+        raise TypeError(f"the entries of a {type(self).__name__} are read, not attended to where they lie")
+
     def kept(self, seen: int) -> Kept:
         """Everything as one dense, right-aligned piece."""
         return Kept(*self.read(), self.columns(seen))
@@ -57,6 +72,31 @@ class Storage(ABC):
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         return twin
+
+
+def new_storage(
+    engine: Engine,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    indices: torch.Tensor | None,
+    pads: torch.Tensor | None,
+    room: int | None,
+    uniform: bool,
+) -> Storage:
+    """The storage that `cache_implementation` names, with room for `room` tokens (None: an eighth more). `indices` is
+    None for a cache that keeps everything, which may hold `pads`; other arguments as in `DenseStorage` and `store`."""
+    kind, device = engine.cache_implementation, keys.device
+    if kind.startswith("offloaded"):
+        keys, values, indices, pads = (None if t is None else t.cpu() for t in (keys, values, indices, pads))
+    if kind in ("static", "offloaded_static"):
+        storage = StaticStorage(keys, values, indices, pads, room)
+    elif kind == "quantized":
+        storage = QuantizedStorage(keys, values, indices, pads, engine.quantizer, engine.kv_residual)
+    elif indices is None:
+        storage = DenseStorage(keys, values, None, pads, room)
+    else:
+        storage = store(Kept(keys, values, indices), room, uniform)
+    return OffloadedStorage(storage, device) if kind.startswith("offloaded") else storage
 
 
 def store(kept: Kept, room: int | None, uniform: bool) -> Storage:
@@ -97,8 +137,11 @@ class DenseStorage(Storage):
 
     @property
     def is_whole(self) -> bool:
-        """True where nothing was ever dropped: column = slot."""
         return self.indices is None
+
+    @property
+    def appended(self) -> int:
+        return self.length - self.entries
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         end = self.length + keys.shape[2]
@@ -147,6 +190,8 @@ class RaggedStorage(Storage):
         counts: LongTensor (batch, kv_heads), entries in use; `flat` is the same as a list, so that no later step has
             to ask the device.
     """
+
+    decodes_in_place = True
 
     def __init__(self, kept: Kept, counts: torch.Tensor, flat: list[int], room: int | None):
         self.entries = self.length = max(flat)
@@ -198,8 +243,6 @@ class RaggedStorage(Storage):
         return self.keys[rows], self.values[rows]
 
     def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Attention of one token's queries (batch, heads, 1, head_dim), which stand behind all that is stored, without
-        gathering; the result has the same shape."""
         sizes = [rows for length in self.flat for rows in (length + self.appended, self.room)]
         return ragged_decode(query, self.keys, self.values, self.starts, self.counts + self.appended, sizes, scaling)
 
@@ -275,6 +318,8 @@ class QuantizedStorage(Storage):
         pads: as in `DenseStorage`.
     """
 
+    is_final = True
+
     def __init__(self, keys, values, indices, pads, quantizer: Quantizer, residual: int):
         self.quantizer, self.residual = quantizer, residual
         self.indices, self.unused = None, None
@@ -289,11 +334,10 @@ class QuantizedStorage(Storage):
         self.entries = self.length = keys.shape[2]
 
     @property
-    def is_whole(self) -> bool:
-        return self.indices is None
+    def appended(self) -> int:
+        return self.length - self.entries
 
     def extend(self, kept: Kept, first: int) -> None:
-        """Put another compressed prompt, whose columns begin at `first`, behind what is stored."""
         indices = torch.cat([self.columns(first), kept.indices], dim=2)
         unused = kept.indices < 0 if bool((kept.indices < 0).any()) else None
         self._flush()
@@ -369,6 +413,8 @@ class StaticStorage(Storage):
         room: tokens that can be appended.
     """
 
+    has_fixed_shapes = True
+
     def __init__(self, keys, values, indices, pads, room: int):
         self.entries, self.capacity = keys.shape[2], keys.shape[2] + room
         self.indices = None if indices is None else indices.to(torch.int32)
@@ -401,8 +447,9 @@ class StaticStorage(Storage):
     def is_whole(self) -> bool:
         return self.indices is None
 
+    @property
     def appended(self) -> torch.Tensor:
-        """Tokens appended, on the device: LongTensor (1,)."""
+        """LongTensor (1,)."""
         return self.cursor - self.entries
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -462,7 +509,11 @@ class OffloadedStorage(Storage):
 
     @property
     def is_whole(self) -> bool:
-        return getattr(self.inner, "is_whole", False)
+        return self.inner.is_whole
+
+    @property
+    def appended(self) -> int:
+        return int(self.inner.appended)
 
     def prefetch(self) -> None:
         """Start bringing the entries to the device, beside what it is computing."""

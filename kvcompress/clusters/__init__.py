@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 
 from ..methods import Method, MethodInfo, list_methods, make_method, method_info, method_name, register_method
-from ..scoring.layer_view import Kept, Prompt
+from ..scoring.layer_view import Kept, LayerView
 from .base import KVCluster, make_cluster
 
 for _module in pkgutil.iter_modules(__path__):
@@ -13,9 +13,9 @@ for _module in pkgutil.iter_modules(__path__):
 __all__ = [
     "KVCluster",
     "Kept",
+    "LayerView",
     "Method",
     "MethodInfo",
-    "Prompt",
     "list_methods",
     "make_cluster",
     "make_method",

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from ..scoring.vision import DECODED_QUERIES, elite_attention, question_attention, text_first
 from .base import KVCluster
 
@@ -29,12 +29,9 @@ class AirCacheKVCluster(KVCluster):
     whole_prompt: ClassVar[bool] = True
     mixes_heads: ClassVar[bool] = True
     layer_budget: ClassVar[str] = "strength"
+    query_window: ClassVar[int] = DECODED_QUERIES
 
-    @property
-    def query_window(self) -> int:
-        return DECODED_QUERIES
-
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        if prompt.columns is not None:
-            return question_attention(queries, keys, prompt)
-        return text_first(elite_attention(queries, keys, prompt, self.alpha), prompt)
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        if view.is_decoding:
+            return question_attention(queries, keys, view)
+        return text_first(elite_attention(queries, keys, view, self.alpha), view)

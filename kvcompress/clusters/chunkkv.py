@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from ..scoring.windows import aligned_left, aligned_right
 from .snapkv import WindowKVCluster
 
@@ -28,9 +28,9 @@ class ChunkKVCluster(WindowKVCluster):
     paper: ClassVar[str] = "https://arxiv.org/abs/2502.00299"
     head_budget: ClassVar[str] = "shared"
 
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        size, padding, columns = self.chunk_size, prompt.padding, keys.shape[2]
-        scores = aligned_left(super().score(queries, keys, values, prompt), padding)
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        size, padding, columns = self.chunk_size, view.padding, keys.shape[2]
+        scores = aligned_left(super().score(queries, keys, values, view), padding)
         # A row's last chunk may be shorter; it holds a part of the window, so its mean is +inf all the same.
         means = F.pad(scores, (0, -columns % size)).unflatten(-1, (-1, size)).mean(-1)
         return aligned_right(means.repeat_interleave(size, dim=-1)[..., :columns], padding)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ..errors import KVCompressError
 from ..methods import register_method
-from ..scoring.layer_view import Kept, Prompt
+from ..scoring.layer_view import Kept, LayerView
 from ..scoring.selection import ranks
 from .snapkv import WindowKVCluster
 
@@ -56,20 +56,20 @@ class CriticalKVCluster(WindowKVCluster):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2502.03805"
 
-    def keep(self, scores: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> Kept:
-        budgets = torch.tensor(prompt.budgets, device=keys.device)[:, None].expand(scores.shape[:2])
-        scores = self.prepared(scores, prompt)
-        adaptive = (prompt.head_budget or self.head_budget) == "adaptive"
+    def keep(self, scores: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> Kept:
+        budgets = torch.tensor(view.budgets, device=keys.device)[:, None].expand(scores.shape[:2])
+        scores = self.final_scores(scores, view)
+        adaptive = (view.settings.head_budget or self.head_budget) == "adaptive"
         safe = 0
         if adaptive:
-            safe = (prompt.safeguard * budgets).long()
-            budgets = (self.select(scores, prompt) >= 0).sum(-1)
+            safe = (view.settings.safeguard * budgets).long()
+            budgets = (self.select(scores, view) >= 0).sum(-1)
         first = (self.first_stage * budgets).long().clamp(min=safe)
-        sure = ranks(scores, prompt.padding) < first[..., None]
-        weighted = (scores + self.epsilon) * projected_norm(values, prompt.module)
+        sure = ranks(scores, view.padding) < first[..., None]
+        weighted = (scores + self.epsilon) * projected_norm(values, view.module)
         largest = torch.finfo(scores.dtype).max
         weighted = torch.where(sure | (scores >= largest), torch.inf, weighted)
         if adaptive:
-            chosen = ranks(weighted, prompt.padding) < budgets[..., None]
+            chosen = ranks(weighted, view.padding) < budgets[..., None]
             weighted = torch.where(chosen, torch.inf, weighted.clamp(max=largest / 2))
-        return super().keep(weighted, keys, values, prompt)
+        return super().keep(weighted, keys, values, view)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ..kernels.column_sums import column_sums
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from ..scoring.selection import top_indices
 from ..scoring.vision import DECODED_QUERIES
 from ..scoring.windows import pad_columns, protect_recent, window_attention
@@ -36,22 +36,19 @@ class CSPKVCluster(KVCluster):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2412.04652"
     whole_prompt: ClassVar[bool] = True
+    query_window: ClassVar[int] = DECODED_QUERIES
 
-    @property
-    def query_window(self) -> int:
-        return DECODED_QUERIES
-
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         columns = keys.shape[2]
-        windows = [max(1, int(self.recent * budget)) for budget in prompt.budgets]
-        own, cross = votes(queries, keys, prompt, windows)
-        if prompt.padding is not None:  # a pad took the votes for nothing
-            cross = cross.masked_fill(pad_columns(prompt.padding, columns), 0.0)
+        windows = [max(1, int(self.recent * budget)) for budget in view.budgets]
+        own, cross = votes(queries, keys, view, windows)
+        if view.padding is not None:  # a pad took the votes for nothing
+            cross = cross.masked_fill(pad_columns(view.padding, columns), 0.0)
         cross = torch.where(cross.any(-1, keepdim=True), cross, own)
-        rest = [budget - window for budget, window in zip(prompt.budgets, windows, strict=True)]
+        rest = [budget - window for budget, window in zip(view.budgets, windows, strict=True)]
         by_own = [n - min(n, max(1, int(self.cross * n))) if self.cross else n for n in rest]
         before = protect_recent(-own, windows).neg()  # -inf in the window, which stays anyway
-        first = top_indices(before, by_own, prompt.padding)
+        first = top_indices(before, by_own, view.padding)
         chosen = torch.zeros(*keys.shape[:2], columns + 1, dtype=torch.bool, device=keys.device)
         chosen.scatter_(-1, first.masked_fill(first < 0, columns), True)  # unused slots: a column that is cut off
         chosen = chosen[..., :columns]
@@ -59,32 +56,32 @@ class CSPKVCluster(KVCluster):
 
 
 def votes(
-    queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt, windows: list[int]
+    queries: torch.Tensor, keys: torch.Tensor, view: LayerView, windows: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What each key receives from the last `windows[row]` queries of its own modality, and from those of the other:
     twice (batch, kv_heads, keys).
 
     A key of zeros before a row's first is what adds 1 to each softmax's denominator: its logit is 0.
     """
-    padding = prompt.padding
+    padding = view.padding
     keys = F.pad(keys, (0, 0, 1, 0))
     if padding is not None:  # the last pad is now the key of zeros
         keys = keys.masked_fill(pad_columns(padding + 1, keys.shape[2])[..., None], 0.0)
     sizes = torch.tensor(windows, device=keys.device)[:, None]
-    if prompt.columns is not None:
-        columns = F.pad(prompt.columns, (1, 0), value=-1)
-        weights = window_attention(queries, keys, queries.shape[2], prompt.scaling, padding, columns, prompt.seen)
+    if view.is_decoding:
+        columns = F.pad(view.stored.columns, (1, 0), value=-1)
+        weights = window_attention(queries, keys, queries.shape[2], view.scaling, padding, columns, view.stored.seen)
         voting = torch.arange(weights.shape[3], 0, -1, device=keys.device) <= sizes
         own = (weights * voting[:, None, None, :, None]).sum(3).mean(2)[..., 1:]
         return own, torch.zeros_like(own)
     queries = F.pad(queries, (0, 0, 1, 0))
     voting = torch.arange(keys.shape[2], 0, -1, device=keys.device) <= sizes
-    if prompt.vision is None:
-        own = column_sums(queries, keys, prompt.scaling, padding, voting)[..., 1:]
+    if view.vision is None:
+        own = column_sums(queries, keys, view.scaling, padding, voting)[..., 1:]
         return own, torch.zeros_like(own)
-    is_vision = F.pad(prompt.vision, (1, 0))
+    is_vision = F.pad(view.vision, (1, 0))
     of_text, of_vision = (
-        column_sums(queries, keys, prompt.scaling, padding, voting & kind)[..., 1:] for kind in (~is_vision, is_vision)
+        column_sums(queries, keys, view.scaling, padding, voting & kind)[..., 1:] for kind in (~is_vision, is_vision)
     )
-    at_vision = prompt.vision[:, None]
+    at_vision = view.vision[:, None]
     return torch.where(at_vision, of_vision, of_text), torch.where(at_vision, of_text, of_vision)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from pydantic import NonNegativeInt
 
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from ..scoring.windows import aligned_left, aligned_right, pad_columns
 from .base import KVCluster
 
@@ -28,10 +28,11 @@ class CURKVCluster(KVCluster):
     leverage: Literal["key", "value", "kv_avg", "kv_product"] = "kv_product"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2509.15038"
+    query_window: ClassVar[int] = 0  # asks no query
 
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        of_keys = self._leverage(keys, prompt.padding)
-        of_values = self._leverage(values, prompt.padding)
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        of_keys = self._leverage(keys, view.padding)
+        of_values = self._leverage(values, view.padding)
         scores = {
             "key": of_keys,
             "value": of_values,
@@ -40,7 +41,7 @@ class CURKVCluster(KVCluster):
         }[self.leverage]
         scores = scores / scores.sum(-1, keepdim=True)  # makes heads comparable
         scores[..., : self.sinks] = float("inf")
-        return aligned_right(scores, prompt.padding)
+        return aligned_right(scores, view.padding)
 
     def _leverage(self, states: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         """(batch, kv_heads, columns), each row's first token at column 0; 0 at pads."""

@@ -7,8 +7,7 @@ import torch
 from pydantic import NonNegativeInt
 
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
-from ..scoring.windows import protect_ends
+from ..scoring.layer_view import LayerView
 from .h2o import HeavyHitterKVCluster
 
 
@@ -26,5 +25,5 @@ class D2OKVCluster(HeavyHitterKVCluster):
     layer_budget: ClassVar[str] = "variance"
     merge: ClassVar[str] = "d2o"
 
-    def prepared(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        return super().prepared(protect_ends(scores, self.sinks, prompt.padding), prompt)
+    def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
+        return super().final_scores(view.protect_sinks(scores, self.sinks), view)

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from .base import KVCluster
 
 
@@ -32,30 +32,26 @@ class ExpectedAttentionKVCluster(KVCluster):
     paper: ClassVar[str] = "https://arxiv.org/abs/2510.00636"
     unrotated_queries: ClassVar[bool] = True
 
-    @property
-    def query_window(self) -> int:
-        return self.window_size
-
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        mean, covariance = self._future_queries(queries, prompt)
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        mean, covariance = self._future_queries(queries, view)
         keys = keys.float()
         # (batch, kv_heads, groups, ...): the query heads of each KV head
         mean = mean.unflatten(1, (keys.shape[1], -1))
-        logits = mean @ keys.mT * prompt.scaling
+        logits = mean @ keys.mT * view.scaling
         if self.covariance:
             for group, spread in enumerate(covariance.unflatten(1, (keys.shape[1], -1)).unbind(2)):
-                logits[:, :, group] += (keys @ spread * keys).sum(-1) * prompt.scaling**2 / 2
+                logits[:, :, group] += (keys @ spread * keys).sum(-1) * view.scaling**2 / 2
         position = torch.arange(keys.shape[2], device=keys.device)
-        if prompt.padding is not None:
-            position = position - prompt.padding[..., None]
+        if view.padding is not None:
+            position = position - view.padding[..., None]
         sinks = (position < self.sinks).expand(keys.shape[:3])  # and pads
         weights = logits.masked_fill(sinks[:, :, None], float("-inf")).softmax(-1).mean(2)
         return ((weights + self.epsilon) * values.float().norm(dim=-1)).masked_fill(sinks, float("inf"))
 
-    def _future_queries(self, queries: torch.Tensor, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
+    def _future_queries(self, queries: torch.Tensor, view: LayerView) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean (batch, heads, head_dim) and covariance (batch, heads, head_dim, head_dim) of the queries to come."""
         count, head_dim = queries.shape[2:]
-        tokens = torch.tensor(prompt.tokens or prompt.lengths, device=queries.device)[:, None]
+        tokens = torch.tensor(view.tokens, device=queries.device)[:, None]
         position = torch.arange(count, device=queries.device) + tokens - count  # among the row's tokens
         counted = (position >= self.sinks)[:, None, :, None] & ~queries[..., :1].isnan()
         number = counted.sum(2, keepdim=True).clamp(min=1)
@@ -63,6 +59,6 @@ class ExpectedAttentionKVCluster(KVCluster):
         mean = queries.sum(2, keepdim=True) / number
         centred = (queries - mean).masked_fill(~counted, 0.0)
         covariance = centred.mT @ centred / number
-        padding = prompt.padding if prompt.columns is None else None
-        rotation = prompt.rotary.mean_rotation(self.future, head_dim, padding)[:, None]
+        padding = None if view.is_decoding else view.padding
+        rotation = view.rotary.mean_rotation(self.future, head_dim, padding)[:, None]
         return (mean @ rotation.mT)[:, :, 0], rotation @ covariance @ rotation.mT

@@ -1,11 +1,12 @@
 """No compression: the full cache, on the same path as every method, for a fair comparison."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from .base import KVCluster
 
 
@@ -14,5 +15,7 @@ from .base import KVCluster
 class FullKVCluster(KVCluster):
     """Keeps every entry."""
 
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+    query_window: ClassVar[int] = 0  # asks no query
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         return torch.zeros(keys.shape[:3], device=keys.device)

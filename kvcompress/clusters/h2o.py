@@ -6,11 +6,9 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from ..kernels.column_sums import column_sums
 from ..methods import register_method
 from ..scoring.budget import effivlm_window
-from ..scoring.layer_view import Prompt
-from ..scoring.windows import protect_recent, window_attention
+from ..scoring.layer_view import LayerView
 from .base import KVCluster
 
 
@@ -22,24 +20,21 @@ class HeavyHitterKVCluster(KVCluster):
     recent: Annotated[float, Field(ge=0, le=1)] = 0.5
 
     decode_interval: ClassVar[int] = 1
+    query_window: ClassVar[int] = 0  # `observe` has seen them
 
-    def observe(self, queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        if prompt.columns is None:
-            return column_sums(queries, keys, prompt.scaling, prompt.padding)
-        rows = queries.shape[2]
-        weights = window_attention(queries, keys, rows, prompt.scaling, prompt.padding, prompt.columns, prompt.seen)
-        return weights.sum(3).mean(2)
+    def observe(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
+        return view.column_sums(queries, keys)
 
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        return self.observe(queries, keys, prompt) if prompt.accumulated is None else prompt.accumulated
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        return self.summed(queries, keys, view)
 
     def recent_tokens(self, budget: int) -> int:
         return int(self.recent * budget)
 
-    def prepared(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+    def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
         # Not in `score`: here the budget is the layer's own, and merging still finds the recent tokens' sums.
-        recent = [self.recent_tokens(budget) for budget in prompt.budgets]
-        return super().prepared(protect_recent(scores, recent), prompt)
+        recent = [self.recent_tokens(budget) for budget in view.budgets]
+        return super().final_scores(view.protect_recent(scores, recent), view)
 
 
 @register_method("h2o")

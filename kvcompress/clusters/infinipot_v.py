@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeInt
 
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from ..scoring.selection import top_indices
 from ..scoring.vision import text_first
 from .base import KVCluster
@@ -35,17 +35,18 @@ class InfiniPotVKVCluster(KVCluster):
     frame_tokens: NonNegativeInt = 0
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2506.15745"
+    query_window: ClassVar[int] = 0  # asks no query
 
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        scores = text_first(values.float().norm(dim=-1), prompt)
-        if prompt.vision is None:
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        scores = text_first(values.float().norm(dim=-1), view)
+        if view.vision is None:
             return scores
-        found = prompt.frame_tokens or (0,) * len(prompt.lengths)
-        vision, rank = prompt.vision_by_head, prompt.vision_rank
+        found = view.frame_tokens or (0,) * len(view.lengths)
+        vision, rank = view.vision_by_head, view.vision_rank
         rank = vision.cumsum(2) - 1 if rank is None else rank
-        padding = torch.zeros(1, 1, dtype=torch.long) if prompt.padding is None else prompt.padding
+        padding = torch.zeros(1, 1, dtype=torch.long) if view.padding is None else view.padding
         entries = (keys.shape[2] - padding).expand(len(keys), keys.shape[1]).tolist()
-        for row, budget in enumerate(prompt.budgets):
+        for row, budget in enumerate(view.budgets):
             for head in range(keys.shape[1]):
                 of_head = head % vision.shape[1]
                 columns = vision[row, of_head].nonzero()[:, 0]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from ..scoring.windows import pad_columns
 from .base import KVCluster
 
@@ -19,10 +19,11 @@ class KeyDiffKVCluster(KVCluster):
     Needs no queries."""
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2504.15364"
+    query_window: ClassVar[int] = 0  # asks no query
 
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         unit = F.normalize(keys.float(), dim=-1)
-        if prompt.padding is not None:
-            unit = unit.masked_fill(pad_columns(prompt.padding, keys.shape[2])[..., None], 0.0)
+        if view.padding is not None:
+            unit = unit.masked_fill(pad_columns(view.padding, keys.shape[2])[..., None], 0.0)
         anchor = F.normalize(unit.sum(2, keepdim=True), dim=-1)  # the sum points where the mean does
         return -(unit * anchor).sum(-1)

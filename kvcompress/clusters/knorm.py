@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from .base import KVCluster
 
 
@@ -17,6 +17,7 @@ class KnormKVCluster(KVCluster):
     every layer has the same budget."""
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.11430"
+    query_window: ClassVar[int] = 0  # asks no query
 
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         return -keys.float().norm(dim=-1)

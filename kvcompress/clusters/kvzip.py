@@ -7,8 +7,7 @@ import torch
 from pydantic import PositiveInt
 
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
-from ..scoring.windows import window_attention
+from ..scoring.layer_view import LayerView
 from .base import KVCluster
 
 
@@ -32,13 +31,7 @@ class KVzipKVCluster(KVCluster):
     head_budget: ClassVar[str] = "adaptive"
     safeguard: ClassVar[float] = 0.0
 
-    @property
-    def query_window(self) -> int:
-        return self.window_size
-
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        if prompt.read_again is not None:
-            return prompt.read_again
-        window = self.window_size
-        weights = window_attention(queries, keys, window, prompt.scaling, prompt.padding, prompt.columns, prompt.seen)
-        return weights.amax((2, 3))
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        if view.received is not None:
+            return view.received
+        return view.window_attention(queries, keys, self.window_size).amax((2, 3))

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field, NonNegativeInt
 
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from ..scoring.windows import aligned_left, aligned_right
 from .base import KVCluster
 
@@ -38,9 +38,10 @@ class LagKVCluster(KVCluster):
     lag: Annotated[int, Field(ge=2)] = 128
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2504.04704"
+    query_window: ClassVar[int] = 0  # asks no query
 
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        sinks, lag, padding, columns = self.sinks, self.lag, prompt.padding, keys.shape[2]
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        sinks, lag, padding, columns = self.sinks, self.lag, view.padding, keys.shape[2]
         scores = torch.ones(keys.shape[:3], device=keys.device)
         partitions = (columns - sinks) // lag
         if partitions > 1:

@@ -8,9 +8,8 @@ from pydantic import Field
 
 from ..methods import register_method
 from ..scoring.budget import effivlm_window
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from ..scoring.vision import text_first
-from ..scoring.windows import protect_recent
 from .base import KVCluster
 from .h2o import H2OKVCluster
 
@@ -32,13 +31,13 @@ class LookMKVCluster(KVCluster):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.18139"
     merge: ClassVar[str] = "pivot"
+    query_window: ClassVar[int] = 0  # `observe` has seen them
 
     observe = H2OKVCluster.observe
 
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        sums = self.observe(queries, keys, prompt) if prompt.accumulated is None else prompt.accumulated
-        return text_first(sums, prompt)
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        return text_first(self.summed(queries, keys, view), view)
 
-    def prepared(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        recent = [effivlm_window(n) if self.variant == "effivlm" else int(self.recent * n) for n in prompt.budgets]
-        return super().prepared(protect_recent(scores, recent), prompt)
+    def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
+        recent = [effivlm_window(n) if self.variant == "effivlm" else int(self.recent * n) for n in view.budgets]
+        return super().final_scores(view.protect_recent(scores, recent), view)

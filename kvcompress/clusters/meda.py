@@ -7,9 +7,8 @@ import torch
 from pydantic import Field
 
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from ..scoring.vision import text_first
-from ..scoring.windows import protect_recent
 from .base import KVCluster
 from .h2o import H2OKVCluster
 
@@ -29,13 +28,13 @@ class MEDAKVCluster(KVCluster):
     paper: ClassVar[str] = "https://arxiv.org/abs/2502.17599"
     layer_budget: ClassVar[str] = "entropy"
     merge: ClassVar[str] = "pivot"
+    query_window: ClassVar[int] = 0  # `observe` has seen them
 
     observe = H2OKVCluster.observe
 
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        sums = self.observe(queries, keys, prompt) if prompt.accumulated is None else prompt.accumulated
-        return text_first(sums, prompt)
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        return text_first(self.summed(queries, keys, view), view)
 
-    def prepared(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        recent = [int(self.recent * budget) for budget in prompt.budgets]  # of the layer's own budget
-        return super().prepared(protect_recent(scores, recent), prompt)
+    def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
+        recent = [int(self.recent * budget) for budget in view.budgets]  # of the layer's own budget
+        return super().final_scores(view.protect_recent(scores, recent), view)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from ..scoring.windows import pad_columns
 from .snapkv import WindowKVCluster
 
@@ -24,11 +24,11 @@ class MixKVCluster(WindowKVCluster):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2510.20707"
 
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        attention = super().score(queries, keys, values, prompt)
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        attention = super().score(queries, keys, values, view)
         mixed = attention.isfinite()  # all but the window
-        if prompt.padding is not None:
-            mixed = mixed & ~pad_columns(prompt.padding, keys.shape[2])
+        if view.padding is not None:
+            mixed = mixed & ~pad_columns(view.padding, keys.shape[2])
         count = mixed.sum(-1, keepdim=True).clamp(min=1)
 
         def rescaled(x: torch.Tensor) -> torch.Tensor:

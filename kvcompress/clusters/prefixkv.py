@@ -7,8 +7,7 @@ import torch
 from pydantic import NonNegativeInt
 
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
-from ..scoring.windows import protect_ends
+from ..scoring.layer_view import LayerView
 from .base import KVCluster
 from .h2o import H2OKVCluster
 
@@ -29,11 +28,12 @@ class PrefixKVCluster(KVCluster):
     paper: ClassVar[str] = "https://arxiv.org/abs/2412.03409"
     layer_budget: ClassVar[str] = "prefix"
     head_budget: ClassVar[str] = "shared"
+    query_window: ClassVar[int] = 0  # `observe` has seen them
 
     observe = H2OKVCluster.observe
 
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        return self.observe(queries, keys, prompt) if prompt.accumulated is None else prompt.accumulated
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        return self.summed(queries, keys, view)
 
-    def prepared(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        return super().prepared(protect_ends(scores, self.sinks, prompt.padding), prompt)
+    def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
+        return super().final_scores(view.protect_sinks(scores, self.sinks), view)

@@ -8,8 +8,7 @@ from pydantic import NonNegativeInt
 
 from ..methods import register_method
 from ..scoring.budget import effivlm_window
-from ..scoring.layer_view import Prompt, uniform_noise
-from ..scoring.windows import protect_recent
+from ..scoring.layer_view import LayerView, uniform_noise
 from .base import KVCluster
 
 
@@ -28,10 +27,11 @@ class RandomKVCluster(KVCluster):
     variant: Literal["paper", "effivlm"] = "paper"
 
     mixes_heads: ClassVar[bool] = True  # one draw for all
+    query_window: ClassVar[int] = 0  # asks no query
 
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        return uniform_noise(prompt, keys.shape[1], keys.shape[2], self.seed).to(keys.device)
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        return uniform_noise(view, keys.shape[1], keys.shape[2], self.seed).to(keys.device)
 
-    def prepared(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        windows = [effivlm_window(n) if self.variant == "effivlm" else self.window_size for n in prompt.budgets]
-        return super().prepared(protect_recent(scores, windows), prompt)
+    def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
+        windows = [effivlm_window(n) if self.variant == "effivlm" else self.window_size for n in view.budgets]
+        return super().final_scores(view.protect_recent(scores, windows), view)

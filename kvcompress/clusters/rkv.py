@@ -9,8 +9,8 @@ from pydantic import Field, PositiveInt
 
 from ..errors import KVCompressError
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
-from ..scoring.windows import pad_columns, pool_scores, protect_recent, window_logits
+from ..scoring.layer_view import LayerView
+from ..scoring.windows import pad_columns, pool_scores
 from .base import KVCluster
 
 BLOCK = 128  # keys whose similarities to all others are held at once
@@ -23,7 +23,7 @@ def redundancy(keys: torch.Tensor, similar: float, padding: torch.Tensor | None)
 
     Args:
         keys: (batch, kv_heads, keys, head_dim).
-        padding: as in scoring.py.
+        padding: as in scoring/windows.py.
 
     Returns:
         (batch, kv_heads, keys) in fp32, zero at pads.
@@ -65,15 +65,11 @@ class RKVCluster(KVCluster):
         if self.kernel_size % 2 == 0:
             raise KVCompressError(f"kernel_size={self.kernel_size} is even: pooling is centred, so it must be odd")
 
-    @property
-    def query_window(self) -> int:
-        return self.window_size
-
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         window = min(self.window_size, keys.shape[2])
-        logits = window_logits(queries, keys, window, prompt.scaling, prompt.padding, prompt.columns, prompt.seen)
+        logits = view.window_logits(queries, keys, window)
         logits[..., -window:] = -torch.inf
         importance = logits.amax(2).softmax(-1).nan_to_num(0.0).mean(2)  # NaN where nothing is before the window
         importance = pool_scores(importance, self.kernel_size, "max")
-        scores = self.balance * importance - (1 - self.balance) * redundancy(keys, self.similar, prompt.padding)
-        return protect_recent(scores, [window] * len(scores))
+        scores = self.balance * importance - (1 - self.balance) * redundancy(keys, self.similar, view.padding)
+        return view.protect_recent(scores, window)

@@ -7,8 +7,7 @@ import torch
 from pydantic import Field, NonNegativeInt
 
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
-from ..scoring.windows import protect_ends, window_attention
+from ..scoring.layer_view import LayerView
 from .h2o import HeavyHitterKVCluster
 
 
@@ -27,8 +26,8 @@ class SAGEKVCluster(HeavyHitterKVCluster):
     paper: ClassVar[str] = "https://arxiv.org/abs/2503.08879"
     whole_prompt: ClassVar[bool] = True
 
-    def observe(self, queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        if prompt.columns is not None:
+    def observe(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
+        if view.is_decoding:
             return torch.zeros(keys.shape[:3], device=keys.device)
-        received = window_attention(queries, keys, 1, prompt.scaling, prompt.padding)[..., 0, :].mean(2)
-        return protect_ends(received, self.sinks, prompt.padding)
+        received = view.window_attention(queries, keys, 1)[..., 0, :].mean(2)
+        return view.protect_sinks(received, self.sinks)

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field, NonNegativeInt
 
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from .base import KVCluster
 from .streamingllm import sinks_and_recent
 
@@ -28,6 +28,7 @@ class SimLayerKVCluster(KVCluster):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2410.13846"
     layer_budget: ClassVar[str] = "lazy"
+    query_window: ClassVar[int] = 0  # asks no query
 
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        return sinks_and_recent(keys, self.sinks, prompt.padding)
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        return sinks_and_recent(keys, self.sinks, view.padding)

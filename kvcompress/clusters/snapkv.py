@@ -9,8 +9,8 @@ from pydantic import PositiveInt
 from ..errors import KVCompressError
 from ..methods import register_method
 from ..scoring.budget import effivlm_window
-from ..scoring.layer_view import Prompt
-from ..scoring.windows import pool_scores, protect_recent, window_attention
+from ..scoring.layer_view import LayerView
+from ..scoring.windows import pool_scores
 from .base import KVCluster
 
 
@@ -30,30 +30,24 @@ class WindowKVCluster(KVCluster):
         if self.kernel_size % 2 == 0:
             raise KVCompressError(f"kernel_size={self.kernel_size} is even: pooling is centred, so it must be odd")
 
-    @property
-    def query_window(self) -> int:
-        return self.window_size
-
-    def windows(self, prompt: Prompt) -> list[int]:
+    def windows(self, view: LayerView) -> list[int]:
         """Tokens in each row's window."""
-        return [self.window_size] * len(prompt.lengths)
+        return [self.window_size] * len(view.lengths)
 
     def votes(self, weights: torch.Tensor, in_window: torch.Tensor) -> torch.Tensor:
         """(batch, kv_heads, groups, keys), from attention weights (batch, kv_heads, groups, queries, keys) and whether
         a query is in its row's window (batch, 1, 1, queries, 1): the window's mean."""
         return (weights * in_window).sum(3) / in_window.sum(3)
 
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        windows = [min(window, keys.shape[2]) for window in self.windows(prompt)]
-        weights = window_attention(
-            queries, keys, max(windows), prompt.scaling, prompt.padding, prompt.columns, prompt.seen
-        )
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        windows = [min(window, keys.shape[2]) for window in self.windows(view)]
+        weights = view.window_attention(queries, keys, max(windows))
         sizes = torch.tensor(windows, device=keys.device)[:, None]
         in_window = torch.arange(weights.shape[3], 0, -1, device=keys.device) <= sizes
         votes = self.votes(weights, in_window[:, None, None, :, None])
         before = torch.arange(keys.shape[2], 0, -1, device=keys.device) > sizes  # the window itself has no vote
         scores = pool_scores(votes * before[:, None, None], self.kernel_size, self.pooling).mean(2)
-        return protect_recent(scores, windows)
+        return view.protect_recent(scores, windows)
 
 
 @register_method("snapkv")
@@ -67,8 +61,8 @@ class SnapKVCluster(WindowKVCluster):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2404.14469"
 
-    def windows(self, prompt: Prompt) -> list[int]:
+    def windows(self, view: LayerView) -> list[int]:
         if self.variant == "paper":
-            return super().windows(prompt)
-        most = self.window_size if prompt.columns is not None else max(prompt.lengths)
-        return [min(effivlm_window(budget), most) for budget in prompt.budgets]
+            return super().windows(view)
+        most = self.window_size if view.is_decoding else max(view.lengths)
+        return [min(effivlm_window(budget), most) for budget in view.budgets]

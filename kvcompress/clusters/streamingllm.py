@@ -8,14 +8,13 @@ from pydantic import NonNegativeInt
 
 from ..methods import register_method
 from ..scoring.budget import effivlm_window
-from ..scoring.layer_view import Prompt
-from ..scoring.windows import protect_recent
+from ..scoring.layer_view import LayerView
 from .base import KVCluster
 
 
 def sinks_and_recent(keys: torch.Tensor, sinks: int, padding: torch.Tensor | None) -> torch.Tensor:
     """Scores (batch, kv_heads, keys) that rank the last token first, then the first `sinks` tokens in their order,
-    then the rest by position, the most recent first. Arguments as in scoring.py."""
+    then the rest by position, the most recent first. Arguments as in scoring/windows.py."""
     columns = keys.shape[2]
     position = torch.arange(columns, device=keys.device, dtype=torch.float32)
     if padding is not None:
@@ -39,12 +38,13 @@ class StreamingLLMKVCluster(KVCluster):
     variant: Literal["paper", "effivlm"] = "paper"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2309.17453"
+    query_window: ClassVar[int] = 0  # asks no query
 
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         sinks = keys.shape[2] if self.variant == "effivlm" else self.sinks
-        return sinks_and_recent(keys, sinks, prompt.padding)
+        return sinks_and_recent(keys, sinks, view.padding)
 
-    def prepared(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+    def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
         if self.variant == "effivlm":
-            scores = protect_recent(scores, [effivlm_window(budget) for budget in prompt.budgets])
-        return super().prepared(scores, prompt)
+            scores = view.protect_recent(scores, [effivlm_window(budget) for budget in view.budgets])
+        return super().final_scores(scores, view)

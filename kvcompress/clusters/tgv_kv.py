@@ -6,11 +6,9 @@ from typing import ClassVar
 import torch
 from pydantic import NonNegativeInt
 
-from ..kernels.column_sums import column_sums
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from ..scoring.vision import observer_queries, text_first
-from ..scoring.windows import protect_ends, window_attention
 from .base import KVCluster
 
 
@@ -34,29 +32,25 @@ class TGVKVCluster(KVCluster):
     layer_budget: ClassVar[str] = "vision"
     head_budget: ClassVar[str] = "shared"
     decode_interval: ClassVar[int] = 1
+    query_window: ClassVar[int] = 1
 
-    @property
-    def query_window(self) -> int:
-        return 1
-
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        if prompt.columns is not None:
-            weights = window_attention(queries, keys, 1, prompt.scaling, prompt.padding, prompt.columns, prompt.seen)
-            scores = weights[..., 0, :].mean(2)
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        if view.is_decoding:
+            scores = view.window_attention(queries, keys, 1)[..., 0, :].mean(2)
         else:
-            scores = column_sums(queries, keys, prompt.scaling, prompt.padding).mean(1, keepdim=True)
-            if prompt.vision is not None:
-                of_vision = weighted_question_attention(queries, keys, prompt)[:, None]
-                scores = text_first(torch.where(prompt.vision[:, None], of_vision, scores), prompt)
+            scores = view.column_sums(queries, keys).mean(1, keepdim=True)
+            if view.vision is not None:
+                of_vision = weighted_question_attention(queries, keys, view)[:, None]
+                scores = text_first(torch.where(view.vision[:, None], of_vision, scores), view)
             scores = scores.expand(keys.shape[:3])
-        return protect_ends(scores, self.sinks, prompt.padding)
+        return view.protect_sinks(scores, self.sinks)
 
 
-def weighted_question_attention(queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+def weighted_question_attention(queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
     """What each key receives from the queries behind the last image, each query weighted by the mean attention that
     it receives from those that see it: (batch, keys). Attention is the mean over the heads."""
-    observers = observer_queries(prompt, keys)
-    received = column_sums(queries, keys, prompt.scaling, prompt.padding, observers).mean(1)
+    observers = observer_queries(view, keys)
+    received = view.column_sums(queries, keys, observers).mean(1)
     column = torch.arange(keys.shape[2], 0, -1, device=keys.device)  # how many queries see each
     weight = received / column * observers
-    return column_sums(queries, keys, prompt.scaling, prompt.padding, weight).mean(1)
+    return view.column_sums(queries, keys, weight).mean(1)

@@ -6,8 +6,7 @@ from typing import ClassVar
 import torch
 
 from ..methods import register_method
-from ..scoring.layer_view import Prompt
-from ..scoring.windows import window_attention
+from ..scoring.layer_view import LayerView
 from .base import KVCluster
 
 
@@ -20,13 +19,10 @@ class TOVAKVCluster(KVCluster):
     paper: ClassVar[str] = "https://arxiv.org/abs/2401.06104"
     head_budget: ClassVar[str] = "shared"
     decode_interval: ClassVar[int] = 1
+    query_window: ClassVar[int] = 1
 
-    @property
-    def query_window(self) -> int:
-        return 1
-
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        weights = window_attention(queries, keys, 1, prompt.scaling, prompt.padding, prompt.columns, prompt.seen)
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        weights = view.window_attention(queries, keys, 1)
         scores = weights[..., 0, :].mean(2)  # (batch, kv_heads, keys)
         scores[..., -1] = float("inf")  # the last token stays
         return scores

@@ -8,9 +8,8 @@ from pydantic import Field
 
 from ..methods import register_method
 from ..scoring.budget import effivlm_window
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from ..scoring.vision import DECODED_QUERIES, question_attention
-from ..scoring.windows import protect_recent
 from .base import KVCluster
 
 
@@ -32,18 +31,15 @@ class VLCacheKVCluster(KVCluster):
     paper: ClassVar[str] = "https://arxiv.org/abs/2410.23317"
     whole_prompt: ClassVar[bool] = True
     layer_budget: ClassVar[str] = "sparsity"
+    query_window: ClassVar[int] = DECODED_QUERIES
 
-    @property
-    def query_window(self) -> int:
-        return DECODED_QUERIES
-
-    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-        scores = question_attention(queries, keys, prompt)
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        scores = question_attention(queries, keys, view)
         if self.variant == "effivlm":  # here the budget is still the mean over the layers
-            scores = protect_recent(scores, [effivlm_window(budget) for budget in prompt.budgets])
+            scores = view.protect_recent(scores, [effivlm_window(budget) for budget in view.budgets])
         return scores
 
-    def prepared(self, scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+    def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
         if self.variant == "paper":
-            scores = protect_recent(scores, [int(self.recent * budget) for budget in prompt.budgets])
-        return super().prepared(scores, prompt)
+            scores = view.protect_recent(scores, [int(self.recent * budget) for budget in view.budgets])
+        return super().final_scores(scores, view)

@@ -3,7 +3,7 @@
 It is registered with transformers under `kvcompress_<base>`, once per base implementation that is asked for. The
 three cases are told apart by the state of the layer that the keys come from:
 
-- prompt pass: nothing is stored. Attend over everything with the model's own mask, then compress and store.
+- prefill: nothing is stored. Attend over everything with the model's own mask, then compress and store.
 - continuation: a second prompt on a filled cache. Attend over what was kept and, causally, over the new tokens;
   then compress and store the new ones.
 - decode: one token, already written behind the kept entries. Ragged entries are read where they lie.
@@ -20,7 +20,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..cache.storage import RaggedStorage
 from ..kernels.attention_sums import attention_with_sums
 from ..kernels.column_sums import Noted
 
@@ -37,7 +36,7 @@ def register_attention(base: str) -> str:
 
 
 def prompt_mask(base_mask: Callable, batch_size, q_length, kv_length, q_offset=0, local_size=None, **kwargs):
-    """The base's mask for a prompt pass; none afterwards, where the layer makes it (sliding layers keep theirs)."""
+    """The base's mask for a prefill; none afterwards, where the layer makes it (sliding layers keep theirs)."""
     # With static shapes the offset is on the device; one query then is a decode step.
     is_later = q_length == 1 if isinstance(q_offset, torch.Tensor) else q_offset > 0
     if local_size is None and is_later:
@@ -62,24 +61,22 @@ def compressed_attention(
     if layer is None:  # no cache, or a layer that keeps transformers' own storage
         return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if layer.is_prompt and sums_on_the_way(base, module, query, attention_mask, layer, kwargs):
+    if not layer.is_first_prompt:
+        result = attend_to_kept(base, attend, module, query, key, value, layer, scaling=scaling, **kwargs)
+    elif layer.wants_sums and can_sum_on_the_way(base, module, query, attention_mask, kwargs):
         output, sums = attention_with_sums(query, key, value, scaling)
         query.column_sums = Noted(key, scaling, sums)
         result = output, None
-    elif layer.is_prompt:
-        result = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     else:
-        result = attend_to_kept(base, attend, module, query, key, value, layer, scaling=scaling, **kwargs)
+        result = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     layer.after_attention(query, scaling, module)
     return result
 
 
-def sums_on_the_way(base: str, module: torch.nn.Module, query, mask, layer, kwargs: dict) -> bool:
-    """Whether a prompt's attention is computed here, with the column sums that the method wants: where plain torch
-    makes them, on a CPU in fp32, and the attention is causal and nothing else."""
-    if not layer.policy.observes_all or base != "sdpa" or mask is not None or query.shape[2] == 1:
-        return False
-    if layer.keeps_all:  # unscored; and the base's own attention is then the model's, bit for bit
+def can_sum_on_the_way(base: str, module: torch.nn.Module, query, mask, kwargs: dict) -> bool:
+    """Whether a prompt's attention can be computed here, with its column sums: where plain torch makes them, on a CPU
+    in fp32, and the attention is causal and nothing else."""
+    if base != "sdpa" or mask is not None or query.shape[2] == 1:
         return False
     is_causal = kwargs.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -89,12 +86,12 @@ def sums_on_the_way(base: str, module: torch.nn.Module, query, mask, layer, kwar
 
 def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, key, value, layer, **kwargs):
     """The base implementation over what a layer kept, under the layer's mask; arguments and result as above."""
-    if layer.is_decoding and isinstance(layer.storage, RaggedStorage):
-        if decodes_in_place(base, kwargs):
+    if layer.decodes_in_place:
+        if can_decode_in_place(base, kwargs):
             return layer.storage.decode(query, kwargs["scaling"]).transpose(1, 2), None
         key, value = layer.storage.read()
     mask = layer.mask(query.shape[2])  # (batch, 1 or kv_heads, queries, keys)
-    if base == "sdpa" and layer.is_compileable and layer.is_decoding and query.shape[2] == 1:
+    if base == "sdpa" and layer.has_fixed_shapes and query.shape[2] == 1:
         return one_query_per_head(query, key, value, mask, kwargs["scaling"]), None
     if mask is None or mask.shape[1] == 1:
         return attend(module, query, key, value, base_mask_format(base, mask, query.dtype), **kwargs)
@@ -110,7 +107,7 @@ def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, 
     return output.unflatten(0, (batch, kv_heads)).transpose(1, 2).flatten(2, 3), None
 
 
-def decodes_in_place(base: str, kwargs: dict) -> bool:
+def can_decode_in_place(base: str, kwargs: dict) -> bool:
     """Whether ragged entries can be attended to where they lie: plain attention, and nobody asks for the weights, for
     which `eager` is there."""
     return base != "eager" and has_plain_weights(kwargs)

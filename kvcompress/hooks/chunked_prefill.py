@@ -1,4 +1,4 @@
-"""Prompts in chunks (`prefill_chunk=`): a long prompt passes through the language model piece by piece, and what is
+"""Chunked prefill (`prefill_chunk=`): a long prompt passes through the language model piece by piece, and what is
 stored is compressed after each, so that memory holds a chunk and a budget, never the whole prompt's keys.
 
 The model's own forward runs once: images are encoded, embeddings put together and positions (M-RoPE) computed for the
@@ -6,7 +6,7 @@ whole prompt, which all are linear in it and small. A hook on the way into the t
 chunks but the last, one after the other, and lets the pass go on with the last: its hidden states and logits are what
 the model returns. Each chunk attends over what was kept of those before it and, causally, over itself, at its true
 positions (as a second prompt on a filled cache does); then each layer chooses anew among its stored entries and the
-chunk's, see `CompressedLayer`.
+chunk's, see `cache.passes.LaterChunk`.
 
 Chunks are counted from the end, where all rows of a padded batch are aligned: a row is cut as it would be alone, and
 only the first chunk may be shorter.
@@ -23,13 +23,12 @@ BY_COLUMN = ("input_ids", "position_ids", "cache_position")  # their last axis i
 
 
 def feed_in_chunks(decoder: PreTrainedModel, cache: CompressedCache) -> list[RemovableHandle]:
-    """Let the prompt pass that `cache` was told of go through `decoder` in chunks of `prefill_chunk` tokens.
+    """Let the prefill that `cache` was told of go through `decoder` in chunks of `prefill_chunk` tokens.
 
     Returns:
         What undoes it; nothing where the prompt is a single chunk.
     """
-    layers, size = cache.compressed_layers, cache.policy.engine.prefill_chunk
-    whole = layers[0].chunk
+    size, whole = cache.policy.engine.prefill_chunk, cache.announced
     if whole.columns <= size:
         return []
     stops = range(whole.columns, 0, -size)[::-1]
@@ -43,8 +42,7 @@ def feed_in_chunks(decoder: PreTrainedModel, cache: CompressedCache) -> list[Rem
             kwargs = {"input_ids": args[0], **kwargs}
         start = 0
         for stop in stops:
-            for layer in layers:
-                layer.chunk = whole.columns_from(start, stop)
+            cache.begin(whole.columns_from(start, stop))
             part = columns_of(kwargs, start, stop, whole.columns)
             if stop == whole.columns:
                 return (), part

@@ -1,8 +1,4 @@
-"""Connect compression to a transformers model that nobody has edited, and disconnect it again.
-
-Two replacements are enough: the text model's attention function (see attention.py) and the cache (see cache.py).
-The model keeps its own forward; nothing is stored on its modules; leaving the context restores it.
-"""
+"""Where in a transformers model the parts are that compression connects to, whatever the family."""
 
 from typing import Any
 

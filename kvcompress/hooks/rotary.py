@@ -1,8 +1,4 @@
-"""The rotary position embedding of a forward pass: undone for queries that are there, foreseen for those to come.
-
-RoPE turns each pair of channels (i, i + half) of a query by position * inv_freq[i]. What the model really applied is
-taken from its rotary embedding's output, so M-RoPE, scaled frequencies and padding need no formula of their own.
-"""
+"""What a forward pass rotates its queries by, read off the model's own rotary embedding."""
 
 import inspect
 import sys

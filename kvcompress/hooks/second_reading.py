@@ -2,16 +2,12 @@
 layer notes which entries that needs. Nothing of the second pass is stored."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
+from ..cache.cache import CompressedCache
 from ..scoring.windows import pad_columns
-
-if TYPE_CHECKING:
-    from ..cache.cache import CompressedCache
-from ..scoring.rereading import Reading
 
 
 @dataclass(frozen=True)
@@ -43,37 +39,32 @@ class DecoderInputs:
 
 
 @torch.no_grad()
-def read_again(decoder: PreTrainedModel, inputs: DecoderInputs, cache: "CompressedCache") -> None:
+def read_again(decoder: PreTrainedModel, inputs: DecoderInputs, cache: CompressedCache) -> None:
     """Feed the prompt that waits in the cache once more, chunk by chunk; each layer scores its entries."""
-    waiting = [layer for layer in cache.compressed_layers if layer.pending is not None]
+    waiting = [layer for layer in cache.compressed_layers if layer.waiting is not None]
     if not waiting:
         return
-    cluster, part = cache.policy.cluster, waiting[0].pending.part
+    cluster, part = cache.policy.cluster, waiting[0].waiting.candidates
     embeddings = inputs.embeddings
     if part.source is not None:
         embeddings = embeddings.gather(1, part.source[..., None].expand(-1, -1, embeddings.shape[2]))
     columns = part.keys.shape[2]
     pads = torch.zeros(len(embeddings), columns, dtype=torch.bool, device=embeddings.device)
-    if part.prompt.padding is not None:
-        pads = pad_columns(part.prompt.padding, columns)[:, 0]
+    if part.view.padding is not None:
+        pads = pad_columns(part.view.padding, columns)[:, 0]
     ids = torch.tensor(cluster.instruction, dtype=torch.long, device=embeddings.device)
     instruction = decoder.get_input_embeddings()(ids).expand(len(embeddings), -1, -1)
-    others = [layer for layer in cache.layers if layer not in waiting]
-    before = [dict(layer.__dict__) for layer in others]  # sliding windows must not slide over it
     # Chunks are counted from the end, where all rows are aligned: a row is cut as it would be alone.
     for end in range(columns, 0, -cluster.chunk_size):
         chunk = slice(max(end - cluster.chunk_size, 0), end)
         fed = torch.cat([instruction, embeddings[:, chunk]], dim=1)
         fed_pads = torch.nn.functional.pad(pads[:, chunk], (len(ids), 0))
         for layer in waiting:
-            layer.reading = Reading(chunk, pads[:, chunk].to(layer.device))
-        decoder(
-            inputs_embeds=fed,
-            position_ids=inputs.following(cache.seen_tokens, fed_pads),
-            past_key_values=cache,
-            use_cache=True,
-        )
-        for layer, state in zip(others, before, strict=True):
-            layer.__dict__.update(state)
-    for layer in waiting:
-        layer.reading = None
+            layer.read_again(chunk, pads[:, chunk].to(layer.device))
+        with cache.other_layers_unchanged():  # sliding windows must not slide over it
+            decoder(
+                inputs_embeds=fed,
+                position_ids=inputs.following(cache.seen_tokens, fed_pads),
+                past_key_values=cache,
+                use_cache=True,
+            )

@@ -1,6 +1,6 @@
 """Connect compression to a transformers model that nobody has edited, and disconnect it again.
 
-Two replacements are enough: the text model's attention function (see attention.py) and the cache (see cache.py).
+Two replacements are enough: the text model's attention function (see attention.py) and the cache (see cache/).
 The model keeps its own forward; nothing is stored on its modules; leaving the context restores it.
 """
 
@@ -21,8 +21,8 @@ from .model import attention_config, check_heads, text_decoder, writing_part
 from .rotary import rotary_embeddings, watch_rotary
 from .second_reading import DecoderInputs, read_again
 from .token_dropping import prune
-from .video_frames import FrameWatch
-from .vision_tower import TowerWatch
+from .video_frames import FrameRecorder
+from .vision_tower import TowerRecorder
 
 
 def compress(
@@ -64,7 +64,7 @@ def compress(
         **options,
     }
     tokens = policy.tokens
-    tower = TowerWatch(model, tokens.tower_layer) if tokens is not None and tokens.sees == "tower" else None
+    tower = TowerRecorder(model, tokens.tower_layer) if tokens is not None and tokens.sees == "tower" else None
     return Session(model, new_cache, tower)
 
 
@@ -80,11 +80,11 @@ class Session:
         cache: the `CompressedCache` of the latest generation, None before the first.
     """
 
-    def __init__(self, model: PreTrainedModel, new_cache: dict[str, Any] | None, tower: TowerWatch | None = None):
+    def __init__(self, model: PreTrainedModel, new_cache: dict[str, Any] | None, tower: TowerRecorder | None = None):
         model = writing_part(model)
         self.model, self.cache = model, None
         self._config = attention_config(model)
-        self._tower, self._frames = tower, FrameWatch(model)
+        self._tower, self._frames = tower, FrameRecorder(model)
         self._new_cache = new_cache
         self._forward_names = list(inspect.signature(model.forward).parameters)
 
@@ -170,7 +170,7 @@ class Session:
         the cache held when it was entered, and leaves it as it was.
 
         ```python
-        model(**context)                      # a prompt pass: compressed and stored
+        model(**context)                      # a prefill: compressed and stored
         for question in questions:            # input_ids and attention_mask of context and question together
             with session.reuse() as cache:
                 answer = model.generate(**question, past_key_values=cache)

@@ -1,6 +1,6 @@
-"""One prompt pass for several methods: what each layer's attention was handed is kept, and compressed again.
+"""One prefill for several methods: what each layer's attention was handed is kept, and compressed again.
 
-A prompt pass computes the same whatever is kept of it, and a method only looks at it. So it runs once. Every further
+A prefill computes the same whatever is kept of it, and a method only looks at it. So it runs once. Every further
 generation with the same prompt hands those states to its own cache, layer by layer, and goes on with the answer.
 """
 
@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..cache.cache import CompressedCache
-from ..cache.layer import CompressedLayer
+from ..cache.layer import CompressedLayer, Listening
+from ..cache.scope import States
 from ..device import synchronise
 from ..errors import KVCompressError
 from ..scoring.rotary import Rotary
@@ -48,7 +49,7 @@ class Attended:
 
 @dataclass(frozen=True)
 class PromptPass:
-    """A prompt's pass through a model.
+    """A prefill through a model.
 
     Attributes:
         inputs: what tells it from that of another batch: `input_ids`, `attention_mask` and the like.
@@ -75,7 +76,7 @@ class PromptPass:
 
 
 class SharedPrompt:
-    """Shares the prompt pass of one generation with others of the same prompt, text and images.
+    """Shares the prefill of one generation with others of the same prompt, text and images.
 
     ```python
     known = None
@@ -182,24 +183,21 @@ class _Note:
     def __init__(self, layer: CompressedLayer, room: float):
         self.attended: Attended | None = None
         self.keeping_s = self.compressing_s = 0.0
-        self._layer, self._room, self._compress = layer, room, layer.after_attention
-        layer.after_attention = self
+        self._layer_idx, self._room = layer.layer_idx, room
+        self.remove = Listening(layer, self._listen).remove
 
-    def __call__(self, query: torch.Tensor, scaling: float, module: torch.nn.Module) -> None:
-        states = (query, *self._layer.staged)
-        if sum(state.nbytes for state in states) > self._room:
-            self._compress(query, scaling, module)  # untimed: that would have the device wait at every layer
+    def _listen(self, states: States, compress: Callable[[], None]) -> None:
+        tensors = (states.queries, states.keys, states.values)
+        if sum(tensor.nbytes for tensor in tensors) > self._room:
+            compress()  # untimed: that would have the device wait at every layer
             return
-        device = query.device
+        device = states.queries.device
         start = _now(device)
-        states = (state.detach().cpu() for state in states)
-        self.attended = Attended(self._layer.layer_idx, module, *states, scaling, device)
-        kept = _now(device)
-        self._compress(query, scaling, module)
-        self.keeping_s, self.compressing_s = kept - start, _now(device) - kept
-
-    def remove(self) -> None:
-        vars(self._layer).pop("after_attention", None)
+        kept = (tensor.detach().cpu() for tensor in tensors)
+        self.attended = Attended(self._layer_idx, states.module, *kept, states.scaling, device)
+        kept_at = _now(device)
+        compress()
+        self.keeping_s, self.compressing_s = kept_at - start, _now(device) - kept_at
 
 
 def is_shareable(model: PreTrainedModel, cache: object, kwargs: dict[str, Any]) -> bool:
@@ -207,13 +205,13 @@ def is_shareable(model: PreTrainedModel, cache: object, kwargs: dict[str, Any]) 
     the prompt twice or in chunks; all layers compressed; nothing asked for but what comes next."""
     if not isinstance(cache, CompressedCache) or not all(isinstance(layer, CompressedLayer) for layer in cache.layers):
         return False
-    if cache.layers[0].chunk is None or cache.layers[0].storage is not None:
+    if not cache.layers[0].is_first_prompt:
         return False
     if any(kwargs.get(name) for name in ("output_attentions", "output_hidden_states")):
         return False
     policy = cache.policy
     # attention_sums.py computes the attention itself: equal up to rounding, and here it shall be the same bit for bit.
-    if policy.observes_all and model.device.type == "cpu" and model.dtype == torch.float32:
+    if policy.needs_sums and model.device.type == "cpu" and model.dtype == torch.float32:
         return False
     return policy.tokens is None and not policy.cluster.second_pass and policy.engine.prefill_chunk is None
 

@@ -1,6 +1,6 @@
 """Drop tokens in front of a decoder layer, so that it and all later ones run, and cache, fewer columns.
 
-The hooks of one prompt pass do it, on a model that nobody has edited: on the way into a layer they gather the columns
+The hooks of one prefill do it, on a model that nobody has edited: on the way into a layer they gather the columns
 that are left (hidden states, rotary embeddings, mask), and on the way out they write the results back among all
 columns. What stands between two layers therefore keeps its shape: final norm, logits, and what a model adds to the
 hidden states on the way (DeepStack) need nothing special. Dropped columns carry their last hidden state, unread.
@@ -19,20 +19,22 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..cache.cache import CompressedCache
+from ..cache.layer import Listening
+from ..cache.scope import States
 from ..errors import KVCompressError
 from ..scoring.windows import pad_columns
 from ..tokens.base import Attention, Tokens
 from .attention import base_mask_format
-from .video_frames import FrameWatch
-from .vision_tower import TowerWatch
+from .video_frames import FrameRecorder
+from .vision_tower import TowerRecorder
 
 
 def prune(
     decoder: PreTrainedModel,
     base: str,
     cache: CompressedCache,
-    tower: TowerWatch | None,
-    frames: FrameWatch,
+    tower: TowerRecorder | None,
+    frames: FrameRecorder,
     input_ids: torch.Tensor,
 ) -> list[RemovableHandle]:
     """Make the forward pass that `cache` was told of drop vision tokens as its token method says.
@@ -66,7 +68,7 @@ def prune(
 
 
 class Pruning:
-    """One prompt pass that gets shorter on its way.
+    """One prefill that gets shorter on its way.
 
     Attributes:
         source: LongTensor (batch, left), the column of the prompt in each place that is left.
@@ -78,17 +80,17 @@ class Pruning:
 
     def __init__(self, base: str, cache: CompressedCache):
         self.base, self.cache, self.method = base, cache, cache.policy.tokens
-        self.chunk = chunk = cache.compressed_layers[0].chunk
-        counts, num_layers = chunk.vision_lengths, len(cache.layers)
+        self.whole = whole = cache.announced
+        counts, num_layers = whole.vision_lengths, len(cache.layers)
         kept = [cache.policy.budget(n) if n else 0 for n in counts]
         budgets = [self.method.budgets(k, n, num_layers) for k, n in zip(kept, counts, strict=True)]
         self.stages = dict(zip(self.method.layers(num_layers), map(list, zip(*budgets, strict=True)), strict=True))
         self.counts = counts
-        device = chunk.vision.device
-        self.source = torch.arange(chunk.columns, device=device).expand(len(counts), -1)
-        self.vision, self.padding = chunk.vision, chunk.padding
+        device = whole.vision.device
+        self.source = torch.arange(whole.columns, device=device).expand(len(counts), -1)
+        self.vision, self.padding = whole.vision, whole.padding
         self.rows = torch.arange(len(counts), device=device)[:, None]
-        self.scores = self.prepared = self.whole = None
+        self.scores = self.prepared = self.hidden = None
         self.look: Callable[[], dict[str, Any]] = dict
         self.sight: dict[str, Any] = {}
         self.mask = None
@@ -105,7 +107,7 @@ class Pruning:
             handles.append(layers[index].register_forward_hook(self._leave))
         for index in self.stages:
             if index:
-                self.cache.layers[index - 1].watch = self._watch
+                handles.append(Listening(self.cache.layers[index - 1], self._listen))
         return handles
 
     def _tokens(self, **known: Any) -> Tokens:
@@ -116,17 +118,18 @@ class Pruning:
         self.sight = self.look()
         self.prepared = self.method.prepare(self._tokens(hidden=hidden, budgets=self.counts))
 
-    def _watch(self, queries: torch.Tensor, keys: torch.Tensor, scaling: float) -> None:
+    def _listen(self, states: States, compress: Callable[[], None]) -> None:
         """The layer in front of a choice attends: score its tokens."""
-        attention = Attention(queries, keys, scaling)
+        attention = Attention(states.queries, states.keys, states.scaling)
         self.scores = self.method.score(self._tokens(attention=attention, budgets=self.counts))
+        compress()
 
     def _entering(self, index: int):
         def enter(layer: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             hidden, rest = (args[0], args[1:]) if args else (kwargs["hidden_states"], ())
             if index in self.stages:
                 hidden = self._choose(index, hidden)
-            self.whole = hidden
+            self.hidden = hidden
             embeddings = tuple(self._left(part) for part in kwargs["position_embeddings"])
             # Gaps between position ids would look like several packed sequences to flash attention; rotation comes
             # with the embeddings.
@@ -139,9 +142,9 @@ class Pruning:
 
     def _leave(self, layer: torch.nn.Module, args: tuple, output: Any) -> Any:
         """Write a layer's result back among all columns."""
-        whole, self.whole = self.whole.clone(), None
-        whole[self.rows, self.source] = output[0] if isinstance(output, tuple) else output
-        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+        hidden, self.hidden = self.hidden.clone(), None
+        hidden[self.rows, self.source] = output[0] if isinstance(output, tuple) else output
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     def _left(self, states: torch.Tensor) -> torch.Tensor:
         """The columns that are left of states (..., batch or 1, columns, size)."""
@@ -159,7 +162,7 @@ class Pruning:
         stays = tokens.real & (chosen | ~self.vision)
         lengths = [
             length - vision + budget
-            for length, vision, budget in zip(self.chunk.lengths, self.counts, self.stages[index], strict=True)
+            for length, vision, budget in zip(self.whole.lengths, self.counts, self.stages[index], strict=True)
         ]
         left = max(lengths)
         order = stays.int().argsort(dim=1, stable=True)[:, -left:]  # a row's dropped tokens first
@@ -172,8 +175,7 @@ class Pruning:
             self.padding = left - torch.tensor(lengths, device=order.device)[:, None]
         self.mask = self._mask(left)
         columns = torch.where(used, self.source, -1)
-        for layer in self.cache.layers[index:]:
-            layer.chunk = replace(self.chunk, source=columns, padding=self.padding)
+        self.cache.begin(replace(self.whole, source=columns, padding=self.padding), first_layer=index)
         return hidden
 
     def _mask(self, left: int) -> torch.Tensor | None:

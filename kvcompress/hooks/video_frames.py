@@ -1,6 +1,6 @@
-"""What a token method sees of the vision side: which patches the vision tower attends to, where a video's frames are.
+"""Where a video's frames are in the prompt, for token methods.
 
-`generate` may encode images and videos before it calls the model, so these watch from the start of a session.
+`generate` may encode videos before it calls the model, so this watches from the start of a session.
 """
 
 import inspect
@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from ..errors import KVCompressError
 from ..scoring.vision import vision_token_mask
-from .vision_tower import _Replacement
+from .vision_tower import Replacement
 
 
-class FrameWatch:
+class FrameRecorder:
     """Notes, whenever the model encodes videos, how many frames and tokens each has.
 
     A model that takes the frames of a video as images (InternVL) does not say which images are frames: those of a row
@@ -32,11 +32,11 @@ class FrameWatch:
         self.has_grid = encode is not None and "video_grid_thw" in inspect.signature(encode).parameters
         self.is_pooled = model.config.model_type == "llava_onevision"
 
-    def attach(self) -> list["_Replacement"]:
+    def attach(self) -> list["Replacement"]:
         """Start watching; returns what ends it."""
         if not (self.has_grid or self.is_pooled):
             return []
-        return [_Replacement(self.model, "get_video_features", self._encoding)]
+        return [Replacement(self.model, "get_video_features", self._encoding)]
 
     def grid(self, input_ids: torch.Tensor | None) -> torch.Tensor | None:
         """The `video_grid_thw` of a prompt (batch, columns), which `generate` does not give to the model where it has

@@ -1,6 +1,6 @@
-"""What a token method sees of the vision side: which patches the vision tower attends to, where a video's frames are.
+"""Which patches the vision tower attends to, for token methods.
 
-`generate` may encode images and videos before it calls the model, so these watch from the start of a session.
+`generate` may encode images before it calls the model, so this watches from the start of a session.
 """
 
 import functools
@@ -17,7 +17,7 @@ from ..tokens.base import Tower
 FAMILIES = ("llava", "llava_next", "llava_onevision")  # an image token is a patch of the tower, or a mean of some
 
 
-class TowerWatch:
+class TowerRecorder:
     """Notes, whenever the model encodes images, what one layer of the vision tower attends to.
 
     Each token of the prompt gets its numbers as the model packs them: what the model does with the patches' features
@@ -42,14 +42,14 @@ class TowerWatch:
         self.attention = attentions[layer]
         self.states = self.received = self.keys = None
 
-    def attach(self) -> list["RemovableHandle | _Replacement"]:
+    def attach(self) -> list["RemovableHandle | Replacement"]:
         """Start watching; returns what ends it."""
         handles = [
             self.attention.register_forward_pre_hook(self._attending, with_kwargs=True),
             self.model.multi_modal_projector.register_forward_hook(self._projected),
         ]
         if hasattr(self.model, "pack_image_features"):
-            handles.append(_Replacement(self.model, "pack_image_features", self._packing))
+            handles.append(Replacement(self.model, "pack_image_features", self._packing))
         return handles
 
     def take(self, input_ids: torch.Tensor) -> dict[str, Tower]:
@@ -113,7 +113,7 @@ def received_attention(queries: torch.Tensor, keys: torch.Tensor, has_class: boo
     return logits.softmax(-1).mean((0, 1))[int(has_class) :]
 
 
-class _Replacement:
+class Replacement:
     """A module's method replaced by `wrapper(method, *args, **kwargs)` until `remove`."""
 
     def __init__(self, module: torch.nn.Module, name: str, wrapper: Callable):

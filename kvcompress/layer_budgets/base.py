@@ -7,7 +7,7 @@ import torch
 
 from ..errors import KVCompressError, unknown_name
 from ..scoring.budget import allocate
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 
 
 class LayerBudget:
@@ -28,7 +28,7 @@ class LayerBudget:
         raise TypeError(f"{type(self).__name__} defines neither fixed nor measure")
 
     def measure(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
         """What is to be known of one layer: (batch, ...) in fp32. Arguments as in `KVCluster.score`, and its scores
         (batch, kv_heads, keys)."""
@@ -38,17 +38,17 @@ class LayerBudget:
         """The layers' shares, in any unit, from one row's `measured` (num_layers, ...), its mean budget and length."""
         return measured.tolist()
 
-    def budgets(self, prompt: Prompt, measured: torch.Tensor | None = None) -> list[list[int]]:
+    def budgets(self, view: LayerView, measured: torch.Tensor | None = None) -> list[list[int]]:
         """Entries per KV head, [layer][row]. `measured` is (num_layers, batch, ...), on the CPU."""
-        rows = []
-        for row, (budget, length) in enumerate(zip(prompt.budgets, prompt.lengths, strict=True)):
+        rows, asked = [], view.settings
+        for row, (budget, length) in enumerate(zip(view.budgets, view.lengths, strict=True)):
             if not budget:  # nothing of this row can be evicted
-                rows.append([0] * prompt.num_layers)
+                rows.append([0] * view.num_layers)
             elif measured is None:
-                rows.append(self.fixed(budget, length, prompt.num_layers, prompt.window, prompt.pyramid_beta))
+                rows.append(self.fixed(budget, length, view.num_layers, asked.query_window, asked.pyramid_beta))
             else:
                 weights = self.weights(measured[:, row], budget, length)
-                rows.append(allocate(weights, budget * prompt.num_layers, most=length))
+                rows.append(allocate(weights, budget * view.num_layers, most=length))
         return [list(layer) for layer in zip(*rows, strict=True)]
 
 

@@ -3,8 +3,7 @@
 import torch
 
 from ..scoring.budget import allocate
-from ..scoring.layer_view import Prompt
-from ..scoring.windows import window_attention
+from ..scoring.layer_view import LayerView
 from .base import LayerBudget, register_layer_budget
 
 WINDOW = 32  # queries that observe, for a method without a window of its own
@@ -17,27 +16,27 @@ class CAKELayerBudget(LayerBudget):
     which every layer keeps."""
 
     def measure(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
-        window = min(observers(prompt), keys.shape[2])
-        weights = window_attention(queries, keys, window, prompt.scaling, prompt.padding)[..., :-window]
+        window = min(observers(view), keys.shape[2])
+        weights = view.window_attention(queries, keys, window)[..., :-window]
         entropy = -(weights * (weights + 1e-10).log()).sum((1, 2, 3, 4))
         if window == 1 or not weights.shape[-1]:
             return torch.zeros_like(entropy)
         variance = weights.var(3).sum((1, 2, 3))
-        tau1, tau2 = (getattr(prompt.cluster, name, 1.0) for name in ("tau1", "tau2"))
+        tau1, tau2 = (getattr(view.settings.cluster, name, 1.0) for name in ("tau1", "tau2"))
         return entropy.clamp(min=0) ** (1 / tau1) * variance ** (1 / tau2)
 
-    def budgets(self, prompt: Prompt, measured: torch.Tensor | None = None) -> list[list[int]]:
+    def budgets(self, view: LayerView, measured: torch.Tensor | None = None) -> list[list[int]]:
         rows = []
-        for row, (budget, length) in enumerate(zip(prompt.budgets, prompt.lengths, strict=True)):
-            window = min(observers(prompt), budget)
-            total = (budget - window) * prompt.num_layers
+        for row, (budget, length) in enumerate(zip(view.budgets, view.lengths, strict=True)):
+            window = min(observers(view), budget)
+            total = (budget - window) * view.num_layers
             shares = allocate(measured[:, row].tolist(), total, most=length - window)
             rows.append([window + share for share in shares])
         return [list(layer) for layer in zip(*rows, strict=True)]
 
 
-def observers(prompt: Prompt) -> int:
+def observers(view: LayerView) -> int:
     """Queries in the window; of one alone there is no variance."""
-    return prompt.window if prompt.window > 1 else WINDOW
+    return view.settings.query_window if view.settings.query_window > 1 else WINDOW

@@ -2,8 +2,7 @@
 
 import torch
 
-from ..scoring.layer_view import Prompt
-from ..scoring.windows import attention_blocks
+from ..scoring.layer_view import LayerView
 from .base import LayerBudget, register_layer_budget
 
 
@@ -17,22 +16,22 @@ class EntropyLayerBudget(LayerBudget):
     """
 
     def measure(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
         of_vision, of_text = torch.zeros(2, keys.shape[0], device=keys.device)
-        if prompt.vision is None:
+        if view.vision is None:
             return of_text
-        for rows, weights in attention_blocks(queries, keys, prompt.scaling, prompt.padding):
-            asks = prompt.vision[:, rows]
-            other = asks[:, :, None] != prompt.vision[:, None, : rows.stop]
+        for rows, weights in view.attention_blocks(queries, keys):
+            asks = view.vision[:, rows]
+            other = asks[:, :, None] != view.vision[:, None, : rows.stop]
             across = weights * other[:, None, None]
             total = across.sum(-1)
             seen = total.clamp(min=torch.finfo(total.dtype).tiny)
             entropy = torch.where(total > 0, seen.log() - torch.xlogy(across, across).sum(-1) / seen, 0.0).mean((1, 2))
             of_vision += (entropy * asks).sum(1)
             of_text += (entropy * ~asks).sum(1)
-        vision_tokens = prompt.vision.sum(1)
-        text_tokens = torch.tensor(prompt.lengths, device=keys.device) - vision_tokens
+        vision_tokens = view.vision.sum(1)
+        text_tokens = torch.tensor(view.lengths, device=keys.device) - vision_tokens
         return of_text / text_tokens.clamp(min=1) + of_vision / vision_tokens.clamp(min=1)
 
     def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from ..scoring.windows import pad_columns
 from .base import LayerBudget, register_layer_budget
 
@@ -14,12 +14,12 @@ class GlobalLayerBudget(LayerBudget):
     whole entries per head. Scores of different layers must mean the same: attention weights do."""
 
     def measure(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
-        if prompt.padding is not None:
-            scores = scores.masked_fill(pad_columns(prompt.padding, scores.shape[2]), -torch.inf)
-        if prompt.protected is not None:
-            scores = scores.masked_fill(prompt.protected[:, None], -torch.inf)
+        if view.padding is not None:
+            scores = scores.masked_fill(pad_columns(view.padding, scores.shape[2]), -torch.inf)
+        if view.protected is not None:
+            scores = scores.masked_fill(view.protected[:, None], -torch.inf)
         return scores
 
     def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:

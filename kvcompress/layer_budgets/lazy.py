@@ -2,8 +2,7 @@
 
 import torch
 
-from ..scoring.layer_view import Prompt
-from ..scoring.windows import window_attention
+from ..scoring.layer_view import LayerView
 from .base import LayerBudget, register_layer_budget
 
 QUERIES = 32  # the last of the prompt, by which a layer is judged
@@ -19,16 +18,16 @@ class LazyLayerBudget(LayerBudget):
     and heads (SimLayerKV, section 3). With all layers alike, all get the same."""
 
     def measure(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
         columns = keys.shape[2]
-        weights = window_attention(queries, keys, QUERIES, prompt.scaling, prompt.padding)
+        weights = view.window_attention(queries, keys, QUERIES)
         rows = weights.shape[3]
         column = torch.arange(columns, device=keys.device)
-        position = column if prompt.padding is None else column - prompt.padding[:, :1]
+        position = column if view.padding is None else column - view.padding[:, :1]
         query = column[-rows:, None]
         near = (query - column < LAST) | (position < FIRST).view(-1, 1, columns)  # (batch, queries, columns)
         spent = (weights * near[:, None, None]).sum((1, 2, 3, 4)) / queries.shape[1]
-        judges = torch.tensor(prompt.lengths, device=keys.device).clamp(max=rows)
-        threshold = getattr(prompt.cluster, "lazy_threshold", THRESHOLD)
+        judges = torch.tensor(view.lengths, device=keys.device).clamp(max=rows)
+        threshold = getattr(view.settings.cluster, "lazy_threshold", THRESHOLD)
         return torch.where(spent / judges > threshold, SHARE, 1.0)

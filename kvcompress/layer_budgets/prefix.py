@@ -2,7 +2,7 @@
 
 import torch
 
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from ..scoring.windows import pad_columns
 from .base import LayerBudget, register_layer_budget
 
@@ -19,13 +19,13 @@ class PrefixLayerBudget(LayerBudget):
     """
 
     def measure(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
         left_out = torch.zeros(scores.shape[0], scores.shape[2], dtype=torch.bool, device=scores.device)
-        if prompt.padding is not None:
-            left_out = pad_columns(prompt.padding, scores.shape[2])[:, 0]
-        if prompt.protected is not None:
-            left_out = left_out | prompt.protected
+        if view.padding is not None:
+            left_out = pad_columns(view.padding, scores.shape[2])[:, 0]
+        if view.protected is not None:
+            left_out = left_out | view.protected
         return scores.mean(1).masked_fill(left_out, float("nan"))
 
     def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:

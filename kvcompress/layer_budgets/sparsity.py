@@ -2,9 +2,8 @@
 
 import torch
 
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from ..scoring.vision import observer_queries
-from ..scoring.windows import attention_blocks
 from .base import LayerBudget, register_layer_budget
 
 THRESHOLD = 0.01  # of a row's maximum: what is below counts as nothing (section 4.1)
@@ -16,15 +15,15 @@ class SparsityLayerBudget(LayerBudget):
     that reach a hundredth of their row's largest, over the queries behind the last image, mean over the heads."""
 
     def measure(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
-        observers = observer_queries(prompt, keys)
+        observers = observer_queries(view, keys)
         first = int(observers.any(0).int().argmax())
         dense = torch.zeros(keys.shape[0], device=keys.device)
-        for rows, weights in attention_blocks(queries, keys, prompt.scaling, prompt.padding, first):
+        for rows, weights in view.attention_blocks(queries, keys, first):
             above = (weights >= THRESHOLD * weights.amax(-1, keepdim=True)) & (weights > 0)
             dense += (above.sum(-1) * observers[:, None, None, rows]).sum((1, 2, 3))
         column = torch.arange(keys.shape[2], device=keys.device)
-        pads = 0 if prompt.padding is None else prompt.padding[:, :1]
+        pads = 0 if view.padding is None else view.padding[:, :1]
         visible = ((column + 1 - pads) * observers).sum(1)
         return dense / (visible * queries.shape[1])

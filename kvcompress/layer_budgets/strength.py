@@ -2,7 +2,7 @@
 
 import torch
 
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from ..scoring.vision import elite_attention
 from .base import LayerBudget, register_layer_budget
 
@@ -19,14 +19,14 @@ class StrengthLayerBudget(LayerBudget):
     """
 
     def measure(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
         """(batch, 3): strength, skewness, tokens of text that could be evicted."""
-        lengths = torch.tensor(prompt.lengths, device=keys.device)
-        if prompt.vision is None:
+        lengths = torch.tensor(view.lengths, device=keys.device)
+        if view.vision is None:
             return torch.stack([torch.zeros_like(lengths), torch.zeros_like(lengths), lengths], 1).float()
-        importance = elite_attention(queries, keys, prompt).mean(1)
-        vision = prompt.vision
+        importance = elite_attention(queries, keys, view).mean(1)
+        vision = view.vision
         count = vision.sum(1)
         strength = (importance * vision).sum(1)
         apart = (importance - (strength / count.clamp(min=1))[:, None]) * vision
@@ -34,7 +34,7 @@ class StrengthLayerBudget(LayerBudget):
         second, third = (apart.pow(power).sum(1) / count.clamp(min=1) for power in (2, 3))
         skewness = torch.where(second > 0, third / second.pow(1.5), 0.0)
         skewness = torch.where(skewness > LEAST_SKEWNESS, skewness, 0.0)
-        text = torch.zeros_like(count) if prompt.protected is not None else lengths - count
+        text = torch.zeros_like(count) if view.protected is not None else lengths - count
         return torch.stack([strength, skewness, text], 1)
 
     def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:

@@ -2,8 +2,8 @@
 
 import torch
 
-from ..scoring.layer_view import Prompt
-from ..scoring.windows import attention_blocks, pad_columns
+from ..scoring.layer_view import LayerView
+from ..scoring.windows import pad_columns
 from .base import LayerBudget, register_layer_budget
 
 
@@ -15,16 +15,16 @@ class VarianceLayerBudget(LayerBudget):
     all."""
 
     def measure(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
         columns = keys.shape[2]
         received = torch.zeros(keys.shape[0], queries.shape[1], columns, device=keys.device)
-        for rows, weights in attention_blocks(queries, keys, prompt.scaling, prompt.padding):
+        for rows, weights in view.attention_blocks(queries, keys):
             received[..., : rows.stop] += weights.sum(3).flatten(1, 2)
-        tokens = torch.tensor(prompt.lengths, device=keys.device)[:, None]
+        tokens = torch.tensor(view.lengths, device=keys.device)[:, None]
         apart = received - (received.sum(-1) / tokens)[..., None]
-        if prompt.padding is not None:
-            apart = apart.masked_fill(pad_columns(prompt.padding[:, :1], columns), 0.0)
+        if view.padding is not None:
+            apart = apart.masked_fill(pad_columns(view.padding[:, :1], columns), 0.0)
         variance = (apart**2).sum(-1) / (tokens - 1).clamp(min=1)  # (batch, heads)
         least, largest = variance.amin(1, keepdim=True), variance.amax(1, keepdim=True)
         return ((variance - least) / (largest - least + 1e-6)).mean(1)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..scoring.layer_view import Prompt
+from ..scoring.layer_view import LayerView
 from ..scoring.vision import question_attention
 from .base import LayerBudget, register_layer_budget
 
@@ -14,8 +14,8 @@ class VisionLayerBudget(LayerBudget):
     layers get it. A row without vision shares evenly."""
 
     def measure(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
-        if prompt.vision is None:
+        if view.vision is None:
             return torch.zeros(keys.shape[0], device=keys.device)
-        return (question_attention(queries, keys, prompt).mean(1) * prompt.vision).sum(1)
+        return (question_attention(queries, keys, view).mean(1) * view.vision).sum(1)

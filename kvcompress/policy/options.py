@@ -1,4 +1,4 @@
-"""Everything that the user asked for, checked: the method and its options, how much is kept, of what, and when."""
+"""The options that every method takes."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
@@ -37,11 +37,12 @@ class Engine:
             that many.
         ratio_of: what the ratio or budget refers to: `prompt`: all entries in the scope; `vision`: image and video
             tokens, only these are evicted and text is kept.
-        first_token: `full`: the answer's first token comes from the prompt pass, which attends over everything (as
+        first_token: `full`: the answer's first token comes from the prefill, which attends over everything (as
             with every peer); `compressed`: the last prompt token is fed again on the compressed cache.
         prefill_chunk: most tokens of a prompt that pass through the language model at once. After each such chunk all
             that is stored, of this chunk and of those before it, is compressed down to the budget of the tokens seen so
-            far, see prefill.py. None: a prompt is one piece, and one that follows on a filled cache has its own budget.
+            far (hooks/chunked_prefill.py). None: a prompt is one piece; one that follows on a filled cache has its own
+            budget.
         decode_budget, decode_ratio: entries, or the fraction of the row's tokens, that are kept while decoding;
             neither: every decoded token is kept.
         decode_interval: decode steps from one eviction to the next; None: what the method prescribes.

@@ -25,43 +25,43 @@ class Policy:
     engine: Engine
     tokens: TokenMethod | None = None
 
-    def part(self, name: str) -> object:
+    def chosen(self, name: str) -> object:
         """One of `PARTS`: as the user gave it, else as the method prescribes."""
         given = getattr(self.engine, name)
         return getattr(method_info(self.method).cls, name, getattr(KVCluster, name)) if given is None else given
 
     @property
     def head_budget(self) -> str:
-        return self.part("head_budget")
+        return self.chosen("head_budget")
 
     @property
     def layer_budget(self) -> LayerBudget:
-        return layer_budget(self.part("layer_budget"))
+        return layer_budget(self.chosen("layer_budget"))
 
     @property
     def decode_interval(self) -> int:
-        return self.part("decode_interval")
+        return self.chosen("decode_interval")
 
     @property
-    def observes_all(self) -> bool:
+    def needs_sums(self) -> bool:
         """Whether the scores add up over all queries of a prompt."""
         return type(self.cluster).observe is not KVCluster.observe
 
     @property
-    def accumulates(self) -> bool:
+    def carries_sums(self) -> bool:
         """Whether the stored entries' scores are carried on, from chunk to chunk or from eviction to eviction."""
-        return (self.decode is not None or self.engine.prefill_chunk is not None) and self.observes_all
+        return (self.decode is not None or self.engine.prefill_chunk is not None) and self.needs_sums
 
     @property
     def query_window(self) -> int:
         """How many of the last queries are remembered while decoding."""
-        return max(self.cluster.query_window, self.decode_interval if self.accumulates else 0)
+        return max(self.cluster.query_window, self.decode_interval if self.carries_sums else 0)
 
     @property
     def options(self) -> dict[str, object]:
         """Every option of the method with the value in force, as in `all_options`."""
         given = {**asdict(self.tokens or self.cluster), **asdict(self.engine)}
-        parts = {name: self.part(name) for name in PARTS}
+        parts = {name: self.chosen(name) for name in PARTS}
         valid = all_options(method_info(self.method), self.engine.scorer)
         return {name: parts.get(name, given[name]) for name in valid}
 
@@ -129,13 +129,13 @@ def _check_parts(policy: Policy, info: MethodInfo, scored_by: MethodInfo) -> Non
         raise KVCompressError(f"method {scored_by.name!r} cannot be a scorer: it does not choose by scores")
     if policy.layer_budget.is_measured and overrides(scored_by.cls, "update_kv"):
         raise KVCompressError(
-            f"method {scored_by.name!r} takes no layer_budget={policy.part('layer_budget')!r}, which is known only "
+            f"method {scored_by.name!r} takes no layer_budget={policy.chosen('layer_budget')!r}, which is known only "
             "after the last layer: it chooses at once"
         )
     merges = ["none", *MERGES]
-    if policy.part("merge") not in merges:
-        raise unknown_name("there is no merge", policy.part("merge"), merges)
-    if policy.engine.merge_modality != "any" and policy.part("merge") == "none":
+    if policy.chosen("merge") not in merges:
+        raise unknown_name("there is no merge", policy.chosen("merge"), merges)
+    if policy.engine.merge_modality != "any" and policy.chosen("merge") == "none":
         raise KVCompressError(f"merge_modality={policy.engine.merge_modality!r} needs merge=")
 
 
@@ -150,7 +150,7 @@ def _check_prefill_chunk(policy: Policy) -> None:
         f"method {policy.method!r}, which chooses by the whole prompt": (
             policy.cluster.whole_prompt or policy.cluster.second_pass
         ),
-        f"layer_budget={policy.part('layer_budget')!r}, which follows from the whole prompt": (
+        f"layer_budget={policy.chosen('layer_budget')!r}, which follows from the whole prompt": (
             policy.layer_budget.is_measured
         ),
     }
@@ -166,10 +166,10 @@ def check_tensor_parallel(policy: Policy) -> None:
             policy.tokens is not None or policy.cluster.mixes_heads
         ),
         f"head_budget={policy.head_budget!r}": policy.head_budget != "uniform",
-        f"layer_budget={policy.part('layer_budget')!r}, which is measured over all heads": (
+        f"layer_budget={policy.chosen('layer_budget')!r}, which is measured over all heads": (
             policy.layer_budget.is_measured
         ),
-        "merge='cam', which draws for all heads together": policy.part("merge") == "cam",
+        "merge='cam', which draws for all heads together": policy.chosen("merge") == "cam",
     }
     for conflict, is_there in conflicts.items():
         if is_there:

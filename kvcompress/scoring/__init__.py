@@ -1,7 +1,7 @@
 """What methods share: attention of the latest queries, sums over all queries, selection, merging, budgets, vision."""
 
 from ..kernels.column_sums import column_sums
-from .layer_view import Kept, Prompt, gather, uniform_noise
+from .layer_view import Kept, LayerView, gather, uniform_noise
 from .selection import adaptive_indices, ranks, top_indices
 from .windows import (
     aligned_left,
@@ -17,7 +17,7 @@ from .windows import (
 
 __all__ = [
     "Kept",
-    "Prompt",
+    "LayerView",
     "adaptive_indices",
     "aligned_left",
     "aligned_right",

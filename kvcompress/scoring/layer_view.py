@@ -1,20 +1,57 @@
-"""What a method is given of a layer, `Prompt`, and what it gives back, `Kept`."""
+"""What a method is given of a layer, `LayerView`, and what it gives back, `Kept`."""
 
 import zlib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 
+from ..errors import KVCompressError
+from ..kernels.column_sums import column_sums
 from ..kernels.compact import compact
 from .rotary import Rotary
+from .windows import attention_blocks, protect_ends, protect_recent, window_attention, window_logits
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """What a cluster may know of what it compresses, in one layer: a prompt, or while decoding the stored entries.
+class Settings:
+    """What was asked for, the same in every layer; see `kvcompress.policy.Engine`. None: the cluster's own choice.
 
     Attributes:
-        layer_idx: place of the layer among those that are compressed.
+        cluster: the `KVCluster` that scores, for a layer budget that takes options of its method.
+        query_window: how many of the last queries it scores with, see `KVCluster.query_window`.
+    """
+
+    cluster: object = None
+    query_window: int = 0
+    head_budget: str | None = None
+    safeguard: float = 0.2
+    pyramid_beta: float = 20.0
+    merge: str | None = None
+    merge_modality: str = "any"
+
+
+@dataclass(frozen=True)
+class StoredEntries:
+    """Where stored entries come from.
+
+    Attributes:
+        columns: LongTensor (batch, kv_heads, entries), the column of the sequence of each.
+        seen: columns of the sequence so far.
+        tokens: real tokens of each row so far, evicted ones included.
+    """
+
+    columns: torch.Tensor
+    seen: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """What a cluster may know of the layer that it compresses: a prompt, or while decoding the stored entries.
+
+    Attributes:
+        place: of the layer among those that are compressed.
         num_layers: how many layers are compressed.
         lengths: real tokens of each row (while decoding: its entries, of the KV head that has most).
         budgets: entries to keep per KV head, one number per row; with adaptive heads their mean.
@@ -29,21 +66,15 @@ class Prompt:
         row_seeds: one integer per row, a checksum of its tokens: randomness that follows the row, not the batch.
         module: the model's attention module, for what a score needs of its weights (`o_proj`).
         rotary: how the prompt's columns are rotated (while decoding: the latest), for a cluster that asks for it.
-        window: how many of the last queries the method scores with (`KVCluster.query_window`).
-        cluster: the `KVCluster` that scores, for a layer budget that takes options of its method.
-        head_budget, safeguard, pyramid_beta, merge, merge_modality: see `kvcompress.policy.Engine`; None is the
-            cluster's own choice.
-        columns: while decoding, and in a later chunk, LongTensor (batch, kv_heads, entries): the column of the sequence
-            that each entry comes from; None in a prompt, where it is its place.
-        seen: likewise, the columns of the sequence so far.
-        tokens: likewise, the real tokens of each row so far, evicted ones included.
-        accumulated: for a cluster that accumulates, while decoding is to evict: what `observe` has added up for each
-            column so far, (batch, kv_heads, columns).
-        likeness: the `Kept.likeness` of the eviction before this one, None at the first.
-        read_again: for a cluster with a second pass: what each column received in it, (batch, kv_heads, columns).
+        settings: what was asked for.
+        stored: where the entries come from, while decoding or in a later chunk; None in a prompt: from their columns.
+        sums: for a cluster whose scores add up over all queries: what `observe` has added up for each column so far,
+            (batch, kv_heads, columns); None where nothing is carried on.
+        merge_threshold: `Kept.merge_threshold` of the eviction before this one, None at the first.
+        received: for a cluster with a second pass: what each column received in it, (batch, kv_heads, columns).
     """
 
-    layer_idx: int
+    place: int
     num_layers: int
     lengths: list[int]
     budgets: list[int]
@@ -57,53 +88,100 @@ class Prompt:
     row_seeds: tuple[int, ...] = ()
     module: torch.nn.Module | None = None
     rotary: Rotary | None = None
-    window: int = 0
-    cluster: object = None
-    head_budget: str | None = None
-    safeguard: float = 0.2
-    pyramid_beta: float = 20.0
-    merge: str | None = None
-    merge_modality: str = "any"
-    columns: torch.Tensor | None = None
-    seen: int | None = None
-    tokens: tuple[int, ...] = ()
-    accumulated: torch.Tensor | None = None
-    likeness: torch.Tensor | None = None
-    read_again: torch.Tensor | None = None
+    settings: Settings = field(default_factory=Settings)
+    stored: StoredEntries | None = None
+    sums: torch.Tensor | None = None
+    merge_threshold: torch.Tensor | None = None
+    received: torch.Tensor | None = None
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether stored entries are chosen among: while decoding, and in a later chunk of a prompt. The queries are
+        then the latest ones, and the keys those that earlier choices have left."""
+        return self.stored is not None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Real tokens of each row so far, evicted ones included."""
+        return tuple(self.lengths) if self.stored is None else self.stored.tokens
 
     @property
     def vision_by_head(self) -> torch.Tensor | None:
         """`vision` as (batch, 1 or kv_heads, columns)."""
         return self.vision[:, None] if self.vision is not None and self.vision.ndim == 2 else self.vision
 
+    # -- attention in this layer, right for pads, later chunks and decoding
+
+    def window_attention(self, queries: torch.Tensor | None, keys: torch.Tensor, window: int) -> torch.Tensor:
+        """Causal attention weights of the last `window` queries, or as many as there are, over all keys: (batch,
+        kv_heads, groups, window, keys) in fp32. Rows of pad queries are zero."""
+        return window_attention(self._given(queries), keys, window, self.scaling, self.padding, *self._columns())
+
+    def window_logits(self, queries: torch.Tensor | None, keys: torch.Tensor, window: int) -> torch.Tensor:
+        """`window_attention` before its softmax; -inf at what a query does not see."""
+        return window_logits(self._given(queries), keys, window, self.scaling, self.padding, *self._columns())
+
+    def column_sums(
+        self, queries: torch.Tensor | None, keys: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What each key receives from all queries at hand: their attention weights summed, averaged over the query
+        heads of a KV head, (batch, kv_heads, keys) in fp32. Memory is linear in the prompt.
+
+        `weights` (batch, columns): of a prompt's queries, what each counts; while decoding all count one."""
+        if not self.is_decoding:
+            return column_sums(queries, keys, self.scaling, self.padding, weights)
+        return self.window_attention(queries, keys, self._given(queries).shape[2]).sum(3).mean(2)
+
+    def attention_blocks(
+        self, queries: torch.Tensor, keys: torch.Tensor, first: int = 0
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """A prompt's attention weights, a block of queries at a time: `scoring.windows.attention_blocks`."""
+        return attention_blocks(queries, keys, self.scaling, self.padding, first)
+
+    def protect_recent(self, scores: torch.Tensor, recent: int | list[int]) -> torch.Tensor:
+        """The scores (batch, kv_heads, keys) with +inf at the last `recent` columns, of all rows or `recent[row]`."""
+        return protect_recent(scores, [recent] * len(scores) if isinstance(recent, int) else recent)
+
+    def protect_sinks(self, scores: torch.Tensor, sinks: int) -> torch.Tensor:
+        """The scores (batch, kv_heads, keys) with +inf at each row's first `sinks` tokens and at its last."""
+        return protect_ends(scores, sinks, self.padding)
+
+    def _columns(self) -> tuple[torch.Tensor | None, int | None]:
+        return (None, None) if self.stored is None else (self.stored.columns, self.stored.seen)
+
+    def _given(self, queries: torch.Tensor | None) -> torch.Tensor:
+        if queries is None:
+            name = type(self.settings.cluster).__name__
+            raise KVCompressError(f"{name}.query_window is 0, so no queries are remembered while decoding")
+        return queries
+
 
 @dataclass(frozen=True)
 class Kept:
     """What lives on: keys and values (batch, kv_heads, kept, head_dim), and the columns of the input that they come
     from, LongTensor (batch, kv_heads, kept), ascending; -1 marks the unused leading slots of a row or head that
-    keeps fewer. `memory` (batch, kv_heads, kept): what a cluster that accumulates remembers of each. `likeness`
-    (batch, kv_heads): from which on evicted entries were merged, where merging has such a threshold."""
+    keeps fewer. `sums` (batch, kv_heads, kept): `LayerView.sums` of each, where they are carried on. `merge_threshold`
+    (batch, kv_heads): from which cosine on evicted entries were merged, where merging has such a threshold."""
 
     keys: torch.Tensor
     values: torch.Tensor
     indices: torch.Tensor
-    memory: torch.Tensor | None = None
-    likeness: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
+    merge_threshold: torch.Tensor | None = None
 
 
-def gather(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, memory: torch.Tensor | None = None) -> Kept:
+def gather(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, sums: torch.Tensor | None = None) -> Kept:
     """The entries at `indices`, as in `Kept.indices`; what stands in unused slots does not matter."""
-    memory = None if memory is None else memory.gather(2, indices.clamp(min=0))
-    return Kept(*compact(keys, values, indices), indices, memory)
+    sums = None if sums is None else sums.gather(2, indices.clamp(min=0))
+    return Kept(*compact(keys, values, indices), indices, sums)
 
 
-def uniform_noise(prompt: Prompt, kv_heads: int, columns: int, seed: int | str) -> torch.Tensor:
+def uniform_noise(view: LayerView, kv_heads: int, columns: int, seed: int | str) -> torch.Tensor:
     """Numbers drawn evenly from [0, 1), (batch, kv_heads, columns), zero at pads. The draw follows the seed, the layer
     and the row's own tokens: it is the same alone, in any batch and on any device, and another one at each eviction."""
-    noise = torch.zeros(len(prompt.lengths), kv_heads, columns)
-    for row, length in enumerate(prompt.lengths):
-        tokens = prompt.tokens[row] if prompt.tokens else length
-        key = f"{seed} {prompt.layer_idx} {prompt.row_seeds[row]} {tokens}"
+    noise = torch.zeros(len(view.lengths), kv_heads, columns)
+    for row, (length, tokens) in enumerate(zip(view.lengths, view.tokens, strict=True)):
+        key = f"{seed} {view.place} {view.row_seeds[row]} {tokens}"
         generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
         noise[row, :, columns - length :] = torch.rand(kv_heads, length, generator=generator)
     return noise

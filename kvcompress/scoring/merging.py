@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from .layer_view import Kept, Prompt, uniform_noise
+from .layer_view import Kept, LayerView, uniform_noise
 from .windows import pad_columns
 
 BLOCK = 256  # evicted entries whose similarities to all kept ones are held at once
@@ -20,41 +20,42 @@ Share = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor,
 
 
 def merge_evicted(
-    kept: Kept, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt, merge: str
+    kept: Kept, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView, merge: str
 ) -> Kept:
     """`kept` with the evicted entries of keys and values (batch, kv_heads, keys, head_dim) merged into its own.
 
-    `merge` names how (`MERGES`); scores (batch, kv_heads, keys) are the method's. With `prompt.merge_modality="same"`
+    `merge` names how (`MERGES`); scores (batch, kv_heads, keys) are the method's. With `merge_modality="same"`
     an entry is only merged into its own kind, vision or text, and dropped where none is kept.
     """
-    return MERGES[merge](kept, keys, values, scores, prompt)
+    return MERGES[merge](kept, keys, values, scores, view)
 
 
-def into_likest(
+def into_most_similar(
     kept: Kept,
     keys: torch.Tensor,
     values: torch.Tensor,
     scores: torch.Tensor,
-    prompt: Prompt,
+    view: LayerView,
     share: Share,
     selective: bool = False,
 ) -> Kept:
     """Every evicted entry goes into the kept entry of its row and KV head whose key is most like its own (cosine), its
     value into that entry's value. With `selective` only those that are at least as like as the threshold: the mean of
     what is evicted together, averaged with the threshold of the eviction before (D2O: alpha = beta = 0.5)."""
-    likeness, target = _likest(kept, keys, prompt)
-    merged = _evicted(kept, keys, prompt) & likeness.isfinite()
+    similarity, target = _most_similar(kept, keys, view)
+    merged = _evicted(kept, keys, view) & similarity.isfinite()
     if selective:
-        mean = likeness.masked_fill(~merged, 0.0).sum(-1) / merged.sum(-1)
-        before = mean if prompt.likeness is None else torch.where(prompt.likeness.isnan(), mean, prompt.likeness)
+        mean = similarity.masked_fill(~merged, 0.0).sum(-1) / merged.sum(-1)
+        before = mean if view.merge_threshold is None else view.merge_threshold
+        before = torch.where(before.isnan(), mean, before)
         threshold = torch.where(merged.any(-1), (mean + before) / 2, before)
-        kept = replace(kept, likeness=threshold)
-        merged &= likeness >= threshold[..., None] - 1e-6  # rounding does not drop one that is the mean
-    target, likeness, merged = (x.unsqueeze(-1) for x in (target, likeness, merged))
+        kept = replace(kept, merge_threshold=threshold)
+        merged &= similarity >= threshold[..., None] - 1e-6  # rounding does not drop one that is the mean
+    target, similarity, merged = (x.unsqueeze(-1) for x in (target, similarity, merged))
     new = []
     for old, states in ((kept.keys, keys), (kept.values, values)):
         rows = target.expand_as(states)
-        part, weight = share(states.float(), old.float().gather(2, rows), likeness)
+        part, weight = share(states.float(), old.float().gather(2, rows), similarity)
         weight = weight.masked_fill(~merged, 0.0)
         total = torch.ones_like(old[..., :1], dtype=torch.float32).scatter_add_(2, target, weight)
         sums = old.float().scatter_add(2, rows, (part * weight).masked_fill(~merged, 0.0))
@@ -62,29 +63,31 @@ def into_likest(
     return replace(kept, keys=new[0], values=new[1])
 
 
-def average(evicted: torch.Tensor, kept: torch.Tensor, likeness: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def average(evicted: torch.Tensor, kept: torch.Tensor, similarity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The kept entry becomes the mean of itself and what is merged into it (LOOK-M,
     https://arxiv.org/abs/2406.18139, section 3.3, averaged merging)."""
-    return evicted, torch.ones_like(likeness)
+    return evicted, torch.ones_like(similarity)
 
 
-def pivot(evicted: torch.Tensor, kept: torch.Tensor, likeness: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pivot(evicted: torch.Tensor, kept: torch.Tensor, similarity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `average`, but every entry is first averaged with the kept one (LOOK-M, pivotal merging)."""
-    return (evicted + kept) / 2, torch.ones_like(likeness)
+    return (evicted + kept) / 2, torch.ones_like(similarity)
 
 
-def weighted(evicted: torch.Tensor, kept: torch.Tensor, likeness: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def weighted(evicted: torch.Tensor, kept: torch.Tensor, similarity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `average`, with every entry weighted by its cosine similarity (LOOK-M, weighted merging)."""
-    return evicted * likeness, torch.ones_like(likeness)
+    return evicted * similarity, torch.ones_like(similarity)
 
 
-def exponential(evicted: torch.Tensor, kept: torch.Tensor, likeness: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def exponential(
+    evicted: torch.Tensor, kept: torch.Tensor, similarity: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A mean in which every entry counts exp(cosine), the kept one exp(1) (D2O, https://arxiv.org/abs/2406.13035,
     token merging)."""
-    return evicted, (likeness - 1).exp()
+    return evicted, (similarity - 1).exp()
 
 
-def into_followers(kept: Kept, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, prompt: Prompt) -> Kept:
+def into_followers(kept: Kept, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView) -> Kept:
     """Values only: an evicted entry's value is added in equal parts to the values of the `FOLLOWERS` kept entries
     behind it, with the probability of its score over theirs in the mean, at most 1 (CaM, ICML 2024,
     https://proceedings.mlr.press/v235/zhang24n.html, section 4). The draw follows the row, as in `random`.
@@ -105,11 +108,11 @@ def into_followers(kept: Kept, keys: torch.Tensor, values: torch.Tensor, scores:
 
     mean = of_followers(of_kept.masked_fill(~known, 0.0)) / of_followers(known.double())
     chance = (scores / mean).nan_to_num(0.0)
-    merged = uniform_noise(prompt, keys.shape[1], keys.shape[2], "cam").to(keys.device) < chance
-    merged &= _evicted(kept, keys, prompt) & (last > first)
+    merged = uniform_noise(view, keys.shape[1], keys.shape[2], "cam").to(keys.device) < chance
+    merged &= _evicted(kept, keys, view) & (last > first)
     part = values.float() / FOLLOWERS
     added = torch.zeros_like(kept.values, dtype=torch.float32)
-    for kind_of_column, kind_of_slot in _kinds(kept, keys, prompt):
+    for kind_of_column, kind_of_slot in _kinds(kept, keys, view):
         mine = part.masked_fill(~(merged & kind_of_column).unsqueeze(-1), 0.0)
         steps = part.new_zeros(*part.shape[:2], slots + 1, part.shape[3])  # +v where its followers begin, -v behind
         steps.scatter_add_(2, first.unsqueeze(-1).expand_as(mine), mine)
@@ -118,47 +121,47 @@ def into_followers(kept: Kept, keys: torch.Tensor, values: torch.Tensor, scores:
     return replace(kept, values=(kept.values.float() + added).to(values.dtype))
 
 
-def _evicted(kept: Kept, keys: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+def _evicted(kept: Kept, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
     """bool (batch, kv_heads, keys), True at real columns that are not kept."""
     columns = keys.shape[2]
     mask = torch.ones(*kept.indices.shape[:2], columns + 1, dtype=torch.bool, device=keys.device)
     mask = mask.scatter_(-1, kept.indices.masked_fill(kept.indices < 0, columns), False)[..., :columns]
-    return mask if prompt.padding is None else mask & ~pad_columns(prompt.padding, columns)
+    return mask if view.padding is None else mask & ~pad_columns(view.padding, columns)
 
 
-def _kinds(kept: Kept, keys: torch.Tensor, prompt: Prompt) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _kinds(kept: Kept, keys: torch.Tensor, view: LayerView) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The columns (batch, kv_heads, keys) and the slots (batch, kv_heads, kept) of each kind among which is merged."""
-    if prompt.merge_modality == "any" or prompt.vision is None:
+    if view.settings.merge_modality == "any" or view.vision is None:
         return [tuple(torch.ones(x.shape[:3], dtype=torch.bool, device=x.device) for x in (keys, kept.keys))]
-    columns = prompt.vision_by_head.expand(keys.shape[:3])
+    columns = view.vision_by_head.expand(keys.shape[:3])
     slots = columns.gather(2, kept.indices.clamp(min=0))
     return [(columns, slots), (~columns, ~slots)]
 
 
-def _likest(kept: Kept, keys: torch.Tensor, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
+def _most_similar(kept: Kept, keys: torch.Tensor, view: LayerView) -> tuple[torch.Tensor, torch.Tensor]:
     """For each column the largest cosine of its key with a kept key of its kind, and that entry's slot, both
     (batch, kv_heads, keys); -inf where there is none."""
     directions, kept_directions = (F.normalize(x.float(), dim=-1) for x in (keys, kept.keys))
-    kinds = _kinds(kept, keys, prompt)
+    kinds = _kinds(kept, keys, view)
     found = []
     for block in torch.arange(keys.shape[2], device=keys.device).split(BLOCK):
         alike = directions[:, :, block] @ kept_directions.transpose(2, 3)
         same = torch.stack([columns[:, :, block, None] & slots[:, :, None] for columns, slots in kinds]).any(0)
         usable = same & (kept.indices >= 0)[:, :, None]
         alike = alike.masked_fill(~usable, -torch.inf)
-        likeness = alike.amax(-1)
+        similarity = alike.amax(-1)
         # A token that was said twice is as like to both: rounding must not decide, the later one wins.
-        equal = alike >= likeness[..., None] - 1e-6
+        equal = alike >= similarity[..., None] - 1e-6
         slot = torch.where(equal, torch.arange(alike.shape[3], device=keys.device), -1).amax(-1)
-        found.append((likeness, slot))
+        found.append((similarity, slot))
     return tuple(torch.cat(blocks, -1) for blocks in zip(*found, strict=True))
 
 
 # name -> what `merge_evicted` does, from its arguments
-MERGES: dict[str, Callable[[Kept, torch.Tensor, torch.Tensor, torch.Tensor, Prompt], Kept]] = {
-    "average": partial(into_likest, share=average),
-    "pivot": partial(into_likest, share=pivot),
-    "weighted": partial(into_likest, share=weighted),
-    "d2o": partial(into_likest, share=exponential, selective=True),
+MERGES: dict[str, Callable[[Kept, torch.Tensor, torch.Tensor, torch.Tensor, LayerView], Kept]] = {
+    "average": partial(into_most_similar, share=average),
+    "pivot": partial(into_most_similar, share=pivot),
+    "weighted": partial(into_most_similar, share=weighted),
+    "d2o": partial(into_most_similar, share=exponential, selective=True),
     "cam": into_followers,
 }

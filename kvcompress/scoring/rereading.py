@@ -1,26 +1,6 @@
-"""For methods that read the context a second time: the model is fed its own prompt again, on its full cache, and every
-layer notes which entries that needs. Nothing of the second pass is stored."""
-
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+"""What a prompt's entries receive while the model reads the prompt a second time."""
 
 import torch
-
-if TYPE_CHECKING:
-    pass
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A chunk of the prompt that is being read again, as a layer sees it.
-
-    Attributes:
-        chunk: the columns of the compressed part whose entries are scored.
-        pads: bool (batch, chunk), True at the chunk's pad columns.
-    """
-
-    chunk: slice
-    pads: torch.Tensor
 
 
 def received(
@@ -38,7 +18,7 @@ def received(
     Args:
         queries: (batch, heads, fed, head_dim); the fed tokens are the chunk's, behind an instruction or not.
         keys, fed_keys: (batch, kv_heads, chunk or fed, head_dim).
-        pads: as in `Reading`.
+        pads: bool (batch, chunk), True at the chunk's pad columns.
     """
     batch, kv_heads, fed, _ = fed_keys.shape
     chunk = keys.shape[2]

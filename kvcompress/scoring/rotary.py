@@ -72,7 +72,7 @@ class Rotary:
 
     def mean_rotation(self, count: int, head_dim: int, padding: torch.Tensor | None = None) -> torch.Tensor:
         """The mean rotation matrix over the `count` text positions that follow each row's last,
-        (batch, head_dim, head_dim) in fp32; padding (batch, 1) as in scoring.py."""
+        (batch, head_dim, head_dim) in fp32; padding (batch, 1) as in scoring/windows.py."""
         positions = self.positions
         if padding is not None:
             positions = positions.masked_fill(pad_columns(padding, positions.shape[1])[:, 0], -1)

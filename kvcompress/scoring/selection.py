@@ -15,7 +15,7 @@ def top_indices(scores: torch.Tensor, budgets: list[int], padding: torch.Tensor 
     Args:
         scores: (batch, kv_heads, keys).
         budgets: entries to keep per KV head, one number per row.
-        padding: pad columns, see scoring.py; they are never selected.
+        padding: pad columns, see scoring/windows.py; they are never selected.
     """
     columns, most = scores.shape[-1], max(budgets)
     if padding is not None:

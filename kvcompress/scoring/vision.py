@@ -3,9 +3,7 @@
 import torch
 from transformers import PreTrainedConfig
 
-from ..kernels.column_sums import column_sums
-from .layer_view import Prompt
-from .windows import attention_blocks, window_attention
+from .layer_view import LayerView
 
 RECENT_QUERIES = 32  # observe where no image says where the question begins
 VIDEO_ID_NAMES = ("video_token_id", "video_token_index")
@@ -63,46 +61,42 @@ def _grid_sizes(config: PreTrainedConfig, video_grid_thw: torch.Tensor) -> list[
     return [(frames, height * width // merged) for frames, height, width in video_grid_thw.tolist()]
 
 
-def observer_queries(prompt: Prompt, keys: torch.Tensor, fallback: int = RECENT_QUERIES) -> torch.Tensor:
+def observer_queries(view: LayerView, keys: torch.Tensor, fallback: int = RECENT_QUERIES) -> torch.Tensor:
     """The queries that ask about the images: the tokens behind each row's last vision token. bool (batch, columns).
 
     A row without vision tokens, or with none behind the last one, is observed by its last `fallback` real tokens;
     so is every row where vision tokens are unknown. `keys`: (batch, kv_heads, columns, head_dim).
     """
     columns = keys.shape[2]
-    first = columns - torch.tensor(prompt.lengths, device=keys.device).clamp(max=fallback)
-    if prompt.vision is not None:
-        behind = prompt.vision.flip(1).int().argmax(1)  # columns behind the last vision token
-        first = torch.where(prompt.vision.any(1) & (behind > 0), columns - behind, first)
+    first = columns - torch.tensor(view.lengths, device=keys.device).clamp(max=fallback)
+    if view.vision is not None:
+        behind = view.vision.flip(1).int().argmax(1)  # columns behind the last vision token
+        first = torch.where(view.vision.any(1) & (behind > 0), columns - behind, first)
     return torch.arange(columns, device=keys.device) >= first[:, None]
 
 
-def question_attention(queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+def question_attention(queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
     """What each key receives from `observer_queries`, while decoding from the recent queries at hand: sums over the
     queries, averaged over the query heads of a KV head. (batch, kv_heads, keys); arguments as in `KVCluster.score`."""
-    if prompt.columns is None:
-        observers = observer_queries(prompt, keys)
-        return column_sums(queries, keys, prompt.scaling, prompt.padding, observers)
-    rows = queries.shape[2]
-    weights = window_attention(queries, keys, rows, prompt.scaling, prompt.padding, prompt.columns, prompt.seen)
-    return weights.sum(3).mean(2)
+    observers = None if view.is_decoding else observer_queries(view, keys)
+    return view.column_sums(queries, keys, observers)
 
 
-def elite_attention(queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt, alpha: float = 0.9) -> torch.Tensor:
+def elite_attention(queries: torch.Tensor, keys: torch.Tensor, view: LayerView, alpha: float = 0.9) -> torch.Tensor:
     """What each key of a prompt receives from the elite queries, on average (AirCache): of the observers
     those that the last query, mean over the heads, attends to with at least `alpha` of the most.
 
     A vision token's part is of the attention to vision tokens and elite only, a text token's of all attention.
     (batch, kv_heads, keys), averaged over the query heads of a KV head.
     """
-    last = window_attention(queries, keys, 1, prompt.scaling, prompt.padding)[..., 0, :].mean((1, 2))
-    observers = observer_queries(prompt, keys)
+    last = view.window_attention(queries, keys, 1)[..., 0, :].mean((1, 2))
+    observers = observer_queries(view, keys)
     last = last.masked_fill(~observers, 0.0)
     elite = observers & (last >= alpha * last.amax(1, keepdim=True))
-    vision = torch.zeros_like(elite) if prompt.vision is None else prompt.vision
+    vision = torch.zeros_like(elite) if view.vision is None else view.vision
     first = int(observers.any(0).int().argmax())
     sums = torch.zeros(keys.shape[:3], device=keys.device)
-    for rows, weights in attention_blocks(queries, keys, prompt.scaling, prompt.padding, first):
+    for rows, weights in view.attention_blocks(queries, keys, first):
         at_vision = vision[:, None, None, None, : rows.stop]
         counted = weights * (vision | elite)[:, None, None, None, : rows.stop]
         counted = counted / counted.sum(-1, keepdim=True).clamp(min=torch.finfo(counted.dtype).tiny)
@@ -111,10 +105,10 @@ def elite_attention(queries: torch.Tensor, keys: torch.Tensor, prompt: Prompt, a
     return sums / elite.sum(1)[:, None, None]
 
 
-def text_first(scores: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+def text_first(scores: torch.Tensor, view: LayerView) -> torch.Tensor:
     """Scores (batch, kv_heads, keys), none negative, changed so that every vision token ranks below all text; each
     kind keeps its own order, which adding a constant would round away. Unchanged where nothing is known of vision."""
-    if prompt.vision is None:
+    if view.vision is None:
         return scores
     below = -1 / scores.clamp(min=torch.finfo(scores.dtype).tiny)
-    return torch.where(prompt.vision_by_head, below, scores)
+    return torch.where(view.vision_by_head, below, scores)

@@ -110,7 +110,7 @@ class Case:
     @property
     def is_uniform(self) -> bool:
         """Whether every layer has the same budget."""
-        return self.policy.part("layer_budget") == "uniform"
+        return self.policy.chosen("layer_budget") == "uniform"
 
     @property
     def unmerged(self) -> dict[str, str]:

@@ -48,7 +48,7 @@ def spied(monkeypatch, on: bool) -> list[str]:
         column_sums, "column_sums_blocked", lambda *given: made.append("afterwards") or afterwards(*given)
     )
     if not on:
-        monkeypatch.setattr(attention, "sums_on_the_way", lambda *given: False)
+        monkeypatch.setattr(attention, "can_sum_on_the_way", lambda *given: False)
     return made
 
 

@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress.scoring.layer_view import Settings
 
 SCALING = 0.25
 
@@ -24,7 +25,7 @@ def layers(draw: st.DrawFn) -> tuple:
     budget = kvcompress.Budget(draw(st.sampled_from([0.05, 0.2, 0.5, 0.8])))
     padding = torch.tensor([[columns - length] for length in lengths])
     prompt = kvcompress.Prompt(
-        layer_idx=0,
+        place=0,
         num_layers=2,
         lengths=lengths,
         budgets=[budget(length) for length in lengths],
@@ -157,7 +158,7 @@ def test_adaptive_heads_keep_the_best_of_all_heads_after_each_heads_sure_share(
     layer, safeguard, window, kernel, pooling
 ):
     queries, keys, values, prompt = layer
-    prompt = dataclasses.replace(prompt, head_budget="adaptive", safeguard=safeguard)
+    prompt = dataclasses.replace(prompt, settings=Settings(head_budget="adaptive", safeguard=safeguard))
     cluster = kvcompress.make_cluster("adakv", window_size=window, kernel_size=kernel, pooling=pooling)
     kept = cluster.update_kv(queries, keys, values, prompt)
     groups, kv_heads = queries.shape[1] // keys.shape[1], keys.shape[1]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import kvcompress
+from kvcompress.scoring.layer_view import StoredEntries
 from tests.families import FAMILIES, FIRST_TEXT, VOCAB_SIZE
 from tests.masked_reference import generate, only_attending_to
 
@@ -96,7 +97,9 @@ def test_what_is_remembered_of_a_row_stays_with_its_entries_where_rows_keep_diff
         with kvcompress.compress(model, "h2o", 0.35, decode_interval=5, recent=0.0, **options) as session:
             tokens, _ = generate(model, inputs, NEW, forced)
         kept = [session.cache.kept_indices(layer) for layer in range(3)]
-        width = [layer.memory.shape[2] + layer.decoded - layer.stored for layer in session.cache.layers]
+        width = [
+            layer.memory.sums.shape[2] + layer.memory.decoded - layer.memory.stored for layer in session.cache.layers
+        ]
         return tokens, kept, width
 
     tokens, batch, width = run(inputs, new_tokens(inputs))
@@ -118,7 +121,7 @@ def test_what_is_remembered_of_a_context_and_its_question_comes_from_all_queries
         with kvcompress.compress(model, "h2o", keeps, decode_budget=10, decode_interval=50, **scope) as session:
             generate(model, inputs, 1)
         layers = zip(session.cache.layers, (session.cache.kept_indices(n) for n in range(3)), strict=True)
-        sums[bool(scope)] = [(layer.memory, kept) for layer, kept in layers]
+        sums[bool(scope)] = [(layer.memory.sums, kept) for layer, kept in layers]
     for (whole, _), (ours, kept) in zip(sums[False], sums[True], strict=True):
         for row in range(2):
             for head in range(2):
@@ -192,7 +195,7 @@ def test_snapkv_scores_again_with_the_last_queries():
     keys = torch.zeros(1, 1, 30, 2)
     keys[0, 0, 5], keys[0, 0, 9] = torch.tensor([20.0, 0.0]), torch.tensor([0.0, 20.0])
     queries = torch.tensor([0.0, 1.0]).expand(1, 1, 2, 2)
-    prompt = kvcompress.Prompt(0, 1, [30], [3], 1.0, columns=columns, seen=30)
+    prompt = kvcompress.Prompt(0, 1, [30], [3], 1.0, stored=StoredEntries(columns, 30, (30,)))
     assert cluster.update_kv(queries, keys, keys, prompt).indices.tolist() == [[[9, 28, 29]]]
 
 
@@ -201,6 +204,6 @@ def test_bytes_count_the_sums_that_are_remembered_for_evictions():
     with kvcompress.compress(model, "h2o", 0.5, decode_budget=12) as session:
         generate(model, FAMILIES["qwen2"].inputs(model, [40]), 3)
     layer = session.cache.layers[0]
-    parts = [*layer.storage.tensors(), *layer.recent_queries, layer.memory]
-    assert layer.memory.numel()
+    parts = [*layer.storage.tensors(), *layer.memory.latest_queries, layer.memory.sums]
+    assert layer.memory.sums.numel()
     assert layer.nbytes == sum(tensor.untyped_storage().nbytes() for tensor in parts)

@@ -1,33 +1,44 @@
-"""The code in the documentation runs."""
+"""The documentation: its code runs, its links resolve, its tables are what the code says, its lines are short."""
 
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import kvcompress
-from kvcompress.clusters import base
+from kvcompress import methods
+from tests import methods_page
 from tests.families import FAMILIES
 
-DOCS = Path(__file__).parents[2] / "docs"
-README = DOCS.parent / "README.md"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+INDEX = DOCS / "README.md"
+PAGES = [README, ROOT / "benchmarks" / "README.md", *sorted(DOCS.glob("*.md"))]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-def python_blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-def test_the_example_method_is_registered_and_keeps_the_largest_values(monkeypatch, capsys):
-    monkeypatch.setattr(base, "_METHODS", dict(base._METHODS))
+@pytest.fixture
+def example(monkeypatch):
+    """A model, inputs for it, and a registry that forgets what an example adds."""
+    monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
     model = FAMILIES["qwen2"].build()
-    inputs = FAMILIES["qwen2"].inputs(model, [200])
-    namespace = {"kvcompress": kvcompress, "model": model, "inputs": inputs | {"max_new_tokens": 2}}
-    definition, use = python_blocks("adding-a-method.md")
+    inputs = FAMILIES["qwen2"].inputs(model, [200]) | {"max_new_tokens": 2}
+    return {"kvcompress": kvcompress, "model": model, "inputs": inputs}
+
+
+def test_the_example_method_is_registered_and_keeps_the_largest_values(example, capsys):
+    definition, use, _ = python_blocks(DOCS / "adding-a-method.md")
     assert len(definition.strip().splitlines()) <= 21
-    exec(definition, namespace)
+    exec(definition, example)
     assert kvcompress.list_methods()["value-norm"].options == {"window_size": 8}
-    exec(use, namespace)
-    session = namespace["session"]
+    exec(use, example)
+    session = example["session"]
     assert session.cache.realised_ratios()[0] == [0.2]
     kept = session.cache.kept_indices(0)[0][0]
     assert len(kept) == 40 + 1
@@ -35,7 +46,78 @@ def test_the_example_method_is_registered_and_keeps_the_largest_values(monkeypat
     assert "tensor(" in capsys.readouterr().out
 
 
-def test_the_readme_has_a_row_for_every_method_and_no_other():
-    tables = README.read_text().split("## Methods")[1].split("\n## ")[0]
-    rows = [line.split("`")[1] for line in tables.splitlines() if line.startswith("| `")]
-    assert sorted(rows) == sorted(kvcompress.list_methods())
+def test_the_example_with_attention_keeps_sinks_and_a_window(example):
+    definition, _, with_attention = python_blocks(DOCS / "adding-a-method.md")
+    exec(definition, example)
+    exec(with_attention, example)
+    with kvcompress.compress(example["model"], "value-attention", 0.3) as session:
+        example["model"].generate(**example["inputs"])
+    for kept in session.cache.kept_indices(0)[0]:
+        assert len(kept) == 60 + 1
+        assert torch.equal(kept[:4], torch.arange(4))
+        assert torch.equal(kept[-33:], torch.arange(168, 201))
+
+
+def test_the_readme_shows_the_method_of_the_page():
+    definition, _, _ = python_blocks(DOCS / "adding-a-method.md")
+    shown = python_blocks(README)[1].strip()
+    assert definition.strip().endswith(shown)
+
+
+def test_the_page_of_methods_is_what_its_command_writes():
+    assert methods_page.PAGE.read_text(encoding="utf-8") == methods_page.render(), "run python -m tests.methods_page"
+
+
+def test_what_checks_a_method_is_said_of_methods_that_exist():
+    assert set(methods_page.CHECKED_BY) == set(methods_page.own_methods())
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").split()) <= 1200
+
+
+@each_page
+def test_no_line_is_above_120_characters_but_the_address_of_a_reference(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    long = [number for number, line in enumerate(lines, 1) if len(line) > 120 and not re.match(r"\[[^]]+\]: ", line)]
+    assert not long, f"lines {long}"
+
+
+@each_page
+def test_every_link_leads_to_a_file_and_a_heading(page):
+    for link in links(page):
+        path, _, fragment = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not fragment or fragment in anchors(target), link
+
+
+@each_page
+def test_every_reference_is_defined(page):
+    text = prose(page)
+    used = set(re.findall(r"\]\[([^]]+)\]", text)) | set(re.findall(r"\[(\d{4}\.\d{5})\](?![(:\[])", text))
+    assert used <= set(re.findall(r"^\[([^]]+)\]: ", text, flags=re.MULTILINE))
+
+
+def test_every_page_is_reachable_from_the_index():
+    linked = {(DOCS / link.partition("#")[0]).resolve() for link in links(INDEX)}
+    assert linked >= {page for page in DOCS.glob("*.md") if page != INDEX}
+
+
+def prose(page: Path) -> str:
+    """The page without its code."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def links(page: Path) -> list[str]:
+    """What the page links to inside the repository."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^]]+\]: (\S+)", text, flags=re.MULTILINE)
+    return [target for target in targets if not re.match(r"[a-z]+:", target)]
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

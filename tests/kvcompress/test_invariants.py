@@ -147,7 +147,7 @@ def test_a_second_prompt_sees_what_was_kept_and_is_compressed_in_turn(family, da
         _, expected = two_turns(case.model, DynamicCache(config=case.model.config), forced)
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
     lengths = [first["input_ids"].shape[1], more.shape[1] + 1]  # the first answer's last token is new here
-    kept = sum(layer.prompt_kept for layer in cache.layers).tolist()
+    kept = sum(layer.memory.log.kept for layer in cache.layers).tolist()
     assert kept == [3 * sum(expected_entries(case.ratio, n) for n in lengths)]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.scoring import merging
-from kvcompress.scoring.layer_view import uniform_noise
+from kvcompress.scoring.layer_view import Settings, uniform_noise
 from kvcompress.scoring.merging import MERGES
 from tests.families import FAMILIES
 from tests.masked_reference import generate
@@ -60,9 +60,9 @@ def test_every_evicted_entry_goes_into_the_kept_one_with_the_likest_key(layer, m
     queries, keys, values, prompt = layer
     vision = torch.rand(keys.shape[0], keys.shape[2], generator=torch.Generator().manual_seed(1)) < 0.5
     modality = "same" if same else "any"
-    prompt = dataclasses.replace(prompt, merge=merge, merge_modality=modality, vision=vision)
+    prompt = dataclasses.replace(prompt, settings=Settings(merge=merge, merge_modality=modality), vision=vision)
     cluster = kvcompress.make_cluster("snapkv", window_size=2)
-    plain = cluster.update_kv(queries, keys, values, dataclasses.replace(prompt, merge="none"))
+    plain = cluster.update_kv(queries, keys, values, dataclasses.replace(prompt, settings=Settings(merge="none")))
     ours = cluster.update_kv(queries, keys, values, prompt)
     assert torch.equal(ours.indices, plain.indices)
     for row, length in enumerate(prompt.lengths):
@@ -79,7 +79,7 @@ def test_every_evicted_entry_goes_into_the_kept_one_with_the_likest_key(layer, m
 
 def test_of_two_kept_entries_that_are_equally_like_the_later_takes_the_evicted_one():
     keys = torch.tensor([[0.6, 0.8], [0.0, 1.0], [-0.6, 0.8 - 2e-7]])[None, None]
-    prompt = kvcompress.Prompt(0, 1, [3], [2], 1.0, merge="average", row_seeds=(0,))
+    prompt = kvcompress.Prompt(0, 1, [3], [2], 1.0, row_seeds=(0,), settings=Settings(merge="average"))
     kept = kvcompress.make_cluster("knorm").keep(torch.tensor([[[1.0, 0.0, 1.0]]]), keys, keys, prompt)
     assert torch.equal(kept.keys[0, 0, 0], keys[0, 0, 0])
     torch.testing.assert_close(kept.keys[0, 0, 1], keys[0, 0, 1:].mean(0))
@@ -89,15 +89,15 @@ def test_the_threshold_of_d2o_is_a_moving_average_from_eviction_to_eviction():
     keys = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.8, 0.6], [0.28, 0.96], [0.0, 1.0]])
     cosines = {1: 0.8, 2: 0.8, 3: 0.96}  # with the likest of the kept, which are columns 0 and 4
     keys, scores = keys[None, None], torch.tensor([[[9.0, 0.0, 0.0, 0.0, 9.0]]])
-    prompt = kvcompress.Prompt(0, 1, [5], [2], 1.0, merge="d2o", row_seeds=(0,))
+    prompt = kvcompress.Prompt(0, 1, [5], [2], 1.0, row_seeds=(0,), settings=Settings(merge="d2o"))
     kept = kvcompress.make_cluster("knorm").keep(scores, keys, keys, prompt)
     mean = sum(cosines.values()) / 3
-    assert float(kept.likeness) == pytest.approx(mean)
+    assert float(kept.merge_threshold) == pytest.approx(mean)
     assert torch.equal(kept.keys[0, 0, 0], keys[0, 0, 0]), "what is less like than the mean is dropped"
     assert not torch.equal(kept.keys[0, 0, 1], keys[0, 0, 4])
-    later = dataclasses.replace(prompt, likeness=torch.tensor([[0.5]]))
+    later = dataclasses.replace(prompt, merge_threshold=torch.tensor([[0.5]]))
     kept = kvcompress.make_cluster("knorm").keep(scores, keys, keys, later)
-    assert float(kept.likeness) == pytest.approx((0.5 + mean) / 2)
+    assert float(kept.merge_threshold) == pytest.approx((0.5 + mean) / 2)
     assert not torch.equal(kept.keys[0, 0, 0], keys[0, 0, 0])
 
 
@@ -108,7 +108,7 @@ def test_while_decoding_d2o_drops_what_is_less_like_than_what_came_before():
         thresholds = []
         for new in (2, 12):
             generate(model, inputs, new)
-            thresholds.append(torch.stack([layer.likeness for layer in session.cache.layers]))
+            thresholds.append(torch.stack([layer.memory.merge_threshold for layer in session.cache.layers]))
     assert thresholds[0].shape == (3, 2, 2)
     assert thresholds[1].isfinite().all()
     assert not torch.allclose(*thresholds)
@@ -119,9 +119,9 @@ def test_while_decoding_d2o_drops_what_is_less_like_than_what_came_before():
 def test_cam_adds_an_evicted_value_to_the_kept_ones_behind_it_by_its_share_of_attention(layer, same, followers):
     queries, keys, values, prompt = layer
     vision = torch.rand(keys.shape[0], keys.shape[2], generator=torch.Generator().manual_seed(1)) < 0.5
-    prompt = dataclasses.replace(prompt, merge_modality="same" if same else "any", vision=vision)
+    prompt = dataclasses.replace(prompt, settings=Settings(merge_modality="same" if same else "any"), vision=vision)
     cluster = kvcompress.make_cluster("cam")
-    plain = cluster.update_kv(queries, keys, values, dataclasses.replace(prompt, merge="none"))
+    plain = cluster.update_kv(queries, keys, values, dataclasses.replace(prompt, settings=Settings(merge="none")))
     scores = cluster.score(queries, keys, values, prompt).tolist()
     noise = uniform_noise(prompt, *keys.shape[1:3], "cam")
     with mock.patch.object(merging, "FOLLOWERS", followers):
@@ -150,7 +150,7 @@ def test_cam_merges_as_often_as_the_evicted_entry_has_of_its_followers_attention
     scores = torch.tensor([[[0.3, 0.5, 0.7]]])
     merged = []
     for seed in range(400):
-        prompt = kvcompress.Prompt(0, 1, [3], [2], 1.0, merge="cam", row_seeds=(seed,))
+        prompt = kvcompress.Prompt(0, 1, [3], [2], 1.0, row_seeds=(seed,), settings=Settings(merge="cam"))
         kept = kvcompress.make_cluster("knorm").keep(scores, values, values, prompt)
         assert kept.values[0, 0, 0] == kept.values[0, 0, 1]
         merged.append(float(kept.values[0, 0, 0]))

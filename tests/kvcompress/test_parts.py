@@ -74,7 +74,7 @@ def test_a_rule_of_ones_own_is_a_layer_budget_everywhere(monkeypatch):
         """Gives the last layer ten times as much."""
 
         def measure(self, queries, keys, values, scores, prompt):
-            share = 10.0 if prompt.layer_idx == prompt.num_layers - 1 else 1.0
+            share = 10.0 if prompt.place == prompt.num_layers - 1 else 1.0
             return torch.full((keys.shape[0],), share)
 
     layers = kept("snapkv", window_size=4, layer_budget="test-last-layer")

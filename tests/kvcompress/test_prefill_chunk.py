@@ -14,7 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 import kvcompress
 from benchmarks.prefill_memory import LargestTensor
 from kvcompress.cache.layer import CompressedLayer
-from kvcompress.cache.new_tokens import Chunk
+from kvcompress.cache.new_tokens import NewTokens
 from kvcompress.errors import KVCompressError
 from kvcompress.policy.policy import make_policy
 from tests.families import FAMILIES, IMAGE, VIDEO, VISION_END, VISION_START
@@ -339,7 +339,7 @@ def test_infinipot_v_finds_what_changed_also_among_what_is_left_of_older_chunks(
     for start in range(0, 60, 10):
         part = keys[:, :, start : start + 10]
         vision = torch.ones(1, start + 10, dtype=torch.bool)
-        layer.chunk = Chunk(10, [10], None, vision[:, start:], [10], [10], (0,), (5,), seen_vision=vision)
+        layer.begin(NewTokens(10, [10], None, vision[:, start:], [10], [10], (0,), (5,), seen_vision=vision))
         layer.update(part, part)
         layer.after_attention(part, 0.25, torch.nn.Identity())
         held.append(layer.storage.columns(layer.seen)[0, 0].tolist())

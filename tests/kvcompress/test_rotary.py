@@ -99,7 +99,7 @@ def test_queries_to_come_are_rotated_as_the_model_goes_on(family, given):
     with kvcompress.compress(model, "expected-attention", 0.5, decode_budget=25, decode_interval=1):
         model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
     (_, prompt), (_, next_token) = given[0], given[3]  # layer 0, in the prompt and when one more token was seen
-    assert next_token.seen == prompt.rotary.cos.shape[1] + 1
+    assert next_token.stored.seen == prompt.rotary.cos.shape[1] + 1
     assert_foresees(prompt, next_token.rotary, [0, 0])
 
 

@@ -10,6 +10,7 @@ import torch
 
 import kvcompress
 from kvcompress.policy.policy import check_tensor_parallel, make_policy
+from kvcompress.scoring.layer_view import Settings
 from tests.families import FAMILIES
 from tests.masked_reference import generate
 
@@ -147,10 +148,11 @@ def test_what_a_head_keeps_does_not_depend_on_the_others(method):
         q, k, v = queries[:, of_queries], keys[:, first:last], values[:, first:last]
         prompt = kvcompress.Prompt(
             0, 1, lengths, [30, 26], head_dim**-0.5, padding, row_seeds=(1, 2), rotary=NoRotation(), module=module,
-            vision=(column >= 12) & (column < 48) & (column >= padding), frame_tokens=(9, 9), cluster=policy.cluster,
-            head_budget="uniform", read_again=k.norm(dim=-1) if policy.cluster.second_pass else None,
+            vision=(column >= 12) & (column < 48) & (column >= padding), frame_tokens=(9, 9),
+            settings=Settings(policy.cluster, head_budget="uniform"),
+            received=k.norm(dim=-1) if policy.cluster.second_pass else None,
         )  # fmt: skip
-        prompt = dataclasses.replace(prompt, accumulated=policy.cluster.observe(q, k, prompt))
+        prompt = dataclasses.replace(prompt, sums=policy.cluster.observe(q, k, prompt))
         indices = policy.cluster.update_kv(q, k, v, prompt).indices
         return [[column for column in head if column >= 0] for head in indices.flatten(0, 1).tolist()]
 

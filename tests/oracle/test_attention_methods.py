@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.layer_budgets import layer_budget, lazy
+from kvcompress.scoring.layer_view import Settings, StoredEntries
 from tests.kvcompress.test_clusters import SCALING, best, check, layers
 
 INF = float("inf")
@@ -77,7 +78,7 @@ def test_sagekv_chooses_once_and_lets_the_recent_window_slide():
     keys = torch.randn(1, 1, 8, 4)
     columns = torch.tensor([[[0, 5, 9, 30, 31, 32, 33, 34]]])
     memory = torch.tensor([[[INF, 0.5, 0.2, 0.9, 0.0, 0.0, 0.0, 0.0]]])  # what the prompt's last query attended to
-    prompt = kvcompress.Prompt(0, 1, [8], [6], SCALING, columns=columns, seen=35, accumulated=memory)
+    prompt = kvcompress.Prompt(0, 1, [8], [6], SCALING, stored=StoredEntries(columns, 35, (35,)), sums=memory)
     assert cluster.observe(keys, keys, prompt).eq(0).all()
     kept = cluster.update_kv(keys, keys, keys, prompt).indices
     assert columns[0, 0, kept[0, 0]].tolist() == [0, 5, 30, 32, 33, 34]
@@ -127,7 +128,7 @@ def test_d2o_keeps_sinks_recent_tokens_and_heavy_hitters(layer, sinks):
         return best([INF if column < sinks else score for column, score in enumerate(scores)], budget)
 
     queries, keys, values, prompt = layer
-    unmerged = dataclasses.replace(prompt, merge="none")
+    unmerged = dataclasses.replace(prompt, settings=Settings(merge="none"))
     check(kvcompress.make_cluster("d2o", sinks=sinks), (queries, keys, values, unmerged), reference)
 
 
@@ -137,7 +138,7 @@ def test_d2o_keeps_sinks_recent_tokens_and_heavy_hitters(layer, sinks):
 def measured(rule: str, layer: tuple, cluster: kvcompress.KVCluster | None = None) -> torch.Tensor:
     queries, keys, values, prompt = layer
     window = 0 if cluster is None else cluster.query_window
-    prompt = dataclasses.replace(prompt, window=window, cluster=cluster)
+    prompt = dataclasses.replace(prompt, settings=Settings(cluster, window))
     return layer_budget(rule).measure(queries, keys, values, torch.zeros(keys.shape[:3]), prompt)
 
 
@@ -167,7 +168,7 @@ def test_cake_prefers_layers_by_entropy_and_variance_of_each_row(layer, window, 
 
 @pytest.mark.parametrize("budget", [20, 32, 70])
 def test_cake_gives_every_layer_its_window_and_shares_out_the_rest(budget):
-    prompt = kvcompress.Prompt(0, 3, [100], [budget], 1.0, window=32)
+    prompt = kvcompress.Prompt(0, 3, [100], [budget], 1.0, settings=Settings(query_window=32))
     budgets = layer_budget("cake").budgets(prompt, torch.tensor([[1.0], [1.0], [2.0]]))
     rest = max(budget - 32, 0) * 3
     window = min(budget, 32)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress.scoring.layer_view import StoredEntries
 from kvcompress.scoring.rotary import Rotary
 from tests.kvcompress.test_clusters import SCALING, best, check, layers, snapkv_scores
 
@@ -169,7 +170,9 @@ def test_expected_attention_while_decoding_counts_the_last_queries_of_each_row()
 
     def score(queries, first, entries):
         columns = torch.arange(first, 8)[None, None] + 4
-        prompt = kvcompress.Prompt(0, 1, [entries], [3], SCALING, rotary=latest, columns=columns, seen=12, tokens=(6,))
+        prompt = kvcompress.Prompt(
+            0, 1, [entries], [3], SCALING, rotary=latest, stored=StoredEntries(columns, 12, (6,))
+        )
         prompt = dataclasses.replace(prompt, padding=torch.tensor([[3 - first]]))
         return cluster.score(queries, keys[:, :, first:], values[:, :, first:], prompt)[..., 3 - first :]
 

@@ -10,6 +10,7 @@ import torch
 
 import kvcompress
 from kvcompress.scoring.budget import pyramid
+from kvcompress.scoring.layer_view import Settings
 from kvcompress.scoring.rotary import Rotary
 
 FIXTURES = np.load(Path(__file__).with_name("kvpress.npz"))
@@ -106,7 +107,7 @@ def kept(method: str, options: dict, prompts: list[str], layer: int, budgets: li
     padding = torch.tensor([[max(lengths) - length] for length in lengths])
     rotary = rotation(prompts[0], torch.arange(max(lengths)) - padding)
     prompt = kvcompress.Prompt(
-        layer_idx=layer,
+        place=layer,
         num_layers=FIXTURES[f"{prompts[0]}/keys"].shape[0],
         lengths=lengths,
         budgets=budgets,
@@ -115,7 +116,7 @@ def kept(method: str, options: dict, prompts: list[str], layer: int, budgets: li
         row_seeds=tuple(range(len(prompts))),
         module=SimpleNamespace(o_proj=output_projection(prompts[0], layer)),
         rotary=rotary,
-        **engine,
+        settings=Settings(**engine),
     )
     cluster = kvcompress.make_cluster(method, **options)
     if cluster.unrotated_queries:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.layer_budgets import layer_budget
+from kvcompress.scoring.layer_view import Settings
 from kvcompress.scoring.vision import frame_tokens, text_first
 from kvcompress.scoring.windows import protect_ends
 from tests.families import FAMILIES, IMAGE, VIDEO
@@ -140,7 +141,7 @@ def test_look_m_keeps_recent_tokens_and_heavy_text_before_heavy_vision(layer, re
 @given(layer=vision_layers(), merge=st.sampled_from([None, "average", "weighted"]), same=st.booleans())
 def test_look_m_merges_by_pivots_unless_told_otherwise(layer, merge, same):
     queries, keys, values, prompt = layer
-    prompt = dataclasses.replace(prompt, merge=merge, merge_modality="same" if same else "any")
+    prompt = dataclasses.replace(prompt, settings=Settings(merge=merge, merge_modality="same" if same else "any"))
     kept = kvcompress.make_cluster("look-m").update_kv(queries, keys, values, prompt)
     for number, row in enumerate(rows_of(layer)):
         for head in range(row.kv_heads):

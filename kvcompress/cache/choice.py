@@ -1,0 +1,243 @@
+"""The policy at one layer: how much is kept, what a cluster is shown, and what it keeps. Holds no state."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..errors import KVCompressError
+from ..policy.policy import Policy
+from ..scoring.budget import allocate
+from ..scoring.layer_view import Kept, LayerView, Settings, StoredEntries
+from ..scoring.rotary import Rotary
+from ..scoring.windows import pad_columns
+from .new_tokens import NewTokens
+from .scope import Candidates, States, context_of, evictable, with_budgets
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Attributes:
+    layer_idx: the model's, for messages.
+    place: among the `num_layers` layers that are compressed.
+    """
+
+    policy: Policy
+    layer_idx: int
+    place: int
+    num_layers: int
+
+    # -- a prompt
+
+    def budgets(self, tokens: NewTokens) -> list[int]:
+        """Entries to keep of each row's context, per KV head."""
+        policy = self.policy
+        if policy.tokens is not None:
+            return tokens.context
+        if policy.engine.ratio_of == "prompt":
+            return [policy.budget(length) if length else 0 for length in tokens.context]
+        return [
+            length - images + (policy.budget(images) if images else 0)
+            for length, images in zip(tokens.context, tokens.vision_lengths, strict=True)
+        ]
+
+    def view(
+        self, tokens: NewTokens, budgets: list[int], states: States, merge_threshold: torch.Tensor | None
+    ) -> LayerView:
+        """What a cluster may know of a prompt."""
+        device = states.keys.device
+        vision = None if tokens.vision is None else tokens.vision.to(device)
+        text = None
+        if self.policy.engine.ratio_of == "vision":
+            text = tuple(n - images for n, images in zip(tokens.context, tokens.vision_lengths, strict=True))
+        return LayerView(
+            self.place,
+            self.num_layers,
+            tokens.lengths,
+            budgets,
+            states.scaling,
+            padding=None if tokens.padding is None else tokens.padding.to(device),
+            vision=vision,
+            frame_tokens=tokens.frame_tokens,
+            protected=None if text is None else ~vision,
+            protected_lengths=text or (),
+            row_seeds=tokens.row_seeds,
+            module=states.module,
+            rotary=states.rotary,
+            settings=self.settings,
+            merge_threshold=merge_threshold,
+        )
+
+    @property
+    def settings(self) -> Settings:
+        policy, engine = self.policy, self.policy.engine
+        return Settings(
+            cluster=policy.cluster,
+            query_window=policy.cluster.query_window,
+            head_budget=policy.head_budget,
+            safeguard=policy.chosen("safeguard"),
+            pyramid_beta=engine.pyramid_beta,
+            merge=policy.chosen("merge"),
+            merge_modality=engine.merge_modality,
+        )
+
+    def observe(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:
+        """The sums of a prompt's queries, where they are carried on."""
+        return self.policy.cluster.observe(queries, keys, view) if self.policy.carries_sums else None
+
+    def candidates(self, states: States, view: LayerView, context: list[int], sums: torch.Tensor | None) -> Candidates:
+        """What of a prompt is chosen among; `sums`: of all its queries."""
+        if context == view.lengths:
+            return Candidates(states.queries, states.keys, states.values, replace(view, sums=sums))
+        part = context_of(states, view, context)
+        part.sums = sums
+        if max(context):
+            part.view = replace(part.view, sums=self.observe(part.queries, part.keys, part.view))
+        return part
+
+    @property
+    def waits(self) -> bool:
+        """Whether the choice needs all layers, or a second reading of the prompt."""
+        return self.policy.layer_budget.is_measured or self.policy.cluster.second_pass
+
+    def keep(self, candidates: Candidates) -> tuple[Kept, bool]:
+        """What lives on of a prompt, and whether it is known that no slot of it is unused."""
+        shares = self.policy.layer_budget.budgets(evictable(candidates.view))
+        view = with_budgets(candidates.view, shares[self.place])
+        kept = self.policy.cluster.update_kv(self._queries(candidates), candidates.keys, candidates.values, view)
+        return candidates.in_prompt(kept), candidates.fills_all_slots(view)
+
+    def assess(self, candidates: Candidates) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The scores of a prompt that waits, and what the rule for layer budgets wants to know of it."""
+        rule, view = self.policy.layer_budget, candidates.view
+        scores = self.policy.cluster.score(self._queries(candidates), candidates.keys, candidates.values, view)
+        measured = None
+        if rule.is_measured:
+            measured = rule.measure(candidates.queries, candidates.keys, candidates.values, scores, view)
+        return scores, measured
+
+    def keep_scored(self, candidates: Candidates, scores: torch.Tensor, budgets: list[int]) -> tuple[Kept, bool]:
+        """As `keep`, of a prompt that waited. `budgets`: of each row, for what is evictable."""
+        view = with_budgets(candidates.view, budgets)
+        kept = self.policy.cluster.keep(scores, candidates.keys, candidates.values, view)
+        return candidates.in_prompt(kept), candidates.fills_all_slots(view)
+
+    # -- what is stored, while decoding or together with a later chunk
+
+    def stored_view(
+        self,
+        kept: Kept,
+        seen: int,
+        lengths: list[int],
+        budgets: list[int],
+        row_seeds: tuple[int, ...],
+        scaling: float,
+        module: torch.nn.Module,
+        rotary: Rotary | None,
+        merge_threshold: torch.Tensor | None,
+        **vision: object,
+    ) -> LayerView:
+        """What a cluster may know of stored entries.
+
+        Args:
+            lengths: of each row the tokens so far, evicted ones included.
+            budgets: entries to keep of them in the mean over the layers.
+            vision: what is known of vision tokens, as fields of `LayerView`.
+        """
+        return LayerView(
+            self.place,
+            self.num_layers,
+            lengths,
+            budgets,
+            scaling,
+            padding=(kept.indices < 0).sum(-1),
+            row_seeds=row_seeds,
+            module=module,
+            rotary=rotary,
+            settings=self.settings,
+            stored=StoredEntries(kept.indices, seen, tuple(lengths)),
+            merge_threshold=merge_threshold,
+            **vision,
+        )
+
+    def reduce(
+        self,
+        kept: Kept,
+        queries: torch.Tensor | None,
+        new: torch.Tensor | None,
+        view: LayerView,
+        shares: list[list[int]] | None,
+    ) -> Kept:
+        """What stays of entries that were stored and of newer ones.
+
+        Args:
+            kept: all of them.
+            queries: the latest, for a cluster that scores with them.
+            new: those of them that no sum has seen.
+            view: of `kept`, see `stored_view`.
+            shares: what the layers kept of the latest prompt, [layer][row], where that was measured.
+
+        Returns:
+            What the cluster keeps; where that is everything, `kept` itself with its new sums.
+        """
+        entries = (kept.indices >= 0).sum(-1).amax(1).tolist()
+        if self.policy.carries_sums:
+            view = replace(view, sums=kept.sums + self._added(new, kept.keys, view))
+            kept = replace(kept, sums=view.sums)
+        # Layers share a row's budget out by its tokens, which are the same for all, not by what each happens to hold.
+        budgets = [min(share, held) for share, held in zip(self._shares(view, shares), entries, strict=True)]
+        if budgets == entries:
+            return kept
+        window = self.policy.cluster.query_window
+        queries = queries[:, :, -window:] if window else None
+        view = replace(view, lengths=entries, budgets=budgets)
+        result = self.policy.cluster.update_kv(queries, kept.keys, kept.values, view)
+        columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
+        return replace(result, indices=columns)
+
+    def latest(
+        self, queries: torch.Tensor, rotary: Rotary | None, padding: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """The last of these queries (batch, heads, new, head_dim), as many as later choices score with and as the
+        cluster wants them; None where it wants none."""
+        window = self.policy.query_window
+        if not window:
+            return None
+        recent = self.unrotated(queries[:, :, -window:], rotary)
+        if padding is not None:
+            # The pads of a second prompt stand behind stored entries, which they would vote for: NaN has no vote.
+            pads = pad_columns(padding, queries.shape[2])[:, :, -window:]
+            recent = recent.masked_fill(pads.unsqueeze(-1), torch.nan)
+        return recent
+
+    def unrotated(self, queries: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        """Queries as the cluster wants them: rotated, or not."""
+        if not self.policy.cluster.unrotated_queries:
+            return queries
+        if rotary is None:
+            raise KVCompressError(
+                f"layer {self.layer_idx} does not know how its queries are rotated: give cache.rotate(...) what "
+                "kvcompress.hooks.rotary.watch_rotary receives"
+            )
+        return rotary.unrotated(queries)
+
+    def _queries(self, candidates: Candidates) -> torch.Tensor:
+        return self.unrotated(candidates.queries, candidates.view.rotary)
+
+    def _added(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView, block: int = 128) -> torch.Tensor:
+        """What the latest queries add to each entry, a block of them at a time, so that memory is `block` rows."""
+        sums = torch.zeros(keys.shape[:3], device=keys.device)
+        for start in range(0, queries.shape[2], block):
+            some = queries[:, :, start : start + block]
+            seen = view.stored.seen - queries.shape[2] + start + some.shape[2]
+            sums += self.policy.cluster.observe(some, keys, replace(view, stored=replace(view.stored, seen=seen)))
+        return sums
+
+    def _shares(self, view: LayerView, shares: list[list[int]] | None) -> list[int]:
+        """This layer's budget of each row. Shares that were measured in the prompt stay as they were."""
+        if shares is None:
+            rule = self.policy.layer_budget
+            return view.budgets if rule.is_measured else rule.budgets(view)[self.place]
+        return [
+            allocate([layer[row] for layer in shares], budget * self.num_layers, length)[self.place]
+            for row, (budget, length) in enumerate(zip(view.budgets, view.lengths, strict=True))
+        ]

@@ -1,0 +1,336 @@
+"""One class for each kind of forward pass that a layer goes through. Which kind it is, `CompressedLayer.begin` says.
+
+- `Prefill`: a first prompt, or one that follows on a filled cache. Attended over, compressed, stored.
+- `LaterChunk`: a later chunk of a prompt in chunks. What is stored and the chunk are chosen from together.
+- `Waiting`: between two passes, a prompt whose choice needs all layers.
+- `Rereading`: the prompt that waits is read a second time.
+- `Decoding`: a token, written behind what is stored; now and then, an eviction.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+
+import torch
+
+from ..errors import KVCompressError
+from ..scoring.layer_view import Kept
+from ..scoring.rereading import received
+from ..scoring.rotary import Rotary
+from ..scoring.windows import pad_columns
+from .choice import Choice
+from .memory import Memory
+from .new_tokens import NewTokens
+from .scope import Candidates, States, joined, right_aligned
+
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+
+
+class Pass(ABC):
+    """What a layer does with the states of one forward pass."""
+
+    is_first_prompt = False  # nothing is stored before it: the model's own mask is right
+    wants_sums = False  # the column sums of its attention will be asked for
+
+    def __init__(self, choice: Choice, memory: Memory):
+        self.choice, self.memory = choice, memory
+
+    @property
+    def length(self) -> int | torch.Tensor:
+        """Tokens seen, pads included; see `Memory.length`."""
+        return self.memory.length
+
+    @property
+    def staged(self) -> KeysAndValues | None:
+        """Keys and values of a prompt that is being processed."""
+        return None
+
+    @abstractmethod
+    def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
+        """New states (batch, kv_heads, new, head_dim) in; the keys and values to attend over out."""
+
+    @abstractmethod
+    def mask(self, query_length: int) -> torch.Tensor | None:
+        """What `query_length` new queries may see of the stored entries and of themselves: bool (batch, 1 or kv_heads,
+        query_length, keys), True = attend; None where every query sees every key."""
+
+    @abstractmethod
+    def after_attention(
+        self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
+    ) -> "Pass":
+        """The layer has attended with `queries` (batch, heads, new, head_dim). Returns what the layer does next.
+        Arguments as in `States`."""
+
+
+class Decoding(Pass):
+    """A token that is stored before it is attended to. A layer has one such object, so that compiled graphs last."""
+
+    def __init__(self, choice: Choice, memory: Memory):
+        super().__init__(choice, memory)
+        self._evicts = choice.policy.decode is not None
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
+        storage = self.memory.storage
+        if storage is None:
+            raise KVCompressError(
+                "a CompressedCache was given to a model that is not inside kvcompress.compress(...) or attach(...)"
+            )
+        with torch.no_grad():
+            storage.append(keys, values)
+        return (keys, values) if storage.decodes_in_place else storage.read()
+
+    def mask(self, query_length: int) -> torch.Tensor | None:
+        visible = self.memory.storage.visible()
+        return None if visible is None else visible[:, :, None]
+
+    def after_attention(
+        self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
+    ) -> Pass:
+        if self._evicts:
+            self.memory.remember(self.choice.latest(queries, rotary))
+            self.memory.decoded += queries.shape[2]
+            if self.memory.decoded >= self.choice.policy.decode_interval:
+                self._evict(scaling, module, rotary)
+        return self
+
+    def _evict(self, scaling: float, module: torch.nn.Module, rotary: Rotary | None) -> None:
+        """Bring the stored entries, decoded ones included, back to the decode budget."""
+        choice, memory, log = self.choice, self.memory, self.memory.log
+        seen = memory.seen
+        lengths = [length + seen - log.columns for length in log.lengths]
+        queries = torch.cat(memory.latest_queries, dim=2) if memory.latest_queries else None
+        new = None if queries is None else queries[:, :, -memory.decoded :]
+        budgets = [choice.policy.decode(length) for length in lengths]
+        kept = memory.kept()
+        view = choice.stored_view(
+            kept, seen, lengths, budgets, log.row_seeds, scaling, module, rotary, memory.merge_threshold
+        )
+        memory.reduce_to(kept, choice.reduce(kept, queries, new, view, log.shares), seen)
+        memory.decoded = 0
+
+
+class Prefill(Pass):
+    """A prompt: its states are staged, attended over, compressed and stored. The full prompt's keys and values of a
+    layer are freed as soon as that layer is done.
+
+    Attributes:
+        tokens: what is known of the prompt.
+        first: tokens seen before it.
+        then: what follows once it is stored.
+    """
+
+    def __init__(self, choice: Choice, memory: Memory, tokens: NewTokens, then: Decoding):
+        super().__init__(choice, memory)
+        self.tokens, self.then, self.first = tokens, then, memory.seen
+        self.is_first_prompt = memory.storage is None
+        self._staged: KeysAndValues | None = None
+
+    @property
+    def length(self) -> int:
+        return self.first + (0 if self._staged is None else self.tokens.columns)
+
+    @property
+    def staged(self) -> KeysAndValues | None:
+        return self._staged
+
+    @property
+    def wants_sums(self) -> bool:
+        return self.choice.policy.needs_sums and not (self._keeps_all and not self.choice.policy.carries_sums)
+
+    @property
+    def _keeps_all(self) -> bool:
+        """Whether the prompt is stored as it is, unscored: every shape and bit is then transformers' own."""
+        return self.choice.budgets(self.tokens) == self.tokens.context and self.memory.is_whole
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
+        if self._staged is not None:
+            raise never_compressed(self.choice)
+        self._staged = (keys, values)
+        if self.memory.storage is None:
+            return keys, values
+        old = self.memory.storage.read()
+        return torch.cat([old[0], keys], dim=2), torch.cat([old[1], values], dim=2)
+
+    def mask(self, query_length: int) -> torch.Tensor:
+        device, batch = self._staged[0].device, len(self.tokens.lengths)
+        visible = self.memory.storage.visible()
+        if visible is None:
+            visible = torch.ones(batch, 1, self.memory.stored, dtype=torch.bool, device=device)
+        new = torch.ones(query_length, query_length, dtype=torch.bool, device=device).tril()
+        new = new.expand(batch, visible.shape[1], -1, -1)
+        if self.tokens.padding is not None:
+            # A pad query sees itself, so that its softmax is defined; nobody reads its output.
+            itself = torch.eye(query_length, dtype=torch.bool, device=device)
+            pads = pad_columns(self.tokens.padding.to(device), query_length)
+            new = new & ~pads[:, :, None] | itself
+        return torch.cat([visible[:, :, None].expand(-1, -1, query_length, -1), new], dim=-1)
+
+    def after_attention(
+        self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
+    ) -> Pass:
+        states, self._staged = States(queries, *self._staged, scaling, module, rotary), None
+        self.memory.begin(self.tokens)
+        return self._compress(states)
+
+    def _compress(self, states: States) -> Pass:
+        """Store what the cluster keeps; where that depends on all layers, get ready for it."""
+        choice, memory, tokens = self.choice, self.memory, self.tokens
+        if tokens.source is not None:  # a token method has chosen: all that came so far is stored
+            columns = tokens.source[:, None].expand(states.keys.shape[:3]).to(states.keys.device)
+            memory.settle(tokens, Kept(states.keys, states.values, columns), uniform=tokens.padding is None)
+            return self.then
+        view = choice.view(tokens, choice.budgets(tokens), states, memory.merge_threshold)
+        if choice.policy.decode is not None:
+            memory.remember(choice.latest(states.queries, states.rotary, view.padding))
+        sums = choice.observe(states.queries, states.keys, view)
+        if self._keeps_all:
+            memory.settle_whole(tokens, states.keys, states.values, sums)
+            memory.log.add(tokens, torch.tensor(tokens.lengths, device=states.keys.device, dtype=torch.float32))
+            return self.then
+        candidates = choice.candidates(states, view, tokens.context, sums)
+        if max(tokens.context) == 0:
+            memory.settle(tokens, candidates.with_sums(candidates.question), uniform=False)
+        elif choice.waits:
+            return Waiting(self, candidates)
+        else:
+            memory.settle(tokens, *choice.keep(candidates))
+        return self.then
+
+
+class LaterChunk(Prefill):
+    """A later chunk of a prompt: put behind what is stored, and both together brought down to the budget of all the
+    tokens so far, decoded ones included."""
+
+    def _compress(self, states: States) -> Pass:
+        choice, memory, tokens, log = self.choice, self.memory, self.tokens, self.memory.log
+        queries, keys, values = states.queries, states.keys, states.values
+        seen = self.first + tokens.columns
+        log.join(tokens, self.first)
+        if choice.policy.decode is not None:
+            memory.remember(choice.latest(queries, states.rotary, tokens.padding))
+        budgets = [choice.policy.budget(length) if length else 0 for length in log.lengths]
+        if budgets == log.lengths and memory.is_whole and not choice.policy.carries_sums:
+            memory.settle_whole(tokens, keys, values, None)
+            log.kept = torch.tensor(budgets, device=keys.device, dtype=torch.float32)
+            return self.then
+        indices = torch.arange(self.first, seen, device=keys.device).expand(keys.shape[:3])
+        queries = choice.unrotated(queries, states.rotary)
+        if tokens.padding is not None:  # pads stand behind stored entries, which they would vote for: NaN has no vote
+            pads = pad_columns(tokens.padding.to(keys.device), tokens.columns)
+            indices, queries = indices.masked_fill(pads, -1), queries.masked_fill(pads.unsqueeze(-1), torch.nan)
+        both = right_aligned(joined(memory.kept(), Kept(keys, values, indices)))
+        view = choice.stored_view(
+            both,
+            seen,
+            log.lengths,
+            budgets,
+            log.row_seeds,
+            states.scaling,
+            states.module,
+            states.rotary,
+            memory.merge_threshold,
+            **tokens.vision_among(both.indices),
+        )
+        reduced = choice.reduce(both, queries, queries, view, log.shares)
+        if reduced.indices is not both.indices:
+            memory.merge_threshold = reduced.merge_threshold
+        memory.put(reduced, seen)
+        log.kept = (reduced.indices >= 0).sum(2).float().mean(1)
+        return self.then
+
+
+class Waiting(Pass):
+    """A prompt that is kept whole until all layers' budgets are known.
+
+    Attributes:
+        candidates: what is chosen among.
+        scores: of their columns, None before a second reading.
+        measured: what the rule for layer budgets wants to know, None where it wants nothing.
+    """
+
+    def __init__(self, prompt: Prefill, candidates: Candidates):
+        super().__init__(prompt.choice, prompt.memory)
+        self.tokens, self.then, self.candidates = prompt.tokens, prompt.then, candidates
+        self.scores = self.measured = None
+        self._length = prompt.first + prompt.tokens.columns
+        if self.choice.policy.cluster.second_pass:
+            nothing = torch.zeros(candidates.keys.shape[:3], device=candidates.keys.device)
+            candidates.view = replace(candidates.view, received=nothing)
+        else:
+            self.assess()
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
+        raise never_compressed(self.choice)
+
+    def mask(self, query_length: int) -> torch.Tensor | None:
+        raise never_compressed(self.choice)
+
+    def after_attention(
+        self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
+    ) -> Pass:
+        raise never_compressed(self.choice)
+
+    def assess(self) -> None:
+        """Score and measure; the queries are then freed."""
+        self.scores, self.measured = self.choice.assess(self.candidates)
+        self.candidates.queries = None
+
+    def finish(self, budgets: list[list[int]]) -> Pass:
+        """Make the choice. `budgets`: entries kept of the evictable ones, [layer][row]."""
+        self.memory.log.shares = budgets
+        of_layer = budgets[self.choice.place]
+        self.memory.settle(self.tokens, *self.choice.keep_scored(self.candidates, self.scores, of_layer))
+        return self.then
+
+
+class Rereading(Pass):
+    """A prompt that waits is read again, a chunk at a time. Nothing of it is stored; each layer notes what attention
+    its entries receive.
+
+    Attributes:
+        waiting: the prompt.
+        chunk: the columns of the candidates whose entries are scored.
+        pads: bool (batch, chunk), True at the chunk's pad columns.
+    """
+
+    def __init__(self, waiting: Waiting, chunk: slice, pads: torch.Tensor):
+        super().__init__(waiting.choice, waiting.memory)
+        self.waiting, self.chunk, self.pads = waiting, chunk, pads
+
+    @property
+    def length(self) -> int:
+        return self.waiting.length
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
+        self._fed_keys = keys
+        candidates = self.waiting.candidates
+        return torch.cat([candidates.keys, keys], 2), torch.cat([candidates.values, values], 2)
+
+    def mask(self, query_length: int) -> torch.Tensor:
+        """The fed tokens see all candidates, and themselves causally."""
+        keys, padding = self.waiting.candidates.keys, self.waiting.candidates.view.padding
+        old = torch.zeros(len(keys), keys.shape[2], dtype=torch.bool, device=keys.device)
+        if padding is not None:
+            old = pad_columns(padding, keys.shape[2])[:, 0]
+        pads = torch.nn.functional.pad(self.pads, (query_length - self.pads.shape[1], 0))
+        itself = torch.eye(query_length, dtype=torch.bool, device=keys.device)
+        new = torch.ones_like(itself).tril() & ~pads[:, None] | itself
+        return torch.cat([~old[:, None].expand(-1, query_length, -1), new], dim=-1)[:, None]
+
+    def after_attention(
+        self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
+    ) -> Pass:
+        candidates = self.waiting.candidates
+        noted = received(queries, candidates.keys[:, :, self.chunk], self._fed_keys, self.pads, scaling)
+        candidates.view.received[..., self.chunk] = noted
+        return self.waiting
+
+
+def never_compressed(choice: Choice) -> KVCompressError:
+    return KVCompressError(
+        f"layer {choice.layer_idx} was never compressed: the model's attention does not go through "
+        "transformers' attention interface, or the model is not inside kvcompress.compress(...)"
+    )

@@ -1,0 +1,112 @@
+"""docs/methods.md: every registered method, from its own file.
+
+`python -m tests.methods_page` writes the page; tests/kvcompress/test_docs.py compares it with the registry. What a
+method keeps, its options and its paper stand in the method's file. Only the checks are listed here.
+"""
+
+import inspect
+import sys
+from pathlib import Path
+
+import kvcompress
+from kvcompress.methods import MethodInfo
+
+PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
+
+REFERENCE, KVPRESS = "reference", "kvpress"
+CHECKED_BY = {
+    "full": "bit-identical logits",
+    "random": "distribution",
+    "kvzip": "the model's own attention weights",
+    "pyramidkv": "kvpress, exact sums",
+    **dict.fromkeys(("streamingllm", "snapkv", "adakv", "tova", "keydiff", "vnorm", "knorm", "lagkv"), KVPRESS),
+    **dict.fromkeys(("cur", "chunkkv", "criticalkv", "expected-attention"), KVPRESS),
+    **dict.fromkeys(("h2o", "cake", "sagekv", "simlayerkv", "r-kv", "d2o", "cam", "look-m", "vl-cache"), REFERENCE),
+    **dict.fromkeys(("prefixkv", "csp", "mixkv", "meda", "aircache", "tgv-kv", "infinipot-v"), REFERENCE),
+    **dict.fromkeys(("fastv", "sparsevlm", "visionzip", "prumerge+", "dycoke"), "reference, masked model"),
+}
+
+INTRODUCTION = """\
+<!-- The whole page is made by `python -m tests.methods_page`; edit that file, or a method's own. -->
+# Methods
+
+Each method is one file: `kvcompress/clusters/` for methods that score keys, `kvcompress/tokens/` for methods that drop
+vision tokens. Every KV method also takes the engine's options, such as `head_budget=` and `merge=`:
+[model-args.md](model-args.md). `kvcompress.list_methods()` has the same list in Python.
+
+## What checks them
+
+Over all methods, model families and drawn shapes, `tests/kvcompress/test_invariants.py` checks among other things:
+
+- decoding equals the full cache under a mask that hides exactly what was dropped;
+- budgets are exact;
+- a row does not depend on its batch.
+
+The tables name what checks the method's own selection besides:
+
+- *reference*: a plain one, float64, loops, written from the paper's formula, in `tests/kvcompress/test_clusters.py`,
+  `tests/kvcompress/test_merging.py` and `tests/oracle/`;
+- *kvpress*: besides a reference, the kept sets are those that [kvpress](https://github.com/NVIDIA/kvpress) 0.5.5
+  keeps, per layer and head, recorded in `tests/oracle/` (`pyramidkv` has exact sums in place of a reference);
+- *masked model*: logits equal those of the full model under a mask that hides the dropped tokens.
+
+Related pages: where a method differs from its paper ([differences.md](differences.md)), what vision-language methods
+do on any prompt ([vision-methods.md](vision-methods.md)), all methods compared on two small models
+([methods-compared.md](methods-compared.md)).
+"""
+TOKENS = """\
+They drop vision tokens before or inside the language model, so that the prefill itself gets shorter. Their `ratio` is
+that of the vision tokens: [token-methods.md](token-methods.md).
+"""
+
+
+def own_methods() -> dict[str, MethodInfo]:
+    """The library's methods; a notebook or a test may have registered others."""
+    methods = kvcompress.list_methods().items()
+    return {name: info for name, info in methods if info.cls.__module__.startswith("kvcompress.")}
+
+
+def idea(info: MethodInfo) -> str:
+    """What follows the name in the first line of the method's file, without the link."""
+    line = sys.modules[info.cls.__module__].__doc__.splitlines()[0]
+    return line.split(": ", 1)[1].split(" https://")[0].rstrip(".")
+
+
+def paper_label(url: str) -> str:
+    """`2404.14469` of an arXiv link; elsewhere the publisher's name."""
+    return url.rsplit("/", 1)[1] if "arxiv.org" in url else "PMLR"
+
+
+def table(methods: dict[str, MethodInfo]) -> str:
+    rows = ["| method | idea | paper | checked by |", "|---|---|---|---|"]
+    for name, info in methods.items():
+        paper = f"[{paper_label(info.paper)}]" if info.paper else ""
+        rows.append(f"| `{name}` | {idea(info)} | {paper} | {CHECKED_BY.get(name, 'property tests only')} |")
+    return "\n".join(rows) + "\n"
+
+
+def details(name: str, info: MethodInfo) -> str:
+    """What exactly is kept, in the words of the class, and the options with their defaults."""
+    options = ", ".join(f"`{option}={default}`" for option, default in info.options.items()) or "none"
+    return f"### {name}\n\n{inspect.getdoc(info.cls)}\n\nOptions: {options}.\n"
+
+
+def render() -> str:
+    methods = own_methods()
+    kv = {name: info for name, info in methods.items() if issubclass(info.cls, kvcompress.KVCluster)}
+    tokens = {name: info for name, info in methods.items() if name not in kv}
+    links = {f"[{paper_label(info.paper)}]: {info.paper}" for info in methods.values() if info.paper}
+    sections = [
+        INTRODUCTION,
+        f"## KV methods\n\n{table(kv)}",
+        f"## Token methods\n\n{TOKENS}\n{table(tokens)}",
+        "## What each keeps, and its options\n",
+        *(details(name, info) for name, info in (kv | tokens).items()),
+        "\n".join(sorted(links)) + "\n",
+    ]
+    return "\n".join(sections)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(Path.cwd())}")
