@@ -8,9 +8,9 @@ import kvcompress
 from kvcompress import CompressedCache, KVCompressError, speech
 from kvcompress.bench.speech.prompts import SpeechPrompt, model_inputs
 from kvcompress.tokens.base import TokenMethod
+from tests.support.omni import CODE_S, UNHEARD
 
 CPU = torch.device("cpu")
-CODE_S = 480 / 24_000  # a codec token is two frames of 240 samples
 
 
 def answered(omni, inputs, **given) -> speech.Answer:
@@ -61,7 +61,7 @@ def test_every_kv_method_compresses_the_thinker_and_is_heard(omni, omni_inputs, 
     kept = np.mean(cache.realised_ratios())
     assert kept == pytest.approx(0.3, abs=0.01)
     assert len(answer.text) == 4
-    assert answer.audio_s == pytest.approx(5 * CODE_S)
+    assert answer.audio_s == pytest.approx((5 - UNHEARD) * CODE_S)
     assert answer.waveform.isfinite().all()
 
 
@@ -82,7 +82,7 @@ def test_the_talkers_cache_can_be_compressed(omni, omni_inputs):
         answer = answered(omni, omni_inputs, talker_cache=cache)
     assert np.mean(cache.realised_ratios()) == pytest.approx(0.2, abs=0.01)
     assert torch.equal(answer.text, answered(omni, omni_inputs).text)
-    assert len(answer.waveform) == 5 * 480
+    assert len(answer.waveform) == (5 - UNHEARD) * 480
 
 
 def test_times_follow_the_order_of_the_work(omni, omni_inputs):
@@ -92,7 +92,7 @@ def test_times_follow_the_order_of_the_work(omni, omni_inputs):
     assert order == sorted(set(order))
     assert answer.first_audio_s == answer.total_s  # the waveform comes in one piece
     assert answer.codes == 5
-    assert answer.real_time_factor == pytest.approx(answer.total_s / (5 * CODE_S))
+    assert answer.real_time_factor == pytest.approx(answer.total_s / ((5 - UNHEARD) * CODE_S))
 
 
 def test_an_answer_of_one_token_cannot_be_spoken(omni, omni_inputs):
