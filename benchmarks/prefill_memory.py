@@ -1,4 +1,4 @@
-"""Memory of a long prompt's pass, in one piece and in chunks.
+"""Memory of a long prefill, in one piece and in chunks.
 
     python -m benchmarks.prefill_memory                                  # CPU, fp32
 
@@ -69,7 +69,7 @@ class PeakKV:
 
 @torch.no_grad()
 def measured(way: str, tokens: int, layers: int, budget: int, chunk: int, threads: int) -> dict:
-    """One prompt pass, in this process."""
+    """One prefill, in this process."""
     torch.set_num_threads(threads)
     device = torch.device("cpu")
     model = load({"config": {**SHAPES["qwen2-0.5b"], "num_hidden_layers": layers}}, "float32", device)
@@ -108,7 +108,7 @@ def report(records: list[dict], layers: int, budget: int, chunk: int) -> str:
     ]
     header = ["tokens", "cache", "KV at its peak, MB", "KV held, MB", "process, MB", "largest tensor, M", "of tokens²"]
     return (
-        "# Memory of a long prompt's pass\n\n"
+        "# Memory of a long prefill\n\n"
         f"A model of Qwen2-0.5B's shape with {layers} layers and random weights, fp32, one prompt; a budget of "
         f"{budget} entries per layer and KV head, chunks of {chunk} tokens (`prefill_chunk={chunk}`). KV at its peak: "
         "keys and values that the cache holds or has staged, the most at any attention. Process: the most resident "

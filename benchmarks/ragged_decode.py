@@ -141,7 +141,7 @@ def whole_model(device: torch.device, dtype: torch.dtype, prompt: int, repeats: 
     for batch in (1, 8):
         caches = copy.deepcopy(prompts)
         for cache in caches.values():
-            cache.batch_repeat_interleave(batch)  # the prompt pass is not what is measured here
+            cache.batch_repeat_interleave(batch)  # the prefill is not what is measured here
         nbytes = {method: cache.nbytes for method, cache in caches.items()}
         token = torch.zeros(batch, 1, dtype=torch.long, device=device)
         with torch.no_grad(), kvcompress.attach(model):

@@ -185,7 +185,7 @@ def print_table(text: str, rows: list[dict[str, Any]]) -> None:
         header, cells = columns([cells_of(row, spread=False) for row in of_cell])
         shown = Table(box=SIMPLE, title=f"{length} prompt tokens, batch {batch}", collapse_padding=True, pad_edge=False)
         for name in header[2:]:
-            shown.add_column(name, justify="left" if name == "way" else "right", no_wrap=name == "way")
+            shown.add_column(name, justify="left" if name == "cache" else "right", no_wrap=name == "cache")
         for row in cells:
             shown.add_row(*row[2:])
         Console().print(shown)

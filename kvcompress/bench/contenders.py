@@ -126,7 +126,7 @@ class Ours:
 
 
 class ScoringTimer:
-    """Times what a cache does with its prompt: scoring, choosing, storing. A few per cent of a prompt pass are
+    """Times what a cache does with its prompt: scoring, choosing, storing. A few per cent of a prefill are
     less than one pass differs from the next, so they cannot be read off the difference of two."""
 
     def __init__(self, cache: CompressedCache, device: torch.device, clock: str):

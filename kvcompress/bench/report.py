@@ -10,14 +10,14 @@ from .timing import cell, short, summary, table
 BASELINE, PEER = "full", "transformers DynamicCache"
 MARKERS = "os^D"
 HEADER = [
-    "prompt", "batch", "way", "prompt pass ms", "prompt x dynamic", "scoring %", "ms per token", "of the limit",
+    "prompt", "batch", "cache", "prefill ms", "prefill x dynamic", "scoring %", "ms per token", "of the limit",
     "decode x dynamic", "decode x kvpress", "answer s", "KV MB", "peak MB", "largest batch",
 ]  # fmt: skip
 
 
 # What is drawn and fitted against the prompt's length: key of a row, label.
 GROWING = {
-    "prompt_ms": "prompt pass, ms",
+    "prompt_ms": "prefill, ms",
     "scoring_ms": "scoring, ms",
     "decode_ms": "decode step, ms",
     "kv_bytes": "KV cache, MB",
@@ -189,7 +189,7 @@ def growth_table(rows: list[dict[str, Any]]) -> str:
         [found["batch"], found["way"], *("" if found[name] is None else f"{found[name]:.2f}" for name in GROWING)]
         for found in growth(rows)
     ]
-    return lines and table(["batch", "way", *(label.split(",")[0] for label in GROWING.values())], lines).rstrip()
+    return lines and table(["batch", "cache", *(label.split(",")[0] for label in GROWING.values())], lines).rstrip()
 
 
 def plot(content: dict[str, Any], rows: list[dict[str, Any]], file: Path) -> None:

@@ -85,7 +85,7 @@ FULL_OPTIONS = ("first_token", "prefill_chunk", *STORAGE_OPTIONS)  # the others 
 TOKEN_OPTIONS = ("first_token", *STORAGE_OPTIONS)
 
 
-PARTS = ("layer_budget", "head_budget", "safeguard", "merge", "decode_interval")  # None: the method's own choice
+PRESCRIBED = ("layer_budget", "head_budget", "safeguard", "merge", "decode_interval")  # None: the method's own choice
 
 
 def all_options(info: MethodInfo, scorer: str | None = None) -> dict[str, object]:
@@ -96,4 +96,4 @@ def all_options(info: MethodInfo, scorer: str | None = None) -> dict[str, object
     if issubclass(info.cls, TokenMethod):
         return {**info.options, **{name: engine[name] for name in TOKEN_OPTIONS}, "ratio_of": "vision"}
     own = info.options if scorer is None else method_info(scorer).options
-    return {**own, **engine, **{part: getattr(info.cls, part) for part in PARTS}}
+    return {**own, **engine, **{part: getattr(info.cls, part) for part in PRESCRIBED}}

@@ -9,7 +9,7 @@ from ..methods import MethodInfo, make_method, method_info
 from ..scoring.budget import Budget
 from ..scoring.merging import MERGES
 from ..tokens.base import TokenMethod
-from .options import PARTS, STORAGE_OPTIONS, Engine, all_options
+from .options import PRESCRIBED, STORAGE_OPTIONS, Engine, all_options
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Policy:
     tokens: TokenMethod | None = None
 
     def chosen(self, name: str) -> object:
-        """One of `PARTS`: as the user gave it, else as the method prescribes."""
+        """One of `PRESCRIBED`: as the user gave it, else as the method prescribes."""
         given = getattr(self.engine, name)
         return getattr(method_info(self.method).cls, name, getattr(KVCluster, name)) if given is None else given
 
@@ -61,7 +61,7 @@ class Policy:
     def options(self) -> dict[str, object]:
         """Every option of the method with the value in force, as in `all_options`."""
         given = {**asdict(self.tokens or self.cluster), **asdict(self.engine)}
-        parts = {name: self.chosen(name) for name in PARTS}
+        parts = {name: self.chosen(name) for name in PRESCRIBED}
         valid = all_options(method_info(self.method), self.engine.scorer)
         return {name: parts.get(name, given[name]) for name in valid}
 
@@ -97,7 +97,7 @@ def make_policy(
     policy = Policy(info.name, cluster, method_budget(info.name, ratio, budget), engine, tokens)
     if tokens is not None and engine.ratio_of != "vision":
         raise KVCompressError(f"method {info.name!r} drops vision tokens only: ratio_of='vision', not 'prompt'")
-    _check_parts(policy, info, scored_by)
+    _check_combination(policy, info, scored_by)
     if engine.context_tokens is not None and engine.scope != "context":
         raise KVCompressError(f"context_tokens={engine.context_tokens} needs scope='context'")
     if engine.decode_budget is not None and engine.decode_ratio is not None:
@@ -117,7 +117,7 @@ def make_policy(
     return policy
 
 
-def _check_parts(policy: Policy, info: MethodInfo, scored_by: MethodInfo) -> None:
+def _check_combination(policy: Policy, info: MethodInfo, scored_by: MethodInfo) -> None:
     """Whether the method, the scorer, the layer budget and the merge go together."""
 
     def overrides(cls: type[KVCluster], *names: str) -> bool:

@@ -36,9 +36,6 @@ def shares(entry: dict[str, Any], kind: str) -> np.ndarray | None:
     return mask.mean(2) if mask.shape[2] else None
 
 
-# -- on disk
-
-
 def write_kept_tokens(folder: Path, images: Path, asked: int, entries: list[dict[str, Any]]) -> None:
     """Write a cell's entries into its `folder`, and their images, each once, into the folder `images`.
 

@@ -30,7 +30,7 @@ class Answers:
 
     Attributes:
         texts: one per row.
-        seconds: what generating them takes where vision tower and prompt pass run; `measured`: the like, in detail.
+        seconds: what generating them takes where vision tower and prefill run; `measured`: the like, in detail.
         tower, prompt: what of these ran now, and what was known.
         inputs: what was generated from, on the model's device.
         kept: what each layer stores; empty where that was not asked for.
@@ -50,7 +50,7 @@ class Answering:
 
     Args:
         tokenizer: decodes the answers; no other thread may use it meanwhile.
-        batches: where a batch's vision features and prompt pass are kept, once another cell may follow.
+        batches: where a batch's vision features and prefill are kept, once another cell may follow.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Answering:
         tokens = self.compression.policy().tokens
         watches_tower = tokens is not None and tokens.sees == "tower"
         tower = VisionTower(self.model, {} if watches_tower else dict(batch.encoded), self._held)
-        # The first batch of a cell runs its own prompt pass: its peak of memory is the cell's.
+        # The first batch of a cell runs its own prefill: its peak of memory is the cell's.
         shares = self._has_cells and self._is_warm
         prompt = SharedPrompt(
             self.model,
@@ -105,7 +105,7 @@ class Answering:
         prompt: SharedPrompt,
         notes_kept: bool = False,
     ) -> tuple[torch.LongTensor, Measurement, KeptSets]:
-        """New tokens (batch, new), what they cost where vision tower and prompt pass run, and what is stored."""
+        """New tokens (batch, new), what they cost where vision tower and prefill run, and what is stored."""
         of = self.compression
         with (
             tower,

@@ -105,7 +105,7 @@ class ModelArguments(BaseModel):
     )
     prompt_cache_gb: NonNegativeFloat | None = Field(
         None,
-        description="Memory for prompt passes, which other cells compress again; default: 4, and 0 at `batch_size=1`, "
+        description="Memory for prefills, which other cells compress again; default: 4, and 0 at `batch_size=1`, "
         "where each question's time and memory are measured in one piece.",
     )
     max_new_tokens: PositiveInt = Field(128, description="Longest answer where the task does not set one.")

@@ -1,4 +1,4 @@
-"""What is the same under every method: a batch's model inputs, what the vision tower makes of them, the prompt pass.
+"""What is the same under every method: a batch's model inputs, what the vision tower makes of them, the prefill.
 
 All is computed once and kept, as far as a budget of memory goes, for the other cells of a grid. A time to first token
 always holds the seconds of the tower and of the pass: where they were kept, those of the time when they ran.
@@ -25,7 +25,7 @@ class Batch:
         inputs: what the processor made of them, on the CPU, floats in the model's precision.
         encoded: by call, ("image", 0) for the first of `get_image_features`: what the vision tower gave, on the CPU;
             empty before it ran, or where that did not fit into memory.
-        prompt_pass: the same of the prompt pass; None as long as there is none.
+        prompt_pass: the same of the prefill; None as long as there is none.
         prompts: what was read, in the order of the rows; a kept batch has none.
     """
 
@@ -37,7 +37,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Without the prompt pass."""
+        """Without the prefill."""
         return tensor_bytes(dict(self.inputs)) + sum(tensor_bytes(each.output) for each in self.encoded.values())
 
 
@@ -49,7 +49,7 @@ class BatchStore:
     """
 
     def __init__(self, budget: int, prompt_budget: int = 0):
-        """`budget`: bytes, 0 keeps nothing; `prompt_budget`: further ones, for prompt passes."""
+        """`budget`: bytes, 0 keeps nothing; `prompt_budget`: further ones, for prefills."""
         self.budget, self.prompt_budget = budget, prompt_budget
         self.room, self.prompt_room = budget, prompt_budget  # what is left of them
         self._batches: dict[bytes, Batch] = {}
@@ -72,7 +72,7 @@ class BatchStore:
     def keep(
         self, batch: Batch, encoded: dict[tuple[str, int], Encoded], prompt_pass: PromptPass | None = None
     ) -> None:
-        """Keep a batch, what the vision tower gave for it and its prompt pass, where there is room."""
+        """Keep a batch, what the vision tower gave for it and its prefill, where there is room."""
         if batch.key not in self._batches:
             if batch.nbytes > self.room:
                 return

@@ -57,9 +57,6 @@ class Layout:
     note: str = ""
 
 
-# -- the layout of image tokens
-
-
 def painted(width: int, height: int) -> Image.Image:
     """A picture of that size whose red is the place from left to right, green from top to bottom, and blue full."""
     pixels = np.full((height, width, 3), 255, dtype=np.uint8)

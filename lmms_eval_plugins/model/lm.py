@@ -160,7 +160,7 @@ class KVCompressLM(lmms):
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         raise NotImplementedError(
             "--model kvcompress answers generate_until tasks only: a likelihood over a given answer is computed in one "
-            "prompt pass, which KV compression does not change"
+            "prefill, which KV compression does not change"
         )
 
     def clean(self) -> None:

@@ -112,6 +112,24 @@ def test_a_second_prompt_on_static_shapes():
     torch.testing.assert_close(*logits, atol=TOLERANCE, rtol=0)
 
 
+def test_a_second_prompt_after_decoding_on_static_shapes_is_stored_at_its_own_columns():
+    model = FAMILIES["qwen2"].build()
+    first = {"input_ids": torch.arange(10, 40)[None]}
+    outcomes = []
+    for options in ({}, STATIC):
+        cache = kvcompress.CompressedCache(
+            model.config, "snapkv", 0.3, max_new_tokens=20, first_token="compressed", **options
+        )
+        with kvcompress.attach(model):
+            answer, _ = generate(model, first, 6, past_key_values=cache)
+            ids = torch.cat([first["input_ids"], answer, torch.arange(50, 60)[None]], 1)
+            _, logits = generate(model, {"input_ids": ids}, 3, past_key_values=cache)
+        outcomes.append((logits, [head.tolist() for head in cache.kept_indices(1)[0]]))
+    (expected, columns), (logits, ours) = outcomes
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    assert ours == columns
+
+
 def test_static_needs_to_know_its_room_and_takes_no_eviction():
     config = FAMILIES["qwen2"].build().config
     with pytest.raises(kvcompress.KVCompressError, match="needs max_new_tokens"):

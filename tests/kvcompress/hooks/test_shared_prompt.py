@@ -1,4 +1,4 @@
-"""A prompt pass that several methods share is the real one: same kept sets, same tokens, same sizes."""
+"""A prefill that several methods share is the real one: same kept sets, same tokens, same sizes."""
 
 import copy
 import time
@@ -186,7 +186,7 @@ def test_a_forward_that_accelerate_has_hooked_stays_hooked():
         assert torch.equal(tokens, expected[0])
         assert model.forward is hooked
     assert shared.is_known
-    assert len(calls) == NEW + NEW - 1  # the second prompt pass did not run
+    assert len(calls) == NEW + NEW - 1  # the second prefill did not run
 
 
 def test_an_exception_leaves_the_model_as_it_was(monkeypatch):

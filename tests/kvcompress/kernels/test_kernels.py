@@ -1,4 +1,4 @@
-"""Kernels of the prompt pass equal their plain references, and are taken where they should be."""
+"""Kernels of the prefill equal their plain references, and are taken where they should be."""
 
 import os
 import subprocess

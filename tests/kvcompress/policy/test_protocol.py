@@ -145,7 +145,7 @@ def test_first_token_compressed_feeds_the_last_prompt_token_on_what_was_kept(fam
     per_token = {"input_ids", "attention_mask", "mm_token_type_ids"}
     before = {name: t[:, :-1] if name in per_token else t for name, t in inputs.items()}
     cache = DynamicCache(config=case.model.config)
-    generate(case.model, before, 1, past_key_values=cache)  # a prompt pass with the positions of a padded batch
+    generate(case.model, before, 1, past_key_values=cache)  # a prefill with the positions of a padded batch
     rest = {name: t for name, t in inputs.items() if name in per_token}
     with only_attending_to(case.model, kept_of(session.cache)):
         _, expected = generate(case.model, rest, NEW, forced=tokens, past_key_values=cache)

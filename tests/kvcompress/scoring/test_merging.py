@@ -134,5 +134,5 @@ def test_merging_keeps_the_budget_and_changes_the_answer(merge):
         kept = [[head.tolist() for head in row] for row in session.cache.kept_indices(0)]
         runs[name] = kept, logits
     assert runs["none"][0] == runs[merge][0]
-    assert torch.equal(runs["none"][1][:, 0], runs[merge][1][:, 0]), "the prompt pass attends over everything"
+    assert torch.equal(runs["none"][1][:, 0], runs[merge][1][:, 0]), "the prefill attends over everything"
     assert not torch.allclose(runs["none"][1][:, 1:], runs[merge][1][:, 1:], atol=1e-4)

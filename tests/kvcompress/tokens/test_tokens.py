@@ -1,4 +1,4 @@
-"""Token methods: vision tokens dropped before or inside the language model, so that the prompt pass gets shorter."""
+"""Token methods: vision tokens dropped before or inside the language model, so that the prefill gets shorter."""
 
 import math
 from collections.abc import Iterator

@@ -191,7 +191,7 @@ def test_peak_memory_is_that_of_the_tower_where_it_would_be_higher(lm_of_tiny):
     assert row["peak_memory_bytes"] == 10**15
 
 
-# -- a prompt pass for all cells
+# -- a prefill for all cells
 
 
 def count_passes(monkeypatch, lm: KVCompressLM) -> list[int]:

@@ -24,17 +24,11 @@ from tests.support.checkpoints import image, load_lm, requests
 from tests.support.families import FAMILIES, FIRST_TEXT, IMAGE, VIDEO
 
 SIDE = 32  # of a tile in pixels; 8 x 8 patches
-
-
 PINPOINTS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE], [SIDE, 3 * SIDE], [3 * SIDE, SIDE]]
-
-
 TEXT = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }  # fmt: skip
-
-
 VISION = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": SIDE,
     "patch_size": SIDE // 8,

@@ -16,7 +16,8 @@ FOLDER = ROOT / "docs" / "scaling"
 
 def test_the_page_links_every_file_and_no_other():
     page = (ROOT / "docs" / "scaling.md").read_text()
-    assert set(re.findall(r"\(scaling/([\w.]+)\)", page)) == {path.name for path in FOLDER.iterdir()}
+    linked = re.findall(r"^\[.+\]: scaling/([\w.]+)$", page, re.MULTILINE)
+    assert set(linked) == {path.name for path in FOLDER.iterdir()}
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.sbatch")), ids=lambda path: path.name)
