@@ -135,7 +135,7 @@ MUTATIONS = {
         "{view.row_seeds[row]}",
         "{row}",
         "random's draw follows the row's place in the batch",
-        (INVARIANTS + "::test_a_row_does_not_depend_on_its_batch_or_padding",),
+        (INVARIANTS + "::test_every_method_by_name_decodes_as_the_full_cache_under_that_mask_and_a_row_as_alone",),
     ),
     # -- kernels
     "column-sums-causal": Mutation(
@@ -296,7 +296,7 @@ MUTATIONS = {
         "seen = view.stored.seen - queries.shape[2] + start + some.shape[2]",
         "seen = view.stored.seen",
         "running sums: the queries of an early block see later tokens",
-        (CORE + "hooks/test_chunked_prefill.py",),
+        (CORE + "hooks/test_chunked_prefill.py::test_sums_over_a_long_chunk_are_those_of_all_its_queries_at_once",),
     ),
     "first-token-twice": Mutation(
         "cache/memory.py",
@@ -382,7 +382,7 @@ MUTATIONS = {
         "mask = mask.repeat_interleave(query.shape[1] // kv_heads, dim=1)",
         "mask = mask.repeat(1, query.shape[1] // kv_heads, 1, 1)",
         "query heads attend under the mask of another KV head",
-        (INVARIANTS + "::test_a_second_prompt_sees_what_was_kept_and_is_compressed_in_turn",),
+        (INVARIANTS + "::test_a_second_prompt_sees_of_each_head_what_that_head_kept",),
     ),
     "chunks-from-the-front": Mutation(
         "hooks/chunked_prefill.py",
@@ -413,7 +413,7 @@ MUTATIONS = {
         "columns = columns[count * size + rest :]",
         "columns = columns[count * size :]",
         "a second video's frames begin at the first one's newline",
-        (CORE + "tokens/test_tokens.py::test_dycoke_keeps_every_fourth_frame_and_what_is_new_in_the_others",),
+        (CORE + "tokens/test_tokens.py::test_the_frames_of_two_videos_in_a_row_leave_out_the_newlines_between_them",),
     ),
     "mrope-behind-an-image": Mutation(
         "hooks/second_reading.py",

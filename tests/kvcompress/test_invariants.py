@@ -49,7 +49,9 @@ def test_decoding_equals_the_full_cache_under_a_mask_that_hides_what_was_dropped
 def test_every_method_by_name_decodes_as_the_full_cache_under_that_mask_and_a_row_as_alone(method, family):
     """The property tests draw methods: here none is left out."""
     images = (1, 0) if FAMILIES[family].is_vlm else None
-    case = Case(FAMILIES[family], (4, 2), (33, 21), images, method, (), 0.3, seed=0)
+    has_window = "window_size" in kvcompress.list_methods()[method].options
+    options = (("window_size", 4),) if has_window else ()  # else a window would be all that is kept
+    case = Case(FAMILIES[family], (4, 2), (33, 21), images, method, options, 0.3, seed=0)
     with case.compress(**case.unmerged) as session:
         tokens, logits = generate(case.model, case.inputs, NEW)
     with only_attending_to(case.model, kept_of(session.cache)):
@@ -126,9 +128,17 @@ def test_a_row_does_not_depend_on_its_batch_or_padding(family, data):
 @property_test
 @given(data=st.data())
 def test_a_second_prompt_sees_what_was_kept_and_is_compressed_in_turn(family, data):
-    case = data.draw(cases(family, max_batch=1))
+    check_two_turns(data.draw(cases(family, max_batch=1)), data.draw(st.integers(2, 20)))
+
+
+def test_a_second_prompt_sees_of_each_head_what_that_head_kept():
+    check_two_turns(Case(FAMILIES["qwen2"], (6, 2), (30,), None, "adakv", (("window_size", 4),), 0.3, seed=0), 12)
+
+
+def check_two_turns(case: Case, length: int) -> None:
+    """A prompt, an answer, `length` more tokens and another answer."""
     first = case.inputs
-    more = torch.randint(8, 128, (1, data.draw(st.integers(2, 20))), generator=torch.Generator().manual_seed(1))
+    more = torch.randint(8, 128, (1, length), generator=torch.Generator().manual_seed(1))
 
     def two_turns(model, cache, forced=(None, None)):
         tokens, _ = generate(model, first, NEW, forced[0], past_key_values=cache)

@@ -46,6 +46,25 @@ def test_time_is_split_at_the_first_token(monkeypatch):
     assert result.tpot_s == pytest.approx(0.02)
 
 
+def test_time_is_read_when_the_device_is_done(monkeypatch):
+    """As before, with a device that works only while somebody waits for it."""
+    now, work = [100.0], []
+
+    def wait(device):
+        now[0] += sum(work)
+        work.clear()
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measure, "synchronise", wait)
+    hook = MODEL.register_forward_hook(lambda *_, **k: work.append(0.05 if now[0] == 100.0 else 0.02))
+    try:
+        _, _, result, _ = measured(new=4)
+    finally:
+        hook.remove()
+    assert result.ttft_s == pytest.approx(0.05)
+    assert result.tpot_s == pytest.approx(0.02)
+
+
 def test_a_single_token_has_no_time_per_token():
     assert measured(new=1)[2].tpot_s is None
 

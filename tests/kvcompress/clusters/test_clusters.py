@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.scoring.layer_view import Settings
+from kvcompress.scoring.selection import adaptive_indices
 from tests.support.examples import examples
 from tests.support.plain_reference import SCALING, best, check, layers, snapkv_scores
 
@@ -112,6 +113,13 @@ def test_adaptive_heads_keep_the_best_of_all_heads_after_each_heads_sure_share(
             slots = kept.indices[row, head]
             ours = (slots[slots >= 0] - first).tolist()
             assert ours == sorted(column for _, column, h in expected if h == head)
+
+
+def test_a_head_of_low_scores_keeps_its_sure_share():
+    scores = torch.stack([torch.arange(10.0, 20), torch.arange(0.0, 10)])[None]
+    kept = adaptive_indices(scores, [4], safeguard=0.5)[0]
+    assert kept[0].tolist() == [4, 5, 6, 7, 8, 9]
+    assert kept[1].tolist() == [-1] * 4 + [8, 9]
 
 
 def random_kept(seed: int, row_seed: int, layer: int = 0, length: int = 100) -> torch.Tensor:

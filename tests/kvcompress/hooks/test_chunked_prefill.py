@@ -13,6 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import kvcompress
 from benchmarks.prefill_memory import LargestTensor
+from kvcompress.cache.choice import Choice
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.new_tokens import NewTokens
 from kvcompress.errors import KVCompressError
@@ -299,6 +300,21 @@ def test_the_pads_of_a_second_prompt_have_no_vote_in_any_chunk(method):
     for layer, alone in zip(kept(slice(0, 2), pads=7), kept(slice(1, 2), pads=7), strict=True):
         for head, solo_head in zip(layer, alone, strict=True):
             assert [column - 7 * (column >= 30) for column in head.tolist()] == solo_head.tolist()
+
+
+def test_sums_over_a_long_chunk_are_those_of_all_its_queries_at_once(monkeypatch):
+    """They are added up a block of queries at a time."""
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [400])
+    sums = []
+    for block in (4096, 128, 60):
+        monkeypatch.setattr(Choice._added, "__defaults__", (block,))
+        with kvcompress.compress(model, "h2o", 0.2, prefill_chunk=200) as session:
+            generate(model, inputs, 1)
+        sums.append([layer.memory.sums for layer in session.cache.layers])
+    for once, *others in zip(*sums, strict=True):
+        for other in others:
+            torch.testing.assert_close(other, once, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 class Squares(TorchDispatchMode):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kvcompress
+from kvcompress.hooks.second_reading import DecoderInputs
 from kvcompress.scoring.budget import allocate
 from kvcompress.scoring.rereading import received
 from tests.support.families import FAMILIES
@@ -70,6 +71,16 @@ def test_a_chunk_is_scored_by_its_own_tokens_alone():
                 rows.append(logits.softmax(0)[:4])
         expected = torch.stack(rows).amax(0).float()
         torch.testing.assert_close(ours[0, head, 1:], expected, atol=1e-6, rtol=0)
+
+
+def test_what_is_read_again_goes_on_behind_the_largest_position_of_any_axis():
+    """As text behind an image does; pads are not counted."""
+    positions = torch.tensor([[0, 1, 1, 1, 2], [0, 1, 1, 4, 5], [0, 1, 3, 7, 2]])[:, None]  # time, height, width
+    pads = torch.tensor([[True, False, False]])
+    following = DecoderInputs(torch.zeros(1, 5, 4), positions).following(5, pads)
+    assert following.tolist() == [[[7, 8, 9]]] * 3
+    assert DecoderInputs(torch.zeros(1, 5, 4), positions[0]).following(5, pads).tolist() == [[2, 3, 4]]
+    assert DecoderInputs(torch.zeros(1, 5, 4), None).following(5, pads).tolist() == [[4, 5, 6]]
 
 
 def test_the_second_pass_leaves_sliding_windows_as_they_were():

@@ -17,6 +17,7 @@ from transformers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import kvcompress
+from kvcompress.hooks.video_frames import FrameRecorder
 from kvcompress.policy.options import all_options
 from kvcompress.policy.policy import make_policy
 from kvcompress.tokens import Tokens
@@ -628,6 +629,15 @@ def test_dycoke_keeps_every_fourth_frame_and_what_is_new_in_the_others(family, r
             stays += [columns[f][i] for i in new]
         shown = {c for frame in columns for c in frame}
         assert [c for c in kept[0][row] if c in shown] == sorted(stays)
+
+
+def test_the_frames_of_two_videos_in_a_row_leave_out_the_newlines_between_them():
+    recorder = FrameRecorder(FAMILIES["llava-onevision"].build())
+    recorder.videos = [(2, 3, 1), (2, 3, 1)]  # frames, tokens of each, a newline behind the last
+    video = recorder.model.config.video_token_id
+    ids = torch.tensor([[9, *[video] * 7, 9, 9, *[video] * 7, 9]])
+    (videos,) = recorder.take(ids)["frames"]
+    assert [frames.tolist() for frames in videos] == [[[1, 2, 3], [4, 5, 6]], [[10, 11, 12], [13, 14, 15]]]
 
 
 def test_dycoke_cannot_keep_less_than_every_fourth_frame_and_says_so():
