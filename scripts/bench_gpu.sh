@@ -33,9 +33,9 @@ if "$PYTHON" -c "import pytest, hypothesis" 2>/dev/null; then
 else
   echo "no tests: pytest or hypothesis is not installed" >&2
 fi
-# The prompt pass' kernels beside the plain ways.
+# The prefill's kernels beside the plain ways.
 "$PYTHON" -m benchmarks.kernels "${KERNELS[@]}" --out "$OUT/kernels_$DEVICE_NAME"
-# Scoring share of the prompt pass and decoding, against both of transformers' caches.
+# Scoring share of the prefill and decoding, against both of transformers' caches.
 bench prompt "${MINUTES[0]}" --methods $METHODS h2o full:cache_implementation=static snapkv:cache_implementation=static \
   --lengths "$SHORT" --batches 1 --new 16 --repeats 3 --peers dynamic static --compile
 # Decoding in VL-Cache's regime, many rows with long prompts.
