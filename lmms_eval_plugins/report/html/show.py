@@ -86,7 +86,7 @@ def read_image(path: Path) -> Image.Image:
 
 
 def answer(lm: KVCompressLM, image: Image.Image, question: str, cell: Cell, options: dict[str, Any]) -> dict[str, Any]:
-    """The answer under one cell, and `entry`, what survived (see `survivors.record`)."""
+    """The answer under one cell, and `entry`, what survived (see `model.kept_tokens`)."""
     content = [{"type": "image", "url": image}, {"type": "text", "text": question}]
     messages = [{"role": "user", "content": content}]
     lm.task_dict[TASK] = {"test": [{}]}
