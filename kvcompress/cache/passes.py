@@ -62,7 +62,7 @@ class Pass(ABC):
 
 
 class Decoding(Pass):
-    """A token that is stored before it is attended to. One object serves a whole answer, so that compiled graphs last."""
+    """A token that is stored before it is attended to. One object serves an answer, so that compiled graphs last."""
 
     def __init__(self, choice: Choice, memory: Memory):
         super().__init__(choice, memory)
