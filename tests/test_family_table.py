@@ -79,10 +79,17 @@ def test_what_needs_full_attention_works_or_is_refused_in_one_line(family, extra
     check_extra(ALL_FAMILIES[family], extra)
 
 
+# The last kind is the one with most in it: video, else images.
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_prompts_in_chunks_are_those_in_one_piece_and_keep_their_budget_or_are_refused(family):
+    check_chunks(ALL_FAMILIES[family], chunked_kinds_of(ALL_FAMILIES[family])[-1])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kind"), [(name, kind) for name, family in ALL_FAMILIES.items() for kind in chunked_kinds_of(family)]
 )
-def test_prompts_in_chunks_are_those_in_one_piece_and_keep_their_budget_or_are_refused(family, kind):
+def test_prompts_in_chunks_are_those_in_one_piece_everywhere(family, kind):
     check_chunks(ALL_FAMILIES[family], kind)
 
 

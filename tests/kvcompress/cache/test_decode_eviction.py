@@ -17,7 +17,7 @@ from tests.support.strategies import METHODS, Case, cases
 
 NEW = 12
 TOLERANCE = 1e-4
-property_test = examples(5)
+property_test = examples(4)
 
 
 class History(StoppingCriteria):

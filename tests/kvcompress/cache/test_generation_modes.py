@@ -33,9 +33,11 @@ def test_ratio_one_gives_the_answers_of_the_unhooked_model(mode, cache_implement
         assert torch.equal(answer(INPUTS, mode), expected)
 
 
-@pytest.mark.parametrize(("method", "mode"), paired(METHODS, ["beams", "several beams"]))
-@pytest.mark.parametrize("options", [{}, {"decode_budget": 8, "decode_interval": 2}], ids=["", "evicting"])
-def test_a_row_has_the_same_beams_alone_as_in_a_batch(mode, method, options):
+EVICTING = [{}, {"decode_budget": 8, "decode_interval": 2}, {"decode_ratio": 0.25, "decode_interval": 1}]
+
+
+@pytest.mark.parametrize(("method", "mode", "options"), paired(METHODS, ["beams", "several beams"], EVICTING))
+def test_a_row_has_the_same_beams_alone_as_in_a_batch(method, mode, options):
     with kvcompress.compress(MODEL, method, 0.4, **options):
         together = answer(INPUTS, mode)
         each = len(together) // 2

@@ -17,7 +17,7 @@ from tests.support.examples import examples
 from tests.support.families import FAMILIES
 from tests.support.strategies import METHODS, cases
 
-NEW = 5
+NEW = 4
 QWEN2, ONEVISION, QWEN2_VL = (FAMILIES[name] for name in ("qwen2", "llava-onevision", "qwen2-vl"))
 WITH_SLIDING_LAYERS = {"gemma3"}
 
@@ -72,10 +72,9 @@ def test_every_method_leaves_the_shared_pass_as_it_was(method):
     known = pass_of(model, inputs)
     before = [[state.clone() for state in layer.states] for layer in known.layers]
     expected = answer(model, inputs, method, 0.3, share=False)
-    for _ in range(2):
-        ours = answer(model, inputs, method, 0.3, known)
-        assert_same(ours, expected)
-        assert ours[-1].is_known == (method != "kvzip")
+    ours = answer(model, inputs, method, 0.3, known)
+    assert_same(ours, expected)
+    assert ours[-1].is_known == (method != "kvzip")
     for layer, states in zip(known.layers, before, strict=True):
         assert all(map(torch.equal, layer.states, states))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import kvcompress
-from tests.support.examples import examples
+from tests.support.examples import examples, paired
 from tests.support.families import FAMILIES, IMAGE, VLM_FAMILIES
 from tests.support.kept import expected_entries, kept_of, real_lengths
 from tests.support.masked_reference import generate, only_attending_to
@@ -163,8 +163,7 @@ def test_first_token_compressed_is_felt_by_the_first_token():
         assert torch.equal(logits, full) is same
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("options", [{}, {"decode_budget": 15, "decode_interval": 1}], ids=["", "evicting"])
+@pytest.mark.parametrize(("method", "options"), paired(METHODS, [{"decode_budget": 15, "decode_interval": 1}, {}]))
 def test_each_question_about_a_reused_context_is_as_if_it_were_the_first(method, options):
     family = FAMILIES["llava-onevision"]
     model = family.build()
