@@ -17,7 +17,7 @@ from tests.support.examples import examples
 from tests.support.plain_reference import SCALING, best, check, layers
 
 INF = float("inf")
-reference_test = examples(30)
+reference_test = examples(40)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

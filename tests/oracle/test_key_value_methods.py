@@ -16,7 +16,7 @@ from kvcompress.scoring.rotary import Rotary
 from tests.support.examples import examples
 from tests.support.plain_reference import SCALING, best, check, layers, snapkv_scores
 
-plain_test = examples(30)
+plain_test = examples(40)
 INFINITE = float("inf")
 
 

@@ -19,7 +19,7 @@ from tests.support.families import FAMILIES, IMAGE, VIDEO
 from tests.support.plain_reference import SCALING, layers, merged_by_hand, snapkv_scores
 
 INF = float("inf")
-oracle = examples(30)
+oracle = examples(40)
 
 
 @st.composite

@@ -14,7 +14,7 @@ from tests.support.examples import examples
 from tests.support.plain_reference import SCALING, best, check, layers, snapkv_scores
 
 
-@examples(40)
+@examples(60)
 @given(layer=layers(), sinks=st.sampled_from([0, 1, 4]))
 def test_streamingllm_keeps_first_and_last_tokens(layer, sinks):
     def reference(q, k, v, budget):
@@ -25,7 +25,7 @@ def test_streamingllm_keeps_first_and_last_tokens(layer, sinks):
     check(kvcompress.make_cluster("streamingllm", sinks=sinks), layer, reference)
 
 
-@examples(40)
+@examples(60)
 @given(layer=layers())
 def test_knorm_keeps_the_smallest_key_norms(layer):
     check(
@@ -35,7 +35,7 @@ def test_knorm_keeps_the_smallest_key_norms(layer):
     )
 
 
-@examples(40)
+@examples(60)
 @given(layer=layers())
 def test_vnorm_keeps_the_largest_value_norms(layer):
     check(
@@ -45,7 +45,7 @@ def test_vnorm_keeps_the_largest_value_norms(layer):
     )
 
 
-@examples(40)
+@examples(60)
 @given(layer=layers())
 def test_keydiff_keeps_the_keys_least_like_the_mean_direction(layer):
     def reference(q, k, v, budget):
@@ -57,7 +57,7 @@ def test_keydiff_keeps_the_keys_least_like_the_mean_direction(layer):
     check(kvcompress.make_cluster("keydiff"), layer, reference)
 
 
-@examples(40)
+@examples(60)
 @given(layer=layers())
 def test_tova_keeps_what_the_last_query_of_all_heads_attends_to(layer):
     queries, keys, values, prompt = layer
@@ -81,14 +81,14 @@ window_options = {
 }
 
 
-@examples(40)
+@examples(60)
 @given(layer=layers(), **window_options)
 def test_snapkv_keeps_window_and_what_it_attends_to(layer, window, kernel, pooling):
     cluster = kvcompress.make_cluster("snapkv", window_size=window, kernel_size=kernel, pooling=pooling)
     check(cluster, layer, lambda q, k, v, budget: best(snapkv_scores(q, k, window, kernel, pooling), budget))
 
 
-@examples(40)
+@examples(60)
 @given(layer=layers(), safeguard=st.sampled_from([0.0, 0.2, 0.7, 1.0]), **window_options)
 def test_adaptive_heads_keep_the_best_of_all_heads_after_each_heads_sure_share(
     layer, safeguard, window, kernel, pooling

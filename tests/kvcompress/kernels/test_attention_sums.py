@@ -16,7 +16,7 @@ from tests.support.examples import examples
 from tests.support.families import FAMILIES
 
 
-@examples(40)
+@examples(60)
 @given(
     batch=st.integers(1, 3),
     kv_heads=st.integers(1, 3),

@@ -18,7 +18,7 @@ COUNTING = [None, "window", "scattered", "weighted", "nobody"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-@examples(40)
+@examples(60)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     padded=st.booleans(),

@@ -19,7 +19,7 @@ from tests.support.ragged_cases import TOLERANCE, ragged_case
 MODEL = FAMILIES["qwen2"].build()
 
 
-@examples(40)
+@examples(60)
 @given(
     batch=st.integers(1, 3),
     kv_heads=st.integers(1, 4),

@@ -18,7 +18,7 @@ from tests.support.masked_reference import generate
 from tests.support.plain_reference import layers, merged_by_hand
 
 
-@examples(40)
+@examples(60)
 @given(
     layer=layers(), merge=st.sampled_from(["average", "pivot", "weighted", "d2o"]), same=st.booleans(), data=st.data()
 )
@@ -80,7 +80,7 @@ def test_while_decoding_d2o_drops_what_is_less_like_than_what_came_before():
     assert not torch.allclose(*thresholds)
 
 
-@examples(40)
+@examples(60)
 @given(layer=layers(), same=st.booleans(), followers=st.sampled_from([1, 3, 32]))
 def test_cam_adds_an_evicted_value_to_the_kept_ones_behind_it_by_its_share_of_attention(layer, same, followers):
     queries, keys, values, prompt = layer

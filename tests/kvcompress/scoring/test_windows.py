@@ -8,7 +8,7 @@ from kvcompress.scoring.windows import pad_columns, pool_scores, window_attentio
 from tests.support.examples import examples
 
 
-@examples(40)
+@examples(60)
 @given(
     seed=st.integers(0, 1000),
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
@@ -40,7 +40,7 @@ def test_pooling_keeps_the_length_and_counts_zeros_at_the_ends(mode):
     assert pool_scores(scores, 3, mode).tolist() == [expected]
 
 
-@examples(60)
+@examples(100)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=3),
     seed=st.integers(0, 1000),
