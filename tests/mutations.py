@@ -51,7 +51,7 @@ MUTATIONS = {
         'logits.masked_fill_(pad_columns(padding, columns)[:, :, None, None, :], float("-inf"))',
         "logits.masked_fill_(pad_columns(padding, columns)[:, :, None, None, :], 0.0)",
         "pads count as tokens: they take their part of the attention",
-        (CORE + "clusters/test_clusters.py",),
+        (CORE + "scoring/test_windows.py", CORE + "clusters/test_clusters.py"),
     ),
     "groups-mixed": Mutation(
         "scoring/windows.py",
