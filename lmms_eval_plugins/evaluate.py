@@ -12,14 +12,17 @@ import sys
 
 from .cells.command_line import parse
 from .cells.errors import exit_code
-from .cells.machine import launch_ranks, rank, say, set_offline
+from .cells.machine import check_environment, launch_ranks, processes, rank, say, set_offline
+from .cells.names import check_names
 from .cells.plan import Plan
 from .cells.run import evaluate_cells, load_model, quiet
 
 
 def evaluate(argv: list[str]) -> None:
     """Evaluate every cell that is asked for. Raises UsageError, KVCompressError or EvaluationFailed."""
+    check_environment()
     request = parse(argv)
+    check_names(request)
     set_offline(request)
     run(Plan.of(request), argv)
 
@@ -27,10 +30,9 @@ def evaluate(argv: list[str]) -> None:
 def run(plan: Plan, argv: list[str]) -> None:
     """Evaluate every cell that is not complete on disk, then report. `argv`: what several ranks are started with."""
     flags = plan.request.flags
-    processes = int(os.environ.get("NUM_PROCESSES", 1))
-    plan.check_machine(processes)
-    if processes > 1 and "LOCAL_RANK" not in os.environ:
-        launch_ranks(processes, argv)
+    plan.check_machine(processes())
+    if processes() > 1 and "LOCAL_RANK" not in os.environ:
+        launch_ranks(processes(), argv)
 
     quiet(flags.verbosity)
     jobs = plan.jobs()

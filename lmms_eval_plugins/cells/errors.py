@@ -1,6 +1,7 @@
 """What ends a command with one line, and its exit code. Imports nothing heavy."""
 
 import difflib
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -20,13 +21,13 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def exit_code(command: Callable[[list[str]], None], argv: list[str] | None, kept: str) -> int:
-    """Run a command: 0, 2 for bad input, 1 where something else is wrong, 130 after Ctrl-C.
+def exit_code(command: Callable[[list[str]], int | None], argv: list[str] | None, kept: str) -> int:
+    """Run a command: what it returns or 0, 2 for bad input, 1 where something else is wrong, 130 after Ctrl-C.
 
     Every error ends with one line on stderr. `argv` defaults to the process's; `kept`: what outlives Ctrl-C.
     """
     try:
-        command(sys.argv[1:] if argv is None else argv)
+        return command(sys.argv[1:] if argv is None else argv) or 0
     except KeyboardInterrupt:
         return fail(f"interrupted; finished {kept} are kept, the same command goes on from there", 130)
     except UsageError as error:
@@ -40,10 +41,11 @@ def exit_code(command: Callable[[list[str]], None], argv: list[str] | None, kept
             return fail(error, 2)
         traceback.print_exc()
         return fail(f"{type(error).__name__}: {error}", 1)
-    return 0
 
 
 def fail(error: object, code: int) -> int:
-    """Print the error's line; returns the exit code."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    """Print the error's line, control characters spelt out and endless words cut; returns the exit code."""
+    line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in str(error))
+    line = re.sub(r"\S{500,}", lambda word: word[0][:80] + "...", line)
+    print(f"error: {line}", file=sys.stderr, flush=True)
     return code

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cells.command_line import literal, parse
 from ..cells.errors import EvaluationFailed, UsageError
-from ..cells.machine import rank, set_offline
+from ..cells.machine import processes, rank, set_offline
 from ..cells.plan import Plan
 from ..cells.results import RESULTS_FILE
 from ..cells.run import evaluate_cell, load_model, quiet
@@ -112,13 +112,12 @@ class Evaluator:
         questions. Raises UsageError, KVCompressError or EvaluationFailed."""
         argv = trial_argv(parameters, output_path)
         plan = Plan.of(parse(argv))
-        processes = int(os.environ.get("NUM_PROCESSES", 1))
-        plan.check_machine(processes)
+        plan.check_machine(processes())
         quiet(plan.request.flags.verbosity)
         (job,) = plan.jobs()
         if job.todo is None:
             return job.folder
-        if processes > 1:
+        if processes() > 1:
             _evaluate_on_ranks(argv)
         else:
             evaluate_cell(self._model(plan.arguments), job)
