@@ -138,9 +138,11 @@ class Plugin:
 
 @dataclass
 class Map:
-    """tests: test -> CPU seconds; runs: (file, line) -> tests, with lines as the files stand now."""
+    """tests: test -> CPU seconds; sizes: file of tests -> how many lines its tests run;
+    runs: (file, line) -> tests, with lines as the files stand now."""
 
     tests: dict[str, float] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
     runs: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
 
     @classmethod
@@ -149,14 +151,17 @@ class Map:
         for path in sorted(folder.glob("*.jsonl")):
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             moved = {file: _moved(folder, root, file, digest) for file, digest in rows[0]["code"].items()}
+            of_all = set()
             for row in rows[1:]:
                 if row["test"] == "all":
                     continue
+                of_all.update((file, line) for file, lines in row["lines"].items() for line in lines)
                 found.tests[row["test"]] = row["seconds"]
                 for file, lines in row["lines"].items():
                     for line in lines:
                         if now := moved[file].get(line):
                             found.runs[file, now].add(row["test"])
+            found.sizes[rows[0]["file"]] = len(of_all)
         return found
 
     def running(self, file: str, first: int, last: int) -> set[str]:

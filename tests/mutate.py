@@ -6,9 +6,9 @@
     python -m tests.mutate --sample 300 --seed 0 --again the same, but only what survived
 
 Faults go into copies of the files, never into the files themselves. A sampled fault is met by the tests that run its
-line, quickest first, up to a minute of them; a line that runs at import by those that run its class or module. A fault
-that hangs counts as noticed. Results are written as they come: a run that was cut goes on where it stopped. Faults
-that change nothing anyone could notice stand with their reason in tests/mutations_equivalent.py.
+line, the nearest and quickest first, up to a minute of them; a line that runs at import by those that run its class or
+module. A fault that hangs counts as noticed. Results are written as they come: a run that was cut goes on where it
+stopped. Faults that change nothing anyone could notice stand with their reason in tests/mutations_equivalent.py.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from tests.mutations import MUTATIONS, Mutation
 from tests.mutations_equivalent import EQUIVALENT
 
 OPTIONS = ("-x", "-p", "no:cacheprovider", "--hypothesis-profile=mutate", "--tb=line", "-rfE", "--color=no")
-MOST_SECONDS, MOST_TESTS = 60.0, 400  # of tests for one fault
+NEAREST, MOST_TESTS = 3, 300  # files that come first; tests of one stage
 
 
 def main() -> None:
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--under", default="", metavar="PATH", help="sample only files whose path begins like this")
     parser.add_argument("--again", action="store_true", help="run what survived once more, under the tests of today")
+    parser.add_argument("--seconds", type=float, default=60, help="of tests for one fault, at most")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -143,11 +144,11 @@ def sampled(args: argparse.Namespace, out: Path) -> None:
         wanted = [f for f in drawn if f.name not in results or (args.again and f.name in survived - set(EQUIVALENT))]
         workers.preload(lmms_eval=any(fault.file.startswith("lmms_eval_plugins") for fault in wanted))
         by_name = {fault.name: fault for fault in wanted}
-        for job in workers.run(jobs_of(wanted, lines, root, out)):
+        for job in workers.run(jobs_of(wanted, lines, root, args.seconds, out)):
             write(out, row_of(by_name[job.name], result_of(job)))
         results = {name: row for name, row in read(out).items() if name in {fault.name for fault in drawn}}
         by = sorted({row["by"] for row in results.values() if row["by"] in lines.tests})
-        (job,) = workers.run([Job("", partial(run_tests, by, "-rfE"), limit=3600)])
+        (job,) = workers.run([Job("", partial(run_stages, [by]), limit=3600)])
         if job.status:
             print(f"fail without any fault, so what they killed is not sure:\n{job.output[-2000:]}")
     print(report(results))
@@ -158,20 +159,25 @@ def row_of(fault: Fault, result: dict) -> dict:
     return {"name": fault.name, **of_fault, "before": fault.before, "after": fault.after, **result}
 
 
-def jobs_of(wanted: list[Fault], lines: Map, root: Path, out: Path) -> Iterator[Job]:
+def jobs_of(wanted: list[Fault], lines: Map, root: Path, seconds: float, out: Path) -> Iterator[Job]:
     for fault in wanted:
-        tests = tests_for(fault, lines, root)
-        if not tests:
+        stages = stages_for(fault, lines, root, seconds)
+        if not stages:
             write(out, row_of(fault, {"result": "unrun", "by": "", "seconds": 0.0}))
             continue
         changes = {fault.file: fault.applied((root / fault.file).read_bytes())}
-        limit = 120 + 6 * sum(lines.tests[test] for test in tests)
-        yield Job(fault.name, partial(run_tests, tests), limit, changes)
+        limit = 180 + 8 * sum(lines.tests[test] for stage in stages for test in stage)
+        yield Job(fault.name, partial(run_stages, stages), limit, changes)
 
 
-def run_tests(tests: list[str], copy: Path) -> int:
-    files = dict.fromkeys(test.partition("::")[0] for test in tests)
-    return pytest.main([*OPTIONS, *files], plugins=[Chosen(tests)])
+def run_stages(stages: list[list[str]], copy: Path) -> int:
+    """In a forked process: pytest's exit status, 0 where no stage has a failure."""
+    for tests in stages:
+        files = dict.fromkeys(test.partition("::")[0] for test in tests)
+        status = pytest.main([*OPTIONS, *files], plugins=[Chosen(tests)])
+        if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            return status
+    return 0
 
 
 def needs_a_gpu(lines: Map, fault: Fault) -> bool:
@@ -179,8 +185,8 @@ def needs_a_gpu(lines: Map, fault: Fault) -> bool:
     return fault.file.endswith("_triton.py") and not lines.running(fault.file, *fault.spans[0])
 
 
-def tests_for(fault: Fault, lines: Map, root: Path) -> list[str]:
-    """Tests that may notice, in the order to run them."""
+def stages_for(fault: Fault, lines: Map, root: Path, seconds: float) -> list[list[str]]:
+    """Tests that may notice: those of the nearest files, for at most a third of the seconds, then the others."""
     found: set[str] = set()
     for span in fault.spans:
         found = lines.running(fault.file, *span)
@@ -191,27 +197,35 @@ def tests_for(fault: Fault, lines: Map, root: Path) -> list[str]:
         for file in faults.modules(root):
             if re.search(rf"^\s*(from|import) .*\b{name}\b", (root / file).read_text(), re.MULTILINE):
                 found |= lines.running(file, 1, 10_000)
-    # The quickest case of every test function before the second of any.
-    cases = collections.Counter()
+    test_files = {test.partition("::")[0] for test in found}
+    near = sorted(test_files, key=lambda file: (not is_about(file, fault.file), lines.sizes[file]))[:NEAREST]
+    first = quickest({test for test in found if test.partition("::")[0] in near}, lines, seconds / 3)
+    others = quickest(found - set(first), lines, seconds * 2 / 3)
+    return [tests for tests in (first, others) if tests]
+
+
+def is_about(test_file: str, file: str) -> bool:
+    """Whether a file of tests has the module's place or name."""
+    test, module = Path(test_file), Path(file)
+    return test.parent == Path("tests", module.parent) or module.stem in test.stem
+
+
+def quickest(tests: set[str], lines: Map, seconds: float) -> list[str]:
+    """As many as there is time for, the quickest case of every test function before the second of any; file by file, as
+    tests of a file share what takes long to set up."""
+    cases: collections.Counter = collections.Counter()
     order = []
-    for test in sorted(found, key=lambda test: (lines.tests[test], test)):
+    for test in sorted(tests, key=lambda test: (lines.tests[test], test)):
         function = test.partition("[")[0]
         order.append((cases[function], lines.tests[test], test))
         cases[function] += 1
-    chosen, seconds = [], 0.0
+    by_file: dict[str, list[str]] = {}
     for _, cost, test in sorted(order)[:MOST_TESTS]:
-        seconds += cost
-        if seconds > MOST_SECONDS and chosen:
+        seconds -= cost
+        if seconds < 0 and by_file:
             break
-        chosen.append(test)
-    first = {}
-    for rank, test in enumerate(chosen):
-        first.setdefault(test.partition("::")[0], rank)
-    # Tests of a file share what takes long to set up in the plugin's tests.
-    shares = [
-        first[test.partition("::")[0]] if "lmms_eval_plugins" in test else rank for rank, test in enumerate(chosen)
-    ]
-    return [test for _, test in sorted(zip(shares, chosen, strict=True), key=lambda pair: pair[0])]
+        by_file.setdefault(test.partition("::")[0], []).append(test)
+    return [test for tests in by_file.values() for test in tests]
 
 
 def report(results: dict[str, dict]) -> str:
