@@ -11,8 +11,10 @@ Left out, as no answer depends on it:
   every string with a space;
 - `frozen=True`, and decorators that only declare (`abstractmethod`, `overload`);
 - numbers below 1e-4, which guard a division;
+- arguments swapped where order does not matter (`min`, `transpose`);
 - `device=`, `non_blocking=` and `pin_memory=`, where one device is all there is; `indent=` of JSON;
-- lines of Triton kernels that the interpreter does not reach: they need a GPU (`tests.mutate` knows them by its map).
+- what needs a GPU: `torch.cuda`, and lines of Triton kernels that the interpreter does not reach (`tests.mutate` knows
+  them by its map).
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ OPPOSITES = {"min": "max", "any": "all", "argmin": "argmax", "amin": "amax", "fl
 OPPOSITES |= {f"{name}_": f"{other}_" for name, other in OPPOSITES.items()}
 OPPOSITES |= {other: name for name, other in OPPOSITES.items()}
 SAID = {"print", "warn", "warning", "info", "debug", "_say_once"}
+COMMUTATIVE = {"min", "max", "transpose", "equal", "gcd"}
 LEFT = {"frozen", "device", "non_blocking", "pin_memory", "indent"}
 TEXT = {"help", "description", "epilog", "metavar", "title", "match", "message"}
 DECLARING = {"abstractmethod", "overload", "runtime_checkable"}
@@ -281,6 +284,8 @@ class _Finder(ast.NodeVisitor):
             return  # a docstring
         if isinstance(node.value, ast.Call) and self.called(node.value) in SAID:
             return
+        if self.text(node).startswith("torch.cuda."):
+            return
         self.drop(node)
         self.visit(node.value)
 
@@ -385,6 +390,7 @@ class _Finder(ast.NodeVisitor):
             end = self.stop(node.func)
             self.add(end - len(name), end, OPPOSITES[name], "opposite")
         plain = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
+        plain = [] if name in COMMUTATIVE else plain
         for left, right in itertools.pairwise(plain):
             if self.text(left) != self.text(right):
                 gap = self.code[self.stop(left) : self.begin(right)].decode()

@@ -53,7 +53,6 @@ EXPECTED = {
     ("boolean", "if self.count < len(keys) or not self.full:"),
     ("dropped sign", "if self.count < len(keys) and (self.full):"),
     ("opposite", "return max(keys, self.size)"),
-    ("swapped arguments", "return min(self.size, keys)"),
     ("slice", 'end = self.cut(keys[: (self.size) + 1], device="cpu", mode="last")'),
     ("dropped keyword", 'end = self.cut(keys[: self.size], device="cpu")'),
     ("constant", "end = self.cut(keys[: self.size], device=\"cpu\", mode='last_x')"),
