@@ -47,7 +47,7 @@ COMMANDS = {
     "bench": (f"{BENCH}.cli", "parser", ["org/model"], f"{BENCH}.cli.load"),
     "speech": (f"{BENCH}.speech.command", "parser", ["org/model", "snapkv", "0.2"], f"{BENCH}.speech.command.cold"),
 }
-FREE = {"words", "overrides", "options"}  # `key=value`, tried below by what the keys are
+FREE = {"words", "overrides", "options", "question"}  # text, or `key=value`, tried below by what the keys are
 
 
 class Started(BaseException):
@@ -173,7 +173,7 @@ def test_every_generation_argument_refuses_what_is_none(monkeypatch, refused):
 def test_task_model_method_and_ratio_refuse_what_is_none(position, monkeypatch, refused):
     _, _, main = command("run_eval", monkeypatch)
     numbers = ["nan", "inf", "1e999", "0", "2", "-0.5", "1_0", "٣", "true", "0.5,nan"] if position == 3 else []
-    for wrong in [*filter(str.strip, UNPRINTABLE), "'", "no such", "a" * 5000, "~nobody/x", "../..", *numbers]:
+    for wrong in [*UNPRINTABLE, "'", "no such", "a" * 5000, "~nobody/x", "../..", *numbers]:
         argv = [*FOUR[:position], wrong, *FOUR[position + 1 :]]
         assert refused(main, argv) == "", wrong
 

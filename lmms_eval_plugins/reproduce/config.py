@@ -13,6 +13,7 @@ from kvcompress.policy.policy import make_policy
 
 from ..cells.errors import UsageError, nearest
 from ..cells.flag_types import shown
+from ..cells.results import exact
 from ..cells.yaml_files import read_yaml
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "reproduce"
@@ -160,6 +161,6 @@ def load_reference(config: Reproduction, path: Path) -> dict[tuple[str, ...], tu
         if not pd.api.types.is_numeric_dtype(frame[column]) or not np.isfinite(frame[column].dropna()).all():
             raise UsageError(f"{file}: column {column} holds what is not a number")
     return {
-        (row.model, row.benchmark, row.method, f"{row.ratio_kept:g}"): (row.value, row.est_error_abs)
+        (row.model, row.benchmark, row.method, exact(row.ratio_kept)): (row.value, row.est_error_abs)
         for row in frame.itertuples()
     }

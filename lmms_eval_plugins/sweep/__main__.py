@@ -7,7 +7,7 @@ from pathlib import Path
 from ..cells.command_line import Parser
 from ..cells.errors import EvaluationFailed, UsageError, exit_code
 from ..cells.flag_types import count_or_fraction, label, path, whole
-from ..cells.machine import check_environment, processes, say
+from ..cells.machine import check_environment, number_of_processes, say
 from ..cells.names import check_tasks
 from ..cells.run import quiet
 from .trial import parse_trial, run_trial, stay_offline
@@ -40,8 +40,8 @@ def run(argv: list[str]) -> None:
         overrides["limit"] = flags.limit
     if flags.ray is None and (flags.workers or flags.cpus_per_trial):
         raise UsageError("--workers and --cpus-per-trial are for --ray")
-    if flags.ray is not None and processes() > 1:
-        raise UsageError(f"NUM_PROCESSES={processes()} with --ray: a trial on Ray is one process")
+    if flags.ray is not None and number_of_processes() > 1:
+        raise UsageError(f"NUM_PROCESSES={number_of_processes()} with --ray: a trial on Ray is one process")
     try:
         from .config import read_config
     except ImportError as error:
@@ -50,11 +50,14 @@ def run(argv: list[str]) -> None:
     include_path = config.constants.get("include_path")
     check_tasks([str(task) for task in config.values("task")], include_path and Path(str(include_path)))
     stay_offline([str(model) for model in config.values("model")], [str(task) for task in config.values("task")])
+    from kvcompress.files import check_output
+
     from .runner import Sweep, check_trials, locked, run_here
     from .table import write_table
 
     quiet("WARNING")
     check_trials(config, flags.output_path)
+    check_output(flags.output_path / "sweeps" / config.name)
     with locked(flags.output_path / "sweeps" / config.name):
         sweep = Sweep(config, flags.output_path, flags.seed, flags.trials)
         say(f"{sweep.trials.left} of {sweep.trials.total} trials to do; all is kept under {sweep.folder}")

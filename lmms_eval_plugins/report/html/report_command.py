@@ -2,6 +2,8 @@
 
 import argparse
 
+from kvcompress.files import check_output
+
 from ...cells.command_line import Parser
 from ...cells.errors import exit_code
 from ...cells.flag_types import folder, path
@@ -26,10 +28,10 @@ def main(arguments: list[str]) -> int:
 def report(arguments: list[str]) -> None:
     """Write the report. Raises UsageError, or KVCompressError where there are no results."""
     given = parser().parse_args(arguments)
-    out = given.out or given.results / "report"
+    out, page = given.out or given.results / "report", "report.html"
+    check_output(out, page)
     groups = load_groups(given.results)
     files = write_tables(groups, out)
-    page = out / "report.html"
-    write_page(page, "KV-cache compression", page_data(groups))
-    for file in [*files, page]:
+    write_page(out / page, "KV-cache compression", page_data(groups))
+    for file in [*files, out / page]:
         print(f"written: {file} ({file.stat().st_size / 1e3:.0f} kB)")

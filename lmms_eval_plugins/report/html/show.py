@@ -21,6 +21,7 @@ from PIL import Image, UnidentifiedImageError
 from tqdm import tqdm
 
 from kvcompress import KVCompressError
+from kvcompress.files import check_output, replacing
 
 from ...cells.command_line import Parser, parse
 from ...cells.errors import exit_code
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         description="Answer one question with a compressed KV cache, and show what of the prompt survives.",
     )
     this.add_argument("image", type=path)
-    this.add_argument("question", type=label)
+    this.add_argument("question")
     this.add_argument("options", nargs="*", metavar="option=value", help="of the methods or the model")
     this.add_argument("--model", type=label, default="tiny", help="hub id or local folder (tiny: the bundled model)")
     this.add_argument("--method", type=label, default="snapkv", help="one, or a comma list (snapkv)")
@@ -69,7 +70,11 @@ def show(arguments: list[str]) -> None:
     given = parser().parse_intermixed_args(arguments)
     if given.out.suffix not in (".html", ".png"):
         raise KVCompressError(f"--out {str(given.out)!r}: the name must end in .html or .png")
+    for name in ("method", "ratio"):
+        if not getattr(given, name).strip(", "):
+            raise KVCompressError(f"--{name} {getattr(given, name)!r} is a list without items")
     image = read_image(given.image)
+    check_output(given.out.parent, given.out.name)
     # The task is not run; it is one that needs no network.
     request = parse(["tiny_textvqa", given.model, f"full,{given.method}", given.ratio, *given.options])
     check_names(request)
@@ -192,11 +197,9 @@ def write_png(path: Path, question: str, answers: list[dict[str, Any]]) -> None:
             )
         line[0].set_ylabel(f"{one['name']}\n{one['answer'][:40]!r}", fontsize=9)
     figure.suptitle(question.splitlines()[0] if question else "", fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, dpi=150, format="png")
+    with replacing(path) as draft:
+        figure.savefig(draft, dpi=150, format="png")
     plt.close(figure)
-    temporary.replace(path)
 
 
 def draw(panel: plt.Axes, images: list[dict[str, Any]], share: np.ndarray) -> None:
