@@ -19,6 +19,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from kvcompress import KVCompressError
+from kvcompress.errors import loading
 
 from . import llava_next
 from .arguments import LLAVA_ONEVISION_ARGUMENTS, ModelArguments
@@ -31,10 +32,7 @@ PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor
 def device_of(args: ModelArguments, world_size: int) -> torch.device:
     """Where this rank's model goes: the device asked for, or this rank's GPU, or the CPU."""
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise KVCompressError(f"device={name!r} is not a device: cpu, cuda, cuda:0") from None
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise KVCompressError(
             f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA GPUs; device=cpu runs without one"
@@ -60,6 +58,16 @@ def load(args: ModelArguments, device: torch.device) -> tuple[Any, Any]:
         settings |= {"device_map": None, "distributed_config": DistributedConfig(tp_size=processes)}
     if args.attn_implementation is not None:
         settings["attn_implementation"] = args.attn_implementation
+    with loading(args.pretrained):
+        model, processor = _read(args, source, settings)
+    _check_llava_onevision(args, model.config)
+    _set_up_processor(args, processor)
+    _set_end_tokens(model, getattr(processor, "tokenizer", processor))
+    return model.eval(), processor
+
+
+def _read(args: ModelArguments, source: dict[str, Any], settings: dict[str, Any]) -> tuple[Any, Any]:
+    """The model and its processor as transformers reads them; what a damaged checkpoint makes it raise comes out."""
     raw_config, _ = PreTrainedConfig.get_config_dict(args.pretrained, revision=args.revision)
     check_checkpoint(args.pretrained, raw_config, args.quantization, settings["device_map"])
     if args.quantization is not None:
@@ -74,11 +82,12 @@ def load(args: ModelArguments, device: torch.device) -> tuple[Any, Any]:
         processor = processor_loader.from_pretrained(args.pretrained, **source)
         if loader is AutoModelForImageTextToText and not hasattr(processor, "image_processor"):
             raise KVCompressError(f"{args.pretrained}: AutoProcessor finds no image processor in the checkpoint")
-        model = loader.from_pretrained(args.pretrained, **source, **settings)
-    _check_llava_onevision(args, model.config)
-    _set_up_processor(args, processor)
-    _set_end_tokens(model, getattr(processor, "tokenizer", processor))
-    return model.eval(), processor
+        model, found = loader.from_pretrained(args.pretrained, output_loading_info=True, **source, **settings)
+        # transformers would draw them at random. A quantized checkpoint has its weights under other names.
+        if found["missing_keys"] and args.quantization is None and "quantization_config" not in raw_config:
+            first = ", ".join(sorted(found["missing_keys"])[:3])
+            raise KVCompressError(f"{args.pretrained} lacks {len(found['missing_keys'])} of its weights: {first}, ...")
+    return model, processor
 
 
 def _model_loader(config: PreTrainedConfig) -> type[AutoModelForImageTextToText] | type[AutoModelForCausalLM]:
@@ -104,8 +113,6 @@ def _set_up_processor(args: ModelArguments, processor: Any) -> None:
             raise KVCompressError("chat_template=plain is for text-only models: images need placeholders in the prompt")
         processor.chat_template = PLAIN_TEMPLATE
     elif args.chat_template is not None:
-        if not Path(args.chat_template).is_file():
-            raise KVCompressError(f"chat_template={args.chat_template!r} is neither a file nor 'plain'")
         processor.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
     if processor.chat_template is None:
         raise KVCompressError(
