@@ -16,7 +16,7 @@ from .yaml_files import read_yaml
 
 PLUGIN = Path(__file__).parents[1]
 # A value of these keys, or a list of them below.
-TASK_NAMES = re.compile(rb"^(?:task|group|tag):[ \t]*(.*(?:\n[ \t]*-.*)*)", re.MULTILINE)
+TASK_NAMES = re.compile(rb"^[\"']?(?:task|group|tag)[\"']?[ \t]*:[ \t]*(.*(?:\n[ \t]*-.*)*)", re.MULTILINE)
 REGISTERED = re.compile(rb"^@(?:kvcompress\.)?register_method\((.)([^\"']*)", re.MULTILINE)
 # Fields of classes, and keys of tables.
 ARGUMENTS = re.compile(rb"^    (?:(\w+): |\"(\w+)\": )", re.MULTILINE)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from lmms_eval.protocol import ChatMessages
 from transformers import BatchFeature
 
@@ -48,14 +49,7 @@ class ChatProcessor:
 
     def inputs(self, prompts: list[ChatPrompt]) -> BatchFeature:
         """Model inputs of a batch, left-padded, on the CPU."""
-        texts = [
-            self.processor.apply_chat_template(
-                prompt.conversation if self.has_vision else _as_strings(prompt.conversation),
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-            for prompt in prompts
-        ]
+        texts = [self._templated(prompt) for prompt in prompts]
         arguments: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
         # A chat template writes the begin-of-sequence token where the model wants one.
         is_plain, bos = self.args.chat_template == "plain", self.tokenizer.bos_token
@@ -73,6 +67,18 @@ class ChatProcessor:
         # Frames' positions are multiples of it, so it is not rounded.
         exact = {name: value for name, value in inputs.items() if name == "second_per_grid_ts"}
         return BatchFeature({**BatchFeature(inputs).to(self.dtype), **exact})
+
+    def _templated(self, prompt: ChatPrompt) -> str:
+        """Raises KVCompressError where the chat template is wrong, or refuses the conversation."""
+        try:
+            return self.processor.apply_chat_template(
+                prompt.conversation if self.has_vision else _as_strings(prompt.conversation),
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except TemplateError as error:
+            which = self.args.chat_template or f"of {self.args.pretrained}"
+            raise KVCompressError(f"chat template {which}: {type(error).__name__}: {error}") from error
 
 
 def on_device(inputs: BatchFeature, device: torch.device) -> BatchFeature:
