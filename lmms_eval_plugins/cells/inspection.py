@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .data import limited, working_directory
 from .errors import EvaluationFailed, UsageError
 from .machine import say
-from .results import RESULTS_FILE, dumps
+from .results import dumps, read_results
 
 if TYPE_CHECKING:
     from lmms_eval.api.task import Task
@@ -112,8 +112,7 @@ def write_out(
 
 def show_config(cell: Path) -> None:
     """Print the whole configuration of a complete cell's task, or of each task of its group, as lmms-eval used it."""
-    results = json.loads((cell / RESULTS_FILE).read_text(encoding="utf-8"))
-    say(json.dumps(results["configs"], indent=2, ensure_ascii=False))
+    say(json.dumps(read_results(cell).get("configs"), indent=2, ensure_ascii=False))
 
 
 def _shown(target: Any) -> str:

@@ -22,7 +22,7 @@ from .kept_tokens import IMAGES_FOLDER, write_kept_tokens
 from .machine import rank, say
 from .plan import Job
 from .progress import Grid
-from .results import dumps, new_cell, write_cell
+from .results import dumps, incomplete_reason, new_cell, write_cell
 
 if TYPE_CHECKING:
     from ..model.arguments import ModelArguments
@@ -86,8 +86,8 @@ def evaluate_cell(lm: "KVCompressLM", job: Job) -> None:
             "fingerprint": job.fingerprint,
         }
         write_cell(folder, results, samples)
-    if job.incomplete:
-        raise EvaluationFailed(f"{job.folder} was written but is not complete: {job.incomplete}")
+        if reason := incomplete_reason(Path(folder), job.fingerprint):
+            raise EvaluationFailed(f"what was written for {job.folder} is not complete: {reason}")
 
 
 def run_lmms_eval(lm: "KVCompressLM", job: Job, folder: Path | str) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 import hashlib
 import inspect
-import json
 import os
 from typing import TYPE_CHECKING, Any
 
 from .command_line import literal
 from .errors import EvaluationFailed, UsageError, nearest
 from .plan import Job
-from .results import SAMPLES_FILE, dumps
+from .results import dumps, read_samples
 
 if TYPE_CHECKING:
     import wandb
@@ -73,8 +72,7 @@ def _mode() -> str:
 def _samples(job: Job) -> "wandb.Table":
     import wandb
 
-    lines = (job.folder / SAMPLES_FILE).read_text(encoding="utf-8").splitlines()
-    samples = [json.loads(line) for line in lines]
+    samples = read_samples(job.folder)
     scores = [name for name, value in samples[0].items() if isinstance(value, int | float) and name != "doc_id"]
     names = ["task", "doc_id", "input", "target", "filtered_resps", *scores]
     rows = [[_plain(sample.get(name)) for name in names] for sample in samples]

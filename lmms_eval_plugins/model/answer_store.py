@@ -15,6 +15,8 @@ from typing import Any
 
 from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
 
+from kvcompress.files import write_text
+
 
 class AnswerStore:
     """Answers under one identity.
@@ -26,9 +28,9 @@ class AnswerStore:
     def __init__(self, root: Path, identity: dict[str, Any], rank: int = 0):
         """`identity`: all that an answer and its measurement depend on, apart from the prompts; plain JSON."""
         text = json.dumps(identity, sort_keys=True, indent=2)
-        folder = root / hashlib.sha256(text.encode()).hexdigest()[:32]
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "identity.json").write_text(text + "\n", encoding="utf-8")
+        # Absolute: the working directory is another while lmms-eval runs.
+        folder = root.absolute() / hashlib.sha256(text.encode()).hexdigest()[:32]
+        write_text(folder / "identity.json", text + "\n")
         self._file = folder / f"{rank}.jsonl"
         self._known: dict[str, Any] = {}
         for file in sorted(folder.glob("*.jsonl")):

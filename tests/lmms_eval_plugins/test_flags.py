@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,6 +111,13 @@ def test_a_lost_cell_is_made_of_earlier_answers_and_another_identity_is_not(tmp_
     assert second[0]["efficiency"] == first[0]["efficiency"]
     assert run(*cache, "window_size=8") == 0
     assert answered == [2, 2]
+
+
+def test_a_folder_of_answers_that_cannot_be_written_is_known_before_the_model_loads(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(evaluate, "load_model", None)
+    assert run("--use_cache", str(tmp_path / "file")) == 2
+    assert re.match(r"error: '.*file' cannot be written: ", error_line(capsys))
 
 
 # -- what goes elsewhere

@@ -1,6 +1,7 @@
 """--use_cache: a batch is answered once for one identity, and only for it."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +75,15 @@ def test_an_interrupted_run_goes_on_where_it_stopped_and_a_cut_line_is_answered_
         assert [row["doc_id"] for row in rows] == [0, 1, 2]
         assert answered(DOCS)[2] == 0  # and what was answered again is stored
     assert "cell" in json.loads(next(tmp_path.rglob("identity.json")).read_text())
+
+
+def test_a_relative_folder_stays_where_it_is_when_the_working_directory_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = AnswerStore(Path("cache"), {"cell": 1})
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir("data")
+    store.put("a", 1)
+    assert AnswerStore(tmp_path / "cache", {"cell": 1}).get("a") == 1
 
 
 def test_processes_read_what_all_have_written(tmp_path):
