@@ -89,6 +89,21 @@ def test_the_questions_behind_an_offset_are_answered():
     assert [sample["measurement"]["doc_id"] for sample in samples] == [3, 4]
 
 
+def test_an_automatic_batch_size_runs_and_is_named(capsys):
+    assert run("--batch_size", "auto:2", "--max_batch_size", "1", "--repeats", "2") == 0
+    results, _ = read(only_cell())
+    assert results["protocol"]["settings"]["batch_size"] == "auto:2"
+    assert results["config"]["batch_sizes"] == [1, 1]
+    out, err = capsys.readouterr()
+    assert "of a batch of auto:2" in out
+    assert " · 4/4 · " in err  # two answers to each question
+
+
+def only_cell():
+    (file,) = Path("results").rglob("results.json")
+    return file.parent
+
+
 # -- answers of earlier runs
 
 
