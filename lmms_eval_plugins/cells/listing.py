@@ -61,11 +61,11 @@ def _names(text: str) -> list[str]:
 
 
 def methods() -> list[str]:
-    """Each method with the first line of its description and its paper."""
+    """Each method with its paper and what it does."""
     import kvcompress
 
     found = kvcompress.list_methods().values()
-    return [f"{info.name:<20} {_first_line(info.cls)} {info.paper}".rstrip() for info in found]
+    return [f"{info.name:<20} {info.paper:<32} {_first_sentence(info.cls)}" for info in found]
 
 
 def models() -> list[str]:
@@ -91,5 +91,6 @@ def models() -> list[str]:
     return lines
 
 
-def _first_line(cls: type) -> str:
-    return (cls.__doc__ or "").strip().splitlines()[0]
+def _first_sentence(cls: type) -> str:
+    paragraph = " ".join((cls.__doc__ or "").strip().partition("\n\n")[0].split())
+    return re.split(r"(?<=[.:;])\s", paragraph)[0].rstrip(":;")
