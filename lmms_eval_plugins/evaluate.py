@@ -16,7 +16,8 @@ from .cells.command_line import parse
 from .cells.errors import exit_code
 from .cells.inspection import show_config
 from .cells.listing import show_list
-from .cells.machine import rank, say, set_offline
+from .cells.machine import check_environment, number_of_processes, rank, say, set_offline
+from .cells.names import check_names
 from .cells.plan import Plan, check_folders
 from .cells.processes import run_ranks
 from .cells.run import evaluate_cells, load_model, quiet
@@ -27,7 +28,9 @@ def evaluate(argv: list[str]) -> int:
     if argv[:1] == ["list"]:
         show_list(argv[1:])
         return 0
+    check_environment()
     request = parse(argv)
+    check_names(request)
     set_offline(request)
     return run(Plan.of(request), argv)
 
@@ -35,7 +38,7 @@ def evaluate(argv: list[str]) -> int:
 def run(plan: Plan, argv: list[str]) -> int:
     """Evaluate every cell that is not complete on disk, then report. `argv`: what several ranks are started with."""
     flags = plan.request.flags
-    processes = int(os.environ.get("NUM_PROCESSES", 1))
+    processes = number_of_processes()
     plan.check_machine(processes)
     if processes > 1 and "LOCAL_RANK" not in os.environ:
         return run_ranks(processes, argv)

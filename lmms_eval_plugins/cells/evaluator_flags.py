@@ -6,10 +6,10 @@ Imports nothing heavy.
 import argparse
 import json
 import zoneinfo
-from pathlib import Path
 from typing import Any
 
 from .errors import UsageError, nearest
+from .flag_types import label, path, prose, shown, whole
 
 # Takes out of an answer, before it is scored, what stands between these tags: lmms-eval's own default.
 REASONING_TAGS = '[["<think>", "</think>"], ["<analysis>", "</analysis>"]]'
@@ -47,14 +47,15 @@ REPLACED = {
 def add_evaluator_flags(parser: argparse.ArgumentParser) -> None:
     """Those of lmms-eval's flags that need nothing of ours."""
     add = parser.add_argument
-    add("--max_batch_size", type=_count, metavar="N", help="with --batch_size auto, the most prompts per batch (64)")
-    add("--offset", type=_whole, default=0, metavar="N", help="leave out each task's first N questions (0)")
-    add("-n", "--repeats", "--num_samples", type=_count, default=1, metavar="N", help="answers per question (1)")
-    add("--system_instruction", metavar="TEXT", help="the same as system_prompt=TEXT")
+    add("--max_batch_size", type=whole(1), metavar="N", help="with --batch_size auto, the most prompts per batch (64)")
+    add("--offset", type=whole(), default=0, metavar="N", help="leave out each task's first N questions (0)")
+    add("-n", "--repeats", "--num_samples", type=whole(1), default=1, metavar="N", help="answers per question (1)")
+    add("--system_instruction", type=prose, metavar="TEXT", help="the same as system_prompt=TEXT")
     add(
         "--apply_chat_template",
         nargs="?",
         const=True,
+        type=label,
         metavar="NAME",
         help="always on; NAME picks one of the checkpoint's templates, as chat_template=NAME does",
     )
@@ -70,12 +71,12 @@ def add_evaluator_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--process-docs-parallel",
         "--process_docs_parallel",
-        type=_count,
+        type=whole(1),
         default=4,
         metavar="N",
         help="scoring threads",
     )
-    add("--use_cache", "-c", type=Path, metavar="DIR", help="take answers of earlier runs from DIR, and add these")
+    add("--use_cache", "-c", type=path, metavar="DIR", help="take answers of earlier runs from DIR, and add these")
     add("--check_integrity", action="store_true", help="read every question, image and video before the model loads")
     add("--write_out", "-w", action="store_true", help="show each task's first prompt and target, with their tokens")
     add("--show_config", action="store_true", help="show the tasks' whole configuration at the end")
@@ -93,25 +94,13 @@ def check_known(flag: str, valid: list[str]) -> None:
     raise UsageError(f"unknown flag {name!r}{nearest(name, valid)}")
 
 
-def _whole(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < len(text) < 10 and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 def size_of_batch(text: str) -> int | str:
     """`8`, `auto` or `auto:4`."""
     times = text.removeprefix("auto:")
     if text == "auto" or (times != text and times.isascii() and times.isdigit() and 0 < int(times) < 10**6):
         return text
     try:
-        return _count(text)
+        return whole(1)(text)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither a whole number of at least 1, nor auto, nor auto:N"
@@ -125,7 +114,7 @@ def _reasoning_tags(text: str) -> str:
             return text
     except (ValueError, TypeError, RecursionError):
         pass
-    raise argparse.ArgumentTypeError(f"{text[:80]!r} is neither none nor a JSON list of pairs of tags")
+    raise argparse.ArgumentTypeError(f"{shown(text)} is neither none nor a JSON list of pairs of tags")
 
 
 def _timezone(text: str) -> str:
@@ -138,7 +127,7 @@ def _timezone(text: str) -> str:
     else:
         return text
     raise argparse.ArgumentTypeError(
-        f"{text[:80]!r} is no time zone{nearest(text, zoneinfo.available_timezones())}: Europe/Berlin, UTC"
+        f"{shown(text)} is no time zone{nearest(text, zoneinfo.available_timezones())}: Europe/Berlin, UTC"
     )
 
 
@@ -148,10 +137,10 @@ def _key_values(text: str) -> dict[str, str]:
     for item in filter(None, (item.strip() for item in text.split(","))):
         name, equals, value = item.partition("=")
         if not equals or not name or name in found:
-            raise argparse.ArgumentTypeError(f"{item[:80]!r} is not name=value, or is given twice")
+            raise argparse.ArgumentTypeError(f"{shown(item)} is not name=value, or is given twice")
         found[name] = value
     if not found:
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} names nothing: name=value,name=value")
+        raise argparse.ArgumentTypeError(f"{shown(text)} names nothing: name=value,name=value")
     return found
 
 
@@ -166,9 +155,10 @@ def _hub_arguments(text: str) -> dict[str, Any]:
         if name == "token":
             raise argparse.ArgumentTypeError("token: set HF_TOKEN, which is not written into any file")
         if name not in HUB_NAMES:
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(HUB_NAMES)}{nearest(name, HUB_NAMES)}")
+            hint = nearest(name, HUB_NAMES)
+            raise argparse.ArgumentTypeError(f"{shown(name)} is not one of {', '.join(HUB_NAMES)}{hint}")
         if name in HUB_SWITCHES and value.lower() not in ("true", "false"):
-            raise argparse.ArgumentTypeError(f"{name}={value!r} is neither true nor false")
+            raise argparse.ArgumentTypeError(f"{name}={shown(value)} is neither true nor false")
         found[name] = value.lower() == "true" if name in HUB_SWITCHES else value
     if not (found.get("push_results_to_hub") or found.get("push_samples_to_hub")):
         raise argparse.ArgumentTypeError("neither push_results_to_hub=true nor push_samples_to_hub=true is given")

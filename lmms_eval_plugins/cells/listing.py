@@ -1,14 +1,10 @@
 """`run_eval.sh list tasks|methods|models [WORD]`: what may stand on the command line, with a word to look for."""
 
-import importlib.util
 import re
-from pathlib import Path
 
 from .errors import UsageError, nearest
+from .names import task_folders, task_kinds
 
-BUNDLED_TASKS = Path(__file__).parents[1] / "tasks"
-# A key of a task file with its value: a scalar, or a list, in a line or below.
-TOP_LEVEL = re.compile(r"^[\"']?(task|group|tag)[\"']?[ \t]*:[ \t]*(.*(?:\n[ \t]*[-#].*)*)", re.MULTILINE)
 KINDS = ("tasks", "methods", "models")
 # Model types that docs/families.md has tests of; transformers knows more.
 TESTED = (
@@ -32,32 +28,12 @@ def show_list(argv: list[str]) -> None:
 
 
 def tasks() -> list[str]:
-    """Bundled tasks, then lmms-eval's tasks, groups and tags, found in the text of their files: lmms-eval itself takes
-    fifteen seconds to start and to read them."""
-    official = Path(importlib.util.find_spec("lmms_eval").submodule_search_locations[0]) / "tasks"
-    lines = []
-    for folder, origin in ((BUNDLED_TASKS, "bundled"), (official, "lmms-eval")):
-        kinds: dict[str, str] = {}
-        for file in sorted(folder.rglob("*.yaml")):
-            kinds = {**names_in(file.read_text(encoding="utf-8-sig")), **kinds}
-        lines += [f"{name:<40} {kind}, {origin}" for name, kind in sorted(kinds.items())]
-    return lines
-
-
-def names_in(text: str) -> dict[str, str]:
-    """What a task file defines: name -> `task`, `group` or `tag`."""
-    values = dict(TOP_LEVEL.findall(text))
-    of_task = values.get("task", "")
-    if of_task.partition("#")[0].strip()[:1] in ("", "[", "-"):  # a list: of a group's tasks, or there is none
-        return dict.fromkeys(_names(values.get("group", "")) if of_task else [], "group")
-    tags = [tag for key in ("group", "tag") for tag in _names(values.get(key, ""))]
-    return {**dict.fromkeys(tags, "tag"), **dict.fromkeys(_names(of_task), "task")}
-
-
-def _names(text: str) -> list[str]:
-    """A scalar, or the items of a list, without quotes and comments."""
-    lines = (re.sub(r"(^|\s)#.*|^\s*-\s", "", line) for line in text.splitlines())
-    return [name for line in lines for name in re.findall(r"[^\s,\[\]\"']+", line)]
+    """Bundled tasks, then lmms-eval's tasks, groups and tags."""
+    return [
+        f"{name:<40} {kind}, {origin}"
+        for origin, folder in task_folders().items()
+        for name, kind in sorted(task_kinds(folder).items())
+    ]
 
 
 def methods() -> list[str]:

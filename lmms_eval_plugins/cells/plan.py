@@ -2,12 +2,11 @@
 
 import argparse
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command_line import DEFAULT_SEEDS, Request
+from .command_line import BUNDLED_MODEL, DEFAULT_SEEDS, Request
 from .data import DEFAULT_DATA_ROOT, data_identity, find_tasks, limited, load_tasks
 from .errors import UsageError
 from .evaluator_flags import REASONING_TAGS
@@ -48,11 +47,12 @@ class Plan:
     @classmethod
     def of(cls, request: Request) -> "Plan":
         """Raises KVCompressError or UsageError for an unknown method, option or model argument, or a wrong value."""
-        from ..model.arguments import model_arguments, split_arguments
+        from ..model.arguments import check_generation, model_arguments, split_arguments
 
         own, options = split_arguments(request.arguments, request.methods, ("budget",))
         for name in {"chat_template", "system_prompt"} & own.keys():  # text, or a file of the working directory
             own[name] = os.path.realpath(own[name]) if os.path.isfile(str(own[name])) else own[name]
+        request.flags.gen_kwargs = check_generation(request.flags.gen_kwargs)
         arguments = model_arguments(pretrained=_local_or_hub(request.model), **own)
         settings = _run_settings(arguments, request.flags)
         data_root = request.flags.data_root or (DEFAULT_DATA_ROOT if DEFAULT_DATA_ROOT.is_dir() else None)
@@ -154,17 +154,9 @@ def check_folders(jobs: list[Job]) -> None:
 
 
 def _local_or_hub(model: str) -> str:
-    """The absolute path of a local folder; a hub id, or `tiny`, as it is. Raises UsageError for anything else."""
-    from ..model.arguments import TINY_MODEL
-
-    path = Path(model).expanduser()
-    if model != TINY_MODEL and path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UsageError(f"MODEL {model!r} is a folder without config.json, so not a model")
-        return str(path.resolve())
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model):
-        raise UsageError(f"MODEL {model!r} is neither a folder, nor a hub id such as org/name, nor {TINY_MODEL!r}")
-    return model
+    """The absolute path of a local folder; a hub id, or `tiny`, as it is."""
+    path = Path(os.path.expanduser(model))
+    return str(path.resolve()) if model != BUNDLED_MODEL and path.is_dir() else model
 
 
 def _run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from kvcompress import KVCompressError
+from kvcompress.errors import plain_number, shown
 
 MOST = 64  # prompts per batch, unless `max_batch_size` says otherwise
 # The part of the free memory that a batch may take. What is tried on a GPU is known to fit; a CPU's memory belongs to
@@ -39,10 +40,13 @@ def batch_size(value: Any) -> int | str:
     """A number, `auto` or `auto:N`, as it was given on some command line. Raises KVCompressError."""
     if isinstance(value, str) and re.fullmatch(r"auto(:[1-9][0-9]{0,5})?", value):
         return value
-    text = str(value)
-    if isinstance(value, bool) or not (text.isascii() and text.isdigit() and 0 < len(text) < 7 and int(text) > 0):
-        raise KVCompressError(f"batch_size={value!r} is neither a positive number, nor auto, nor auto:N")
-    return int(text)
+    try:
+        number = plain_number(value, int)
+    except ValueError:
+        number = None
+    if not isinstance(number, int | float) or number < 1 or number != int(number):
+        raise KVCompressError(f"batch_size={shown(value)} is neither a positive number, nor auto, nor auto:N")
+    return int(number)
 
 
 def searches(size: int | str) -> int:
