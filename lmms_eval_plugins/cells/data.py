@@ -107,8 +107,7 @@ def working_directory(path: Path | None) -> Iterator[None]:
         os.chdir(before)
 
 
-def limited(questions: int, limit: float | int | None) -> int:
-    """How many questions `--limit` leaves, as lmms-eval counts."""
-    if limit is None:
-        return questions
-    return math.ceil(questions * limit) if limit < 1 else min(questions, int(limit))
+def limited(questions: int, limit: float | int | None, offset: int = 0) -> int:
+    """How many questions `--limit` and `--offset` leave, as lmms-eval counts: a fraction is one of all questions."""
+    most = questions if limit is None else math.ceil(questions * limit) if limit < 1 else int(limit)
+    return max(0, min(questions - offset, most))

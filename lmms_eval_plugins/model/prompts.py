@@ -24,7 +24,7 @@ class ChatProcessor:
         dtype: the model's precision, which pixels get.
     """
 
-    def __init__(self, args: ModelArguments, processor: Any, dtype: torch.dtype):
+    def __init__(self, args: ModelArguments, processor: Any, dtype: torch.dtype = torch.float32):
         self.args, self.processor, self.dtype = args, processor, dtype
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.has_vision = self.tokenizer is not processor
@@ -47,9 +47,24 @@ class ChatProcessor:
             prompt.conversation = [{"role": "system", "content": [{"type": "text", "text": system}]}, *others]
         return prompt
 
+    def text(self, prompt: ChatPrompt) -> str:
+        """The prompt as the chat template writes it, with a placeholder for each image or video.
+
+        Raises KVCompressError where the template is wrong, or refuses the conversation.
+        """
+        try:
+            return self.processor.apply_chat_template(
+                prompt.conversation if self.has_vision else _as_strings(prompt.conversation),
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except TemplateError as error:
+            which = self.args.chat_template or f"of {self.args.pretrained}"
+            raise KVCompressError(f"chat template {which}: {type(error).__name__}: {error}") from error
+
     def inputs(self, prompts: list[ChatPrompt]) -> BatchFeature:
         """Model inputs of a batch, left-padded, on the CPU."""
-        texts = [self._templated(prompt) for prompt in prompts]
+        texts = [self.text(prompt) for prompt in prompts]
         arguments: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
         # A chat template writes the begin-of-sequence token where the model wants one.
         is_plain, bos = self.args.chat_template == "plain", self.tokenizer.bos_token
@@ -67,18 +82,6 @@ class ChatProcessor:
         # Frames' positions are multiples of it, so it is not rounded.
         exact = {name: value for name, value in inputs.items() if name == "second_per_grid_ts"}
         return BatchFeature({**BatchFeature(inputs).to(self.dtype), **exact})
-
-    def _templated(self, prompt: ChatPrompt) -> str:
-        """Raises KVCompressError where the chat template is wrong, or refuses the conversation."""
-        try:
-            return self.processor.apply_chat_template(
-                prompt.conversation if self.has_vision else _as_strings(prompt.conversation),
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        except TemplateError as error:
-            which = self.args.chat_template or f"of {self.args.pretrained}"
-            raise KVCompressError(f"chat template {which}: {type(error).__name__}: {error}") from error
 
 
 def on_device(inputs: BatchFeature, device: torch.device) -> BatchFeature:

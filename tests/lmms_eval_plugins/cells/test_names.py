@@ -9,6 +9,7 @@ import pytest
 import kvcompress
 from kvcompress.policy.options import all_options
 from lmms_eval_plugins.cells import names
+from lmms_eval_plugins.cells.errors import UsageError
 from lmms_eval_plugins.model.arguments import LEGACY_ARGUMENTS, ModelArguments
 
 SLIPS = [
@@ -50,8 +51,13 @@ def test_a_method_whose_name_its_text_does_not_show_switches_the_check_off(tmp_p
     names.method_names.cache_clear()
 
 
-@pytest.mark.slow
-def test_the_text_knows_every_task_group_and_tag():
-    from lmms_eval.tasks import TaskManager
+def test_a_task_file_that_includes_itself_is_read_once(tmp_path):
+    (tmp_path / "a.yaml").write_text("include: a.yaml\ntask: mine\n")
+    assert names.task_kinds(tmp_path) == {"mine": "task"}
 
-    assert set(TaskManager().all_tasks) - names.task_names() == set()
+
+def test_a_task_that_was_written_meanwhile_is_known(tmp_path):
+    with pytest.raises(UsageError, match="unknown task 'mine'"):
+        names.check_tasks(["mine"], tmp_path)
+    (tmp_path / "a.yaml").write_text("task: mine\n")
+    names.check_tasks(["mine"], tmp_path)
