@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .command_line import BUNDLED_MODEL, DEFAULT_SEEDS, Request
 from .data import DEFAULT_DATA_ROOT, data_identity, find_tasks, limited, load_tasks
 from .errors import UsageError
-from .identity import fingerprint
+from .identity import fingerprint, task_identity
 from .kept_tokens import kept_tokens_damage, overlays_asked
 from .machine import check_device, check_model_is_local, is_offline
 from .results import Cell, incomplete_reason
@@ -66,20 +66,22 @@ class Plan:
         Raises KVCompressError or UsageError for an unknown task, EvaluationFailed where data is missing.
         """
         names, flags = self.request.tasks, self.request.flags
-        manager, output, data, questions = find_tasks(names, flags.include_path), flags.output_path.resolve(), {}, {}
+        manager, output = find_tasks(names, flags.include_path), flags.output_path.resolve()
+        data, definitions, questions = {}, {}, {}
         for name in names:
             tasks = load_tasks(manager, name, self.data_root)
             if len(tasks) > 1 and isinstance(flags.limit, float):
                 # lmms-eval turns the fraction into a number on the first task and uses that for the others.
                 raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
             data[name] = {task.config.task: data_identity(task) for task in tasks}
+            definitions[name] = {task.config.task: task_identity(task) for task in tasks}
             questions[name] = sum(limited(len(task.eval_docs), flags.limit) for task in tasks)
         return [
             Job(
                 cell,
                 options,
                 cell.folder(output),
-                fingerprint(cell, self.arguments, options, data[cell.task]),
+                fingerprint(cell, self.arguments, options, data[cell.task], definitions[cell.task]),
                 questions[cell.task],
                 manager,
                 self,
@@ -150,7 +152,7 @@ def _run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dic
     if flags.seed != DEFAULT_SEEDS:
         settings["seed"] = ",".join(str(seed) for seed in flags.seed)
     if flags.data_root is not None:
-        settings["data"] = flags.data_root.name
+        settings["data"] = flags.data_root.name if flags.data_root.parent == Path.cwd() else str(flags.data_root)
     for name in ("limit", "gen_kwargs", "num_fewshot", "predict_only"):
         if value := getattr(flags, name):
             settings[name] = value

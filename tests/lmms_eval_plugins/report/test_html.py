@@ -16,6 +16,7 @@ from lmms_eval_plugins.cells import results
 from lmms_eval_plugins.cells.kept_tokens import read_kept_tokens, write_kept_tokens
 from lmms_eval_plugins.cells.results import Cell
 from lmms_eval_plugins.model.kept_tokens import jpeg, packed_bits
+from lmms_eval_plugins.report.html import report_command
 from lmms_eval_plugins.report.html.data import page_data
 from lmms_eval_plugins.report.html.groups import load_groups
 from lmms_eval_plugins.report.html.tables import latex
@@ -164,6 +165,36 @@ def test_no_cells_or_damaged_ones_are_one_clear_line(tmp_path, capsys, content):
     assert main(["report", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert str(tmp_path) in line
+
+
+def test_damaged_parts_are_left_out_and_named(root, tmp_path, capsys):
+    shutil.copytree(root, tmp_path, dirs_exist_ok=True)
+    cells = tmp_path / TASK / "org__model"
+    (cells / "random-0.5-limit=25" / "results.json").write_bytes(b"\xff")
+    (cells / "random-0.1-limit=25" / "samples.jsonl").write_text("{}\n" * QUESTIONS)
+    (cells / "snapkv-0.5-limit=25" / "survivors.jsonl").write_text("")
+    image = next((cells / "images").iterdir())
+    image.unlink()
+    assert main(["report", str(tmp_path)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith(f"left out: {cells}/") for line in lines)
+    assert [line.removeprefix(f"left out: {cells}/").split(": ")[0] for line in lines] == [
+        "random-0.1-limit=25", "random-0.5-limit=25", f"images/{image.name}", "snapkv-0.5-limit=25",
+    ]  # fmt: skip
+    (group,) = load_groups(tmp_path)
+    assert [cell["method"] for cell in page_data([group])["groups"][0]["cells"]] == ["full", "snapkv", "snapkv"]
+
+
+def test_a_report_that_cannot_be_written_is_found_first(root, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report_command, "load_groups", None)  # a call would raise
+    (tmp_path / "file").touch()
+    assert main(["report", str(root), "--out", str(tmp_path / "file")]) == 2
+    assert "file' cannot be written: File exists" in capsys.readouterr().err
+
+
+def test_a_model_that_is_given_by_a_relative_path_is_found(root, tmp_path):
+    shutil.copytree(root / TASK / "org__model", tmp_path / TASK / ".__model")
+    assert len(load_groups(tmp_path)) == 1
 
 
 # -- in a browser
