@@ -4,16 +4,26 @@ Imports nothing heavy, so that a slip of the fingers is answered at once.
 """
 
 import argparse
+import json
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import UsageError, nearest
+from .errors import UsageError
+from .evaluator_flags import add_evaluator_flags, check_known, size_of_batch
 from .flag_types import NUMBER, count_or_fraction, folder, fraction, label, path, seeds, shown, whole
 
 USAGE = "TASK MODEL METHOD RATIO [flags] [key=value ...]"
+# Flags that are model arguments by another name.
+AS_ARGUMENTS = {
+    "batch_size": "batch_size",
+    "max_batch_size": "max_batch_size",
+    "device": "device",
+    "system_instruction": "system_prompt",
+    "apply_chat_template": "chat_template",
+}
 
 # In the demo only 13 to 18 tokens of text follow the image, so SnapKV's usual window of 32 would look on from inside
 # the image: 8. Batches of 4 take half the time of single questions; the answers are the same.
@@ -60,14 +70,15 @@ def flag_parser() -> argparse.ArgumentParser:
     """The flags. Each has its check in `type=`, one of flag_types.py, or in `choices=`."""
     parser = Parser(
         prog="run_eval.sh",
-        usage=f"%(prog)s {USAGE}\n       %(prog)s [flags]        the demo: bundled model and task",
+        usage=f"%(prog)s {USAGE}\n       %(prog)s [flags]        the demo: bundled model and task\n"
+        "       %(prog)s list tasks|methods|models [WORD]",
         description="Evaluate a model under KV-cache compression with lmms-eval. METHOD and RATIO may be comma lists.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("words", nargs="*", metavar="TASK MODEL METHOD RATIO key=value", help="MODEL `tiny` is the bundled one")
     add("--limit", type=count_or_fraction, help="questions per task: a number, or a fraction below 1")
-    add("--batch_size", type=whole(1), help="prompts per generate call (1)")
+    add("--batch_size", "-b", type=size_of_batch, metavar="N", help="prompts per generate call (1); auto, auto:N")
     add("--output_path", type=path, default=Path("results"), metavar="DIR", help="root of the results (results)")
     add("--data-root", type=folder, metavar="DIR", help="holds dataset folders named as on the hub (data, if there)")
     add("--force", action="store_true", help="compute complete cells again")
@@ -76,19 +87,31 @@ def flag_parser() -> argparse.ArgumentParser:
     add("--num_fewshot", type=whole(), metavar="N", help="examples in the prompt")
     add("--seed", type=seeds, default=DEFAULT_SEEDS, help="one, or four: python,numpy,torch,fewshot")
     add("--include_path", type=folder, metavar="DIR", help="folder with more task YAMLs")
-    add("--predict_only", action="store_true", help="write the answers, compute no score")
-    add("--device", type=label, help="cuda, cuda:0, cpu (default: a GPU if there is one)")
+    add("--predict_only", "-x", action="store_true", help="write the answers, compute no score")
+    add("--device", type=label, help="cuda, cuda:0, mps, cpu (default: a CUDA GPU if there is one)")
     add("--log_samples", action="store_true", help="always on")
     add("--verbosity", default="WARNING", type=str.upper, choices=LEVELS, help="log level of lmms-eval (WARNING)")
+    add_evaluator_flags(parser)
     return parser
+
+
+def _parsed(argv: list[str]) -> argparse.Namespace:
+    parser = flag_parser()
+    flags, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        check_known(unknown[0], list(parser._option_string_actions))
+    bare = "--apply_chat_template"
+    if isinstance(flags.apply_chat_template, str) and bare in argv and 0 < sum("=" not in w for w in flags.words) < 4:
+        # It took one of the four words for its NAME.
+        place = argv.index(bare)
+        flags = _parsed([*argv[:place], *argv[place + 1 :]])
+        flags.apply_chat_template = True
+    return flags
 
 
 def parse(argv: list[str]) -> Request:
     """The command line as a `Request`; without TASK the demo's. Raises UsageError."""
-    parser = flag_parser()
-    flags, unknown = parser.parse_known_intermixed_args(argv)
-    if unknown:
-        raise UsageError(f"unknown flag {unknown[0]!r}{nearest(unknown[0], parser._option_string_actions)}")
+    flags = _parsed(argv)
     words, arguments = flags.words, {}
     if not words or "=" in words[0]:
         words, arguments = [*DEMO, *words], dict(DEMO_ARGUMENTS)
@@ -97,13 +120,18 @@ def parse(argv: list[str]) -> Request:
     if len(words) < 4:
         raise UsageError(f"{('MODEL', 'METHOD', 'RATIO')[len(words) - 1]} is missing; usage: {USAGE}")
     tasks, model, methods, ratio = words[:4]
-    arguments |= _arguments(words[4:])
+    given = _arguments(words[4:])
+    arguments |= given
     for argument, position in (("pretrained", "MODEL"), ("method", "METHOD"), ("ratio", "RATIO")):
         if argument in arguments:
             raise UsageError(f"{argument}= is what {position} says; usage: {USAGE}")
-    for argument in ("batch_size", "device"):
-        if getattr(flags, argument) is not None:
-            arguments[argument] = getattr(flags, argument)
+    for flag, argument in AS_ARGUMENTS.items():
+        if (value := getattr(flags, flag)) is not None and value is not True:
+            if argument in given:
+                raise UsageError(f"{argument}= is given twice: --{flag} is the same")
+            arguments[argument] = value
+    if flags.wandb_log_samples and not flags.wandb_args:
+        raise UsageError("--wandb_log_samples goes with --wandb_args")
     flags.overlays = flags.overlays or 0
     check_model(model)
 
@@ -146,8 +174,15 @@ def check_model(model: str) -> None:
     if model == BUNDLED_MODEL:
         return
     if os.path.isdir(local):
-        if not os.path.isfile(os.path.join(local, "config.json")):
+        config = os.path.join(local, "config.json")
+        if not os.path.isfile(config):
             raise UsageError(f"MODEL {shown(model)} is a folder without config.json, so not a model")
+        try:
+            is_config = isinstance(json.loads(Path(config).read_text(encoding="utf-8")), dict)
+        except (OSError, ValueError, RecursionError):  # ValueError: neither UTF-8 nor JSON
+            is_config = False
+        if not is_config:
+            raise UsageError(f"MODEL {shown(model)}: its config.json is damaged, it holds no JSON object")
     elif os.path.isfile(local):
         raise UsageError(f"MODEL {shown(model)} is a file: give the folder of a checkpoint in transformers' format")
     elif not HUB_ID.fullmatch(model) or "--" in model or ".." in model or model.endswith(".git"):

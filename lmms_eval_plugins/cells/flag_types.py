@@ -96,6 +96,13 @@ def folder(text: str) -> Path:
     return Path(text).resolve()
 
 
+def prose(text: str) -> str:
+    """Text of several lines, if need be."""
+    if not text.strip() or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no text")
+    return text
+
+
 def label(text: str) -> str:
     """A name: not empty, and without control characters."""
     if not text.strip() or not text.isprintable():

@@ -22,17 +22,21 @@ if TYPE_CHECKING:
 # Modules of `cells` that make no answer and no measurement. What they read from a command line is in the fingerprint.
 WITHOUT_EFFECT = (
     "__init__.py",
+    "cell_log.py",
     "command_line.py",
     "errors.py",
     "flag_types.py",
+    "hub_upload.py",
     "identity.py",
     "kept_tokens.py",
+    "listing.py",
     "machine.py",
     "names.py",
     "plan.py",
     "processes.py",
     "progress.py",
     "results.py",
+    "wandb_runs.py",
     "yaml_files.py",
 )
 

@@ -43,9 +43,13 @@ def number_of_processes() -> int:
 
 
 def check_device(device: str | None, processes: int) -> None:
-    """Raises EvaluationFailed where a GPU is named that is not there, or there are fewer than processes."""
+    """Raises EvaluationFailed where a device is named that is not there, or there are fewer GPUs than processes."""
     import torch
 
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise EvaluationFailed(
+            f"device 'mps' was asked for, but torch {torch.__version__} has none on this machine; device=cpu runs"
+        )
     found = torch.cuda.device_count()
     sees = f"torch {torch.__version__} sees {found or 'no'} CUDA GPU{'s' if found > 1 else ''}"
     if device and re.fullmatch(r"cuda(:\d+)?", device) and int(device.partition(":")[2] or 0) >= found:
@@ -62,10 +66,10 @@ def set_offline(*requests: Request) -> None:
 
 
 def needs_hub(request: Request) -> bool:
-    """False where the model is a folder or the bundled one and every task is bundled."""
+    """False where the model is a folder or the bundled one, every task is bundled, and nothing is pushed."""
     bundled = {path.stem for path in (Path(__file__).parents[1] / "tasks").rglob("*.yaml")}
     is_local = request.model == BUNDLED_MODEL or os.path.isdir(os.path.expanduser(request.model))
-    return not is_local or not bundled.issuperset(request.tasks)
+    return not is_local or not bundled.issuperset(request.tasks) or request.flags.hf_hub_log_args is not None
 
 
 def is_offline() -> bool:

@@ -15,8 +15,8 @@ from .flag_types import shown
 from .yaml_files import read_yaml
 
 PLUGIN = Path(__file__).parents[1]
-# A value of these keys, or a list of them below.
-TASK_NAMES = re.compile(rb"^(?:task|group|tag):[ \t]*(.*(?:\n[ \t]*-.*)*)", re.MULTILINE)
+# A key of a task file with its value: a scalar, or a list, in a line or below.
+TASK_KEYS = re.compile(r"^[\"']?(task|group|tag|include)[\"']?[ \t]*:[ \t]*(.*(?:\n[ \t]*[-#].*)*)", re.MULTILINE)
 REGISTERED = re.compile(rb"^@(?:kvcompress\.)?register_method\((.)([^\"']*)", re.MULTILINE)
 # Fields of classes, and keys of tables.
 ARGUMENTS = re.compile(rb"^    (?:(\w+): |\"(\w+)\": )", re.MULTILINE)
@@ -31,7 +31,7 @@ def check_tasks(names: Iterable[str], include_path: Path | None = None) -> None:
         known = known | task_names(include_path)
     for name in names:
         if name not in known:
-            hint = nearest(name, known) or "; list them with: python -m lmms_eval --tasks list"
+            hint = nearest(name, known) or "; list them with: scripts/run_eval.sh list tasks"
             raise UsageError(f"unknown task {shown(name)}{hint}")
 
 
@@ -55,13 +55,46 @@ def check_names(request: Request) -> None:
             raise UsageError(f"there is no argument {shown(argument)}{near}")
 
 
-@cache
 def task_names(folder: Path | None = None) -> set[str]:
-    """Every name in the task files of a folder, by default of lmms-eval's and the bundled ones: of tasks, groups and
-    tags, and some that are none."""
-    folders = [folder] if folder else [_package("lmms_eval") / "tasks", PLUGIN / "tasks"]
-    values = (value for text in _texts(*folders, ending="yaml") for value in TASK_NAMES.findall(text))
-    return {name.decode(errors="replace") for value in values for name in re.findall(rb"[^\s,\[\]\"'#]+", value)}
+    """Every task, group and tag of a folder's files, by default of lmms-eval's and the bundled ones."""
+    return {name for each in ([folder] if folder else task_folders().values()) for name in task_kinds(each)}
+
+
+def task_folders() -> dict[str, Path]:
+    """Where tasks come from -> the folder of their files."""
+    return {"bundled": PLUGIN / "tasks", "lmms-eval": _package("lmms_eval") / "tasks"}
+
+
+@cache
+def task_kinds(folder: Path) -> dict[str, str]:
+    """Name -> `task`, `group` or `tag`: what lmms-eval's index of a folder's files has."""
+    kinds: dict[str, str] = {}
+    for file in _files(folder, ending=".yaml"):
+        kinds.update(defined_in(file))
+    return kinds
+
+
+def defined_in(file: Path) -> dict[str, str]:
+    """What one task file defines."""
+    values = _task_keys(file)
+    of_task = values.get("task", "")
+    if of_task.partition("#")[0].strip()[:1] in ("", "[", "-"):  # a list: of a group's tasks, or there is none
+        return dict.fromkeys(_items(values.get("group", "")) if of_task else [], "group")
+    tags = [tag for key in ("group", "tag") for tag in _items(values.get(key, ""))]
+    return {**dict.fromkeys(tags, "tag"), **dict.fromkeys(_items(of_task), "task")}
+
+
+def _task_keys(file: Path) -> dict[str, str]:
+    """The keys of TASK_KEYS in a file, and in those that it includes."""
+    values = dict(TASK_KEYS.findall(file.read_text(encoding="utf-8-sig", errors="replace")))
+    included = [file.parent / name for name in _items(values.pop("include", ""))]
+    return {key: value for each in included if each.is_file() for key, value in _task_keys(each).items()} | values
+
+
+def _items(value: str) -> list[str]:
+    """A scalar, or the items of a list, without quotes and comments."""
+    lines = (re.sub(r"(^|\s)#.*|^\s*-\s", "", line) for line in value.splitlines())
+    return [name for line in lines for name in re.findall(r"[^\s,\[\]\"']+", line)]
 
 
 @cache
@@ -90,8 +123,9 @@ def _package(name: str) -> Path:
 
 
 def _texts(*folders: Path, ending: str) -> Iterator[bytes]:
-    for folder in folders:
-        for root, _, files in os.walk(folder):
-            for file in files:
-                if file.endswith(ending):
-                    yield Path(root, file).read_bytes()
+    return (file.read_bytes() for folder in folders for file in _files(folder, ending))
+
+
+def _files(folder: Path, ending: str) -> Iterator[Path]:
+    for root, _, files in os.walk(folder):
+        yield from (Path(root, file) for file in files if file.endswith(ending))

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from .command_line import BUNDLED_MODEL, DEFAULT_SEEDS, Request
 from .data import DEFAULT_DATA_ROOT, data_identity, find_tasks, limited, load_tasks
 from .errors import UsageError
+from .evaluator_flags import REASONING_TAGS
 from .identity import fingerprint, task_identity
+from .inspection import check_integrity, set_examples, write_out
 from .kept_tokens import kept_tokens_damage, overlays_asked
-from .machine import check_device, check_model_is_local, is_offline
+from .machine import check_device, check_model_is_local, is_offline, rank
 from .results import Cell, incomplete_reason
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
     from ..model.arguments import ModelArguments
 
+# Switches that change answers or scores.
+CHANGE_ANSWERS = ("fewshot_as_multiturn", "process_with_media")
 # Arguments that change neither a score nor a time.
 HARMLESS = {"pretrained", "measurements_path", "vision_cache_gb", "prompt_cache_gb"}
 
@@ -73,9 +77,18 @@ class Plan:
             if len(tasks) > 1 and isinstance(flags.limit, float):
                 # lmms-eval turns the fraction into a number on the first task and uses that for the others.
                 raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
+            for task in tasks:
+                set_examples(task, flags)
             data[name] = {task.config.task: data_identity(task) for task in tasks}
             definitions[name] = {task.config.task: task_identity(task) for task in tasks}
-            questions[name] = sum(limited(len(task.eval_docs), flags.limit) for task in tasks)
+            counts = {task.config.task: limited(len(task.eval_docs), flags.limit, flags.offset) for task in tasks}
+            if empty := [task for task, count in counts.items() if not count]:
+                raise UsageError(f"--offset {flags.offset} leaves no question of {empty[0]!r}")
+            questions[name] = sum(counts.values())
+            if flags.check_integrity:
+                check_integrity(tasks, flags, self.data_root)
+            if flags.write_out and rank() == 0:
+                write_out(tasks, flags, self.data_root, self.arguments)
         return [
             Job(
                 cell,
@@ -131,14 +144,17 @@ class Job:
 
 
 def check_folders(jobs: list[Job]) -> None:
-    """Raises KVCompressError or UsageError where the results of a job cannot be written."""
+    """Raises KVCompressError or UsageError where the results of jobs, or their measurements, cannot be written."""
     from kvcompress.files import check_output
 
     for job in jobs:
         if job.folder.exists() and not job.folder.is_dir():
             raise UsageError(f"{str(job.folder)!r} is a file where results are to be: remove it")
-    for folder in {job.folder.parent for job in jobs}:
+    answers = {job.plan.request.flags.use_cache for job in jobs} - {None}
+    for folder in {job.folder.parent for job in jobs} | answers:
         check_output(folder)
+    for path in {job.plan.arguments.measurements_path for job in jobs} - {None}:
+        check_output(path.parent, path.name)
 
 
 def _local_or_hub(model: str) -> str:
@@ -153,9 +169,13 @@ def _run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dic
         settings["seed"] = ",".join(str(seed) for seed in flags.seed)
     if flags.data_root is not None:
         settings["data"] = flags.data_root.name if flags.data_root.parent == Path.cwd() else str(flags.data_root)
-    for name in ("limit", "gen_kwargs", "num_fewshot", "predict_only"):
+    for name in ("limit", "offset", "gen_kwargs", "num_fewshot", "predict_only", *CHANGE_ANSWERS):
         if value := getattr(flags, name):
             settings[name] = value
+    if flags.repeats > 1:
+        settings["repeats"] = flags.repeats
+    if flags.reasoning_tags != REASONING_TAGS:
+        settings["reasoning_tags"] = flags.reasoning_tags
     return settings
 
 

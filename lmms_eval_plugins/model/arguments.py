@@ -1,6 +1,7 @@
 """Every argument of `--model kvcompress --model_args ...`, in one place, checked before anything is loaded."""
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,6 +29,8 @@ from kvcompress.methods import method_info
 from kvcompress.policy.options import all_options
 from kvcompress.policy.policy import Policy, make_policy
 
+from .batch_size import batch_size as checked_batch_size
+
 TINY_MODEL = "tiny"
 TINY_CHECKPOINT = Path(__file__).parents[1] / "tiny_vlm" / "checkpoint"
 
@@ -46,6 +49,7 @@ LEGACY_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "token_strategy": (("single",), "a video is one placeholder in the prompt"),
     "video_decode_backend": (("pyav",), "videos are decoded with PyAV"),
 }
+TEMPLATE_NAME = re.compile(r"[a-z]\w{,98}", re.ASCII | re.IGNORECASE)
 PROSE = ("system_prompt",)  # text of any kind
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 LLAVA_ONEVISION_ARGUMENTS = ("mm_spatial_pool_stride", "mm_spatial_pool_mode", "tile_every_image")
@@ -93,7 +97,7 @@ class ModelArguments(_Arguments):
     pretrained: str = Field(description="Hub id or local folder of the model; `tiny` is the bundled one.")
     revision: str = Field("main", max_length=200, description="Branch, tag or commit on the hub.")
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with the checkpoint.")
-    device: str | None = Field(None, description="`cuda`, `cuda:0`, `cpu`; default: a GPU if there is one.")
+    device: str | None = Field(None, description="`cuda`, `cuda:0`, `mps`, `cpu`; default: a CUDA GPU if there is one.")
     device_map: str | None = Field(None, description="transformers' device map, e.g. `auto` to spread over GPUs.")
     tp_plan: Literal["auto"] | None = Field(
         None, description="Tensor parallel: all processes share one model, each with a part of every layer."
@@ -107,7 +111,13 @@ class ModelArguments(_Arguments):
     attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] | None = Field(
         None, description="Attention kernel; default: transformers' choice."
     )
-    batch_size: PositiveInt = Field(1, description="Prompts per generate call.")
+    batch_size: int | str = Field(
+        1,
+        description="Prompts per generate call; `auto`: as many as fit; `auto:N` looks for that in N places.",
+    )
+    max_batch_size: PositiveInt | None = Field(
+        None, description="With `batch_size=auto`: the most prompts per generate call; default: 64."
+    )
     use_cache: Literal[True] = Field(True, description="Without a KV cache there is nothing to compress.")
     on_oom: Literal["raise", "halve_batch", "offload"] = Field(
         "raise",
@@ -157,15 +167,16 @@ class ModelArguments(_Arguments):
         except (RuntimeError, ValueError):
             is_device = False
         if not is_device:
-            allowed = ", ".join([*maps, "cpu", "cuda", "cuda:0"])
+            allowed = ", ".join([*maps, "cpu", "cuda", "cuda:0", "mps"])
             raise KVCompressError(f"{field.field_name}={shown(name)} is not a device: {allowed}")
         return name
 
     @field_validator("chat_template")
     @classmethod
     def _check_template(cls, name: str | None) -> str | None:
-        if name not in (None, "plain") and not os.path.isfile(name):
-            raise KVCompressError(f"chat_template={shown(name)} is neither a file nor 'plain'")
+        # A name may be that of one of the checkpoint's templates, which only the checkpoint knows.
+        if name is not None and not TEMPLATE_NAME.fullmatch(name) and not os.path.isfile(name):
+            raise KVCompressError(f"chat_template={shown(name)} is neither a file, nor 'plain', nor a template's name")
         return name
 
     @field_validator("pretrained")
@@ -174,6 +185,21 @@ class ModelArguments(_Arguments):
         if name == TINY_MODEL:
             return str(TINY_CHECKPOINT)
         return name
+
+    @field_validator("batch_size", mode="before")
+    @classmethod
+    def _number_or_auto(cls, size: Any) -> int | str:
+        return checked_batch_size(size)
+
+    @model_validator(mode="after")
+    def _check_batch_size(self) -> "ModelArguments":
+        if isinstance(self.batch_size, int) and self.max_batch_size is not None:
+            raise KVCompressError(f"max_batch_size={self.max_batch_size} goes with batch_size=auto only")
+        if isinstance(self.batch_size, str) and self.tp_plan is not None:
+            raise KVCompressError(
+                f"batch_size={self.batch_size!r} does not go with tp_plan={self.tp_plan!r}: give a number"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_tensor_parallel(self) -> "ModelArguments":
@@ -199,8 +225,6 @@ def parse_arguments(**arguments: Any) -> tuple[ModelArguments, Compression]:
     meaning here, and for values of the wrong kind.
     """
     given = _without_none(arguments)
-    if given.pop("max_batch_size", None) is not None:
-        raise KVCompressError("max_batch_size has no meaning here: batch_size is a number, never 'auto'")
     compression = {name: given.pop(name) for name in ("method", "ratio", "budget") if name in given}
     own, options = split_arguments(given, [compression.get("method")], ("pretrained", "method", "ratio", "budget"))
     return model_arguments(**own), make_compression(**compression, **options)

@@ -199,6 +199,13 @@ def test_a_file_in_the_place_of_the_results_is_found_before_the_model_is_loaded(
     assert Path(place).read_text() == "mine"
 
 
+def test_measurements_that_cannot_be_written_are_found_before_the_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "load_model", None)  # a call would raise
+    Path("file").write_text("mine")
+    assert evaluate.main([*FOUR, "measurements_path=file/rows.jsonl"]) == 2
+    assert "file' cannot be written: " in error_line(capsys)
+
+
 def test_a_disk_that_is_full_is_found_before_the_model_is_loaded(monkeypatch, capsys):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -13,6 +13,7 @@ def test_a_failed_write_leaves_the_old_rows(tmp_path):
     with pytest.raises(TypeError):
         write_rows([{"a": object()}], path)
     assert path.read_text() == '{"a": 1}\n'
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_summary_gives_the_spread_of_each_quantity():

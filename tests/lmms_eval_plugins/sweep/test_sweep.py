@@ -96,6 +96,13 @@ def results_of(folder: Path) -> dict:
     return json.loads((folder / "results.json").read_text())
 
 
+def test_a_sweep_that_cannot_be_written_is_found_before_it_begins(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "Sweep", None)  # a call would raise
+    (tmp_path / "file").touch()
+    assert command.main(["run", str(write(tmp_path / "a.yaml")), "--output_path", str(tmp_path / "file")]) == 2
+    assert "file/sweeps/a' cannot be written: " in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_sweep_whose_notes_are_damaged_says_which(tmp_path, config):
     for name, damage in (("sweep.json", "[]x"), (JOURNAL_FILE, "{}\n\x00\n")):
         folder = tmp_path / name.partition(".")[2]
