@@ -396,7 +396,16 @@ def test_two_ranks_give_the_scores_and_measurements_of_one(tmp_path, tensor_para
 @pytest.mark.slow
 def test_failure_on_ranks_ends_with_a_non_zero_code():
     environment = {**os.environ, "NUM_PROCESSES": "2", "PYTHONPATH": str(Path(evaluate.__file__).parents[1])}
-    argv = [sys.executable, "-m", "lmms_eval_plugins.evaluate", *FOUR, "--limit", "2", "--gen_kwargs", "num_beams=x"]
+    argv = [
+        sys.executable,
+        "-m",
+        "lmms_eval_plugins.evaluate",
+        *FOUR,
+        "--limit",
+        "2",
+        "--gen_kwargs",
+        "cache_implementation=none",
+    ]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True)
     assert done.returncode != 0
     assert not list(Path("results").rglob("results.json"))

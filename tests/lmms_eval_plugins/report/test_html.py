@@ -20,7 +20,7 @@ from lmms_eval_plugins.report.html import report_command, show
 from lmms_eval_plugins.report.html.data import page_data
 from lmms_eval_plugins.report.html.groups import load_groups
 from lmms_eval_plugins.report.html.page import TEMPLATES
-from lmms_eval_plugins.report.html.tables import latex
+from lmms_eval_plugins.report.html.tables import latex, write_tables
 
 TASK, LAYERS, HEADS, SIDE, QUESTIONS = "signs_val", 3, 2, 4, 25
 SCORES = {("full", 1.0): 1.0, ("snapkv", 0.5): 0.96, ("snapkv", 0.1): 0.4, ("random", 0.5): 0.6, ("random", 0.1): 0.08}
@@ -88,6 +88,21 @@ def report(root, tmp_path_factory):
     out = tmp_path_factory.mktemp("out")
     assert main(["report", str(root), "--out", str(out)]) == 0
     return out
+
+
+def test_tables_show_text_as_text(root, tmp_path):
+    odd = "a|b `c` <script>\n^~ $5"
+    groups = load_groups(root)
+    groups[0].frame["series"] = odd
+    groups[0].frame["settings_text"] = odd
+    write_tables(groups, tmp_path)
+    text = (tmp_path / "tables.md").read_text()
+    assert r"a\|b \`c\` &lt;script&gt; ^~ $5" in text
+    assert "<script>" not in text
+    for part in text.split("\n\n"):
+        rows = [row for row in part.splitlines() if row.startswith("|")]
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) <= 1
+    assert r"\textasciicircum \textasciitilde" in (tmp_path / "tables.tex").read_text()
 
 
 def test_files_hold_every_cell_and_every_sample(report):

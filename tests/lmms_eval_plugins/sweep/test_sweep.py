@@ -448,7 +448,9 @@ def test_wrong_flags_and_commands_are_errors(monkeypatch, capsys):
         return capsys.readouterr().err.splitlines()[-1]
 
     assert error("sweep").startswith("error: 'sweep' is neither run nor trial")
-    assert error("run", "a.yaml", "--trials", "0") == "error: argument --trials: '0' is not a positive number"
+    assert (
+        error("run", "a.yaml", "--trials", "0") == "error: argument --trials: '0' is not a whole number of at least 1"
+    )
     assert error("run", "a.yaml", "--workers", "2") == "error: --workers and --cpus-per-trial are for --ray"
     assert error("run", "none.yaml").startswith("error: sweep file 'none.yaml' cannot be read")
     assert error("run", "a.yaml", "limit").startswith("error: 'limit' is not --name=value")
