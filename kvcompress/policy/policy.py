@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from ..clusters.base import KVCluster, make_cluster
 from ..errors import KVCompressError, unknown_name, validated
 from ..layer_budgets import LayerBudget, layer_budget
-from ..methods import MethodInfo, make_method, method_info
+from ..methods import MethodInfo, list_methods, make_method, method_info, method_name
 from ..scoring.budget import Budget
 from ..scoring.merging import MERGES
 from ..tokens.base import TokenMethod
@@ -90,6 +90,8 @@ def make_policy(
 ) -> Policy:
     """Check and combine what the user gave; `options` are the method's and the engine's. Raises KVCompressError."""
     info, scorer = method_info(method), options.get("scorer")
+    if scorer is not None and method_name(scorer) not in list_methods():
+        raise unknown_name("scorer: there is no method", scorer, list_methods())
     valid = all_options(info, scorer)
     for name in options:
         if name not in valid:

@@ -1,10 +1,10 @@
 """A grid of cells on disk, each against the full cache: its metrics, its curves, and paired comparisons."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,7 +12,7 @@ import pandas as pd
 from kvcompress import KVCompressError
 
 from ..cells.errors import UsageError
-from ..cells.results import RESULTS_FILE, SAMPLES_FILE
+from ..cells.results import RESULTS_FILE, DamagedFile, exact, read_cell
 from .metrics import (
     area_under_curve,
     loyalty,
@@ -34,28 +34,35 @@ def load_grid(folders: Sequence[Path]) -> tuple[pd.DataFrame, list[str]]:
     Returns:
         A frame with one row per cell. Its columns are those of `table.cell_row`, and `task`, `model`, `kept` (the
         ratio, or the realised one of a budget), `size` (the same as text: `0.2`, `budget=64`), `full` (the full cache's
-        score), `relative`, `loyalty`, `speed_up`, `questions` (see `read_samples`).
-        A line for each set of settings that is left out: it has no cell of the full cache to compare with.
+        score), `relative`, `loyalty`, `speed_up`, `questions` (see `question_frame`).
+        A line for what is left out: a damaged cell, or a set of settings that has no cell of the full cache to compare
+        with.
 
     Raises:
         UsageError: a folder without cells, or no full cache at all.
         KVCompressError: a cell without a score, or one that answered other questions than the full cache.
     """
-    rows = []
+    rows, left_out = [], []
     for folder in folders:
         files = sorted(Path(folder).glob(f"[!.]*/{RESULTS_FILE}"))
         if not files:
             raise UsageError(f"no finished cell under {str(folder)!r} (expected <method>-<ratio>/{RESULTS_FILE})")
         for file in files:
-            cell = json.loads(file.read_text(encoding="utf-8"))
+            try:
+                cell, samples = read_cell(file.parent)
+            except (DamagedFile, FileNotFoundError) as error:
+                left_out.append(f"{file.parent}: {error}")
+                continue
             row = cell_row(cell)
             if row["score"] is None:
                 raise KVCompressError(f"{file.parent} has no score (was it run with --predict_only?)")
             row["kept"] = row["realised"] if row["ratio"] is None else row["ratio"]
-            row["size"] = f"budget={row['budget']}" if row["ratio"] is None else f"{row['ratio']:g}"
+            row["size"] = f"budget={row['budget']}" if row["ratio"] is None else exact(row["ratio"])
             row |= {"task": cell["protocol"]["task"], "model": cell["protocol"]["model"]}
-            rows.append({**row, "questions": read_samples(file.parent, headline_metric(cell))})
-    grids, left_out = [], []
+            rows.append({**row, "questions": question_frame(samples, headline_metric(cell))})
+    if not rows:
+        raise UsageError(left_out[0])
+    grids = []
     for (task, model, settings), group in pd.DataFrame(rows).groupby(GROUP):
         if (group["method"] == "full").any():
             grids.append(_against_full(group))
@@ -65,28 +72,27 @@ def load_grid(folders: Sequence[Path]) -> tuple[pd.DataFrame, list[str]]:
                 f"{which}: no cell of the full cache to compare with; run the same command with METHOD full"
             )
     if not grids:
-        raise UsageError(left_out[0])
+        raise UsageError(left_out[-1])
     return pd.concat(grids, ignore_index=True), left_out
 
 
-def read_samples(folder: Path, metric: str | None) -> pd.DataFrame:
+def question_frame(samples: list[dict[str, Any]], metric: str | None) -> pd.DataFrame:
     """A cell's questions: `answer`, `score` (NaN where the metric has none per question), `seconds` of the answer.
 
     The index is (task, doc_id), sorted.
     """
     rows = []
-    with open(folder / SAMPLES_FILE, encoding="utf-8") as file:
-        for sample in map(json.loads, file):
-            measured, score = sample["measurement"], sample.get((metric or "").split(",")[0])
-            rows.append(
-                {
-                    "task": sample["task"],
-                    "doc_id": sample["doc_id"],
-                    "answer": tuple(str(answer).strip() for answer in np.ravel(sample["filtered_resps"])),
-                    "score": float(score) if isinstance(score, int | float) else math.nan,
-                    "seconds": measured["ttft_s"] + (measured["tpot_s"] or 0) * (measured["tokens_out"] - 1),
-                }
-            )
+    for sample in samples:
+        measured, score = sample["measurement"], sample.get((metric or "").split(",")[0])
+        rows.append(
+            {
+                "task": sample["task"],
+                "doc_id": sample["doc_id"],
+                "answer": tuple(str(answer).strip() for answer in np.ravel(sample["filtered_resps"])),
+                "score": float(score) if isinstance(score, int | float) else math.nan,
+                "seconds": measured["ttft_s"] + (measured["tpot_s"] or 0) * (measured["tokens_out"] - 1),
+            }
+        )
     # A task with several answer filters has a line for each; the first is that of the headline metric.
     return pd.DataFrame(rows).drop_duplicates(["task", "doc_id"]).set_index(["task", "doc_id"]).sort_index()
 
@@ -100,7 +106,7 @@ def _against_full(group: pd.DataFrame) -> pd.DataFrame:
     for row in group.itertuples():
         if not row.questions.index.equals(full.index):
             raise KVCompressError(
-                f"{row.task}: {row.series} at {row.kept:g} answered other questions than the full cache"
+                f"{row.task}: {row.series} at {row.size} answered other questions than the full cache"
             )
     questions = group["questions"]
     return group.drop(columns="is_full").assign(

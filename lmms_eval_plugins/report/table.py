@@ -17,7 +17,9 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from ..cells.results import load_cells, settings_name, write_text
+from kvcompress.files import locked, replacing, write_text
+
+from ..cells.results import exact, load_cells, settings_name
 
 
 def headline_metric(cell: dict[str, Any]) -> str | None:
@@ -81,7 +83,7 @@ def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     header = [column.format(metric=frame["metric"].iloc[0] or "score") for column in TABLE_COLUMNS]
     rows, scale = [], score_scale(frame)
     for row in frame.itertuples():
-        size = f"{row.ratio:g}" if pd.notna(row.ratio) else f"budget {row.budget:.0f}"
+        size = exact(row.ratio) if pd.notna(row.ratio) else f"budget {row.budget:.0f}"
         score = _number(row.score, "{:.1f}", scale) + (f" ± {scale * row.stderr:.1f}" if pd.notna(row.stderr) else "")
         ttft, tpot = _number(row.ttft_s, "{:.1f} ms", 1e3), _number(row.tpot_s, "{:.1f} ms", 1e3)
         realised = _number(row.realised, "{:.3f}")
@@ -105,8 +107,8 @@ def _bytes(value: float | None) -> str:
 
 def note(frame: pd.DataFrame) -> str:
     """What the columns mean."""
-    batch_size = int(frame["batch_size"].iloc[0])
-    of_batch = f", of a batch of {batch_size}" if batch_size > 1 else ""
+    batch_size = str(frame["batch_size"].iloc[0])  # `auto`: as many as fitted into memory
+    of_batch = "" if batch_size == "1" else f", of a batch of {batch_size}"
     return (
         "Ratio: fraction of the prompt's KV entries that is kept; realised: as measured. TTFT: time to first token; "
         f"per token: time of each further one (medians{of_batch}). KV cache: bytes allocated after the prompt, with "
@@ -153,7 +155,7 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
     sizes = sorted(compressed["size"].unique())
     if sizes:
         axes.set_xscale("log")
-        axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        axes.set_xticks(sizes, [exact(size) for size in sizes])
         axes.minorticks_off()
     is_budget = compressed["ratio"].isna().any()
     axes.set_xlabel("KV entries kept per layer and head" if is_budget else "ratio of the prompt's KV entries kept")
@@ -162,10 +164,9 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
     axes.set_title(title, fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9)
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, dpi=150, format="png")
+    with replacing(path) as draft:
+        figure.savefig(draft, dpi=150, format="png")
     plt.close(figure)
-    temporary.replace(path)
 
 
 def report(folder: Path, settings: dict[str, Any] | None = None, console: Console | None = None) -> list[Path]:
@@ -182,6 +183,13 @@ def report(folder: Path, settings: dict[str, Any] | None = None, console: Consol
     """
     # Where the output is no terminal, rich would fold the table to 80 columns.
     console = console or Console(width=None if sys.stdout.isatty() else 120)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{str(folder)!r} is not a folder with results")
+    with locked(folder):  # of two runs in it, the last to report has read all cells
+        return _report(folder, settings, console)
+
+
+def _report(folder: Path, settings: dict[str, Any] | None, console: Console) -> list[Path]:
     cells = load_cells(folder)
     if settings is not None:
         cells = [c for c in cells if settings_name(c["protocol"]["settings"]) == settings_name(settings)]

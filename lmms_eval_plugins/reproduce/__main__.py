@@ -12,36 +12,36 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvcompress import KVCompressError
+from kvcompress.files import check_output
 
 from ..cells.command_line import Parser
-from ..cells.errors import UsageError, fail
+from ..cells.errors import UsageError, exit_code
+from ..cells.flag_types import count_or_fraction, folder, label, path
+from ..cells.machine import check_environment
 from ..cells.results import RESULTS_FILE
 from .config import load_config, load_reference
 from .plan import PlannedCell, Run, parse_only, plan
 from .run import cannot_run, run_all
-from .table import row, write_reference, write_report
+from .table import SUFFIXES, row, write_reference, write_report
 
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code. The table is written in all cases but bad input.
 
-    0: every cell that lmms-eval can do has a result. 1: one failed, or this machine has no GPU or model for it. 2: bad
-    input. 130: Ctrl-C.
+    0: every cell that lmms-eval can do has a result. 1: one failed, or this machine has no GPU or model for it. Others
+    are those of the evaluation command.
     """
-    try:
-        return reproduce(sys.argv[1:] if argv is None else argv)
-    except (UsageError, KVCompressError) as error:
-        return fail(error, 2)
+    return exit_code(reproduce, argv, "cells")
 
 
 def reproduce(argv: list[str]) -> int:
     """Plan the cells, run those that can be run, write the table; the exit code."""
+    check_environment()
     flags, extra = parser().parse_known_args(argv)
     config, path = load_config(flags.name, flags.model_root)
     reference = load_reference(config, path)
-    extra += ["--output_path", str(flags.output_path)] + (["--limit", flags.limit] if flags.limit else [])
-    cells, runs = plan(config, parse_only(flags.only, config), extra)
+    extra += ["--output_path", str(flags.output_path)] + (["--limit", str(flags.limit)] if flags.limit else [])
+    cells, runs = plan(config, parse_only(flags.only or "", config), extra)
     if not cells:
         raise UsageError(f"--only {flags.only}: no cell has all of that")
     run_of = {cell.key: run for run in runs for cell in run.cells}
@@ -50,20 +50,28 @@ def reproduce(argv: list[str]) -> int:
         print("\n".join(listing(cells, runs, reasons)))
         return 0
 
-    code = 0
+    name = "-".join(["reproduce", path.stem, *([f"limit={flags.limit}"] if flags.limit else [])])
+    check_output(flags.output_path, *(name + suffix for suffix in SUFFIXES))
+    if flags.write_reference:
+        check_output(flags.write_reference.parent, flags.write_reference.name)
+    possible = [run for run in runs if reasons[run.cells[0].key] is None]
+    failed: dict[tuple[str, ...], str] = {}
+    interruption = None
     if not flags.report_only:
-        possible = [run for run in runs if reasons[run.cells[0].key] is None]
-        code, failed = run_all(possible)
-        code, reasons = code or int(len(possible) < len(runs)), reasons | failed
-    rows = [row(cell, reference, reasons[cell.key] or "not run") for cell in cells]
-    stem = flags.output_path / "-".join(["reproduce", path.stem, *([f"limit={flags.limit}"] if flags.limit else [])])
-    for file in write_report(config, rows, stem):
+        try:
+            run_all(possible, failed)
+        except KeyboardInterrupt as error:
+            interruption = error
+    rows = [row(cell, reference, failed.get(cell.key) or reasons[cell.key] or "not run") for cell in cells]
+    for file in write_report(config, rows, flags.output_path / name):
         print(f"written: {file}")
     if flags.write_reference:
         write_reference(rows, flags.write_reference)
         print(f"written: {flags.write_reference}")
     print(f"{sum(row.ours is not None for row in rows)} of {len(rows)} cells have a result")
-    return code
+    if interruption is not None:
+        raise interruption
+    return int(not flags.report_only and (bool(failed) or len(possible) < len(runs)))
 
 
 def listing(cells: list[PlannedCell], runs: list[Run], reasons: dict[tuple[str, ...], str | None]) -> Iterator[str]:
@@ -85,16 +93,23 @@ def parser() -> argparse.ArgumentParser:
         "key=value) goes to run_eval.sh.",
     )
     add = parser.add_argument
-    add("name", help="a file of configs/reproduce (effivlm_bench, vl_cache, look_m, snapkv, tiny), or a path")
-    add("--limit", metavar="N", help="questions per task")
     add(
-        "--only", default="", metavar="PART=VALUE,...", help="model=, task=, method=, ratio=; several of one are either"
+        "name",
+        type=label,
+        help="a file of configs/reproduce (effivlm_bench, vl_cache, look_m, snapkv, tiny) or a path",
     )
-    add("--output_path", type=Path, default=Path("results"), metavar="DIR", help="root of the results (results)")
-    add("--model-root", type=Path, metavar="DIR", help="models downloaded by hand: DIR/NAME for ORG/NAME")
+    add("--limit", type=count_or_fraction, metavar="N", help="questions per task")
+    add(
+        "--only",
+        type=label,
+        metavar="PART=VALUE,...",
+        help="model=, task=, method=, ratio=; several of one are either",
+    )
+    add("--output_path", type=path, default=Path("results"), metavar="DIR", help="root of the results (results)")
+    add("--model-root", type=folder, metavar="DIR", help="models downloaded by hand: DIR/NAME for ORG/NAME")
     add("--report-only", action="store_true", help="the table of what is on disk; run nothing")
     add("--dry-run", action="store_true", help="list cells and commands; run and write nothing")
-    add("--write-reference", type=Path, metavar="CSV", help="write our results as a reference")
+    add("--write-reference", type=path, metavar="CSV", help="write our results as a reference")
     return parser
 
 

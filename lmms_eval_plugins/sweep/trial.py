@@ -1,20 +1,18 @@
 """One trial: parameters -> a cell of the results folder, evaluated unless it is complete there -> values for wandb."""
 
-import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..cells import results
 from ..cells.command_line import literal, parse
 from ..cells.errors import EvaluationFailed, UsageError
-from ..cells.machine import rank, set_offline
-from ..cells.plan import Plan
-from ..cells.results import RESULTS_FILE
+from ..cells.machine import number_of_processes, rank, set_offline
+from ..cells.plan import Plan, check_folders
+from ..cells.processes import evaluation
 from ..cells.run import evaluate_cell, load_model, quiet
 
 if TYPE_CHECKING:
@@ -112,13 +110,13 @@ class Evaluator:
         questions. Raises UsageError, KVCompressError or EvaluationFailed."""
         argv = trial_argv(parameters, output_path)
         plan = Plan.of(parse(argv))
-        processes = int(os.environ.get("NUM_PROCESSES", 1))
-        plan.check_machine(processes)
+        plan.check_machine(number_of_processes())
         quiet(plan.request.flags.verbosity)
         (job,) = plan.jobs()
         if job.todo is None:
             return job.folder
-        if processes > 1:
+        check_folders([job])
+        if number_of_processes() > 1:
             _evaluate_on_ranks(argv)
         else:
             evaluate_cell(self._model(plan.arguments), job)
@@ -135,15 +133,16 @@ class Evaluator:
 
 def _evaluate_on_ranks(argv: list[str]) -> None:
     """The evaluation command, which starts its ranks itself."""
-    done = subprocess.run([sys.executable, "-m", "lmms_eval_plugins.evaluate", *argv])
-    if done.returncode:
-        raise EvaluationFailed(f"the evaluation ended with exit code {done.returncode}; its error is above")
+    with evaluation(argv) as process:
+        code = process.wait()
+    if code:
+        raise EvaluationFailed(f"the evaluation ended with exit code {code}; its error is above")
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """A cell's results.json. Raises EvaluationFailed where it is not there."""
+    """A cell's results.json. Raises EvaluationFailed where it is not there or damaged."""
     try:
-        return json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
+        return results.read_results(folder)
     except FileNotFoundError:
         raise EvaluationFailed(f"no results in {folder}: machines that share a sweep need a shared folder") from None
 

@@ -1,16 +1,19 @@
 """`python -m kvcompress bench`: its arithmetic, its turns, its command line, and what it asks of kvpress' process."""
 
 import importlib
+import io
 import itertools
 import json
+import os
 import statistics
 import sys
 import types
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvcompress
 from kvcompress.__main__ import main
@@ -328,6 +331,22 @@ def test_shapes_are_models_or_paths():
     assert source(None, "tiny")["config"]["num_key_value_heads"] == 2
 
 
+@pytest.mark.parametrize(
+    ("shape", "parameters"),
+    [
+        ("qwen2-0.5b", 494_032_768),
+        ("qwen2-7b", 7_615_616_512),
+        ("llava-onevision-7b-lm", 7_615_616_512 + 2 * 3584 * (152_128 - 152_064)),  # Qwen2-7B with a larger vocabulary
+        ("smollm2-135m", 134_515_008),
+    ],
+)
+def test_a_shape_has_as_many_parameters_as_the_model_of_its_name(shape, parameters):
+    config = dict(SHAPES[shape])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    assert sum(weight.numel() for weight in model.parameters()) == parameters
+
+
 # kvpress in its own process
 
 FAKE_WORKER = """
@@ -391,8 +410,9 @@ def test_a_kvpress_process_that_ends_is_an_error(fake_worker):
         KVPressProcess("/no/python", {}, "float32", "cpu", 1)
 
 
-def test_the_worker_presses_the_prompt_only_and_cleans_up(monkeypatch):
-    """The script itself, with a stand-in for kvpress whose presses drop nothing."""
+@pytest.fixture
+def worker(monkeypatch) -> Iterator[tuple[types.ModuleType, list[str]]]:
+    """The script itself, with a stand-in for kvpress whose presses drop nothing; what it does, step by step."""
     log = []
 
     class Press:
@@ -414,6 +434,50 @@ def test_the_worker_presses_the_prompt_only_and_cleans_up(monkeypatch):
     worker = importlib.import_module("kvcompress.bench.kvpress_worker")
     monkeypatch.setattr(worker, "read_prompt", lambda *given: log.append("prompt") or standalone.read_prompt(*given))
     monkeypatch.setattr(worker, "decode", lambda *given: log.append("decode") or standalone.decode(*given))
+    yield worker, log
+    sys.modules.pop("kvcompress.bench.kvpress_worker")
+
+
+def test_the_worker_replies_line_by_line_and_to_nothing_else(worker, monkeypatch, capfd):
+    worker, _ = worker
+    monkeypatch.setattr(worker, "version", {"kvpress": "9", "transformers": "8", "torch": "7"}.get)
+    monkeypatch.setattr(worker, "load", lambda *given: os.write(1, b"a library talks\n") and MODEL)
+    order = {
+        "method": "snapkv",
+        "ratio": 0.5,
+        "batch": 3,
+        "length": 20,
+        "steps": 2,
+        "clock": "wall",
+        "one_prompt": True,
+    }
+    hello = {"source": {}, "dtype": "float32", "device": "cpu", "threads": torch.get_num_threads()}
+    fits = worker.turn
+
+    def turn(model, order):
+        if order["batch"] > 4:
+            raise torch.OutOfMemoryError("out of memory")
+        return fits(model, order)
+
+    monkeypatch.setattr(worker, "turn", turn)
+    asked = [hello, order, {**order, "batch": 5}, order]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(json.dumps(each) + "\n" for each in asked)))
+    before = os.dup(1)
+    try:
+        worker.main()
+    finally:
+        os.dup2(before, 1)
+    replies = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert replies[0]["versions"] == {"kvpress": "9", "transformers": "8", "torch": "7"}
+    assert "snapkv" in replies[0]["presses"]
+    assert replies[2] == {"error": "out of memory"}
+    for reply in (replies[1], replies[3]):
+        assert len(reply["step_ms"]) == 2
+        assert reply["kv_bytes"] == 3 * 22 * 2 * 2 * 2 * 16 * 4, "three rows of one prompt"
+
+
+def test_the_worker_presses_the_prompt_only_and_cleans_up(worker):
+    worker, log = worker
     MODEL.model.layers[0].self_attn.masked_key_indices = "of the press before"
     order = {"method": "h2o", "ratio": 0.5, "batch": 2, "length": 20, "steps": 3, "clock": "wall"}
     order["one_prompt"] = False
@@ -438,4 +502,3 @@ def test_the_worker_presses_the_prompt_only_and_cleans_up(monkeypatch):
         (1, 0, 4),
         (1, 1, 7),
     ]
-    sys.modules.pop("kvcompress.bench.kvpress_worker")

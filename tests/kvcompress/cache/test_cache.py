@@ -1,9 +1,10 @@
 import copy
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 import kvcompress
 from tests.support.families import FAMILIES
@@ -93,12 +94,35 @@ def test_rows_can_be_reordered_repeated_and_selected():
     assert [head.tolist() for head in cache.kept_indices(0)[0]] == [head.tolist() for head in kept[0]]
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "static", "offloaded"])
+def test_pads_that_are_stored_follow_their_row(kind):
+    """A cache that keeps everything stores pads: beams of one row never show whose they are, rows that move do."""
+    cache, _ = prompt([30, 20], max_new_tokens=4, cache_implementation=kind)
+    columns = [[head.tolist() for head in row] for row in cache.kept_indices(0)]
+    assert columns == [[list(range(30))] * 2, [list(range(10, 30))] * 2]
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert [[head.tolist() for head in row] for row in cache.kept_indices(0)] == columns[::-1]
+
+
 def test_beam_search_equals_the_unhooked_model_at_ratio_one():
     inputs = FAMILIES["qwen2"].inputs(MODEL, [20, 11])
     arguments = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False}
     expected = MODEL.generate(**inputs, **arguments)
     with kvcompress.compress(MODEL, "snapkv", 1.0):
         assert torch.equal(MODEL.generate(**inputs, **arguments), expected)
+
+
+def test_a_cache_that_keeps_everything_takes_a_second_prompt_with_the_first_pads():
+    ids = torch.randint(8, 128, (2, 20), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 12:15] = 0  # the second prompt of row 1 is shorter
+    inputs, runs = {"input_ids": ids, "attention_mask": mask}, []
+    for cache in (DynamicCache(config=MODEL.config), kvcompress.CompressedCache(MODEL.config)):
+        with nullcontext() if type(cache) is DynamicCache else kvcompress.attach(MODEL), torch.no_grad():
+            MODEL(ids[:, :12], past_key_values=cache)
+            runs.append(generate(MODEL, inputs, 4, past_key_values=cache))
+    assert torch.equal(runs[0][0], runs[1][0])
+    torch.testing.assert_close(runs[0][1], runs[1][1], atol=1e-5, rtol=0)
 
 
 def test_a_fresh_cache_for_each_generation():
