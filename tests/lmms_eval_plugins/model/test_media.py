@@ -1,5 +1,7 @@
 """lmms-eval's messages become conversations, images and evenly sampled video frames."""
 
+from types import SimpleNamespace
+
 import av
 import numpy as np
 import pytest
@@ -58,6 +60,24 @@ def test_frames_of_an_mp4_are_those_that_lmms_eval_reads(tmp_path):
 def test_an_undecodable_video_is_an_error(tmp_path):
     (tmp_path / "a.mp4").write_bytes(b"not a video")
     with pytest.raises(av.error.InvalidDataError):
+        read_video(tmp_path / "a.mp4", 4)
+
+
+@pytest.mark.parametrize(("frames", "message"), [(0, "holds no video frame$"), (3, "that could be decoded")])
+def test_a_video_without_a_frame_is_an_error_that_says_so(tmp_path, monkeypatch, frames, message):
+    class Container:
+        streams = SimpleNamespace(video=[SimpleNamespace(frames=frames, average_rate=None)])
+
+        def __enter__(self):
+            return self
+
+        def nothing(self, *given, **named):
+            return ()
+
+        __exit__ = demux = decode = nothing
+
+    monkeypatch.setattr(av, "open", lambda path: Container())
+    with pytest.raises(KVCompressError, match=message):
         read_video(tmp_path / "a.mp4", 4)
 
 

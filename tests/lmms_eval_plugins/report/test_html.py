@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,6 +17,7 @@ from lmms_eval_plugins.cells import results
 from lmms_eval_plugins.cells.kept_tokens import read_kept_tokens, write_kept_tokens
 from lmms_eval_plugins.cells.results import Cell
 from lmms_eval_plugins.model.kept_tokens import jpeg, packed_bits
+from lmms_eval_plugins.report.html import show
 from lmms_eval_plugins.report.html.data import page_data
 from lmms_eval_plugins.report.html.groups import load_groups
 from lmms_eval_plugins.report.html.page import TEMPLATES
@@ -314,6 +316,21 @@ def test_show_writes_the_overlay_of_one_image(in_tmp_path, tmp_path, capsys):
     assert main(["show", "a.png", "What is it?", "--out", "b.png"]) == 0
     with Image.open("b.png") as picture:
         assert picture.width > 600
+
+
+def test_a_picture_is_dark_where_patches_were_evicted():
+    one = entry(0, 0.5)
+    kept = np.zeros(SIDE * SIDE)
+    kept[: SIDE * 2] = 1.0
+    kept[SIDE * 2 : SIDE * 3] = 0.25
+    figure, panel = plt.subplots()
+    show.draw(panel, one["images"], kept)
+    picture, dark = panel.images
+    plt.close(figure)
+    assert picture.get_array().shape[:2] == (40, 60)
+    opacity = dark.get_array()[..., 3]
+    assert not dark.get_array()[..., :3].any()
+    np.testing.assert_allclose(opacity, [[0.0] * SIDE] * 2 + [[show.DARKEST / 2] * SIDE] + [[show.DARKEST] * SIDE])
 
 
 @pytest.mark.parametrize(
