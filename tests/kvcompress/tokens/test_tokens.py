@@ -199,6 +199,24 @@ def test_a_row_alone_keeps_the_same_tokens_and_has_the_same_logits(method, famil
         ]
 
 
+def test_hidden_states_may_reach_a_layer_by_name():
+    def by_keyword(layer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return (), {"hidden_states": args[0], **kwargs}
+
+    model, inputs = batch("llava-onevision")
+    runs = []
+    for by_name in (False, True):
+        hooks = [
+            layer.register_forward_pre_hook(by_keyword, prepend=True, with_kwargs=True)
+            for layer in (kvcompress.hooks.model.text_decoder(model).layers if by_name else ())
+        ]
+        with kvcompress.compress(model, "fastv", 0.3):
+            runs.append(generate(model, inputs, NEW)[1])
+        for hook in hooks:
+            hook.remove()
+    assert torch.equal(*runs)
+
+
 @pytest.mark.parametrize("family", ["llava-onevision", "qwen2.5-vl"])
 @pytest.mark.parametrize(
     "options",

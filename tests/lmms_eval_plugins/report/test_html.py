@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
@@ -367,6 +368,21 @@ def test_a_picture_that_cannot_be_written_is_found_before_the_model_is_loaded(in
     Image.new("RGB", (20, 12)).save("a.png")
     assert main(["show", "a.png", "?", "--out", "a.png/b.html"]) == 2
     assert "a.png' cannot be written: " in capsys.readouterr().err
+
+
+def test_a_picture_is_dark_where_patches_were_evicted():
+    one = entry(0, 0.5)
+    kept = np.zeros(SIDE * SIDE)
+    kept[: SIDE * 2] = 1.0
+    kept[SIDE * 2 : SIDE * 3] = 0.25
+    figure, panel = plt.subplots()
+    show.draw(panel, one["images"], kept)
+    picture, dark = panel.images
+    plt.close(figure)
+    assert picture.get_array().shape[:2] == (40, 60)
+    opacity = dark.get_array()[..., 3]
+    assert not dark.get_array()[..., :3].any()
+    np.testing.assert_allclose(opacity, [[0.0] * SIDE] * 2 + [[show.DARKEST / 2] * SIDE] + [[show.DARKEST] * SIDE])
 
 
 @pytest.mark.parametrize(
