@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import os
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -62,12 +63,14 @@ def fingerprint(cell: Cell, arguments: "ModelArguments", options: dict, data: di
     import kvcompress
 
     model = Path(arguments.pretrained)
+    texts = [Path(name) for name in (arguments.chat_template, arguments.system_prompt) if name and os.path.isfile(name)]
     method = kvcompress.list_methods()[cell.method].cls
     return {
         **asdict(cell),
         "options": options,
         "model_files": files_identity(model) if model.is_dir() else arguments.revision,
         "data": data,
+        **({"prompt_files": [hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in texts]} if texts else {}),
         "code": _own_code() + class_identity(method, but_packages=("kvcompress", "lmms_eval_plugins")),
     }
 
