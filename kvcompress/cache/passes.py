@@ -70,10 +70,6 @@ class Decoding(Pass):
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
         storage = self.memory.storage
-        if storage is None:
-            raise KVCompressError(
-                "a CompressedCache was given to a model that is not inside kvcompress.compress(...) or attach(...)"
-            )
         with torch.no_grad():
             storage.append(keys, values)
         return (keys, values) if storage.decodes_in_place else storage.read()

@@ -58,6 +58,18 @@ class Policy:
         return max(self.cluster.query_window, self.decode_interval if self.carries_sums else 0)
 
     @property
+    def hooks_prompts(self) -> bool:
+        """Whether a prompt's forward pass needs hooks on the model."""
+        cluster = self.cluster
+        is_watched = self.tokens is not None or cluster.unrotated_queries or cluster.second_pass
+        return is_watched or self.engine.prefill_chunk is not None
+
+    @property
+    def hooks_steps(self) -> bool:
+        """Whether a decode step's does."""
+        return self.cluster.unrotated_queries and self.decode is not None
+
+    @property
     def options(self) -> dict[str, object]:
         """Every option of the method with the value in force, as in `all_options`."""
         given = {**asdict(self.tokens or self.cluster), **asdict(self.engine)}

@@ -4,6 +4,7 @@ Imports nothing heavy, so that a slip of the fingers is answered at once.
 """
 
 import argparse
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -173,8 +174,15 @@ def check_model(model: str) -> None:
     if model == BUNDLED_MODEL:
         return
     if os.path.isdir(local):
-        if not os.path.isfile(os.path.join(local, "config.json")):
+        config = os.path.join(local, "config.json")
+        if not os.path.isfile(config):
             raise UsageError(f"MODEL {shown(model)} is a folder without config.json, so not a model")
+        try:
+            is_config = isinstance(json.loads(Path(config).read_text(encoding="utf-8")), dict)
+        except (OSError, ValueError, RecursionError):  # ValueError: neither UTF-8 nor JSON
+            is_config = False
+        if not is_config:
+            raise UsageError(f"MODEL {shown(model)}: its config.json is damaged, it holds no JSON object")
     elif os.path.isfile(local):
         raise UsageError(f"MODEL {shown(model)} is a file: give the folder of a checkpoint in transformers' format")
     elif not HUB_ID.fullmatch(model) or "--" in model or ".." in model or model.endswith(".git"):

@@ -29,7 +29,13 @@ def find_tasks(names: list[str], include_path: Path | None) -> "TaskManager":
         return task_manager(names)
     from lmms_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=[str(BUNDLED_TASKS), str(include_path)])
+    try:
+        manager = TaskManager(include_path=[str(BUNDLED_TASKS), str(include_path)])
+    except Exception as error:  # of a task file, in lmms-eval's own words
+        message = " ".join(str(error).split())
+        raise UsageError(
+            f"--include_path {include_path}: a task file is wrong: {type(error).__name__}: {message}"
+        ) from error
     for name in names:
         if name not in manager.all_tasks:
             raise UsageError(f"unknown task {name!r}{nearest(name, manager.all_tasks)}")

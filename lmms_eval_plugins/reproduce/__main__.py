@@ -41,7 +41,7 @@ def reproduce(argv: list[str]) -> int:
     config, path = load_config(flags.name, flags.model_root)
     reference = load_reference(config, path)
     extra += ["--output_path", str(flags.output_path)] + (["--limit", str(flags.limit)] if flags.limit else [])
-    cells, runs = plan(config, parse_only(flags.only, config), extra)
+    cells, runs = plan(config, parse_only(flags.only or "", config), extra)
     if not cells:
         raise UsageError(f"--only {flags.only}: no cell has all of that")
     run_of = {cell.key: run for run in runs for cell in run.cells}
@@ -102,7 +102,6 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--only",
         type=label,
-        default="",
         metavar="PART=VALUE,...",
         help="model=, task=, method=, ratio=; several of one are either",
     )

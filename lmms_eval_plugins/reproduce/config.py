@@ -12,7 +12,7 @@ from kvcompress.methods import method_info
 from kvcompress.policy.policy import make_policy
 
 from ..cells.errors import UsageError, nearest
-from ..cells.flag_types import shown
+from ..cells.flag_types import MOST, shown
 from ..cells.results import exact
 from ..cells.yaml_files import read_yaml
 
@@ -40,7 +40,7 @@ class Benchmark(_Strict):
     name: str = Field(description="As in the paper and in the reference.")
     task: str | None = Field(description="A task of lmms-eval; null where it cannot be run here.")
     metric: str | None = Field(None, description="The task's metric; its first number where null.")
-    scale: PositiveFloat = Field(100, description="The paper's score for a score of 1.")
+    scale: PositiveFloat = Field(100, le=MOST, description="The paper's score for a score of 1.")
     needs: str | None = Field(None, description="Why `task` is null.")
     remark: str | None = Field(None, description="What differs from the paper.")
 
