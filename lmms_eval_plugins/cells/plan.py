@@ -85,7 +85,7 @@ class Plan:
             if empty := [task for task, count in counts.items() if not count]:
                 raise UsageError(f"--offset {flags.offset} leaves no question of {empty[0]!r}")
             questions[name] = sum(counts.values())
-            if flags.check_integrity:
+            if flags.check_integrity and rank() == 0:
                 check_integrity(tasks, flags, self.data_root)
             if flags.write_out and rank() == 0:
                 write_out(tasks, flags, self.data_root, self.arguments)
