@@ -11,10 +11,10 @@ import os
 import sys
 
 from .cells.command_line import parse
-from .cells.errors import exit_code
-from .cells.machine import launch_ranks, rank, say, set_offline
+from .cells.errors import EvaluationFailed, exit_code
+from .cells.machine import join_processes, launch_ranks, rank, say, set_offline
 from .cells.plan import Plan
-from .cells.run import evaluate_cells, load_model, quiet
+from .cells.run import TaskFailures, evaluate_cells, load_model, quiet, score_again
 
 
 def evaluate(argv: list[str]) -> None:
@@ -32,21 +32,32 @@ def run(plan: Plan, argv: list[str]) -> None:
     if processes > 1 and "LOCAL_RANK" not in os.environ:
         launch_ranks(processes, argv)
 
+    join_processes()
     quiet(flags.verbosity)
-    jobs = plan.jobs()
+    jobs, failures, manager = [], TaskFailures(plan.request.tasks), plan.manager()
+    for task in plan.request.tasks:
+        with failures.noted(task, EvaluationFailed):
+            jobs += plan.jobs_of(task, manager)
     pending = [job for job in jobs if job.todo]
     if skipped := len(jobs) - len(pending):
         say(f"{skipped} of {len(jobs)} cells are complete and skipped (--force computes them again)")
     for job in pending:
         if job.folder.exists():
             say(f"computed again: {job.folder.name} ({job.todo})")
-    if pending:
-        evaluate_cells(load_model(plan.arguments), pending)
+    answers = [job.kept_answers for job in pending]
+    for job, kept in zip(pending, answers, strict=True):
+        if kept is not None:
+            with failures.noted(job.cell.task):
+                score_again(job, kept)
+    todo = [job for job, kept in zip(pending, answers, strict=True) if kept is None]
+    if todo := [job for job in todo if job.cell.task not in failures.reasons]:
+        evaluate_cells(load_model(plan.arguments), todo, failures)
     if rank() == 0:
         from .report.table import report
 
-        for folder in dict.fromkeys(job.folder.parent for job in jobs):
-            report(folder, plan.settings)
+        for folder in dict.fromkeys(job.folder.parent for job in jobs if job.incomplete is None):
+            report(folder, plan.settings, metric=plan.request.metric, metric_filter=plan.request.filter)
+    failures.raise_all()
 
 
 def main(argv: list[str] | None = None) -> int:

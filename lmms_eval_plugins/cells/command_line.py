@@ -31,6 +31,7 @@ class Request:
     Attributes:
         ratios: fractions to keep; empty where `budgets` are given.
         budgets: entries to keep per layer and head.
+        metric, filter: the task's metric and answer filter that stand in the table; None for the main ones.
         arguments: the `key=value` arguments, the model's and the methods'.
         flags: the flags by name.
     """
@@ -40,6 +41,8 @@ class Request:
     methods: list[str]
     ratios: list[float]
     budgets: list[int]
+    metric: str | None
+    filter: str | None
     arguments: dict[str, Any]
     flags: argparse.Namespace
 
@@ -112,7 +115,8 @@ def parse(argv: list[str]) -> Request:
     if bool(budgets) == (ratio != "-"):
         raise UsageError("give either RATIO, or '-' for RATIO and budget=ENTRIES")
     ratios = [_ratio(item) for item in _items(ratio) if item != "-"]
-    return Request(_items(tasks), model, _items(methods), ratios, budgets, arguments, flags)
+    metric, answer_filter = (str(arguments.pop(name)) if name in arguments else None for name in ("metric", "filter"))
+    return Request(_items(tasks), model, _items(methods), ratios, budgets, metric, answer_filter, arguments, flags)
 
 
 def _items(text: str) -> list[str]:

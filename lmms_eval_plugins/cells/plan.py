@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .command_line import DEFAULT_SEEDS, Request
-from .data import DEFAULT_DATA_ROOT, data_identity, find_tasks, limited, load_tasks
+from .data import DEFAULT_DATA_ROOT, check_choice, check_task, data_identity, find_tasks, limited, load_tasks
 from .errors import UsageError
 from .identity import fingerprint
+from .kept_answers import KeptAnswers, read_kept_answers
 from .kept_tokens import overlays_asked
 from .machine import check_device, check_model_is_local, is_offline
 from .results import Cell, incomplete_reason
@@ -45,7 +46,7 @@ class Plan:
         """Raises KVCompressError or UsageError for an unknown method, option or model argument, or a wrong value."""
         from ..model.arguments import model_arguments, split_arguments
 
-        own, options = split_arguments(request.arguments, request.methods, ("budget",))
+        own, options = split_arguments(request.arguments, request.methods, ("budget", "metric", "filter"))
         for name in {"chat_template", "system_prompt"} & own.keys():  # text, or a file of the working directory
             own[name] = str(Path(own[name]).resolve()) if Path(str(own[name])).is_file() else own[name]
         arguments = model_arguments(pretrained=_local_or_hub(request.model), **own)
@@ -59,31 +60,41 @@ class Plan:
         if is_offline():
             check_model_is_local(self.arguments)
 
-    def jobs(self) -> list["Job"]:
-        """A job for every cell; the tasks' data is loaded.
+    def manager(self) -> "TaskManager":
+        """lmms-eval's, which knows the tasks. Raises KVCompressError or UsageError for an unknown one."""
+        return find_tasks(self.request.tasks, self.request.flags.include_path)
 
-        Raises KVCompressError or UsageError for an unknown task, EvaluationFailed where data is missing.
+    def jobs(self) -> list["Job"]:
+        """A job for every cell; the tasks' data is loaded. Raises as `manager` and `jobs_of`."""
+        manager = self.manager()
+        return [job for name in self.request.tasks for job in self.jobs_of(name, manager)]
+
+    def jobs_of(self, name: str, manager: "TaskManager") -> list["Job"]:
+        """A job for every cell of one task; its data is loaded.
+
+        Raises KVCompressError or UsageError for a task that is not generated, or lacks what is asked for;
+        EvaluationFailed where its data or its judge is missing.
         """
-        names, flags = self.request.tasks, self.request.flags
-        manager, output, data, questions = find_tasks(names, flags.include_path), flags.output_path.resolve(), {}, {}
-        for name in names:
-            tasks = load_tasks(manager, name, self.data_root)
-            if len(tasks) > 1 and isinstance(flags.limit, float):
-                # lmms-eval turns the fraction into a number on the first task and uses that for the others.
-                raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
-            data[name] = {task.config.task: data_identity(task) for task in tasks}
-            questions[name] = sum(limited(len(task.eval_docs), flags.limit) for task in tasks)
+        flags = self.request.flags
+        tasks = load_tasks(manager, name, self.data_root, lambda task: check_task(task, flags))
+        if len(tasks) > 1 and isinstance(flags.limit, float):
+            # lmms-eval turns the fraction into a number on the first task and uses that for the others.
+            raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
+        check_choice(name, tasks, self.request.metric, self.request.filter)
+        data = {task.config.task: data_identity(task) for task in tasks}
+        questions = sum(limited(len(task.eval_docs), flags.limit) for task in tasks)
         return [
             Job(
                 cell,
                 options,
-                cell.folder(output),
-                fingerprint(cell, self.arguments, options, data[cell.task]),
-                questions[cell.task],
+                cell.folder(flags.output_path.resolve()),
+                fingerprint(cell, self.arguments, options, data),
+                questions,
                 manager,
                 self,
             )
             for cell, options in self.cells
+            if cell.task == name
         ]
 
 
@@ -126,6 +137,13 @@ class Job:
             return self.incomplete or "--force"
         return "--overlays" if overlays_asked(self.folder) < flags.overlays else None
 
+    @property
+    def kept_answers(self) -> KeptAnswers | None:
+        """The answers of an earlier run that was not scored; None where the model has to answer."""
+        flags = self.plan.request.flags
+        answers = None if flags.force else read_kept_answers(self.folder, self.fingerprint, flags.overlays)
+        return answers if answers is not None and answers.questions == self.questions else None
+
 
 def _local_or_hub(model: str) -> str:
     """The absolute path of a local folder; a hub id, or `tiny`, as it is. Raises UsageError for anything else."""
@@ -147,10 +165,9 @@ def _run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dic
         settings["seed"] = ",".join(str(seed) for seed in flags.seed)
     if flags.data_root is not None:
         settings["data"] = flags.data_root.name
-    for name in ("limit", "gen_kwargs", "num_fewshot", "predict_only"):
-        if value := getattr(flags, name):
-            settings[name] = value
-    return settings
+    defaults = {"limit": None, "gen_kwargs": {}, "num_fewshot": None, "predict_only": False}
+    # `--num_fewshot 0` is not the default, which is what the task says.
+    return settings | {name: getattr(flags, name) for name in defaults if getattr(flags, name) != defaults[name]}
 
 
 def _cells(

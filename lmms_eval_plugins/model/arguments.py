@@ -1,6 +1,8 @@
 """Every argument of `--model kvcompress --model_args ...`, in one place, checked before anything is loaded."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -229,26 +231,49 @@ def _validated(model: type[BaseModel], **values: Any) -> Any:
 
 # Keys in lmms-eval's task files that are no argument of `generate`: for other wrappers, or for other request types.
 IGNORED_GENERATION_KEYS = ("image_aspect_ratio", "visual_cot", "max_agentic_steps")
+STOP_STRING_KEYS = ("until", "stop_sequences", "stop_strings")  # lmms-eval's, vLLM's, transformers'
 DEFAULT_UNTIL = ["\n\n"]  # what lmms-eval fills in where a task names no stop string
 
 
-def generation_arguments(task_kwargs: dict[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[str]]:
-    """A task's generation kwargs (with those of `--gen_kwargs`) -> arguments of `generate`, and stop strings.
+@dataclass(frozen=True)
+class Generation:
+    """How a task wants its answers generated.
+
+    Attributes:
+        arguments: of `generate`.
+        until: an answer ends before the first of these strings.
+        seed: of sampling; None leaves torch's generator as it is.
+        skip_special_tokens: whether special tokens are left out of the answer's text.
+    """
+
+    arguments: dict[str, Any]
+    until: list[str]
+    seed: int | None = None
+    skip_special_tokens: bool = True
+
+
+def generation_of(task_kwargs: dict[str, Any], max_new_tokens: int) -> Generation:
+    """A task's generation kwargs (with those of `--gen_kwargs`), as they are understood here.
 
     Greedy unless `do_sample=True`, or a temperature above 0 without `do_sample`; a temperature of 0 is greedy.
     `max_new_tokens` is the default for tasks that set none. Stop strings are those the task itself names. Other
     keys go to `generate` as they are. Raises KVCompressError for a key that `generate` does not have.
     """
     kwargs = {key: value for key, value in task_kwargs.items() if key not in IGNORED_GENERATION_KEYS}
-    until = kwargs.pop("until", None) or []
-    until = [until] if isinstance(until, str) else list(until)
+    stops = {key: kwargs.pop(key, None) or [] for key in STOP_STRING_KEYS}
+    stops = {key: [stop] if isinstance(stop, str) else list(stop) for key, stop in stops.items()}
+    if stops["until"] == DEFAULT_UNTIL:
+        stops["until"] = []
+    seed, skips = kwargs.pop("seed", None), kwargs.pop("skip_special_tokens", True)
     valid = GenerationConfig().to_dict()
     for key in kwargs:
         if key not in valid:
-            raise unknown_name("there is no generation argument", key, valid)
+            raise unknown_name(
+                "there is no generation argument", key, [*valid, *STOP_STRING_KEYS, "seed", "skip_special_tokens"]
+            )
     kwargs["max_new_tokens"] = kwargs.get("max_new_tokens") or max_new_tokens
     temperature = kwargs.get("temperature")
     kwargs["do_sample"] = bool(kwargs.get("do_sample", temperature)) and temperature != 0
     if not kwargs["do_sample"]:
         kwargs |= {"temperature": None, "top_p": None, "top_k": None}  # else generate warns about the checkpoint's
-    return kwargs, [] if until == DEFAULT_UNTIL else until
+    return Generation(kwargs, list(dict.fromkeys(chain.from_iterable(stops.values()))), seed, skips)

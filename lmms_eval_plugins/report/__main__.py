@@ -14,8 +14,11 @@ from .table import report
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m lmms_eval_plugins.report", description=__doc__)
     parser.add_argument("folder", type=Path, help="results/<task>/<model>")
+    parser.add_argument("--metric", help="of the task, in place of its main one")
+    parser.add_argument("--filter", help="of the task's answers, in place of the first one")
+    flags = parser.parse_args(argv)
     try:
-        report(parser.parse_args(argv).folder)
+        report(flags.folder, metric=flags.metric, metric_filter=flags.filter)
     except FileNotFoundError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

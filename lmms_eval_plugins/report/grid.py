@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,6 +14,7 @@ from kvcompress import KVCompressError
 
 from ..cells.errors import UsageError
 from ..cells.results import RESULTS_FILE, SAMPLES_FILE
+from .headline import Headline, by_question, headline, seconds
 from .metrics import (
     area_under_curve,
     loyalty,
@@ -23,18 +25,23 @@ from .metrics import (
     smallest_ratio,
     speed_up,
 )
-from .table import cell_row, headline_metric, score_scale
+from .table import cell_row, score_scale
 
 GROUP = ["task", "model", "settings"]  # only cells of one group are compared with each other
 
 
-def load_grid(folders: Sequence[Path]) -> tuple[pd.DataFrame, list[str]]:
+def load_grid(
+    folders: Sequence[Path], metric: str | None = None, metric_filter: str | None = None
+) -> tuple[pd.DataFrame, list[str]]:
     """The cells of folders (results/<task>/<model>), each with its metrics against the full cache.
+
+    Args:
+        metric, metric_filter: the task's metric and answer filter that are compared; the main ones where None.
 
     Returns:
         A frame with one row per cell. Its columns are those of `table.cell_row`, and `task`, `model`, `kept` (the
         ratio, or the realised one of a budget), `size` (the same as text: `0.2`, `budget=64`), `full` (the full cache's
-        score), `relative`, `loyalty`, `speed_up`, `questions` (see `read_samples`).
+        score), `relative`, `loyalty`, `speed_up`, `questions` (see `read_questions`).
         A line for each set of settings that is left out: it has no cell of the full cache to compare with.
 
     Raises:
@@ -48,13 +55,13 @@ def load_grid(folders: Sequence[Path]) -> tuple[pd.DataFrame, list[str]]:
             raise UsageError(f"no finished cell under {str(folder)!r} (expected <method>-<ratio>/{RESULTS_FILE})")
         for file in files:
             cell = json.loads(file.read_text(encoding="utf-8"))
-            row = cell_row(cell)
+            row = cell_row(cell, metric, metric_filter)
             if row["score"] is None:
                 raise KVCompressError(f"{file.parent} has no score (was it run with --predict_only?)")
             row["kept"] = row["realised"] if row["ratio"] is None else row["ratio"]
             row["size"] = f"budget={row['budget']}" if row["ratio"] is None else f"{row['ratio']:g}"
             row |= {"task": cell["protocol"]["task"], "model": cell["protocol"]["model"]}
-            rows.append({**row, "questions": read_samples(file.parent, headline_metric(cell))})
+            rows.append({**row, "questions": read_questions(file.parent, cell, headline(cell, metric, metric_filter))})
     grids, left_out = [], []
     for (task, model, settings), group in pd.DataFrame(rows).groupby(GROUP):
         if (group["method"] == "full").any():
@@ -69,26 +76,24 @@ def load_grid(folders: Sequence[Path]) -> tuple[pd.DataFrame, list[str]]:
     return pd.concat(grids, ignore_index=True), left_out
 
 
-def read_samples(folder: Path, metric: str | None) -> pd.DataFrame:
+def read_questions(folder: Path, cell: dict[str, Any], found: Headline | None) -> pd.DataFrame:
     """A cell's questions: `answer`, `score` (NaN where the metric has none per question), `seconds` of the answer.
 
     The index is (task, doc_id), sorted.
     """
-    rows = []
     with open(folder / SAMPLES_FILE, encoding="utf-8") as file:
-        for sample in map(json.loads, file):
-            measured, score = sample["measurement"], sample.get((metric or "").split(",")[0])
-            rows.append(
-                {
-                    "task": sample["task"],
-                    "doc_id": sample["doc_id"],
-                    "answer": tuple(str(answer).strip() for answer in np.ravel(sample["filtered_resps"])),
-                    "score": float(score) if isinstance(score, int | float) else math.nan,
-                    "seconds": measured["ttft_s"] + (measured["tpot_s"] or 0) * (measured["tokens_out"] - 1),
-                }
-            )
-    # A task with several answer filters has a line for each; the first is that of the headline metric.
-    return pd.DataFrame(rows).drop_duplicates(["task", "doc_id"]).set_index(["task", "doc_id"]).sort_index()
+        questions = by_question(cell, map(json.loads, file), found)
+    rows = [
+        {
+            "task": sample["task"],
+            "doc_id": sample["doc_id"],
+            "answer": tuple(str(answer).strip() for answer in np.ravel(sample["filtered_resps"])),
+            "score": score,
+            "seconds": seconds(sample),
+        }
+        for sample, score in questions
+    ]
+    return pd.DataFrame(rows).set_index(["task", "doc_id"]).sort_index()
 
 
 def _against_full(group: pd.DataFrame) -> pd.DataFrame:

@@ -25,6 +25,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--compare", nargs=2, metavar=("A", "B"), help="paired bootstrap of two methods (or one and `full`)")
     add("--points", type=float, default=1, help="for the smallest ratio that costs at most so many points (1)")
     add("--from", type=float, dest="lowest", metavar="RATIO", help="where the area under the curve begins")
+    add("--metric", help="of the task, in place of its main one")
+    add("--filter", help="of the task's answers, in place of the first one")
     add("--resamples", type=int, default=10_000, help="of the bootstrap (10000)")
     add("--seed", type=int, default=0, help="of the bootstrap (0)")
     add("--json", action="store_true", help="print JSON in place of tables")
@@ -35,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     """The exit code: 0, or 2 with one line on stderr for bad input."""
     flags = _parser().parse_args(argv)
     try:
-        grid, left_out = load_grid(flags.folders)
+        grid, left_out = load_grid(flags.folders, flags.metric, flags.filter)
         lines, summary = curves(grid, flags.points, flags.lowest), overall(grid)
         comparisons = pd.DataFrame()
         if flags.compare:

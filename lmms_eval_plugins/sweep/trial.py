@@ -15,7 +15,7 @@ from ..cells.errors import EvaluationFailed, UsageError
 from ..cells.machine import rank, set_offline
 from ..cells.plan import Plan
 from ..cells.results import RESULTS_FILE
-from ..cells.run import evaluate_cell, load_model, quiet
+from ..cells.run import evaluate_cell, load_model, quiet, score_again
 
 if TYPE_CHECKING:
     import wandb
@@ -120,6 +120,8 @@ class Evaluator:
             return job.folder
         if processes > 1:
             _evaluate_on_ranks(argv)
+        elif answers := job.kept_answers:
+            score_again(job, answers)
         else:
             evaluate_cell(self._model(plan.arguments), job)
         return job.folder

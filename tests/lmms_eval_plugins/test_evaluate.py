@@ -243,13 +243,13 @@ def test_lost_measurement_ends_with_1_and_no_results(monkeypatch, capsys):
     monkeypatch.setattr(KVCompressLM, "gather_rows", lambda self: self.rows[1:])
     assert evaluate.main([*FOUR, "--limit", "2"]) == 1
     assert "was not measured" in error_line(capsys)
-    assert not list(Path("results").rglob("*.json*"))
+    assert not list(Path("results").rglob("results.json"))
 
 
 def test_lost_samples_are_no_complete_result():
     sample = {"doc_id": 0, "arguments": ["question"]}
     with pytest.raises(EvaluationFailed, match="t: 1 of 2 questions were answered"):
-        cell_run.merge_samples({"t": [sample]}, [{"task": "t", "doc_id": 0}], {"t": {"effective": 2}})
+        cell_run.merge_samples({"t": [sample]}, [{"task": "t", "doc_id": 0}], {"t": {"effective": 2}}, {"t": ["none"]})
 
 
 def test_predict_only_writes_answers_without_scores():

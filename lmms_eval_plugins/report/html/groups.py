@@ -12,7 +12,8 @@ import pandas as pd
 from kvcompress import KVCompressError
 
 from ...cells.results import RESULTS_FILE, SAMPLES_FILE, dumps
-from ..table import headline_metric, sweep_frame
+from ..headline import by_question, headline
+from ..table import sweep_frame
 
 MOST_GOLD = 4  # accepted answers shown of a question
 
@@ -84,13 +85,8 @@ def samples_frame(cells: list[dict[str, Any]], frame: pd.DataFrame) -> pd.DataFr
     answers), answer, score (NaN where the metric has none per question), and the measurements of the question."""
     rows = []
     for index, cell in enumerate(cells):
-        metric = (headline_metric(cell) or "").split(",")[0]
-        seen = set()
-        for sample in _samples(cell["folder"]):
-            if (key := (sample["task"], sample["doc_id"])) in seen:
-                continue  # a task with several answer filters has a line for each; the first is the headline's
-            seen.add(key)
-            measured, score = sample["measurement"], sample.get(metric)
+        for sample, score in by_question(cell, _samples(cell["folder"]), headline(cell)):
+            measured = sample["measurement"]
             rows.append(
                 {
                     "cell": index,
@@ -101,7 +97,7 @@ def samples_frame(cells: list[dict[str, Any]], frame: pd.DataFrame) -> pd.DataFr
                     "question": sample["input"],
                     "gold": gold(sample),
                     "answer": " ".join(str(answer).strip() for answer in np.ravel(sample["filtered_resps"])),
-                    "score": float(score) if isinstance(score, int | float) else np.nan,
+                    "score": score,
                     **{
                         name: measured[name]
                         for name in ("tokens_in", "tokens_out", "vision_tokens", "ttft_s", "tpot_s", "kv_bytes_prompt")
