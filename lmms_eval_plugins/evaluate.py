@@ -4,7 +4,7 @@
 
 lmms-eval runs in this process. Its own command line exits with 0 when an evaluation fails; this one exits with 0
 only where the results of every cell are complete on disk, with 2 for bad input, with 1 where something else is
-wrong, with 130 after Ctrl-C.
+wrong, with 128 and the signal's number after Ctrl-C (130), SIGTERM or SIGHUP.
 """
 
 import os
@@ -12,25 +12,26 @@ import sys
 
 from .cells.command_line import parse
 from .cells.errors import EvaluationFailed, exit_code
-from .cells.machine import join_processes, launch_ranks, rank, say, set_offline
-from .cells.plan import Plan
+from .cells.machine import join_processes, rank, say, set_offline
+from .cells.plan import Plan, check_folders
+from .cells.processes import run_ranks
 from .cells.run import TaskFailures, evaluate_cells, load_model, quiet, score_again
 
 
-def evaluate(argv: list[str]) -> None:
-    """Evaluate every cell that is asked for. Raises UsageError, KVCompressError or EvaluationFailed."""
+def evaluate(argv: list[str]) -> int:
+    """Evaluate every cell that is asked for; the exit code. Raises UsageError, KVCompressError or EvaluationFailed."""
     request = parse(argv)
     set_offline(request)
-    run(Plan.of(request), argv)
+    return run(Plan.of(request), argv)
 
 
-def run(plan: Plan, argv: list[str]) -> None:
+def run(plan: Plan, argv: list[str]) -> int:
     """Evaluate every cell that is not complete on disk, then report. `argv`: what several ranks are started with."""
     flags = plan.request.flags
     processes = int(os.environ.get("NUM_PROCESSES", 1))
     plan.check_machine(processes)
     if processes > 1 and "LOCAL_RANK" not in os.environ:
-        launch_ranks(processes, argv)
+        return run_ranks(processes, argv)
 
     join_processes()
     quiet(flags.verbosity)
@@ -38,26 +39,30 @@ def run(plan: Plan, argv: list[str]) -> None:
     for task in plan.request.tasks:
         with failures.noted(task, EvaluationFailed):
             jobs += plan.jobs_of(task, manager)
-    pending = [job for job in jobs if job.todo]
+    if rank() == 0:
+        check_folders(jobs)
+    todo = {job.folder: reason for job in jobs if (reason := job.todo)}
+    pending = [job for job in jobs if job.folder in todo]
     if skipped := len(jobs) - len(pending):
         say(f"{skipped} of {len(jobs)} cells are complete and skipped (--force computes them again)")
     for job in pending:
         if job.folder.exists():
-            say(f"computed again: {job.folder.name} ({job.todo})")
+            say(f"computed again: {job.folder.name} ({todo[job.folder]})")
     answers = [job.kept_answers for job in pending]
     for job, kept in zip(pending, answers, strict=True):
         if kept is not None:
             with failures.noted(job.cell.task):
                 score_again(job, kept)
-    todo = [job for job, kept in zip(pending, answers, strict=True) if kept is None]
-    if todo := [job for job in todo if job.cell.task not in failures.reasons]:
-        evaluate_cells(load_model(plan.arguments), todo, failures)
+    unanswered = [job for job, kept in zip(pending, answers, strict=True) if kept is None]
+    if unanswered := [job for job in unanswered if job.cell.task not in failures.reasons]:
+        evaluate_cells(load_model(plan.arguments), unanswered, failures)
     if rank() == 0:
         from .report.table import report
 
         for folder in dict.fromkeys(job.folder.parent for job in jobs if job.incomplete is None):
             report(folder, plan.settings, metric=plan.request.metric, metric_filter=plan.request.filter)
     failures.raise_all()
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ class Mutation:
     """One line of the code, broken.
 
     Attributes:
-        file: below `kvcompress/`.
+        file: below `kvcompress/`, or below the repository, in `lmms_eval_plugins/`.
         old, new: a snippet that stands in the file once, and what takes its place.
         breaks: what goes wrong, in a few words.
         tests: the files, or tests of them, that should notice.
@@ -26,8 +26,13 @@ class Mutation:
     tests: tuple[str, ...]
 
     @property
+    def path(self) -> str:
+        """Below the repository."""
+        return self.file if self.file.startswith("lmms_eval_plugins/") else f"kvcompress/{self.file}"
+
+    @property
     def room(self) -> str:
-        return self.file.rpartition("/")[0] or "."
+        return self.path.rpartition("/")[0]
 
 
 MUTATIONS = {
@@ -438,6 +443,43 @@ MUTATIONS = {
         "if self.known is not None:",
         "a shared prompt answers for another batch",
         (CORE + "hooks/test_shared_prompt.py::test_a_pass_is_not_taken_for_that_of_another_batch",),
+    ),
+    "pads-of-other-rows": Mutation(
+        "cache/storage.py",
+        "self.pads = None if self.pads is None else self.pads[rows]",
+        "self.pads = self.pads",
+        "a cache that keeps everything: rows change places, their pads do not",
+        (CORE + "cache/test_cache.py::test_pads_that_are_stored_follow_their_row",),
+    ),
+    "scores-in-bf16": Mutation(
+        "scoring/windows.py",
+        "recent = queries[:, :, -window:].float().reshape(batch, kv_heads, groups * window, head_dim)\n"
+        "    logits = recent @ keys.float().transpose(2, 3) * scaling",
+        "recent = queries[:, :, -window:].reshape(batch, kv_heads, groups * window, head_dim)\n"
+        "    logits = recent @ keys.transpose(2, 3) * scaling",
+        "attention scores of bf16 states are rounded to bf16",
+        (CORE + "clusters/test_clusters.py::test_scores_are_fp32_also_for_bf16_states",),
+    ),
+    "threshold-of-no-entry": Mutation(
+        "scoring/merging.py",
+        "threshold = torch.where(merged.any(-1), (mean + before) / 2, before)",
+        "threshold = (mean + before) / 2",
+        "D2O: the threshold of a head is lost in an eviction that takes nothing of it",
+        (CORE + "scoring/test_merging.py::test_the_threshold_of_d2o_outlives_an_eviction_without_a_loss",),
+    ),
+    "r-kv-counts-pads": Mutation(
+        "clusters/rkv.py",
+        "count = (count - padding)[..., None]",
+        "pass",
+        "R-KV: the mean likeness of a padded row's keys is divided by its pads too",
+        (CORE + "clusters/test_clusters.py::test_r_kvs_mean_likeness_counts_no_pads",),
+    ),
+    "offloaded-for-good": Mutation(
+        "lmms_eval_plugins/model/answering.py",
+        "        try:\n            yield\n        finally:\n            self.compression = before",
+        "        yield\n        self.compression = before",
+        "a batch that does not fit even when offloaded leaves the cell's compression changed",
+        ("tests/lmms_eval_plugins/model/test_lm.py::test_memory_that_never_suffices_and_other_errors_end_the_run",),
     ),
     "clock-not-synchronised": Mutation(
         "measure.py",

@@ -111,17 +111,22 @@ def parse(argv: list[str]) -> Request:
             raise UsageError(f"--{name.replace('_root', '-root')} {str(folder)!r} is not a folder")
         setattr(flags, name, folder and folder.resolve())  # the working directory changes before it is used
 
-    budgets = [_budget(item) for item in _items(str(arguments.pop("budget", "")))]
-    if bool(budgets) == (ratio != "-"):
+    has_budget = "budget" in arguments
+    if has_budget == (ratio != "-"):
         raise UsageError("give either RATIO, or '-' for RATIO and budget=ENTRIES")
-    ratios = [_ratio(item) for item in _items(ratio) if item != "-"]
+    budgets = [_budget(item) for item in _items("budget", arguments.pop("budget"))] if has_budget else []
+    ratios = [] if has_budget else [_ratio(item) for item in _items("RATIO", ratio)]
     metric, answer_filter = (str(arguments.pop(name)) if name in arguments else None for name in ("metric", "filter"))
-    return Request(_items(tasks), model, _items(methods), ratios, budgets, metric, answer_filter, arguments, flags)
+    tasks, methods = _items("TASK", tasks), _items("METHOD", methods)
+    return Request(tasks, model, methods, ratios, budgets, metric, answer_filter, arguments, flags)
 
 
-def _items(text: str) -> list[str]:
-    """The items of a comma list, each once."""
-    return list(dict.fromkeys(item.strip() for item in text.split(",") if item.strip()))
+def _items(name: str, text: object) -> list[str]:
+    """The items of a comma list, each once. Raises UsageError where there is none."""
+    items = list(dict.fromkeys(item.strip() for item in str(text).split(",") if item.strip()))
+    if not items:
+        raise UsageError(f"{name} {str(text)!r} is a list without items; usage: {USAGE}")
+    return items
 
 
 def _ratio(text: str) -> float:

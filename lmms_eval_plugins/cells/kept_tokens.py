@@ -9,13 +9,12 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .results import dumps, write_text
+from .results import DamagedFile, dumps, write_text
 
 SURVIVORS_FILE = "survivors.jsonl"
 IMAGES_FOLDER = "images"
@@ -59,27 +58,47 @@ def write_kept_tokens(folder: Path, images: Path, asked: int, entries: list[dict
 
 
 def _write_once(path: Path, content: bytes) -> None:
+    from kvcompress.files import replacing
+
     if path.exists():  # its name is its content's
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    with replacing(path) as draft:
+        draft.write_bytes(content)
 
 
-def read_kept_tokens(folder: Path) -> Iterator[dict[str, Any]]:
-    """The entries of a cell; none where it has no overlays."""
-    path = folder / SURVIVORS_FILE
-    if path.is_file():
-        with open(path, encoding="utf-8") as file:
-            next(file)
-            yield from map(json.loads, file)
+def read_kept_tokens(folder: Path) -> list[dict[str, Any]]:
+    """The entries of a cell; none where it has no overlays. Raises DamagedFile."""
+    return _read(folder)[1]
 
 
 def overlays_asked(folder: Path) -> int:
-    """For how many questions of each task the cell in `folder` notes which tokens survived."""
+    """For how many questions of each task the cell in `folder` notes which tokens survived. Raises DamagedFile."""
+    return _read(folder)[0]
+
+
+def kept_tokens_damage(folder: Path) -> str | None:
+    """What is wrong with a cell's entries; None where nothing is, or there are none."""
+    try:
+        _read(folder)
+    except DamagedFile as error:
+        return str(error)
+    return None
+
+
+def _read(folder: Path) -> tuple[int, list[dict[str, Any]]]:
+    """For how many questions was asked, and the entries."""
     path = folder / SURVIVORS_FILE
     if not path.is_file():
-        return 0
-    with open(path, encoding="utf-8") as file:
-        return json.loads(next(file))["asked"]
+        return 0, []
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [json.loads(line) for line in file]
+        if not lines:
+            raise ValueError("it is empty")
+        asked, entries = lines[0]["asked"], lines[1:]
+        for entry in entries:
+            for kind in ("vision", "text"):
+                unpacked(entry[kind])
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, zlib.error) as error:
+        raise DamagedFile(f"{SURVIVORS_FILE} is damaged: {' '.join(str(error).split())}") from None
+    return asked, entries

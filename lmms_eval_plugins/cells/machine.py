@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -70,16 +69,6 @@ def check_model_is_local(arguments: "ModelArguments") -> None:
             f"model {name!r} is not on this machine, and {HUB} is not reachable or HF_HUB_OFFLINE is set: where there "
             f"is network run `hf download {name} --local-dir {folder}`, copy the folder here and give its path as MODEL"
         )
-
-
-def launch_ranks(processes: int, argv: list[str]) -> None:
-    """Replace this process by `processes` ranks of the same command. `--multi_gpu` also serves CPU ranks: accelerate's
-    `--cpu` would start a single process without a word."""
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"]
-    launcher += ["--num_processes", str(processes), "--main_process_port", "0"]
-    launcher += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "lmms_eval_plugins.evaluate"]
-    sys.stdout.flush()
-    os.execv(sys.executable, [*launcher, *argv])
 
 
 def join_processes() -> None:

@@ -1,6 +1,7 @@
 """From a command line to the cells that it asks for, and from there to jobs: each cell with its task and its folder."""
 
 import argparse
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from .data import DEFAULT_DATA_ROOT, check_choice, check_task, data_identity, fi
 from .errors import UsageError
 from .identity import fingerprint
 from .kept_answers import KeptAnswers, read_kept_answers
-from .kept_tokens import overlays_asked
+from .kept_tokens import kept_tokens_damage, overlays_asked
 from .machine import check_device, check_model_is_local, is_offline
 from .results import Cell, incomplete_reason
 
@@ -48,7 +49,7 @@ class Plan:
 
         own, options = split_arguments(request.arguments, request.methods, ("budget", "metric", "filter"))
         for name in {"chat_template", "system_prompt"} & own.keys():  # text, or a file of the working directory
-            own[name] = str(Path(own[name]).resolve()) if Path(str(own[name])).is_file() else own[name]
+            own[name] = os.path.realpath(own[name]) if os.path.isfile(str(own[name])) else own[name]
         arguments = model_arguments(pretrained=_local_or_hub(request.model), **own)
         settings = _run_settings(arguments, request.flags)
         data_root = request.flags.data_root or (DEFAULT_DATA_ROOT if DEFAULT_DATA_ROOT.is_dir() else None)
@@ -127,14 +128,14 @@ class Job:
     @property
     def incomplete(self) -> str | None:
         """Why the folder does not hold the cell's results; None where it does."""
-        return incomplete_reason(self.folder, self.fingerprint)
+        return incomplete_reason(self.folder, self.fingerprint) or kept_tokens_damage(self.folder)
 
     @property
     def todo(self) -> str | None:
         """Why the cell has to be computed; None where all that is asked for is on disk."""
-        flags = self.plan.request.flags
-        if flags.force or self.incomplete:
-            return self.incomplete or "--force"
+        flags, reason = self.plan.request.flags, self.incomplete
+        if flags.force or reason:
+            return reason or "--force"
         return "--overlays" if overlays_asked(self.folder) < flags.overlays else None
 
     @property
@@ -143,6 +144,17 @@ class Job:
         flags = self.plan.request.flags
         answers = None if flags.force else read_kept_answers(self.folder, self.fingerprint, flags.overlays)
         return answers if answers is not None and answers.questions == self.questions else None
+
+
+def check_folders(jobs: list[Job]) -> None:
+    """Raises KVCompressError or UsageError where the results of a job cannot be written."""
+    from kvcompress.files import check_output
+
+    for job in jobs:
+        if job.folder.exists() and not job.folder.is_dir():
+            raise UsageError(f"{str(job.folder)!r} is a file where results are to be: remove it")
+    for folder in {job.folder.parent for job in jobs}:
+        check_output(folder)
 
 
 def _local_or_hub(model: str) -> str:

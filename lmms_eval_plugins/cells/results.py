@@ -13,17 +13,28 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .errors import EvaluationFailed, leave_out
+
 RESULTS_FILE = "results.json"
 SAMPLES_FILE = "samples.jsonl"
 
-MAX_NAME_LENGTH = 200  # most file systems allow 255 bytes
+MAX_NAME_BYTES = 200  # most file systems allow 255
+MAX_VALUE_LENGTH = 100
+SHOWN = 40  # characters of a value that is longer or strange
+
+# What every reader of a file relies on, and its kind.
+RESULTS_PARTS = {"protocol": dict, "results": dict, "efficiency": dict, "n_samples": int}
+SAMPLE_PARTS = {"task": str, "doc_id": int, "filtered_resps": list, "measurement": dict}
+
+
+class DamagedFile(EvaluationFailed):
+    """A file of a cell does not hold what was written. The message names it."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +59,11 @@ class Cell:
     @property
     def size(self) -> str:
         """What is kept, as in the folder's name: `0.2`, or `budget=64`."""
-        return f"budget={self.budget}" if self.ratio is None else f"{self.ratio:g}"
+        return f"budget={self.budget}" if self.ratio is None else exact(self.ratio)
 
     def folder(self, root: Path) -> Path:
         name = "-".join([self.method, self.size, *_key_values({**self.options, **self.settings})])
-        return root / _safe(self.task) / model_folder(self.model) / _shorten(name)
+        return root / _shorten(_safe(self.task)) / model_folder(self.model) / _shorten(name)
 
 
 def settings_name(settings: dict[str, Any]) -> str:
@@ -63,31 +74,91 @@ def settings_name(settings: dict[str, Any]) -> str:
 def model_folder(model: str) -> str:
     """Folder name of a model: `tiny`, `org__name`; for an absolute path `parent__name@<hash of the path>`."""
     if not os.path.isabs(model):
-        return _safe(model)
+        return _shorten(_safe(model))
     # Two checkpoints may share their last two folders; the hash keeps them apart.
-    return _safe("/".join(Path(model).parts[-2:])) + "@" + hashlib.sha256(model.encode()).hexdigest()[:6]
+    name = re.sub(r"[^\w.,=+@-]", "_", "/".join(Path(model).parts[-2:]).replace("/", "__"))
+    return _shorten(name) + "@" + hashlib.sha256(model.encode()).hexdigest()[:6]
+
+
+def exact(number: float) -> str:
+    """A number with six digits, or with as many as tell it from every other."""
+    return f"{number:g}" if float(f"{number:g}") == number else repr(float(number))
 
 
 def _key_values(mapping: dict[str, Any]) -> list[str]:
-    return [_safe(f"{key}={_plain(value)}") for key, value in sorted(mapping.items())]
+    return [f"{_safe(key)}={_value(value)}" for key, value in sorted(mapping.items())]
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
+def _value(value: Any) -> str:
     if isinstance(value, dict):
-        return ",".join(f"{key}={_plain(item)}" for key, item in sorted(value.items()))
-    return str(value)
+        return ",".join(f"{_safe(str(key))}={_value(item)}" for key, item in sorted(value.items()))
+    return _safe(exact(value) if isinstance(value, float) else str(value))
 
 
-def _safe(name: str) -> str:
-    return re.sub(r"[^\w.,=+@-]", "_", name.replace("/", "__"))
+def _safe(text: str) -> str:
+    """`text` as a part of a file name; different texts have different ones. What could not be read back from the name,
+    or is long, ends with a digest."""
+    name = re.sub(r"[^\w.,+@-]", "_", text.replace("/", "__"))
+    is_readable = name.replace("__", "/") == text and text not in (".", "..")
+    if is_readable and len(text) <= MAX_VALUE_LENGTH and not re.search("@[0-9a-f]{8}$", text):
+        return name
+    return f"{name[:SHOWN]}@{_digest(text)}"
 
 
 def _shorten(name: str) -> str:
-    if len(name) <= MAX_NAME_LENGTH:
+    if len(name.encode()) <= MAX_NAME_BYTES:
         return name
-    return name[: MAX_NAME_LENGTH - 9] + "-" + hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name.encode()[: MAX_NAME_BYTES - 9].decode(errors='ignore')}-{_digest(name)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """The results.json of a cell. Raises DamagedFile, FileNotFoundError where there is none."""
+    try:
+        results = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8 and not JSON are ValueErrors
+        raise DamagedFile(f"{RESULTS_FILE} is damaged: {_one_line(error)}") from None
+    _check(RESULTS_FILE, results, RESULTS_PARTS)
+    return results
+
+
+def read_samples(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a cell's samples.jsonl. Raises DamagedFile, FileNotFoundError where there is none."""
+    try:
+        with open(folder / SAMPLES_FILE, encoding="utf-8") as file:
+            samples = [json.loads(line) for line in file]
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedFile(f"{SAMPLES_FILE} is damaged: {_one_line(error)}") from None
+    for number, sample in enumerate(samples, 1):
+        _check(f"{SAMPLES_FILE}, line {number},", sample, SAMPLE_PARTS)
+    return samples
+
+
+def read_cell(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Both files of a cell. Raises DamagedFile, FileNotFoundError where one is missing."""
+    results, samples = read_results(folder), read_samples(folder)
+    if len(samples) != results["n_samples"]:
+        raise DamagedFile(f"{len(samples)} samples on disk where {results['n_samples']} were evaluated")
+    return results, samples
+
+
+def _check(name: str, content: Any, parts: dict[str, type]) -> None:
+    if not isinstance(content, dict):
+        raise DamagedFile(f"{name} is damaged: no object, but {type(content).__name__}")
+    for key, kind in parts.items():
+        if not isinstance(content.get(key), kind):
+            raise DamagedFile(f"{name} is damaged: no {key}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def incomplete_reason(folder: Path, fingerprint: dict[str, Any]) -> str | None:
@@ -95,16 +166,14 @@ def incomplete_reason(folder: Path, fingerprint: dict[str, Any]) -> str | None:
     if not folder.exists():
         return "no results yet"
     try:
-        results = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
-        with open(folder / SAMPLES_FILE, encoding="utf-8") as file:
-            samples = sum(1 for line in file if json.loads(line))
+        results, _ = read_cell(folder)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except json.JSONDecodeError:
-        return "its files are cut or damaged"
-    if samples != results.get("n_samples"):
-        return f"{samples} samples on disk where {results.get('n_samples')} were evaluated"
-    stored, wanted = results.get("fingerprint", {}), json.loads(dumps(fingerprint))
+    except DamagedFile as error:
+        return str(error)
+    stored, wanted = results.get("fingerprint"), json.loads(dumps(fingerprint))
+    if not isinstance(stored, dict):
+        return f"{RESULTS_FILE} is damaged: no fingerprint"
     changed = sorted(key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key))
     return f"changed since: {', '.join(changed)}" if changed else None
 
@@ -115,14 +184,17 @@ def new_cell(folder: Path) -> Iterator[Path]:
 
     An exception inside removes the temporary folder and leaves an older cell as it was.
     """
+    from kvcompress.files import locked, unfinished
+
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder.parent) as unfinished:
-        draft, old = Path(unfinished, "new"), Path(unfinished, "old")
+    with unfinished(folder.parent) as own:
+        draft, old = own / "new", own / "old"
         draft.mkdir()
         yield draft
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(draft, folder)
+        with locked(folder.parent):  # another run may put the same cell there
+            if folder.exists():
+                os.replace(folder, old)
+            os.replace(draft, folder)
 
 
 def write_cell(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]]) -> None:
@@ -133,16 +205,22 @@ def write_cell(folder: Path, results: dict[str, Any], samples: list[dict[str, An
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    """Write a file, whole or not at all."""
+    from kvcompress import files  # takes seconds, and a wrong command line is answered without it
+
+    files.write_text(path, text)
 
 
 def load_cells(folder: Path) -> list[dict[str, Any]]:
-    """The results.json of every finished cell under `folder` (results/<task>/<model>), sorted by name."""
-    files = sorted(folder.glob(f"[!.]*/{RESULTS_FILE}"))
-    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    """The results.json of every finished cell under `folder` (results/<task>/<model>), sorted by name. A damaged one is
+    left out, and named."""
+    cells = []
+    for file in sorted(folder.glob(f"[!.]*/{RESULTS_FILE}")):
+        try:
+            cells.append(read_results(file.parent))
+        except DamagedFile as error:
+            leave_out(file.parent, error)
+    return cells
 
 
 def dumps(value: Any, indent: int | None = None) -> str:

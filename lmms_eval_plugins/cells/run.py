@@ -24,7 +24,7 @@ from .kept_tokens import IMAGES_FOLDER, write_kept_tokens
 from .machine import rank, say
 from .plan import Job
 from .progress import Grid
-from .results import new_cell, write_cell
+from .results import incomplete_reason, new_cell, write_cell
 from .scoring import JudgeWatch, scorers_watched
 
 if TYPE_CHECKING:
@@ -161,9 +161,9 @@ def score_cell(lm: "Answerer", job: Job, found: dict[str, Any], asked: int, keep
             "metric_questions": metric_questions(output["results"], samples),
         }
         write_cell(folder, results, samples)
+        if reason := incomplete_reason(Path(folder), job.fingerprint):
+            raise EvaluationFailed(f"what was written for {job.folder} is not complete: {reason}")
     answers_file(job.folder).unlink(missing_ok=True)
-    if job.incomplete:
-        raise EvaluationFailed(f"{job.folder} was written but is not complete: {job.incomplete}")
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """A grid of cells on disk, each against the full cache: its metrics, its curves, and paired comparisons."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,7 +12,7 @@ import pandas as pd
 from kvcompress import KVCompressError
 
 from ..cells.errors import UsageError
-from ..cells.results import RESULTS_FILE, SAMPLES_FILE
+from ..cells.results import RESULTS_FILE, DamagedFile, exact, read_cell
 from .headline import Headline, by_question, headline, seconds
 from .metrics import (
     area_under_curve,
@@ -41,28 +40,36 @@ def load_grid(
     Returns:
         A frame with one row per cell. Its columns are those of `table.cell_row`, and `task`, `model`, `kept` (the
         ratio, or the realised one of a budget), `size` (the same as text: `0.2`, `budget=64`), `full` (the full cache's
-        score), `relative`, `loyalty`, `speed_up`, `questions` (see `read_questions`).
-        A line for each set of settings that is left out: it has no cell of the full cache to compare with.
+        score), `relative`, `loyalty`, `speed_up`, `questions` (see `question_frame`).
+        A line for what is left out: a damaged cell, or a set of settings that has no cell of the full cache to compare
+        with.
 
     Raises:
         UsageError: a folder without cells, or no full cache at all.
         KVCompressError: a cell without a score, or one that answered other questions than the full cache.
     """
-    rows = []
+    rows, left_out = [], []
     for folder in folders:
         files = sorted(Path(folder).glob(f"[!.]*/{RESULTS_FILE}"))
         if not files:
             raise UsageError(f"no finished cell under {str(folder)!r} (expected <method>-<ratio>/{RESULTS_FILE})")
         for file in files:
-            cell = json.loads(file.read_text(encoding="utf-8"))
+            try:
+                cell, samples = read_cell(file.parent)
+            except (DamagedFile, FileNotFoundError) as error:
+                left_out.append(f"{file.parent}: {error}")
+                continue
             row = cell_row(cell, metric, metric_filter)
             if row["score"] is None:
                 raise KVCompressError(f"{file.parent} has no score (was it run with --predict_only?)")
             row["kept"] = row["realised"] if row["ratio"] is None else row["ratio"]
-            row["size"] = f"budget={row['budget']}" if row["ratio"] is None else f"{row['ratio']:g}"
+            row["size"] = f"budget={row['budget']}" if row["ratio"] is None else exact(row["ratio"])
             row |= {"task": cell["protocol"]["task"], "model": cell["protocol"]["model"]}
-            rows.append({**row, "questions": read_questions(file.parent, cell, headline(cell, metric, metric_filter))})
-    grids, left_out = [], []
+            questions = question_frame(cell, samples, headline(cell, metric, metric_filter))
+            rows.append({**row, "questions": questions})
+    if not rows:
+        raise UsageError(left_out[0])
+    grids = []
     for (task, model, settings), group in pd.DataFrame(rows).groupby(GROUP):
         if (group["method"] == "full").any():
             grids.append(_against_full(group))
@@ -72,17 +79,15 @@ def load_grid(
                 f"{which}: no cell of the full cache to compare with; run the same command with METHOD full"
             )
     if not grids:
-        raise UsageError(left_out[0])
+        raise UsageError(left_out[-1])
     return pd.concat(grids, ignore_index=True), left_out
 
 
-def read_questions(folder: Path, cell: dict[str, Any], found: Headline | None) -> pd.DataFrame:
+def question_frame(cell: dict[str, Any], samples: list[dict[str, Any]], found: Headline | None) -> pd.DataFrame:
     """A cell's questions: `answer`, `score` (NaN where the metric has none per question), `seconds` of the answer.
 
     The index is (task, doc_id), sorted.
     """
-    with open(folder / SAMPLES_FILE, encoding="utf-8") as file:
-        questions = by_question(cell, map(json.loads, file), found)
     rows = [
         {
             "task": sample["task"],
@@ -91,7 +96,7 @@ def read_questions(folder: Path, cell: dict[str, Any], found: Headline | None) -
             "score": score,
             "seconds": seconds(sample),
         }
-        for sample, score in questions
+        for sample, score in by_question(cell, samples, found)
     ]
     return pd.DataFrame(rows).set_index(["task", "doc_id"]).sort_index()
 
@@ -105,7 +110,7 @@ def _against_full(group: pd.DataFrame) -> pd.DataFrame:
     for row in group.itertuples():
         if not row.questions.index.equals(full.index):
             raise KVCompressError(
-                f"{row.task}: {row.series} at {row.kept:g} answered other questions than the full cache"
+                f"{row.task}: {row.series} at {row.size} answered other questions than the full cache"
             )
     questions = group["questions"]
     return group.drop(columns="is_full").assign(

@@ -17,7 +17,9 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from ..cells.results import load_cells, settings_name, write_text
+from kvcompress.files import locked, replacing, write_text
+
+from ..cells.results import exact, load_cells, settings_name
 from .headline import headline
 
 
@@ -76,7 +78,7 @@ def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     header = [column.format(metric=frame["metric"].iloc[0] or "score") for column in TABLE_COLUMNS]
     rows, scale = [], score_scale(frame)
     for row in frame.itertuples():
-        size = f"{row.ratio:g}" if pd.notna(row.ratio) else f"budget {row.budget:.0f}"
+        size = exact(row.ratio) if pd.notna(row.ratio) else f"budget {row.budget:.0f}"
         score = _number(row.score, "{:.1f}", scale) + (f" ± {scale * row.stderr:.1f}" if pd.notna(row.stderr) else "")
         ttft, tpot = _number(row.ttft_s, "{:.1f} ms", 1e3), _number(row.tpot_s, "{:.1f} ms", 1e3)
         realised = _number(row.realised, "{:.3f}")
@@ -150,7 +152,7 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
     sizes = sorted(compressed["size"].unique())
     if sizes:
         axes.set_xscale("log")
-        axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        axes.set_xticks(sizes, [exact(size) for size in sizes])
         axes.minorticks_off()
     is_budget = compressed["ratio"].isna().any()
     axes.set_xlabel("KV entries kept per layer and head" if is_budget else "ratio of the prompt's KV entries kept")
@@ -159,10 +161,9 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
     axes.set_title(title, fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9)
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, dpi=150, format="png")
+    with replacing(path) as draft:
+        figure.savefig(draft, dpi=150, format="png")
     plt.close(figure)
-    temporary.replace(path)
 
 
 def report(
@@ -186,6 +187,19 @@ def report(
     """
     # Where the output is no terminal, rich would fold the table to 80 columns.
     console = console or Console(width=None if sys.stdout.isatty() else 120)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{str(folder)!r} is not a folder with results")
+    with locked(folder):  # of two runs in it, the last to report has read all cells
+        return _report(folder, settings, console, metric, metric_filter)
+
+
+def _report(
+    folder: Path,
+    settings: dict[str, Any] | None,
+    console: Console,
+    metric: str | None,
+    metric_filter: str | None,
+) -> list[Path]:
     cells = load_cells(folder)
     if settings is not None:
         cells = [c for c in cells if settings_name(c["protocol"]["settings"]) == settings_name(settings)]

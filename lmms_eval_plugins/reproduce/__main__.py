@@ -12,27 +12,24 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvcompress import KVCompressError
+from kvcompress.files import check_output
 
 from ..cells.command_line import Parser
-from ..cells.errors import UsageError, fail
+from ..cells.errors import UsageError, exit_code
 from ..cells.results import RESULTS_FILE
 from .config import load_config, load_reference
 from .plan import PlannedCell, Run, parse_only, plan
 from .run import cannot_run, run_all
-from .table import row, write_reference, write_report
+from .table import SUFFIXES, row, write_reference, write_report
 
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code. The table is written in all cases but bad input.
 
-    0: every cell that lmms-eval can do has a result. 1: one failed, or this machine has no GPU or model for it. 2: bad
-    input. 130: Ctrl-C.
+    0: every cell that lmms-eval can do has a result. 1: one failed, or this machine has no GPU or model for it. Others
+    are those of the evaluation command.
     """
-    try:
-        return reproduce(sys.argv[1:] if argv is None else argv)
-    except (UsageError, KVCompressError) as error:
-        return fail(error, 2)
+    return exit_code(reproduce, argv, "cells")
 
 
 def reproduce(argv: list[str]) -> int:
@@ -50,20 +47,28 @@ def reproduce(argv: list[str]) -> int:
         print("\n".join(listing(cells, runs, reasons)))
         return 0
 
-    code = 0
+    name = "-".join(["reproduce", path.stem, *([f"limit={flags.limit}"] if flags.limit else [])])
+    check_output(flags.output_path, *(name + suffix for suffix in SUFFIXES))
+    if flags.write_reference:
+        check_output(flags.write_reference.parent, flags.write_reference.name)
+    possible = [run for run in runs if reasons[run.cells[0].key] is None]
+    failed: dict[tuple[str, ...], str] = {}
+    interruption = None
     if not flags.report_only:
-        possible = [run for run in runs if reasons[run.cells[0].key] is None]
-        code, failed = run_all(possible)
-        code, reasons = code or int(len(possible) < len(runs)), reasons | failed
-    rows = [row(cell, reference, reasons[cell.key] or "not run") for cell in cells]
-    stem = flags.output_path / "-".join(["reproduce", path.stem, *([f"limit={flags.limit}"] if flags.limit else [])])
-    for file in write_report(config, rows, stem):
+        try:
+            run_all(possible, failed)
+        except KeyboardInterrupt as error:
+            interruption = error
+    rows = [row(cell, reference, failed.get(cell.key) or reasons[cell.key] or "not run") for cell in cells]
+    for file in write_report(config, rows, flags.output_path / name):
         print(f"written: {file}")
     if flags.write_reference:
         write_reference(rows, flags.write_reference)
         print(f"written: {flags.write_reference}")
     print(f"{sum(row.ours is not None for row in rows)} of {len(rows)} cells have a result")
-    return code
+    if interruption is not None:
+        raise interruption
+    return int(not flags.report_only and (bool(failed) or len(possible) < len(runs)))
 
 
 def listing(cells: list[PlannedCell], runs: list[Run], reasons: dict[tuple[str, ...], str | None]) -> Iterator[str]:

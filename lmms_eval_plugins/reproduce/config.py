@@ -11,6 +11,7 @@ from kvcompress.methods import method_info
 from kvcompress.policy.policy import make_policy
 
 from ..cells.errors import UsageError, nearest
+from ..cells.results import exact
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "reproduce"
 REFERENCE_COLUMNS = ["model", "method", "ratio_kept", "benchmark", "value", "est_error_abs"]
@@ -150,6 +151,6 @@ def load_reference(config: Reproduction, path: Path) -> dict[tuple[str, ...], tu
         if unknown := sorted(set(frame[column]) - set(names)):
             raise UsageError(f"{file}: {column} {unknown[0]!r} is not in {path.name}, which has {', '.join(names)}")
     return {
-        (row.model, row.benchmark, row.method, f"{row.ratio_kept:g}"): (row.value, row.est_error_abs)
+        (row.model, row.benchmark, row.method, exact(row.ratio_kept)): (row.value, row.est_error_abs)
         for row in frame.itertuples()
     }

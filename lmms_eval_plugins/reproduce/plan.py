@@ -12,6 +12,7 @@ from kvcompress.policy.options import all_options
 from ..cells.command_line import Request, parse
 from ..cells.errors import UsageError
 from ..cells.plan import Plan
+from ..cells.results import exact
 from ..model.arguments import ModelArguments
 from .config import Benchmark, PaperMethod, PaperModel, Reproduction
 
@@ -33,7 +34,7 @@ class PlannedCell:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        return self.model.name, self.benchmark.name, self.method.name, f"{next(iter(self.size.values())):g}"
+        return self.model.name, self.benchmark.name, self.method.name, exact(next(iter(self.size.values())))
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,14 @@ def parse_only(text: str, config: Reproduction) -> dict[str, set[str]]:
         for size in config.sizes(method)
     ]
     only: dict[str, set[str]] = {}
-    for item in filter(None, text.split(",")):
+    items = [item for item in text.split(",") if item.strip()]
+    if text and not items:
+        raise UsageError(f"--only {text!r} is a list without items")
+    for item in items:
         axis, _, value = item.partition("=")
         if axis not in (*axes, "ratio"):
             raise UsageError(f"--only {item!r}: give model=, task=, method= or ratio= with a value")
-        value = f"{float(value):g}" if axis == "ratio" and value.replace(".", "", 1).isdigit() else value.lower()
+        value = exact(float(value)) if axis == "ratio" and value.replace(".", "", 1).isdigit() else value.lower()
         valid = dict.fromkeys(cell.key[3] if axis == "ratio" else _shown(cell, axis) for cell in every)
         if not any(value in _names(cell, axis) for cell in every):
             raise UsageError(f"--only {item}: there is no such {axis}; there are: {', '.join(valid)}")
@@ -143,7 +147,7 @@ def _run(cells: list[PlannedCell], extra: list[str]) -> Run:
     options = {name: value for cell in cells for name, value in cell.method.options.items()}
     methods = dict.fromkeys(method_info(cell.method.method).name for cell in cells)
     compressed = [cell.size for cell in cells if method_info(cell.method.method).name != "full"] or [{"ratio": 1.0}]
-    ratios = dict.fromkeys(f"{size['ratio']:g}" for size in compressed if "ratio" in size)
+    ratios = dict.fromkeys(exact(size["ratio"]) for size in compressed if "ratio" in size)
     budgets = dict.fromkeys(str(size["budget"]) for size in compressed if "budget" in size)
     given = {**model.arguments, **options}
     if budgets:

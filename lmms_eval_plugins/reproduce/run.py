@@ -4,15 +4,14 @@ import functools
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from .. import evaluate
 from ..cells import machine
-from ..cells.errors import EvaluationFailed, fail
+from ..cells.errors import EvaluationFailed
+from ..cells.processes import evaluation
 from .plan import PlannedCell, Run
 
 
@@ -38,35 +37,23 @@ def _hub_is_there() -> bool:
     return not machine.is_offline() and machine.hub_is_reachable()
 
 
-def run_all(runs: list[Run]) -> tuple[int, dict[tuple[str, ...], str]]:
-    """Run one after the other: the exit code, and why cells have no result."""
-    failed: dict[tuple[str, ...], str] = {}
+def run_all(runs: list[Run], failed: dict[tuple[str, ...], str]) -> None:
+    """Run one after the other; `failed` gets why cells have no result."""
     for number, run in enumerate(runs, 1):
         print(f"[{number} of {len(runs)}] {run.cells[0].model.name}, {run.cells[0].benchmark.name}: ", end="")
         print(shlex.join(["run_eval.sh", *run.argv]), flush=True)
-        try:
-            code, error = execute(run.argv)
-        except KeyboardInterrupt:
-            code, error = 130, ""
-        if code == 130:
-            fail("interrupted; finished cells are kept, the same command goes on from there", 130)
-            return 130, failed
+        code, error = execute(run.argv)
         if code:
             failed |= {cell.key: f"failed: {error}" for cell in run.cells}
-    return int(bool(failed)), failed
 
 
 def execute(argv: Sequence[str]) -> tuple[int, str]:
     """Run `lmms_eval_plugins.evaluate` in a process of its own: its exit code, and its error line if it has one."""
-    process = subprocess.Popen([sys.executable, "-m", evaluate.__name__, *argv], stderr=subprocess.PIPE)
     tail = b""
-    try:
+    with evaluation(argv, stderr=subprocess.PIPE) as process:
         while chunk := os.read(process.stderr.fileno(), 65536):
             os.write(2, chunk)
             tail = (tail + chunk)[-8192:]
         code = process.wait()
-    except KeyboardInterrupt:  # which the process got, too: it tidies up
-        process.wait()
-        raise
     lines = [line for line in tail.decode(errors="replace").splitlines() if line.startswith("error: ")]
     return code, lines[-1].removeprefix("error: ") if lines else f"exit code {code}"

@@ -2,20 +2,21 @@
 
 import dataclasses
 import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
 from kvcompress import KVCompressError
+from kvcompress.files import write_text
 
 from ..cells.errors import UsageError
-from ..cells.results import RESULTS_FILE, write_text
+from ..cells.results import RESULTS_FILE, DamagedFile, read_results
 from ..report.headline import headline
 from .config import REFERENCE_COLUMNS, Reproduction
 from .plan import PlannedCell
 
+SUFFIXES = (".md", ".csv")  # of the table's files
 CONFIDENCE = 1.96  # standard errors on either side: 95 %
 COLUMNS = ["method", "ratio", "ours", "theirs", "difference", "inside both errors", "note"]
 
@@ -49,8 +50,12 @@ def row(cell: PlannedCell, reference: dict[tuple[str, ...], tuple[float, float]]
     theirs, reading_error = reference.get(cell.key, (None, None))
     ours, stderr, margin, note = None, None, None, reason
     if cell.folder is not None and (cell.folder / RESULTS_FILE).is_file():
-        ours, stderr, questions = read_score(cell)
-        margin, note = interval(stderr, questions, cell.benchmark.scale), f"{questions} questions"
+        try:
+            ours, stderr, questions = read_score(cell)
+        except DamagedFile as error:
+            note = str(error)
+        else:
+            margin, note = interval(stderr, questions, cell.benchmark.scale), f"{questions} questions"
     difference = None if ours is None or theirs is None else ours - theirs
     inside = None
     if difference is not None and margin is not None:
@@ -59,8 +64,8 @@ def row(cell: PlannedCell, reference: dict[tuple[str, ...], tuple[float, float]]
 
 
 def read_score(cell: PlannedCell) -> tuple[float, float | None, int]:
-    """Our score and standard error in the paper's scale, and the number of questions."""
-    results = json.loads((cell.folder / RESULTS_FILE).read_text(encoding="utf-8"))
+    """Our score and standard error in the paper's scale, and the number of questions. Raises DamagedFile."""
+    results = read_results(cell.folder)
     scores, scale = results["results"].get(cell.benchmark.task, {}), cell.benchmark.scale
     found = headline(results, cell.benchmark.metric)
     if found is None:
@@ -85,8 +90,7 @@ def interval(stderr: float | None, questions: int, scale: float) -> float | None
 
 def write_report(config: Reproduction, rows: list[Row], stem: Path) -> list[Path]:
     """Write the table as Markdown and CSV; each file whole or not at all."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    files = [stem.with_name(stem.name + suffix) for suffix in (".md", ".csv")]
+    files = [stem.with_name(stem.name + suffix) for suffix in SUFFIXES]
     frame = pd.DataFrame([dataclasses.asdict(row) for row in rows]).assign(source=config.source or "")
     write_text(files[0], markdown(config, rows))
     write_text(files[1], frame.to_csv(index=False, lineterminator="\n"))

@@ -53,11 +53,14 @@ def run(argv: list[str]) -> None:
         raise EvaluationFailed(f"{error.name} is not installed: pip install -e '.[sweep]'") from error
     config = read_config(flags.config, overrides, flags.name)
     stay_offline([str(model) for model in config.values("model")], [str(task) for task in config.values("task")])
+    from kvcompress.files import check_output
+
     from .runner import Sweep, check_trials, locked, run_here
     from .table import write_table
 
     quiet("WARNING")
     check_trials(config, flags.output_path)
+    check_output(flags.output_path / "sweeps" / config.name)
     with locked(flags.output_path / "sweeps" / config.name):
         sweep = Sweep(config, flags.output_path, flags.seed, flags.trials)
         say(f"{sweep.trials.left} of {sweep.trials.total} trials to do; all is kept under {sweep.folder}")

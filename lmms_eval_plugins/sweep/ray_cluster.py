@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from tqdm import tqdm
 
-from ..cells.errors import EvaluationFailed, UsageError
+from ..cells.errors import EvaluationFailed, UsageError, interrupt_on_signals
 from .runner import Sweep
 from .study import Trial
 from .trial import Evaluator
@@ -51,6 +51,7 @@ def run_on_ray(sweep: Sweep, address: str, cpus: int = 1, workers: int | None = 
     except (ConnectionError, ValueError) as error:
         hint = "; where the cluster asks for a token, set RAY_AUTH_MODE=token here too" if address != "local" else ""
         raise EvaluationFailed(f"Ray cluster {address!r}: {' '.join(str(error).split())}{hint}") from error
+    interrupt_on_signals()  # Ray has put a handler of its own in place
     try:
         has = ray.cluster_resources()
         gpus = 1 if has.get("GPU") and sweep.config.constants.get("device") != "cpu" else 0

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ..cells.data import find_tasks
 from ..cells.errors import EvaluationFailed, UsageError, nearest
-from ..cells.results import RESULTS_FILE
 from .config import SweepConfig
 from .study import Trial, Trials
 from .trial import (
@@ -48,8 +47,16 @@ class Sweep:
         self._finished = 0
         self.trials = Trials(config, self.folder, seed, model_parameters(), cap)
         for trial in self.trials.drawn():
-            if trial.is_told and not (self.cell(trial) / RESULTS_FILE).exists():
+            if trial.is_told and not self._is_readable(trial):
                 self.trials.repeat(trial)
+
+    def _is_readable(self, trial: Trial) -> bool:
+        try:
+            read_results(self.cell(trial))
+        except EvaluationFailed as error:
+            self.say(f"{self.label(trial)}: evaluated again: {error}")
+            return False
+        return True
 
     def cell(self, trial: Trial) -> Path:
         """The folder of the trial's results."""

@@ -17,7 +17,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from ..cells.errors import UsageError
+from ..cells.errors import EvaluationFailed, UsageError
 from ..cells.results import write_text
 from .config import SweepConfig
 
@@ -44,6 +44,7 @@ class Trials:
 
     Raises:
         UsageError: `folder` holds another sweep, or nothing says how many trials a random or bayes sweep has.
+        EvaluationFailed: a file of `folder` is damaged.
     """
 
     def __init__(self, config: SweepConfig, folder: Path, seed: int, outer: set[str], cap: int | None = None):
@@ -55,12 +56,17 @@ class Trials:
         self.total = cap if grid is None else min(cap or len(grid), len(grid))
         _check_same_sweep(config, folder, seed)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._study = optuna.create_study(
-            study_name=config.name,
-            storage=JournalStorage(JournalFileBackend(str(folder / JOURNAL_FILE))),
-            direction=config.goal,
-            load_if_exists=True,
-        )
+        try:
+            self._study = optuna.create_study(
+                study_name=config.name,
+                storage=JournalStorage(JournalFileBackend(str(folder / JOURNAL_FILE))),
+                direction=config.goal,
+                load_if_exists=True,
+            )
+        except Exception as error:  # anything, where the journal does not hold what optuna wrote
+            raise EvaluationFailed(
+                f"{folder / JOURNAL_FILE} cannot be read ({_one_line(error)}): remove it; finished cells are kept"
+            ) from error
         known = self._study.get_trials(deepcopy=False)
         if grid is not None:
             for parameters in grid[sum(trial.state != TrialState.FAIL for trial in known) : self.total]:
@@ -128,8 +134,15 @@ def _check_same_sweep(config: SweepConfig, folder: Path, seed: int) -> None:
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(wanted, indent=2) + "\n")
-    stored = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        stored = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise EvaluationFailed(f"{path} is damaged ({_one_line(error)}): remove it") from None
     if changed := sorted(key for key in wanted if stored.get(key) != json.loads(json.dumps(wanted[key]))):
         raise UsageError(
             f"{folder} holds another sweep of this name ({', '.join(changed)} changed): give --name, or remove it"
         )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

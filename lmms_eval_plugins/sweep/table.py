@@ -7,7 +7,8 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from ..cells.results import write_text
+from kvcompress.files import write_text
+
 from ..report.table import cell_row, note, table_rows
 from .runner import Sweep, model_parameters
 from .trial import FLAGS, read_results, trial_values

@@ -1,20 +1,18 @@
 """One trial: parameters -> a cell of the results folder, evaluated unless it is complete there -> values for wandb."""
 
-import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..cells import results
 from ..cells.command_line import literal, parse
 from ..cells.errors import EvaluationFailed, UsageError
 from ..cells.machine import rank, set_offline
-from ..cells.plan import Plan
-from ..cells.results import RESULTS_FILE
+from ..cells.plan import Plan, check_folders
+from ..cells.processes import evaluation
 from ..cells.run import evaluate_cell, load_model, quiet, score_again
 
 if TYPE_CHECKING:
@@ -118,6 +116,7 @@ class Evaluator:
         (job,) = plan.jobs()
         if job.todo is None:
             return job.folder
+        check_folders([job])
         if processes > 1:
             _evaluate_on_ranks(argv)
         elif answers := job.kept_answers:
@@ -137,15 +136,16 @@ class Evaluator:
 
 def _evaluate_on_ranks(argv: list[str]) -> None:
     """The evaluation command, which starts its ranks itself."""
-    done = subprocess.run([sys.executable, "-m", "lmms_eval_plugins.evaluate", *argv])
-    if done.returncode:
-        raise EvaluationFailed(f"the evaluation ended with exit code {done.returncode}; its error is above")
+    with evaluation(argv) as process:
+        code = process.wait()
+    if code:
+        raise EvaluationFailed(f"the evaluation ended with exit code {code}; its error is above")
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """A cell's results.json. Raises EvaluationFailed where it is not there."""
+    """A cell's results.json. Raises EvaluationFailed where it is not there or damaged."""
     try:
-        return json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
+        return results.read_results(folder)
     except FileNotFoundError:
         raise EvaluationFailed(f"no results in {folder}: machines that share a sweep need a shared folder") from None
 

@@ -1,12 +1,15 @@
 """What the HTML page shows, as JSON-ready data."""
 
 import base64
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from ...cells.errors import leave_out
 from ...cells.kept_tokens import IMAGES_FOLDER, read_kept_tokens, shares
+from ...cells.results import DamagedFile, exact
 from ..metrics import loyalty
 from ..table import score_scale
 from .groups import Group
@@ -23,12 +26,8 @@ def page_data(groups: list[Group]) -> dict[str, Any]:
 
 def _group_data(group: Group, images: dict[str, str]) -> dict[str, Any]:
     frame, samples = group.frame, group.samples
-    entries = [list(read_kept_tokens(cell["folder"])) for cell in group.cells]
+    entries = [_entries(cell["folder"], images) for cell in group.cells]
     overlays = overlay_data(entries)
-    for cell, of_cell in zip(group.cells, entries, strict=True):
-        for file in {image["file"] for entry in of_cell for image in entry["images"] if "file" in image}:
-            if file not in images:
-                images[file] = data_url((cell["folder"].parent / IMAGES_FOLDER / file).read_bytes())
     cells = []
     for index, row in enumerate(frame.itertuples()):
         efficiency = group.cells[index]["efficiency"]
@@ -36,7 +35,7 @@ def _group_data(group: Group, images: dict[str, str]) -> dict[str, Any]:
             {
                 "series": row.series,
                 "method": row.method,
-                "size": f"budget {row.budget:.0f}" if pd.isna(row.ratio) else f"{row.ratio:g}",
+                "size": f"budget {row.budget:.0f}" if pd.isna(row.ratio) else exact(row.ratio),
                 **{name: _number(getattr(row, name)) for name in CELL_NUMBERS},
                 "samples": int(row.samples),
                 "same": same_as_full(samples, frame, index),
@@ -72,6 +71,25 @@ def _group_data(group: Group, images: dict[str, str]) -> dict[str, Any]:
         "questions": questions,
         "overlays": overlays,
     }
+
+
+def _entries(folder: Path, images: dict[str, str]) -> list[dict[str, Any]]:
+    """What a cell's questions kept; adds their images to `images`. What cannot be read is left out, and named."""
+    try:
+        entries = read_kept_tokens(folder)
+    except DamagedFile as error:
+        leave_out(folder, error)
+        return []
+    for image in (image for entry in entries for image in entry["images"] if "file" in image):
+        path = folder.parent / IMAGES_FOLDER / image["file"]
+        if image["file"] in images:
+            continue
+        try:
+            images[image["file"]] = data_url(path.read_bytes())
+        except OSError as error:
+            leave_out(path, error.strerror)
+            del image["file"]
+    return entries
 
 
 def overlay_data(entries: list[list[dict[str, Any]]]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """From results on disk to frames of cells and samples."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,10 @@ import numpy as np
 import pandas as pd
 
 from kvcompress import KVCompressError
+from kvcompress.files import UNFINISHED
 
-from ...cells.results import RESULTS_FILE, SAMPLES_FILE, dumps
+from ...cells.errors import leave_out
+from ...cells.results import RESULTS_FILE, DamagedFile, dumps, read_cell
 from ..headline import by_question, headline
 from ..table import sweep_frame
 
@@ -23,7 +24,8 @@ class Group:
     """Cells that may be compared: of one task, one model and one set of settings.
 
     Attributes:
-        cells: results.json of each cell, with `folder`, in the order of `frame`.
+        cells: results.json of each cell, with its `folder` and the lines of its samples.jsonl, `samples`, in the order
+            of `frame`.
         frame: as `report.sweep_frame` makes it.
         samples: one row per question and cell, see `samples_frame`.
     """
@@ -47,24 +49,30 @@ class Group:
 
 
 def load_groups(root: Path) -> list[Group]:
-    """All finished cells under `root` (results, results/<task>, or results/<task>/<model>), in groups.
+    """All finished cells under `root` (results, results/<task>, or results/<task>/<model>), in groups. A damaged one is
+    left out, and named.
 
-    Raises KVCompressError where there is none, or one cannot be read.
+    Raises KVCompressError where there is none.
     """
     if not root.is_dir():
         raise KVCompressError(f"{str(root)!r} is not a folder with results")
-    cells = []
+    cells, damaged = [], {}
     for file in sorted(root.rglob(RESULTS_FILE)):
-        if any(part.startswith(".") for part in file.relative_to(root).parts):
+        folder = file.parent
+        if any(part.startswith(UNFINISHED) for part in file.relative_to(root).parts):
             continue  # a cell that is being written
         try:
-            cell = json.loads(file.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise KVCompressError(f"{file} is damaged: {error}") from None
-        if "protocol" in cell:
-            cells.append({**cell, "folder": file.parent})
+            results, samples = read_cell(folder)
+            cells.append({**results, "folder": folder, "samples": samples})
+        except (DamagedFile, FileNotFoundError) as error:
+            damaged[folder] = error
     if not cells:
-        raise KVCompressError(f"no finished cell under {str(root)!r} (expected <task>/<model>/<cell>/{RESULTS_FILE})")
+        reasons = "; ".join(f"{folder}: {error}" for folder, error in damaged.items())
+        raise KVCompressError(
+            f"no finished cell under {str(root)!r}: " + (reasons or f"expected <task>/<model>/<cell>/{RESULTS_FILE}")
+        )
+    for folder, error in damaged.items():
+        leave_out(folder, error)
     groups = {}
     for cell in cells:
         protocol = cell["protocol"]
@@ -85,7 +93,7 @@ def samples_frame(cells: list[dict[str, Any]], frame: pd.DataFrame) -> pd.DataFr
     answers), answer, score (NaN where the metric has none per question), and the measurements of the question."""
     rows = []
     for index, cell in enumerate(cells):
-        for sample, score in by_question(cell, _samples(cell["folder"]), headline(cell)):
+        for sample, score in by_question(cell, cell["samples"], headline(cell)):
             measured = sample["measurement"]
             rows.append(
                 {
@@ -105,11 +113,6 @@ def samples_frame(cells: list[dict[str, Any]], frame: pd.DataFrame) -> pd.DataFr
                 }
             )
     return pd.DataFrame(rows)
-
-
-def _samples(folder: Path) -> list[dict[str, Any]]:
-    with open(folder / SAMPLES_FILE, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
 
 
 def gold(sample: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from ...cells.results import write_text
+from kvcompress.files import write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -21,5 +21,4 @@ def write_page(path: Path, title: str, data: dict[str, Any]) -> None:
         # `</script>` in an answer must not end the element that holds the data.
         data=json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page)

@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from kvcompress.files import check_output
+
 from .data import page_data
 from .groups import load_groups
 from .page import write_page
@@ -19,10 +21,10 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> None:
     """Raises KVCompressError where there are no results."""
     given = parser().parse_args(arguments)
-    out = given.out or given.results / "report"
+    out, page = given.out or given.results / "report", "report.html"
+    check_output(out, page)
     groups = load_groups(given.results)
     files = write_tables(groups, out)
-    page = out / "report.html"
-    write_page(page, "KV-cache compression", page_data(groups))
-    for path in [*files, page]:
+    write_page(out / page, "KV-cache compression", page_data(groups))
+    for path in [*files, out / page]:
         print(f"written: {path} ({path.stat().st_size / 1e3:.0f} kB)")

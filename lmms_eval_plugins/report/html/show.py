@@ -21,6 +21,7 @@ from PIL import Image, UnidentifiedImageError
 from tqdm import tqdm
 
 from kvcompress import KVCompressError
+from kvcompress.files import check_output, replacing
 
 from ...cells.command_line import parse
 from ...cells.errors import EvaluationFailed, UsageError
@@ -58,7 +59,11 @@ def main(arguments: list[str]) -> None:
     given = parser().parse_intermixed_args(arguments)
     if given.out.suffix not in (".html", ".png"):
         raise KVCompressError(f"--out {str(given.out)!r}: the name must end in .html or .png")
+    for name in ("method", "ratio"):
+        if not getattr(given, name).strip(", "):
+            raise KVCompressError(f"--{name} {getattr(given, name)!r} is a list without items")
     image = read_image(given.image)
+    check_output(given.out.parent, given.out.name)
     try:
         # The task is not run; it is one that needs no network.
         request = parse(["tiny_textvqa", given.model, f"full,{given.method}", given.ratio, *given.options])
@@ -182,11 +187,9 @@ def write_png(path: Path, question: str, answers: list[dict[str, Any]]) -> None:
             )
         line[0].set_ylabel(f"{one['name']}\n{one['answer'][:40]!r}", fontsize=9)
     figure.suptitle(question.splitlines()[0] if question else "", fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, dpi=150, format="png")
+    with replacing(path) as draft:
+        figure.savefig(draft, dpi=150, format="png")
     plt.close(figure)
-    temporary.replace(path)
 
 
 def draw(panel: plt.Axes, images: list[dict[str, Any]], share: np.ndarray) -> None:

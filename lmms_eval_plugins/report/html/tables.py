@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pandas as pd
 
-from ...cells.results import write_text
+from kvcompress.files import replacing, write_text
+
+from ...cells.results import exact
 from ..table import markdown, note, score_scale, table_rows
 from .groups import Group, cells_table, samples_table
 
 
 def write_tables(groups: list[Group], folder: Path) -> list[Path]:
     """Write tables.md, tables.tex, cells.csv, cells.parquet, samples.csv and samples.parquet; returns them."""
-    folder.mkdir(parents=True, exist_ok=True)
     texts = {
         "tables.md": "\n".join(markdown_group(group) for group in groups),
         "tables.tex": "% needs \\usepackage{booktabs}\n\n" + "\n".join(latex_group(group) for group in groups),
@@ -21,9 +22,8 @@ def write_tables(groups: list[Group], folder: Path) -> list[Path]:
     frames = {"cells": cells_table(groups), "samples": samples_table(groups)}
     for name, frame in frames.items():
         write_text(folder / f"{name}.csv", frame.to_csv(index=False))
-        temporary = folder / f"{name}.parquet.tmp"
-        frame.to_parquet(temporary, index=False)
-        temporary.replace(folder / f"{name}.parquet")
+        with replacing(folder / f"{name}.parquet") as draft:
+            frame.to_parquet(draft, index=False)
     return [*(folder / name for name in texts), *(folder / f"{n}.{s}" for n in frames for s in ("csv", "parquet"))]
 
 
@@ -39,7 +39,7 @@ def by_size(group: Group) -> pd.DataFrame:
     shown = frame.assign(shown=scores)
     table = shown.pivot_table(index="series", columns="size", values="shown", aggfunc="first", sort=False)
     table = table[sorted(table.columns, reverse=True)].fillna("")
-    table.columns = [f"{size:g}" for size in table.columns]
+    table.columns = [exact(size) for size in table.columns]
     return table.reset_index().rename(columns={"series": "method"})
 
 

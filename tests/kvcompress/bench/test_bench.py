@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvcompress
 from kvcompress.__main__ import main
@@ -326,6 +326,22 @@ def test_an_unknown_command_names_the_known_ones(capsys):
 def test_shapes_are_models_or_paths():
     assert source("some/model", None) == {"pretrained": "some/model"}
     assert source(None, "tiny")["config"]["num_key_value_heads"] == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters"),
+    [
+        ("qwen2-0.5b", 494_032_768),
+        ("qwen2-7b", 7_615_616_512),
+        ("llava-onevision-7b-lm", 7_615_616_512 + 2 * 3584 * (152_128 - 152_064)),  # Qwen2-7B with a larger vocabulary
+        ("smollm2-135m", 134_515_008),
+    ],
+)
+def test_a_shape_has_as_many_parameters_as_the_model_of_its_name(shape, parameters):
+    config = dict(SHAPES[shape])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    assert sum(weight.numel() for weight in model.parameters()) == parameters
 
 
 # kvpress in its own process

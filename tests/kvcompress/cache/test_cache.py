@@ -93,6 +93,16 @@ def test_rows_can_be_reordered_repeated_and_selected():
     assert [head.tolist() for head in cache.kept_indices(0)[0]] == [head.tolist() for head in kept[0]]
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "static", "offloaded"])
+def test_pads_that_are_stored_follow_their_row(kind):
+    """A cache that keeps everything stores pads: beams of one row never show whose they are, rows that move do."""
+    cache, _ = prompt([30, 20], max_new_tokens=4, cache_implementation=kind)
+    columns = [[head.tolist() for head in row] for row in cache.kept_indices(0)]
+    assert columns == [[list(range(30))] * 2, [list(range(10, 30))] * 2]
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert [[head.tolist() for head in row] for row in cache.kept_indices(0)] == columns[::-1]
+
+
 def test_beam_search_equals_the_unhooked_model_at_ratio_one():
     inputs = FAMILIES["qwen2"].inputs(MODEL, [20, 11])
     arguments = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False}

@@ -1,6 +1,7 @@
 """Each method against a plain reference, written from its paper in float64, row by row, with loops."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,10 +9,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress.clusters.rkv import redundancy
 from kvcompress.scoring.layer_view import Settings
+from kvcompress.scoring.rotary import Rotary
 from kvcompress.scoring.selection import adaptive_indices
 from tests.support.examples import examples
 from tests.support.plain_reference import SCALING, best, check, layers, snapkv_scores
+from tests.support.strategies import METHODS
 
 
 @examples(60)
@@ -113,6 +117,38 @@ def test_adaptive_heads_keep_the_best_of_all_heads_after_each_heads_sure_share(
             slots = kept.indices[row, head]
             ours = (slots[slots >= 0] - first).tolist()
             assert ours == sorted(column for _, column, h in expected if h == head)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_scores_are_fp32_also_for_bf16_states(method):
+    """What is kept of bf16 states is what is kept of the same numbers in fp32: no sum or softmax is rounded."""
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(2, h, 60, 16, generator=generator).bfloat16() for h in (4, 2, 2))
+    angles = torch.randn(2, 60, 16, generator=generator)
+    module = SimpleNamespace(o_proj=torch.nn.Linear(64, 64, dtype=torch.bfloat16))
+
+    def scored(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        rotary = Rotary(angles.cos(), angles.sin(), torch.arange(60).expand(2, -1), torch.ones(8))
+        states = [states.to(dtype) for states in (queries, keys, values)]
+        view = kvcompress.Prompt(0, 2, [60, 41], [20, 14], 0.25, torch.tensor([[0], [19]]), row_seeds=(1, 2))
+        view = dataclasses.replace(view, module=module, rotary=rotary, received=torch.ones(2, 2, 60).cumsum(2))
+        cluster = kvcompress.make_cluster(method)
+        return cluster.score(*states, view), cluster.update_kv(*states, view).indices
+
+    (scores, kept), (expected, kept_in_fp32) = scored(torch.bfloat16), scored(torch.float32)
+    assert scores.dtype == torch.float32
+    assert torch.equal(kept, kept_in_fp32)
+    finite = expected.isfinite() & (torch.arange(60) >= torch.tensor([0, 19])[:, None, None])
+    torch.testing.assert_close(scores[finite], expected[finite], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("pads", [1, 9])
+def test_r_kvs_mean_likeness_counts_no_pads(pads):
+    keys = torch.randn(1, 2, 30, 8, generator=torch.Generator().manual_seed(0))
+    alone = redundancy(keys[:, :, pads:], 0.5, None)
+    padded = redundancy(keys, 0.5, torch.tensor([[pads]]))
+    assert not padded[..., :pads].any()
+    torch.testing.assert_close(padded[..., pads:], alone, rtol=1e-5, atol=0)
 
 
 def test_a_head_of_low_scores_keeps_its_sure_share():

@@ -1,6 +1,7 @@
 """Merging of evicted entries against loops in float64, and what it does in a generation."""
 
 import dataclasses
+import math
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.scoring import merging
-from kvcompress.scoring.layer_view import Settings, uniform_noise
+from kvcompress.scoring.layer_view import Settings, gather, uniform_noise
 from kvcompress.scoring.merging import MERGES
 from tests.support.examples import examples
 from tests.support.families import FAMILIES
@@ -65,6 +66,27 @@ def test_the_threshold_of_d2o_is_a_moving_average_from_eviction_to_eviction():
     kept = kvcompress.make_cluster("knorm").keep(scores, keys, keys, later)
     assert float(kept.merge_threshold) == pytest.approx((0.5 + mean) / 2)
     assert not torch.equal(kept.keys[0, 0, 0], keys[0, 0, 0])
+
+
+def test_the_threshold_of_d2o_outlives_an_eviction_without_a_loss():
+    """As under adaptive budgets: its mean is that of no entry, which must not become the threshold."""
+    keys = torch.randn(1, 2, 6, 4, generator=torch.Generator().manual_seed(0))
+    whole, some = [0, 1, 2, 3, 4, 5], [-1, -1, -1, -1, 0, 5]
+    prompt = kvcompress.Prompt(0, 1, [6], [4], 1.0, row_seeds=(0,), settings=Settings(merge="d2o"))
+
+    def threshold(before: list[float] | None, *columns: list[int]) -> list[float]:
+        kept = gather(keys, keys, torch.tensor([columns]))
+        view = prompt if before is None else dataclasses.replace(prompt, merge_threshold=torch.tensor([before]))
+        merged = merging.merge_evicted(kept, keys, keys, torch.zeros(1, 2, 6), view, "d2o")
+        assert merged.keys.isfinite().all()
+        return merged.merge_threshold[0].tolist()
+
+    first = threshold(None, whole, some)
+    assert math.isnan(first[0]), "nothing was evicted yet"
+    assert threshold([0.5, 0.25], whole, some) == pytest.approx([0.5, (0.25 + first[1]) / 2])
+    late = threshold(first, some, whole)
+    assert math.isfinite(late[0]), "its first eviction sets it"
+    assert late[1] == pytest.approx(first[1])
 
 
 def test_while_decoding_d2o_drops_what_is_less_like_than_what_came_before():

@@ -1,9 +1,12 @@
 """Cells on disk: names that never collide, whole or absent, skipped only where complete and the same."""
 
-import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lmms_eval_plugins.cells import identity, results
 from lmms_eval_plugins.cells.results import Cell
@@ -12,9 +15,24 @@ CELL = Cell("textvqa_val", "org/model", "snapkv", ratio=0.2)
 FINGERPRINT = {"method": "snapkv", "code": "abc", "settings": {"limit": 2}}
 
 
+def content(fingerprint=FINGERPRINT):
+    return {"protocol": {}, "results": {}, "efficiency": {}, "fingerprint": fingerprint}
+
+
+def samples(*answers):
+    return [
+        {"task": "t", "doc_id": number, "filtered_resps": [answer], "measurement": {}}
+        for number, answer in enumerate(answers)
+    ]
+
+
 def write(folder, fingerprint=FINGERPRINT, answers=("a", "b")):
     with results.new_cell(folder) as draft:
-        results.write_cell(draft, {"fingerprint": fingerprint}, [{"answer": answer} for answer in answers])
+        results.write_cell(draft, content(fingerprint), samples(*answers))
+
+
+def answers(folder):
+    return [sample["filtered_resps"][0] for sample in results.read_samples(folder)]
 
 
 def test_folder_has_the_documented_place(tmp_path):
@@ -37,11 +55,69 @@ def test_folder_has_the_documented_place(tmp_path):
         {"settings": {"gen_kwargs": {"temperature": 0.5}}},
         {"settings": {"a": "x" * 400}},
         {"settings": {"a": "x" * 401}},
+        {"settings": {"a": "é" * 400}},
+        {"ratio": 0.1234567},
+        {"ratio": 0.1234568},
+        {"ratio": 0.123457},
+        {"options": {"alpha": 1e-7}},
+        {"options": {"alpha": 1.0000001e-7}},
+        {"settings": {"system_prompt": "Really?"}},
+        {"settings": {"system_prompt": "Really!"}},
+        {"settings": {"system_prompt": "Really_"}},
+        {"settings": {"system_prompt": "a/_b"}},
+        {"settings": {"system_prompt": "a_/b"}},
+        {"settings": {"system_prompt": "a__b"}},
+        {"settings": {"system_prompt": "x-seed=1"}},
+        {"settings": {"system_prompt": "x", "seed": "1"}},
+        {"settings": {"gen_kwargs": {"a": "1,b=2"}}},
+        {"settings": {"gen_kwargs": {"a": "1", "b": "2"}}},
+        {"model": "org__model"},
+        {"model": "."},
+        {"model": ".."},
+        {"model": "x" * 300},
+        {"task": "t" * 300},
+        {"task": "t" * 301},
     ],
 )
-def test_different_settings_never_share_a_folder(tmp_path, change):
-    folders = {CELL.folder(tmp_path), replace(CELL, settings={"a": "x" * 402}).folder(tmp_path)}
-    assert replace(CELL, **change).folder(tmp_path) not in folders
+def test_different_settings_never_share_a_folder(tmp_path, change, request):
+    folder = replace(CELL, **change).folder(tmp_path)
+    changes = request.node.get_closest_marker("parametrize").args[1]
+    others = [replace(CELL, **other).folder(tmp_path) for other in changes if other != change]
+    assert folder not in {CELL.folder(tmp_path), replace(CELL, settings={"a": "x" * 402}).folder(tmp_path), *others}
+    assert all(len(part.encode()) <= 255 and part not in (".", "..") for part in folder.relative_to(tmp_path).parts)
+
+
+def test_a_value_is_shortened_or_marked_only_where_the_name_would_not_tell_it():
+    def name(**settings):
+        return replace(CELL, settings=settings).folder(Path()).name
+
+    plain = {
+        "a": "auto",
+        "b": 0.05,
+        "c": 1e-05,
+        "d": -1,
+        "e": True,
+        "f": "/x/y.jinja",
+        "g": "0,1,2,3",
+        "h": "a_b-c.d+e@f",
+    }
+    assert name(**plain) == "snapkv-0.2-a=auto-b=0.05-c=1e-05-d=-1-e=True-f=__x__y.jinja-g=0,1,2,3-h=a_b-c.d+e@f"
+    assert name(k={"temperature": 0.5, "top_p": 1}) == "snapkv-0.2-k=temperature=0.5,top_p=1"
+    assert re.fullmatch("snapkv-0.2-a=Really_@[0-9a-f]{8}", name(a="Really?"))
+    assert name(a=name(a="Really?").removeprefix("snapkv-0.2-a=")) != name(a="Really?")
+    assert re.fullmatch("snapkv-0.2-a=x{40}@[0-9a-f]{8}-b=1", name(a="x" * 101, b=1))
+
+
+@given(st.lists(st.text("a1_-=,/.@? é", min_size=1, max_size=5), min_size=2, max_size=2, unique=True))
+def test_any_two_texts_have_folders_of_their_own(texts):
+    one, two = ({replace(CELL, **change).folder(Path()) for change in places(text)} for text in texts)
+    assert not one & two
+
+
+def places(text):
+    """The cells of which `text` is a part."""
+    settings = [{"a": text}, {"a": text, "b": "1"}, {"gen_kwargs": {"a": text}}, {"gen_kwargs": {"a": "1", "b": text}}]
+    return [*({"settings": each} for each in settings), {"model": text}, {"task": text}]
 
 
 def test_local_checkpoints_of_the_same_name_get_different_folders(tmp_path):
@@ -94,19 +170,19 @@ def test_failure_while_writing_leaves_the_old_cell_and_no_rest(tmp_path):
 
     def interrupted():
         with results.new_cell(tmp_path / "cell") as draft:
-            results.write_cell(draft, {}, [{"answer": "new"}])
+            results.write_cell(draft, content(), samples("new"))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert [path.name for path in tmp_path.iterdir()] == ["cell"]
-    assert json.loads((tmp_path / "cell" / results.SAMPLES_FILE).read_text()) == {"answer": "old"}
+    assert answers(tmp_path / "cell") == ["old"]
 
 
 def test_redone_cell_replaces_all_of_the_old_one(tmp_path):
     with results.new_cell(tmp_path / "cell") as draft:
         (draft / "submissions").mkdir()
-        results.write_cell(draft, {}, [{"answer": "old"}])
+        results.write_cell(draft, content(), samples("old"))
     write(tmp_path / "cell")
     assert sorted(path.name for path in (tmp_path / "cell").iterdir()) == [
         results.RESULTS_FILE,

@@ -276,8 +276,10 @@ def test_out_of_memory_offloads_that_batch_only(checkpoint, monkeypatch, kind, o
 def test_memory_that_never_suffices_and_other_errors_end_the_run(checkpoint, monkeypatch, on_oom):
     lm = load_lm(checkpoint("llama"), on_oom=on_oom)
     no_memory_for(lm, monkeypatch, lambda *_: True)
+    before = lm.compression
     with pytest.raises(torch.OutOfMemoryError):
         lm.generate_until(requests(lm, [{"text": "hello"}]))
+    assert lm.compression is before, "the cell goes on as it was set"
     attempts = no_memory_for(lm, monkeypatch, lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         lm.generate_until(requests(lm, [{"text": "hello"}]))
