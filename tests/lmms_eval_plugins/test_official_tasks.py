@@ -4,6 +4,7 @@ import contextlib
 import http.server
 import json
 import os
+import subprocess
 import threading
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import yaml
 from kvcompress import KVCompressError
 from lmms_eval_plugins import evaluate, tasks
 from lmms_eval_plugins.cells import data
+from lmms_eval_plugins.cells.processes import COMMAND
 from lmms_eval_plugins.tasks.judges import judge_of
 from lmms_eval_plugins.tiny_vlm import dataset
 from tests.support.official_tasks import TASKS, config_of, write_data
@@ -299,6 +301,23 @@ def test_a_missing_video_is_named(tmp_path, capsys):
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: videomme: a file of its data is missing: ")
     assert "clip1.mp4" in error
+
+
+@pytest.mark.slow
+def test_two_processes_on_a_cpu_answer_questions_about_videos_as_one_does(tmp_path):
+    """Each takes its share, and the scores are those of one."""
+    with local_data(tmp_path, "videomme"):
+        answers = []
+        for processes in ("1", "2"):
+            environment = {**os.environ, "NUM_PROCESSES": processes, "PYTHONPATH": str(Path(tasks.__file__).parents[2])}
+            argv = ["videomme", *ARGUMENTS, "--output_path", processes, "dtype=float32"]
+            done = subprocess.run([*COMMAND, *argv], env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            (cell,) = Path(processes, "videomme", "tiny").glob("full*")
+            results, samples = read(cell)
+            assert results["environment"]["processes"] == int(processes)
+            answers.append([sample["answers"] for sample in samples])
+        assert answers[0] == answers[1]
 
 
 # -- many
