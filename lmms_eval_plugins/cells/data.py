@@ -45,10 +45,11 @@ def load_tasks(
 
     Raises EvaluationFailed where data is missing, and what `check` raises; it sees each task before its data.
     """
+    from huggingface_hub.constants import HF_HOME
+
     from kvcompress import KVCompressError
 
-    # Some tasks read it from the environment, for their videos; it is where the hub's client looks anyway.
-    os.environ.setdefault("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
+    os.environ.setdefault("HF_HOME", HF_HOME)  # where some tasks look for their videos, and fail without it
     try:
         with working_directory(data_root), one_attempt(), checked_first(check):
             return leaf_tasks(manager.load_task_or_group([name], "chat"))

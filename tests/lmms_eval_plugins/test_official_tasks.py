@@ -53,6 +53,7 @@ def read(folder):
     return json.loads((folder / "results.json").read_text(encoding="utf-8")), [json.loads(line) for line in lines]
 
 
+GREEDY = ["--gen_kwargs", "max_new_tokens=3,do_sample=false"]
 ARGUMENTS = ["tiny", "full", "1", "--data-root", "data", "--gen_kwargs", "max_new_tokens=3", "--num_fewshot", "0"]
 CELL = "full-1-data=data-gen_kwargs=max_new_tokens=3-num_fewshot=0"
 
@@ -320,10 +321,28 @@ def test_two_processes_on_a_cpu_answer_questions_about_videos_as_one_does(tmp_pa
         assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
+def test_all_rounds_and_all_repetitions_of_a_question_are_kept(tmp_path):
+    """Two rounds about videos; eight sampled answers, which differ."""
+    with local_data(tmp_path, "ovo_forward", "aime24_nofigures_agg8"):
+        assert evaluate.main(["ovo_forward,aime24_nofigures_agg8", *ARGUMENTS]) == 0
+        _, rounds = read(Path("results/ovo_forward/tiny") / CELL)
+        for sample in rounds:
+            assert [row["round"] for row in sample["measurements"]] == [0, 1]
+            assert all(row["vision_tokens"] > 0 for row in sample["measurements"])
+            assert len(sample["answers"]) == 2
+        results, repeated = read(Path("results/aime24_nofigures_agg8/tiny") / CELL)
+        assert results["n_questions"] == 3
+        for sample in repeated:
+            assert len(sample["answers"]) == len(sample["measurements"]) == 8
+            assert len(set(sample["answers"])) > 1
+
+
 # -- many
 
 MANY = ("ai2d", "chartqa", "docvqa_val", "infovqa_val", "mmstar", "ocrbench", "pope", "realworldqa", "textvqa_val",
-        "vqav2_val", "microvqa", "hrbench4k")  # fmt: skip
+        "vqav2_val", "microvqa", "hrbench4k", "mme", "mmmu_val", "mmbench_en_test", "hallusion_bench_image",
+        "nocaps_val", "coco2017_cap_val", "openai_math_train")  # fmt: skip
 
 
 @pytest.mark.slow
@@ -333,7 +352,8 @@ def test_a_padded_batch_answers_as_single_questions_do(task, tmp_path):
         answers = []
         for batch_size in ("1", "3"):
             argv = [task, *ARGUMENTS, "--predict_only", "dtype=float32", "--output_path", batch_size]
-            assert evaluate.main([*argv, f"batch_size={batch_size}"]) == 0
+            # Sampled by one generator, the rows of a batch are other draws than single questions.
+            assert evaluate.main([*argv, f"batch_size={batch_size}", *GREEDY]) == 0
             (cell,) = Path(batch_size, task, "tiny").glob("full*")
             _, samples = read(cell)
             answers.append([sample["answers"] for sample in samples])

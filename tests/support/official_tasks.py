@@ -2,6 +2,8 @@
 them. A row has every field that a task's code reads, filled by the field's name; FIELDS says where that is not enough.
 """
 
+import base64
+import io
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,12 @@ FIELD = re.compile(r"^\s*doc_to_(?:text|target|visual): *[\"']?(\w+)[\"']? *$", 
 
 def picture(number: int) -> Image.Image:
     return Image.new("RGB", (40 + 4 * number, 32), (60 * number % 256, 90, 200))
+
+
+def in_base64(image: Image.Image) -> str:
+    with io.BytesIO() as file:
+        image.save(file, "PNG")
+        return base64.b64encode(file.getvalue()).decode()
 
 
 # The first pattern that a field's name contains gives its value in row number n.
@@ -49,8 +57,22 @@ FIELDS: dict[str, Callable[[int], dict[str, Any]]] = {
         "sub_category": "Astronomy", "task_type": "OCR Problems",
     },
     "microvqa": lambda n: {"correct_index": n % 4},
+    "ai2d": lambda n: {"answer": str(n % 4)},
+    "hrbench4k": lambda n: {"image": in_base64(picture(n))},
+    "ovo_forward": lambda n: {
+        "task": "REC", "activity": "wave", "id": n, "test_info": [{"realtime": 1, "count": 0}] * 2,
+    },
+    "mmmu_val": lambda n: {
+        "question": "Which of <image 1> is a sign?", "options": "['red', 'green']", "question_type": "multiple-choice",
+        "id": f"validation_Art_{n}", "image_1": picture(n), "image_2": picture(n),
+    },
+    "aime24_nofigures_agg8": lambda n: {"problem": f"What is {n} + 1?", "answer": str(n + 1)},
 }  # fmt: skip
-VIDEOS = {"videomme": "videomme/data"}  # below HF_HOME
+# task -> folder below HF_HOME, and the names of its videos
+VIDEOS = {
+    "videomme": ("videomme/data", ("clip0", "clip1")),
+    "ovo_forward": ("ovobench/chunked_videos", [f"{n}_{part}" for n in range(3) for part in range(2)]),
+}
 
 
 def config_of(task: str) -> dict[str, Any]:
@@ -90,9 +112,10 @@ def write_data(tasks: list[str], data_root: Path, hf_home: Path, rows: int = 3) 
         for split in names:
             of_name[split] = [row(task, number) for number in range(rows)]
         if task in VIDEOS:
-            (hf_home / VIDEOS[task]).mkdir(parents=True)
-            for number in range(2):
-                write_video(hf_home / VIDEOS[task] / f"clip{number}.mp4", frames=8)
+            folder, videos = VIDEOS[task]
+            (hf_home / folder).mkdir(parents=True)
+            for video in videos:
+                write_video(hf_home / folder / f"{video}.mp4", frames=8)
     for path in {path for path, _ in splits}:
         header = "configs:\n"
         for (other, config_name), of_name in splits.items():
