@@ -1,6 +1,7 @@
 """The command behind `scripts/run_eval.sh`: methods x ratios x tasks on one loaded model, through lmms-eval.
 
     python -m lmms_eval_plugins.evaluate TASK MODEL METHOD RATIO [flags] [key=value ...]
+    python -m lmms_eval_plugins.evaluate list tasks|methods|models [WORD]
 
 lmms-eval runs in this process. Its own command line exits with 0 when an evaluation fails; this one exits with 0
 only where the results of every cell are complete on disk, with 2 for bad input, with 1 where something else is
@@ -10,9 +11,13 @@ wrong, with 128 and the signal's number after Ctrl-C (130), SIGTERM or SIGHUP.
 import os
 import sys
 
+from .cells.cell_log import CellLog
 from .cells.command_line import parse
 from .cells.errors import EvaluationFailed, exit_code
-from .cells.machine import join_processes, rank, say, set_offline
+from .cells.inspection import show_config
+from .cells.listing import show_list
+from .cells.machine import check_environment, join_processes, number_of_processes, rank, say, set_offline
+from .cells.names import check_names
 from .cells.plan import Plan, check_folders
 from .cells.processes import run_ranks
 from .cells.run import TaskFailures, evaluate_cells, load_model, quiet, score_again
@@ -20,7 +25,12 @@ from .cells.run import TaskFailures, evaluate_cells, load_model, quiet, score_ag
 
 def evaluate(argv: list[str]) -> int:
     """Evaluate every cell that is asked for; the exit code. Raises UsageError, KVCompressError or EvaluationFailed."""
+    if argv[:1] == ["list"]:
+        show_list(argv[1:])
+        return 0
+    check_environment()
     request = parse(argv)
+    check_names(request)
     set_offline(request)
     return run(Plan.of(request), argv)
 
@@ -28,13 +38,14 @@ def evaluate(argv: list[str]) -> int:
 def run(plan: Plan, argv: list[str]) -> int:
     """Evaluate every cell that is not complete on disk, then report. `argv`: what several ranks are started with."""
     flags = plan.request.flags
-    processes = int(os.environ.get("NUM_PROCESSES", 1))
+    processes = number_of_processes()
     plan.check_machine(processes)
     if processes > 1 and "LOCAL_RANK" not in os.environ:
         return run_ranks(processes, argv)
 
     join_processes()
     quiet(flags.verbosity)
+    log = CellLog(plan)
     jobs, failures, manager = [], TaskFailures(plan.request.tasks), plan.manager()
     for task in plan.request.tasks:
         with failures.noted(task, EvaluationFailed):
@@ -48,20 +59,29 @@ def run(plan: Plan, argv: list[str]) -> int:
     for job in pending:
         if job.folder.exists():
             say(f"computed again: {job.folder.name} ({todo[job.folder]})")
+    for job in jobs:
+        if job.folder not in todo:
+            log(job)
     answers = [job.kept_answers for job in pending]
     for job, kept in zip(pending, answers, strict=True):
         if kept is not None:
             with failures.noted(job.cell.task):
                 score_again(job, kept)
+                log(job)
     unanswered = [job for job, kept in zip(pending, answers, strict=True) if kept is None]
     if unanswered := [job for job in unanswered if job.cell.task not in failures.reasons]:
-        evaluate_cells(load_model(plan.arguments), unanswered, failures)
+        evaluate_cells(load_model(plan.arguments), unanswered, failures, log)
     if rank() == 0:
         from .report.table import report
 
-        for folder in dict.fromkeys(job.folder.parent for job in jobs if job.incomplete is None):
+        complete = [job for job in jobs if job.incomplete is None]
+        for folder in dict.fromkeys(job.folder.parent for job in complete):
             report(folder, plan.settings, metric=plan.request.metric, metric_filter=plan.request.filter)
+        if flags.show_config:
+            for job in {job.cell.task: job for job in complete}.values():
+                show_config(job.folder)
     failures.raise_all()
+    log.check()
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import shutil
@@ -29,6 +30,7 @@ class Job:
         limit: seconds after which it is stopped.
         changes: file of the copy -> what stands in it meanwhile.
         status: the exit status afterwards, negative after a signal; `stopped`: it ran past its limit.
+        seconds: of the CPU that it took.
     """
 
     name: str
@@ -67,6 +69,11 @@ class Workers:
             importlib.import_module(name)
         _forget()
         sys.path[:] = sys.path[1:]
+        gc.collect()
+        gc.freeze()  # a forked process need not look through it
+        for job in self.run(Job("", _compile, 900) for _ in self.copies):
+            if job.status:
+                raise RuntimeError(f"the tests cannot be collected:\n{job.output[-3000:]}")
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Job]:
         """The jobs as they end."""
@@ -79,28 +86,39 @@ class Workers:
                     copy = free.pop()
                     self.running[_fork(job, copy)] = job, copy, time.monotonic()
             for pid, (job, copy, start) in list(self.running.items()):
-                done, status = os.waitpid(pid, os.WNOHANG)
-                job.seconds = time.monotonic() - start
-                job.stopped = not done and job.seconds > job.limit
+                done, status, used = os.wait4(pid, os.WNOHANG)
+                job.seconds = used.ru_utime + used.ru_stime
+                job.stopped = not done and time.monotonic() - start > job.limit
                 if job.stopped:
                     _stop(pid)
                 if not done and not job.stopped:
                     continue
                 job.status = os.waitstatus_to_exitcode(status) if done else -signal.SIGKILL
                 job.output = (copy / "output.txt").read_text(errors="replace")
-                for file, before in _BEFORE.pop(pid).items():
+                for file, (before, times) in _BEFORE.pop(pid).items():
                     (copy / file).write_bytes(before)
+                    os.utime(copy / file, ns=times)
                 del self.running[pid]
                 free.append(copy)
                 yield job
             time.sleep(0.05)
 
 
-_BEFORE: dict[int, dict[str, bytes]] = {}  # process -> files as they stood before its changes
+def _compile(copy: Path) -> int:
+    """Write bytecode of all, which later processes of this copy only read: a changed file has another time."""
+    import pytest
+
+    sys.dont_write_bytecode = False
+    return pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"])
+
+
+# process -> the files that it changed, as they stood: their bytes and times
+_BEFORE: dict[int, dict[str, tuple[bytes, tuple[int, int]]]] = {}
 
 
 def _fork(job: Job, copy: Path) -> int:
-    before = {file: (copy / file).read_bytes() for file in job.changes}
+    stats = {file: (copy / file).stat() for file in job.changes}
+    before = {file: ((copy / file).read_bytes(), (s.st_atime_ns, s.st_mtime_ns)) for file, s in stats.items()}
     for file, code in job.changes.items():
         (copy / file).write_bytes(code)
     sys.stdout.flush()

@@ -157,8 +157,8 @@ class Map:
                     continue
                 of_all.update((file, line) for file, lines in row["lines"].items() for line in lines)
                 found.tests[row["test"]] = row["seconds"]
-                for file, lines in row["lines"].items():
-                    for line in lines:
+                for file in row["lines"].keys() & moved.keys():  # not templates
+                    for line in row["lines"][file]:
                         if now := moved[file].get(line):
                             found.runs[file, now].add(row["test"])
             found.sizes[rows[0]["file"]] = len(of_all)

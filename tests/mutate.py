@@ -192,11 +192,13 @@ def stages_for(fault: Fault, lines: Map, root: Path, seconds: float) -> list[lis
         found = lines.running(fault.file, *span)
         if found:
             break
-    if not found and len(fault.spans) < 3:  # runs at import: what imports it may notice
-        name = re.escape(Path(fault.file).stem)
+    if not found:  # it runs at import: what imports it may notice, and tests that bear its name
+        name = module_name(fault.file)
         for file in faults.modules(root):
             if re.search(rf"^\s*(from|import) .*\b{name}\b", (root / file).read_text(), re.MULTILINE):
                 found |= lines.running(file, 1, 10_000)
+        found |= {test for test in lines.tests if re.search(rf"[^a-z]{name}[^a-z]", test.replace("-", "_"))}
+        found |= {test for test in lines.tests if is_about(test.partition("::")[0], fault.file)}
     test_files = {test.partition("::")[0] for test in found}
     near = sorted(test_files, key=lambda file: (not is_about(file, fault.file), lines.sizes[file]))[:NEAREST]
     first = quickest({test for test in found if test.partition("::")[0] in near}, lines, seconds / 3)
@@ -206,8 +208,12 @@ def stages_for(fault: Fault, lines: Map, root: Path, seconds: float) -> list[lis
 
 def is_about(test_file: str, file: str) -> bool:
     """Whether a file of tests has the module's place or name."""
-    test, module = Path(test_file), Path(file)
-    return test.parent == Path("tests", module.parent) or module.stem in test.stem
+    return Path(test_file).parent == Path("tests", file).parent or module_name(file) in Path(test_file).stem
+
+
+def module_name(file: str) -> str:
+    path = Path(file)
+    return path.parent.name if path.stem == "__init__" else path.stem
 
 
 def quickest(tests: set[str], lines: Map, seconds: float) -> list[str]:

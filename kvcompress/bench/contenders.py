@@ -3,7 +3,6 @@
 All run the same greedy loop (standalone.py) through the model's own forward, on the same weights and tokens.
 """
 
-import ast
 import json
 import subprocess
 from collections.abc import Callable, Iterable
@@ -74,11 +73,11 @@ class MethodSpec:
             key, is_pair, value = option.partition("=")
             if not is_pair:
                 raise KVCompressError(f"in {text!r}, {option!r} is not NAME=VALUE")
-            options[key] = _value(value)
+            options[key] = None if value == "None" else value
         policy = make_policy(name, ratio, **options)
         if policy.tokens is not None:
             raise KVCompressError(f"method {name!r} drops vision tokens, and the bench's prompts have none")
-        return cls(policy.method, ratio, options)
+        return cls(policy.method, ratio, {key: policy.options[key] for key in options})
 
     def __str__(self) -> str:
         options = "".join(f":{key}={value}" for key, value in self.options.items())
@@ -87,13 +86,6 @@ class MethodSpec:
     @property
     def is_static(self) -> bool:
         return "static" in self.options.get("cache_implementation", "dynamic")
-
-
-def _value(text: str) -> object:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):  # a word
-        return text
 
 
 def compile_config(device: torch.device) -> CompileConfig:

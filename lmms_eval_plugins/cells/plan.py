@@ -2,18 +2,19 @@
 
 import argparse
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command_line import DEFAULT_SEEDS, Request
+from .command_line import BUNDLED_MODEL, DEFAULT_SEEDS, Request
 from .data import DEFAULT_DATA_ROOT, check_choice, check_task, data_identity, find_tasks, limited, load_tasks
 from .errors import UsageError
+from .evaluator_flags import REASONING_TAGS
 from .identity import fingerprint
+from .inspection import check_integrity, set_examples, write_out
 from .kept_answers import KeptAnswers, read_kept_answers
 from .kept_tokens import kept_tokens_damage, overlays_asked
-from .machine import check_device, check_model_is_local, is_offline
+from .machine import check_device, check_model_is_local, is_offline, rank
 from .results import Cell, incomplete_reason
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from ..model.arguments import ModelArguments
 
+# Switches that change answers or scores.
+CHANGE_ANSWERS = ("fewshot_as_multiturn", "process_with_media")
 # Arguments that change neither a score nor a time.
 HARMLESS = {"pretrained", "measurements_path", "vision_cache_gb", "prompt_cache_gb"}
 
@@ -45,11 +48,12 @@ class Plan:
     @classmethod
     def of(cls, request: Request) -> "Plan":
         """Raises KVCompressError or UsageError for an unknown method, option or model argument, or a wrong value."""
-        from ..model.arguments import model_arguments, split_arguments
+        from ..model.arguments import check_generation, model_arguments, split_arguments
 
         own, options = split_arguments(request.arguments, request.methods, ("budget", "metric", "filter"))
         for name in {"chat_template", "system_prompt"} & own.keys():  # text, or a file of the working directory
             own[name] = os.path.realpath(own[name]) if os.path.isfile(str(own[name])) else own[name]
+        request.flags.gen_kwargs = check_generation(request.flags.gen_kwargs)
         arguments = model_arguments(pretrained=_local_or_hub(request.model), **own)
         settings = _run_settings(arguments, request.flags)
         data_root = request.flags.data_root or (DEFAULT_DATA_ROOT if DEFAULT_DATA_ROOT.is_dir() else None)
@@ -82,15 +86,23 @@ class Plan:
             # lmms-eval turns the fraction into a number on the first task and uses that for the others.
             raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
         check_choice(name, tasks, self.request.metric, self.request.filter)
+        for task in tasks:
+            set_examples(task, flags)
         data = {task.config.task: data_identity(task) for task in tasks}
-        questions = sum(limited(len(task.eval_docs), flags.limit) for task in tasks)
+        counts = {task.config.task: limited(len(task.eval_docs), flags.limit, flags.offset) for task in tasks}
+        if empty := [task for task, count in counts.items() if not count]:
+            raise UsageError(f"--offset {flags.offset} leaves no question of {empty[0]!r}")
+        if flags.check_integrity:
+            check_integrity(tasks, flags, self.data_root)
+        if flags.write_out and rank() == 0:
+            write_out(tasks, flags, self.data_root, self.arguments)
         return [
             Job(
                 cell,
                 options,
                 cell.folder(flags.output_path.resolve()),
                 fingerprint(cell, self.arguments, options, data),
-                questions,
+                sum(counts.values()),
                 manager,
                 self,
             )
@@ -153,22 +165,15 @@ def check_folders(jobs: list[Job]) -> None:
     for job in jobs:
         if job.folder.exists() and not job.folder.is_dir():
             raise UsageError(f"{str(job.folder)!r} is a file where results are to be: remove it")
-    for folder in {job.folder.parent for job in jobs}:
+    answers = {job.plan.request.flags.use_cache for job in jobs} - {None}
+    for folder in {job.folder.parent for job in jobs} | answers:
         check_output(folder)
 
 
 def _local_or_hub(model: str) -> str:
-    """The absolute path of a local folder; a hub id, or `tiny`, as it is. Raises UsageError for anything else."""
-    from ..model.arguments import TINY_MODEL
-
-    path = Path(model).expanduser()
-    if model != TINY_MODEL and path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UsageError(f"MODEL {model!r} is a folder without config.json, so not a model")
-        return str(path.resolve())
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model):
-        raise UsageError(f"MODEL {model!r} is neither a folder, nor a hub id such as org/name, nor {TINY_MODEL!r}")
-    return model
+    """The absolute path of a local folder; a hub id, or `tiny`, as it is."""
+    path = Path(os.path.expanduser(model))
+    return str(path.resolve()) if model != BUNDLED_MODEL and path.is_dir() else model
 
 
 def _run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dict[str, Any]:
@@ -177,9 +182,15 @@ def _run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dic
         settings["seed"] = ",".join(str(seed) for seed in flags.seed)
     if flags.data_root is not None:
         settings["data"] = flags.data_root.name
-    defaults = {"limit": None, "gen_kwargs": {}, "num_fewshot": None, "predict_only": False}
-    # `--num_fewshot 0` is not the default, which is what the task says.
-    return settings | {name: getattr(flags, name) for name in defaults if getattr(flags, name) != defaults[name]}
+    for name in ("limit", "offset", "gen_kwargs", "num_fewshot", "predict_only", *CHANGE_ANSWERS):
+        value = getattr(flags, name)
+        if value or (name == "num_fewshot" and value is not None):  # 0 is not what the task says
+            settings[name] = value
+    if flags.repeats > 1:
+        settings["repeats"] = flags.repeats
+    if flags.reasoning_tags != REASONING_TAGS:
+        settings["reasoning_tags"] = flags.reasoning_tags
+    return settings
 
 
 def _cells(

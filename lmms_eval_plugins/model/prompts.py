@@ -23,7 +23,7 @@ class ChatProcessor:
         dtype: the model's precision, which pixels get.
     """
 
-    def __init__(self, args: ModelArguments, processor: Any, dtype: torch.dtype):
+    def __init__(self, args: ModelArguments, processor: Any, dtype: torch.dtype = torch.float32):
         self.args, self.processor, self.dtype = args, processor, dtype
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.has_vision = self.tokenizer is not processor
@@ -58,16 +58,17 @@ class ChatProcessor:
             text = text.replace(placeholder, f"{placeholder[0]} {placeholder[1:]}")
         return text
 
+    def text(self, prompt: ChatPrompt) -> str:
+        """The prompt as the chat template writes it, with a placeholder for each image or video."""
+        return self.processor.apply_chat_template(
+            prompt.conversation if self.has_vision else _as_strings(prompt.conversation),
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+
     def inputs(self, prompts: list[ChatPrompt]) -> BatchFeature:
         """Model inputs of a batch, left-padded, on the CPU."""
-        texts = [
-            self.processor.apply_chat_template(
-                prompt.conversation if self.has_vision else _as_strings(prompt.conversation),
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-            for prompt in prompts
-        ]
+        texts = [self.text(prompt) for prompt in prompts]
         arguments: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
         # A chat template writes the begin-of-sequence token where the model wants one.
         is_plain, bos = self.args.chat_template == "plain", self.tokenizer.bos_token

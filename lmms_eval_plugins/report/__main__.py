@@ -6,23 +6,33 @@ table and plot, written beside the cells as `report[-key=value...].md` and `.png
 
 import argparse
 import sys
-from pathlib import Path
 
+from ..cells.command_line import Parser
+from ..cells.errors import EvaluationFailed, exit_code
+from ..cells.flag_types import folder, label
 from .table import report
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m lmms_eval_plugins.report", description=__doc__)
-    parser.add_argument("folder", type=Path, help="results/<task>/<model>")
-    parser.add_argument("--metric", help="of the task, in place of its main one")
-    parser.add_argument("--filter", help="of the task's answers, in place of the first one")
-    flags = parser.parse_args(argv)
+def parser() -> argparse.ArgumentParser:
+    this = Parser(prog="python -m lmms_eval_plugins.report", description=__doc__)
+    this.add_argument("folder", type=folder, help="results/<task>/<model>")
+    this.add_argument("--metric", type=label, help="of the task, in place of its main one")
+    this.add_argument("--filter", type=label, help="of the task's answers, in place of the first one")
+    return this
+
+
+def command(argv: list[str]) -> None:
+    """Write table and plot. Raises UsageError, or EvaluationFailed where there is no finished cell."""
+    flags = parser().parse_args(argv)
     try:
         report(flags.folder, metric=flags.metric, metric_filter=flags.filter)
     except FileNotFoundError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+        raise EvaluationFailed(error) from error
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code; every error ends with one line on stderr."""
+    return exit_code(command, argv, "files")
 
 
 if __name__ == "__main__":

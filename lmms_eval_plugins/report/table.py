@@ -104,8 +104,8 @@ def _bytes(value: float | None) -> str:
 
 def note(frame: pd.DataFrame) -> str:
     """What the columns mean."""
-    batch_size = int(frame["batch_size"].iloc[0])
-    of_batch = f", of a batch of {batch_size}" if batch_size > 1 else ""
+    batch_size = str(frame["batch_size"].iloc[0])  # `auto`: as many as fitted into memory
+    of_batch = "" if batch_size == "1" else f", of a batch of {batch_size}"
     return (
         "Ratio: fraction of the prompt's KV entries that is kept; realised: as measured. TTFT: time to first token; "
         f"per token: time of each further one (medians{of_batch}). KV cache: bytes that hold keys, values and their "

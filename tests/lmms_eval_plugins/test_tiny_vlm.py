@@ -17,7 +17,7 @@ import kvcompress
 from lmms_eval_plugins.tiny_vlm import CHECKPOINT, signs
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader, by_kind
 from lmms_eval_plugins.tiny_vlm.curriculum import Stage, StageData
-from lmms_eval_plugins.tiny_vlm.dataset import COLOR, HEADLINE, draw_examples, read_examples
+from lmms_eval_plugins.tiny_vlm.dataset import COLOR, HEADLINE, draw_examples, read_examples, textvqa_table
 from lmms_eval_plugins.tiny_vlm.export import export
 from lmms_eval_plugins.tiny_vlm.modeling import (
     IMAGE_TOKENS,
@@ -245,7 +245,11 @@ def test_the_shipped_questions_have_textvqas_columns_and_come_from_the_generator
         assert table.column_names == columns.split()
         assert table.num_rows == count
         assert file.stat().st_size < 4e6
-        for row, example in zip(table.slice(0, 8).to_pylist(), draw_examples(8, kinds, name), strict=True):
+        examples = draw_examples(8, kinds, name)
+        made = textvqa_table(examples, first_id=table["question_id"][0].as_py())
+        assert table.schema.metadata == made.schema.metadata  # names and types of the columns
+        assert table.slice(0, 8).drop_columns("image").to_pylist() == made.drop_columns("image").to_pylist()
+        for row, example in zip(table.slice(0, 8).to_pylist(), examples, strict=True):
             assert (row["question"], row["answers"]) == (example.question.text, [example.question.answer] * 10)
             image = np.asarray(Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB"), dtype=float)
             assert image.shape == (SIDE, SIDE, 3)

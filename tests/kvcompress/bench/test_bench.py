@@ -1,11 +1,14 @@
 """`python -m kvcompress bench`: its arithmetic, its turns, its command line, and what it asks of kvpress' process."""
 
 import importlib
+import io
 import itertools
 import json
+import os
 import statistics
 import sys
 import types
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -407,8 +410,9 @@ def test_a_kvpress_process_that_ends_is_an_error(fake_worker):
         KVPressProcess("/no/python", {}, "float32", "cpu", 1)
 
 
-def test_the_worker_presses_the_prompt_only_and_cleans_up(monkeypatch):
-    """The script itself, with a stand-in for kvpress whose presses drop nothing."""
+@pytest.fixture
+def worker(monkeypatch) -> Iterator[tuple[types.ModuleType, list[str]]]:
+    """The script itself, with a stand-in for kvpress whose presses drop nothing; what it does, step by step."""
     log = []
 
     class Press:
@@ -430,6 +434,50 @@ def test_the_worker_presses_the_prompt_only_and_cleans_up(monkeypatch):
     worker = importlib.import_module("kvcompress.bench.kvpress_worker")
     monkeypatch.setattr(worker, "read_prompt", lambda *given: log.append("prompt") or standalone.read_prompt(*given))
     monkeypatch.setattr(worker, "decode", lambda *given: log.append("decode") or standalone.decode(*given))
+    yield worker, log
+    sys.modules.pop("kvcompress.bench.kvpress_worker")
+
+
+def test_the_worker_replies_line_by_line_and_to_nothing_else(worker, monkeypatch, capfd):
+    worker, _ = worker
+    monkeypatch.setattr(worker, "version", {"kvpress": "9", "transformers": "8", "torch": "7"}.get)
+    monkeypatch.setattr(worker, "load", lambda *given: os.write(1, b"a library talks\n") and MODEL)
+    order = {
+        "method": "snapkv",
+        "ratio": 0.5,
+        "batch": 3,
+        "length": 20,
+        "steps": 2,
+        "clock": "wall",
+        "one_prompt": True,
+    }
+    hello = {"source": {}, "dtype": "float32", "device": "cpu", "threads": torch.get_num_threads()}
+    fits = worker.turn
+
+    def turn(model, order):
+        if order["batch"] > 4:
+            raise torch.OutOfMemoryError("out of memory")
+        return fits(model, order)
+
+    monkeypatch.setattr(worker, "turn", turn)
+    asked = [hello, order, {**order, "batch": 5}, order]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(json.dumps(each) + "\n" for each in asked)))
+    before = os.dup(1)
+    try:
+        worker.main()
+    finally:
+        os.dup2(before, 1)
+    replies = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert replies[0]["versions"] == {"kvpress": "9", "transformers": "8", "torch": "7"}
+    assert "snapkv" in replies[0]["presses"]
+    assert replies[2] == {"error": "out of memory"}
+    for reply in (replies[1], replies[3]):
+        assert len(reply["step_ms"]) == 2
+        assert reply["kv_bytes"] == 3 * 22 * 2 * 2 * 2 * 16 * 4, "three rows of one prompt"
+
+
+def test_the_worker_presses_the_prompt_only_and_cleans_up(worker):
+    worker, log = worker
     MODEL.model.layers[0].self_attn.masked_key_indices = "of the press before"
     order = {"method": "h2o", "ratio": 0.5, "batch": 2, "length": 20, "steps": 3, "clock": "wall"}
     order["one_prompt"] = False
@@ -454,4 +502,3 @@ def test_the_worker_presses_the_prompt_only_and_cleans_up(monkeypatch):
         (1, 0, 4),
         (1, 1, 7),
     ]
-    sys.modules.pop("kvcompress.bench.kvpress_worker")

@@ -167,7 +167,7 @@ def test_what_cannot_be_is_said_in_one_line(omni_checkpoint, tmp_path, capsys, c
     given = {"model": omni_checkpoint, "method": "snapkv", "ratio": "0.3", "flags": [], **change}
     arguments = [given["model"], given["method"], given["ratio"], *quick(tmp_path), *given["flags"]]
     assert main(["speech", *arguments]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kvcompress: ")]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert message in line
 
 

@@ -1,9 +1,10 @@
 import copy
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 import kvcompress
 from tests.support.families import FAMILIES
@@ -109,6 +110,19 @@ def test_beam_search_equals_the_unhooked_model_at_ratio_one():
     expected = MODEL.generate(**inputs, **arguments)
     with kvcompress.compress(MODEL, "snapkv", 1.0):
         assert torch.equal(MODEL.generate(**inputs, **arguments), expected)
+
+
+def test_a_cache_that_keeps_everything_takes_a_second_prompt_with_the_first_pads():
+    ids = torch.randint(8, 128, (2, 20), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 12:15] = 0  # the second prompt of row 1 is shorter
+    inputs, runs = {"input_ids": ids, "attention_mask": mask}, []
+    for cache in (DynamicCache(config=MODEL.config), kvcompress.CompressedCache(MODEL.config)):
+        with nullcontext() if type(cache) is DynamicCache else kvcompress.attach(MODEL), torch.no_grad():
+            MODEL(ids[:, :12], past_key_values=cache)
+            runs.append(generate(MODEL, inputs, 4, past_key_values=cache))
+    assert torch.equal(runs[0][0], runs[1][0])
+    torch.testing.assert_close(runs[0][1], runs[1][1], atol=1e-5, rtol=0)
 
 
 def test_a_fresh_cache_for_each_generation():

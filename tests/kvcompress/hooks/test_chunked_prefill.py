@@ -23,7 +23,7 @@ from tests.support.examples import examples
 from tests.support.families import FAMILIES, IMAGE, VIDEO, VISION_END, VISION_START
 from tests.support.kept import kept_of, real_lengths
 from tests.support.masked_reference import generate
-from tests.support.strategies import METHODS, Case, cases
+from tests.support.strategies import METHODS, OPTIONS, Case, cases
 
 NEW = 4
 TOLERANCE = 1e-4  # fp32, logits of order 1
@@ -171,6 +171,18 @@ def test_a_row_does_not_depend_on_its_batch_or_padding(family, data):
         for together, solo in zip(batch, kept_of(session.cache), strict=True):
             for a, b in zip(together[row], solo[0], strict=True):
                 assert (a - (columns - length)).tolist() == b.tolist()
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if takes_chunks(name)])
+def test_a_row_that_begins_in_a_later_chunk_of_its_batch_is_as_alone(method):
+    small = {name: values[0] for name, values in OPTIONS.get(method, {}).items()}
+    case = Case(FAMILIES["qwen2"], (4, 2), (5, 16), None, method, tuple(small.items()), 0.3, 0)
+    kept = []
+    for inputs in (case.inputs, case.family.solo(case.inputs, 0)):
+        with case.compress(prefill_chunk=7) as session:
+            generate(case.model, inputs, 1)
+        kept.append([[(head - head.max()).tolist() for head in layer[0]] for layer in kept_of(session.cache)])
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if takes_chunks(name)])

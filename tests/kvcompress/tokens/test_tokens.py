@@ -529,8 +529,9 @@ def test_sparsevlm_budgets_are_published_and_in_the_mean_what_was_asked_for():
         assert counts == sorted(counts, reverse=True)
         mean = sum(span * count for span, count in zip(spans, counts, strict=True)) / sum(spans)
         assert abs(mean - kept) <= 1
-    scale = 100 / (4 * 300 + 9 * 200 + 16 * 110) * 29
-    assert method.budgets(100, full, 32) == [round(scale * count) for count in (300, 200, 110)]
+    for times in (1, 1000):  # of a thousand times as many, the counts show to the last
+        scale = times * 100 / (4 * 300 + 9 * 200 + 16 * 110) * 29
+        assert method.budgets(times * 100, times * full, 32) == [round(scale * count) for count in (300, 200, 110)]
     assert method.budgets(0, 0, 32) == [0, 0, 0]
 
 

@@ -119,7 +119,7 @@ def test_cells_of_other_settings_are_not_compared_and_what_is_left_out_is_said(t
     ("arguments", "message"),
     [
         (["--compare", "snapkvv", "knorm"], "'snapkvv' is no series of one; there are: 'full', 'knorm', 'snapkv'"),
-        (["--from", "1.5"], "starts at a ratio in (0, 1), not at 1.5"),
+        (["--from", "1"], "starts at a ratio in (0, 1), not at 1"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(grid, capsys, arguments, message):
@@ -145,7 +145,7 @@ def test_no_cells_or_no_full_cache_is_an_error(tmp_path, capsys, missing):
     folder = tmp_path / "one" / "m" if missing == "folder" else write(tmp_path, "one", "knorm", 0.5, "abcd")
     code, _, error = command(capsys, folder)
     assert code == 2
-    assert {"folder": "no finished cell under", "full": "run the same command with METHOD full"}[missing] in error
+    assert {"folder": "is not a folder", "full": "run the same command with METHOD full"}[missing] in error
 
 
 def test_other_questions_than_the_full_caches_are_an_error(tmp_path, capsys):

@@ -18,6 +18,7 @@ from lmms_eval_plugins.cells.results import Cell
 from lmms_eval_plugins.model.kept_tokens import jpeg, packed_bits
 from lmms_eval_plugins.report.html.data import page_data
 from lmms_eval_plugins.report.html.groups import load_groups
+from lmms_eval_plugins.report.html.page import TEMPLATES
 from lmms_eval_plugins.report.html.tables import latex
 
 TASK, LAYERS, HEADS, SIDE, QUESTIONS = "signs_val", 3, 2, 4, 25
@@ -129,6 +130,28 @@ def test_the_page_is_one_file_that_names_no_address(report):
     assert not re.findall(r"@import|url\((?!data:)", page)
     assert set(re.findall(r"https?://[^\"'\s]+", page)) <= {"http://www.w3.org/2000/svg"}
     assert "<script>alert(1)" not in page
+
+
+def check_data(page: str) -> None:
+    """The page holds what its script reads: browsers are not on every machine."""
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1])
+    script = (TEMPLATES / "page.js").read_text()
+    (group,) = data["groups"]
+    overlay, question = next(iter(group["overlays"].values())), group["questions"][0]
+    parts = {"DATA": data, "group": group, "cell": group["cells"][0], "overlay": overlay, "question": question}
+    for name, part in parts.items():
+        made = {*re.findall(rf"\b{name}\.(\w+) (?:\?\?)?= ", script), "note"}  # a note is not on every page
+        assert set(re.findall(rf"\b{name}\.([a-z]\w*)", script)) - made <= set(part), name
+    assert {question["key"] for question in group["questions"]} >= set(group["overlays"])
+    for kept in (kept for overlay in group["overlays"].values() for kept in overlay["cells"].values()):
+        assert set(kept) == {"vision", "text", "shares"}
+    files = {image["file"] for overlay in group["overlays"].values() for image in overlay["images"]}
+    assert files == set(data["images"])
+    assert all(len(question["a"]) == len(question["s"]) == len(group["cells"]) for question in group["questions"])
+
+
+def test_the_page_holds_what_its_script_reads(report):
+    check_data((report / "report.html").read_text())
 
 
 def test_an_image_stands_in_the_page_once_and_budgets_are_means_over_questions(root):
@@ -285,7 +308,9 @@ def test_show_writes_the_overlay_of_one_image(in_tmp_path, tmp_path, capsys):
     assert re.search(r"full: '.*', keeps 100.0% of the image tokens and 100.0% of the text tokens", said)
     shares = re.search(r"snapkv window_size=4 0.2: '.*', keeps (.*)% of the image tokens and (.*)% of the text", said)
     assert 0 < float(shares[1]) < 25
-    assert "data:image/jpeg" in (tmp_path / "survivors.html").read_text()
+    page = (tmp_path / "survivors.html").read_text()
+    assert "data:image/jpeg" in page
+    check_data(page)
     assert main(["show", "a.png", "What is it?", "--out", "b.png"]) == 0
     with Image.open("b.png") as picture:
         assert picture.width > 600

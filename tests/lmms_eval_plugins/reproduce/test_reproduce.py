@@ -168,7 +168,7 @@ def test_an_unknown_name_or_broken_yaml_is_an_error(tmp_path, capsys):
     assert "no reproduction 'effivlm' (did you mean 'effivlm_bench'?)" in capsys.readouterr().err
     (tmp_path / "x.yaml").write_text("a: [")
     assert main([str(tmp_path / "x.yaml")]) == 2
-    assert "is no YAML" in capsys.readouterr().err
+    assert "is not YAML" in capsys.readouterr().err
 
 
 # -- the cells
