@@ -1,8 +1,6 @@
 """Measurement rows, one per counted request: what a summary holds of them, and their file."""
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +8,8 @@ from typing import Any
 import numpy as np
 from lmms_eval.api.instance import Instance
 from lmms_eval.models.model_utils.gen_metrics import log_metrics
+
+from kvcompress.files import write_text
 
 from .answering import Answers
 
@@ -23,6 +23,8 @@ QUANTITIES = (
     "vision_tokens",
     "kv_bytes_prompt",
     "kv_bytes_end",
+    "kv_held_bytes",
+    "kv_room_bytes",
     "peak_memory_bytes",
 )
 
@@ -47,6 +49,8 @@ def row_of(request: Instance, answers: Answers, place: int) -> dict[str, Any]:
         "vision_tokens": measured.vision_tokens[place],
         "kv_bytes_prompt": measured.kv_bytes_prompt // batch_size,
         "kv_bytes_end": measured.kv_bytes_end // batch_size,
+        "kv_held_bytes": (measured.kv_bytes_prompt - measured.kv_room_bytes) // batch_size,
+        "kv_room_bytes": measured.kv_room_bytes // batch_size,
         "realised_ratio": [layer[place * beams] for layer in measured.realised_ratios],
         # Where a pass is kept or was, other things lie in memory than where it just runs.
         "peak_memory_bytes": None if prompt.prompt_pass else measured.peak_memory_bytes,
@@ -95,7 +99,4 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def write_rows(rows: Iterable[dict[str, Any]], path: Path) -> None:
     """Writes rows as JSON lines, the whole file at once: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    os.replace(file.name, path)
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
