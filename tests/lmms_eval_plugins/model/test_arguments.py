@@ -10,10 +10,10 @@ from lmms_eval_plugins.model.arguments import (
     TINY_CHECKPOINT,
     Compression,
     ModelArguments,
-    generation_of,
     make_compression,
     parse_arguments,
 )
+from lmms_eval_plugins.model.generation import generation_of
 
 DOCS = Path(__file__).parents[3] / "docs" / "model-args.md"
 
