@@ -3,6 +3,7 @@
 Other packages add commands of their own by entry points of the group `kvcompress.commands`.
 """
 
+import os
 import re
 import signal
 import sys
@@ -11,10 +12,24 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from .errors import KVCompressError, unknown_name
+from .errors import KVCompressError, shown, unknown_name
 
 GROUP = "kvcompress.commands"
 OWN = {"bench": "kvcompress.bench.cli", "speech": "kvcompress.bench.speech"}  # a module with `main(arguments)`
+
+
+# Environment variable -> what it may be, as a pattern and in words. An empty one counts as not set.
+VARIABLES = {
+    "OMP_NUM_THREADS": (r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", "a number of threads, from 1 to 9999"),
+    "HF_HUB_OFFLINE": ("(?i:1|0|on|off|yes|no|true|false)", "1 or 0"),
+}
+
+
+def check_environment() -> None:
+    """Raises KVCompressError for a variable that libraries would ignore, or take for something else."""
+    for name, (pattern, meaning) in VARIABLES.items():
+        if (value := os.environ.get(name)) and not re.fullmatch(pattern, value, re.ASCII):
+            raise KVCompressError(f"{name}={shown(value)} is not {meaning}")
 
 
 def find_command(name: str) -> Callable[[list[str]], int | None]:
@@ -51,6 +66,7 @@ def main(arguments: list[str]) -> int:
     signals = [each for each in signals if signal.getsignal(each) not in (signal.SIG_IGN, None)]  # as under nohup
     before = {each: signal.signal(each, interrupt) for each in signals}
     try:
+        check_environment()
         return find_command(name)(rest) or 0
     except KVCompressError as error:
         return fail(str(error), 2)

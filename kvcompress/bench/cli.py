@@ -191,4 +191,4 @@ def print_table(text: str, rows: list[dict[str, Any]]) -> None:
             shown.add_column(name, justify="left" if name == "cache" else "right", no_wrap=name == "cache")
         for row in cells:
             shown.add_row(*row[2:])
-        Console().print(shown)
+        Console(markup=False, emoji=False).print(shown)

@@ -4,6 +4,7 @@ Only cells with the same run settings (limit, dtype, ...) are comparable, so eac
 table and plot, written beside the cells as `report[-key=value...].md` and `.png`.
 """
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,13 @@ from rich.table import Table
 from kvcompress.files import locked, replacing, write_text
 
 from ..cells.results import exact, load_cells, settings_name
+from .headline import headline
 
 
-def headline_metric(cell: dict[str, Any]) -> str | None:
-    """`exact_match,none`: the first metric of the task that is one number; None where there is none."""
-    scores = cell["results"].get(cell["protocol"]["task"], {})
-    for key, value in scores.items():
-        name = key.split(",")[0]
-        if "," in key and "_stderr" not in name and name != "bypass" and isinstance(value, int | float):
-            return key
-    return None
-
-
-def cell_row(cell: dict[str, Any]) -> dict[str, Any]:
-    """One cell as a flat row; numbers that the cell lacks are None."""
-    protocol, efficiency, metric = cell["protocol"], cell["efficiency"], headline_metric(cell)
-    scores = cell["results"].get(protocol["task"], {})
-    name, _, metric_filter = (metric or "").partition(",")
-    stderr = scores.get(f"{name}_stderr,{metric_filter}")
+def cell_row(cell: dict[str, Any], metric: str | None = None, metric_filter: str | None = None) -> dict[str, Any]:
+    """One cell as a flat row; numbers that the cell lacks are None. `metric` and `metric_filter` choose its score."""
+    protocol, efficiency, found = cell["protocol"], cell["efficiency"], headline(cell, metric, metric_filter)
+    samples = cell.get("n_questions", cell["n_samples"])
     options = "".join(f" {key}={value}" for key, value in sorted(protocol["changed_options"].items()))
 
     def median(quantity: str) -> float | None:
@@ -49,22 +39,26 @@ def cell_row(cell: dict[str, Any]) -> dict[str, Any]:
         "ratio": protocol["ratio"],
         "budget": protocol["budget"],
         "realised": efficiency.get("realised_ratio", {}).get("mean"),
-        "metric": name,
-        "score": scores.get(metric),
-        "stderr": stderr if isinstance(stderr, int | float) else None,
+        "metric": found.name if found else "",
+        "score": found.score if found else None,
+        "stderr": found.stderr if found else None,
         "ttft_s": median("ttft_s"),
         "tpot_s": median("tpot_s"),
-        "kv_bytes": median("kv_bytes_prompt"),
-        "samples": cell["n_samples"],
+        "kv_bytes": median("kv_held_bytes"),
+        "kv_room_bytes": median("kv_room_bytes"),
+        "samples": samples,
+        "scored": samples if found is None or found.questions is None else found.questions,
         "batch_size": protocol["settings"].get("batch_size", 1),
         "settings": settings_name(protocol["settings"]),
         "settings_text": ", ".join(f"{key}={value}" for key, value in sorted(protocol["settings"].items())),
     }
 
 
-def sweep_frame(cells: list[dict[str, Any]]) -> pd.DataFrame:
+def sweep_frame(
+    cells: list[dict[str, Any]], metric: str | None = None, metric_filter: str | None = None
+) -> pd.DataFrame:
     """All cells as a frame, the full cache first, then by method, from the largest ratio or budget down."""
-    frame = pd.DataFrame([cell_row(cell) for cell in cells])
+    frame = pd.DataFrame([cell_row(cell, metric, metric_filter) for cell in cells])
     frame["order"] = frame["method"] != "full"
     frame["size"] = frame["ratio"].fillna(frame["budget"]).astype(float)
     return frame.sort_values(["settings", "order", "series", "size"], ascending=[True, True, True, False])
@@ -75,7 +69,9 @@ def score_scale(frame: pd.DataFrame) -> int:
     return 1 if (frame["score"].astype(float) > 1).any() else 100
 
 
-TABLE_COLUMNS = ["method", "ratio kept", "{metric}", "TTFT", "per token", "KV cache", "realised ratio", "samples"]
+TABLE_COLUMNS = [
+    "method", "ratio kept", "{metric}", "TTFT", "per token", "KV cache", "room", "realised ratio", "questions",
+]  # fmt: skip
 
 
 def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
@@ -87,7 +83,9 @@ def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
         score = _number(row.score, "{:.1f}", scale) + (f" ± {scale * row.stderr:.1f}" if pd.notna(row.stderr) else "")
         ttft, tpot = _number(row.ttft_s, "{:.1f} ms", 1e3), _number(row.tpot_s, "{:.1f} ms", 1e3)
         realised = _number(row.realised, "{:.3f}")
-        rows.append([row.series, size, score, ttft, tpot, _bytes(row.kv_bytes), realised, str(row.samples)])
+        questions = str(row.samples) if row.scored == row.samples else f"{row.scored} of {row.samples}"
+        kv = [_bytes(row.kv_bytes), _bytes(row.kv_room_bytes)]
+        rows.append([row.series, size, score, ttft, tpot, *kv, realised, questions])
     return header, rows
 
 
@@ -111,16 +109,28 @@ def note(frame: pd.DataFrame) -> str:
     of_batch = "" if batch_size == "1" else f", of a batch of {batch_size}"
     return (
         "Ratio: fraction of the prompt's KV entries that is kept; realised: as measured. TTFT: time to first token; "
-        f"per token: time of each further one (medians{of_batch}). KV cache: bytes allocated after the prompt, with "
-        "room for the answer, per sample (median). A row that names no other protocol: scope=prompt, ratio_of=prompt, "
-        "first_token=full."
+        f"per token: time of each further one (medians{of_batch}). KV cache: bytes that hold keys, values and their "
+        "index after the prompt, per question (median); room: bytes allocated for the answer. A row that names no "
+        "other protocol: scope=prompt, ratio_of=prompt, first_token=full."
     )
+
+
+def markdown_text(text: str) -> str:
+    """Text in which Markdown finds no table, code, link, emphasis or HTML of its own."""
+    text = re.sub(r"[\\`*|\[\]]|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def markdown_table(header: list[str], rows: list[list[str]], alignment: list[str]) -> str:
+    """`alignment`: `---` or `---:` for each column. Cells are escaped."""
+    lines = [[markdown_text(cell) for cell in line] for line in (header, *rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in [lines[0], alignment, *lines[1:]])
 
 
 def markdown(frame: pd.DataFrame, title: str) -> str:
     header, rows = table_rows(frame)
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return f"# {title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{note(frame)}\n"
+    table = markdown_table(header, rows, ["---", *["---:"] * (len(header) - 1)])
+    return f"# {markdown_text(title)}\n\n{table}\n{note(frame)}\n"
 
 
 def terminal_table(frame: pd.DataFrame, title: str) -> Table:
@@ -131,6 +141,11 @@ def terminal_table(frame: pd.DataFrame, title: str) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def plain(text: str) -> str:
+    """Text in which matplotlib finds no formula."""
+    return text.replace("$", r"\$")
 
 
 def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
@@ -150,7 +165,7 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
             marker=next(markers),
             capsize=3,
             linewidth=1.6,
-            label=series,
+            label=plain(series),
         )
     sizes = sorted(compressed["size"].unique())
     if sizes:
@@ -159,9 +174,9 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
         axes.minorticks_off()
     is_budget = compressed["ratio"].isna().any()
     axes.set_xlabel("KV entries kept per layer and head" if is_budget else "ratio of the prompt's KV entries kept")
-    axes.set_ylabel(frame["metric"].iloc[0] + (" (%)" if scale == 100 else ""))
+    axes.set_ylabel(plain(frame["metric"].iloc[0]) + (" (%)" if scale == 100 else ""))
     axes.set_ylim(bottom=0)
-    axes.set_title(title, fontsize=11)
+    axes.set_title(plain(title), fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9)
     with replacing(path) as draft:
@@ -169,11 +184,18 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def report(folder: Path, settings: dict[str, Any] | None = None, console: Console | None = None) -> list[Path]:
+def report(
+    folder: Path,
+    settings: dict[str, Any] | None = None,
+    console: Console | None = None,
+    metric: str | None = None,
+    metric_filter: str | None = None,
+) -> list[Path]:
     """Print and write table and plot of the cells under `folder` (results/<task>/<model>).
 
     Args:
         settings: report only the cells of these run settings; all settings, one after the other, where None.
+        metric, metric_filter: the task's metric and answer filter that is shown; the main ones where None.
 
     Returns:
         The files written.
@@ -182,21 +204,27 @@ def report(folder: Path, settings: dict[str, Any] | None = None, console: Consol
         FileNotFoundError: there is no finished cell.
     """
     # Where the output is no terminal, rich would fold the table to 80 columns.
-    console = console or Console(width=None if sys.stdout.isatty() else 120)
+    console = console or Console(width=None if sys.stdout.isatty() else 120, markup=False, emoji=False)
     if not folder.is_dir():
         raise FileNotFoundError(f"{str(folder)!r} is not a folder with results")
     with locked(folder):  # of two runs in it, the last to report has read all cells
-        return _report(folder, settings, console)
+        return _report(folder, settings, console, metric, metric_filter)
 
 
-def _report(folder: Path, settings: dict[str, Any] | None, console: Console) -> list[Path]:
+def _report(
+    folder: Path,
+    settings: dict[str, Any] | None,
+    console: Console,
+    metric: str | None,
+    metric_filter: str | None,
+) -> list[Path]:
     cells = load_cells(folder)
     if settings is not None:
         cells = [c for c in cells if settings_name(c["protocol"]["settings"]) == settings_name(settings)]
     if not cells:
         raise FileNotFoundError(f"no finished cell under {folder} (expected <method>-<ratio>/results.json)")
     written = []
-    for name, frame in sweep_frame(cells).groupby("settings"):
+    for name, frame in sweep_frame(cells, metric, metric_filter).groupby("settings"):
         protocol = cells[0]["protocol"]
         title = f"{protocol['task']}, {protocol['model']}" + (f" ({frame['settings_text'].iloc[0]})" if name else "")
         table_path = folder / ("-".join(filter(None, ["report", name])) + ".md")

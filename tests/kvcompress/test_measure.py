@@ -2,6 +2,7 @@ import time
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 import kvcompress
 from kvcompress import measure
@@ -31,6 +32,13 @@ def test_bytes_and_ratios_are_those_of_the_cache():
     assert result.kv_bytes_end == session.cache.nbytes
     assert 0 < result.kv_bytes_prompt <= result.kv_bytes_end
     assert [row for layer in result.realised_ratios for row in layer] == pytest.approx([0.2] * 6)
+
+
+def test_room_for_the_answer_is_told_from_what_is_held():
+    """3 layers, 2 rows, 2 KV heads, 16 channels of keys and of values, in fp32."""
+    short, long = measured(new=6)[2], measured(new=12)[2]
+    assert [short.kv_room_bytes, long.kv_room_bytes] == [tokens * 3 * 2 * 2 * 2 * 16 * 4 for tokens in (6, 12)]
+    assert short.kv_bytes_prompt - short.kv_room_bytes == long.kv_bytes_prompt - long.kv_room_bytes
 
 
 def test_time_is_split_at_the_first_token(monkeypatch):
@@ -67,6 +75,30 @@ def test_time_is_read_when_the_device_is_done(monkeypatch):
 
 def test_a_single_token_has_no_time_per_token():
     assert measured(new=1)[2].tpot_s is None
+
+
+def test_only_a_session_of_this_model_that_is_entered_is_measured():
+    """Any other would tell the cost of a generation that was not compressed by that of an earlier one."""
+    inputs, _, _, left = measured()
+    other = kvcompress.compress(FAMILIES["qwen2"].build(), "snapkv", 0.2)
+    for session in (left, other):
+        with pytest.raises(kvcompress.KVCompressError, match="a session of this very model"):
+            measure.generate(MODEL, session, inputs, max_new_tokens=2)
+    with other, pytest.raises(kvcompress.KVCompressError, match="a session of this very model"):
+        measure.generate(MODEL, other, inputs, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("where", ["argument", "generation_config"])
+def test_an_answer_ends_with_the_end_token_that_the_call_names(where):
+    _, tokens, _, _ = measured()
+    end = int(tokens[0, 2])
+    given = {"eos_token_id": end}
+    if where == "generation_config":
+        given = {where: GenerationConfig(**given, pad_token_id=0)}
+    result = measured(**given)[2]
+    expected = [row.index(end) + 1 if end in row else 6 for row in tokens.tolist()]
+    assert result.tokens_out == expected
+    assert expected[0] <= 3
 
 
 def test_peak_memory_is_at_least_the_weights():

@@ -359,6 +359,15 @@ def test_other_settings_are_not_mixed_into_a_file(tmp_path, capsys):
     assert "cannot be resumed: it was made with methods=['full', 'knorm@0.1']" in capsys.readouterr().err
 
 
+def test_minutes_have_sixty_seconds(tmp_path, monkeypatch, capsys):
+    def measure(*given) -> None:
+        raise kvcompress.KVCompressError(f"{given[-1]} seconds")
+
+    monkeypatch.setattr(cli, "measure_grid", measure)
+    assert main(["bench", *QUICK, "--out", str(tmp_path / "bench"), "--methods", "knorm", "--minutes", "2"]) == 2
+    assert "120.0 seconds" in capsys.readouterr().err
+
+
 def test_an_unknown_command_names_the_known_ones(capsys):
     assert main(["benhc"]) == 2
     assert "there is no command 'benhc' (did you mean 'bench'?); valid: bench" in capsys.readouterr().err

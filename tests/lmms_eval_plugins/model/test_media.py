@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from types import SimpleNamespace
 
 import av
 import numpy as np
@@ -135,6 +136,24 @@ def test_an_image_file_counts_by_what_it_shows(tmp_path):
     assert shown() != before
     image(1).save(tmp_path / "a.png")
     assert shown() == before
+
+
+@pytest.mark.parametrize(("frames", "message"), [(0, "holds no video frame$"), (3, "that could be decoded")])
+def test_a_video_without_a_frame_is_an_error_that_says_so(tmp_path, monkeypatch, frames, message):
+    class Container:
+        streams = SimpleNamespace(video=[SimpleNamespace(frames=frames, average_rate=None)])
+
+        def __enter__(self):
+            return self
+
+        def nothing(self, *given, **named):
+            return ()
+
+        __exit__ = demux = decode = nothing
+
+    monkeypatch.setattr(av, "open", lambda path: Container())
+    with pytest.raises(KVCompressError, match=message):
+        read_video(tmp_path / "a.mp4", 4)
 
 
 @pytest.mark.parametrize(

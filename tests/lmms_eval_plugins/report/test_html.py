@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
@@ -20,7 +21,7 @@ from lmms_eval_plugins.report.html import report_command, show
 from lmms_eval_plugins.report.html.data import page_data
 from lmms_eval_plugins.report.html.groups import load_groups
 from lmms_eval_plugins.report.html.page import TEMPLATES
-from lmms_eval_plugins.report.html.tables import latex
+from lmms_eval_plugins.report.html.tables import latex, write_tables
 
 TASK, LAYERS, HEADS, SIDE, QUESTIONS = "signs_val", 3, 2, 4, 25
 SCORES = {("full", 1.0): 1.0, ("snapkv", 0.5): 0.96, ("snapkv", 0.1): 0.4, ("random", 0.5): 0.6, ("random", 0.1): 0.08}
@@ -59,7 +60,7 @@ def root(tmp_path_factory):
         }  # fmt: skip
         efficiency = {name: {"median": SPEED[ratio]} for name in ("ttft_s", "tpot_s")}
         efficiency |= {
-            "kv_bytes_prompt": {"median": 1e6 * ratio},
+            "kv_held_bytes": {"median": 1e6 * ratio},
             "realised_ratio": {"mean": ratio, "per_layer": [ratio] * LAYERS},
         }
         scores = {"alias": TASK, "exact_match,none": score, "exact_match_stderr,none": 0.05}
@@ -88,6 +89,21 @@ def report(root, tmp_path_factory):
     out = tmp_path_factory.mktemp("out")
     assert main(["report", str(root), "--out", str(out)]) == 0
     return out
+
+
+def test_tables_show_text_as_text(root, tmp_path):
+    odd = "a|b `c` <script>\n^~ $5"
+    groups = load_groups(root)
+    groups[0].frame["series"] = odd
+    groups[0].frame["settings_text"] = odd
+    write_tables(groups, tmp_path)
+    text = (tmp_path / "tables.md").read_text()
+    assert r"a\|b \`c\` &lt;script&gt; ^~ $5" in text
+    assert "<script>" not in text
+    for part in text.split("\n\n"):
+        rows = [row for row in part.splitlines() if row.startswith("|")]
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) <= 1
+    assert r"\textasciicircum \textasciitilde" in (tmp_path / "tables.tex").read_text()
 
 
 def test_files_hold_every_cell_and_every_sample(report):
@@ -352,6 +368,21 @@ def test_a_picture_that_cannot_be_written_is_found_before_the_model_is_loaded(in
     Image.new("RGB", (20, 12)).save("a.png")
     assert main(["show", "a.png", "?", "--out", "a.png/b.html"]) == 2
     assert "a.png' cannot be written: " in capsys.readouterr().err
+
+
+def test_a_picture_is_dark_where_patches_were_evicted():
+    one = entry(0, 0.5)
+    kept = np.zeros(SIDE * SIDE)
+    kept[: SIDE * 2] = 1.0
+    kept[SIDE * 2 : SIDE * 3] = 0.25
+    figure, panel = plt.subplots()
+    show.draw(panel, one["images"], kept)
+    picture, dark = panel.images
+    plt.close(figure)
+    assert picture.get_array().shape[:2] == (40, 60)
+    opacity = dark.get_array()[..., 3]
+    assert not dark.get_array()[..., :3].any()
+    np.testing.assert_allclose(opacity, [[0.0] * SIDE] * 2 + [[show.DARKEST / 2] * SIDE] + [[show.DARKEST] * SIDE])
 
 
 @pytest.mark.parametrize(

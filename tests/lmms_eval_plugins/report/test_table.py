@@ -1,6 +1,7 @@
 """The table and the plot say what the cells on disk say."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -44,9 +45,11 @@ def run(folder, settings=None):
 
 
 def test_table_shows_each_cells_numbers(tmp_path):
-    folder = write_cell(tmp_path, ttft_s=0.0421, tpot_s=0.0038, kv_bytes_prompt=135.75 * 1024)
+    folder = write_cell(
+        tmp_path, ttft_s=0.0421, tpot_s=0.0038, kv_bytes_prompt=2e6, kv_held_bytes=135.75 * 1024, kv_room_bytes=2048
+    )
     text, (file, _) = run(folder)
-    row = "| snapkv | 0.2 | 50.0 ± 2.0 | 42.1 ms | 3.8 ms | 135.8 KiB | 0.200 | 7 |"
+    row = "| snapkv | 0.2 | 50.0 ± 2.0 | 42.1 ms | 3.8 ms | 135.8 KiB | 2.0 KiB | 0.200 | 7 |"
     assert row in file.read_text()
     assert "| method | ratio kept | exact_match |" in file.read_text()
     for value in row.split(" | ")[1:-1]:
@@ -92,7 +95,7 @@ def test_missing_numbers_are_dashes_and_no_plot_is_drawn(tmp_path):
     folder = write_cell(tmp_path, scores={"alias": TASK, "bypass,none": 999, "bypass_stderr,none": "N/A"})
     _, files = run(folder)
     assert [file.suffix for file in files] == [".md"]
-    assert "| snapkv | 0.2 | - | - | - | - | 0.200 | 7 |" in files[0].read_text()
+    assert "| snapkv | 0.2 | - | - | - | - | - | 0.200 | 7 |" in files[0].read_text()
 
 
 def test_sums_are_not_shown_in_percent(tmp_path):
@@ -119,6 +122,22 @@ def test_plot_draws_every_series_and_the_full_cache(tmp_path, monkeypatch):
     curve = axes.containers[1].lines[0]
     assert (list(curve.get_xdata()), list(curve.get_ydata())) == ([0.1, 0.5], [50.0, 50.0])
     assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_shown_is_text_wherever_it_is_shown(tmp_path, monkeypatch, capsys):
+    """A bar ends no cell; nothing is markup of the terminal, a formula of the plot, or HTML."""
+    monkeypatch.setattr(table, "plot", PLOT)
+    odd = "a|b `c` <script>\n[/INST] $5 or $ \\ _x_ *y*"
+    folder = write_cell(tmp_path, options={"pooling": odd}, settings={"system_prompt": odd})
+    assert main([str(folder)]) == 0
+    assert "[/INST] $5 or $" in " ".join(capsys.readouterr().out.split())
+    (file,) = folder.glob("*.md")
+    title, _, *rows = file.read_text().splitlines()
+    rows = [row for row in rows if row.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {len(table.TABLE_COLUMNS) + 1}
+    shown = r"a\|b \`c\` &lt;script&gt; \[/INST\] $5 or $ \\ \_x\_ \*y\*"
+    assert shown in title
+    assert shown in rows[2]
 
 
 def test_batch_size_of_the_times_is_named(tmp_path):
