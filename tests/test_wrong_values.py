@@ -13,6 +13,7 @@ import pytest
 
 import kvcompress
 from kvcompress import KVCompressError
+from kvcompress.__main__ import VARIABLES as core_variables
 from kvcompress.__main__ import main as core_main
 from kvcompress.policy.options import Engine
 from kvcompress.policy.policy import make_policy
@@ -225,12 +226,14 @@ def test_true_is_no_number_and_nan_no_ratio():
 def test_every_variable_refuses_what_is_none(monkeypatch, refused):
     wrong = ["-2", "nan", "1.5", "٣", "1_000", "x", " ", "99999", "'", "a\nb", "9" * 5000]
     failures = []
+    assert core_variables.items() <= machine.VARIABLES.items()
     for name in machine.VARIABLES:
         for value in wrong:
             with monkeypatch.context() as patch:
                 patch.setenv(name, value)
                 failures.append(refused(evaluate.main, FOUR, name))
                 failures.append(refused(sweep_main, ["run", DEMO], name))
+                failures += [refused(core_main, ["bench", "m"], name)] if name in core_variables else []
     none_of(failures)
 
 

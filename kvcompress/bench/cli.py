@@ -13,6 +13,7 @@ import torch
 from pydantic import PositiveInt
 
 from ..errors import KVCompressError, loading, unknown_name
+from ..files import check_output, replacing, write_text
 from ..policy.options import Fraction
 from .contenders import KVPressProcess, MethodSpec, Ours, Workload, make_contenders
 from .flags import Parser, PositiveNumber, Threads, device_name, flag, label, new_file
@@ -87,6 +88,7 @@ def main(arguments: list[str]) -> None:
         raise KVCompressError("--largest-batch tries until memory runs out, on CUDA only; on a CPU give --memory-limit")
     if given.one_prompt and ("static" in given.peers or any(method.is_static for method in methods)):
         raise KVCompressError("--one-prompt repeats the cache's rows, which a static cache cannot: leave one out")
+    check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md", ".png")))
     dtype = given.dtype or ("bfloat16" if where.type == "cuda" else "float32")
     torch.set_num_threads(given.threads)
     settings = {
@@ -164,10 +166,11 @@ def finish(content: dict[str, Any], given: argparse.Namespace) -> None:
     """Write the table beside the JSON, print it, and plot."""
     rows = rows_of(content, None if given.memory_limit is None else int(given.memory_limit * 1e9))
     text = markdown(content, rows)
-    given.out.with_suffix(".md").write_text(text)
+    write_text(given.out.with_suffix(".md"), text)
     print_table(text, rows)
     if find_spec("matplotlib"):
-        plot(content, rows, given.out.with_suffix(".png"))
+        with replacing(given.out.with_suffix(".png")) as draft:
+            plot(content, rows, draft)
     else:
         say("no plot: matplotlib is not installed (pip install 'kvcompress[bench]')")
 
@@ -188,4 +191,4 @@ def print_table(text: str, rows: list[dict[str, Any]]) -> None:
             shown.add_column(name, justify="left" if name == "cache" else "right", no_wrap=name == "cache")
         for row in cells:
             shown.add_row(*row[2:])
-        Console().print(shown)
+        Console(markup=False, emoji=False).print(shown)

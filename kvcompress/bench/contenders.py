@@ -6,6 +6,7 @@ All run the same greedy loop (standalone.py) through the model's own forward, on
 import json
 import subprocess
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ class MethodSpec:
 
     def __str__(self) -> str:
         options = "".join(f":{key}={value}" for key, value in self.options.items())
-        return self.name + options + ("" if self.ratio is None else f"@{self.ratio:g}")
+        return self.name + options + ("" if self.ratio is None else f"@{self.ratio:.15g}")
 
     @property
     def is_static(self) -> bool:
@@ -205,10 +206,17 @@ class KVPressProcess:
     def __init__(self, python: str, source: dict[str, Any], dtype: str, device: str, threads: int):
         command = [python, str(self.WORKER)]
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            # In a session of its own: Ctrl-C reaches this process alone, which ends it.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
         except OSError as error:
             raise KVCompressError(f"--kvpress-python {python!r} cannot be run: {error.strerror}") from None
-        hello = self.ask({"source": source, "dtype": dtype, "device": device, "threads": threads})
+        try:
+            hello = self.ask({"source": source, "dtype": dtype, "device": device, "threads": threads})
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
         self.presses, self.versions = hello["presses"], hello["versions"]
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -226,8 +234,11 @@ class KVPressProcess:
     def __enter__(self) -> "KVPressProcess":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._process.stdin.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is not None:  # it may be in the middle of a turn
+            self._process.kill()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
 

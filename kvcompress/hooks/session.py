@@ -83,6 +83,7 @@ class Session:
     Attributes:
         model: the part of the model that writes text, without wrappers.
         cache: the `CompressedCache` of the latest generation, None before the first.
+        is_entered: whether compression is connected.
     """
 
     def __init__(self, model: PreTrainedModel, new_cache: dict[str, Any] | None, tower: TowerRecorder | None = None):
@@ -90,7 +91,7 @@ class Session:
         self._decoder = text_decoder(self.model)
         self._config = self._decoder.config
         self._tower, self._frames = tower, FrameRecorder(self.model)
-        self._new_cache = new_cache
+        self.is_entered, self._new_cache = False, new_cache
         self._forward_names = list(inspect.signature(self.model.forward).parameters)
         self._threads: set[int] = set()  # in a forward pass
         self._alone: int | None = None  # the one of them whose pass needs hooks of its own
@@ -109,9 +110,11 @@ class Session:
         self._hooks += self._frames.attach()
         if self._tower is not None:
             self._hooks += self._tower.attach()
+        self.is_entered = True
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.is_entered = False
         self._end_pass()
         for hook in self._hooks:
             hook.remove()

@@ -24,11 +24,11 @@ ARGUMENTS = re.compile(rb"^    (?:(\w+): |\"(\w+)\": )", re.MULTILINE)
 
 def check_tasks(names: Iterable[str], include_path: Path | None = None) -> None:
     """Raises UsageError for a task that nobody knows, and for a file of `include_path` that cannot be read."""
-    known = task_names()
+    known = installed_tasks()
     if include_path is not None:
         for file in sorted(include_path.rglob("*.yaml")):
             read_yaml(file, "task file")
-        known = known | task_names(include_path)
+        known = known | task_kinds(include_path).keys()
     for name in names:
         if name not in known:
             hint = nearest(name, known) or "; list them with: scripts/run_eval.sh list tasks"
@@ -55,9 +55,10 @@ def check_names(request: Request) -> None:
             raise UsageError(f"there is no argument {shown(argument)}{near}")
 
 
-def task_names(folder: Path | None = None) -> set[str]:
-    """Every task, group and tag of a folder's files, by default of lmms-eval's and the bundled ones."""
-    return {name for each in ([folder] if folder else task_folders().values()) for name in task_kinds(each)}
+@cache
+def installed_tasks() -> frozenset[str]:
+    """Every task, group and tag of lmms-eval, and the bundled ones."""
+    return frozenset(name for folder in task_folders().values() for name in task_kinds(folder))
 
 
 def task_folders() -> dict[str, Path]:
@@ -65,7 +66,6 @@ def task_folders() -> dict[str, Path]:
     return {"bundled": PLUGIN / "tasks", "lmms-eval": _package("lmms_eval") / "tasks"}
 
 
-@cache
 def task_kinds(folder: Path) -> dict[str, str]:
     """Name -> `task`, `group` or `tag`: what lmms-eval's index of a folder's files has."""
     kinds: dict[str, str] = {}
@@ -84,11 +84,12 @@ def defined_in(file: Path) -> dict[str, str]:
     return {**dict.fromkeys(tags, "tag"), **dict.fromkeys(_items(of_task), "task")}
 
 
-def _task_keys(file: Path) -> dict[str, str]:
-    """The keys of TASK_KEYS in a file, and in those that it includes."""
+def _task_keys(file: Path, above: tuple[Path, ...] = ()) -> dict[str, str]:
+    """The keys of TASK_KEYS in a file, and in those that it includes. `above`: the files that include this one."""
     values = dict(TASK_KEYS.findall(file.read_text(encoding="utf-8-sig", errors="replace")))
     included = [file.parent / name for name in _items(values.pop("include", ""))]
-    return {key: value for each in included if each.is_file() for key, value in _task_keys(each).items()} | values
+    included = [each for each in included if os.path.isfile(each) and each not in above]
+    return {key: value for each in included for key, value in _task_keys(each, (*above, file)).items()} | values
 
 
 def _items(value: str) -> list[str]:

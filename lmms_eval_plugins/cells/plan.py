@@ -10,7 +10,7 @@ from .command_line import BUNDLED_MODEL, DEFAULT_SEEDS, Request
 from .data import DEFAULT_DATA_ROOT, data_identity, find_tasks, limited, load_tasks
 from .errors import UsageError
 from .evaluator_flags import REASONING_TAGS
-from .identity import fingerprint
+from .identity import fingerprint, task_identity
 from .inspection import check_integrity, set_examples, write_out
 from .kept_tokens import kept_tokens_damage, overlays_asked
 from .machine import check_device, check_model_is_local, is_offline, rank
@@ -70,7 +70,8 @@ class Plan:
         Raises KVCompressError or UsageError for an unknown task, EvaluationFailed where data is missing.
         """
         names, flags = self.request.tasks, self.request.flags
-        manager, output, data, questions = find_tasks(names, flags.include_path), flags.output_path.resolve(), {}, {}
+        manager, output = find_tasks(names, flags.include_path), flags.output_path.resolve()
+        data, definitions, questions = {}, {}, {}
         for name in names:
             tasks = load_tasks(manager, name, self.data_root)
             if len(tasks) > 1 and isinstance(flags.limit, float):
@@ -79,6 +80,7 @@ class Plan:
             for task in tasks:
                 set_examples(task, flags)
             data[name] = {task.config.task: data_identity(task) for task in tasks}
+            definitions[name] = {task.config.task: task_identity(task) for task in tasks}
             counts = {task.config.task: limited(len(task.eval_docs), flags.limit, flags.offset) for task in tasks}
             if empty := [task for task, count in counts.items() if not count]:
                 raise UsageError(f"--offset {flags.offset} leaves no question of {empty[0]!r}")
@@ -92,7 +94,7 @@ class Plan:
                 cell,
                 options,
                 cell.folder(output),
-                fingerprint(cell, self.arguments, options, data[cell.task]),
+                fingerprint(cell, self.arguments, options, data[cell.task], definitions[cell.task]),
                 questions[cell.task],
                 manager,
                 self,
@@ -142,7 +144,7 @@ class Job:
 
 
 def check_folders(jobs: list[Job]) -> None:
-    """Raises KVCompressError or UsageError where the results of a job cannot be written."""
+    """Raises KVCompressError or UsageError where the results of jobs, or their measurements, cannot be written."""
     from kvcompress.files import check_output
 
     for job in jobs:
@@ -151,6 +153,8 @@ def check_folders(jobs: list[Job]) -> None:
     answers = {job.plan.request.flags.use_cache for job in jobs} - {None}
     for folder in {job.folder.parent for job in jobs} | answers:
         check_output(folder)
+    for path in {job.plan.arguments.measurements_path for job in jobs} - {None}:
+        check_output(path.parent, path.name)
 
 
 def _local_or_hub(model: str) -> str:
@@ -164,7 +168,7 @@ def _run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dic
     if flags.seed != DEFAULT_SEEDS:
         settings["seed"] = ",".join(str(seed) for seed in flags.seed)
     if flags.data_root is not None:
-        settings["data"] = flags.data_root.name
+        settings["data"] = flags.data_root.name if flags.data_root.parent == Path.cwd() else str(flags.data_root)
     for name in ("limit", "offset", "gen_kwargs", "num_fewshot", "predict_only", *CHANGE_ANSWERS):
         if value := getattr(flags, name):
             settings[name] = value

@@ -12,6 +12,7 @@ import torch
 from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvcompress
+from kvcompress.device import synchronise
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.measure import Measurement
 
@@ -92,8 +93,10 @@ class Answering:
             few = min(kwargs["max_new_tokens"], WARM_UP_TOKENS)
             self.generate(inputs, {**kwargs, "max_new_tokens": few}, VisionTower(self.model, tower.known), prompt)
             self._is_warm = True
+        synchronise(self.model.device)
         start = time.perf_counter()
         new, measured, kept = self.generate(inputs, kwargs, tower, prompt, notes_kept)
+        synchronise(self.model.device)
         seconds = time.perf_counter() - start + tower.correction_s + prompt.correction_s
         if self._has_cells:
             self.batches.keep(batch, {} if watches_tower else tower.calls, prompt.prompt_pass)

@@ -179,6 +179,16 @@ class ModelArguments(_Arguments):
             raise KVCompressError(f"chat_template={shown(name)} is neither a file, nor 'plain', nor a template's name")
         return name
 
+    @field_validator("chat_template", "system_prompt")
+    @classmethod
+    def _check_text(cls, name: str | None) -> str | None:
+        if name is not None and os.path.isfile(name):
+            try:
+                Path(name).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                raise ValueError("Input should be a file that can be read, in UTF-8") from None
+        return name
+
     @field_validator("pretrained")
     @classmethod
     def _bundled(cls, name: str) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from lmms_eval.protocol import ChatMessages
 from transformers import BatchFeature
 
@@ -47,12 +48,19 @@ class ChatProcessor:
         return prompt
 
     def text(self, prompt: ChatPrompt) -> str:
-        """The prompt as the chat template writes it, with a placeholder for each image or video."""
-        return self.processor.apply_chat_template(
-            prompt.conversation if self.has_vision else _as_strings(prompt.conversation),
-            tokenize=False,
-            add_generation_prompt=True,
-        )
+        """The prompt as the chat template writes it, with a placeholder for each image or video.
+
+        Raises KVCompressError where the template is wrong, or refuses the conversation.
+        """
+        try:
+            return self.processor.apply_chat_template(
+                prompt.conversation if self.has_vision else _as_strings(prompt.conversation),
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except TemplateError as error:
+            which = self.args.chat_template or f"of {self.args.pretrained}"
+            raise KVCompressError(f"chat template {which}: {type(error).__name__}: {error}") from error
 
     def inputs(self, prompts: list[ChatPrompt]) -> BatchFeature:
         """Model inputs of a batch, left-padded, on the CPU."""

@@ -7,6 +7,8 @@ table and plot, written beside the cells as `report[-key=value...].md` and `.png
 import argparse
 import sys
 
+from kvcompress.files import check_output
+
 from ..cells.command_line import Parser
 from ..cells.errors import EvaluationFailed, exit_code
 from ..cells.flag_types import folder
@@ -20,9 +22,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def command(argv: list[str]) -> None:
-    """Write table and plot. Raises UsageError, or EvaluationFailed where there is no finished cell."""
+    """Write table and plot. Raises UsageError, KVCompressError, or EvaluationFailed where there is no finished cell."""
+    folder = parser().parse_args(argv).folder
+    check_output(folder)
     try:
-        report(parser().parse_args(argv).folder)
+        report(folder)
     except FileNotFoundError as error:
         raise EvaluationFailed(error) from error
 

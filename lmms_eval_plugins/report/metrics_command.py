@@ -49,7 +49,7 @@ def show_metrics(argv: list[str]) -> None:
         frames = {"cells": grid.drop(columns="questions"), "curves": lines, "overall": summary, "compared": comparisons}
         print(dumps({name: _records(frame) for name, frame in frames.items()}, indent=2))
         return
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(width=None if sys.stdout.isatty() else 140, markup=False, emoji=False)
     for table in terminal_tables(grid, lines, summary, comparisons):
         console.print(table)
 

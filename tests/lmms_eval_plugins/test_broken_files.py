@@ -10,15 +10,20 @@ import pytest
 import yaml
 from safetensors.torch import save_file
 
+from kvcompress import KVCompressError
+from kvcompress.__main__ import main as core_main
+from kvcompress.bench.speech.prompts import read_lines
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.errors import UsageError, exit_code
 from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.cells.run import load_model
+from lmms_eval_plugins.model.media import ChatPrompt
 from lmms_eval_plugins.reproduce.__main__ import main as reproduce_main
 from lmms_eval_plugins.reproduce.config import Benchmark, PaperMethod, PaperModel, Reproduction, load_config
 from lmms_eval_plugins.sweep.__main__ import main as sweep_main
 from lmms_eval_plugins.sweep.config import KEYS, distribution, read_config
+from tests.support.checkpoints import load_lm
 from tests.support.wrong_values import wrong_for_kind
 
 from .reproduce.test_reproduce import MINIMAL
@@ -116,6 +121,43 @@ def test_a_damaged_model_is_one_line(damage, checkpoint, capsys):
     line = one_line(capsys, code)
     assert "model" in line
     assert part in line
+
+
+@pytest.mark.parametrize("damage", ["cut weights", "config 1", "unknown type"])
+def test_a_damaged_model_is_one_line_to_the_bench(damage, checkpoint, capsys):
+    shutil.copytree(checkpoint("llama"), "model")
+    DAMAGES[damage][0](Path("model"))
+    argv = ["bench", "./model", "--lengths", "8", "--new", "1", "--device", "cpu"]
+    assert "model './model' cannot be loaded" in one_line(capsys, core_main(argv))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"image": "a.png"}', b'{"text": 7}',
+        b'{"text": "a", "image": 7}', b'{"text": "a", "image": "none.png"}', b'{"text": "a", "audio": "\\u0000"}'],
+)  # fmt: skip
+def test_broken_prompts_of_the_speech_bench_are_one_line(content):
+    Path("prompts.jsonl").write_bytes(content)
+    with pytest.raises(KVCompressError, match=r"prompts\.jsonl") as error:
+        read_lines(Path("prompts.jsonl"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"words", b"\x89PNG\r\n\x1a\n" + b"\0" * 40, b"GIF89a" + b"\xff" * 20])
+def test_a_broken_image_is_one_line(content, capsys):
+    Path("a.png").write_bytes(content)
+    assert "'a.png' is not an image" in one_line(capsys, core_main(["show", "a.png", "What is it?"]))
+
+
+@pytest.mark.parametrize("argument", ["chat_template", "system_prompt"])
+def test_a_file_that_is_no_text_is_one_line(argument, capsys):
+    Path("text").write_bytes(b"\xff\xfe")
+    assert argument in one_line(capsys, evaluate.main(["tiny_textvqa", "tiny", "knorm", "0.2", f"{argument}=text"]))
+
+
+def test_a_wrong_chat_template_is_one_line():
+    Path("template.jinja").write_text("{% for %}")
+    with pytest.raises(KVCompressError, match=r"chat template .*template\.jinja: TemplateSyntaxError"):
+        load_lm(fresh=True, chat_template="template.jinja").chat.inputs([ChatPrompt([])])
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "config.json", "model"])

@@ -16,8 +16,15 @@ from transformers import AutoModelForImageTextToText
 import kvcompress
 from lmms_eval_plugins.tiny_vlm import CHECKPOINT, signs
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader, by_kind
-from lmms_eval_plugins.tiny_vlm.curriculum import Stage, StageData
-from lmms_eval_plugins.tiny_vlm.dataset import COLOR, HEADLINE, draw_examples, read_examples, textvqa_table
+from lmms_eval_plugins.tiny_vlm.curriculum import STAGES, Stage, StageData, scaled
+from lmms_eval_plugins.tiny_vlm.dataset import (
+    COLOR,
+    HEADLINE,
+    compress_image,
+    draw_examples,
+    read_examples,
+    textvqa_table,
+)
 from lmms_eval_plugins.tiny_vlm.export import export
 from lmms_eval_plugins.tiny_vlm.modeling import (
     IMAGE_TOKENS,
@@ -75,6 +82,40 @@ def test_signs_lie_anywhere_not_only_near_the_patch_grid(monkeypatch):
     for axis in (0, 1):
         offsets = np.bincount([place[axis] % PATCH for place in places], minlength=PATCH) / len(places)
         assert offsets.min() > 0.03  # of 1 / 16 each
+
+
+@pytest.mark.parametrize("jitter", [0, 3])
+def test_packed_signs_fill_the_picture_and_lie_up_to_the_jitter_off_the_grid(monkeypatch, jitter):
+    drawn = []
+    write = signs._Canvas.write
+    monkeypatch.setattr(signs._Canvas, "write", lambda self, *given: (drawn.append(given[:2]), write(self, *given)))
+    off = [set(), set()]
+    for seed in range(40):
+        drawn.clear()
+        signs.draw_packed_scene(Random(seed), jitter)
+        assert len(drawn) > GRID / 2
+        taken = set()
+        for place, lines in drawn:
+            column, row = ((part + PATCH // 2) // PATCH for part in place)
+            for axis, part in enumerate(place):
+                off[axis].add((part + PATCH // 2) % PATCH - PATCH // 2)
+            cells = {(row + down, column + right) for down, line in enumerate(lines) for right in range(len(line))}
+            assert not cells & taken, "no sign lies over another"
+            assert all(0 < part < GRID for cell in cells for part in cell)
+            taken |= cells
+    assert off == [set(range(-jitter, jitter + 1))] * 2
+
+
+def test_a_shorter_training_still_has_two_steps_of_each_stage():
+    stages = scaled(STAGES, 1e-6)
+    assert [stage.steps for stage in stages] == [2] * len(STAGES)
+    assert [stage.steps for stage in scaled(STAGES, 0.5)] == [round(stage.steps / 2) for stage in STAGES]
+
+
+def test_a_scene_with_fewer_questions_than_a_stage_asks_is_asked_all(tokenizer):
+    stage = replace(STAGES[-1], questions=500, images=2, packed_share=0.0)
+    (batch,) = StageData(stage, 0, Packer(tokenizer), parts=1)[0]
+    assert all(0 < len(kinds) < 500 for kinds in batch.kinds)
 
 
 def test_labels_name_the_character_under_each_patch():
@@ -249,11 +290,15 @@ def test_the_shipped_questions_have_textvqas_columns_and_come_from_the_generator
         made = textvqa_table(examples, first_id=table["question_id"][0].as_py())
         assert table.schema.metadata == made.schema.metadata  # names and types of the columns
         assert table.slice(0, 8).drop_columns("image").to_pylist() == made.drop_columns("image").to_pylist()
-        for row, example in zip(table.slice(0, 8).to_pylist(), examples, strict=True):
+        for n, (row, example) in enumerate(zip(table.slice(0, 8).to_pylist(), examples, strict=True)):
             assert (row["question"], row["answers"]) == (example.question.text, [example.question.answer] * 10)
             image = np.asarray(Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB"), dtype=float)
             assert image.shape == (SIDE, SIDE, 3)
             assert abs(image - example.pixels).mean() < 6
+            if n > 1:  # compression takes long
+                continue
+            again = np.asarray(Image.open(io.BytesIO(compress_image(example.pixels))).convert("RGB"), dtype=float)
+            assert abs(image - again).mean() < 0.1
         ids += table["question_id"].to_pylist()
     assert len(set(ids)) == 600
 

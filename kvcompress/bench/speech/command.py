@@ -9,6 +9,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from ... import speech
 from ...errors import KVCompressError, unknown_name
+from ...files import check_output, write_text
 from ...policy.options import Fraction
 from ...policy.policy import make_policy
 from ..flags import Parser, Threads, device_name, flag, label, new_file
@@ -63,6 +64,9 @@ def main(arguments: list[str]) -> None:
     """Raises KVCompressError for what is wrong, before anything is loaded where that can be told."""
     given = parser().parse_args(arguments)
     check(given)
+    check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
+    if given.save_audio:
+        check_output(given.save_audio)
     elsewhere = ("out", "resume", "save_audio", "repeats", "cold")  # they may change where a run goes on
     settings = {
         **{name: value for name, value in vars(given).items() if name not in elsewhere},
@@ -78,7 +82,7 @@ def main(arguments: list[str]) -> None:
     cold(results, given)
     warm(results, given)
     text = markdown(results.content)
-    given.out.with_suffix(".md").write_text(text)
+    write_text(given.out.with_suffix(".md"), text)
     print(text)
 
 

@@ -102,7 +102,7 @@ def read_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
 def read_image(file: Path) -> Image.Image:
     try:
         return Image.open(file).convert("RGB")
-    except (OSError, ValueError, Image.DecompressionBombError):
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         raise KVCompressError(f"{file} is not a picture") from None
 
 

@@ -17,7 +17,7 @@ matplotlib.use("Agg")  # a file is written; no display is needed
 import matplotlib.pyplot as plt
 import numpy as np
 from lmms_eval.api.instance import Instance
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from tqdm import tqdm
 
 from kvcompress import KVCompressError
@@ -96,7 +96,7 @@ def read_image(path: Path) -> Image.Image:
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    except (OSError, UnidentifiedImageError) as error:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise KVCompressError(f"{str(path)!r} is not an image that can be read: {error}") from None
 
 

@@ -78,6 +78,7 @@ def test_without_a_known_length_room_grows_and_keeps_what_was_stored(lengths):
 def test_seen_tokens_counts_tokens_not_entries():
     cache, _ = prompt([30, 12], method="knorm", ratio=0.3)
     assert cache.seen_tokens == 30
+    assert cache.is_initialized  # transformers asks
     assert cache.layers[0].storage.length == 9
     assert cache.get_mask_sizes(1, 0) == (10, 21)
 

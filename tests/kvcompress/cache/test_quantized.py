@@ -55,6 +55,14 @@ def test_what_fills_the_last_group_up_does_not_widen_its_range(backend, bits):
     assert (Quantizer(backend, bits, 16).quantize(states).dequantize() - states).abs().max() <= step * 1.5
 
 
+@pytest.mark.parametrize("backend", BITS)
+def test_a_backend_that_is_not_installed_is_an_error_that_says_how(backend, monkeypatch):
+    Quantizer(backend, 4, 16).check()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(kvcompress.KVCompressError, match=f"kv_backend='{backend}' is not installed: pip install"):
+        Quantizer(backend, 4, 16).check()
+
+
 @pytest.mark.parametrize(("method", "family"), paired([*METHODS, "full"], list(FAMILIES)))
 def test_eight_bits_are_close_to_full_precision(method, family):
     model = FAMILIES[family].build()

@@ -199,6 +199,24 @@ def test_a_row_alone_keeps_the_same_tokens_and_has_the_same_logits(method, famil
         ]
 
 
+def test_hidden_states_may_reach_a_layer_by_name():
+    def by_keyword(layer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return (), {"hidden_states": args[0], **kwargs}
+
+    model, inputs = batch("llava-onevision")
+    runs = []
+    for by_name in (False, True):
+        hooks = [
+            layer.register_forward_pre_hook(by_keyword, prepend=True, with_kwargs=True)
+            for layer in (kvcompress.hooks.model.text_decoder(model).layers if by_name else ())
+        ]
+        with kvcompress.compress(model, "fastv", 0.3):
+            runs.append(generate(model, inputs, NEW)[1])
+        for hook in hooks:
+            hook.remove()
+    assert torch.equal(*runs)
+
+
 @pytest.mark.parametrize("family", ["llava-onevision", "qwen2.5-vl"])
 @pytest.mark.parametrize(
     "options",
@@ -686,6 +704,16 @@ def test_frames_are_known_also_where_generate_encodes_the_video_before_the_model
         kept.append(session.cache.kept_indices(1)[::2])
     kept = [[[head.tolist() for head in row] for row in rows] for rows in kept]
     assert kept[0] == kept[1] == kept[2]
+
+
+@pytest.mark.parametrize("method", ["visionzip", "prumerge+"])
+def test_what_the_tower_saw_of_an_earlier_image_is_not_taken_for_the_present_one(method):
+    model, inputs = batch("llava-onevision", [40], [1])
+    without = {name: inputs[name] for name in ("input_ids", "attention_mask")}  # the image's tokens, no pixels
+    with kvcompress.compress(model, method, 0.5):
+        model(**inputs)
+        with pytest.raises(kvcompress.KVCompressError, match="the vision tower encoded images for 0"):
+            model(**without)
 
 
 @pytest.mark.parametrize("next_too", [False, True], ids=["llava", "llava-next"])

@@ -266,9 +266,10 @@ def test_out_of_memory_offloads_that_batch_only(checkpoint, monkeypatch, kind, o
     expected = texts(lm.generate_until(requests(lm, docs)))
     lm.reset_rows()
     refused = iter([False, True, False, False])
-    no_memory_for(lm, monkeypatch, lambda _, used: used == kind and next(refused))
+    attempts = no_memory_for(lm, monkeypatch, lambda _, used: used == kind and next(refused))
     assert texts(lm.generate_until(requests(lm, docs))) == expected
     assert [row["on_oom"] for row in lm.rows] == [None, "offload", None]
+    assert [used for _, used in attempts] == [kind, kind, offloaded, offloaded, kind], "another cache is warmed up"
     assert lm.compression.options["cache_implementation"] == kind
 
 

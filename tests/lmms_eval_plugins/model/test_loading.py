@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoProcessor, AutoTokenizer
 
 from kvcompress import KVCompressError
+from lmms_eval_plugins.model.arguments import ModelArguments
+from lmms_eval_plugins.model.loading import device_of
 from tests.support.checkpoints import load_lm, save_checkpoint
 
 
@@ -41,6 +44,32 @@ def test_arguments_are_checked_before_anything_is_loaded(tmp_path):
 def test_a_device_that_is_not_there_is_an_error_that_names_it(device, part):
     with pytest.raises(KVCompressError, match=part):
         load_lm(device=device)
+
+
+@pytest.mark.parametrize(
+    ("given", "world_size", "gpus", "place"),
+    [
+        ({}, 1, 0, "cpu"),
+        ({}, 1, 2, "cuda"),
+        ({"device": "cuda:1"}, 1, 2, "cuda:1"),
+        ({"device": "cpu"}, 2, 2, "cpu"),
+        ({}, 2, 2, "cuda:1"),
+        ({"device": "cuda:2"}, 1, 2, "torch sees 2 CUDA GPUs"),
+        ({"device_map": "auto"}, 2, 2, "each has one device"),
+        ({"tp_plan": "auto"}, 1, 2, "needs several processes"),
+        ({"tp_plan": "auto", "device": "cpu"}, 2, 2, "takes the GPUs of this machine"),
+    ],
+)
+def test_each_rank_has_the_device_asked_for_or_its_own_gpu(monkeypatch, given, world_size, gpus, place):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    args = ModelArguments(pretrained="m", **given)
+    if " " not in place:
+        assert device_of(args, world_size) == torch.device(place)
+        return
+    with pytest.raises(KVCompressError, match=place):
+        device_of(args, world_size)
 
 
 def test_a_vision_model_whose_processor_is_only_a_tokenizer_is_an_error(monkeypatch):

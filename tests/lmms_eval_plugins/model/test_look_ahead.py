@@ -2,10 +2,12 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from kvcompress import KVCompressError
+from lmms_eval_plugins.model.lm import LOOK_AHEAD, PROMPT_CACHE_GB, KVCompressLM
 from lmms_eval_plugins.model.look_ahead import ahead
 from tests.support.checkpoints import image, load_lm, requests
 
@@ -31,6 +33,17 @@ def test_no_more_than_depth_are_prepared_ahead():
         time.sleep(0.1)
         assert begun == [0, 1, 2]
         assert list(results) == list(range(1, 100))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "given", "ahead", "gigabytes"),
+    [(1, None, 0, 0.0), (2, None, LOOK_AHEAD, PROMPT_CACHE_GB), (1, 3, 3, 3), (2, 0, 0, 0)],
+)
+def test_one_question_at_a_time_is_measured_alone_unless_asked_otherwise(batch_size, given, ahead, gigabytes):
+    args = SimpleNamespace(look_ahead=given, prompt_cache_gb=given)
+    lm = SimpleNamespace(batch_size=batch_size, args=args)
+    assert KVCompressLM._look_ahead.fget(lm) == ahead
+    assert KVCompressLM._prompt_cache_gb.fget(lm) == gigabytes
 
 
 def test_leaving_waits_for_the_call_under_way_and_begins_no_other():

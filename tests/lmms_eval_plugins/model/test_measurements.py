@@ -1,10 +1,11 @@
 """Measurement rows: their summary and their file."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from lmms_eval_plugins.model.measurements import summarise, write_rows
+from lmms_eval_plugins.model.measurements import row_of, summarise, write_rows
 
 
 def test_a_failed_write_leaves_the_old_rows(tmp_path):
@@ -13,6 +14,24 @@ def test_a_failed_write_leaves_the_old_rows(tmp_path):
     with pytest.raises(TypeError):
         write_rows([{"a": object()}], path)
     assert path.read_text() == '{"a": 1}\n'
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_row_of_a_batch_has_its_own_counts_and_its_share_of_the_bytes():
+    """Two rows of three beams each, on a model of one layer."""
+    measured = SimpleNamespace(
+        ttft_s=0.5, tpot_s=0.1, tokens_in=[7, 8], tokens_out=[2, 3], vision_tokens=[0, 4], kv_bytes_prompt=100,
+        kv_bytes_end=120, peak_memory_bytes=999, realised_ratios=[[0.1, 0.1, 0.1, 0.2, 0.2, 0.2]],
+    )  # fmt: skip
+    tower, prompt = SimpleNamespace(seconds=0.25, is_known=True), SimpleNamespace(is_known=False, prompt_pass=None)
+    answers = SimpleNamespace(measured=measured, tower=tower, prompt=prompt, texts=["a", "b"], kept={})
+    row = row_of(SimpleNamespace(args=("?", None, {}, 5, "task", "test")), answers, 1)
+    expected = {
+        "task": "task", "doc_id": 5, "split": "test", "batch_size": 2, "ttft_s": 0.5, "vision_s": 0.25,
+        "vision_is_known": True, "prompt_is_known": False, "tpot_s": 0.1, "tokens_in": 8, "tokens_out": 3,
+        "vision_tokens": 4, "kv_bytes_prompt": 50, "kv_bytes_end": 60, "realised_ratio": [0.2],
+    }  # fmt: skip
+    assert {name: row[name] for name in expected} == expected
 
 
 def test_summary_gives_the_spread_of_each_quantity():

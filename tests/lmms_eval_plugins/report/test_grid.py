@@ -38,6 +38,26 @@ def test_cells_say_share_loyalty_and_speed_up(grid, capsys):
     assert cells["one", "full", "1"]["loyalty"] == 1
 
 
+def test_damaged_cells_are_left_out_and_named(grid, capsys):
+    (grid[0] / "knorm-0.5" / "results.json").write_text("null")
+    (grid[0] / "snapkv-0.25" / "samples.jsonl").write_text("")
+    code, text, error = command(capsys, *grid, "--json")
+    assert (code, len(json.loads(text)["cells"])) == (0, 4)
+    assert [line.split(": ")[1] for line in error.splitlines()] == [
+        str(grid[0] / n) for n in ("knorm-0.5", "snapkv-0.25")
+    ]
+    (grid[1] / "full-1" / "results.json").write_text("")
+    assert command(capsys, grid[1])[0] == 2
+
+
+def test_ratios_that_six_digits_do_not_tell_apart_are_compared_each_with_its_own(tmp_path, capsys):
+    for method in ("full", "knorm", "snapkv"):
+        for ratio in (0.1234567, 0.1234568):
+            folder = write(tmp_path, "one", method, 1.0 if method == "full" else ratio, "abcd")
+    _, text, _ = command(capsys, folder, "--json", "--compare", "knorm", "snapkv", *FEW)
+    assert [row["a"] for row in json.loads(text)["compared"]] == ["knorm 0.1234568", "knorm 0.1234567"]
+
+
 def test_overall_metrics_are_over_the_tasks_that_have_the_cell(grid, capsys):
     _, text, _ = command(capsys, *grid, "--json")
     overall = {(row["series"], row["size"]): row for row in json.loads(text)["overall"]}

@@ -42,6 +42,11 @@ def test_a_sweep_of_each_method_is_shipped():
     assert len(SHIPPED) == 4
 
 
+@pytest.mark.parametrize("key", ["name", "description", "project", "entity", "program", "command", "run_cap"])
+def test_keys_of_wandbs_schema_are_accepted(file, key):
+    read_config(file(**{key: 3 if key == "run_cap" else "some"}), {})
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_trial_of_a_shipped_sweep_can_be(path, tmp_path):
     check_trials(read_config(path, {}), tmp_path)

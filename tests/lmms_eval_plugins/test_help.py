@@ -1,0 +1,26 @@
+"""The default that an option's help names, in parentheses at its end, is the one that it has."""
+
+import argparse
+import re
+
+import pytest
+
+from kvcompress.bench.cli import parser as bench
+from kvcompress.bench.speech.command import parser as speech
+from lmms_eval_plugins.cells.command_line import flag_parser
+from lmms_eval_plugins.report.html.report_command import parser as report
+from lmms_eval_plugins.report.html.show import parser as show
+from lmms_eval_plugins.report.metrics_command import _parser as metrics
+from lmms_eval_plugins.reproduce.__main__ import parser as reproduce
+from lmms_eval_plugins.sweep.__main__ import run_parser as sweep
+
+PARSERS = {"bench": bench, "speech": speech, "run_eval": flag_parser, "report": report, "show": show}
+PARSERS |= {"metrics": metrics, "reproduce": reproduce, "sweep": sweep}
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_a_default_is_the_one_that_its_help_names(command):
+    for option in PARSERS[command]()._actions:
+        named = re.search(r"\(([\w./]+)\)$", option.help or "")
+        if named and option.default not in (None, argparse.SUPPRESS):
+            assert str(option.default) == named[1], option.option_strings
