@@ -9,11 +9,16 @@ def synchronise(device: torch.device) -> None:
     """Wait until all work given to the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+        return
+    if device.type == "mps":
+        torch.mps.empty_cache()
         return
     mark = Path("/proc/self/clear_refs")
     if mark.exists():
@@ -27,6 +32,8 @@ def peak_memory(device: torch.device) -> int:
     """Bytes; see `Measurement.peak_memory_bytes`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":  # counts no peak; what the driver holds does not shrink before `reset_peak_memory`
+        return torch.mps.driver_allocated_memory()
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from .device import peak_memory, reset_peak_memory, synchronise
 from .errors import KVCompressError
+from .hooks.model import unwrapped, writing_part
 from .hooks.session import Session
 from .scoring.vision import vision_token_mask
 
@@ -76,11 +77,18 @@ def generate(
 
     Returns:
         The new tokens (batch, new), without the prompt, and what they cost.
+
+    Raises:
+        KVCompressError: where the session is not one of this model or was left, or `generate` returns something else.
     """
+    if not session.is_entered or writing_part(unwrapped(model)) is not session.model:
+        raise KVCompressError("measuring needs a session of this very model, inside kvcompress.compress(...)")
     ids, device = inputs["input_ids"], model.device
     mask = inputs.get("attention_mask")
     clock = TokenClock(session)
-    criteria = StoppingCriteriaList([*generate_kwargs.pop("stopping_criteria", []), clock])
+    criteria = StoppingCriteriaList([*(generate_kwargs.pop("stopping_criteria", None) or []), clock])
+    config = generate_kwargs.get("generation_config") or model.generation_config
+    end = generate_kwargs.get("eos_token_id", config.eos_token_id)
     reset_peak_memory(device)
     synchronise(device)
     start = time.perf_counter()
@@ -94,7 +102,7 @@ def generate(
         ttft_s=times[0] - start,
         tpot_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
         tokens_in=[ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist(),
-        tokens_out=answer_lengths(new, model.generation_config.eos_token_id),
+        tokens_out=answer_lengths(new, end),
         vision_tokens=vision_token_mask(model.config, ids).sum(1).tolist(),
         kv_bytes_prompt=clock.kv_bytes_prompt,
         kv_bytes_end=session.cache.nbytes,

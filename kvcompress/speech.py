@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from .device import peak_memory, reset_peak_memory, synchronise
-from .errors import KVCompressError, unknown_name
+from .errors import KVCompressError, loading, unknown_name
 from .measure import TokenTimes
 from .policy.policy import Policy
 
@@ -62,7 +62,7 @@ def load(
     for part in without:
         if part not in PARTS:
             raise unknown_name("there is no part", part, PARTS)
-    try:
+    with loading(name):
         config = AutoConfig.from_pretrained(name)
         if config.model_type != MODEL_TYPE:
             raise KVCompressError(f"{name} is a {config.model_type} model; speech is measured for {MODEL_TYPE}")
@@ -73,8 +73,6 @@ def load(
         config.enable_audio_output = "speech" not in without
         model = PartialOmni.from_pretrained(name, config=config, dtype=dtype)
         processor = AutoProcessor.from_pretrained(name)
-    except OSError as error:
-        raise KVCompressError(f"{name!r} cannot be loaded: {str(error).splitlines()[0]}") from None
     for part, tower in (("vision", "visual"), ("audio", "audio_tower")):
         if part in without:
             _let_go(model.thinker, tower)

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import PositiveInt
 
-from ..errors import KVCompressError, unknown_name
+from ..errors import KVCompressError, loading, unknown_name
+from ..files import check_output, replacing, write_text
+from ..policy.options import Fraction
 from .contenders import KVPressProcess, MethodSpec, Ours, Workload, make_contenders
+from .flags import Parser, PositiveNumber, Threads, device_name, flag, label, new_file
 from .grid import Results, decodes, largest_batch, measure_grid
 from .models import SHAPES, nbytes, source, weight_bytes_read
 from .report import cells_of, columns, markdown, plot, rows_of
@@ -23,48 +27,44 @@ PEERS = ("dynamic", "static")
 
 
 def parser() -> argparse.ArgumentParser:
-    this = argparse.ArgumentParser(
+    this = Parser(
         prog="python -m kvcompress bench",
         description="Time and count what compression costs and saves, beside transformers' caches and kvpress.",
     )
-    this.add_argument("model", nargs="?", help="hub id or local path")
-    this.add_argument("--shape", help=f"in place of a model, random weights in the shape of one: {', '.join(SHAPES)}")
-    this.add_argument("--methods", nargs="+", default=["snapkv", "adakv"], metavar="NAME[:OPTION=VALUE...]")
-    this.add_argument("--ratios", nargs="+", type=float, default=[0.1])
-    this.add_argument("--lengths", nargs="+", type=positive, default=[2048], help="prompt tokens")
-    this.add_argument("--batches", nargs="+", type=positive, default=[1])
-    this.add_argument("--new", type=positive, default=32, help="decode steps of every answer")
+    this.add_argument("model", nargs="?", type=label, help="hub id or local path")
+    this.add_argument(
+        "--shape", type=label, help=f"in place of a model, random weights in the shape of one: {', '.join(SHAPES)}"
+    )
+    this.add_argument("--methods", nargs="+", type=label, default=["snapkv", "adakv"], metavar="NAME[:OPTION=VALUE...]")
+    this.add_argument("--ratios", nargs="+", type=flag(Fraction), default=[0.1])
+    this.add_argument("--lengths", nargs="+", type=flag(PositiveInt), default=[2048], help="prompt tokens")
+    this.add_argument("--batches", nargs="+", type=flag(PositiveInt), default=[1])
+    this.add_argument("--new", type=flag(PositiveInt), default=32, help="decode steps of every answer")
     this.add_argument(
         "--one-prompt", action="store_true", help="read one prompt, repeat its cache: large batches sooner"
     )
-    this.add_argument("--repeats", type=positive, default=5)
-    this.add_argument("--peers", nargs="*", default=["dynamic"], help=f"of {', '.join(PEERS)}")
-    this.add_argument("--kvpress-python", metavar="PATH", help="Python of an environment with kvpress: a peer too")
+    this.add_argument("--repeats", type=flag(PositiveInt), default=5)
+    this.add_argument("--peers", nargs="*", type=label, default=["dynamic"], help=f"of {', '.join(PEERS)}")
+    this.add_argument(
+        "--kvpress-python", type=label, metavar="PATH", help="Python of an environment with kvpress: a peer too"
+    )
     this.add_argument("--compile", action="store_true", help="also compile the decode step of every static cache")
-    this.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    this.add_argument("--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu")
     this.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], default=None, help="default: bfloat16 on CUDA"
     )
-    this.add_argument("--threads", type=positive, default=torch.get_num_threads())
+    this.add_argument("--threads", type=flag(Threads), default=torch.get_num_threads())
     this.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: the process's own time")
     this.add_argument("--largest-batch", action="store_true", help="on CUDA: find, by trying, the largest that decodes")
     this.add_argument(
-        "--memory-limit", type=positive_number, metavar="GB", help="count the largest batch that this would hold"
+        "--memory-limit", type=flag(PositiveNumber), metavar="GB", help="count the largest batch that this would hold"
     )
-    this.add_argument("--minutes", type=positive_number, default=float("inf"), help="begin no further cell after these")
-    this.add_argument("--out", type=Path, default=Path("bench"), help="without a suffix: .json, .md and .png")
+    this.add_argument(
+        "--minutes", type=flag(PositiveNumber), default=float("inf"), help="begin no further cell after these"
+    )
+    this.add_argument("--out", type=new_file, default=Path("bench"), help="without a suffix: .json, .md and .png")
     this.add_argument("--resume", action="store_true", help="keep the cells that are in the .json")
     return this
-
-
-def positive(text: str) -> int:
-    return int(positive_number(str(int(text))))
-
-
-def positive_number(text: str) -> float:
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return float(text)
 
 
 def methods_of(names: list[str], ratios: list[float]) -> list[MethodSpec]:
@@ -83,12 +83,13 @@ def main(arguments: list[str]) -> None:
     for peer in given.peers:
         if peer not in PEERS:
             raise unknown_name("there is no peer", peer, PEERS)
-    device = torch.device(given.device)
-    if given.largest_batch and device.type != "cuda":
+    where = torch.device(given.device)
+    if given.largest_batch and where.type != "cuda":
         raise KVCompressError("--largest-batch tries until memory runs out, on CUDA only; on a CPU give --memory-limit")
     if given.one_prompt and ("static" in given.peers or any(method.is_static for method in methods)):
         raise KVCompressError("--one-prompt repeats the cache's rows, which a static cache cannot: leave one out")
-    dtype = given.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md", ".png")))
+    dtype = given.dtype or ("bfloat16" if where.type == "cuda" else "float32")
     torch.set_num_threads(given.threads)
     settings = {
         "model": given.model or f"shape {given.shape}",
@@ -104,11 +105,12 @@ def main(arguments: list[str]) -> None:
         "threads": given.threads,
     }
     with ExitStack() as stack:
-        model = load(origin, dtype, device)
+        with loading(given.model or given.shape):
+            model = load(origin, dtype, where)
         content = {
             "command": shlex.join(["python", "-m", "kvcompress", "bench", *arguments]),
             "settings": settings,
-            "environment": environment(device),
+            "environment": environment(where),
             "weight_bytes": sum(nbytes(weight) for weight in model.parameters()),
             "weight_bytes_read": weight_bytes_read(model),
             "largest_batch_note": note(given),
@@ -128,7 +130,7 @@ def main(arguments: list[str]) -> None:
         contenders = make_contenders(model, methods, given.peers, given.compile, process)
         how = (given.new, given.clock, given.one_prompt)
         workloads = [Workload(length, batch, *how) for length in given.lengths for batch in given.batches]
-        measure_grid(results, contenders, workloads, given.repeats, device, say, 60 * given.minutes)
+        measure_grid(results, contenders, workloads, given.repeats, where, say, 60 * given.minutes)
     finish(results.content, given)
 
 
@@ -164,10 +166,11 @@ def finish(content: dict[str, Any], given: argparse.Namespace) -> None:
     """Write the table beside the JSON, print it, and plot."""
     rows = rows_of(content, None if given.memory_limit is None else int(given.memory_limit * 1e9))
     text = markdown(content, rows)
-    given.out.with_suffix(".md").write_text(text)
+    write_text(given.out.with_suffix(".md"), text)
     print_table(text, rows)
     if find_spec("matplotlib"):
-        plot(content, rows, given.out.with_suffix(".png"))
+        with replacing(given.out.with_suffix(".png")) as draft:
+            plot(content, rows, draft)
     else:
         say("no plot: matplotlib is not installed (pip install 'kvcompress[bench]')")
 
@@ -188,4 +191,4 @@ def print_table(text: str, rows: list[dict[str, Any]]) -> None:
             shown.add_column(name, justify="left" if name == "cache" else "right", no_wrap=name == "cache")
         for row in cells:
             shown.add_row(*row[2:])
-        Console().print(shown)
+        Console(markup=False, emoji=False).print(shown)

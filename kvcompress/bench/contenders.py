@@ -3,10 +3,10 @@
 All run the same greedy loop (standalone.py) through the model's own forward, on the same weights and tokens.
 """
 
-import ast
 import json
 import subprocess
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -74,26 +74,19 @@ class MethodSpec:
             key, is_pair, value = option.partition("=")
             if not is_pair:
                 raise KVCompressError(f"in {text!r}, {option!r} is not NAME=VALUE")
-            options[key] = _value(value)
+            options[key] = None if value == "None" else value
         policy = make_policy(name, ratio, **options)
         if policy.tokens is not None:
             raise KVCompressError(f"method {name!r} drops vision tokens, and the bench's prompts have none")
-        return cls(policy.method, ratio, options)
+        return cls(policy.method, ratio, {key: policy.options[key] for key in options})
 
     def __str__(self) -> str:
         options = "".join(f":{key}={value}" for key, value in self.options.items())
-        return self.name + options + ("" if self.ratio is None else f"@{self.ratio:g}")
+        return self.name + options + ("" if self.ratio is None else f"@{self.ratio:.15g}")
 
     @property
     def is_static(self) -> bool:
         return "static" in self.options.get("cache_implementation", "dynamic")
-
-
-def _value(text: str) -> object:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):  # a word
-        return text
 
 
 def compile_config(device: torch.device) -> CompileConfig:
@@ -213,10 +206,17 @@ class KVPressProcess:
     def __init__(self, python: str, source: dict[str, Any], dtype: str, device: str, threads: int):
         command = [python, str(self.WORKER)]
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            # In a session of its own: Ctrl-C reaches this process alone, which ends it.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
         except OSError as error:
             raise KVCompressError(f"--kvpress-python {python!r} cannot be run: {error.strerror}") from None
-        hello = self.ask({"source": source, "dtype": dtype, "device": device, "threads": threads})
+        try:
+            hello = self.ask({"source": source, "dtype": dtype, "device": device, "threads": threads})
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
         self.presses, self.versions = hello["presses"], hello["versions"]
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -234,8 +234,11 @@ class KVPressProcess:
     def __enter__(self) -> "KVPressProcess":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._process.stdin.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is not None:  # it may be in the middle of a turn
+            self._process.kill()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
 

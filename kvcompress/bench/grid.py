@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import KVCompressError
+from ..files import write_text
 from .contenders import Contender, Turn, Workload
 from .timing import CLOCKS, synchronise
 
@@ -118,24 +118,27 @@ class Results:
         self.file, self.content = file, {**content, **{part: [] for part in parts}}
         if not (resume and file.exists()):
             return
-        before = json.loads(file.read_text())
-        then, now = ({**made["environment"], **made["settings"], "date": None} for made in (before, content))
+        try:
+            before = json.loads(file.read_text(encoding="utf-8"))
+            then, now = ({**made["environment"], **made["settings"], "date": None} for made in (before, content))
+            stored = {part: list(before[part]) for part in parts}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise KVCompressError(
+                f"{file} cannot be resumed, it is damaged: {type(error).__name__}: {' '.join(str(error).split())}"
+            ) from None
         for name, value in now.items():
             if then.get(name) != value:
                 raise KVCompressError(
                     f"{file} cannot be resumed: it was made with {name}={then.get(name)!r}, not {value!r}"
                 )
-        self.content |= {part: before[part] for part in parts}
+        self.content |= stored
 
     def has(self, part: str, **at: object) -> bool:
         return any(all(cell[key] == value for key, value in at.items()) for cell in self.content[part])
 
     def add(self, part: str, cell: dict[str, Any]) -> None:
         self.content[part].append(cell)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self.file.with_name(self.file.name + ".part")
-        scratch.write_text(json.dumps(self.content, indent=1) + "\n")
-        os.replace(scratch, self.file)
+        write_text(self.file, json.dumps(self.content, indent=1) + "\n")
 
 
 def measure_grid(

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from ..files import write_text
 from .standalone import CLOCKS, synchronise
 
 
@@ -78,7 +79,6 @@ def write(out: Path, text: str, records: list[dict], device: torch.device) -> No
     """`out`.md, for reading, and `out`.json, with everything that was measured; prints the former."""
     place = environment(device)
     text += f"\nMade on {', '.join(f'{name} {value}' for name, value in place.items())}.\n"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".md").write_text(text)
-    out.with_suffix(".json").write_text(json.dumps({"environment": place, "records": records}, indent=1) + "\n")
+    write_text(out.with_suffix(".md"), text)
+    write_text(out.with_suffix(".json"), json.dumps({"environment": place, "records": records}, indent=1) + "\n")
     print(text)

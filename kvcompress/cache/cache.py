@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import numbers
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -11,11 +12,11 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import KVCompressError
-from ..policy.policy import make_policy
+from ..policy.policy import Policy, make_policy
 from ..scoring.rotary import Rotary
 from ..scoring.vision import vision_token_ids
 from .layer import CompressedLayer
-from .new_tokens import NewTokens
+from .new_tokens import NewTokens, check_past
 from .scope import evictable
 
 LAYER_NAMES = {DynamicLayer: "cross-attention", DynamicSlidingWindowLayer: "sliding windows"}  # not compressed
@@ -24,6 +25,20 @@ LAYER_NAMES = {DynamicLayer: "cross-attention", DynamicSlidingWindowLayer: "slid
 @cache
 def _say_once(message: str) -> None:
     logging.getLogger("kvcompress").warning(message)
+
+
+def check_room(policy: Policy, max_new_tokens: object) -> None:
+    """Raises KVCompressError unless `max_new_tokens` counts tokens, or is None where that is allowed."""
+    kind = policy.engine.cache_implementation
+    if max_new_tokens is None:
+        if "static" in kind:
+            raise KVCompressError(f"cache_implementation={kind!r} needs max_new_tokens=: the room of its fixed shapes")
+        return
+    is_count = isinstance(max_new_tokens, numbers.Integral) and not isinstance(max_new_tokens, bool)
+    if not is_count or max_new_tokens < 0:
+        raise KVCompressError(
+            f"max_new_tokens={max_new_tokens!r} is not an integer of at least 0: it counts tokens to come"
+        )
 
 
 def _states(layer: object) -> list[torch.Tensor]:
@@ -59,9 +74,7 @@ class CompressedCache(DynamicCache):
         **options: object,
     ):
         self.policy = make_policy(method, ratio, budget, **options)
-        kind = self.policy.engine.cache_implementation
-        if "static" in kind and max_new_tokens is None:
-            raise KVCompressError(f"cache_implementation={kind!r} needs max_new_tokens=: the room of its fixed shapes")
+        check_room(self.policy, max_new_tokens)
         if self.policy.engine.ratio_of == "vision" and self.policy.tokens is None and not vision_token_ids(config):
             raise KVCompressError(
                 f"ratio_of='vision': a {config.model_type} model has no image or video tokens to evict"
@@ -69,6 +82,8 @@ class CompressedCache(DynamicCache):
         super().__init__(config=config)
         self.config = config
         self.announced: NewTokens | None = None  # of the latest prefill
+        self._stage: str | None = None  # of the forward pass under way: "announced", then "begun"
+        self.is_prompt = False  # whether the latest forward pass is a prompt
         # Their keys are an image's, not the text's: transformers' cache does not tell them apart (Llama 3.2 Vision).
         cross_attention = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
         full_attention = [
@@ -79,7 +94,8 @@ class CompressedCache(DynamicCache):
         for place, layer_idx in enumerate(full_attention):
             layer = CompressedLayer(layer_idx, place, len(full_attention), self.policy, max_new_tokens)
             self.layers[layer_idx] = layer
-        compressed = len(self.compressed_layers)
+        self.compressed_layers = [self.layers[layer_idx] for layer_idx in full_attention]
+        compressed = len(full_attention)
         if compressed < len(self.layers):
             _say_once(
                 f"{config.model_type}: {len(self.layers) - compressed} of {len(self.layers)} layers have no full "
@@ -115,18 +131,34 @@ class CompressedCache(DynamicCache):
         attention_mask: torch.Tensor | None,
         video_grid_thw: torch.Tensor | None = None,
     ) -> bool:
-        """Announce a forward pass over (batch, columns) tokens. True for a prompt, which will be compressed; one more
-        token on a filled cache is a decode step, which is only written down."""
-        is_first = self.compressed_layers[0].storage is None
+        """Announce a forward pass over (batch, columns) tokens, until `end`. True for a prompt, which will be
+        compressed; one more token on a filled cache is a decode step, which is only written down."""
+        memory, is_first = self.compressed_layers[0].memory, self.is_empty
+        if self._stage == "begun":
+            raise KVCompressError(
+                "an earlier forward pass on this CompressedCache broke off, so its layers may hold different tokens: "
+                "take a new one, or reset() it"
+            )
+        if not batch or not columns:
+            raise KVCompressError(f"there is no token to process: input_ids have the shape ({batch}, {columns})")
+        if not is_first and batch != len(memory.log.lengths):
+            raise KVCompressError(f"the CompressedCache holds {len(memory.log.lengths)} rows, the input has {batch}")
         if columns == 1 and not is_first:
+            if self._stage is not None:  # a prompt was announced that never came
+                for layer in self.compressed_layers:
+                    layer.restore(layer.memory)
+            self._stage, self.is_prompt = "announced", False
             return False
+        if not is_first:
+            log, seen = memory.log, memory.seen
+            check_past(attention_mask, columns, seen, [length + seen - log.columns for length in log.lengths])
         tokens = NewTokens.of(
             self.config, self.policy.engine, is_first, batch, columns, input_ids, attention_mask, video_grid_thw
         )
         if self.policy.engine.prefill_chunk is not None:
-            first = self.compressed_layers[0].memory
-            tokens = tokens.following(first.log.vision, first.seen)
+            tokens = tokens.following(memory.log.vision, memory.seen)
         self.begin(tokens)
+        self._stage, self.is_prompt = "announced", True
         return True
 
     def begin(self, tokens: NewTokens, first_layer: int = 0) -> None:
@@ -158,6 +190,19 @@ class CompressedCache(DynamicCache):
         for layer in self.compressed_layers:
             layer.finish(budgets)
 
+    def end(self) -> None:
+        """The announced forward pass is over. Raises KVCompressError where it went past the cache."""
+        stage, self._stage = self._stage, None
+        if stage == "announced":
+            raise KVCompressError(
+                "the forward pass made no use of its KV cache, so that nothing was compressed (gradient checkpointing "
+                "does this in train mode)"
+            )
+
+    def reset(self) -> None:
+        super().reset()
+        self._stage = None
+
     def crop(self, tokens_to_remove: int) -> None:
         raise KVCompressError(
             "tokens cannot be taken back from a compressed cache, so assisted decoding (assistant_model, "
@@ -167,7 +212,18 @@ class CompressedCache(DynamicCache):
     def activate_past_recording(self) -> None:
         self.crop(0)
 
+    def __iter__(self) -> Iterator[tuple]:
+        raise KVCompressError(
+            "a CompressedCache does not list every token's keys and values: kept_indices(layer_idx) says what it holds"
+        )
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        if self._stage is None:
+            raise KVCompressError(
+                "a CompressedCache works only where the model itself is called inside kvcompress.compress(...) or "
+                "attach(...): anything else would misread what it holds"
+            )
+        self._stage = "begun"
         following = self.layers[(layer_idx + 1) % len(self.layers)]
         if isinstance(following, CompressedLayer) and following.storage is not None:
             following.storage.prefetch()
@@ -181,13 +237,14 @@ class CompressedCache(DynamicCache):
     @contextmanager
     def reuse(self) -> Iterator["CompressedCache"]:
         """What is generated inside starts from what the cache holds now; afterwards it holds exactly that again."""
-        held = [layer.fork() for layer in self.compressed_layers]
+        held, stage = [layer.fork() for layer in self.compressed_layers], self._stage
         try:
             with self.other_layers_unchanged():
                 yield self
         finally:
             for layer, memory in zip(self.compressed_layers, held, strict=True):
                 layer.restore(memory)
+            self._stage = stage
 
     @contextmanager
     def other_layers_unchanged(self) -> Iterator[None]:
@@ -204,8 +261,9 @@ class CompressedCache(DynamicCache):
                 self.layers[layer_idx] = layer
 
     @property
-    def compressed_layers(self) -> list[CompressedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+    def is_empty(self) -> bool:
+        """Whether no prompt was stored yet."""
+        return self.compressed_layers[0].storage is None
 
     @property
     def seen_tokens(self) -> int:
@@ -234,6 +292,7 @@ class CompressedCache(DynamicCache):
         return [[head[head >= 0].cpu() for head in row] for row in layer.kept_columns()]
 
     def realised_ratios(self) -> list[list[float]]:
-        """Fraction of each row's real prompt tokens that was kept, mean over KV heads: [compressed layer][row]."""
+        """Fraction of each row's real prompt tokens that was kept, mean over KV heads: [compressed layer][row]; NaN for
+        a row of pads only."""
         logs = [layer.memory.log for layer in self.compressed_layers]
-        return [[kept / length for kept, length in zip(log.kept.tolist(), log.lengths, strict=True)] for log in logs]
+        return [(log.kept.double() / torch.tensor(log.lengths, device=log.kept.device)).tolist() for log in logs]

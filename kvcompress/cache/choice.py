@@ -171,8 +171,8 @@ class Choice:
 
         Args:
             kept: all of them.
-            queries: the latest, for a cluster that scores with them.
-            new: those of them that no sum has seen.
+            queries: what the cluster scores with.
+            new: the latest queries, which no sum has seen.
             view: of `kept`, see `stored_view`.
             shares: what the layers kept of the latest prompt, [layer][row], where that was measured.
 
@@ -187,12 +187,15 @@ class Choice:
         budgets = [min(share, held) for share, held in zip(self._shares(view, shares), entries, strict=True)]
         if budgets == entries:
             return kept
-        window = self.policy.cluster.query_window
-        queries = queries[:, :, -window:] if window else None
         view = replace(view, lengths=entries, budgets=budgets)
         result = self.policy.cluster.update_kv(queries, kept.keys, kept.values, view)
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
         return replace(result, indices=columns)
+
+    def voters(self, queries: torch.Tensor) -> torch.Tensor | None:
+        """Those of the latest queries that the cluster scores stored entries with; None where it wants none."""
+        window = self.policy.cluster.query_window
+        return queries[:, :, -window:] if window else None
 
     def latest(
         self, queries: torch.Tensor, rotary: Rotary | None, padding: torch.Tensor | None = None

@@ -20,6 +20,21 @@ from .storage import Storage
 Listener = Callable[[States, Callable[[], None]], None]
 
 
+class LayerKeys(torch.Tensor):
+    """Keys on their way from a `CompressedLayer` to our attention function, which takes `plain` in their place. An
+    attention that knows nothing of compression would misread them, so that whatever else touches them raises."""
+
+    plain: torch.Tensor
+    kv_layer: "CompressedLayer"
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
+        raise KVCompressError(
+            "a layer's compressed keys reached an attention that is not kvcompress's: set_attn_implementation was "
+            "called, or kvcompress.compress(...) left, in the middle of a forward pass"
+        )
+
+
 class CompressedLayer(CacheLayerMixin):
     """One layer: lets the cluster choose of each prompt, stores the choice, writes decoded tokens behind it.
 
@@ -135,8 +150,13 @@ class CompressedLayer(CacheLayerMixin):
         keys, values = self._pass.update(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys = keys.view_as(keys)
-        keys.kv_layer = self  # the attention function receives this very object: this is how it finds its layer
+        # The attention function receives this very object: this is how it finds its layer.
+        if torch.compiler.is_compiling():  # a graph cannot be left half-way
+            keys = keys.view_as(keys)
+        else:
+            plain, keys = keys, keys.as_subclass(LayerKeys)
+            keys.plain = plain
+        keys.kv_layer = self
         return keys, values
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

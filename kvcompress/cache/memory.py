@@ -203,6 +203,8 @@ class Memory:
         self.log.kept = self.log.kept + 1 - last.any(2).float().mean(1)
         self.latest_queries = [queries[:, :, :-1] for queries in self.latest_queries]
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order: LongTensor (rows,)."""
         self.storage.select(rows)

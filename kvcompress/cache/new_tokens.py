@@ -123,6 +123,23 @@ class NewTokens:
         return cls(columns, lengths, padding, vision, vision_lengths, context, seeds, frames)
 
 
+def check_past(mask: object, columns: int, seen: int, real: list[int]) -> None:
+    """Raises KVCompressError where the 2-D mask of a later prompt of `columns` shows others of the `seen` columns
+    before it than were shown when they came, `real` of each row: those are what the cache attends to."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.shape[1] == columns:
+        return
+    if mask.shape[1] != seen + columns:
+        raise KVCompressError(
+            f"the attention mask has {mask.shape[1]} columns: a prompt of {columns} on a cache that has seen {seen} "
+            f"takes {seen + columns} of them, or {columns}"
+        )
+    if mask[:, :seen].bool().sum(1).tolist() != real:
+        raise KVCompressError(
+            "the attention mask hides tokens that are in the cache, or shows pads that are not: what was seen is "
+            "attended to as it came"
+        )
+
+
 def _padding_mask(mask: torch.Tensor | dict | None, columns: int) -> torch.Tensor | None:
     """bool (batch, columns), True at real tokens, from what `generate` hands over: the 2-D mask; for a cache with
     static shapes a 4-D mask (batch, 1, queries, keys), bool or additive, or one per type of layer."""

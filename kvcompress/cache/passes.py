@@ -70,10 +70,6 @@ class Decoding(Pass):
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
         storage = self.memory.storage
-        if storage is None:
-            raise KVCompressError(
-                "a CompressedCache was given to a model that is not inside kvcompress.compress(...) or attach(...)"
-            )
         with torch.no_grad():
             storage.append(keys, values)
         return (keys, values) if storage.decodes_in_place else storage.read()
@@ -104,7 +100,8 @@ class Decoding(Pass):
         view = choice.stored_view(
             kept, seen, lengths, budgets, log.row_seeds, scaling, module, rotary, memory.merge_threshold
         )
-        memory.reduce_to(kept, choice.reduce(kept, queries, new, view, log.shares), seen)
+        voters = None if queries is None else choice.voters(queries)
+        memory.reduce_to(kept, choice.reduce(kept, voters, new, view, log.shares), seen)
         memory.decoded = 0
 
 
@@ -202,7 +199,7 @@ class LaterChunk(Prefill):
 
     def _compress(self, states: States) -> Pass:
         choice, memory, tokens, log = self.choice, self.memory, self.tokens, self.memory.log
-        queries, keys, values = states.queries, states.keys, states.values
+        queries, keys, values, rotary = states.queries, states.keys, states.values, states.rotary
         seen = self.first + tokens.columns
         log.join(tokens, self.first)
         if choice.policy.decode is not None:
@@ -213,10 +210,11 @@ class LaterChunk(Prefill):
             log.kept = torch.tensor(budgets, device=keys.device, dtype=torch.float32)
             return self.then
         indices = torch.arange(self.first, seen, device=keys.device).expand(keys.shape[:3])
-        queries = choice.unrotated(queries, states.rotary)
+        queries = choice.unrotated(queries, rotary)
         if tokens.padding is not None:  # pads stand behind stored entries, which they would vote for: NaN has no vote
             pads = pad_columns(tokens.padding.to(keys.device), tokens.columns)
             indices, queries = indices.masked_fill(pads, -1), queries.masked_fill(pads.unsqueeze(-1), torch.nan)
+            rotary = rotary and rotary.without_pads(tokens.padding)
         both = right_aligned(joined(memory.kept(), Kept(keys, values, indices)))
         view = choice.stored_view(
             both,
@@ -226,11 +224,13 @@ class LaterChunk(Prefill):
             log.row_seeds,
             states.scaling,
             states.module,
-            states.rotary,
+            rotary,
             memory.merge_threshold,
             **tokens.vision_among(both.indices),
         )
-        reduced = choice.reduce(both, queries, queries, view, log.shares)
+        # Of unrotated queries the cluster takes statistics: of all of the chunk's, as in a first chunk.
+        voters = queries if choice.policy.cluster.unrotated_queries else choice.voters(queries)
+        reduced = choice.reduce(both, voters, queries, view, log.shares)
         if reduced.indices is not both.indices:
             memory.merge_threshold = reduced.merge_threshold
         memory.put(reduced, seen)

@@ -3,10 +3,12 @@ where they differ, `StaticStorage` where decoding is to run as one compiled grap
 All have room for the tokens to come, so that a decoded token is written in place."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
+from ..errors import KVCompressError
 from ..kernels.quantization import Quantized, Quantizer
 from ..kernels.ragged_decode import ragged_decode
 from ..policy.options import Engine
@@ -212,8 +214,8 @@ class RaggedStorage(Storage):
         segment = torch.repeat_interleave(size, output_size=total)
         rows = torch.arange(total, device=keys.device) + segment * room
         capacity = total + room * size.numel()
-        self.keys = keys.new_zeros(capacity, keys.shape[1]).index_copy_(0, rows, keys)
-        self.values = values.new_zeros(capacity, values.shape[1]).index_copy_(0, rows, values)
+        self.keys = _lasting(keys.new_zeros, (capacity, keys.shape[1])).index_copy_(0, rows, keys)
+        self.values = _lasting(values.new_zeros, (capacity, values.shape[1])).index_copy_(0, rows, values)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         new = keys.shape[2]
@@ -430,7 +432,8 @@ class StaticStorage(Storage):
         room_used = torch.zeros(*unused.shape[:2], room, dtype=torch.bool, device=keys.device)
         self.usable = ~torch.cat([unused, room_used], dim=2)
         self.slots = torch.arange(self.capacity, device=keys.device)
-        self.cursor = torch.full((1,), self.entries, device=keys.device)
+        self.cursor = _lasting(self.slots.new_full, (1,), self.entries)
+        self._left = room  # the same on the host, as far as no compiled graph has written
         self._mark()
 
     def _mark(self) -> None:
@@ -453,6 +456,13 @@ class StaticStorage(Storage):
         return self.cursor - self.entries
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if not torch.compiler.is_compiling():
+            self._left -= keys.shape[2]
+            if self._left < 0:
+                raise KVCompressError(
+                    f"the static cache is full: it has room for max_new_tokens={self.capacity - self.entries} tokens "
+                    "behind a prompt"
+                )
         rows = self.cursor + self.slots[: keys.shape[2]]
         self.keys.index_copy_(2, rows, keys)
         self.values.index_copy_(2, rows, values)
@@ -480,7 +490,7 @@ class StaticStorage(Storage):
 
     def fork(self) -> "StaticStorage":
         twin = super().fork()
-        twin.cursor = self.cursor.clone()
+        twin.cursor = _lasting(self.cursor.clone)
         twin._mark()
         return twin
 
@@ -558,6 +568,12 @@ class OffloadedStorage(Storage):
 
 def _roomy(states: torch.Tensor, capacity: int) -> torch.Tensor:
     """A copy of (batch, kv_heads, entries, head_dim) at the front of a buffer for `capacity` entries."""
-    buffer = states.new_empty(*states.shape[:2], capacity, states.shape[3])
+    buffer = _lasting(states.new_empty, (*states.shape[:2], capacity, states.shape[3]))
     buffer[:, :, : states.shape[2]] = states
     return buffer
+
+
+def _lasting(make: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
+    """`make(*args)`, which can be written in place also outside of a `torch.inference_mode` in which it is made."""
+    with torch.inference_mode(False), torch.no_grad():
+        return make(*args)

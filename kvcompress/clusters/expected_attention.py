@@ -20,7 +20,8 @@ class ExpectedAttentionKVCluster(KVCluster):
 
     Queries before their rotation are taken as Gaussian; their mean and covariance over the prompt, turned by the mean
     rotation of the next `future` text positions, give the expected weight of a key in closed form. Sinks count neither
-    as queries nor as keys, and stay. While decoding, the statistics are those of the last `window_size` queries.
+    as queries nor as keys, and stay. In chunked prefill the statistics are of the latest chunk's queries, while
+    decoding of the last `window_size`.
     """
 
     sinks: NonNegativeInt = 4

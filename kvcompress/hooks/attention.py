@@ -20,10 +20,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..cache.layer import LayerKeys
+from ..errors import KVCompressError
 from ..kernels.attention_sums import attention_with_sums
 from ..kernels.column_sums import Noted
 
 PREFIX = "kvcompress_"
+
+# By the id of a decoder's config, while a session is entered: whether this thread is in a forward pass that came
+# through the session.
+connected: dict[int, Callable[[], bool]] = {}
 
 
 def register_attention(base: str) -> str:
@@ -58,8 +64,16 @@ def compressed_attention(
     (batch, kv_heads, keys, head_dim); returns the output (batch, queries, heads, head_dim) and weights or None."""
     attend = base_attention(base, module)
     layer = getattr(key, "kv_layer", None)
-    if layer is None:  # no cache, or a layer that keeps transformers' own storage
+    if layer is None:  # a layer that keeps transformers' own storage
+        check_came_through(module)
         return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if isinstance(key, LayerKeys):
+        key = key.plain
+    if getattr(module, "layer_idx", layer.layer_idx) != layer.layer_idx:
+        raise KVCompressError(
+            f"layer {module.layer_idx} attends to the keys of layer {layer.layer_idx}: models whose layers share keys "
+            "are not supported"
+        )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if not layer.is_first_prompt:
         result = attend_to_kept(base, attend, module, query, key, value, layer, scaling=scaling, **kwargs)
@@ -71,6 +85,18 @@ def compressed_attention(
         result = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     layer.after_attention(query, scaling, module)
     return result
+
+
+def check_came_through(module: torch.nn.Module) -> None:
+    """Raises KVCompressError in a forward pass that went around the session, without a cache of ours."""
+    if torch.compiler.is_compiling():
+        return
+    is_in_pass = connected.get(id(module.config))
+    if is_in_pass is not None and not is_in_pass():
+        raise KVCompressError(
+            "a forward pass went around kvcompress: inside compress(...) or attach(...), call the model itself "
+            "(model(...) or model.generate(...)), not its forward nor a part of it"
+        )
 
 
 def can_sum_on_the_way(base: str, module: torch.nn.Module, query, mask, kwargs: dict) -> bool:
@@ -91,7 +117,7 @@ def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, 
             return layer.storage.decode(query, kwargs["scaling"]).transpose(1, 2), None
         key, value = layer.storage.read()
     mask = layer.mask(query.shape[2])  # (batch, 1 or kv_heads, queries, keys)
-    if base == "sdpa" and layer.has_fixed_shapes and query.shape[2] == 1:
+    if base == "sdpa" and layer.has_fixed_shapes and query.shape[2] == 1 and not kwargs.get("dropout"):
         return one_query_per_head(query, key, value, mask, kwargs["scaling"]), None
     if mask is None or mask.shape[1] == 1:
         return attend(module, query, key, value, base_mask_format(base, mask, query.dtype), **kwargs)
@@ -108,9 +134,9 @@ def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, 
 
 
 def can_decode_in_place(base: str, kwargs: dict) -> bool:
-    """Whether ragged entries can be attended to where they lie: plain attention, and nobody asks for the weights, for
-    which `eager` is there."""
-    return base != "eager" and has_plain_weights(kwargs)
+    """Whether ragged entries can be attended to where they lie: plain attention, without dropout, and nobody asks for
+    the weights, for which `eager` is there."""
+    return base != "eager" and has_plain_weights(kwargs) and not kwargs.get("dropout")
 
 
 def has_plain_weights(kwargs: dict) -> bool:

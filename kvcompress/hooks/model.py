@@ -2,10 +2,12 @@
 
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import KVCompressError
 from ..policy.policy import Policy, check_tensor_parallel
+from ..scoring.vision import vision_token_ids
 
 
 def check_heads(model: PreTrainedModel, config: Any, policy: Policy) -> None:
@@ -15,6 +17,49 @@ def check_heads(model: PreTrainedModel, config: Any, policy: Policy) -> None:
         if config.num_key_value_heads % processes:
             raise KVCompressError(f"{config.num_key_value_heads} KV heads do not divide by {processes} processes")
         check_tensor_parallel(policy)
+
+
+def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
+    """The transformers model inside the wrappers of `torch.compile` and of PEFT, which call it.
+
+    Raises KVCompressError for anything else, and for PEFT's prompt learning, whose wrapper does more than that.
+    """
+    given = model
+    while not isinstance(model, PreTrainedModel):
+        if isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = inner
+        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            for adapter in model.peft_config.values():
+                if adapter.is_prompt_learning or adapter.is_adaption_prompt:
+                    kind = getattr(adapter.peft_type, "value", adapter.peft_type)
+                    raise KVCompressError(
+                        f"PEFT's {kind} is not supported: it gives the model a prompt of its own; adapters of weights, "
+                        "such as LoRA, are"
+                    )
+            model = model.get_base_model()
+        else:
+            inside = [name for name in ("module", "model") if isinstance(getattr(model, name, None), PreTrainedModel)]
+            hint = f": give the model inside it, its .{inside[0]}" if inside else ""
+            raise KVCompressError(f"a {type(given).__name__} is not a transformers model{hint}")
+    return model
+
+
+def check_cache(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Raises KVCompressError unless a cache that was made for `config` fits the model."""
+    if config is model.config:
+        return
+    theirs, ours = (_what_a_cache_needs(each) for each in (config, model.config))
+    if theirs != ours:
+        raise KVCompressError(
+            f"the CompressedCache was made for another model than this {type(model).__name__}: give it this model's "
+            ".config"
+        )
+
+
+def _what_a_cache_needs(config: PreTrainedConfig) -> tuple:
+    text = config.get_text_config(decoder=True)
+    names = ("num_hidden_layers", "layer_types", "sliding_window", "num_key_value_heads", "cross_attention_layers")
+    return config.model_type, vision_token_ids(config), *(getattr(text, name, None) for name in names)
 
 
 def writing_part(model: PreTrainedModel) -> PreTrainedModel:
@@ -32,8 +77,6 @@ def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises KVCompressError where the decoder's attention does not go through the attention interface.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise KVCompressError(f"a {type(model).__name__} is not a transformers model")
     config = model.config.get_text_config(decoder=True)
     decoders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config]
     if not decoders or not all(type(decoder)._can_set_attn_implementation() for decoder in decoders):

@@ -5,19 +5,21 @@ The model keeps its own forward; nothing is stored on its modules; leaving the c
 """
 
 import inspect
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
 
-from ..cache.cache import CompressedCache
+from ..cache.cache import CompressedCache, check_room
 from ..errors import KVCompressError
 from ..policy.policy import make_policy
-from .attention import PREFIX, register_attention
+from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
-from .model import attention_config, check_heads, text_decoder, writing_part
+from .model import attention_config, check_cache, check_heads, text_decoder, unwrapped, writing_part
 from .rotary import rotary_embeddings, watch_rotary
 from .second_reading import DecoderInputs, read_again
 from .token_dropping import prune
@@ -53,9 +55,11 @@ def compress(
         KVCompressError: at once, for an unknown method or option, a ratio out of range or an unsupported model.
     """
     policy = make_policy(method, ratio, budget, **options)
-    check_heads(model, attention_config(model), policy)
+    check_room(policy, max_new_tokens)
+    inner = unwrapped(model)
+    check_heads(inner, attention_config(inner), policy)
     if policy.cluster.unrotated_queries:
-        rotary_embeddings(text_decoder(model))
+        rotary_embeddings(text_decoder(inner))
     new_cache = {
         "method": method,
         "ratio": ratio,
@@ -64,7 +68,7 @@ def compress(
         **options,
     }
     tokens = policy.tokens
-    tower = TowerRecorder(model, tokens.tower_layer) if tokens is not None and tokens.sees == "tower" else None
+    tower = TowerRecorder(inner, tokens.tower_layer) if tokens is not None and tokens.sees == "tower" else None
     return Session(model, new_cache, tower)
 
 
@@ -77,60 +81,78 @@ class Session:
     """A model with compression connected, as a context manager; any number of generations.
 
     Attributes:
+        model: the part of the model that writes text, without wrappers.
         cache: the `CompressedCache` of the latest generation, None before the first.
+        is_entered: whether compression is connected.
     """
 
     def __init__(self, model: PreTrainedModel, new_cache: dict[str, Any] | None, tower: TowerRecorder | None = None):
-        model = writing_part(model)
-        self.model, self.cache = model, None
-        self._config = attention_config(model)
-        self._tower, self._frames = tower, FrameRecorder(model)
-        self._new_cache = new_cache
-        self._forward_names = list(inspect.signature(model.forward).parameters)
+        self.model, self.cache = writing_part(unwrapped(model)), None
+        self._decoder = text_decoder(self.model)
+        self._config = self._decoder.config
+        self._tower, self._frames = tower, FrameRecorder(self.model)
+        self.is_entered, self._new_cache = False, new_cache
+        self._forward_names = list(inspect.signature(self.model.forward).parameters)
+        self._threads: set[int] = set()  # in a forward pass
+        self._alone: int | None = None  # the one of them whose pass needs hooks of its own
+        self._of_pass: list[RemovableHandle] = []
 
     def __enter__(self) -> "Session":
         base = self._config._attn_implementation
-        if base.startswith(PREFIX):
+        if base.startswith(PREFIX) or id(self._config) in connected:
             raise KVCompressError("this model is already being compressed: leave the other context first")
-        self._base = base
-        self._config._attn_implementation = register_attention(base)
+        self._connect(base)
+        connected[id(self._config)] = lambda: threading.get_ident() in self._threads
         self._hooks = [
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self.model.register_forward_hook(self._after_forward, with_kwargs=True),
+            self.model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
         ]
         self._hooks += self._frames.attach()
         if self._tower is not None:
             self._hooks += self._tower.attach()
-        self._of_pass: list[RemovableHandle] = []
+        self.is_entered = True
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.is_entered = False
         self._end_pass()
         for hook in self._hooks:
             hook.remove()
-        self._config._attn_implementation = self._base
+        del connected[id(self._config)]
+        if self._config._attn_implementation == self._name:
+            self._config._attn_implementation = self._base
+
+    def _connect(self, base: str) -> None:
+        """Put the compressed form in the place of the attention implementation `base`."""
+        self._base, self._name = base, register_attention(base)
+        self._config._attn_implementation = self._name
 
     def _before_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Give a new generation its cache and tell the cache what is coming."""
         kwargs = dict(zip(self._forward_names, args, strict=False)) | kwargs
+        if self._config._attn_implementation != self._name:  # by set_attn_implementation
+            self._connect(self._config._attn_implementation)
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         batch, columns = (embeds if ids is None else ids).shape[:2]
-        cache = self._cache_for(kwargs, model)
+        cache = self._cache_for(kwargs)
         mask = kwargs.get("attention_mask")
         grid = kwargs.get("video_grid_thw")
         if grid is None and columns > 1:
             grid = self._frames.grid(ids)
-        self._is_prompt = cache.start(batch, columns, ids, mask, grid)
-        self._end_pass()
-        if self._is_prompt and cache.policy.tokens is not None:
-            self._of_pass = prune(text_decoder(model), self._base, cache, self._tower, self._frames, ids)
-        if cache.policy.cluster.unrotated_queries and (self._is_prompt or cache.policy.decode is not None):
-            self._of_pass += watch_rotary(text_decoder(model), cache.rotate)
-        if cache.policy.cluster.second_pass and self._is_prompt:
-            note = text_decoder(model).register_forward_pre_hook(self._note_decoder_inputs, with_kwargs=True)
+        is_prompt = cache.start(batch, columns, ids, mask, grid)
+        policy = cache.policy
+        if not torch.compiler.is_compiling():
+            self._enter_thread((is_prompt and policy.hooks_prompts) or policy.hooks_steps)
+        self._end_pass()  # of one that was interrupted
+        if is_prompt and policy.tokens is not None:
+            self._of_pass = prune(self._decoder, self._base, cache, self._tower, self._frames, ids)
+        if policy.cluster.unrotated_queries and (is_prompt or policy.hooks_steps):
+            self._of_pass += watch_rotary(self._decoder, cache.rotate)
+        if policy.cluster.second_pass and is_prompt:
+            note = self._decoder.register_forward_pre_hook(self._note_decoder_inputs, with_kwargs=True)
             self._of_pass.append(note)
-        if cache.policy.engine.prefill_chunk is not None and self._is_prompt:
-            self._of_pass += feed_in_chunks(text_decoder(model), cache)
+        if policy.engine.prefill_chunk is not None and is_prompt:
+            self._of_pass += feed_in_chunks(self._decoder, cache)
         kwargs["past_key_values"] = self.cache = cache
         return (), kwargs
 
@@ -144,16 +166,43 @@ class Session:
         self._of_pass = []
 
     def _after_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict, output: Any) -> Any:
+        """The forward pass is over; `output` is None where it raised."""
+        try:
+            return None if output is None else self._finish(kwargs["past_key_values"], kwargs)
+        finally:
+            if not torch.compiler.is_compiling():
+                self._leave_thread()
+
+    def _enter_thread(self, is_alone: bool) -> None:
+        """Let this thread's forward pass run beside those of others, unless one of them needs hooks on the model, which
+        would work in all: then raise KVCompressError."""
+        thread = threading.get_ident()
+        self._threads.add(thread)
+        if is_alone:
+            self._alone = thread
+        if self._alone not in (None, thread) or (is_alone and len(self._threads) > 1):
+            raise KVCompressError(
+                "two threads are in a forward pass of this model, and one of them changes it for the time of its pass, "
+                "as token methods, prefill_chunk= and methods that rotate queries back or read twice do: take turns"
+            )
+
+    def _leave_thread(self) -> None:
+        thread = threading.get_ident()
+        self._threads.discard(thread)
+        if self._alone == thread:
+            self._end_pass()
+            self._alone = None
+
+    def _finish(self, cache: CompressedCache, kwargs: dict) -> Any:
         """Finish a prompt. For `first_token="compressed"`: feed its last token again, on what was kept."""
-        cache = kwargs["past_key_values"]
         self._end_pass()
-        if not self._is_prompt:
-            return None
-        if cache.policy.cluster.second_pass:
-            read_again(text_decoder(model), self._decoder_inputs, cache)
-            del self._decoder_inputs
-        cache.finish()
-        if cache.policy.engine.first_token == "full":
+        if cache.is_prompt:
+            if cache.policy.cluster.second_pass:
+                read_again(self._decoder, self._decoder_inputs, cache)
+                del self._decoder_inputs
+            cache.finish()
+        cache.end()
+        if not cache.is_prompt or cache.policy.engine.first_token == "full":
             return None
         cache.forget_last()
         last = {"past_key_values": cache, "attention_mask": kwargs.get("attention_mask"), "use_cache": True}
@@ -162,7 +211,7 @@ class Session:
                 last[name] = kwargs[name][:, -1:]
         if kwargs.get("position_ids") is not None:
             last["position_ids"] = kwargs["position_ids"][..., -1:]
-        return model(**last, return_dict=kwargs.get("return_dict"))
+        return self.model(**last, return_dict=kwargs.get("return_dict"))
 
     @contextmanager
     def reuse(self) -> Iterator[CompressedCache]:
@@ -181,10 +230,12 @@ class Session:
         with self.cache.reuse() as cache:
             yield cache
 
-    def _cache_for(self, kwargs: dict, model: PreTrainedModel) -> CompressedCache:
+    def _cache_for(self, kwargs: dict) -> CompressedCache:
         cache = kwargs.get("past_key_values")
         if isinstance(cache, CompressedCache):
-            check_heads(model, self._config, cache.policy)
+            if cache.is_empty:
+                check_heads(self.model, self._config, cache.policy)
+                check_cache(self.model, cache.config)
             return cache
         use_cache = kwargs.get("use_cache")
         if use_cache is False or (use_cache is None and not self._config.use_cache):
@@ -197,4 +248,4 @@ class Session:
                 f"past_key_values is a {type(cache).__name__} with {cache.get_seq_length()} tokens: inside "
                 "compress(...) it must be a CompressedCache or absent"
             )
-        return CompressedCache(model.config, **self._new_cache)
+        return CompressedCache(self.model.config, **self._new_cache)

@@ -21,7 +21,7 @@ from ..cache.scope import States
 from ..device import synchronise
 from ..errors import KVCompressError
 from ..scoring.rotary import Rotary
-from .model import text_decoder, writing_part
+from .model import text_decoder, unwrapped, writing_part
 from .rotary import watch_rotary
 
 
@@ -105,7 +105,8 @@ class SharedPrompt:
     ):
         """`room`: bytes that a pass may have to be kept. `elsewhere_s`: tells the seconds, so far, of work that is
         not to be counted as the pass's, such as a vision tower's."""
-        self.model, self.known, self.room, self.elsewhere_s = writing_part(model), known, room, elsewhere_s
+        self.model = writing_part(unwrapped(model))
+        self.known, self.room, self.elsewhere_s = known, room, elsewhere_s
         self.prompt_pass: PromptPass | None = None
         self.is_known, self.correction_s = False, 0.0
 

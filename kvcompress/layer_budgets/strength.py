@@ -6,6 +6,7 @@ from ..scoring.layer_view import LayerView
 from ..scoring.vision import elite_attention
 from .base import LayerBudget, register_layer_budget
 
+ALPHA = 0.9  # of the largest attention, where the method has no `alpha`
 LEAST_SKEWNESS = 1e-3  # below it is rounding: two tokens have none
 
 
@@ -13,7 +14,7 @@ LEAST_SKEWNESS = 1e-3  # below it is rounding: two tokens have none
 class StrengthLayerBudget(LayerBudget):
     """What text leaves of the budget, by strength and skewness of the vision tokens' importance (AirCache):
     half by its sum, half by the third standardised moment, none where that is negative. Importance is the elite
-    queries' attention, mean over the heads.
+    queries' attention, mean over the heads (the method's `alpha`, else 0.9, says who is elite).
 
     Text has its place in every layer. A row without vision, or whose text alone fills the budget, shares evenly.
     """
@@ -25,7 +26,8 @@ class StrengthLayerBudget(LayerBudget):
         lengths = torch.tensor(view.lengths, device=keys.device)
         if view.vision is None:
             return torch.stack([torch.zeros_like(lengths), torch.zeros_like(lengths), lengths], 1).float()
-        importance = elite_attention(queries, keys, view).mean(1)
+        alpha = getattr(view.settings.cluster, "alpha", ALPHA)
+        importance = elite_attention(queries, keys, view, alpha).mean(1)
         vision = view.vision
         count = vision.sum(1)
         strength = (importance * vision).sum(1)

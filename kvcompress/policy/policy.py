@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from ..clusters.base import KVCluster, make_cluster
 from ..errors import KVCompressError, unknown_name, validated
 from ..layer_budgets import LayerBudget, layer_budget
-from ..methods import MethodInfo, make_method, method_info
+from ..methods import MethodInfo, list_methods, make_method, method_info, method_name
 from ..scoring.budget import Budget
 from ..scoring.merging import MERGES
 from ..tokens.base import TokenMethod
@@ -58,6 +58,18 @@ class Policy:
         return max(self.cluster.query_window, self.decode_interval if self.carries_sums else 0)
 
     @property
+    def hooks_prompts(self) -> bool:
+        """Whether a prompt's forward pass needs hooks on the model."""
+        cluster = self.cluster
+        is_watched = self.tokens is not None or cluster.unrotated_queries or cluster.second_pass
+        return is_watched or self.engine.prefill_chunk is not None
+
+    @property
+    def hooks_steps(self) -> bool:
+        """Whether a decode step's does."""
+        return self.cluster.unrotated_queries and self.decode is not None
+
+    @property
     def options(self) -> dict[str, object]:
         """Every option of the method with the value in force, as in `all_options`."""
         given = {**asdict(self.tokens or self.cluster), **asdict(self.engine)}
@@ -78,6 +90,8 @@ def make_policy(
 ) -> Policy:
     """Check and combine what the user gave; `options` are the method's and the engine's. Raises KVCompressError."""
     info, scorer = method_info(method), options.get("scorer")
+    if scorer is not None and method_name(scorer) not in list_methods():
+        raise unknown_name("scorer: there is no method", scorer, list_methods())
     valid = all_options(info, scorer)
     for name in options:
         if name not in valid:

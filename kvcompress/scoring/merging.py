@@ -152,7 +152,7 @@ def _most_similar(kept: Kept, keys: torch.Tensor, view: LayerView) -> tuple[torc
         similarity = alike.amax(-1)
         # A token that was said twice is as like to both: rounding must not decide, the later one wins.
         equal = alike >= similarity[..., None] - 1e-6
-        slot = torch.where(equal, torch.arange(alike.shape[3], device=keys.device), -1).amax(-1)
+        slot = torch.where(equal, torch.arange(alike.shape[3], device=keys.device), 0).amax(-1)  # NaN is like nothing
         found.append((similarity, slot))
     return tuple(torch.cat(blocks, -1) for blocks in zip(*found, strict=True))
 

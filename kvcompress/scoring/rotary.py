@@ -62,6 +62,12 @@ class Rotary:
         taken = {"cos": self.cos.gather(1, rows), "sin": self.sin.gather(1, rows)}
         return replace(self, positions=self.positions.gather(1, columns), **taken)
 
+    def without_pads(self, padding: torch.Tensor) -> "Rotary":
+        """With -1 as the position of the pads, padding (batch, 1), so that no text follows them."""
+        return replace(
+            self, positions=self.positions.masked_fill(pad_columns(padding, self.positions.shape[1])[:, 0], -1)
+        )
+
     def unrotated(self, queries: torch.Tensor) -> torch.Tensor:
         """Queries of the last columns, (batch, heads, queries, head_dim), as they were before it, in fp32."""
         cos, sin = (angle[:, None, -queries.shape[2] :].float() for angle in (self.cos, self.sin))
@@ -73,9 +79,7 @@ class Rotary:
     def mean_rotation(self, count: int, head_dim: int, padding: torch.Tensor | None = None) -> torch.Tensor:
         """The mean rotation matrix over the `count` text positions that follow each row's last,
         (batch, head_dim, head_dim) in fp32; padding (batch, 1) as in scoring/windows.py."""
-        positions = self.positions
-        if padding is not None:
-            positions = positions.masked_fill(pad_columns(padding, positions.shape[1])[:, 0], -1)
+        positions = (self if padding is None else self.without_pads(padding)).positions
         future = positions.amax(1)[:, None] + 1 + torch.arange(count, device=positions.device)
         angles = future[..., None].float() * self.inv_freq.float()  # (batch, count, rotated / 2)
         cos, sin = (turn.mean(1).repeat(1, 2)[..., None] * self.scaling for turn in (angles.cos(), angles.sin()))

@@ -82,7 +82,7 @@ def question_attention(queries: torch.Tensor, keys: torch.Tensor, view: LayerVie
     return view.column_sums(queries, keys, observers)
 
 
-def elite_attention(queries: torch.Tensor, keys: torch.Tensor, view: LayerView, alpha: float = 0.9) -> torch.Tensor:
+def elite_attention(queries: torch.Tensor, keys: torch.Tensor, view: LayerView, alpha: float) -> torch.Tensor:
     """What each key of a prompt receives from the elite queries, on average (AirCache): of the observers
     those that the last query, mean over the heads, attends to with at least `alpha` of the most.
 

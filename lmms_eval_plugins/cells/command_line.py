@@ -4,14 +4,26 @@ Imports nothing heavy, so that a slip of the fingers is answered at once.
 """
 
 import argparse
-import contextlib
+import json
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import UsageError, nearest
+from .errors import UsageError
+from .evaluator_flags import add_evaluator_flags, check_known, size_of_batch
+from .flag_types import NUMBER, count_or_fraction, folder, fraction, label, path, seeds, shown, whole
 
 USAGE = "TASK MODEL METHOD RATIO [flags] [key=value ...]"
+# Flags that are model arguments by another name.
+AS_ARGUMENTS = {
+    "batch_size": "batch_size",
+    "max_batch_size": "max_batch_size",
+    "device": "device",
+    "system_instruction": "system_prompt",
+    "apply_chat_template": "chat_template",
+}
 
 # In the demo only 13 to 18 tokens of text follow the image, so SnapKV's usual window of 32 would look on from inside
 # the image: 8. Batches of 4 take half the time of single questions; the answers are the same.
@@ -22,6 +34,9 @@ DEMO_OVERLAYS = 12  # enough to look at in a report
 DEMO_ARGUMENTS = {"window_size": 8, "kernel_size": 7, "pooling": "max", "batch_size": 4}
 
 DEFAULT_SEEDS = [0, 1234, 1234, 1234]  # lmms-eval's: python, numpy, torch, few-shot examples
+LEVELS = ("TRACE", "DEBUG", "INFO", "SUCCESS", "WARNING", "ERROR", "CRITICAL")  # loguru's
+BUNDLED_MODEL = "tiny"
+HUB_ID = re.compile(r"(\w([\w.-]*\w)?/)?\w([\w.-]{,94}\w)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -52,37 +67,51 @@ class Parser(argparse.ArgumentParser):
 
 
 def flag_parser() -> argparse.ArgumentParser:
+    """The flags. Each has its check in `type=`, one of flag_types.py, or in `choices=`."""
     parser = Parser(
         prog="run_eval.sh",
-        usage=f"%(prog)s {USAGE}\n       %(prog)s [flags]        the demo: bundled model and task",
+        usage=f"%(prog)s {USAGE}\n       %(prog)s [flags]        the demo: bundled model and task\n"
+        "       %(prog)s list tasks|methods|models [WORD]",
         description="Evaluate a model under KV-cache compression with lmms-eval. METHOD and RATIO may be comma lists.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("words", nargs="*", metavar="TASK MODEL METHOD RATIO key=value", help="MODEL `tiny` is the bundled one")
-    add("--limit", type=float, help="questions per task: a number, or a fraction below 1")
-    add("--batch_size", type=int, help="prompts per generate call (1)")
-    add("--output_path", type=Path, default=Path("results"), metavar="DIR", help="root of the results (results)")
-    add("--data-root", type=Path, metavar="DIR", help="holds dataset folders named as on the hub (data, if there)")
+    add("--limit", type=count_or_fraction, help="questions per task: a number, or a fraction below 1")
+    add("--batch_size", "-b", type=size_of_batch, metavar="N", help="prompts per generate call (1); auto, auto:N")
+    add("--output_path", type=path, default=Path("results"), metavar="DIR", help="root of the results (results)")
+    add("--data-root", type=folder, metavar="DIR", help="holds dataset folders named as on the hub (data, if there)")
     add("--force", action="store_true", help="compute complete cells again")
-    add("--overlays", type=int, metavar="N", help="note which tokens survive, of each task's first N (0)")
+    add("--overlays", type=whole(), metavar="N", help="note which tokens survive, of each task's first N (0)")
     add("--gen_kwargs", type=_gen_kwargs, default={}, metavar="a=1,b=2", help="arguments of generate")
-    add("--num_fewshot", type=int, metavar="N", help="examples in the prompt")
-    add("--seed", type=_seeds, default=DEFAULT_SEEDS, help="one, or four: python,numpy,torch,fewshot")
-    add("--include_path", type=Path, metavar="DIR", help="folder with more task YAMLs")
-    add("--predict_only", action="store_true", help="write the answers, compute no score")
-    add("--device", help="cuda, cuda:0, cpu (default: a GPU if there is one)")
+    add("--num_fewshot", type=whole(), metavar="N", help="examples in the prompt")
+    add("--seed", type=seeds, default=DEFAULT_SEEDS, help="one, or four: python,numpy,torch,fewshot")
+    add("--include_path", type=folder, metavar="DIR", help="folder with more task YAMLs")
+    add("--predict_only", "-x", action="store_true", help="write the answers, compute no score")
+    add("--device", type=label, help="cuda, cuda:0, mps, cpu (default: a CUDA GPU if there is one)")
     add("--log_samples", action="store_true", help="always on")
-    add("--verbosity", default="WARNING", type=str.upper, help="log level of lmms-eval (WARNING)")
+    add("--verbosity", default="WARNING", type=str.upper, choices=LEVELS, help="log level of lmms-eval (WARNING)")
+    add_evaluator_flags(parser)
     return parser
+
+
+def _parsed(argv: list[str]) -> argparse.Namespace:
+    parser = flag_parser()
+    flags, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        check_known(unknown[0], list(parser._option_string_actions))
+    bare = "--apply_chat_template"
+    if isinstance(flags.apply_chat_template, str) and bare in argv and 0 < sum("=" not in w for w in flags.words) < 4:
+        # It took one of the four words for its NAME.
+        place = argv.index(bare)
+        flags = _parsed([*argv[:place], *argv[place + 1 :]])
+        flags.apply_chat_template = True
+    return flags
 
 
 def parse(argv: list[str]) -> Request:
     """The command line as a `Request`; without TASK the demo's. Raises UsageError."""
-    parser = flag_parser()
-    flags, unknown = parser.parse_known_intermixed_args(argv)
-    if unknown:
-        raise UsageError(f"unknown flag {unknown[0]!r}{nearest(unknown[0], parser._option_string_actions)}")
+    flags = _parsed(argv)
     words, arguments = flags.words, {}
     if not words or "=" in words[0]:
         words, arguments = [*DEMO, *words], dict(DEMO_ARGUMENTS)
@@ -91,22 +120,20 @@ def parse(argv: list[str]) -> Request:
     if len(words) < 4:
         raise UsageError(f"{('MODEL', 'METHOD', 'RATIO')[len(words) - 1]} is missing; usage: {USAGE}")
     tasks, model, methods, ratio = words[:4]
-    arguments |= _arguments(words[4:])
-    for name, position in (("pretrained", "MODEL"), ("method", "METHOD"), ("ratio", "RATIO")):
-        if name in arguments:
-            raise UsageError(f"{name}= is what {position} says; usage: {USAGE}")
-    for name in ("batch_size", "device"):
-        if getattr(flags, name) is not None:
-            arguments[name] = getattr(flags, name)
-    flags.limit = _limit(flags.limit)
+    given = _arguments(words[4:])
+    arguments |= given
+    for argument, position in (("pretrained", "MODEL"), ("method", "METHOD"), ("ratio", "RATIO")):
+        if argument in arguments:
+            raise UsageError(f"{argument}= is what {position} says; usage: {USAGE}")
+    for flag, argument in AS_ARGUMENTS.items():
+        if (value := getattr(flags, flag)) is not None and value is not True:
+            if argument in given:
+                raise UsageError(f"{argument}= is given twice: --{flag} is the same")
+            arguments[argument] = value
+    if flags.wandb_log_samples and not flags.wandb_args:
+        raise UsageError("--wandb_log_samples goes with --wandb_args")
     flags.overlays = flags.overlays or 0
-    if flags.overlays < 0:
-        raise UsageError(f"--overlays {flags.overlays} is not a number of questions")
-    for name in ("data_root", "include_path"):
-        folder = getattr(flags, name)
-        if folder is not None and not folder.is_dir():
-            raise UsageError(f"--{name.replace('_root', '-root')} {str(folder)!r} is not a folder")
-        setattr(flags, name, folder and folder.resolve())  # the working directory changes before it is used
+    check_model(model)
 
     has_budget = "budget" in arguments
     if has_budget == (ratio != "-"):
@@ -126,48 +153,53 @@ def _items(name: str, text: object) -> list[str]:
 
 def _ratio(text: str) -> float:
     try:
-        ratio = float(text)
-    except ValueError:
-        raise UsageError(f"RATIO {text!r} is not a number; usage: {USAGE}") from None
-    if not 0 < ratio <= 1:
-        raise UsageError(f"RATIO {text} is not in (0, 1]: it is the fraction of the prompt's KV entries that is kept")
-    return ratio
+        return fraction(text)
+    except argparse.ArgumentTypeError:
+        meaning = "it is the fraction of the prompt's KV entries that is kept"
+        if NUMBER.fullmatch(text):
+            raise UsageError(f"RATIO {text:.80} is not in (0, 1]: {meaning}") from None
+        raise UsageError(f"RATIO {shown(text)} is not a number: {meaning}") from None
 
 
 def _budget(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise UsageError(f"budget={text} is not a positive number of entries")
-    return int(text)
-
-
-def _limit(limit: float | None) -> float | int | None:
-    """Whole numbers become int, which is how lmms-eval tells a count from a fraction."""
-    if limit is None or 0 < limit < 1:
-        return limit
-    if limit < 1 or limit != int(limit):
-        raise UsageError(f"--limit {limit:g} is neither a number of questions nor a fraction below 1")
-    return int(limit)
-
-
-def _seeds(text: str) -> list[int]:
     try:
-        seeds = [int(item) for item in text.split(",")]
-    except ValueError:
-        seeds = []
-    if len(seeds) not in (1, 4):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither one seed nor four")
-    return seeds if len(seeds) == 4 else seeds * 4
+        return whole(1)(text)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"budget={error}") from None
+
+
+def check_model(model: str) -> None:
+    """Raises UsageError for a MODEL that cannot be one, whether it is there or not."""
+    local = os.path.expanduser(model)
+    if model == BUNDLED_MODEL:
+        return
+    if os.path.isdir(local):
+        config = os.path.join(local, "config.json")
+        if not os.path.isfile(config):
+            raise UsageError(f"MODEL {shown(model)} is a folder without config.json, so not a model")
+        try:
+            is_config = isinstance(json.loads(Path(config).read_text(encoding="utf-8")), dict)
+        except (OSError, ValueError, RecursionError):  # ValueError: neither UTF-8 nor JSON
+            is_config = False
+        if not is_config:
+            raise UsageError(f"MODEL {shown(model)}: its config.json is damaged, it holds no JSON object")
+    elif os.path.isfile(local):
+        raise UsageError(f"MODEL {shown(model)} is a file: give the folder of a checkpoint in transformers' format")
+    elif not HUB_ID.fullmatch(model) or "--" in model or ".." in model or model.endswith(".git"):
+        raise UsageError(
+            f"MODEL {shown(model)} is neither a folder, nor a hub id such as org/name, nor {BUNDLED_MODEL!r}"
+        )
 
 
 def _arguments(words: list[str]) -> dict[str, Any]:
     arguments = {}
     for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name:
-            raise UsageError(f"{word!r} is neither a flag nor key=value; usage: {USAGE}")
-        if name in arguments:
-            raise UsageError(f"{name}= is given twice")
-        arguments[name] = literal(value)
+        argument, equals, value = word.partition("=")
+        if not equals or not argument:
+            raise UsageError(f"{shown(word)} is neither a flag nor key=value; usage: {USAGE}")
+        if argument in arguments:
+            raise UsageError(f"{argument}= is given twice")
+        arguments[argument] = literal(value)
     return arguments
 
 
@@ -179,10 +211,15 @@ def _gen_kwargs(text: str) -> dict[str, Any]:
 
 
 def literal(text: str) -> bool | int | float | str:
-    """`8` -> 8, `0.5` -> 0.5, `true` -> True; anything else stays text."""
+    """`8` -> 8, `0.5` -> 0.5, `true` -> True; anything else stays text.
+
+    So does a number in another spelling, `0012` or `1.10`: it may be the name of a branch. Where a number is meant, it
+    becomes one when its type is known.
+    """
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    for number in (int, float):
-        with contextlib.suppress(ValueError):
-            return number(text)
+    if len(text) < 30 and NUMBER.fullmatch(text):
+        value = int(text) if text.lstrip("+-").isdigit() else float(text)
+        if str(value) == text:
+            return value
     return text

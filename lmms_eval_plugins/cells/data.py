@@ -29,7 +29,13 @@ def find_tasks(names: list[str], include_path: Path | None) -> "TaskManager":
         return task_manager(names)
     from lmms_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=[str(BUNDLED_TASKS), str(include_path)])
+    try:
+        manager = TaskManager(include_path=[str(BUNDLED_TASKS), str(include_path)])
+    except Exception as error:  # of a task file, in lmms-eval's own words
+        message = " ".join(str(error).split())
+        raise UsageError(
+            f"--include_path {include_path}: a task file is wrong: {type(error).__name__}: {message}"
+        ) from error
     for name in names:
         if name not in manager.all_tasks:
             raise UsageError(f"unknown task {name!r}{nearest(name, manager.all_tasks)}")
@@ -101,8 +107,7 @@ def working_directory(path: Path | None) -> Iterator[None]:
         os.chdir(before)
 
 
-def limited(questions: int, limit: float | int | None) -> int:
-    """How many questions `--limit` leaves, as lmms-eval counts."""
-    if limit is None:
-        return questions
-    return math.ceil(questions * limit) if limit < 1 else min(questions, int(limit))
+def limited(questions: int, limit: float | int | None, offset: int = 0) -> int:
+    """How many questions `--limit` and `--offset` leave, as lmms-eval counts: a fraction is one of all questions."""
+    most = questions if limit is None else math.ceil(questions * limit) if limit < 1 else int(limit)
+    return max(0, min(questions - offset, most))

@@ -5,6 +5,7 @@ import difflib
 import errno
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -108,8 +109,10 @@ def exit_code(command: Callable[[list[str]], int | None], argv: list[str] | None
 
 
 def fail(error: object, code: int) -> int:
-    """Print the error's line; returns the exit code."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    """Print the error's line, control characters spelt out and endless words cut; returns the exit code."""
+    line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in str(error))
+    line = re.sub(r"\S{500,}", lambda word: word[0][:80] + "...", line)
+    print(f"error: {line}", file=sys.stderr, flush=True)
     return code
 
 

@@ -1,7 +1,11 @@
 """What a cell's numbers depend on: the model's files, the data, the code."""
 
 import ast
+import contextlib
 import hashlib
+import inspect
+import json
+import os
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -11,7 +15,30 @@ from typing import TYPE_CHECKING, Any
 from .results import Cell
 
 if TYPE_CHECKING:
+    from lmms_eval.api.task import Task
+
     from ..model.arguments import ModelArguments
+
+# Modules of `cells` that make no answer and no measurement. What they read from a command line is in the fingerprint.
+WITHOUT_EFFECT = (
+    "__init__.py",
+    "cell_log.py",
+    "command_line.py",
+    "errors.py",
+    "flag_types.py",
+    "hub_upload.py",
+    "identity.py",
+    "kept_tokens.py",
+    "listing.py",
+    "machine.py",
+    "names.py",
+    "plan.py",
+    "processes.py",
+    "progress.py",
+    "results.py",
+    "wandb_runs.py",
+    "yaml_files.py",
+)
 
 
 def files_identity(path: Path) -> list[list]:
@@ -25,9 +52,34 @@ def code_identity(*packages_or_files: Path) -> str:
     digest = hashlib.sha256()
     for path in packages_or_files:
         for source in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(source.name.encode())
+            name = source.relative_to(path).as_posix() if path.is_dir() else source.name
+            digest.update(name.encode())
             digest.update(ast.dump(ast.parse(source.read_text(encoding="utf-8"))).encode())
     return digest.hexdigest()[:16]
+
+
+def task_identity(task: "Task") -> str:
+    """Hash of how a task asks and scores: its settings, and the files of the functions and classes that they name."""
+    sources = set()
+
+    def named(value: Any) -> str:
+        value = getattr(value, "func", value)  # of a partial
+        if callable(value):
+            with contextlib.suppress(TypeError, OSError):  # a builtin has no file
+                sources.add(inspect.getsourcefile(value))
+        return getattr(value, "__qualname__", type(value).__name__)
+
+    for cls in type(task).__mro__:
+        if not _is_library(cls):
+            named(cls)
+    settings = {key: value for key, value in vars(task.config).items() if not key.startswith("dataset_")}
+    text = json.dumps(settings, default=named)
+    code = sorted(code_identity(Path(source)) for source in sources if source and os.path.isfile(source))
+    return hashlib.sha256(repr((text, code)).encode()).hexdigest()[:16]
+
+
+def _is_library(cls: type) -> bool:
+    return cls.__module__ in ("abc", "builtins", "typing") or cls.__module__.startswith("lmms_eval.api.")
 
 
 def class_identity(cls: type, but_packages: tuple[str, ...]) -> str:
@@ -57,8 +109,13 @@ def _content(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | tuple | None) else type(value).__name__
 
 
-def fingerprint(cell: Cell, arguments: "ModelArguments", options: dict, data: dict[str, Any]) -> dict[str, Any]:
-    """What a cell's numbers depend on: a cell on disk counts only while all of it is the same."""
+def fingerprint(
+    cell: Cell, arguments: "ModelArguments", options: dict, data: dict[str, Any], tasks: dict[str, str]
+) -> dict[str, Any]:
+    """What a cell's numbers depend on: a cell on disk counts only while all of it is the same.
+
+    `data` and `tasks`: the identity of each task's data, and of the task itself.
+    """
     import kvcompress
 
     model = Path(arguments.pretrained)
@@ -67,13 +124,26 @@ def fingerprint(cell: Cell, arguments: "ModelArguments", options: dict, data: di
         **asdict(cell),
         "options": options,
         "model_files": files_identity(model) if model.is_dir() else arguments.revision,
+        "text_files": {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in _texts(arguments)},
         "data": data,
-        "code": _own_code() + class_identity(method, but_packages=("kvcompress", "lmms_eval_plugins")),
+        "tasks": tasks,
+        "code": own_code(Path(__file__).parents[2])
+        + class_identity(method, but_packages=("kvcompress", "lmms_eval_plugins")),
     }
 
 
+def _texts(arguments: "ModelArguments") -> list[tuple[str, Path]]:
+    """The arguments that name a file with a text."""
+    given = {name: str(getattr(arguments, name)) for name in ("chat_template", "system_prompt")}
+    return [(name, Path(value)) for name, value in given.items() if os.path.isfile(value)]
+
+
 @cache
-def _own_code() -> str:
-    """Of everything between a question and its answer. Once per process: what is loaded does not change with a file."""
-    plugin = Path(__file__).parents[1]
-    return code_identity(plugin.parent / "kvcompress", plugin / "model")
+def own_code(root: Path) -> str:
+    """Identity of all code between a question and the line of its answer in samples.jsonl; `root` holds both packages.
+
+    Once per process: what is loaded does not change with a file.
+    """
+    plugin = root / "lmms_eval_plugins"
+    cells = [file for file in sorted((plugin / "cells").rglob("*.py")) if file.name not in WITHOUT_EFFECT]
+    return code_identity(root / "kvcompress", plugin / "model", plugin / "tasks", *cells)

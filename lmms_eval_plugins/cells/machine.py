@@ -7,19 +7,49 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .command_line import Request
-from .errors import EvaluationFailed
+from .command_line import BUNDLED_MODEL, Request
+from .errors import EvaluationFailed, UsageError
+from .flag_types import shown
 
 if TYPE_CHECKING:
     from ..model.arguments import ModelArguments
 
 HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+# Environment variable -> what it may be, as a pattern and in words. An empty one counts as not set.
+COUNT, RANK, SWITCH = r"[1-9]\d{0,3}", r"\d{1,4}", "(?i:1|0|on|off|yes|no|true|false)"
+VARIABLES = {
+    "NUM_PROCESSES": (COUNT, "a number of processes, from 1 to 9999"),
+    "WORLD_SIZE": (COUNT, "a number of processes, from 1 to 9999"),
+    "RANK": (RANK, "the number of a process, from 0"),
+    "LOCAL_RANK": (RANK, "the number of a process, from 0"),
+    "OMP_NUM_THREADS": (f"{COUNT}(,{COUNT})*", "a number of threads, from 1 to 9999"),
+    "HF_HUB_OFFLINE": (SWITCH, "1 or 0"),
+    "HF_DATASETS_OFFLINE": (SWITCH, "1 or 0"),
+    "TRANSFORMERS_OFFLINE": (SWITCH, "1 or 0"),
+    "HF_ENDPOINT": (r"https?://\S+", "an address that begins with http:// or https://"),
+}
+
+
+def check_environment() -> None:
+    """Raises UsageError for an environment variable that would be ignored, or taken for something else."""
+    for name, (pattern, meaning) in VARIABLES.items():
+        if (value := os.environ.get(name)) and not re.fullmatch(pattern, value, re.ASCII):
+            raise UsageError(f"{name}={shown(value)} is not {meaning}")
+
+
+def number_of_processes() -> int:
+    """How many ranks are asked for."""
+    return int(os.environ.get("NUM_PROCESSES") or 1)
 
 
 def check_device(device: str | None, processes: int) -> None:
-    """Raises EvaluationFailed where a GPU is named that is not there, or there are fewer than processes."""
+    """Raises EvaluationFailed where a device is named that is not there, or there are fewer GPUs than processes."""
     import torch
 
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise EvaluationFailed(
+            f"device 'mps' was asked for, but torch {torch.__version__} has none on this machine; device=cpu runs"
+        )
     found = torch.cuda.device_count()
     sees = f"torch {torch.__version__} sees {found or 'no'} CUDA GPU{'s' if found > 1 else ''}"
     if device and re.fullmatch(r"cuda(:\d+)?", device) and int(device.partition(":")[2] or 0) >= found:
@@ -36,10 +66,10 @@ def set_offline(*requests: Request) -> None:
 
 
 def needs_hub(request: Request) -> bool:
-    """False where the model is a folder or the bundled one and every task is bundled."""
+    """False where the model is a folder or the bundled one, every task is bundled, and nothing is pushed."""
     bundled = {path.stem for path in (Path(__file__).parents[1] / "tasks").rglob("*.yaml")}
-    is_local = request.model == "tiny" or Path(request.model).expanduser().is_dir()
-    return not is_local or not bundled.issuperset(request.tasks)
+    is_local = request.model == BUNDLED_MODEL or os.path.isdir(os.path.expanduser(request.model))
+    return not is_local or not bundled.issuperset(request.tasks) or request.flags.hf_hub_log_args is not None
 
 
 def is_offline() -> bool:
@@ -72,7 +102,7 @@ def check_model_is_local(arguments: "ModelArguments") -> None:
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK", 0))
+    return int(os.environ.get("RANK") or 0)
 
 
 def say(text: str) -> None:

@@ -2,17 +2,18 @@
 
 import argparse
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command_line import DEFAULT_SEEDS, Request
+from .command_line import BUNDLED_MODEL, DEFAULT_SEEDS, Request
 from .data import DEFAULT_DATA_ROOT, data_identity, find_tasks, limited, load_tasks
 from .errors import UsageError
-from .identity import fingerprint
+from .evaluator_flags import REASONING_TAGS
+from .identity import fingerprint, task_identity
+from .inspection import check_integrity, set_examples, write_out
 from .kept_tokens import kept_tokens_damage, overlays_asked
-from .machine import check_device, check_model_is_local, is_offline
+from .machine import check_device, check_model_is_local, is_offline, rank
 from .results import Cell, incomplete_reason
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
     from ..model.arguments import ModelArguments
 
+# Switches that change answers or scores.
+CHANGE_ANSWERS = ("fewshot_as_multiturn", "process_with_media")
 # Arguments that change neither a score nor a time.
 HARMLESS = {"pretrained", "measurements_path", "vision_cache_gb", "prompt_cache_gb"}
 
@@ -44,11 +47,12 @@ class Plan:
     @classmethod
     def of(cls, request: Request) -> "Plan":
         """Raises KVCompressError or UsageError for an unknown method, option or model argument, or a wrong value."""
-        from ..model.arguments import model_arguments, split_arguments
+        from ..model.arguments import check_generation, model_arguments, split_arguments
 
         own, options = split_arguments(request.arguments, request.methods, ("budget",))
         for name in {"chat_template", "system_prompt"} & own.keys():  # text, or a file of the working directory
             own[name] = os.path.realpath(own[name]) if os.path.isfile(str(own[name])) else own[name]
+        request.flags.gen_kwargs = check_generation(request.flags.gen_kwargs)
         arguments = model_arguments(pretrained=_local_or_hub(request.model), **own)
         settings = _run_settings(arguments, request.flags)
         data_root = request.flags.data_root or (DEFAULT_DATA_ROOT if DEFAULT_DATA_ROOT.is_dir() else None)
@@ -66,20 +70,31 @@ class Plan:
         Raises KVCompressError or UsageError for an unknown task, EvaluationFailed where data is missing.
         """
         names, flags = self.request.tasks, self.request.flags
-        manager, output, data, questions = find_tasks(names, flags.include_path), flags.output_path.resolve(), {}, {}
+        manager, output = find_tasks(names, flags.include_path), flags.output_path.resolve()
+        data, definitions, questions = {}, {}, {}
         for name in names:
             tasks = load_tasks(manager, name, self.data_root)
             if len(tasks) > 1 and isinstance(flags.limit, float):
                 # lmms-eval turns the fraction into a number on the first task and uses that for the others.
                 raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
+            for task in tasks:
+                set_examples(task, flags)
             data[name] = {task.config.task: data_identity(task) for task in tasks}
-            questions[name] = sum(limited(len(task.eval_docs), flags.limit) for task in tasks)
+            definitions[name] = {task.config.task: task_identity(task) for task in tasks}
+            counts = {task.config.task: limited(len(task.eval_docs), flags.limit, flags.offset) for task in tasks}
+            if empty := [task for task, count in counts.items() if not count]:
+                raise UsageError(f"--offset {flags.offset} leaves no question of {empty[0]!r}")
+            questions[name] = sum(counts.values())
+            if flags.check_integrity:
+                check_integrity(tasks, flags, self.data_root)
+            if flags.write_out and rank() == 0:
+                write_out(tasks, flags, self.data_root, self.arguments)
         return [
             Job(
                 cell,
                 options,
                 cell.folder(output),
-                fingerprint(cell, self.arguments, options, data[cell.task]),
+                fingerprint(cell, self.arguments, options, data[cell.task], definitions[cell.task]),
                 questions[cell.task],
                 manager,
                 self,
@@ -129,28 +144,23 @@ class Job:
 
 
 def check_folders(jobs: list[Job]) -> None:
-    """Raises KVCompressError or UsageError where the results of a job cannot be written."""
+    """Raises KVCompressError or UsageError where the results of jobs, or their measurements, cannot be written."""
     from kvcompress.files import check_output
 
     for job in jobs:
         if job.folder.exists() and not job.folder.is_dir():
             raise UsageError(f"{str(job.folder)!r} is a file where results are to be: remove it")
-    for folder in {job.folder.parent for job in jobs}:
+    answers = {job.plan.request.flags.use_cache for job in jobs} - {None}
+    for folder in {job.folder.parent for job in jobs} | answers:
         check_output(folder)
+    for path in {job.plan.arguments.measurements_path for job in jobs} - {None}:
+        check_output(path.parent, path.name)
 
 
 def _local_or_hub(model: str) -> str:
-    """The absolute path of a local folder; a hub id, or `tiny`, as it is. Raises UsageError for anything else."""
-    from ..model.arguments import TINY_MODEL
-
-    path = Path(model).expanduser()
-    if model != TINY_MODEL and path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UsageError(f"MODEL {model!r} is a folder without config.json, so not a model")
-        return str(path.resolve())
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model):
-        raise UsageError(f"MODEL {model!r} is neither a folder, nor a hub id such as org/name, nor {TINY_MODEL!r}")
-    return model
+    """The absolute path of a local folder; a hub id, or `tiny`, as it is."""
+    path = Path(os.path.expanduser(model))
+    return str(path.resolve()) if model != BUNDLED_MODEL and path.is_dir() else model
 
 
 def _run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dict[str, Any]:
@@ -158,10 +168,14 @@ def _run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dic
     if flags.seed != DEFAULT_SEEDS:
         settings["seed"] = ",".join(str(seed) for seed in flags.seed)
     if flags.data_root is not None:
-        settings["data"] = flags.data_root.name
-    for name in ("limit", "gen_kwargs", "num_fewshot", "predict_only"):
+        settings["data"] = flags.data_root.name if flags.data_root.parent == Path.cwd() else str(flags.data_root)
+    for name in ("limit", "offset", "gen_kwargs", "num_fewshot", "predict_only", *CHANGE_ANSWERS):
         if value := getattr(flags, name):
             settings[name] = value
+    if flags.repeats > 1:
+        settings["repeats"] = flags.repeats
+    if flags.reasoning_tags != REASONING_TAGS:
+        settings["reasoning_tags"] = flags.reasoning_tags
     return settings
 
 

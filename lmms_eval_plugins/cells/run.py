@@ -4,37 +4,37 @@ import argparse
 import contextlib
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator
+import zoneinfo
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .data import working_directory
+from .data import limited, working_directory
 from .errors import EvaluationFailed
 from .kept_tokens import IMAGES_FOLDER, write_kept_tokens
 from .machine import rank, say
 from .plan import Job
 from .progress import Grid
-from .results import incomplete_reason, new_cell, write_cell
+from .results import dumps, incomplete_reason, new_cell, write_cell
 
 if TYPE_CHECKING:
     from ..model.arguments import ModelArguments
     from ..model.lm import KVCompressLM
 
 
-# What lmms-eval's own command line takes out of an answer before it is scored.
-REASONING_TAGS = '[["<think>", "</think>"], ["<analysis>", "</analysis>"]]'
 SEED_ARGUMENTS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 PACKAGES = ("kvcompress", "torch", "transformers", "lmms-eval", "datasets", "accelerate")
 
 
-def evaluate_cells(lm: "KVCompressLM", jobs: list[Job]) -> None:
-    """Evaluate cells one after the other, and say how far they are."""
+def evaluate_cells(lm: "KVCompressLM", jobs: list[Job], finished: Callable[[Job], None] = lambda job: None) -> None:
+    """Evaluate cells one after the other, and say how far they are. `finished` is called after each, on every rank."""
     grid, task = Grid([job.questions for job in jobs]), None
     lm.progress_bar = partial(grid.bar, disable=rank() != 0)
     for number, job in enumerate(jobs):
@@ -43,6 +43,7 @@ def evaluate_cells(lm: "KVCompressLM", jobs: list[Job]) -> None:
             say(measured_line(lm, job, sum(other.cell.task == task for other in jobs)))
         grid.begin(number, job.name)
         evaluate_cell(lm, job)
+        finished(job)
 
 
 def measured_line(lm: "KVCompressLM", job: Job, cells: int) -> str:
@@ -55,11 +56,17 @@ def measured_line(lm: "KVCompressLM", job: Job, cells: int) -> str:
 
 def evaluate_cell(lm: "KVCompressLM", job: Job) -> None:
     """Run lmms-eval for one cell and write its folder (rank 0; all ranks call this)."""
+    from ..model.answer_store import AnswerStore
+    from ..model.fewshot import FewShot
     from ..model.measurements import summarise
 
     cell, asked = job.cell, job.plan.request.flags.overlays
     lm.set_cell(cell.method, cell.ratio, cell.budget, **job.options)
     lm.overlays = asked
+    flags = job.plan.request.flags
+    lm.few_shot = FewShot(flags.seed[3], flags.fewshot_as_multiturn)
+    identity = json.loads(dumps({"fingerprint": job.fingerprint, "environment": environment(lm)}))
+    lm.answer_store = None if flags.use_cache is None else AnswerStore(flags.use_cache, identity, rank())
     lm.reset_rows()
     with new_cell(job.folder) if rank() == 0 else tempfile.TemporaryDirectory() as folder:
         with working_directory(job.plan.data_root):
@@ -90,7 +97,7 @@ def run_lmms_eval(lm: "KVCompressLM", job: Job, folder: Path | str) -> dict[str,
 
     flags = job.plan.request.flags
     with as_one_process() if lm.args.tp_plan else contextlib.nullcontext():
-        return simple_evaluate(
+        output = simple_evaluate(
             model=lm,
             model_args=lm.args.model_dump(mode="json", exclude_defaults=True),
             tasks=[job.cell.task],
@@ -98,16 +105,24 @@ def run_lmms_eval(lm: "KVCompressLM", job: Job, folder: Path | str) -> dict[str,
             batch_size=lm.batch_size,
             device=str(lm.device),
             limit=flags.limit,
+            offset=flags.offset,
+            repeats=flags.repeats,
+            process_docs_parallel=flags.process_docs_parallel,
             num_fewshot=flags.num_fewshot,
             gen_kwargs=",".join(f"{name}={value}" for name, value in flags.gen_kwargs.items()) or None,
             predict_only=flags.predict_only,
             verbosity=flags.verbosity,
-            datetime_str=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            datetime_str=datetime.datetime.now(zoneinfo.ZoneInfo(flags.timezone)).isoformat(timespec="seconds"),
             cli_args=argparse.Namespace(
-                output_path=str(folder), process_with_media=False, reasoning_tags=REASONING_TAGS
+                output_path=str(folder),
+                process_with_media=flags.process_with_media,
+                reasoning_tags=flags.reasoning_tags,
             ),
             **dict(zip(SEED_ARGUMENTS, flags.seed, strict=True)),
         )
+    for counts in (output or {}).get("n-samples", {}).values():  # lmms-eval's do not know of the offset
+        counts["effective"] = limited(counts["original"], flags.limit, flags.offset)
+    return output
 
 
 @contextlib.contextmanager
@@ -167,7 +182,7 @@ def environment(lm: "KVCompressLM") -> dict[str, Any]:
     return {
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(lm.device) if on_gpu else f"cpu ({platform.machine()})",
+        "device": torch.cuda.get_device_name(lm.device) if on_gpu else f"{lm.device.type} ({platform.machine()})",
         "threads": torch.get_num_threads(),
         "dtype": str(lm.model.dtype).removeprefix("torch."),
         "attn_implementation": lm.model.config._attn_implementation,

@@ -1,5 +1,6 @@
 """A prepared batch is answered by the model, compressed, and measured as if nothing of another cell were known."""
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +11,16 @@ import torch
 from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvcompress
+from kvcompress.device import synchronise
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.measure import Measurement
 
 from .arguments import Compression, make_compression
+from .batch_size import Trial, used_memory
 from .batches import Batch, BatchStore
 from .kept_tokens import KeptSets, kept_sets
 from .prompts import on_device
-from .vision_tower import VisionTower
+from .vision_tower import VisionTower, tensor_bytes
 
 WARM_UP_TOKENS = 4
 # cache_implementation -> the same in the CPU's memory.
@@ -89,8 +92,10 @@ class Answering:
             few = min(kwargs["max_new_tokens"], WARM_UP_TOKENS)
             self.generate(inputs, {**kwargs, "max_new_tokens": few}, VisionTower(self.model, tower.known), prompt)
             self._is_warm = True
+        synchronise(self.model.device)
         start = time.perf_counter()
         new, measured, kept = self.generate(inputs, kwargs, tower, prompt, notes_kept)
+        synchronise(self.model.device)
         seconds = time.perf_counter() - start + tower.correction_s + prompt.correction_s
         if self._has_cells:
             self.batches.keep(batch, {} if watches_tower else tower.calls, prompt.prompt_pass)
@@ -104,15 +109,17 @@ class Answering:
         tower: VisionTower,
         prompt: SharedPrompt,
         notes_kept: bool = False,
+        room_for: int | None = None,
     ) -> tuple[torch.LongTensor, Measurement, KeptSets]:
-        """New tokens (batch, new), what they cost where vision tower and prefill run, and what is stored."""
-        of = self.compression
+        """New tokens (batch, new), what they cost where vision tower and prefill run, and what is stored.
+
+        `room_for`: so many new tokens have room in the cache; None: as many as are generated at most.
+        """
+        of, room = self.compression, room_for or kwargs["max_new_tokens"]
         with (
             tower,
             prompt,
-            kvcompress.compress(
-                self.model, of.method, of.ratio, of.budget, kwargs["max_new_tokens"], **of.options
-            ) as session,
+            kvcompress.compress(self.model, of.method, of.ratio, of.budget, room, **of.options) as session,
         ):
             tokens, measured = kvcompress.measure.generate(self.model, session, dict(inputs), **kwargs)
             kept = kept_sets(session.cache) if notes_kept else {}
@@ -121,6 +128,25 @@ class Answering:
         peaks = [measured.peak_memory_bytes - tower.held, *(call.peak_memory for call in tower.calls.values())]
         ttft_s = measured.ttft_s + tower.correction_s + prompt.correction_s
         return tokens, replace(measured, ttft_s=ttft_s, peak_memory_bytes=max(peaks)), kept
+
+    def try_batch(self, batch: Batch, kwargs: dict[str, Any]) -> Trial | None:
+        """What answering a batch takes: a few tokens are generated, with room for all. None where memory did not
+        suffice. Nothing of it is kept, and the cell still has its warm-up."""
+        device, few = self.model.device, {**kwargs, "max_new_tokens": min(kwargs["max_new_tokens"], WARM_UP_TOKENS)}
+        before = used_memory(device)
+        try:
+            inputs = on_device(batch.inputs, device)
+            tower, prompt = VisionTower(self.model, {}), SharedPrompt(self.model, room=0)
+            _, measured, _ = self.generate(inputs, few, tower, prompt, room_for=kwargs["max_new_tokens"])
+        except torch.OutOfMemoryError:
+            measured = None
+        # Behind the `except`, whose traceback would keep what did not fit alive.
+        if measured is None:
+            gc.collect()
+            torch.cuda.empty_cache()
+            return None
+        certain = tensor_bytes(dict(batch.inputs)) + measured.kv_bytes_end
+        return Trial(measured.peak_memory_bytes - before, certain)
 
     @property
     def can_offload(self) -> bool:

@@ -1,17 +1,22 @@
 """Every argument of `--model kvcompress --model_args ...`, in one place, checked before anything is loaded."""
 
+import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -19,10 +24,12 @@ from transformers import GenerationConfig
 
 import kvcompress
 from kvcompress import KVCompressError
-from kvcompress.errors import unknown_name
+from kvcompress.errors import plain_number, shown, unknown_name
 from kvcompress.methods import method_info
 from kvcompress.policy.options import all_options
 from kvcompress.policy.policy import Policy, make_policy
+
+from .batch_size import batch_size as checked_batch_size
 
 TINY_MODEL = "tiny"
 TINY_CHECKPOINT = Path(__file__).parents[1] / "tiny_vlm" / "checkpoint"
@@ -42,13 +49,30 @@ LEGACY_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "token_strategy": (("single",), "a video is one placeholder in the prompt"),
     "video_decode_backend": (("pyav",), "videos are decoded with PyAV"),
 }
+TEMPLATE_NAME = re.compile(r"[a-z]\w{,98}", re.ASCII | re.IGNORECASE)
+PROSE = ("system_prompt",)  # text of any kind
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 LLAVA_ONEVISION_ARGUMENTS = ("mm_spatial_pool_stride", "mm_spatial_pool_mode", "tile_every_image")
 
 
-class Compression(BaseModel):
-    """A method with its options, and how much it keeps. None of it needs a model."""
+class _Arguments(BaseModel):
+    """Numbers are numbers, and text has something in it and no control characters."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain(cls, value: Any, field: ValidationInfo) -> Any:
+        value = plain_number(value, cls.model_fields[field.field_name].annotation)
+        if isinstance(value, str) and not value.strip():
+            raise ValueError("Input should have something in it")
+        if isinstance(value, str) and not value.isprintable() and field.field_name not in PROSE:
+            raise ValueError("Input should have no control characters")
+        return value
+
+
+class Compression(_Arguments):
+    """A method with its options, and how much it keeps. None of it needs a model."""
 
     method: str = Field("full", description="Compression method; `full` compresses nothing.")
     ratio: float | None = Field(None, description="Fraction of the prompt's KV entries that is kept, in (0, 1].")
@@ -65,15 +89,15 @@ class Compression(BaseModel):
         return self
 
 
-class ModelArguments(BaseModel):
+class ModelArguments(_Arguments):
     """The arguments of the lmms-eval model, apart from those of the compression. `docs/model-args.md` explains them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(coerce_numbers_to_str=True)
 
     pretrained: str = Field(description="Hub id or local folder of the model; `tiny` is the bundled one.")
-    revision: str = Field("main", description="Branch, tag or commit on the hub.")
+    revision: str = Field("main", max_length=200, description="Branch, tag or commit on the hub.")
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with the checkpoint.")
-    device: str | None = Field(None, description="`cuda`, `cuda:0`, `cpu`; default: a GPU if there is one.")
+    device: str | None = Field(None, description="`cuda`, `cuda:0`, `mps`, `cpu`; default: a CUDA GPU if there is one.")
     device_map: str | None = Field(None, description="transformers' device map, e.g. `auto` to spread over GPUs.")
     tp_plan: Literal["auto"] | None = Field(
         None, description="Tensor parallel: all processes share one model, each with a part of every layer."
@@ -87,7 +111,13 @@ class ModelArguments(BaseModel):
     attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] | None = Field(
         None, description="Attention kernel; default: transformers' choice."
     )
-    batch_size: PositiveInt = Field(1, description="Prompts per generate call.")
+    batch_size: int | str = Field(
+        1,
+        description="Prompts per generate call; `auto`: as many as fit; `auto:N` looks for that in N places.",
+    )
+    max_batch_size: PositiveInt | None = Field(
+        None, description="With `batch_size=auto`: the most prompts per generate call; default: 64."
+    )
     use_cache: Literal[True] = Field(True, description="Without a KV cache there is nothing to compress.")
     on_oom: Literal["raise", "halve_batch", "offload"] = Field(
         "raise",
@@ -126,12 +156,60 @@ class ModelArguments(BaseModel):
     measurements_path: Path | None = Field(None, description="JSONL file for one measurement row per sample.")
     legacy: dict[str, Any] = Field(default_factory=dict, exclude=True)
 
+    @field_validator("device", "device_map")
+    @classmethod
+    def _check_device(cls, name: str | None, field: ValidationInfo) -> str | None:
+        maps = DEVICE_MAPS if field.field_name == "device_map" else ()
+        if name is None or name in maps:
+            return name
+        try:
+            is_device = torch.device(name).type != "meta"
+        except (RuntimeError, ValueError):
+            is_device = False
+        if not is_device:
+            allowed = ", ".join([*maps, "cpu", "cuda", "cuda:0", "mps"])
+            raise KVCompressError(f"{field.field_name}={shown(name)} is not a device: {allowed}")
+        return name
+
+    @field_validator("chat_template")
+    @classmethod
+    def _check_template(cls, name: str | None) -> str | None:
+        # A name may be that of one of the checkpoint's templates, which only the checkpoint knows.
+        if name is not None and not TEMPLATE_NAME.fullmatch(name) and not os.path.isfile(name):
+            raise KVCompressError(f"chat_template={shown(name)} is neither a file, nor 'plain', nor a template's name")
+        return name
+
+    @field_validator("chat_template", "system_prompt")
+    @classmethod
+    def _check_text(cls, name: str | None) -> str | None:
+        if name is not None and os.path.isfile(name):
+            try:
+                Path(name).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                raise ValueError("Input should be a file that can be read, in UTF-8") from None
+        return name
+
     @field_validator("pretrained")
     @classmethod
     def _bundled(cls, name: str) -> str:
         if name == TINY_MODEL:
             return str(TINY_CHECKPOINT)
         return name
+
+    @field_validator("batch_size", mode="before")
+    @classmethod
+    def _number_or_auto(cls, size: Any) -> int | str:
+        return checked_batch_size(size)
+
+    @model_validator(mode="after")
+    def _check_batch_size(self) -> "ModelArguments":
+        if isinstance(self.batch_size, int) and self.max_batch_size is not None:
+            raise KVCompressError(f"max_batch_size={self.max_batch_size} goes with batch_size=auto only")
+        if isinstance(self.batch_size, str) and self.tp_plan is not None:
+            raise KVCompressError(
+                f"batch_size={self.batch_size!r} does not go with tp_plan={self.tp_plan!r}: give a number"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_tensor_parallel(self) -> "ModelArguments":
@@ -144,6 +222,8 @@ class ModelArguments(BaseModel):
     @field_validator("measurements_path")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
+        if path is not None and max(len(os.fsencode(part)) for part in path.parts or [""]) > 255:
+            raise ValueError("File name too long")
         return path and path.absolute()  # the working directory may change before it is written
 
 
@@ -155,8 +235,6 @@ def parse_arguments(**arguments: Any) -> tuple[ModelArguments, Compression]:
     meaning here, and for values of the wrong kind.
     """
     given = _without_none(arguments)
-    if given.pop("max_batch_size", None) is not None:
-        raise KVCompressError("max_batch_size has no meaning here: batch_size is a number, never 'auto'")
     compression = {name: given.pop(name) for name in ("method", "ratio", "budget") if name in given}
     own, options = split_arguments(given, [compression.get("method")], ("pretrained", "method", "ratio", "budget"))
     return model_arguments(**own), make_compression(**compression, **options)
@@ -211,7 +289,7 @@ def _legacy_value(name: str, value: Any) -> Any:
     if value in accepted:
         return value
     only = f" other than {accepted[0]}" if accepted else ""
-    raise KVCompressError(f"{name}={value}: no value{only} is supported: {instead}")
+    raise KVCompressError(f"{name}={value!s:.80}: no value{only} is supported: {instead}")
 
 
 def _validated(model: type[BaseModel], **values: Any) -> Any:
@@ -224,12 +302,60 @@ def _validated(model: type[BaseModel], **values: Any) -> Any:
         if isinstance(cause, KVCompressError):
             raise cause from None
         name = ".".join(str(part) for part in first["loc"])
-        raise KVCompressError(f"{name}={first['input']!r}: {first['msg']}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise KVCompressError(f"{name}={shown(first['input'])}: {message}") from None
 
 
 # Keys in lmms-eval's task files that are no argument of `generate`: for other wrappers, or for other request types.
 IGNORED_GENERATION_KEYS = ("image_aspect_ratio", "visual_cot", "max_agentic_steps")
 DEFAULT_UNTIL = ["\n\n"]  # what lmms-eval fills in where a task names no stop string
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class GenerationArguments(_Arguments):
+    """Arguments of `generate` whose values can be wrong without its noticing, or noticed only at the first question.
+
+    None is the default. Others go through as they are.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    do_sample: bool | None = None
+    temperature: NonNegativeFloat | None = None
+    top_k: NonNegativeInt | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    typical_p: Share | None = None
+    epsilon_cutoff: Share | None = None
+    eta_cutoff: Share | None = None
+    max_new_tokens: PositiveInt | None = None
+    min_new_tokens: NonNegativeInt | None = None
+    max_length: PositiveInt | None = None
+    min_length: NonNegativeInt | None = None
+    max_time: PositiveFloat | None = None
+    num_beams: PositiveInt | None = None
+    num_return_sequences: Literal[1] | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    length_penalty: float | None = None
+    repetition_penalty: PositiveFloat | None = None
+    encoder_repetition_penalty: PositiveFloat | None = None
+    no_repeat_ngram_size: NonNegativeInt | None = None
+    encoder_no_repeat_ngram_size: NonNegativeInt | None = None
+    guidance_scale: PositiveFloat | None = None
+    renormalize_logits: bool | None = None
+    remove_invalid_values: bool | None = None
+    use_cache: Literal[True] | None = None
+
+
+def check_generation(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate` with their values checked. Raises KVCompressError for an unknown one too."""
+    valid = GenerationConfig().to_dict()
+    for name in given:
+        if name not in valid:
+            raise unknown_name("there is no generation argument", name, valid)
+    return _validated(GenerationArguments, **given).model_dump(include=set(given))
 
 
 def generation_arguments(task_kwargs: dict[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[str]]:
@@ -242,13 +368,9 @@ def generation_arguments(task_kwargs: dict[str, Any], max_new_tokens: int) -> tu
     kwargs = {key: value for key, value in task_kwargs.items() if key not in IGNORED_GENERATION_KEYS}
     until = kwargs.pop("until", None) or []
     until = [until] if isinstance(until, str) else list(until)
-    valid = GenerationConfig().to_dict()
-    for key in kwargs:
-        if key not in valid:
-            raise unknown_name("there is no generation argument", key, valid)
     kwargs["max_new_tokens"] = kwargs.get("max_new_tokens") or max_new_tokens
     temperature = kwargs.get("temperature")
     kwargs["do_sample"] = bool(kwargs.get("do_sample", temperature)) and temperature != 0
     if not kwargs["do_sample"]:
         kwargs |= {"temperature": None, "top_p": None, "top_k": None}  # else generate warns about the checkpoint's
-    return kwargs, [] if until == DEFAULT_UNTIL else until
+    return check_generation(kwargs), [] if until == DEFAULT_UNTIL else until

@@ -8,7 +8,7 @@ while answering ends the run; an empty answer is one that the model gave. All ar
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -21,12 +21,16 @@ from lmms_eval.protocol import ChatMessages
 from lmms_eval.utils import Collator
 from loguru import logger
 from tqdm import tqdm
+from transformers import BatchFeature
 
 from kvcompress import KVCompressError
 
+from .answer_store import AnswerStore, from_json, key_of, to_json
 from .answering import Answering, Answers
 from .arguments import Compression, generation_arguments, make_compression, parse_arguments
+from .batch_size import MOST, largest_batch, room_for_a_batch, searches
 from .batches import Batch, BatchStore
+from .fewshot import FewShot
 from .kept_tokens import record
 from .loading import device_of, load
 from .look_ahead import ahead
@@ -47,6 +51,9 @@ class KVCompressLM(lmms):
         model, processor, tokenizer: transformers' own.
         rows: one measurement per counted request since the start or the last `reset_rows`.
         overlays: for so many questions of each task a row also says which tokens were kept, see `kept_tokens.record`.
+        answer_store: answers of earlier runs; None where each question is answered anew.
+        few_shot: how examples are drawn and shown, where a task has any.
+        batch_sizes: what was found for `batch_size=auto` in the last evaluation, in the order of the batches.
     """
 
     is_simple = False
@@ -72,6 +79,10 @@ class KVCompressLM(lmms):
         self.answering = Answering(self.model, decoder, self.batches, compression)
         self.rows: list[dict[str, Any]] = []
         self.overlays = 0
+        self.answer_store: AnswerStore | None = None
+        self.few_shot = FewShot()
+        self.batch_sizes: dict[int, int] = {}
+        self._tokens: dict[tuple[str, int], int] = {}  # of each question's prompt, for `batch_size=auto`
         # Shows how far the answers are; called with the number of requests.
         self.progress_bar: Callable[[int], tqdm] = self._own_progress_bar
         self._said_oom = False
@@ -103,26 +114,26 @@ class KVCompressLM(lmms):
     # -- what lmms-eval asks for ----------------------------------------------------------------------------------
 
     @property
-    def batch_size(self) -> int:
+    def batch_size(self) -> int | str:
         return self.args.batch_size
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """Answers in the order of the requests; batches hold requests of one kind of generation, longest text first."""
+        self.batches.begin(request.args[4] for request in requests)
         order = Collator(
             requests,
-            sort_fn=lambda request: -len(request.args[0]),
+            sort_fn=self._shortness,
             group_fn=lambda request: request.args[2],
             grouping=True,
         )
         results, seconds, counted = [], 0.0, len(self.rows)
-        self.batches.begin(request.args[4] for request in requests)
-        groups = order.get_batched(n=self.batch_size)
+        groups = self._in_batches(order)
         with (
             self.progress_bar(len(requests)) as progress,
             ahead(lambda group: (group, self.prepare(group)), groups, self._look_ahead) as prepared,
         ):
             for group, batch in prepared:
-                answers, elapsed = self._answer_within_memory(group, batch)
+                answers, elapsed = self._answer_or_recall(group, batch)
                 results += answers
                 seconds += elapsed
                 progress.update(len(group))
@@ -145,7 +156,7 @@ class KVCompressLM(lmms):
                 messages, is_over, answers, info = doc_to_messages(doc), False, [], None
                 while not is_over:
                     before = len(self.rows)
-                    (answer,), elapsed = self._answer_within_memory([request], self.prepare([request], [messages]))
+                    (answer,), elapsed = self._answer_or_recall([request], self.prepare([request], [messages]))
                     for row in self.rows[before:]:
                         row["round"] = len(answers)
                     answers, seconds = [*answers, answer.text], seconds + elapsed
@@ -172,15 +183,64 @@ class KVCompressLM(lmms):
         gc.collect()
         torch.cuda.empty_cache()
 
+    # -- which requests are answered together ---------------------------------------------------------------------
+
+    def _shortness(self, request: Instance) -> int:
+        """What sorts the longest first: by text, or where the size of a batch is looked for, by tokens."""
+        if isinstance(self.batch_size, int):
+            return -len(request.args[0])
+        _, _, _, doc_id, task, _ = request.args
+        if (task, doc_id) not in self._tokens:
+            inputs = self.prepare([request], may_recall=False).inputs
+            self._tokens[task, doc_id] = inputs["input_ids"].shape[1]
+        return -self._tokens[task, doc_id]
+
+    def _in_batches(self, order: Collator) -> Iterable[list[Instance]]:
+        if isinstance(self.batch_size, int):
+            return order.get_batched(n=self.batch_size)
+        self.batch_sizes, batches = {}, []
+        for alike in order.get_batched(n=len(order)):  # of one kind of generation, longest first
+            step = -(-len(alike) // searches(self.batch_size))
+            for start in range(0, len(alike), step):
+                part = alike[start : start + step]
+                size = self._largest_batch(part)
+                self.batch_sizes[len(batches)] = size
+                batches += [part[first : first + size] for first in range(0, len(part), size)]
+        return batches
+
+    def _largest_batch(self, requests: list[Instance]) -> int:
+        """How many of these requests, longest first, go into a batch. An earlier run's size is taken again, or its
+        answers, which are those of whole batches, would be of no use."""
+        key = key_of(requests, b"batch size")
+        if self.answer_store is not None and self.answer_store.knows(key):
+            return self.answer_store.get(key)
+        kwargs, _ = generation_arguments(requests[0].args[2], self.args.max_new_tokens)
+        size = largest_batch(
+            lambda rows: self.answering.try_batch(self.prepare(requests[:rows], may_recall=False), kwargs),
+            room=room_for_a_batch(self.device),
+            most=min(len(requests), self.args.max_batch_size or MOST),
+            may_fail=self.device.type == "cuda",
+        )
+        if self.answer_store is not None:
+            self.answer_store.put(key, size)
+        return size
+
     # -- one batch, in the order of its way -----------------------------------------------------------------------
 
-    def prepare(self, requests: list[Instance], messages: list[list[dict[str, Any]]] | None = None) -> Batch:
+    def prepare(
+        self,
+        requests: list[Instance],
+        messages: list[list[dict[str, Any]]] | None = None,
+        may_recall: bool = True,
+    ) -> Batch:
         """What the model needs to answer requests; `messages` in place of their own. Runs in the background: it touches
-        neither the model nor the device."""
+        neither the model nor the device. `may_recall`: a batch that was answered in an earlier run has no inputs."""
         if messages is None:
             messages = [self._messages(request) for request in requests]
         chats = [ChatMessages(messages=each) for each in messages]
         key = b"".join(digest(chat) for chat in chats)
+        if may_recall and self._recall_key(requests, key) is not None:
+            return Batch(key, BatchFeature())
         found, prompts = self.batches.get(key), []
         if found is None or any(map(self._has_overlay, requests)):
             prompts = [self.chat.read(chat, request.args[4]) for chat, request in zip(chats, requests, strict=True)]
@@ -188,9 +248,31 @@ class KVCompressLM(lmms):
             return Batch(key, self.chat.inputs(prompts), prompts=prompts)
         return replace(found, prompts=prompts)
 
+    def _recall_key(self, requests: list[Instance], prompts: bytes) -> str | None:
+        """Under which an earlier run's answers to a batch are known; None where they are not."""
+        if self.answer_store is None or any(map(self._has_overlay, requests)):
+            return None
+        key = key_of(requests, prompts)
+        return key if self.answer_store.knows(key) else None
+
+    def _answer_or_recall(self, requests: list[Instance], batch: Batch) -> tuple[list[GenerationResult], float]:
+        """The answers to requests, and the seconds that generating them takes, or took in an earlier run."""
+        if (key := self._recall_key(requests, batch.key)) is not None:
+            results, rows, seconds = from_json(self.answer_store.get(key))
+            self.rows += rows
+            return results, seconds
+        counted = len(self.rows)
+        results, seconds = self._answer_within_memory(requests, batch)
+        if self.answer_store is not None and not any(map(self._has_overlay, requests)):
+            kwargs, _ = generation_arguments(requests[0].args[2], self.args.max_new_tokens)
+            if not kwargs["do_sample"]:  # else a question that is asked again gets another answer
+                key = key_of(requests, batch.key)
+                self.answer_store.put(key, to_json(results, self.rows[counted:], seconds))
+        return results, seconds
+
     def _answer_within_memory(self, requests: list[Instance], batch: Batch) -> tuple[list[GenerationResult], float]:
         """`_answer`, tried again as `on_oom` says when the device's memory does not suffice."""
-        wanted = self.args.on_oom
+        wanted = self._on_oom
         try:
             return self._answer(requests, batch)
         except torch.OutOfMemoryError:
@@ -206,8 +288,8 @@ class KVCompressLM(lmms):
         counted = len(self.rows)
         if wanted == "halve_batch":
             half = len(requests) // 2
-            first, first_s = self._answer_within_memory(requests[:half], self.prepare(requests[:half]))
-            second, second_s = self._answer_within_memory(requests[half:], self.prepare(requests[half:]))
+            first, first_s = self._answer_or_recall(requests[:half], self.prepare(requests[:half]))
+            second, second_s = self._answer_or_recall(requests[half:], self.prepare(requests[half:]))
             results, seconds = first + second, first_s + second_s
         else:
             with self.answering.offloaded():
@@ -244,10 +326,16 @@ class KVCompressLM(lmms):
 
     def _messages(self, request: Instance) -> list[dict[str, Any]]:
         _, doc_to_messages, _, doc_id, task, split = request.args
-        return doc_to_messages(self.task_dict[task][split][doc_id])
+        return self.few_shot.messages(doc_to_messages, self.task_dict[task][split][doc_id], doc_id)
 
     def _has_overlay(self, request: Instance) -> bool:
         return request.args[3] < self.overlays
+
+    @property
+    def _on_oom(self) -> str:
+        """A size that was looked for may turn out too large: unless told otherwise, that batch is then halved."""
+        is_default = "on_oom" not in self.args.model_fields_set
+        return "halve_batch" if is_default and not isinstance(self.batch_size, int) else self.args.on_oom
 
     @property
     def _look_ahead(self) -> int:

@@ -15,10 +15,12 @@ from transformers import (
     AutoProcessor,
     AutoTokenizer,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 from transformers.distributed import DistributedConfig
 
 from kvcompress import KVCompressError
+from kvcompress.errors import loading
 
 from . import llava_next
 from .arguments import LLAVA_ONEVISION_ARGUMENTS, ModelArguments
@@ -31,10 +33,9 @@ PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor
 def device_of(args: ModelArguments, world_size: int) -> torch.device:
     """Where this rank's model goes: the device asked for, or this rank's GPU, or the CPU."""
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise KVCompressError(f"device={name!r} is not a device: cpu, cuda, cuda:0") from None
+    device = torch.device(name)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise KVCompressError(f"device={name!r}: torch has none on this machine; device=cpu runs without one")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise KVCompressError(
             f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA GPUs; device=cpu runs without one"
@@ -53,32 +54,73 @@ def device_of(args: ModelArguments, world_size: int) -> torch.device:
 
 def load(args: ModelArguments, device: torch.device) -> tuple[Any, Any]:
     """The model in eval mode, and its processor (the tokenizer, for a text-only model)."""
-    source = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
     settings = {"dtype": args.dtype, "device_map": args.device_map or str(device)}
     if args.tp_plan is not None:
         processes = torch.distributed.get_world_size()
         settings |= {"device_map": None, "distributed_config": DistributedConfig(tp_size=processes)}
     if args.attn_implementation is not None:
         settings["attn_implementation"] = args.attn_implementation
-    raw_config, _ = PreTrainedConfig.get_config_dict(args.pretrained, revision=args.revision)
-    check_checkpoint(args.pretrained, raw_config, args.quantization, settings["device_map"])
+    with loading(args.pretrained):
+        raw_config = _raw_config(args)
+        check_checkpoint(args.pretrained, raw_config, args.quantization, settings["device_map"])
     if args.quantization is not None:
         settings["quantization_config"] = quantization_config(args.quantization, settings["device_map"], args.dtype)
-    if llava_next.is_llava_next(raw_config):
-        processor = llava_next.load_processor(args.pretrained, raw_config, args.revision)
-        model = llava_next.load_model(args.pretrained, raw_config, processor.tokenizer, args.revision, **settings)
-    else:
-        config = AutoConfig.from_pretrained(args.pretrained, **source)
-        loader = _model_loader(config)
-        processor_loader = AutoTokenizer if loader is AutoModelForCausalLM else AutoProcessor
-        processor = processor_loader.from_pretrained(args.pretrained, **source)
-        if loader is AutoModelForImageTextToText and not hasattr(processor, "image_processor"):
-            raise KVCompressError(f"{args.pretrained}: AutoProcessor finds no image processor in the checkpoint")
-        model = loader.from_pretrained(args.pretrained, **source, **settings)
-    _check_llava_onevision(args, model.config)
-    _set_up_processor(args, processor)
+    config, processor = load_processor(args)
+    with loading(args.pretrained):
+        model = _read(args, raw_config, config, processor, settings)
     _set_end_tokens(model, getattr(processor, "tokenizer", processor))
     return model.eval(), processor
+
+
+def load_processor(args: ModelArguments) -> tuple[PreTrainedConfig, Any]:
+    """The model's config, and the processor as `load` gives it; no weights are read."""
+    with loading(args.pretrained):
+        config, processor = _read_processor(args, _raw_config(args))
+    _check_llava_onevision(args, config)
+    _set_up_processor(args, processor)
+    return config, processor
+
+
+def _raw_config(args: ModelArguments) -> dict[str, Any]:
+    return PreTrainedConfig.get_config_dict(args.pretrained, revision=args.revision)[0]
+
+
+def _read_processor(args: ModelArguments, raw_config: dict[str, Any]) -> tuple[PreTrainedConfig, Any]:
+    """Config and processor as transformers reads them; what a damaged checkpoint makes it raise comes out."""
+    if llava_next.is_llava_next(raw_config):
+        processor = llava_next.load_processor(args.pretrained, raw_config, args.revision)
+        return llava_next.convert_config(raw_config, processor.tokenizer), processor
+    config = AutoConfig.from_pretrained(args.pretrained, **_source(args))
+    loader = _model_loader(config)
+    processor_loader = AutoTokenizer if loader is AutoModelForCausalLM else AutoProcessor
+    processor = processor_loader.from_pretrained(args.pretrained, **_source(args))
+    if loader is AutoModelForImageTextToText and not hasattr(processor, "image_processor"):
+        raise KVCompressError(f"{args.pretrained}: AutoProcessor finds no image processor in the checkpoint")
+    return config, processor
+
+
+def _read(
+    args: ModelArguments,
+    raw_config: dict[str, Any],
+    config: PreTrainedConfig,
+    processor: Any,
+    settings: dict[str, Any],
+) -> PreTrainedModel:
+    """The model as transformers reads it; what a damaged checkpoint makes it raise comes out."""
+    if llava_next.is_llava_next(raw_config):
+        return llava_next.load_model(args.pretrained, raw_config, processor.tokenizer, args.revision, **settings)
+    model, found = _model_loader(config).from_pretrained(
+        args.pretrained, output_loading_info=True, **_source(args), **settings
+    )
+    # transformers would draw them at random. A quantized checkpoint has its weights under other names.
+    if found["missing_keys"] and args.quantization is None and "quantization_config" not in raw_config:
+        first = ", ".join(sorted(found["missing_keys"])[:3])
+        raise KVCompressError(f"{args.pretrained} lacks {len(found['missing_keys'])} of its weights: {first}, ...")
+    return model
+
+
+def _source(args: ModelArguments) -> dict[str, Any]:
+    return {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
 
 
 def _model_loader(config: PreTrainedConfig) -> type[AutoModelForImageTextToText] | type[AutoModelForCausalLM]:
@@ -104,9 +146,14 @@ def _set_up_processor(args: ModelArguments, processor: Any) -> None:
             raise KVCompressError("chat_template=plain is for text-only models: images need placeholders in the prompt")
         processor.chat_template = PLAIN_TEMPLATE
     elif args.chat_template is not None:
-        if not Path(args.chat_template).is_file():
-            raise KVCompressError(f"chat_template={args.chat_template!r} is neither a file nor 'plain'")
-        processor.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+        named = processor.chat_template if isinstance(processor.chat_template, dict) else {}
+        if Path(args.chat_template).is_file():
+            processor.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+        elif args.chat_template in named:
+            processor.chat_template = named[args.chat_template]
+        else:
+            others = f", nor one of the checkpoint's: {', '.join(named)}" if named else ": the checkpoint names none"
+            raise KVCompressError(f"chat_template={args.chat_template!r} is neither a file nor 'plain'{others}")
     if processor.chat_template is None:
         raise KVCompressError(
             f"{args.pretrained} has no chat template: give chat_template=FILE (Jinja), or, for a text-only model, "

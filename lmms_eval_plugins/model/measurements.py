@@ -1,8 +1,6 @@
 """Measurement rows, one per counted request: what a summary holds of them, and their file."""
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +8,8 @@ from typing import Any
 import numpy as np
 from lmms_eval.api.instance import Instance
 from lmms_eval.models.model_utils.gen_metrics import log_metrics
+
+from kvcompress.files import write_text
 
 from .answering import Answers
 
@@ -95,7 +95,4 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def write_rows(rows: Iterable[dict[str, Any]], path: Path) -> None:
     """Writes rows as JSON lines, the whole file at once: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    os.replace(file.name, path)
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

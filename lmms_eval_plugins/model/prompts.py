@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from lmms_eval.protocol import ChatMessages
 from transformers import BatchFeature
 
@@ -23,7 +24,7 @@ class ChatProcessor:
         dtype: the model's precision, which pixels get.
     """
 
-    def __init__(self, args: ModelArguments, processor: Any, dtype: torch.dtype):
+    def __init__(self, args: ModelArguments, processor: Any, dtype: torch.dtype = torch.float32):
         self.args, self.processor, self.dtype = args, processor, dtype
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.has_vision = self.tokenizer is not processor
@@ -46,16 +47,24 @@ class ChatProcessor:
             prompt.conversation = [{"role": "system", "content": [{"type": "text", "text": system}]}, *others]
         return prompt
 
-    def inputs(self, prompts: list[ChatPrompt]) -> BatchFeature:
-        """Model inputs of a batch, left-padded, on the CPU."""
-        texts = [
-            self.processor.apply_chat_template(
+    def text(self, prompt: ChatPrompt) -> str:
+        """The prompt as the chat template writes it, with a placeholder for each image or video.
+
+        Raises KVCompressError where the template is wrong, or refuses the conversation.
+        """
+        try:
+            return self.processor.apply_chat_template(
                 prompt.conversation if self.has_vision else _as_strings(prompt.conversation),
                 tokenize=False,
                 add_generation_prompt=True,
             )
-            for prompt in prompts
-        ]
+        except TemplateError as error:
+            which = self.args.chat_template or f"of {self.args.pretrained}"
+            raise KVCompressError(f"chat template {which}: {type(error).__name__}: {error}") from error
+
+    def inputs(self, prompts: list[ChatPrompt]) -> BatchFeature:
+        """Model inputs of a batch, left-padded, on the CPU."""
+        texts = [self.text(prompt) for prompt in prompts]
         arguments: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
         # A chat template writes the begin-of-sequence token where the model wants one.
         is_plain, bos = self.args.chat_template == "plain", self.tokenizer.bos_token

@@ -3,56 +3,55 @@
 import argparse
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from kvcompress import KVCompressError
-
-from ..cells.errors import UsageError
+from ..cells.command_line import Parser
+from ..cells.errors import exit_code
+from ..cells.flag_types import folder, fraction, label, number, whole
 from ..cells.results import dumps
 from .grid import GROUP, compare, curves, load_grid, overall
 from .table import score_scale
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lmms_eval_plugins.metrics", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("folders", type=Path, nargs="+", metavar="results/TASK/MODEL", help="one folder per task, of the same model")
-    add("--compare", nargs=2, metavar=("A", "B"), help="paired bootstrap of two methods (or one and `full`)")
-    add("--points", type=float, default=1, help="for the smallest ratio that costs at most so many points (1)")
-    add("--from", type=float, dest="lowest", metavar="RATIO", help="where the area under the curve begins")
-    add("--resamples", type=int, default=10_000, help="of the bootstrap (10000)")
-    add("--seed", type=int, default=0, help="of the bootstrap (0)")
+def parser() -> argparse.ArgumentParser:
+    this = Parser(prog="python -m lmms_eval_plugins.metrics", description=__doc__.splitlines()[0])
+    add = this.add_argument
+    add("folders", type=folder, nargs="+", metavar="results/TASK/MODEL", help="one folder per task, of the same model")
+    add("--compare", nargs=2, type=label, metavar=("A", "B"), help="paired bootstrap of two methods, or one and `full`")
+    add("--points", type=number(0), default=1, help="for the smallest ratio that costs at most so many points (1)")
+    add("--from", type=fraction, dest="lowest", metavar="RATIO", help="where the area under the curve begins")
+    add("--resamples", type=whole(1), default=10_000, help="of the bootstrap (10000)")
+    add("--seed", type=whole(), default=0, help="of the bootstrap (0)")
     add("--json", action="store_true", help="print JSON in place of tables")
-    return parser
+    return this
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: 0, or 2 with one line on stderr for bad input."""
-    flags = _parser().parse_args(argv)
-    try:
-        grid, left_out = load_grid(flags.folders)
-        lines, summary = curves(grid, flags.points, flags.lowest), overall(grid)
-        comparisons = pd.DataFrame()
-        if flags.compare:
-            comparisons = compare(grid, *flags.compare, flags.resamples, flags.seed)
-    except (KVCompressError, UsageError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    """The exit code; every error ends with one line on stderr."""
+    return exit_code(show_metrics, argv, "results")
+
+
+def show_metrics(argv: list[str]) -> None:
+    """Print the metrics that are asked for. Raises UsageError or KVCompressError."""
+    flags = parser().parse_args(argv)
+    grid, left_out = load_grid(flags.folders)
+    lines, summary = curves(grid, flags.points, flags.lowest), overall(grid)
+    comparisons = pd.DataFrame()
+    if flags.compare:
+        comparisons = compare(grid, *flags.compare, flags.resamples, flags.seed)
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
     if flags.json:
         frames = {"cells": grid.drop(columns="questions"), "curves": lines, "overall": summary, "compared": comparisons}
         print(dumps({name: _records(frame) for name, frame in frames.items()}, indent=2))
-        return 0
-    console = Console(width=None if sys.stdout.isatty() else 140)
+        return
+    console = Console(width=None if sys.stdout.isatty() else 140, markup=False, emoji=False)
     for table in terminal_tables(grid, lines, summary, comparisons):
         console.print(table)
-    return 0
 
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:

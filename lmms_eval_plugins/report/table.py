@@ -4,6 +4,7 @@ Only cells with the same run settings (limit, dtype, ...) are comparable, so eac
 table and plot, written beside the cells as `report[-key=value...].md` and `.png`.
 """
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,8 @@ def _bytes(value: float | None) -> str:
 
 def note(frame: pd.DataFrame) -> str:
     """What the columns mean."""
-    batch_size = int(frame["batch_size"].iloc[0])
-    of_batch = f", of a batch of {batch_size}" if batch_size > 1 else ""
+    batch_size = str(frame["batch_size"].iloc[0])  # `auto`: as many as fitted into memory
+    of_batch = "" if batch_size == "1" else f", of a batch of {batch_size}"
     return (
         "Ratio: fraction of the prompt's KV entries that is kept; realised: as measured. TTFT: time to first token; "
         f"per token: time of each further one (medians{of_batch}). KV cache: bytes allocated after the prompt, with "
@@ -117,10 +118,22 @@ def note(frame: pd.DataFrame) -> str:
     )
 
 
+def markdown_text(text: str) -> str:
+    """Text in which Markdown finds no table, code, link, emphasis or HTML of its own."""
+    text = re.sub(r"[\\`*|\[\]]|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def markdown_table(header: list[str], rows: list[list[str]], alignment: list[str]) -> str:
+    """`alignment`: `---` or `---:` for each column. Cells are escaped."""
+    lines = [[markdown_text(cell) for cell in line] for line in (header, *rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in [lines[0], alignment, *lines[1:]])
+
+
 def markdown(frame: pd.DataFrame, title: str) -> str:
     header, rows = table_rows(frame)
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return f"# {title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{note(frame)}\n"
+    table = markdown_table(header, rows, ["---", *["---:"] * (len(header) - 1)])
+    return f"# {markdown_text(title)}\n\n{table}\n{note(frame)}\n"
 
 
 def terminal_table(frame: pd.DataFrame, title: str) -> Table:
@@ -131,6 +144,11 @@ def terminal_table(frame: pd.DataFrame, title: str) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def plain(text: str) -> str:
+    """Text in which matplotlib finds no formula."""
+    return text.replace("$", r"\$")
 
 
 def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
@@ -150,7 +168,7 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
             marker=next(markers),
             capsize=3,
             linewidth=1.6,
-            label=series,
+            label=plain(series),
         )
     sizes = sorted(compressed["size"].unique())
     if sizes:
@@ -159,9 +177,9 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
         axes.minorticks_off()
     is_budget = compressed["ratio"].isna().any()
     axes.set_xlabel("KV entries kept per layer and head" if is_budget else "ratio of the prompt's KV entries kept")
-    axes.set_ylabel(frame["metric"].iloc[0] + (" (%)" if scale == 100 else ""))
+    axes.set_ylabel(plain(frame["metric"].iloc[0]) + (" (%)" if scale == 100 else ""))
     axes.set_ylim(bottom=0)
-    axes.set_title(title, fontsize=11)
+    axes.set_title(plain(title), fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9)
     with replacing(path) as draft:
@@ -182,7 +200,7 @@ def report(folder: Path, settings: dict[str, Any] | None = None, console: Consol
         FileNotFoundError: there is no finished cell.
     """
     # Where the output is no terminal, rich would fold the table to 80 columns.
-    console = console or Console(width=None if sys.stdout.isatty() else 120)
+    console = console or Console(width=None if sys.stdout.isatty() else 120, markup=False, emoji=False)
     if not folder.is_dir():
         raise FileNotFoundError(f"{str(folder)!r} is not a folder with results")
     with locked(folder):  # of two runs in it, the last to report has read all cells

@@ -16,6 +16,8 @@ from kvcompress.files import check_output
 
 from ..cells.command_line import Parser
 from ..cells.errors import UsageError, exit_code
+from ..cells.flag_types import count_or_fraction, folder, label, path
+from ..cells.machine import check_environment
 from ..cells.results import RESULTS_FILE
 from .config import load_config, load_reference
 from .plan import PlannedCell, Run, parse_only, plan
@@ -34,11 +36,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def reproduce(argv: list[str]) -> int:
     """Plan the cells, run those that can be run, write the table; the exit code."""
+    check_environment()
     flags, extra = parser().parse_known_args(argv)
     config, path = load_config(flags.name, flags.model_root)
     reference = load_reference(config, path)
-    extra += ["--output_path", str(flags.output_path)] + (["--limit", flags.limit] if flags.limit else [])
-    cells, runs = plan(config, parse_only(flags.only, config), extra)
+    extra += ["--output_path", str(flags.output_path)] + (["--limit", str(flags.limit)] if flags.limit else [])
+    cells, runs = plan(config, parse_only(flags.only or "", config), extra)
     if not cells:
         raise UsageError(f"--only {flags.only}: no cell has all of that")
     run_of = {cell.key: run for run in runs for cell in run.cells}
@@ -90,16 +93,23 @@ def parser() -> argparse.ArgumentParser:
         "key=value) goes to run_eval.sh.",
     )
     add = parser.add_argument
-    add("name", help="a file of configs/reproduce (effivlm_bench, vl_cache, look_m, snapkv, tiny), or a path")
-    add("--limit", metavar="N", help="questions per task")
     add(
-        "--only", default="", metavar="PART=VALUE,...", help="model=, task=, method=, ratio=; several of one are either"
+        "name",
+        type=label,
+        help="a file of configs/reproduce (effivlm_bench, vl_cache, look_m, snapkv, tiny) or a path",
     )
-    add("--output_path", type=Path, default=Path("results"), metavar="DIR", help="root of the results (results)")
-    add("--model-root", type=Path, metavar="DIR", help="models downloaded by hand: DIR/NAME for ORG/NAME")
+    add("--limit", type=count_or_fraction, metavar="N", help="questions per task")
+    add(
+        "--only",
+        type=label,
+        metavar="PART=VALUE,...",
+        help="model=, task=, method=, ratio=; several of one are either",
+    )
+    add("--output_path", type=path, default=Path("results"), metavar="DIR", help="root of the results (results)")
+    add("--model-root", type=folder, metavar="DIR", help="models downloaded by hand: DIR/NAME for ORG/NAME")
     add("--report-only", action="store_true", help="the table of what is on disk; run nothing")
     add("--dry-run", action="store_true", help="list cells and commands; run and write nothing")
-    add("--write-reference", type=Path, metavar="CSV", help="write our results as a reference")
+    add("--write-reference", type=path, metavar="CSV", help="write our results as a reference")
     return parser
 
 

@@ -1,24 +1,27 @@
 """What is reproduced: a file of `configs/reproduce`, and the paper's numbers beside it."""
 
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
 from kvcompress.methods import method_info
 from kvcompress.policy.policy import make_policy
 
 from ..cells.errors import UsageError, nearest
+from ..cells.flag_types import MOST, shown
 from ..cells.results import exact
+from ..cells.yaml_files import read_yaml
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "reproduce"
 REFERENCE_COLUMNS = ["model", "method", "ratio_kept", "benchmark", "value", "est_error_abs"]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, str_min_length=1)
 
 
 class PaperModel(_Strict):
@@ -37,7 +40,7 @@ class Benchmark(_Strict):
     name: str = Field(description="As in the paper and in the reference.")
     task: str | None = Field(description="A task of lmms-eval; null where it cannot be run here.")
     metric: str | None = Field(None, description="The task's metric; its first number where null.")
-    scale: PositiveFloat = Field(100, description="The paper's score for a score of 1.")
+    scale: PositiveFloat = Field(100, le=MOST, description="The paper's score for a score of 1.")
     needs: str | None = Field(None, description="Why `task` is null.")
     remark: str | None = Field(None, description="What differs from the paper.")
 
@@ -110,18 +113,19 @@ def load_config(name: str, model_root: Path | None = None) -> tuple[Reproduction
     anything wrong in the file.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else CONFIGS / f"{name}.yaml"
-    if not path.is_file():
+    if not os.path.isfile(path):
         known = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
         hint = nearest(name, known) if path.parent == CONFIGS else ""
-        raise UsageError(f"no reproduction {name!r}{hint}; there are: {', '.join(known)}, or a path that ends in .yaml")
+        raise UsageError(
+            f"no reproduction {shown(name)}{hint}; there are: {', '.join(known)}, or a path that ends in .yaml"
+        )
     try:
-        config = Reproduction.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except yaml.YAMLError as error:
-        raise UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+        config = Reproduction.model_validate(read_yaml(path, "reproduction"))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{path}: {where + ': ' if where else ''}{first['msg']}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{path}: {where + ': ' if where else ''}{message}") from None
     if model_root is None:
         return config, path
     models = [
@@ -141,15 +145,21 @@ def load_reference(config: Reproduction, path: Path) -> dict[tuple[str, ...], tu
     if config.reference is None:
         return {}
     file = path.parent / config.reference
-    if not file.is_file():
-        raise UsageError(f"{path}: the reference {str(file)!r} is not there")
-    frame = pd.read_csv(file)
+    if not os.path.isfile(file):
+        raise UsageError(f"{path}: the reference {shown(str(file))} is not there")
+    try:
+        frame = pd.read_csv(file)
+    except (ValueError, OSError) as error:  # of pandas, too, and UnicodeDecodeError
+        raise UsageError(f"{file} is not a CSV file: {' '.join(str(error).split())[:300]}") from None
     if missing := [column for column in REFERENCE_COLUMNS if column not in frame]:
         raise UsageError(f"{file}: no column {', '.join(missing)}; it needs {', '.join(REFERENCE_COLUMNS)}")
     for column, entries in (("model", config.models), ("benchmark", config.benchmarks), ("method", config.methods)):
         names = [entry.name for entry in entries]
-        if unknown := sorted(set(frame[column]) - set(names)):
+        if unknown := sorted(set(map(str, frame[column])) - set(names)):
             raise UsageError(f"{file}: {column} {unknown[0]!r} is not in {path.name}, which has {', '.join(names)}")
+    for column in ("ratio_kept", "value", "est_error_abs"):
+        if not pd.api.types.is_numeric_dtype(frame[column]) or not np.isfinite(frame[column].dropna()).all():
+            raise UsageError(f"{file}: column {column} holds what is not a number")
     return {
         (row.model, row.benchmark, row.method, exact(row.ratio_kept)): (row.value, row.est_error_abs)
         for row in frame.itertuples()

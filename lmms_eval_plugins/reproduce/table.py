@@ -119,9 +119,14 @@ def markdown(config: Reproduction, rows: list[Row]) -> str:
         lines += [f"## {model}, {benchmark}", ""]
         lines += [remarks[benchmark], ""] if remarks[benchmark] else []
         lines += [f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * 4 + " --- | --- |"]
-        lines += [f"| {' | '.join(_shown_row(row))} |" for row in part]
+        lines += [f"| {' | '.join(map(_cell, _shown_row(row)))} |" for row in part]
         lines += ["", *_trend(part)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _cell(text: str) -> str:
+    """Text of one line in which no bar ends the cell."""
+    return " ".join(text.split()).replace("|", r"\|")
 
 
 def _shown_row(row: Row) -> list[str]:

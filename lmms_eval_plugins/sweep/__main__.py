@@ -1,13 +1,14 @@
 """`python -m lmms_eval_plugins.sweep run|trial`: see docs/sweeps.md. Exit codes as of the evaluation command."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
-from ..cells.command_line import Parser, literal
+from ..cells.command_line import Parser
 from ..cells.errors import EvaluationFailed, UsageError, exit_code
-from ..cells.machine import say
+from ..cells.flag_types import count_or_fraction, label, path, whole
+from ..cells.machine import check_environment, number_of_processes, say
+from ..cells.names import check_tasks
 from ..cells.run import quiet
 from .trial import parse_trial, run_trial, stay_offline
 
@@ -18,23 +19,17 @@ USAGE = """CONFIG [flags] [parameter=value ...]
 def run_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="run_sweep.sh", usage=f"%(prog)s {USAGE}", allow_abbrev=False)
     add = parser.add_argument
-    add("config", type=Path, metavar="CONFIG", help="a wandb sweep file, such as configs/sweeps/demo.yaml")
+    add("config", type=path, metavar="CONFIG", help="a wandb sweep file, such as configs/sweeps/demo.yaml")
     add("overrides", nargs="*", metavar="parameter=value", help="constants in place of the file's parameters")
-    add("--limit", help="questions per task: the same as limit=N")
-    add("--trials", type=_positive, metavar="N", help="most trials (default: the file's run_cap)")
-    add("--seed", type=int, default=0, help="of random and bayes (0)")
-    add("--name", help="of the sweep's folder (default: the file's name and what is overridden)")
-    add("--output_path", type=Path, default=Path("results"), metavar="DIR", help="root of the results (results)")
-    add("--ray", metavar="ADDRESS", help="run on the Ray cluster at ADDRESS, or on a `local` one")
-    add("--cpus-per-trial", type=_positive, metavar="N", help="cores of a trial on Ray (1)")
-    add("--workers", type=_positive, metavar="N", help="trials at once on Ray (default: all that there is room for)")
+    add("--limit", type=count_or_fraction, help="questions per task: the same as limit=N")
+    add("--trials", type=whole(1), metavar="N", help="most trials (default: the file's run_cap)")
+    add("--seed", type=whole(), default=0, help="of random and bayes (0)")
+    add("--name", type=label, help="of the sweep's folder (default: the file's name and what is overridden)")
+    add("--output_path", type=path, default=Path("results"), metavar="DIR", help="root of the results (results)")
+    add("--ray", type=label, metavar="ADDRESS", help="run on the Ray cluster at ADDRESS, or on a `local` one")
+    add("--cpus-per-trial", type=whole(1), metavar="N", help="cores of a trial on Ray (1)")
+    add("--workers", type=whole(1), metavar="N", help="trials at once on Ray (default: all that there is room for)")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
 
 
 def run(argv: list[str]) -> None:
@@ -42,16 +37,18 @@ def run(argv: list[str]) -> None:
     flags = run_parser().parse_intermixed_args(argv)
     overrides = parse_trial(flags.overrides)
     if flags.limit is not None:
-        overrides["limit"] = literal(flags.limit)
+        overrides["limit"] = flags.limit
     if flags.ray is None and (flags.workers or flags.cpus_per_trial):
         raise UsageError("--workers and --cpus-per-trial are for --ray")
-    if flags.ray is not None and int(os.environ.get("NUM_PROCESSES", 1)) > 1:
-        raise UsageError(f"NUM_PROCESSES={os.environ['NUM_PROCESSES']} with --ray: a trial on Ray is one process")
+    if flags.ray is not None and number_of_processes() > 1:
+        raise UsageError(f"NUM_PROCESSES={number_of_processes()} with --ray: a trial on Ray is one process")
     try:
         from .config import read_config
     except ImportError as error:
         raise EvaluationFailed(f"{error.name} is not installed: pip install -e '.[sweep]'") from error
     config = read_config(flags.config, overrides, flags.name)
+    include_path = config.constants.get("include_path")
+    check_tasks([str(task) for task in config.values("task")], include_path and Path(str(include_path)))
     stay_offline([str(model) for model in config.values("model")], [str(task) for task in config.values("task")])
     from kvcompress.files import check_output
 
@@ -92,6 +89,7 @@ def command(argv: list[str]) -> None:
     commands = {"run": run, "trial": trial}
     if not argv or argv[0] not in commands:
         raise UsageError(f"{argv[0] if argv else 'nothing'!r} is neither run nor trial; both are in docs/sweeps.md")
+    check_environment()
     commands[argv[0]](argv[1:])
 
 

@@ -2,14 +2,16 @@
 
 import itertools
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from ..cells.errors import UsageError, nearest
+from ..cells.flag_types import MOST, shown
+from ..cells.yaml_files import read_yaml
 from .trial import METRICS
 
 METHODS = ("grid", "random", "bayes")
@@ -22,6 +24,7 @@ DISTRIBUTIONS = {
     "log_uniform_values": ("min", "max"),
     "q_uniform": ("min", "max", "q"),
 }
+LONGEST_NAME = 200  # of a folder, in bytes
 KEYS = ("name", "description", "project", "entity", "program", "command", "method", "metric", "parameters", "run_cap")
 
 
@@ -69,13 +72,8 @@ def read_config(path: Path, overrides: dict[str, Any], name: str | None = None) 
 
     Raises UsageError, one line, for a file that is no sweep, or asks for what only wandb's server can do.
     """
-    try:
-        sweep = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"sweep file {str(path)!r} cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(sweep, dict) or not isinstance(sweep.get("parameters"), dict):
+    sweep = read_yaml(path, "sweep file")
+    if not isinstance(sweep.get("parameters"), dict):
         raise UsageError(f"{path} is not a sweep file: it has no parameters")
     for key in sweep:
         if key not in KEYS:
@@ -83,13 +81,16 @@ def read_config(path: Path, overrides: dict[str, Any], name: str | None = None) 
                 f"{path}: {key!r} is not supported here{nearest(str(key), KEYS)}; valid: {', '.join(KEYS)}"
             )
     method = sweep.get("method")
-    if method not in METHODS:
-        raise UsageError(f"{path}: method {method!r} is not one of {', '.join(METHODS)}")
+    if not isinstance(method, str) or method not in METHODS:
+        raise UsageError(f"{path}: method {shown(method)} is not one of {', '.join(METHODS)}")
     metric, goal = _metric(path, method, sweep.get("metric"))
     run_cap = sweep.get("run_cap")
-    if run_cap is not None and (not isinstance(run_cap, int) or run_cap < 1):
-        raise UsageError(f"{path}: run_cap {run_cap!r} is not a positive number of trials")
+    if run_cap is not None and not (_is_int(run_cap) and 0 < run_cap <= MOST):
+        raise UsageError(f"{path}: run_cap {shown(run_cap)} is not a positive number of trials")
     specifications = {**sweep["parameters"], **{key: {"value": value} for key, value in overrides.items()}}
+    for parameter in specifications:
+        if not isinstance(parameter, str):
+            raise UsageError(f"{path}: the parameter {shown(parameter)} is not a name")
     distributions = {key: distribution(key, given) for key, given in specifications.items()}
     constants, space = {}, {}
     for parameter, given in distributions.items():
@@ -100,19 +101,22 @@ def read_config(path: Path, overrides: dict[str, Any], name: str | None = None) 
         else:
             space[parameter] = given
     own = "-".join([path.stem, *(f"{parameter}={value}" for parameter, value in overrides.items())])
-    return SweepConfig((name or own).replace("/", "__"), method, metric, goal, constants, space, run_cap)
+    name = (name or own).replace("/", "__")
+    if name in (".", "..") or len(os.fsencode(name)) > LONGEST_NAME:
+        raise UsageError(f"a sweep cannot be called {shown(name)}: give --name, of at most {LONGEST_NAME} bytes")
+    return SweepConfig(name, method, metric, goal, constants, space, run_cap)
 
 
 def _metric(path: Path, method: str, metric: Any) -> tuple[str, str]:
     if metric is None and method != "bayes":
         return "accuracy", "maximize"
     if not isinstance(metric, dict) or not {"name"} <= metric.keys() <= {"name", "goal"}:
-        raise UsageError(f"{path}: metric {metric!r} is not a name and a goal")
+        raise UsageError(f"{path}: metric {shown(metric)} is not a name and a goal")
     name, goal = metric["name"], metric.get("goal", "minimize")  # wandb's default
-    if name not in METRICS:
-        raise UsageError(f"{path}: no trial logs the metric {name!r}; valid: {', '.join(METRICS)}")
+    if not isinstance(name, str) or name not in METRICS:
+        raise UsageError(f"{path}: no trial logs the metric {shown(name)}; valid: {', '.join(METRICS)}")
     if goal not in ("maximize", "minimize"):
-        raise UsageError(f"{path}: metric goal {goal!r} is neither maximize nor minimize")
+        raise UsageError(f"{path}: metric goal {shown(goal)} is neither maximize nor minimize")
     return name, goal
 
 
@@ -123,15 +127,15 @@ def is_choice(given: BaseDistribution) -> bool:
 def distribution(name: str, given: Any) -> BaseDistribution:
     """wandb's specification of a parameter as optuna's. Raises UsageError."""
     if not isinstance(given, dict):
-        raise UsageError(f"parameter {name!r}: {given!r} is not value:, values:, or min: and max:")
+        raise UsageError(f"parameter {name!r}: {shown(given)} is not value:, values:, or min: and max:")
     kind = given.get("distribution", _default_kind(given))
-    if kind not in DISTRIBUTIONS:
+    if not isinstance(kind, str) or kind not in DISTRIBUTIONS:
         raise UsageError(
-            f"parameter {name!r}: distribution {kind!r} is not supported here; valid: {', '.join(DISTRIBUTIONS)}"
+            f"parameter {name!r}: distribution {shown(kind)} is not supported here; valid: {', '.join(DISTRIBUTIONS)}"
         )
     keys = given.keys() - {"distribution"}
     if keys != set(DISTRIBUTIONS[kind]):
-        takes, found = ", ".join(DISTRIBUTIONS[kind]), ", ".join(sorted(keys)) or "nothing"
+        takes, found = ", ".join(DISTRIBUTIONS[kind]), ", ".join(sorted(map(str, keys))) or "nothing"
         raise UsageError(f"parameter {name!r}: {kind} takes {takes}, not {found}")
     if kind in ("constant", "categorical"):
         return _categorical(name, [given["value"]] if kind == "constant" else given["values"])
@@ -149,23 +153,27 @@ def _default_kind(given: dict[str, Any]) -> str:
 
 def _categorical(name: str, values: Any) -> CategoricalDistribution:
     if not isinstance(values, list) or not values:
-        raise UsageError(f"parameter {name!r}: values {values!r} is not a list with something in it")
+        raise UsageError(f"parameter {name!r}: values {shown(values)} is not a list with something in it")
     for value in values:
         if value is not None and not isinstance(value, bool | int | float | str):
-            raise UsageError(f"parameter {name!r}: value {value!r} is neither text, a number, true, false nor null")
+            raise UsageError(
+                f"parameter {name!r}: value {shown(value)} is neither text, a number, true, false nor null"
+            )
+        if not isinstance(value, str | None) and not abs(value) <= MOST:
+            raise UsageError(f"parameter {name!r}: value {shown(value)} is not a number between -{MOST} and {MOST}")
     if len(set(values)) < len(values):
-        raise UsageError(f"parameter {name!r}: values {values!r} holds one twice")
+        raise UsageError(f"parameter {name!r}: values {shown(values)} holds one twice")
     return CategoricalDistribution(values)
 
 
 def _range(name: str, kind: str, given: dict[str, Any]) -> BaseDistribution:
     numbers = {key: given[key] for key in DISTRIBUTIONS[kind]}
-    whole = all(_is_int(number) for number in numbers.values())
+    is_whole = all(_is_int(number) for number in numbers.values())
     for key, number in numbers.items():
         if kind == "int_uniform" and not _is_int(number):
-            raise UsageError(f"parameter {name!r}: {key} {number!r} is not a whole number")
-        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-            raise UsageError(f"parameter {name!r}: {key} {number!r} is not a number")  # YAML reads 1e-3 as text
+            raise UsageError(f"parameter {name!r}: {key} {shown(number)} is not a whole number")
+        if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= MOST:
+            raise UsageError(f"parameter {name!r}: {key} {shown(number)} is not a number")  # YAML reads 1e-3 as text
     low, high, step = given["min"], given["max"], given.get("q")
     if low > high:
         raise UsageError(f"parameter {name!r}: min {low:g} is above max {high:g}")
@@ -173,7 +181,7 @@ def _range(name: str, kind: str, given: dict[str, Any]) -> BaseDistribution:
         raise UsageError(f"parameter {name!r}: min {low:g} of log_uniform_values is not above 0")
     if kind == "q_uniform" and (step <= 0 or any(not _is_multiple(bound, step) for bound in (low, high))):
         raise UsageError(f"parameter {name!r}: min {low:g} and max {high:g} are not multiples of q {step:g}")
-    if kind == "int_uniform" or (kind == "q_uniform" and whole):
+    if kind == "int_uniform" or (kind == "q_uniform" and is_whole):
         return IntDistribution(low, high, step=step or 1)
     return FloatDistribution(low, high, log=kind == "log_uniform_values", step=step)
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from kvcompress.files import write_text
 
-from ..report.table import cell_row, note, table_rows
+from ..report.table import cell_row, markdown_table, markdown_text, note, table_rows
 from .runner import Sweep, model_parameters
 from .trial import FLAGS, read_results, trial_values
 
@@ -20,8 +20,8 @@ FURTHER = ("throughput", "peak_memory_bytes", "accuracy_stderr")
 def write_table(sweep: Sweep, console: Console | None = None) -> None:
     """Print the finished trials and write them to `report.md` in the sweep's folder: one table per task, a grid in its
     order, others with the best first. Trials that are one cell, such as `full` at two ratios, are one row."""
-    console = console or Console(width=None if sys.stdout.isatty() else 120)
-    text = f"# Sweep {sweep.config.name}\n"
+    console = console or Console(width=None if sys.stdout.isatty() else 120, markup=False, emoji=False)
+    text = f"# Sweep {markdown_text(sweep.config.name)}\n"
     for task, rows in trial_rows(sweep).groupby("task", sort=False):
         header, lines = table(sweep, rows)
         terminal = Table(title=f"{sweep.config.name}: {task}", caption=note(rows))
@@ -30,9 +30,7 @@ def write_table(sweep: Sweep, console: Console | None = None) -> None:
         for line in lines:
             terminal.add_row(*line)
         console.print(terminal)
-        text += f"\n## {task}\n\n" + "".join(
-            f"| {' | '.join(line)} |\n" for line in [header, ["---"] * len(header), *lines]
-        )
+        text += f"\n## {markdown_text(task)}\n\n{markdown_table(header, lines, ['---'] * len(header))}"
         text += f"\n{note(rows)}\n"
     path = sweep.folder / "report.md"
     write_text(path, text)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..cells import results
 from ..cells.command_line import literal, parse
 from ..cells.errors import EvaluationFailed, UsageError
-from ..cells.machine import rank, set_offline
+from ..cells.machine import number_of_processes, rank, set_offline
 from ..cells.plan import Plan, check_folders
 from ..cells.processes import evaluation
 from ..cells.run import evaluate_cell, load_model, quiet
@@ -110,14 +110,13 @@ class Evaluator:
         questions. Raises UsageError, KVCompressError or EvaluationFailed."""
         argv = trial_argv(parameters, output_path)
         plan = Plan.of(parse(argv))
-        processes = int(os.environ.get("NUM_PROCESSES", 1))
-        plan.check_machine(processes)
+        plan.check_machine(number_of_processes())
         quiet(plan.request.flags.verbosity)
         (job,) = plan.jobs()
         if job.todo is None:
             return job.folder
         check_folders([job])
-        if processes > 1:
+        if number_of_processes() > 1:
             _evaluate_on_ranks(argv)
         else:
             evaluate_cell(self._model(plan.arguments), job)

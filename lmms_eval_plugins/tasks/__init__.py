@@ -25,7 +25,7 @@ def task_names(folder: Path) -> dict[str, Path]:
     """Name -> file of every plain task under `folder`, found by text search (parsing 1900 YAMLs takes 4 s)."""
     names = {}
     for path in folder.rglob("*.yaml"):
-        for name in TASK_LINE.findall(path.read_text(encoding="utf-8")):
+        for name in TASK_LINE.findall(path.read_text(encoding="utf-8", errors="replace")):
             names[name] = path
     return names
 
@@ -52,7 +52,7 @@ def task_manager(names: list[str], model_name: str | None = None) -> TaskManager
     for name in names:
         if name not in manager.all_tasks:
             near = difflib.get_close_matches(name, manager.all_tasks, n=3)
-            hint = f"did you mean {', '.join(near)}?" if near else "list them with: python -m lmms_eval --tasks list"
+            hint = f"did you mean {', '.join(near)}?" if near else "list them with: scripts/run_eval.sh list tasks"
             raise KVCompressError(
                 f"unknown task {name!r}: not bundled ({', '.join(bundled)}), not in lmms-eval; {hint}"
             )

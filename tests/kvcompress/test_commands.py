@@ -31,7 +31,7 @@ def test_a_registered_command_gets_its_arguments(registered, capsys):
 
 def test_its_error_is_one_line(registered, capsys):
     assert __main__.main(["hello"]) == 2
-    assert capsys.readouterr().err == "kvcompress: hello whom?\n"
+    assert capsys.readouterr().err == "error: hello whom?\n"
 
 
 def test_help_lists_own_and_registered_commands(registered, capsys):
@@ -42,9 +42,7 @@ def test_help_lists_own_and_registered_commands(registered, capsys):
 def test_an_unknown_command_is_one_line_with_the_valid_ones(registered, capsys):
     assert __main__.main(["helo"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(
-        "kvcompress: there is no command 'helo' (did you mean 'hello'?); valid: bench, hello, speech;"
-    )
+    assert err.startswith("error: there is no command 'helo' (did you mean 'hello'?); valid: bench, hello, speech;")
     assert "pip install -e ." in err
     assert len(err.splitlines()) == 1
 

@@ -1,5 +1,6 @@
 """The promises that hold for every method on every family, over drawn shapes."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
 import kvcompress
+from kvcompress.scoring.merging import MERGES
 from kvcompress.scoring.rotary import Rotary
 from tests.support.examples import examples, paired
 from tests.support.families import FAMILIES
@@ -175,6 +177,28 @@ def test_the_same_seed_selects_the_same_entries(method):
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize(("method", "bad"), paired([*METHODS, *MERGES], [math.nan, math.inf]))
+def test_a_row_whose_states_are_not_finite_gets_nan_logits_and_changes_no_other_row(method, bad):
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [30, 24])
+    embeddings = model.get_input_embeddings()(inputs["input_ids"])
+    embeddings[1, 12] = bad
+    options = {"method": "snapkv", "merge": method} if method in MERGES else {"method": method}
+    logits = []
+    for rows in (2, 1):
+        prompt = {"inputs_embeds": embeddings[:rows], "attention_mask": inputs["attention_mask"][:rows]}
+        with torch.no_grad(), kvcompress.compress(model, ratio=0.3, decode_ratio=0.3, **options) as session:
+            model(**prompt)
+            positions = torch.tensor([[30], [24]])[:rows]
+            tokens = torch.tensor([[20], [21]])[:rows]
+            steps = [
+                model(tokens, past_key_values=session.cache, position_ids=positions + step).logits for step in range(2)
+            ]
+        logits.append(torch.stack(steps))
+    torch.testing.assert_close(logits[0][:, :1], logits[1], atol=TOLERANCE, rtol=0)
+    assert logits[0][:, 1].isnan().all()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_scoring_memory_is_linear_in_the_prompt(method):
     def largest(length: int) -> int:
@@ -314,7 +338,7 @@ def test_compression_that_cannot_happen_is_an_error_not_a_silent_full_cache():
         with pytest.raises(error, match="already being compressed"), kvcompress.compress(model, "knorm", 0.5):
             pass
     cache = kvcompress.CompressedCache(model.config, "snapkv", 0.5)
-    with pytest.raises(error, match="not inside kvcompress"):
+    with pytest.raises(error, match="only where the model itself is called inside kvcompress"):
         model.generate(**inputs, past_key_values=cache, max_new_tokens=2)
     with kvcompress.attach(model), pytest.raises(error, match="give past_key_values"):
         model.generate(**inputs, max_new_tokens=2)

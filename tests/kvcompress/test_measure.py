@@ -2,6 +2,7 @@ import time
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 import kvcompress
 from kvcompress import measure
@@ -67,6 +68,30 @@ def test_time_is_read_when_the_device_is_done(monkeypatch):
 
 def test_a_single_token_has_no_time_per_token():
     assert measured(new=1)[2].tpot_s is None
+
+
+def test_only_a_session_of_this_model_that_is_entered_is_measured():
+    """Any other would tell the cost of a generation that was not compressed by that of an earlier one."""
+    inputs, _, _, left = measured()
+    other = kvcompress.compress(FAMILIES["qwen2"].build(), "snapkv", 0.2)
+    for session in (left, other):
+        with pytest.raises(kvcompress.KVCompressError, match="a session of this very model"):
+            measure.generate(MODEL, session, inputs, max_new_tokens=2)
+    with other, pytest.raises(kvcompress.KVCompressError, match="a session of this very model"):
+        measure.generate(MODEL, other, inputs, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("where", ["argument", "generation_config"])
+def test_an_answer_ends_with_the_end_token_that_the_call_names(where):
+    _, tokens, _, _ = measured()
+    end = int(tokens[0, 2])
+    given = {"eos_token_id": end}
+    if where == "generation_config":
+        given = {where: GenerationConfig(**given, pad_token_id=0)}
+    result = measured(**given)[2]
+    expected = [row.index(end) + 1 if end in row else 6 for row in tokens.tolist()]
+    assert result.tokens_out == expected
+    assert expected[0] <= 3
 
 
 def test_peak_memory_is_at_least_the_weights():

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress import CompressedCache, KVCompressError, speech
+from kvcompress import CompressedCache, KVCompressError, measure, speech
 from kvcompress.bench.speech.prompts import SpeechPrompt, model_inputs
 from kvcompress.tokens.base import TokenMethod
+from tests.support.clock import synchronised_reads
 from tests.support.omni import CODE_S, UNHEARD
 
 CPU = torch.device("cpu")
@@ -93,6 +94,12 @@ def test_times_follow_the_order_of_the_work(omni, omni_inputs):
     assert answer.first_audio_s == answer.total_s  # the waveform comes in one piece
     assert answer.codes == 5
     assert answer.real_time_factor == pytest.approx(answer.total_s / ((5 - UNHEARD) * CODE_S))
+
+
+def test_every_time_is_taken_when_the_device_is_done(omni, omni_inputs):
+    with synchronised_reads(measure, speech) as reads:
+        answered(omni, omni_inputs)
+    assert {read.rpartition(":")[0] for read in reads} == {measure.__name__, speech.__name__}
 
 
 def test_an_answer_of_one_token_cannot_be_spoken(omni, omni_inputs):

@@ -1,18 +1,23 @@
 """The launcher: every cell on one loaded model, complete results or a non-zero exit code with one clear line."""
 
+import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import datasets
 import huggingface_hub.constants
+import psutil
 import pytest
 
 import kvcompress
+from kvcompress import files
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import run as cell_run
 from lmms_eval_plugins.cells.errors import EvaluationFailed
@@ -173,6 +178,90 @@ def test_cut_cell_is_computed_again(finished, tmp_path, capsys):
     assert len(samples.read_text().splitlines()) == 2
 
 
+def test_a_damaged_neighbour_fails_nothing_and_is_named(finished, tmp_path, capsys):
+    folder = copy_of(finished, tmp_path)
+    (folder / "full-1-limit=2" / "results.json").write_text("[]")
+    assert evaluate.main([*FOUR[:2], "knorm", "0.2", "--limit", "2"]) == 0
+    assert "left out: " in capsys.readouterr().err
+    assert "| full |" not in (folder / "report-limit=2.md").read_text()
+    assert "| knorm |" in (folder / "report-limit=2.md").read_text()
+
+
+@pytest.mark.parametrize("place", ["results", "results/tiny_textvqa", "results/tiny_textvqa/tiny/snapkv-0.2"])
+def test_a_file_in_the_place_of_the_results_is_found_before_the_model_is_loaded(place, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "load_model", None)  # a call would raise
+    Path(place).parent.mkdir(parents=True, exist_ok=True)
+    Path(place).write_text("mine")
+    assert evaluate.main(FOUR) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert place in line
+    assert Path(place).read_text() == "mine"
+
+
+def test_measurements_that_cannot_be_written_are_found_before_the_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "load_model", None)  # a call would raise
+    Path("file").write_text("mine")
+    assert evaluate.main([*FOUR, "measurements_path=file/rows.jsonl"]) == 2
+    assert "file' cannot be written: " in error_line(capsys)
+
+
+def test_a_disk_that_is_full_is_found_before_the_model_is_loaded(monkeypatch, capsys):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(evaluate, "load_model", None)
+    monkeypatch.setattr(files.os, "fsync", full)
+    assert evaluate.main(FOUR) == 2
+    assert error_line(capsys).endswith("results/tiny_textvqa/tiny' cannot be written: No space left on device")
+
+
+def test_a_disk_that_becomes_full_is_one_line(monkeypatch, capsys):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device", "samples.jsonl")
+
+    monkeypatch.setattr(cell_run, "write_cell", full)
+    assert evaluate.main([*FOUR, "--limit", "1"]) == 1
+    assert error_line(capsys) == "error: samples.jsonl cannot be written or read: No space left on device"
+    assert not list(Path("results/tiny_textvqa/tiny").iterdir())
+
+
+@pytest.mark.slow
+def test_three_identical_runs_at_once_end_well(tmp_path):
+    command = [sys.executable, "-m", "lmms_eval_plugins.evaluate", *FOUR[:2], "full,snapkv", "0.2", "--limit", "4"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(evaluate.__file__).parents[1])}
+    runs = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    errors = [run.communicate()[1] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0, 0], errors
+    folder = Path("results/tiny_textvqa/tiny")
+    assert {path.name for path in folder.iterdir()} == {
+        "full-1-limit=4", "snapkv-0.2-limit=4", "report-limit=4.md", "report-limit=4.png",
+    }  # fmt: skip
+    assert all(len(read(path)[1]) == 4 for path in folder.iterdir() if path.is_dir())
+    table = (folder / "report-limit=4.md").read_text()
+    assert "| full |" in table
+    assert "| snapkv |" in table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_ranks_with_one_line(number):
+    environment = {**os.environ, "NUM_PROCESSES": "2", "PYTHONPATH": str(Path(evaluate.__file__).parents[1])}
+    command = [sys.executable, "-m", "lmms_eval_plugins.evaluate", *FOUR, "--limit", "400"]
+    run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    while not list(Path("results").rglob(".unfinished-*")):
+        assert run.poll() is None
+        time.sleep(0.1)
+    ranks = psutil.Process(run.pid).children(recursive=True)
+    assert len(ranks) >= 2
+    run.send_signal(number)
+    _, error = run.communicate(timeout=60)
+    assert run.returncode == 128 + number
+    assert error.count("error: ") == 1
+    assert not any(rank.is_running() for rank in ranks)
+    assert not list(Path("results").rglob(".unfinished-*"))
+
+
 def test_failure_in_generate_ends_with_1_and_no_results(monkeypatch, capsys):
     def broken(*args, **kwargs):
         raise RuntimeError("the kernel broke")
@@ -193,6 +282,22 @@ def test_interruption_keeps_finished_cells_and_cuts_cleanly(monkeypatch, capsys)
 
     monkeypatch.setattr(KVCompressLM, "generate_until", interrupted)
     assert evaluate.main([*FOUR[:3], "0.2,0.1", "--limit", "1"]) == 130
+    assert "finished cells are kept" in error_line(capsys)
+    assert [path.name for path in Path("results/tiny_textvqa/tiny").iterdir()] == ["snapkv-0.2-limit=1"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_keeps_finished_cells_and_tidies_up(monkeypatch, capsys, number):
+    original = KVCompressLM.generate_until
+
+    def interrupted(self, requests):
+        if self.compression.ratio == 0.1:
+            assert list(Path("results/tiny_textvqa/tiny").glob(".unfinished-*"))
+            os.kill(os.getpid(), number)
+        return original(self, requests)
+
+    monkeypatch.setattr(KVCompressLM, "generate_until", interrupted)
+    assert evaluate.main([*FOUR[:3], "0.2,0.1", "--limit", "1"]) == 128 + number
     assert "finished cells are kept" in error_line(capsys)
     assert [path.name for path in Path("results/tiny_textvqa/tiny").iterdir()] == ["snapkv-0.2-limit=1"]
 
@@ -291,7 +396,16 @@ def test_two_ranks_give_the_scores_and_measurements_of_one(tmp_path, tensor_para
 @pytest.mark.slow
 def test_failure_on_ranks_ends_with_a_non_zero_code():
     environment = {**os.environ, "NUM_PROCESSES": "2", "PYTHONPATH": str(Path(evaluate.__file__).parents[1])}
-    argv = [sys.executable, "-m", "lmms_eval_plugins.evaluate", *FOUR, "--limit", "2", "--gen_kwargs", "num_beams=x"]
+    argv = [
+        sys.executable,
+        "-m",
+        "lmms_eval_plugins.evaluate",
+        *FOUR,
+        "--limit",
+        "2",
+        "--gen_kwargs",
+        "cache_implementation=none",
+    ]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True)
     assert done.returncode != 0
     assert not list(Path("results").rglob("results.json"))

@@ -371,10 +371,14 @@ def test_aircache_evicts_the_vision_tokens_that_the_elite_attend_to_least(layer,
 
 
 @oracle
-@given(layer=vision_layers())
-def test_the_strength_budget_measures_sum_and_skewness_of_the_vision_tokens_importance(layer):
+@given(layer=vision_layers(), alpha=st.sampled_from([None, 0.1, 0.5, 1.0]))
+def test_the_strength_budget_measures_sum_and_skewness_of_the_vision_tokens_importance(layer, alpha):
+    """With the method's `alpha`; 0.9 where it has none."""
+    cluster = kvcompress.make_cluster("knorm") if alpha is None else kvcompress.make_cluster("aircache", alpha=alpha)
+    *states, view = layer
+    layer = (*states, dataclasses.replace(view, settings=Settings(cluster=cluster)))
     for ours, row in zip(measured("strength", layer).tolist(), rows_of(layer), strict=True):
-        scores = elite_importance(row, 0.9).mean(0)[row.images]
+        scores = elite_importance(row, alpha or 0.9).mean(0)[row.images]
         strength, skewness = float(scores.sum()), 0.0
         if len(scores) > 1:
             apart = scores - scores.mean()

@@ -19,15 +19,16 @@ def write_answers(
     options: dict[str, Any] | None = None,
     settings: dict[str, Any] | None = None,
     budget: int | None = None,
+    model: str = "m",
 ) -> Path:
     """Write a cell whose answers are the letters of `answers`, each right where `truth` has the same.
 
     The first token of an answer takes `seconds`, each further one half of that. Returns the folder of the cell's model.
     """
-    cell = Cell(task, "m", method, ratio, budget, options or {}, settings or {})
+    cell = Cell(task, model, method, ratio, budget, options or {}, settings or {})
     scores = [float(answer == right) for answer, right in zip(answers, truth, strict=True)]
     protocol = {
-        "task": task, "model": "m", "method": method, "ratio": ratio, "budget": budget,
+        "task": task, "model": model, "method": method, "ratio": ratio, "budget": budget,
         "settings": cell.settings, "changed_options": cell.options,
     }  # fmt: skip
     measured = {"ttft_s": seconds, "tpot_s": seconds / 2 if tokens > 1 else None, "tokens_out": tokens}

@@ -5,45 +5,57 @@ import shlex
 from pathlib import Path
 
 import torch
+from pydantic import NonNegativeInt, PositiveInt
 
 from ... import speech
 from ...errors import KVCompressError, unknown_name
+from ...files import check_output, write_text
+from ...policy.options import Fraction
 from ...policy.policy import make_policy
-from ..cli import positive
+from ..flags import Parser, Threads, device_name, flag, label, new_file
 from ..grid import Results
 from ..timing import environment
+from .prompts import read_lines
 from .report import markdown
 from .strategies import STRATEGIES, method_of
 from .turns import cold, warm
 
 
 def parser() -> argparse.ArgumentParser:
-    this = argparse.ArgumentParser(
+    this = Parser(
         prog="python -m kvcompress speech",
         description="Time to first audio and real-time factor of Qwen2.5-Omni, cold and warm, with several KV caches.",
     )
-    this.add_argument("model", help="hub id or local path")
-    this.add_argument("method", metavar="METHOD[:OPTION=VALUE...]")
-    this.add_argument("ratio", type=float)
-    this.add_argument("--strategies", nargs="+", default=list(STRATEGIES), help=f"of {', '.join(STRATEGIES)}")
+    this.add_argument("model", type=label, help="hub id or local path")
+    this.add_argument("method", type=label, metavar="METHOD[:OPTION=VALUE...]")
+    this.add_argument("ratio", type=flag(Fraction))
+    this.add_argument(
+        "--strategies", nargs="+", type=label, default=list(STRATEGIES), help=f"of {', '.join(STRATEGIES)}"
+    )
     this.add_argument("--no-compile", dest="compile", action="store_false", help="static caches without compiling")
     this.add_argument("--compress-talker", action="store_true", help="the method compresses the talker's cache, too")
-    this.add_argument("--without", nargs="+", default=[], metavar="PART", help=f"of {', '.join(speech.PARTS)}")
     this.add_argument(
-        "--prompts", type=Path, metavar="JSONL", help='{"text":, "image": FILE, "audio": WAV FILE} a line'
+        "--without", nargs="+", type=label, default=[], metavar="PART", help=f"of {', '.join(speech.PARTS)}"
     )
-    this.add_argument("--text-tokens", type=positive, default=128, help="the longest text")
-    this.add_argument("--codec-tokens", type=positive, default=1024, help="the longest speech, 50 tokens a second")
+    this.add_argument(
+        "--prompts", type=new_file, metavar="JSONL", help='{"text":, "image": FILE, "audio": WAV FILE} a line'
+    )
+    this.add_argument("--text-tokens", type=flag(PositiveInt), default=128, help="the longest text")
+    this.add_argument(
+        "--codec-tokens", type=flag(PositiveInt), default=1024, help="the longest speech, 50 tokens a second"
+    )
     this.add_argument("--exact", action="store_true", help="every answer has exactly these lengths")
-    this.add_argument("--repeats", type=positive, default=3, help="warm answers to each prompt, per strategy")
-    this.add_argument("--cold", type=int, default=3, help="cold starts per strategy, each a process; 0: none")
-    this.add_argument("--speaker", help="default: the checkpoint's first")
-    this.add_argument("--seed", type=int, default=0)
-    this.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    this.add_argument("--repeats", type=flag(PositiveInt), default=3, help="warm answers to each prompt, per strategy")
+    this.add_argument(
+        "--cold", type=flag(NonNegativeInt), default=3, help="cold starts per strategy, each a process; 0: none"
+    )
+    this.add_argument("--speaker", type=label, help="default: the checkpoint's first")
+    this.add_argument("--seed", type=flag(NonNegativeInt), default=0)
+    this.add_argument("--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu")
     this.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
-    this.add_argument("--threads", type=positive, default=torch.get_num_threads())
-    this.add_argument("--save-audio", type=Path, metavar="FOLDER", help="the last warm answers, to listen to")
-    this.add_argument("--out", type=Path, default=Path("speech"), help="without a suffix: .json and .md")
+    this.add_argument("--threads", type=flag(Threads), default=torch.get_num_threads())
+    this.add_argument("--save-audio", type=new_file, metavar="FOLDER", help="the last warm answers, to listen to")
+    this.add_argument("--out", type=new_file, default=Path("speech"), help="without a suffix: .json and .md")
     this.add_argument("--resume", action="store_true", help="keep what is in the .json")
     return this
 
@@ -52,6 +64,9 @@ def main(arguments: list[str]) -> None:
     """Raises KVCompressError for what is wrong, before anything is loaded where that can be told."""
     given = parser().parse_args(arguments)
     check(given)
+    check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
+    if given.save_audio:
+        check_output(given.save_audio)
     elsewhere = ("out", "resume", "save_audio", "repeats", "cold")  # they may change where a run goes on
     settings = {
         **{name: value for name, value in vars(given).items() if name not in elsewhere},
@@ -67,7 +82,7 @@ def main(arguments: list[str]) -> None:
     cold(results, given)
     warm(results, given)
     text = markdown(results.content)
-    given.out.with_suffix(".md").write_text(text)
+    write_text(given.out.with_suffix(".md"), text)
     print(text)
 
 
@@ -79,6 +94,8 @@ def check(given: argparse.Namespace) -> None:
     for part in given.without:
         if part not in speech.PARTS:
             raise unknown_name("there is no part", part, speech.PARTS)
+    if given.prompts is not None:
+        read_lines(given.prompts)
     speaks = "speech" not in given.without
     if speaks and given.text_tokens < speech.FEWEST_TEXT_TOKENS:
         raise KVCompressError(f"--text-tokens {given.text_tokens}: at least {speech.FEWEST_TEXT_TOKENS} can be spoken")

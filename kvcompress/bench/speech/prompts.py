@@ -1,9 +1,11 @@
 """What is asked aloud: bundled prompts, or a file of them with pictures and sounds."""
 
 import json
+import os
 import wave
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +13,7 @@ from PIL import Image, ImageDraw
 from transformers import ProcessorMixin
 
 from ... import speech
-from ...errors import KVCompressError
+from ...errors import KVCompressError, shown
 
 # Without this system prompt the model is not meant to speak (model card).
 SYSTEM = (
@@ -50,44 +52,57 @@ def bundled_prompts(rate: int, without: list[str]) -> list[SpeechPrompt]:
 
 
 def read_prompts(file: Path, rate: int, without: list[str]) -> list[SpeechPrompt]:
-    """The prompts of a JSONL file; image and sound files are looked for beside it.
-
-    Raises KVCompressError, which names the line.
-    """
+    """The prompts of a JSONL file. Raises KVCompressError, which names the line."""
     prompts = []
-    for number, line in enumerate(_lines(file), 1):
-        where = f"{file}:{number}"
-        try:
-            given = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise KVCompressError(f"{where}: {error}") from None
-        if not isinstance(given, dict) or set(given) - {"text", "image", "audio"} or "text" not in given:
-            raise KVCompressError(f"{where} needs text, and may have image and audio: {line.strip()[:80]}")
-        image = file.parent / given["image"] if given.get("image") else None
-        sound = file.parent / given["audio"] if given.get("audio") else None
-        for media in (image, sound):
-            if media is not None and not media.is_file():
-                raise KVCompressError(f"{where}: there is no file {media}")
-        prompt = SpeechPrompt(given["text"], image and read_image(image), sound and read_wav(sound, rate))
+    for where, given in read_lines(file):
+        image = read_image(given["image"]) if "image" in given else None
+        sound = read_wav(given["audio"], rate) if "audio" in given else None
+        prompt = SpeechPrompt(given["text"], image, sound)
         if part := missing_part(prompt, without):
             raise KVCompressError(f"{where} needs {speech.PARTS[part]}, which --without {part} leaves out")
         prompts.append(prompt)
-    if not prompts:
-        raise KVCompressError(f"{file} has no prompts")
     return prompts
 
 
-def _lines(file: Path) -> list[str]:
+def read_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(file and number, text and paths) of each line; image and sound files are looked for beside the JSONL file.
+
+    Raises KVCompressError, which names the line, also for a file that is not there.
+    """
     try:
-        return [line for line in file.read_text().splitlines() if line.strip()]
+        lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise KVCompressError(f"--prompts {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise KVCompressError(f"--prompts {file} is not UTF-8 text") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        try:
+            given = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise KVCompressError(f"{where} is not JSON: {error}") from None
+        if not isinstance(given, dict) or set(given) - {"text", "image", "audio"} or "text" not in given:
+            raise KVCompressError(f"{where} needs text, and may have image and audio: {line.strip()[:80]}")
+        given = {key: value for key, value in given.items() if key == "text" or value}
+        if wrong := [key for key, value in given.items() if not isinstance(value, str)]:
+            raise KVCompressError(f"{where}: {wrong[0]} is {shown(given[wrong[0]])}, and should be text")
+        media = {key: file.parent / given[key] for key in ("image", "audio") if key in given}
+        for path in media.values():
+            if not os.path.isfile(path):
+                raise KVCompressError(f"{where}: there is no file {path}")
+        found.append((where, {**given, **media}))
+    if not found:
+        raise KVCompressError(f"{file} has no prompts")
+    return found
 
 
 def read_image(file: Path) -> Image.Image:
     try:
         return Image.open(file).convert("RGB")
-    except OSError:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         raise KVCompressError(f"{file} is not a picture") from None
 
 
@@ -97,7 +112,7 @@ def read_wav(file: Path, rate: int) -> np.ndarray:
         with wave.open(str(file)) as sound:
             found, width, channels = sound.getframerate(), sound.getsampwidth(), sound.getnchannels()
             frames = sound.readframes(sound.getnframes())
-    except (wave.Error, EOFError) as error:
+    except (wave.Error, EOFError, OSError) as error:
         raise KVCompressError(f"{file} is not a WAV file: {error}") from None
     if (found, width) != (rate, 2):
         raise KVCompressError(

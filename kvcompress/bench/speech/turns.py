@@ -1,10 +1,11 @@
 """The answers: cold starts in fresh processes, then warm rounds in which the strategies take turns."""
 
 import argparse
+import signal
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any
 
 import torch
@@ -30,8 +31,15 @@ def cold(results: Results, given: argparse.Namespace) -> None:
 
 
 def in_a_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
+    ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process, which ends the other
+    context = get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=signal.signal, initargs=ignore) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except KeyboardInterrupt:
+            for process in active_children():
+                process.kill()
+            raise
 
 
 def cold_start(given: argparse.Namespace, strategy: str, place: int) -> dict[str, Any]:

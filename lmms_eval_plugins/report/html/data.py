@@ -20,11 +20,12 @@ CELL_NUMBERS = ("ratio", "budget", "realised", "score", "stderr", "ttft_s", "tpo
 
 def page_data(groups: list[Group]) -> dict[str, Any]:
     """What the page shows, JSON-ready. `images`: file -> data URL, each once."""
-    images: dict[str, str] = {}
-    return {"groups": [_group_data(group, images) for group in groups], "images": images}
+    images: dict[str, str | None] = {}
+    shown = [_group_data(group, images) for group in groups]
+    return {"groups": shown, "images": {file: url for file, url in images.items() if url}}
 
 
-def _group_data(group: Group, images: dict[str, str]) -> dict[str, Any]:
+def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
     frame, samples = group.frame, group.samples
     entries = [_entries(cell["folder"], images) for cell in group.cells]
     overlays = overlay_data(entries)
@@ -73,21 +74,24 @@ def _group_data(group: Group, images: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _entries(folder: Path, images: dict[str, str]) -> list[dict[str, Any]]:
-    """What a cell's questions kept; adds their images to `images`. What cannot be read is left out, and named."""
+def _entries(folder: Path, images: dict[str, str | None]) -> list[dict[str, Any]]:
+    """What a cell's questions kept; adds their images to `images`, None for a missing one. What cannot be read is named
+    and left out."""
     try:
         entries = read_kept_tokens(folder)
     except DamagedFile as error:
         leave_out(folder, error)
         return []
     for image in (image for entry in entries for image in entry["images"] if "file" in image):
-        path = folder.parent / IMAGES_FOLDER / image["file"]
-        if image["file"] in images:
-            continue
-        try:
-            images[image["file"]] = data_url(path.read_bytes())
-        except OSError as error:
-            leave_out(path, error.strerror)
+        file = image["file"]
+        if file not in images:
+            path = folder.parent / IMAGES_FOLDER / file
+            try:
+                images[file] = data_url(path.read_bytes())
+            except OSError as error:
+                leave_out(path, error.strerror)
+                images[file] = None
+        if images[file] is None:
             del image["file"]
     return entries
 

@@ -17,16 +17,18 @@ matplotlib.use("Agg")  # a file is written; no display is needed
 import matplotlib.pyplot as plt
 import numpy as np
 from lmms_eval.api.instance import Instance
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from tqdm import tqdm
 
 from kvcompress import KVCompressError
 from kvcompress.files import check_output, replacing
 
-from ...cells.command_line import parse
-from ...cells.errors import EvaluationFailed, UsageError
+from ...cells.command_line import Parser, parse
+from ...cells.errors import exit_code
+from ...cells.flag_types import label, path
 from ...cells.kept_tokens import shares, unpacked
-from ...cells.machine import set_offline
+from ...cells.machine import check_environment, set_offline
+from ...cells.names import check_names
 from ...cells.plan import Plan
 from ...cells.results import Cell
 from ...cells.run import load_model
@@ -40,22 +42,31 @@ DARKEST = 0.84
 
 
 def parser() -> argparse.ArgumentParser:
-    this = argparse.ArgumentParser(
+    this = Parser(
         prog="python -m kvcompress show",
         description="Answer one question with a compressed KV cache, and show what of the prompt survives.",
     )
-    this.add_argument("image", type=Path)
+    this.add_argument("image", type=path)
     this.add_argument("question")
     this.add_argument("options", nargs="*", metavar="option=value", help="of the methods or the model")
-    this.add_argument("--model", default="tiny", help="hub id or local folder (tiny: the bundled model)")
-    this.add_argument("--method", default="snapkv", help="one, or a comma list (snapkv)")
-    this.add_argument("--ratio", default="0.2", help="fraction that is kept, or a comma list; - with budget= (0.2)")
-    this.add_argument("--out", type=Path, default=Path("survivors.html"), help="a .html or .png file (survivors.html)")
+    this.add_argument("--model", type=label, default="tiny", help="hub id or local folder (tiny: the bundled model)")
+    this.add_argument("--method", type=label, default="snapkv", help="one, or a comma list (snapkv)")
+    this.add_argument(
+        "--ratio", type=label, default="0.2", help="fraction that is kept, or a comma list; - with budget= (0.2)"
+    )
+    this.add_argument("--out", type=path, default=Path("survivors.html"), help="a .html or .png file (survivors.html)")
     return this
 
 
-def main(arguments: list[str]) -> None:
-    """Raises KVCompressError for what is wrong with the arguments, the image or the model."""
+def main(arguments: list[str]) -> int:
+    """The exit code; every error ends with one line on stderr."""
+    return exit_code(show, arguments, "files")
+
+
+def show(arguments: list[str]) -> None:
+    """Write the picture. Raises UsageError, KVCompressError or EvaluationFailed for what is wrong with the arguments,
+    the image or the model."""
+    check_environment()
     given = parser().parse_intermixed_args(arguments)
     if given.out.suffix not in (".html", ".png"):
         raise KVCompressError(f"--out {str(given.out)!r}: the name must end in .html or .png")
@@ -64,15 +75,14 @@ def main(arguments: list[str]) -> None:
             raise KVCompressError(f"--{name} {getattr(given, name)!r} is a list without items")
     image = read_image(given.image)
     check_output(given.out.parent, given.out.name)
-    try:
-        # The task is not run; it is one that needs no network.
-        request = parse(["tiny_textvqa", given.model, f"full,{given.method}", given.ratio, *given.options])
-        set_offline(request)
-        plan = Plan.of(request)
-        lm = load_model(plan.arguments)
-        lm.progress_bar = lambda total: tqdm(total=total, disable=True)
-    except (UsageError, EvaluationFailed) as error:
-        raise KVCompressError(str(error)) from error
+    # The task is not run; it is one that needs no network.
+    request = parse(["tiny_textvqa", given.model, f"full,{given.method}", given.ratio, *given.options])
+    check_names(request)
+    set_offline(request)
+    plan = Plan.of(request)
+    plan.check_machine(1)
+    lm = load_model(plan.arguments)
+    lm.progress_bar = lambda total: tqdm(total=total, disable=True)
     answers = [answer(lm, image, given.question, cell, options) for cell, options in plan.cells]
     (write_html if given.out.suffix == ".html" else write_png)(given.out, given.question, answers)
     for one in answers:
@@ -86,7 +96,7 @@ def read_image(path: Path) -> Image.Image:
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    except (OSError, UnidentifiedImageError) as error:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise KVCompressError(f"{str(path)!r} is not an image that can be read: {error}") from None
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 from kvcompress.files import replacing, write_text
 
 from ...cells.results import exact
-from ..table import markdown, note, score_scale, table_rows
+from ..table import markdown, markdown_table, markdown_text, note, score_scale, table_rows
 from .groups import Group, cells_table, samples_table
 
 
@@ -46,10 +46,10 @@ def by_size(group: Group) -> pd.DataFrame:
 def markdown_group(group: Group) -> str:
     """The table of all cells, and that of the scores by ratio."""
     table = by_size(group)
-    lines = [list(table.columns), ["---", *["---:"] * (table.shape[1] - 1)], *table.values.tolist()]
-    pivot = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    alignment = ["---", *["---:"] * (table.shape[1] - 1)]
+    pivot = markdown_table(list(table.columns), table.values.tolist(), alignment)
     metric = group.frame["metric"].iloc[0] or "score"
-    return f"{markdown(group.frame, group.title)}\n{metric} by what is kept:\n\n{pivot}"
+    return f"{markdown(group.frame, group.title)}\n{markdown_text(metric)} by what is kept:\n\n{pivot}"
 
 
 def latex_group(group: Group) -> str:
@@ -75,7 +75,9 @@ def latex(frame: pd.DataFrame, caption: str) -> str:
     return text.replace("±", "$\\pm$")
 
 
+LATEX = {**{character: "\\" + character for character in "&%$#_{}"}, "\\": r"\textbackslash "}
+LATEX |= {"^": r"\textasciicircum ", "~": r"\textasciitilde "}
+
+
 def _escaped(text: str) -> str:
-    for character in "\\&%$#_{}":
-        text = text.replace(character, "\\" + character if character != "\\" else "\\textbackslash ")
-    return text
+    return " ".join(text.split()).translate(str.maketrans(LATEX))

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+import signal
 import statistics
 import sys
 import types
@@ -21,6 +22,7 @@ from kvcompress.bench import cli, contenders, grid, report, standalone, timing
 from kvcompress.bench.contenders import KVPress, KVPressProcess, MethodSpec, Ours, Transformers, Turn, Workload
 from kvcompress.bench.models import SHAPES, source, weight_bytes_read
 from kvcompress.bench.timing import summary
+from tests.support.clock import synchronised_reads
 
 MODEL = standalone.load({"config": SHAPES["tiny"]}, "float32", torch.device("cpu"))
 QUICK = ["--shape", "tiny", "--lengths", "32", "--new", "2", "--repeats", "2", "--device", "cpu"]
@@ -31,7 +33,7 @@ def _quick(monkeypatch):
     """Copying 256 MiB ten times takes seconds, and a plot takes one."""
     copy = grid.copy_bandwidth
     monkeypatch.setattr(grid, "copy_bandwidth", lambda device, clock: copy(device, 1 << 16, clock))
-    monkeypatch.setattr(cli, "plot", lambda content, rows, file: None)
+    monkeypatch.setattr(cli, "plot", lambda content, rows, file: file.touch())
 
 
 def bench(tmp_path, *arguments: str) -> dict:
@@ -279,7 +281,43 @@ def test_a_resumed_run_measures_only_what_is_missing(tmp_path, monkeypatch):
     after = bench(tmp_path, "--methods", "knorm", "--lengths", "32", "64", "--resume")
     assert measured == [64]
     assert after["cells"][0] == before["cells"][0]
-    assert not list(tmp_path.glob("*.part"))
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".md", ".png"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b"{}", b"\xff", b'{"environment": {}, "settings": {}, "cells": 3}'])
+def test_a_damaged_file_is_not_resumed(tmp_path, capsys, damage):
+    (tmp_path / "bench.json").write_bytes(damage)
+    assert main(["bench", *QUICK, "--out", str(tmp_path / "bench"), "--resume"]) == 2
+    assert "cannot be resumed" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_output_that_cannot_be_written_is_found_before_a_model_is_loaded(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "load", None)  # a call would raise
+    (tmp_path / "file").touch()
+    (tmp_path / "a.json").mkdir()
+    for out, what in (("file/x", "file"), ("a", "a.json")):
+        assert main(["bench", *QUICK, "--out", str(tmp_path / out)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"'{tmp_path / what}' cannot be written: " in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_with_one_line_and_no_process_left(tmp_path, fake_worker, monkeypatch, capsys, number):
+    workers, original = [], KVPressProcess.__exit__
+    monkeypatch.setattr(
+        KVPressProcess, "__exit__", lambda self, *error: workers.append(self._process) or original(self, *error)
+    )
+    monkeypatch.setattr(cli, "measure_grid", lambda *arguments: os.kill(os.getpid(), number))
+    assert main(["bench", *QUICK, "--out", str(tmp_path / "b"), "--kvpress-python", sys.executable]) == 128 + number
+    assert capsys.readouterr().err.splitlines() == [f"error: ended by {number.name}"]
+    assert [worker.returncode for worker in workers] == [-signal.SIGKILL]
+
+
+def test_turns_are_timed_when_the_device_is_done():
+    with synchronised_reads(standalone) as reads:
+        Transformers(MODEL, "DynamicCache").turn(Workload(16, 1, 2, "wall"))
+    assert {read.rpartition(":")[0] for read in reads} == {standalone.__name__}
+    assert len(reads) == 2 + 1 + 2  # around the prompt, before the first step, behind every step
 
 
 def test_when_the_time_is_over_no_further_cell_is_begun(tmp_path, monkeypatch, capsys):

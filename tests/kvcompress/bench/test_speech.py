@@ -1,9 +1,13 @@
 """`python -m kvcompress speech`: its prompts, its turns, its table, and what it refuses."""
 
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 import wave
 from pathlib import Path
 
@@ -16,6 +20,7 @@ from kvcompress import KVCompressError, speech
 from kvcompress.__main__ import main
 from kvcompress.bench.speech import strategies, turns
 from kvcompress.bench.speech.prompts import bundled_prompts, read_prompts, write_wav
+from lmms_eval_plugins.cells.errors import interruptible
 from tests.support.omni import CODE_S, UNHEARD
 
 ROOT = Path(__file__).parents[3]
@@ -167,7 +172,7 @@ def test_what_cannot_be_is_said_in_one_line(omni_checkpoint, tmp_path, capsys, c
     given = {"model": omni_checkpoint, "method": "snapkv", "ratio": "0.3", "flags": [], **change}
     arguments = [given["model"], given["method"], given["ratio"], *quick(tmp_path), *given["flags"]]
     assert main(["speech", *arguments]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kvcompress: ")]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert message in line
 
 
@@ -176,6 +181,24 @@ def test_another_model_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     assert main(["speech", str(tmp_path), "snapkv", "0.3", *quick(tmp_path)]) == 2
     assert "is a qwen2 model; speech is measured for qwen2_5_omni" in capsys.readouterr().err
+
+
+def test_output_that_cannot_be_written_is_found_before_anything_is_measured(omni_checkpoint, tmp_path, capsys):
+    (tmp_path / "prompts.jsonl").write_text('{"text": "Hello"}\n')
+    for flag in ("--out", "--save-audio"):
+        given = [omni_checkpoint, "snapkv", "0.3", *quick(tmp_path), flag, str(tmp_path / "prompts.jsonl" / "x")]
+        assert main(["speech", *given]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "prompts.jsonl' cannot be written: " in line
+
+
+def test_a_signal_ends_a_cold_start():
+    threading.Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    begin = time.monotonic()
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        turns.in_a_fresh_process(time.sleep, 60)
+    assert time.monotonic() - begin < 30
+    assert not multiprocessing.active_children()
 
 
 # Prompts

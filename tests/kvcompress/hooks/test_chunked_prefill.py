@@ -1,14 +1,14 @@
 """Prompts in chunks: right at every chunk, exact in what is kept, bounded in memory, the same in any batch."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, Qwen2Config, Qwen2ForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import kvcompress
@@ -23,7 +23,7 @@ from tests.support.examples import examples
 from tests.support.families import FAMILIES, IMAGE, VIDEO, VISION_END, VISION_START
 from tests.support.kept import kept_of, real_lengths
 from tests.support.masked_reference import generate
-from tests.support.strategies import METHODS, Case, cases
+from tests.support.strategies import METHODS, OPTIONS, Case, cases
 
 NEW = 4
 TOLERANCE = 1e-4  # fp32, logits of order 1
@@ -174,6 +174,18 @@ def test_a_row_does_not_depend_on_its_batch_or_padding(family, data):
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if takes_chunks(name)])
+def test_a_row_that_begins_in_a_later_chunk_of_its_batch_is_as_alone(method):
+    small = {name: values[0] for name, values in OPTIONS.get(method, {}).items()}
+    case = Case(FAMILIES["qwen2"], (4, 2), (5, 16), None, method, tuple(small.items()), 0.3, 0)
+    kept = []
+    for inputs in (case.inputs, case.family.solo(case.inputs, 0)):
+        with case.compress(prefill_chunk=7) as session:
+            generate(case.model, inputs, 1)
+        kept.append([[(head - head.max()).tolist() for head in layer[0]] for layer in kept_of(session.cache)])
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if takes_chunks(name)])
 def test_a_prompt_that_is_one_chunk_is_the_ordinary_prompt(method):
     family = FAMILIES["qwen2-vl"]
     model = family.build()
@@ -274,6 +286,44 @@ def test_a_ratio_counts_what_was_answered_between_two_prompts():
         more = torch.cat([tokens[:, -1:], torch.arange(30, 49)[None]], 1)
         model(more, past_key_values=cache)
     assert [len(head) for head in cache.kept_indices(0)[0]] == [(40 + 10 + 20) // 2] * 2
+
+
+@torch.no_grad()
+def test_each_chunk_of_a_second_prompt_has_the_mask_of_its_own_columns_where_layers_slide():
+    """Full attention makes its mask itself; sliding windows take the model's, which is cut with the prompt."""
+    config = Qwen2Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=12,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(config).eval()
+    ids = torch.randint(8, 128, (2, 30), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :6] = mask[1, 18:22] = 0  # pads of the second row, in front of both prompts
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    outputs = []
+    for ours in (False, True):
+        session, cache = nullcontext(), DynamicCache(config=config)
+        if ours:
+            session, cache = (
+                kvcompress.attach(model),
+                kvcompress.CompressedCache(config, "snapkv", 1.0, prefill_chunk=5),
+            )
+        with session:
+            for start, stop in ((0, 18), (18, 30)):
+                part = slice(start, stop)
+                prompt = {"attention_mask": mask[:, :stop], "position_ids": positions[:, part]}
+                logits = model(ids[:, part], past_key_values=cache, **prompt).logits
+        outputs.append(logits[:, -1])  # of the last chunk alone, as all that a model with chunks returns
+    torch.testing.assert_close(*outputs, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("method", ["snapkv", "h2o", "r-kv", "expected-attention"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AttentionInterface
 
 import kvcompress
 from tests.support.families import FAMILIES
@@ -50,3 +51,24 @@ def test_the_models_config_names_its_own_implementation_again_afterwards(flash_m
     with kvcompress.compress(flash_model, "snapkv", 0.3):
         generate(flash_model, FAMILIES["qwen2"].inputs(flash_model, [20]), 2)
     assert flash_model.config._attn_implementation == "flash_attention_2"
+
+
+def test_our_implementation_is_named_again_also_where_the_base_raises():
+    """A flash base is called under its own name, which it reads from the config."""
+    named = []
+
+    def fails(module: torch.nn.Module, *args: object, **kwargs: object) -> None:
+        named.append(module.config._attn_implementation)
+        raise ZeroDivisionError
+
+    AttentionInterface.register("flash_that_fails", fails)
+    MODEL.config._attn_implementation = "flash_that_fails"
+    try:
+        with kvcompress.compress(MODEL, "snapkv", 0.3):
+            with pytest.raises(ZeroDivisionError):
+                MODEL(torch.arange(10, 40)[None])
+            assert MODEL.config._attn_implementation == "kvcompress_flash_that_fails"
+        assert MODEL.config._attn_implementation == "flash_that_fails"
+    finally:
+        MODEL.config._attn_implementation = "sdpa"
+    assert named == ["flash_that_fails"]

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import kvcompress
+from kvcompress.cache import passes
+from kvcompress.hooks import second_reading
 from kvcompress.hooks.second_reading import DecoderInputs
 from kvcompress.scoring.budget import allocate
 from kvcompress.scoring.rereading import received
@@ -83,10 +86,8 @@ def test_what_is_read_again_goes_on_behind_the_largest_position_of_any_axis():
     assert DecoderInputs(torch.zeros(1, 5, 4), None).following(5, pads).tolist() == [[4, 5, 6]]
 
 
-def test_the_second_pass_leaves_sliding_windows_as_they_were():
-    """Layers with sliding windows keep transformers' own storage; reading again must not slide them."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
+def sliding_model() -> Gemma3ForCausalLM:
+    """Layer 1 of 3 has full attention, the others see the last 8 tokens."""
     config = Gemma3TextConfig(
         hidden_size=32,
         intermediate_size=32,
@@ -98,9 +99,37 @@ def test_the_second_pass_leaves_sliding_windows_as_they_were():
         sliding_window=8,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     )
-    torch.manual_seed(0)
-    model = Gemma3ForCausalLM(config).eval()
-    ids = torch.randint(8, 64, (1, 30))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Gemma3ForCausalLM(config).eval()
+
+
+def test_a_chunk_is_read_as_if_it_were_the_only_one_also_where_layers_slide(monkeypatch):
+    """Then the order of the chunks changes nothing."""
+    model, noted = sliding_model(), []
+    ids = torch.randint(8, 64, (1, 30), generator=torch.Generator().manual_seed(0))
+
+    def note(*args):
+        noted.append(received(*args))
+        return noted[-1]
+
+    monkeypatch.setattr(passes, "received", note)
+    results = []
+    for order in (range, lambda *ends: reversed(range(*ends))):
+        monkeypatch.setattr(second_reading, "range", order, raising=False)
+        with kvcompress.compress(model, "kvzip", 0.3, chunk_size=7), torch.no_grad():
+            model(ids)
+        results.append(list(noted))
+        noted.clear()
+    assert len(results[0]) == 5
+    for forth, back in zip(results[0], results[1][::-1], strict=True):
+        torch.testing.assert_close(forth, back, atol=1e-6, rtol=0)
+
+
+def test_the_second_pass_leaves_sliding_windows_as_they_were():
+    """Layers with sliding windows keep transformers' own storage; reading again must not slide them."""
+    model = sliding_model()
+    ids = torch.randint(8, 64, (1, 30), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with kvcompress.compress(model, "streamingllm", 0.99), torch.no_grad():
         _, expected = generate(model, inputs, 4)

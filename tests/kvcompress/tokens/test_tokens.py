@@ -706,6 +706,16 @@ def test_frames_are_known_also_where_generate_encodes_the_video_before_the_model
     assert kept[0] == kept[1] == kept[2]
 
 
+@pytest.mark.parametrize("method", ["visionzip", "prumerge+"])
+def test_what_the_tower_saw_of_an_earlier_image_is_not_taken_for_the_present_one(method):
+    model, inputs = batch("llava-onevision", [40], [1])
+    without = {name: inputs[name] for name in ("input_ids", "attention_mask")}  # the image's tokens, no pixels
+    with kvcompress.compress(model, method, 0.5):
+        model(**inputs)
+        with pytest.raises(kvcompress.KVCompressError, match="the vision tower encoded images for 0"):
+            model(**without)
+
+
 @pytest.mark.parametrize("next_too", [False, True], ids=["llava", "llava-next"])
 @pytest.mark.parametrize("method", ["visionzip", "prumerge+"])
 def test_a_tower_with_a_class_token_is_asked_through_it(method, next_too):

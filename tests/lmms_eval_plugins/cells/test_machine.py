@@ -9,10 +9,12 @@ import threading
 import pytest
 import torch
 
+from kvcompress import device
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import machine
 from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.errors import EvaluationFailed
+from lmms_eval_plugins.model.batch_size import free_memory, used_memory
 
 from ..test_evaluate import FOUR, clean_process, error_line, read  # noqa: F401 (a fixture that each test here uses)
 
@@ -32,6 +34,19 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     machine.check_device("cuda", 2)
     with pytest.raises(EvaluationFailed, match=r"'cuda:2' was asked for, but torch .* sees 2 CUDA GPUs"):
         machine.check_device("cuda:2", 1)
+
+
+def test_apples_gpu_is_waited_for_and_its_memory_counted(monkeypatch):
+    calls, mps = [], torch.device("mps")
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.mps, name, lambda name=name: calls.append(name))
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 3 << 20)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 8 << 20)
+    device.reset_peak_memory(mps)
+    device.synchronise(mps)
+    assert calls == ["empty_cache", "synchronize"]
+    assert device.peak_memory(mps) == used_memory(mps) == 3 << 20
+    assert free_memory(mps) == 5 << 20
 
 
 def test_model_that_is_not_here_names_the_command(capsys):

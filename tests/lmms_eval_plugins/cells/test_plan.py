@@ -57,3 +57,19 @@ def test_a_setting_that_changes_results_changes_the_folder(change, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     assert cells(*FOUR, *change)[0].folder(Path()) != cells(*FOUR)[0].folder(Path())
+
+
+def test_data_folders_of_the_same_name_have_cells_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "a/mine", "b/mine"):
+        (tmp_path / name).mkdir(parents=True)
+    names = {cells(*FOUR, "--data-root", name)[0].folder(Path()).name for name in ("mine", "a/mine", "b/mine")}
+    assert len(names) == 3
+    assert "snapkv-0.2-data=mine" in names
+
+
+def test_a_long_system_prompt_is_text_and_its_folder_has_a_name(tmp_path):
+    folders = [cells(*FOUR, f"system_prompt={'Be kind. ' * 500}{end}")[0].folder(tmp_path) for end in "ab"]
+    assert folders[0] != folders[1]
+    for folder in folders:
+        folder.mkdir(parents=True)

@@ -1,14 +1,20 @@
 """Cells on disk: names that never collide, whole or absent, skipped only where complete and the same."""
 
+import json
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmms_eval_plugins.cells import identity, results
+from lmms_eval_plugins.cells import results
+from lmms_eval_plugins.cells.command_line import parse
+from lmms_eval_plugins.cells.kept_tokens import SURVIVORS_FILE
+from lmms_eval_plugins.cells.plan import Job
 from lmms_eval_plugins.cells.results import Cell
 
 CELL = Cell("textvqa_val", "org/model", "snapkv", ratio=0.2)
@@ -165,6 +171,74 @@ def test_wrong_number_of_samples_makes_the_cell_incomplete(tmp_path):
     assert "1 samples on disk where 2" in results.incomplete_reason(tmp_path / "cell", FINGERPRINT)
 
 
+BROKEN = {
+    results.RESULTS_FILE: [b"", b"[]", b"null", b"3", b"\xff\xfe\x00", b"{}", b"[" * 5000, b'{"protocol": []}'],
+    results.SAMPLES_FILE: [
+        b"", b"\n\n", b"\x89PNG\r\n\x00\xff\n\n", b"[]\n{}\n", b"{}\n{}\n", b'{"task": 1}\n' * 2, b"1\n2\n",
+    ],
+    SURVIVORS_FILE: [b"", b"[]\n", b"{}\n", b'{"asked": 1}\n{}\n', b"\xff"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "data"), [(name, data) for name, many in BROKEN.items() for data in many])
+def test_a_damaged_cell_is_computed_again_and_the_reason_is_one_line(tmp_path, name, data):
+    write(tmp_path / "cell")
+    (tmp_path / "cell" / name).write_bytes(data)
+    job = Job(CELL, {}, tmp_path / "cell", FINGERPRINT, 2, None, SimpleNamespace(request=parse([])))
+    assert len(job.todo.splitlines()) == 1
+    assert name in job.todo or "samples on disk where 2 were evaluated" in job.todo
+    write(tmp_path / "cell")
+    assert job.incomplete is None
+
+
+@pytest.mark.parametrize("part", ["protocol", "results", "efficiency", "n_samples", "fingerprint"])
+def test_results_without_one_of_their_parts_are_damaged(tmp_path, part):
+    write(tmp_path / "cell")
+    file = tmp_path / "cell" / results.RESULTS_FILE
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != part}))
+    assert results.incomplete_reason(tmp_path / "cell", FINGERPRINT) == f"results.json is damaged: no {part}"
+
+
+def test_answers_with_any_character_are_read_back(tmp_path):
+    text = "".join(map(chr, range(0x300))) + "\u2028\u2029\u4e2d"
+    write(tmp_path / "cell", answers=(text, "b"))
+    assert answers(tmp_path / "cell") == [text, "b"]
+    assert results.incomplete_reason(tmp_path / "cell", FINGERPRINT) is None
+
+
+def test_a_damaged_neighbour_is_left_out_and_named(tmp_path, capsys):
+    write(tmp_path / "a")
+    for name, data in (("b", b"[]"), ("c", b"\xff")):
+        write(tmp_path / name)
+        (tmp_path / name / results.RESULTS_FILE).write_bytes(data)
+    assert len(results.load_cells(tmp_path)) == 1
+    one, two = capsys.readouterr().err.splitlines()
+    assert one == f"left out: {tmp_path / 'b'}: results.json is damaged: no object, but list"
+    assert two.startswith(f"left out: {tmp_path / 'c'}: results.json is damaged: ")
+
+
+def test_a_cell_that_several_runs_finish_at_once_is_one_of_theirs(tmp_path):
+    errors, begin = [], threading.Barrier(4)
+
+    def run(answer):
+        begin.wait()
+        try:
+            for _ in range(20):
+                write(tmp_path / "cell", answers=(answer, answer))
+        except OSError as error:
+            errors.append(error)
+
+    runs = [threading.Thread(target=run, args=(str(number),)) for number in range(4)]
+    for each in runs:
+        each.start()
+    for each in runs:
+        each.join()
+    assert not errors
+    assert [path.name for path in tmp_path.iterdir()] == ["cell"]
+    one, two = answers(tmp_path / "cell")
+    assert one == two
+
+
 def test_failure_while_writing_leaves_the_old_cell_and_no_rest(tmp_path):
     write(tmp_path / "cell", answers=("old",))
 
@@ -198,30 +272,3 @@ def test_unfinished_cells_are_not_loaded(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / results.SAMPLES_FILE).write_text("{}")
     assert [cell["n_samples"] for cell in results.load_cells(tmp_path)] == [2]
-
-
-def test_code_identity_ignores_comments_and_sees_code(tmp_path):
-    source = tmp_path / "method.py"
-    source.write_text("x = 1\n")
-    before = identity.code_identity(tmp_path)
-    source.write_text("# a comment\nx  =  1\n")
-    assert identity.code_identity(tmp_path) == before
-    source.write_text("x = 2\n")
-    assert identity.code_identity(tmp_path) != before
-
-
-def own_class(source: str, line: int = 0) -> type:
-    """A class that is defined in no file, as in a notebook."""
-    namespace = {"__name__": "__main__"}
-    exec("\n" * line + source, namespace)
-    return namespace["Own"]
-
-
-def test_class_identity_sees_the_code_of_a_class_of_ones_own_and_not_its_place():
-    source = "class Own:\n    kept = 3\n    def score(self, keys, scale=2):\n        return keys * scale + 1\n"
-    before = identity.class_identity(own_class(source), ("kvcompress",))
-    assert identity.class_identity(own_class(source, line=7), ("kvcompress",)) == before
-    for change in (("+ 1", "+ 2"), ("+ 1", "- 1"), ("kept = 3", "kept = 4"), ("scale=2", "scale=3"), ("* scale", "")):
-        assert identity.class_identity(own_class(source.replace(*change)), ("kvcompress",)) != before
-    assert identity.class_identity(list, ("kvcompress",)) == ""
-    assert identity.class_identity(results.Cell, ("lmms_eval_plugins",)) == ""

@@ -8,10 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvcompress import measure
+from kvcompress.hooks import shared_prompt
+from lmms_eval_plugins.model import answering, vision_tower
 from lmms_eval_plugins.model.batches import Batch, BatchStore
 from lmms_eval_plugins.model.lm import KVCompressLM
 from lmms_eval_plugins.model.vision_tower import Encoded
 from tests.support.checkpoints import image, load_lm, requests, write_video
+from tests.support.clock import synchronised_reads
 
 CELLS = ({}, {"method": "snapkv", "ratio": 0.5, "window_size": 4}, {"method": "streamingllm", "ratio": 0.3})
 
@@ -311,3 +315,13 @@ def test_a_model_that_answers_once_keeps_nothing():
     lm = load_lm()
     lm.generate_until(requests(lm, [{"text": "what?", "images": [image(0)]}]))
     assert lm.batches.nbytes == 0
+
+
+def test_every_time_is_taken_when_the_device_is_done(checkpoint, docs):
+    """Of the tower, the prefill, the tokens and the whole; where they run and where they were kept."""
+    lm = load_lm(checkpoint("llava-onevision"), batch_size=2, prompt_cache_gb=1, max_new_tokens=3)
+    with synchronised_reads(measure, shared_prompt, vision_tower, answering) as reads:
+        grid(lm, docs)
+    places = {read.rpartition(":")[0] for read in reads}
+    modules = (measure, shared_prompt, vision_tower, answering)
+    assert places == {module.__name__ for module in modules}

@@ -14,6 +14,7 @@ def test_a_failed_write_leaves_the_old_rows(tmp_path):
     with pytest.raises(TypeError):
         write_rows([{"a": object()}], path)
     assert path.read_text() == '{"a": 1}\n'
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_row_of_a_batch_has_its_own_counts_and_its_share_of_the_bytes():

@@ -1,5 +1,7 @@
 """lmms-eval's messages become conversations, images and evenly sampled video frames."""
 
+import os
+import shutil
 from types import SimpleNamespace
 
 import av
@@ -7,9 +9,10 @@ import numpy as np
 import pytest
 from lmms_eval.models.model_utils.load_video import read_video as lmms_eval_read_video
 from lmms_eval.protocol import ChatMessages
+from PIL import Image
 
 from kvcompress import KVCompressError
-from lmms_eval_plugins.model.media import read_messages, read_video
+from lmms_eval_plugins.model.media import digest, read_messages, read_video
 from tests.support.checkpoints import image, messages, write_video
 
 
@@ -61,6 +64,78 @@ def test_an_undecodable_video_is_an_error(tmp_path):
     (tmp_path / "a.mp4").write_bytes(b"not a video")
     with pytest.raises(av.error.InvalidDataError):
         read_video(tmp_path / "a.mp4", 4)
+
+
+def chat(*messages):
+    """(role, part, ...) each; a part is a text, an image, or a video's path."""
+    return ChatMessages(
+        messages=[{"role": role, "content": [content(part) for part in parts]} for role, *parts in messages]
+    )
+
+
+def content(part):
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "image", "url": part} if isinstance(part, Image.Image) else {"type": "video", "url": str(part)}
+
+
+def test_equal_digests_mean_equal_prompts(tmp_path):
+    """Any two of these prompts differ, in one thing each."""
+    red, dim = Image.new("RGB", (2, 3), (255, 0, 0)), Image.new("RGB", (2, 3), (255, 0, 0))
+    dim.putpixel((1, 2), (254, 0, 0))
+    one, two = tmp_path / "one.mp4", tmp_path / "two.mp4"
+    one.write_bytes(b"video")
+    shutil.copy2(one, two)
+    prompts = [
+        chat(("user", "ab")),
+        chat(("user", "ba")),
+        chat(("user", "a", "b")),
+        chat(("user", "a"), ("user", "b")),
+        chat(("user", "a"), ("assistant", "b")),
+        chat(("system", "a"), ("user", "b")),
+        chat(("user", "a", "b"), ("user",)),
+        chat(("user",), ("user", "a", "b")),
+        chat(("user", "a''textb")),
+        chat(("user", "a'text'b")),
+        chat(("user", "a'", "b")),
+        chat(("user", "image", "ab")),
+        chat(("user", red, "ab")),
+        chat(("user", "ab", red)),
+        chat(("user", red, red, "ab")),
+        chat(("user", dim, "ab")),
+        chat(("user", Image.new("RGB", (3, 2), (255, 0, 0)), "ab")),  # the same bytes in another shape
+        chat(("user", Image.new("RGB", (6, 1), (255, 0, 0)), "ab")),
+        chat(("user", one, "ab")),
+        chat(("user", two, "ab")),
+        chat(("user", one, one, "ab")),
+        chat(("user", one, two, "ab")),
+        chat(("user", two, one, "ab")),
+    ]
+    assert len({digest(prompt) for prompt in prompts}) == len(prompts)
+    assert digest(chat(("user", red.copy(), "ab"))) == digest(chat(("user", red, "ab")))
+
+    before = digest(chat(("user", one)))
+    assert digest(chat(("user", one))) == before
+    stat = one.stat()
+    one.write_bytes(b"longer video")
+    os.utime(one, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    longer = digest(chat(("user", one)))
+    one.write_bytes(b"video")
+    os.utime(one, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert len({before, longer, digest(chat(("user", one)))}) == 3
+
+
+def test_an_image_file_counts_by_what_it_shows(tmp_path):
+    def shown():
+        part = {"type": "image", "url": str(tmp_path / "a.png")}
+        return digest(ChatMessages(messages=[{"role": "user", "content": [part]}]))
+
+    image(1).save(tmp_path / "a.png")
+    before = shown()
+    image(2).save(tmp_path / "a.png")
+    assert shown() != before
+    image(1).save(tmp_path / "a.png")
+    assert shown() == before
 
 
 @pytest.mark.parametrize(("frames", "message"), [(0, "holds no video frame$"), (3, "that could be decoded")])

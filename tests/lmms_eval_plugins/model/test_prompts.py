@@ -1,5 +1,7 @@
 """From a question to model inputs: template, system prompt, timestamps, precision."""
 
+import shutil
+
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -53,6 +55,22 @@ def test_system_prompt_is_the_first_message(checkpoint):
     lm = load_lm(checkpoint("qwen2-vl"), system_prompt="Be brief.")
     (request,) = requests(lm, [{"text": "hello"}])
     assert lm.tokenizer.decode(lm.prepare([request]).inputs["input_ids"][0]).startswith("[system] Be brief.[user]")
+
+
+def test_one_of_several_templates_of_a_checkpoint_goes_by_its_name(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "several")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "brief.jinja").write_text("Q: {{ messages[0]['content'] }} A: ")
+    default, brief = (load_lm(str(folder), **given) for given in ({}, {"chat_template": "brief"}))
+    shown = [
+        lm.tokenizer.decode(lm.prepare(requests(lm, [{"text": "why?"}])).inputs["input_ids"][0])
+        for lm in (default, brief)
+    ]
+    assert shown == ["[user] why?[assistant] ", "Q: why? A: "]
+    with pytest.raises(KVCompressError, match=r"'long' is neither a file nor 'plain', nor one of .*: default, brief"):
+        load_lm(str(folder), chat_template="long")
+    with pytest.raises(KVCompressError, match="'brief' is neither a file nor 'plain': the checkpoint names none"):
+        load_lm(checkpoint("llama"), chat_template="brief")
 
 
 def test_chat_template_file_and_plain_text(checkpoint, tmp_path):

@@ -38,6 +38,26 @@ def test_cells_say_share_loyalty_and_speed_up(grid, capsys):
     assert cells["one", "full", "1"]["loyalty"] == 1
 
 
+def test_damaged_cells_are_left_out_and_named(grid, capsys):
+    (grid[0] / "knorm-0.5" / "results.json").write_text("null")
+    (grid[0] / "snapkv-0.25" / "samples.jsonl").write_text("")
+    code, text, error = command(capsys, *grid, "--json")
+    assert (code, len(json.loads(text)["cells"])) == (0, 4)
+    assert [line.split(": ")[1] for line in error.splitlines()] == [
+        str(grid[0] / n) for n in ("knorm-0.5", "snapkv-0.25")
+    ]
+    (grid[1] / "full-1" / "results.json").write_text("")
+    assert command(capsys, grid[1])[0] == 2
+
+
+def test_ratios_that_six_digits_do_not_tell_apart_are_compared_each_with_its_own(tmp_path, capsys):
+    for method in ("full", "knorm", "snapkv"):
+        for ratio in (0.1234567, 0.1234568):
+            folder = write(tmp_path, "one", method, 1.0 if method == "full" else ratio, "abcd")
+    _, text, _ = command(capsys, folder, "--json", "--compare", "knorm", "snapkv", *FEW)
+    assert [row["a"] for row in json.loads(text)["compared"]] == ["knorm 0.1234568", "knorm 0.1234567"]
+
+
 def test_overall_metrics_are_over_the_tasks_that_have_the_cell(grid, capsys):
     _, text, _ = command(capsys, *grid, "--json")
     overall = {(row["series"], row["size"]): row for row in json.loads(text)["overall"]}
@@ -119,7 +139,7 @@ def test_cells_of_other_settings_are_not_compared_and_what_is_left_out_is_said(t
     ("arguments", "message"),
     [
         (["--compare", "snapkvv", "knorm"], "'snapkvv' is no series of one; there are: 'full', 'knorm', 'snapkv'"),
-        (["--from", "1.5"], "starts at a ratio in (0, 1), not at 1.5"),
+        (["--from", "1"], "starts at a ratio in (0, 1), not at 1"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(grid, capsys, arguments, message):
@@ -145,7 +165,7 @@ def test_no_cells_or_no_full_cache_is_an_error(tmp_path, capsys, missing):
     folder = tmp_path / "one" / "m" if missing == "folder" else write(tmp_path, "one", "knorm", 0.5, "abcd")
     code, _, error = command(capsys, folder)
     assert code == 2
-    assert {"folder": "no finished cell under", "full": "run the same command with METHOD full"}[missing] in error
+    assert {"folder": "is not a folder", "full": "run the same command with METHOD full"}[missing] in error
 
 
 def test_other_questions_than_the_full_caches_are_an_error(tmp_path, capsys):

@@ -17,11 +17,11 @@ from lmms_eval_plugins.cells import results
 from lmms_eval_plugins.cells.kept_tokens import read_kept_tokens, write_kept_tokens
 from lmms_eval_plugins.cells.results import Cell
 from lmms_eval_plugins.model.kept_tokens import jpeg, packed_bits
-from lmms_eval_plugins.report.html import show
+from lmms_eval_plugins.report.html import report_command, show
 from lmms_eval_plugins.report.html.data import page_data
 from lmms_eval_plugins.report.html.groups import load_groups
 from lmms_eval_plugins.report.html.page import TEMPLATES
-from lmms_eval_plugins.report.html.tables import latex
+from lmms_eval_plugins.report.html.tables import latex, write_tables
 
 TASK, LAYERS, HEADS, SIDE, QUESTIONS = "signs_val", 3, 2, 4, 25
 SCORES = {("full", 1.0): 1.0, ("snapkv", 0.5): 0.96, ("snapkv", 0.1): 0.4, ("random", 0.5): 0.6, ("random", 0.1): 0.08}
@@ -89,6 +89,21 @@ def report(root, tmp_path_factory):
     out = tmp_path_factory.mktemp("out")
     assert main(["report", str(root), "--out", str(out)]) == 0
     return out
+
+
+def test_tables_show_text_as_text(root, tmp_path):
+    odd = "a|b `c` <script>\n^~ $5"
+    groups = load_groups(root)
+    groups[0].frame["series"] = odd
+    groups[0].frame["settings_text"] = odd
+    write_tables(groups, tmp_path)
+    text = (tmp_path / "tables.md").read_text()
+    assert r"a\|b \`c\` &lt;script&gt; ^~ $5" in text
+    assert "<script>" not in text
+    for part in text.split("\n\n"):
+        rows = [row for row in part.splitlines() if row.startswith("|")]
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) <= 1
+    assert r"\textasciicircum \textasciitilde" in (tmp_path / "tables.tex").read_text()
 
 
 def test_files_hold_every_cell_and_every_sample(report):
@@ -189,6 +204,36 @@ def test_no_cells_or_damaged_ones_are_one_clear_line(tmp_path, capsys, content):
     assert main(["report", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert str(tmp_path) in line
+
+
+def test_damaged_parts_are_left_out_and_named(root, tmp_path, capsys):
+    shutil.copytree(root, tmp_path, dirs_exist_ok=True)
+    cells = tmp_path / TASK / "org__model"
+    (cells / "random-0.5-limit=25" / "results.json").write_bytes(b"\xff")
+    (cells / "random-0.1-limit=25" / "samples.jsonl").write_text("{}\n" * QUESTIONS)
+    (cells / "snapkv-0.5-limit=25" / "survivors.jsonl").write_text("")
+    image = next((cells / "images").iterdir())
+    image.unlink()
+    assert main(["report", str(tmp_path)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith(f"left out: {cells}/") for line in lines)
+    assert [line.removeprefix(f"left out: {cells}/").split(": ")[0] for line in lines] == [
+        "random-0.1-limit=25", "random-0.5-limit=25", f"images/{image.name}", "snapkv-0.5-limit=25",
+    ]  # fmt: skip
+    (group,) = load_groups(tmp_path)
+    assert [cell["method"] for cell in page_data([group])["groups"][0]["cells"]] == ["full", "snapkv", "snapkv"]
+
+
+def test_a_report_that_cannot_be_written_is_found_first(root, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report_command, "load_groups", None)  # a call would raise
+    (tmp_path / "file").touch()
+    assert main(["report", str(root), "--out", str(tmp_path / "file")]) == 2
+    assert "file' cannot be written: File exists" in capsys.readouterr().err
+
+
+def test_a_model_that_is_given_by_a_relative_path_is_found(root, tmp_path):
+    shutil.copytree(root / TASK / "org__model", tmp_path / TASK / ".__model")
+    assert len(load_groups(tmp_path)) == 1
 
 
 # -- in a browser
@@ -316,6 +361,13 @@ def test_show_writes_the_overlay_of_one_image(in_tmp_path, tmp_path, capsys):
     assert main(["show", "a.png", "What is it?", "--out", "b.png"]) == 0
     with Image.open("b.png") as picture:
         assert picture.width > 600
+
+
+def test_a_picture_that_cannot_be_written_is_found_before_the_model_is_loaded(in_tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(show, "load_model", None)  # a call would raise
+    Image.new("RGB", (20, 12)).save("a.png")
+    assert main(["show", "a.png", "?", "--out", "a.png/b.html"]) == 2
+    assert "a.png' cannot be written: " in capsys.readouterr().err
 
 
 def test_a_picture_is_dark_where_patches_were_evicted():

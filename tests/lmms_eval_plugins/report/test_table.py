@@ -1,6 +1,7 @@
 """The table and the plot say what the cells on disk say."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -119,6 +120,22 @@ def test_plot_draws_every_series_and_the_full_cache(tmp_path, monkeypatch):
     curve = axes.containers[1].lines[0]
     assert (list(curve.get_xdata()), list(curve.get_ydata())) == ([0.1, 0.5], [50.0, 50.0])
     assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_shown_is_text_wherever_it_is_shown(tmp_path, monkeypatch, capsys):
+    """A bar ends no cell; nothing is markup of the terminal, a formula of the plot, or HTML."""
+    monkeypatch.setattr(table, "plot", PLOT)
+    odd = "a|b `c` <script>\n[/INST] $5 or $ \\ _x_ *y*"
+    folder = write_cell(tmp_path, options={"pooling": odd}, settings={"system_prompt": odd})
+    assert main([str(folder)]) == 0
+    assert "[/INST] $5 or $" in " ".join(capsys.readouterr().out.split())
+    (file,) = folder.glob("*.md")
+    title, _, *rows = file.read_text().splitlines()
+    rows = [row for row in rows if row.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {len(table.TABLE_COLUMNS) + 1}
+    shown = r"a\|b \`c\` &lt;script&gt; \[/INST\] $5 or $ \\ \_x\_ \*y\*"
+    assert shown in title
+    assert shown in rows[2]
 
 
 def test_batch_size_of_the_times_is_named(tmp_path):

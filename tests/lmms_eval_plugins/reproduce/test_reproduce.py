@@ -1,6 +1,7 @@
 """scripts/reproduce.sh: a paper's grid, run by evaluate, in a table beside the paper's numbers."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -169,7 +170,7 @@ def test_an_unknown_name_or_broken_yaml_is_an_error(tmp_path, capsys):
     assert "no reproduction 'effivlm' (did you mean 'effivlm_bench'?)" in capsys.readouterr().err
     (tmp_path / "x.yaml").write_text("a: [")
     assert main([str(tmp_path / "x.yaml")]) == 2
-    assert "is no YAML" in capsys.readouterr().err
+    assert "is not YAML" in capsys.readouterr().err
 
 
 # -- the cells
@@ -222,6 +223,7 @@ def test_only_takes_names_of_the_paper_and_ours(configuration, executed, only, e
         ("ratio=0.3", "there is no such ratio; there are: 1, 0.5, 0.25"),
         ("size=3", "give model=, task=, method= or ratio="),
         ("method=Full,ratio=0.5", "no cell has all of that"),
+        (",", "--only ',' is a list without items"),
     ],
 )
 def test_only_names_what_there_is(configuration, capsys, executed, only, message):
@@ -274,6 +276,38 @@ def test_ctrl_c_ends_with_the_table_of_what_is_there(configuration, executed, tm
     assert "finished cells are kept" in capsys.readouterr().err
     rows, _ = table(tmp_path / "results")
     assert (rows["One", "KNorm", 0.5]["ours"], rows["One", "Full", 1.0]["note"]) == (75, "not run")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_end_the_same_way(configuration, monkeypatch, tmp_path, capsys, number):
+    monkeypatch.setattr(run, "_hub_is_there", lambda: True)
+    monkeypatch.setattr(run, "execute", lambda argv: os.kill(os.getpid(), number))
+    assert main([configuration()]) == 128 + number
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: ended by {number.name}; finished cells are kept")
+    assert table(tmp_path / "results")[0]["One", "Full", 1.0]["note"] == "not run"
+
+
+def test_damaged_results_are_named_in_the_table(configuration, tmp_path):
+    folder = write(tmp_path / "results", "one", "knorm", 0.5, "abcx")
+    (folder / "knorm-0.5" / "results.json").write_text("[]")
+    assert main([configuration(), "--report-only"]) == 0
+    note = table(tmp_path / "results")[0]["One", "KNorm", 0.5]["note"]
+    assert note == "results.json is damaged: no object, but list"
+
+
+def test_a_table_that_cannot_be_written_is_found_before_anything_runs(configuration, executed, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for more in (["--output_path", "file"], ["--write-reference", "file/ours.csv"]):
+        assert main([configuration(), *more]) == 2
+        assert "file' cannot be written: " in capsys.readouterr().err
+    assert not executed
+
+
+def test_ratios_that_six_digits_do_not_tell_apart_are_two(configuration, executed, tmp_path):
+    assert main([configuration(ratios=[0.1234567, 0.1234568])]) == 0
+    assert executed[0][3] == "0.1234567,0.1234568"
+    assert {key[2] for key in table(tmp_path / "results")[0]} >= {0.1234567, 0.1234568}
 
 
 def test_without_a_gpu_nothing_is_tried_and_the_reason_is_given(configuration, executed, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ SCRIPT = ROOT / "scripts" / "run_sweep.sh"
 def test_arguments_and_exit_code_pass_through(environment, tmp_path):  # noqa: F811
     done = run_eval(environment, "a sweep.yaml", "--trials", "0", cwd=tmp_path, script=SCRIPT)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "error: argument --trials: '0' is not a positive number"
+    assert done.stderr.splitlines()[-1] == "error: argument --trials: '0' is not a whole number of at least 1"
     assert "-m|lmms_eval_plugins.sweep|run|a sweep.yaml|--trials|0|" in environment[1].read_text()
 
 

@@ -29,6 +29,7 @@ from lmms_eval_plugins.sweep.config import read_config
 from lmms_eval_plugins.sweep.runner import Sweep, locked, run_here
 from lmms_eval_plugins.sweep.study import JOURNAL_FILE, Trials
 from lmms_eval_plugins.sweep.table import write_table
+from tests.support.result_cells import write_answers
 
 ROOT = Path(__file__).parents[3]
 TRIAL = {"task": "tiny_textvqa", "model": "tiny", "method": "snapkv", "ratio": 0.2, "limit": 2, "window_size": 8}
@@ -93,6 +94,39 @@ def read_run(folder: Path) -> dict:
 
 def results_of(folder: Path) -> dict:
     return json.loads((folder / "results.json").read_text())
+
+
+def test_a_sweep_that_cannot_be_written_is_found_before_it_begins(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "Sweep", None)  # a call would raise
+    (tmp_path / "file").touch()
+    assert command.main(["run", str(write(tmp_path / "a.yaml")), "--output_path", str(tmp_path / "file")]) == 2
+    assert "file/sweeps/a' cannot be written: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_sweep_whose_notes_are_damaged_says_which(tmp_path, config):
+    for name, damage in (("sweep.json", "[]x"), (JOURNAL_FILE, "{}\n\x00\n")):
+        folder = tmp_path / name.partition(".")[2]
+        Trials(config(), folder, 0, set())
+        (folder / name).write_text(damage)
+        with pytest.raises(EvaluationFailed, match=f"{name} .*: remove it") as error:
+            Trials(config(), folder, 0, set())
+        assert "\n" not in str(error.value)
+
+
+def test_a_trial_whose_results_are_damaged_is_evaluated_again(tmp_path, config, monkeypatch, capsys):
+    """And so is one whose results are gone."""
+    monkeypatch.setattr(runner, "wandb_run", lambda *arguments, **settings: contextlib.nullcontext())
+    monkeypatch.setattr(runner, "log_results", lambda run, folder: None)
+    sweep = Sweep(config(parameters={**SPACE, "method": {"value": "snapkv"}}), tmp_path)
+    while (trial := sweep.trials.next()) is not None:
+        write_answers(tmp_path, "tiny_textvqa", "snapkv", trial.parameters["ratio"], "ab", "ab", model="tiny")
+        sweep.finish(trial)
+    again = Sweep(sweep.config, tmp_path)
+    assert again.trials.left == 0
+    (sweep.cell(sweep.trials.drawn()[0]) / "results.json").write_text("null")
+    again = Sweep(sweep.config, tmp_path)
+    assert again.trials.left == 1
+    assert "evaluated again: results.json is damaged" in capsys.readouterr().out
 
 
 # -- one trial
@@ -414,7 +448,9 @@ def test_wrong_flags_and_commands_are_errors(monkeypatch, capsys):
         return capsys.readouterr().err.splitlines()[-1]
 
     assert error("sweep").startswith("error: 'sweep' is neither run nor trial")
-    assert error("run", "a.yaml", "--trials", "0") == "error: argument --trials: '0' is not a positive number"
+    assert (
+        error("run", "a.yaml", "--trials", "0") == "error: argument --trials: '0' is not a whole number of at least 1"
+    )
     assert error("run", "a.yaml", "--workers", "2") == "error: --workers and --cpus-per-trial are for --ray"
     assert error("run", "none.yaml").startswith("error: sweep file 'none.yaml' cannot be read")
     assert error("run", "a.yaml", "limit").startswith("error: 'limit' is not --name=value")

@@ -1,0 +1,165 @@
+"""Flags that lmms-eval's own command has: those that work here too, and for each other one what to do instead.
+
+Imports nothing heavy.
+"""
+
+import argparse
+import json
+import zoneinfo
+from typing import Any
+
+from .errors import UsageError, nearest
+from .flag_types import label, path, prose, shown, whole
+
+# Takes out of an answer, before it is scored, what stands between these tags: lmms-eval's own default.
+REASONING_TAGS = '[["<think>", "</think>"], ["<analysis>", "</analysis>"]]'
+
+METRICS = "python -m lmms_eval_plugins.metrics --compare tests differences between cells"
+POWER = "`lmms-eval power` plans the number of questions"
+WANDB = "--wandb_args logs a run per cell"
+REPLACED = {
+    "--config": "scripts/run_sweep.sh FILE runs what a file asks for",
+    "--model": "the second word, MODEL, names the checkpoint; the wrapper is always kvcompress",
+    "--tasks": "the first word, TASK, names tasks; `run_eval.sh list tasks [WORD]` lists them",
+    "--model_args": "give key=value words",
+    "--launcher_args": "start the judge's server yourself, and name it by the variables that the task reads",
+    "--cache_requests": "there is nothing to cache: prompts are made while the model answers, once for all cells "
+    "(look_ahead=, vision_cache_gb=)",
+    "--log_samples_suffix": "each cell has a folder of its own for its samples.jsonl; --output_path keeps runs apart",
+    "--swanlab_log_samples": "--wandb_log_samples logs them, with --wandb_args",
+    "--swanlab_args": f"{WANDB}; SwanLab reads such runs",
+    "--trust_remote_code": "trust_remote_code=true is for the model's code; datasets no longer run any",
+    "--agentic_trace_mode": "agentic tasks are not answered: they call tools in rounds of their own",
+    "--force_simple": "the model is a chat model; chat_template=plain sends a task's text as it is",
+    "--tui": "there is no such mode; --help lists all flags",
+    "--baseline": METRICS,
+    "--max_tokens": "--limit bounds the questions, max_new_tokens= an answer",
+    "--power-analysis": POWER,
+    "--effect-size": POWER,
+    "--alpha": POWER,
+    "--power": POWER,
+    "--correlation": POWER,
+    "--std-a": POWER,
+    "--std-b": POWER,
+}
+
+
+def add_evaluator_flags(parser: argparse.ArgumentParser) -> None:
+    """Those of lmms-eval's flags that need nothing of ours."""
+    add = parser.add_argument
+    add("--max_batch_size", type=whole(1), metavar="N", help="with --batch_size auto, the most prompts per batch (64)")
+    add("--offset", type=whole(), default=0, metavar="N", help="leave out each task's first N questions (0)")
+    add("-n", "--repeats", "--num_samples", type=whole(1), default=1, metavar="N", help="answers per question (1)")
+    add("--system_instruction", type=prose, metavar="TEXT", help="the same as system_prompt=TEXT")
+    add(
+        "--apply_chat_template",
+        nargs="?",
+        const=True,
+        type=label,
+        metavar="NAME",
+        help="always on; NAME picks one of the checkpoint's templates, as chat_template=NAME does",
+    )
+    add("--fewshot_as_multiturn", action="store_true", help="examples as turns of a chat, with their images")
+    add(
+        "--reasoning_tags",
+        type=_reasoning_tags,
+        default=REASONING_TAGS,
+        metavar="JSON",
+        help='pairs of tags; what is between them is not scored ("none": all is)',
+    )
+    add("--process_with_media", action="store_true", help="hand images to the scorer, too")
+    add(
+        "--process-docs-parallel",
+        "--process_docs_parallel",
+        type=whole(1),
+        default=4,
+        metavar="N",
+        help="scoring threads",
+    )
+    add("--use_cache", "-c", type=path, metavar="DIR", help="take answers of earlier runs from DIR, and add these")
+    add("--check_integrity", action="store_true", help="read every question, image and video before the model loads")
+    add("--write_out", "-w", action="store_true", help="show each task's first prompt and target, with their tokens")
+    add("--show_config", action="store_true", help="show the tasks' whole configuration at the end")
+    add("--timezone", type=_timezone, default="UTC", metavar="NAME", help="of the date in results.json (UTC)")
+    add("--wandb_args", type=_key_values, metavar="a=1,b=2", help="log a run per cell: arguments of wandb.init")
+    add("--wandb_log_samples", action="store_true", help="with --wandb_args, log the answers, too")
+    add("--hf_hub_log_args", type=_hub_arguments, metavar="a=1,b=2", help="push results to the hub")
+
+
+def check_known(flag: str, valid: list[str]) -> None:
+    """Raises UsageError for a flag that the parser does not know."""
+    name = flag.partition("=")[0]
+    if name in REPLACED:
+        raise UsageError(f"{name} is not for this command: {REPLACED[name]}")
+    raise UsageError(f"unknown flag {name!r}{nearest(name, valid)}")
+
+
+def size_of_batch(text: str) -> int | str:
+    """`8`, `auto` or `auto:4`."""
+    times = text.removeprefix("auto:")
+    if text == "auto" or (times != text and times.isascii() and times.isdigit() and 0 < int(times) < 10**6):
+        return text
+    try:
+        return whole(1)(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a whole number of at least 1, nor auto, nor auto:N"
+        ) from None
+
+
+def _reasoning_tags(text: str) -> str:
+    try:
+        pairs = [] if text == "none" else json.loads(text)
+        if all(len(pair) == 2 and all(isinstance(tag, str) and tag for tag in pair) for pair in pairs):
+            return text
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise argparse.ArgumentTypeError(f"{shown(text)} is neither none nor a JSON list of pairs of tags")
+
+
+def _timezone(text: str) -> str:
+    try:
+        zoneinfo.ZoneInfo(text)
+    except (OSError, ValueError):  # ZoneInfoNotFoundError is a KeyError
+        pass
+    except KeyError:
+        pass
+    else:
+        return text
+    raise argparse.ArgumentTypeError(
+        f"{shown(text)} is no time zone{nearest(text, zoneinfo.available_timezones())}: Europe/Berlin, UTC"
+    )
+
+
+def _key_values(text: str) -> dict[str, str]:
+    """`a=1,b=c` -> {"a": "1", "b": "c"}."""
+    found: dict[str, str] = {}
+    for item in filter(None, (item.strip() for item in text.split(","))):
+        name, equals, value = item.partition("=")
+        if not equals or not name or name in found:
+            raise argparse.ArgumentTypeError(f"{shown(item)} is not name=value, or is given twice")
+        found[name] = value
+    if not found:
+        raise argparse.ArgumentTypeError(f"{shown(text)} names nothing: name=value,name=value")
+    return found
+
+
+HUB_SWITCHES = ("push_results_to_hub", "push_samples_to_hub", "public_repo", "gated")
+HUB_NAMES = ("hub_results_org", "hub_repo_name", "details_repo_name", "results_repo_name", *HUB_SWITCHES)
+
+
+def _hub_arguments(text: str) -> dict[str, Any]:
+    """The arguments of lmms-eval's EvaluationTracker."""
+    found: dict[str, Any] = {}
+    for name, value in _key_values(text).items():
+        if name == "token":
+            raise argparse.ArgumentTypeError("token: set HF_TOKEN, which is not written into any file")
+        if name not in HUB_NAMES:
+            hint = nearest(name, HUB_NAMES)
+            raise argparse.ArgumentTypeError(f"{shown(name)} is not one of {', '.join(HUB_NAMES)}{hint}")
+        if name in HUB_SWITCHES and value.lower() not in ("true", "false"):
+            raise argparse.ArgumentTypeError(f"{name}={shown(value)} is neither true nor false")
+        found[name] = value.lower() == "true" if name in HUB_SWITCHES else value
+    if not (found.get("push_results_to_hub") or found.get("push_samples_to_hub")):
+        raise argparse.ArgumentTypeError("neither push_results_to_hub=true nor push_samples_to_hub=true is given")
+    return found

@@ -1,0 +1,110 @@
+"""What a flag may be: types for argparse. Imports nothing heavy.
+
+A flag gets its check where it is declared: `add("--overlays", type=whole(0))`. The parser then answers a wrong value
+with one line that names the flag and what is allowed. Every flag with a value has one of these types, or `choices`;
+`tests/support/commands.py` finds a flag without one, and tries wrong values on all others.
+"""
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+# Whole numbers stay below this: beyond it no count means anything, and libraries fail in their own words.
+MOST = 2**31 - 1
+# Python's own conversions also take `1_000`, `nan`, blanks around, and the digits of every script.
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+LONGEST_SHOWN = 80
+
+
+def shown(value: object) -> str:
+    """The value as it stands in a message: quoted, and cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
+
+
+def whole(least: int = 0, most: int = MOST) -> Callable[[str], int]:
+    """Whole numbers from `least` to `most`, in ASCII digits."""
+
+    def convert(text: str) -> int:
+        digits = text.removeprefix("-")
+        # Python refuses to read thousands of digits.
+        if digits.isascii() and digits.isdigit() and len(digits) < 20 and least <= int(text) <= most:
+            return int(text)
+        at_most = "" if most == MOST else f" and at most {most}"
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number of at least {least}{at_most}")
+
+    return convert
+
+
+def number(least: float = -MOST, most: float = MOST, above: float = -math.inf) -> Callable[[str], float]:
+    """Finite numbers of at least `least`, at most `most` and above `above`."""
+    bounds = [f"above {above:g}"] if above > -math.inf else []
+    bounds += [f"of at least {least:g}"] if least > -MOST else []
+    bounds += [f"at most {most:g}"] if most < MOST else []
+
+    def convert(text: str) -> float:
+        if NUMBER.fullmatch(text) and least <= (value := float(text)) <= most and value > above:
+            return value
+        raise argparse.ArgumentTypeError(" ".join([shown(text), "is not a number", " and ".join(bounds)]).rstrip())
+
+    return convert
+
+
+fraction = number(above=0, most=1)
+
+
+def count_or_fraction(text: str) -> int | float:
+    """A number of questions as int, a fraction below 1 as float: that is how lmms-eval tells them apart."""
+    value = float(text) if NUMBER.fullmatch(text) else math.nan
+    if 0 < value < 1:
+        return value
+    if not 1 <= value <= MOST or value != int(value):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is neither a number of questions nor a fraction below 1")
+    return int(value)
+
+
+def seeds(text: str) -> list[int]:
+    """One seed for everything, or four: python, numpy, torch, few-shot examples."""
+    items = text.split(",")
+    if len(items) not in (1, 4):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is neither one seed nor four")
+    found = [whole(0, 2**32 - 1)(item) for item in items]  # numpy's range
+    return found if len(found) == 4 else found * 4
+
+
+def path(text: str) -> Path:
+    """A file or folder that need not exist, under a name that the file system takes."""
+    try:
+        os.stat(text)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass  # whether it can be read or written shows where that is done
+    except (OSError, ValueError) as error:
+        reason = error.strerror.lower() if isinstance(error, OSError) else str(error)
+        raise argparse.ArgumentTypeError(f"{shown(text)} cannot be a path: {reason}") from None
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a path")
+    return Path(text)
+
+
+def folder(text: str) -> Path:
+    """A folder that exists, as an absolute path: the working directory may change before it is used."""
+    if not text or not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a folder")
+    return Path(text).resolve()
+
+
+def prose(text: str) -> str:
+    """Text of several lines, if need be."""
+    if not text.strip() or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no text")
+    return text
+
+
+def label(text: str) -> str:
+    """A name: not empty, and without control characters."""
+    if not text.strip() or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a name: it is empty or has control characters")
+    return text

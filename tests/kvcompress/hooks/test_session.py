@@ -1,0 +1,468 @@
+"""Inside a session a generation is compressed; whatever is not, and would pass for it, is one line of an error."""
+
+import copy
+import math
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+import kvcompress
+from kvcompress import CompressedCache, KVCompressError
+from kvcompress.hooks import attention
+from tests.support.families import FAMILIES, MORE_FAMILIES
+from tests.support.kept import kept_of
+from tests.support.masked_reference import generate, only_attending_to
+
+FAMILY = FAMILIES["qwen2"]
+MODEL = FAMILY.build()
+INPUTS = FAMILY.inputs(MODEL, [40, 31])
+TOKEN = torch.tensor([[20], [21]])
+TOLERANCE = 1e-4  # fp32, logits of order 1
+STATIC = {"cache_implementation": "static", "max_new_tokens": 8}
+
+
+def compress(model: PreTrainedModel = MODEL, method: str = "adakv", **options) -> kvcompress.Session:
+    return kvcompress.compress(model, method, 0.3, window_size=4, **options)
+
+
+def new_cache(**options) -> CompressedCache:
+    return CompressedCache(MODEL.config, "adakv", 0.3, window_size=4, **options)
+
+
+def step(call: Callable, cache: CompressedCache, count: int = 0) -> torch.Tensor:
+    """Logits (batch, vocabulary) of TOKEN as the `count`-th behind INPUTS."""
+    positions = torch.tensor([[40 + count], [31 + count]])
+    return call(input_ids=TOKEN, past_key_values=cache, position_ids=positions).logits[:, -1]
+
+
+@torch.no_grad()
+def answer(model: torch.nn.Module, steps: int = 3, **options) -> torch.Tensor:
+    """Logits (steps + 1, batch, vocabulary) of INPUTS and of TOKEN behind it, again and again."""
+    with compress(model, **options) as session:
+        logits = [model(**INPUTS).logits[:, -1]]
+        return torch.stack([*logits, *(step(model, session.cache, count) for count in range(steps))])
+
+
+def on_the_full_cache(kept: list) -> torch.Tensor:
+    """What `step` should return where `kept` is attended to."""
+    cache = DynamicCache(config=MODEL.config)
+    mask = torch.cat([INPUTS["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+    with torch.no_grad(), only_attending_to(MODEL, kept):
+        MODEL(**INPUTS, past_key_values=cache)
+        positions = torch.tensor([[40], [31]])
+        return MODEL(TOKEN, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1]
+
+
+# -- a cache, and the context that it belongs to
+
+
+@pytest.mark.parametrize("options", [{}, {"method": "snapkv"}, STATIC], ids=["ragged", "dense", "static"])
+def test_a_cache_is_not_decoded_outside_of_the_context(options):
+    with torch.no_grad():
+        with compress(**options) as session:
+            MODEL(**INPUTS)
+            inside = step(MODEL, session.cache)
+        for tokens in (TOKEN, TOKEN.repeat(1, 3)):
+            with pytest.raises(KVCompressError, match=r"only where the model itself is called inside"):
+                MODEL(tokens, past_key_values=session.cache)
+        assert session.cache.seen_tokens == 41
+        with kvcompress.attach(MODEL):  # nothing was stored: it goes on where it was
+            assert not torch.equal(step(MODEL, session.cache, 1), inside)
+        assert session.cache.seen_tokens == 42
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_forward_pass_whose_context_another_thread_leaves_raises(layer):
+    arrived, left, errors = threading.Event(), threading.Event(), []
+
+    def wait(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        arrived.set()
+        left.wait(10)
+
+    def decode() -> None:
+        try:
+            with torch.no_grad():
+                step(MODEL, session.cache)
+        except KVCompressError as error:
+            errors.append(str(error))
+
+    with torch.no_grad(), compress() as session:
+        MODEL(**INPUTS)
+        handle = MODEL.model.layers[layer].self_attn.register_forward_pre_hook(wait, with_kwargs=True)
+        thread = threading.Thread(target=decode)
+        thread.start()
+        arrived.wait(10)
+    left.set()
+    thread.join()
+    handle.remove()
+    assert len(errors) == 1
+    assert "in the middle of a forward pass" in errors[0]
+
+
+@pytest.mark.parametrize("when", ["before the prompt", "before a step"])
+def test_an_attention_implementation_set_inside_is_used_and_stays(when):
+    model = copy.deepcopy(MODEL)
+    with torch.no_grad(), compress(model) as session:
+        if when == "before the prompt":
+            model.set_attn_implementation("eager")
+        model(**INPUTS)
+        kept = kept_of(session.cache)
+        model.set_attn_implementation("eager")
+        output = model(TOKEN, past_key_values=session.cache, position_ids=torch.tensor([[40], [31]]))
+        with pytest.raises(KVCompressError, match="already being compressed"), compress(model):
+            pass
+        weights = model(TOKEN, past_key_values=session.cache, output_attentions=True).attentions
+    torch.testing.assert_close(output.logits[:, -1], on_the_full_cache(kept), atol=TOLERANCE, rtol=0)
+    assert len(weights) == 3  # as only eager returns them
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_a_pass_that_goes_around_the_hooks_is_no_silent_full_cache(family):
+    model = (FAMILIES | MORE_FAMILIES)[family].build()
+    inputs = (FAMILIES | MORE_FAMILIES)[family].inputs(model, [20])
+    with torch.no_grad(), kvcompress.compress(model, "snapkv", 0.3) as session:
+        with pytest.raises(KVCompressError, match="went around kvcompress"):
+            model.forward(**inputs)
+        with pytest.raises(KVCompressError, match="went around kvcompress"):
+            kvcompress.hooks.model.text_decoder(model)(input_ids=inputs["input_ids"])
+        model(**inputs)
+        with pytest.raises(KVCompressError, match="only where the model itself is called"):
+            kvcompress.hooks.model.text_decoder(model)(torch.tensor([[20, 21]]), past_key_values=session.cache)
+    assert not attention.connected
+
+
+def test_a_pass_that_makes_no_use_of_the_cache_is_an_error():
+    model = copy.deepcopy(MODEL).requires_grad_(True).train()
+    model.gradient_checkpointing_enable()
+    with compress(model), pytest.raises(KVCompressError, match="made no use of its KV cache"):
+        model(**INPUTS)
+
+
+@pytest.mark.parametrize("options", [{}, STATIC], ids=["ragged", "static"])
+def test_dropout_in_train_mode_is_also_one_while_decoding(options):
+    model = copy.deepcopy(MODEL)
+    with torch.no_grad(), compress(model, **options) as session:
+        model(**INPUTS)
+        model.train()
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.9
+        logits = []
+        for _ in range(2):
+            with session.reuse() as cache:
+                logits.append(step(model, cache))
+    assert not torch.allclose(*logits, atol=1e-2)
+
+
+# -- a cache that does not fit
+
+
+@pytest.mark.parametrize("tokens", [torch.tensor([[20]]), torch.arange(20, 25)[None], torch.arange(20, 26).view(3, 2)])
+@pytest.mark.parametrize("method", ["adakv", "snapkv"])
+def test_another_batch_size_in_the_second_call_is_an_error(method, tokens):
+    with torch.no_grad(), compress(method=method) as session:
+        MODEL(**FAMILY.inputs(MODEL, [40, 40]))
+        with pytest.raises(KVCompressError, match=f"holds 2 rows, the input has {len(tokens)}"):
+            MODEL(tokens, past_key_values=session.cache)
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_a_cache_that_was_made_for_another_model_is_an_error(layers):
+    cache = CompressedCache(FAMILY.build(layers).config, "pyramidkv", 0.3)
+    with kvcompress.attach(MODEL), pytest.raises(KVCompressError, match="made for another model"):
+        MODEL(**INPUTS, past_key_values=cache)
+    equal = CompressedCache(copy.deepcopy(MODEL.config), "pyramidkv", 0.3)
+    with kvcompress.attach(MODEL):
+        MODEL(**INPUTS, past_key_values=equal)
+
+
+def test_a_cache_for_the_text_model_alone_knows_no_images_and_is_an_error():
+    model = FAMILIES["llava-onevision"].build()
+    cache = CompressedCache(model.config.text_config, "look-m", 0.3)
+    with kvcompress.attach(model), pytest.raises(KVCompressError, match="made for another model"):
+        model(**FAMILIES["llava-onevision"].inputs(model, [40], [1]), past_key_values=cache)
+
+
+def test_a_later_prompts_mask_may_not_hide_what_is_in_the_cache():
+    more = torch.arange(20, 30).view(2, 5)
+    mask = torch.cat([INPUTS["attention_mask"], torch.ones(2, 6, dtype=torch.long)], 1)
+    logits = []
+    with torch.no_grad(), compress() as session:
+        MODEL(**INPUTS)
+        step(MODEL, session.cache)
+        positions = torch.arange(5) + torch.tensor([[41], [32]])
+        for given in (mask, mask[:, -5:], None):
+            with session.reuse() as cache:
+                logits.append(MODEL(more, attention_mask=given, position_ids=positions, past_key_values=cache).logits)
+        for hidden in (0, 12, 40):  # in the prompt, of a row without pads, and the answer
+            hole = mask.clone()
+            hole[0, hidden] = 0
+            with pytest.raises(KVCompressError, match="hides tokens that are in the cache"):
+                MODEL(more, attention_mask=hole, past_key_values=session.cache)
+        with pytest.raises(KVCompressError, match=r"has 44 columns: a prompt of 5 .* takes 46 of them, or 5"):
+            MODEL(more, attention_mask=mask[:, 2:], past_key_values=session.cache)
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+
+def test_an_empty_prompt_is_an_error():
+    with compress(), pytest.raises(KVCompressError, match=r"no token to process.*\(1, 0\)"):
+        MODEL(torch.zeros(1, 0, dtype=torch.long))
+
+
+def test_a_row_of_pads_only_changes_nothing_for_the_others():
+    empty = {name: torch.cat([tensor, torch.zeros_like(tensor[:1])]) for name, tensor in INPUTS.items()}
+    with compress() as session:
+        tokens, logits = generate(MODEL, INPUTS, 3)
+    with compress() as session:
+        _, ours = generate(MODEL, empty, 3, forced=torch.cat([tokens, tokens[:1]]))
+    torch.testing.assert_close(ours[:2], logits, atol=TOLERANCE, rtol=0)
+    assert all(ratios[:2] == pytest.approx([0.3, 9 / 31]) for ratios in session.cache.realised_ratios())
+    assert all(math.isnan(ratios[2]) for ratios in session.cache.realised_ratios())
+
+
+# -- a cache after an error, copied, reset
+
+
+def break_off(*args) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_cache_whose_forward_pass_broke_off_is_not_gone_on_with():
+    cache = new_cache()
+    with torch.no_grad(), kvcompress.attach(MODEL):
+        handle = MODEL.model.layers[1].register_forward_pre_hook(break_off)
+        with pytest.raises(ZeroDivisionError):
+            MODEL(**INPUTS, past_key_values=cache)
+        handle.remove()
+        with pytest.raises(KVCompressError, match=r"broke off.*reset\(\)"):
+            MODEL(**INPUTS, past_key_values=cache)
+        cache.reset()
+        logits = [MODEL(**INPUTS, past_key_values=cache).logits[:, -1], step(MODEL, cache)]
+    assert torch.equal(torch.stack(logits), answer(MODEL, 1))
+
+
+def test_a_forward_pass_that_broke_off_before_the_first_layer_left_no_trace():
+    cache, expected, logits = new_cache(), answer(MODEL, 1), []
+    with torch.no_grad(), kvcompress.attach(MODEL):
+        for tokens in (INPUTS["input_ids"], TOKEN.repeat(1, 3)):
+            handle = MODEL.model.layers[0].register_forward_pre_hook(break_off)
+            with pytest.raises(ZeroDivisionError):
+                MODEL(tokens, past_key_values=cache)
+            handle.remove()
+            good = {"position_ids": torch.tensor([[40], [31]]), "input_ids": TOKEN} if logits else INPUTS
+            logits.append(MODEL(**good, past_key_values=cache).logits[:, -1])
+    assert torch.equal(torch.stack(logits), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"decode_budget": 8, "decode_interval": 2}, STATIC])
+def test_a_copied_cache_goes_on_as_the_original(options):
+    with torch.no_grad(), compress(**options) as session:
+        MODEL(**INPUTS)
+        copied = copy.deepcopy(session.cache)
+        logits = [torch.stack([step(MODEL, cache, count) for count in range(4)]) for cache in (session.cache, copied)]
+    assert torch.equal(*logits)
+
+
+def test_a_cache_is_not_taken_for_a_list_of_keys_and_values():
+    with torch.no_grad(), compress() as session:
+        MODEL(**INPUTS)
+    with pytest.raises(KVCompressError, match="does not list"):
+        DynamicCache(list(session.cache))
+
+
+# -- room
+
+
+@pytest.mark.parametrize("value", [-5, "a", "3", True, 2.5, math.nan, math.inf, [4]])
+def test_max_new_tokens_is_a_number_of_tokens(value):
+    for make in (lambda: compress(max_new_tokens=value), lambda: new_cache(max_new_tokens=value)):
+        with pytest.raises(KVCompressError, match=r"max_new_tokens=.* is not an integer of at least 0") as error:
+            make()
+        assert "\n" not in str(error.value)
+
+
+def test_fixed_shapes_without_room_are_refused_at_once():
+    with pytest.raises(KVCompressError, match="needs max_new_tokens"):
+        compress(cache_implementation="static")
+
+
+@pytest.mark.parametrize("kind", ["static", "offloaded_static"])
+def test_a_static_cache_that_is_full_says_so(kind):
+    with torch.no_grad(), compress(cache_implementation=kind, max_new_tokens=3) as session:
+        MODEL(**INPUTS)
+        for _ in range(2):
+            with session.reuse() as cache:
+                for count in range(3):
+                    step(MODEL, cache, count)
+                with pytest.raises(KVCompressError, match="full: it has room for max_new_tokens=3 tokens"):
+                    step(MODEL, cache, 3)
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+@pytest.mark.parametrize("options", [{}, {"method": "snapkv"}, STATIC], ids=["ragged", "dense", "static"])
+def test_what_inference_mode_stored_can_be_decoded_outside_of_it(options, with_grad):
+    model = copy.deepcopy(MODEL).requires_grad_(with_grad)
+    with compress(model, **options) as session:
+        with torch.inference_mode():
+            model(**INPUTS)
+            session.cache.reorder_cache(torch.tensor([0, 1]))
+        with session.reuse() as cache:
+            logits = torch.stack([step(model, cache, count) for count in range(3)])
+    assert logits.requires_grad == with_grad
+    torch.testing.assert_close(logits.detach(), answer(MODEL, **options)[1:], atol=TOLERANCE, rtol=0)
+
+
+# -- wrappers
+
+
+class Wrapper(torch.nn.Module):
+    """As PEFT's: calls the model inside."""
+
+    def __init__(self, model: PreTrainedModel, **adapter: object):
+        super().__init__()
+        self.module, self.peft_config = model, {"default": SimpleNamespace(**adapter)}
+
+    def get_base_model(self) -> PreTrainedModel:
+        return self.module
+
+    def forward(self, **kwargs: object):
+        return self.module(**kwargs)
+
+
+LORA = {"is_prompt_learning": False, "is_adaption_prompt": False}
+
+
+def test_torch_compiles_wrapper_is_unwrapped():
+    compiled = torch.compile(copy.deepcopy(MODEL), backend="eager")
+    with compress(compiled):
+        tokens, logits = generate(compiled, INPUTS, 3)
+    with compress():
+        assert torch.equal(generate(MODEL, INPUTS, 3, forced=tokens)[1], logits)
+
+
+@pytest.mark.slow
+def test_what_was_compiled_before_the_context_is_compressed_in_it():
+    model = FAMILY.build(1)
+    torch._dynamo.reset()
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    with torch.no_grad():
+        plain = compiled(**INPUTS).logits  # compiled before the context, without it
+        for method in ("adakv", "snapkv", "adakv"):
+            torch.testing.assert_close(answer(compiled, 1, method=method), answer(model, 1, method=method))
+        assert torch.equal(compiled(**INPUTS).logits, plain)
+    torch._dynamo.reset()
+
+
+def test_pefts_wrapper_is_unwrapped():
+    wrapped = Wrapper(MODEL, **LORA)
+    assert torch.equal(answer(wrapped), answer(MODEL))
+    assert compress(wrapped).model is MODEL
+
+
+def test_a_lora_model_is_compressed_as_the_model_inside_it():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False, task_type="CAUSAL_LM")
+    with torch.random.fork_rng():
+        wrapped = peft.get_peft_model(copy.deepcopy(MODEL), config).eval()
+    inner = wrapped.get_base_model()
+    for options in ({}, {"first_token": "compressed"}):
+        logits = answer(wrapped, 1, **options)
+        assert torch.equal(logits, answer(inner, 1, **options))
+        assert not torch.allclose(logits, answer(MODEL, 1, **options), atol=1e-2)
+    with compress(wrapped):
+        tokens, logits = generate(wrapped, INPUTS, 3)
+    with compress(inner):
+        assert torch.equal(generate(inner, INPUTS, 3, forced=tokens)[1], logits)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            Wrapper(MODEL, **{**LORA, "is_prompt_learning": True}, peft_type="P_TUNING"),
+            "P_TUNING is not supported.*LoRA",
+        ),
+        (Wrapper(MODEL, **{**LORA, "is_adaption_prompt": True}, peft_type="X"), "X is not supported"),
+        (torch.nn.DataParallel(MODEL), "a DataParallel is not a transformers model: give .* its .module"),
+        (torch.nn.Linear(2, 2), "a Linear is not a transformers model$"),
+        ("Qwen/Qwen2-0.5B", "a str is not a transformers model$"),
+    ],
+    ids=["prompt learning", "adaption prompt", "DataParallel", "Linear", "name"],
+)
+def test_another_wrapper_is_an_error_that_says_what_to_give(model, message):
+    for connect in (compress, kvcompress.attach, kvcompress.SharedPrompt):
+        with pytest.raises(KVCompressError, match=message):
+            connect(model)
+
+
+# -- threads
+
+
+def test_threads_generate_side_by_side_where_no_pass_needs_hooks():
+    expected, found = answer(MODEL), []
+
+    def generate_with_a_cache_of_its_own() -> None:
+        cache = new_cache()
+        logits = [MODEL(**INPUTS, past_key_values=cache).logits[:, -1]]
+        found.append(torch.stack([*logits, *(step(MODEL, cache, count) for count in range(3))]))
+
+    with torch.no_grad(), kvcompress.attach(MODEL):
+        threads = [threading.Thread(target=torch.no_grad()(generate_with_a_cache_of_its_own)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [torch.equal(logits, expected) for logits in found] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "alone", [{"method": "kvzip"}, {"method": "snapkv", "prefill_chunk": 8}, {"method": "expected-attention"}]
+)
+@pytest.mark.parametrize("first", ["alone", "other"])
+def test_a_pass_that_needs_hooks_runs_in_no_other_threads_pass(alone, first):
+    arrived, go_on = threading.Event(), threading.Event()
+    caches = {
+        "alone": CompressedCache(MODEL.config, ratio=0.3, **alone),
+        "other": CompressedCache(MODEL.config, "snapkv", 0.3),
+    }
+    expected = {}
+    with torch.no_grad(), kvcompress.attach(MODEL):
+        for name, cache in caches.items():
+            expected[name] = MODEL(**INPUTS, past_key_values=cache).logits, kept_of(cache)
+            cache.reset()
+
+    def wait(*args) -> None:
+        if threading.current_thread() is thread:
+            arrived.set()
+            go_on.wait(10)
+
+    def run() -> None:
+        with torch.no_grad():
+            logits.append(MODEL(**INPUTS, past_key_values=caches[first]).logits)
+
+    logits, second = [], next(name for name in caches if name != first)
+    with torch.no_grad(), kvcompress.attach(MODEL):
+        thread = threading.Thread(target=run)
+        handle = MODEL.model.layers[1].register_forward_pre_hook(wait)
+        thread.start()
+        arrived.wait(10)
+        with pytest.raises(KVCompressError, match="two threads are in a forward pass"):
+            MODEL(**INPUTS, past_key_values=caches[second])
+        go_on.set()
+        thread.join()
+        handle.remove()
+        logits.append(MODEL(**INPUTS, past_key_values=caches[second]).logits)
+    for name, ours in zip((first, second), logits, strict=True):
+        assert torch.equal(ours, expected[name][0])
+        ours_kept, kept = kept_of(caches[name]), expected[name][1]
+        assert all(
+            torch.equal(a, b)
+            for x, y in zip(ours_kept, kept, strict=True)
+            for r, s in zip(x, y, strict=True)
+            for a, b in zip(r, s, strict=True)
+        )

@@ -1,0 +1,203 @@
+"""A cell counts only while all that its numbers depend on is the same."""
+
+import ast
+import functools
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lmms_eval_plugins.cells import identity
+from lmms_eval_plugins.cells.results import Cell
+from lmms_eval_plugins.model.arguments import ModelArguments
+
+ROOT = Path(identity.__file__).parents[2]
+
+
+def test_code_identity_ignores_comments_and_sees_code(tmp_path):
+    source = tmp_path / "method.py"
+    source.write_text("x = 1\n")
+    before = identity.code_identity(tmp_path)
+    source.write_text("# a comment\nx  =  1\n")
+    assert identity.code_identity(tmp_path) == before
+    source.write_text("x = 2\n")
+    assert identity.code_identity(tmp_path) != before
+
+
+def own_class(source: str, line: int = 0) -> type:
+    """A class that is defined in no file, as in a notebook."""
+    namespace = {"__name__": "__main__"}
+    exec("\n" * line + source, namespace)
+    return namespace["Own"]
+
+
+def test_class_identity_sees_the_code_of_a_class_of_ones_own_and_not_its_place():
+    source = "class Own:\n    kept = 3\n    def score(self, keys, scale=2):\n        return keys * scale + 1\n"
+    before = identity.class_identity(own_class(source), ("kvcompress",))
+    assert identity.class_identity(own_class(source, line=7), ("kvcompress",)) == before
+    for change in (("+ 1", "+ 2"), ("+ 1", "- 1"), ("kept = 3", "kept = 4"), ("scale=2", "scale=3"), ("* scale", "")):
+        assert identity.class_identity(own_class(source.replace(*change)), ("kvcompress",)) != before
+    assert identity.class_identity(list, ("kvcompress",)) == ""
+    assert identity.class_identity(Cell, ("lmms_eval_plugins",)) == ""
+
+
+# -- our own code
+
+COUNTED = (
+    "kvcompress/measure.py",
+    "kvcompress/clusters/snapkv.py",
+    "kvcompress/clusters/more/deeper.py",
+    "lmms_eval_plugins/model/lm.py",
+    "lmms_eval_plugins/model/more/part.py",
+    "lmms_eval_plugins/tasks/official.py",
+    "lmms_eval_plugins/tasks/mine/scores.py",
+    "lmms_eval_plugins/cells/run.py",
+    "lmms_eval_plugins/cells/data.py",
+    "lmms_eval_plugins/cells/new.py",
+)
+NOT_COUNTED = (
+    "lmms_eval_plugins/cells/errors.py",
+    "lmms_eval_plugins/report/table.py",
+    "lmms_eval_plugins/evaluate.py",
+)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for name in (*COUNTED, *NOT_COUNTED):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", [*COUNTED, *NOT_COUNTED])
+def test_a_change_in_any_module_that_makes_answers_is_another_identity(tree, name):
+    code = identity.own_code.__wrapped__
+    before = code(tree)
+    (tree / name).write_text("x = 2\n")
+    assert (code(tree) != before) == (name in COUNTED)
+
+
+def test_a_module_that_moves_to_another_folder_is_another_identity(tree):
+    code, one = identity.own_code.__wrapped__, tree / "kvcompress" / "clusters" / "snapkv.py"
+    before = code(tree)
+    one.rename(one.parent / "more" / one.name)
+    assert code(tree) != before
+
+
+def imported(file: Path) -> set[Path]:
+    """The files of our packages that a module of them imports, anywhere in its code."""
+    package = file.parent.relative_to(ROOT).parts
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            module = [*above, *(node.module.split(".") if node.module else ())]
+            names = [module, *([*module, alias.name] for alias in node.names)]
+        for name in names:
+            path = ROOT.joinpath(*name)
+            found |= {each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()}
+    return {path for path in found if path.relative_to(ROOT).parts[0] in ("kvcompress", "lmms_eval_plugins")}
+
+
+def test_every_module_that_the_model_and_a_cell_import_counts():
+    """But those of `cells` that are named: a new one counts until it is."""
+    plugin = ROOT / "lmms_eval_plugins"
+    todo, reached = [plugin / "model" / "lm.py", plugin / "cells" / "run.py", plugin / "tasks" / "official.py"], set()
+    while todo:
+        if (file := todo.pop()) not in reached:
+            reached.add(file)
+            todo += imported(file)
+    counted = [
+        *(ROOT / "kvcompress").rglob("*.py"),
+        *(plugin / "model").rglob("*.py"),
+        *(plugin / "tasks").rglob("*.py"),
+    ]
+    counted += [file for file in (plugin / "cells").rglob("*.py") if file.name not in identity.WITHOUT_EFFECT]
+    assert plugin / "cells" / "data.py" in reached
+    rest = {str(file.relative_to(plugin)) for file in reached.difference(counted)}
+    assert rest <= {f"cells/{name}" for name in identity.WITHOUT_EFFECT} | {"__init__.py"}
+
+
+# -- tasks
+
+
+def score(doc, results):
+    return {"acc": 1}
+
+
+def module(tmp_path, source, name="utils"):
+    (tmp_path / f"{name}.py").write_text(source)
+    spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def task(**config):
+    return SimpleNamespace(config=SimpleNamespace(task="t", **config))
+
+
+UTILS = "HELP = 1\ndef score(doc, results):\n    return HELP\n"
+
+
+def test_a_task_is_its_settings_and_the_code_that_it_names(tmp_path):
+    utils = module(tmp_path, UTILS)
+    one = {"process_results": utils.score, "metric_list": [{"metric": "acc", "aggregation": utils.score}], "repeats": 1}
+    before = identity.task_identity(task(**one))
+    assert identity.task_identity(task(**one, dataset_path="/elsewhere", dataset_kwargs={})) == before
+    assert identity.task_identity(task(**{**one, "repeats": 2})) != before
+    assert identity.task_identity(task(**{**one, "process_results": score})) != before
+    (tmp_path / "utils.py").write_text("# a comment\n" + UTILS)
+    assert identity.task_identity(task(**one)) == before
+    for how in (utils.score, functools.partial(utils.score, 1)):
+        (tmp_path / "utils.py").write_text(UTILS)
+        before = identity.task_identity(task(metric_list=[{"metric": how}]))
+        (tmp_path / "utils.py").write_text(UTILS.replace("HELP = 1", "HELP = 2"))
+        assert identity.task_identity(task(metric_list=[{"metric": how}])) != before
+
+
+def test_a_bundled_task_is_also_the_class_that_reads_it(monkeypatch):
+    from lmms_eval_plugins.tasks.official import OfficialTask
+
+    own = OfficialTask.__new__(OfficialTask)
+    own._config = SimpleNamespace(task="t")
+    looked_at = []
+    monkeypatch.setattr(identity, "code_identity", lambda *files: looked_at.extend(files) or "")
+    identity.task_identity(own)
+    assert [file.name for file in looked_at] == ["official.py"]
+
+
+# -- all of it
+
+
+def fingerprint(cell=None, data=(), tasks=(), **arguments):
+    cell = cell or Cell("t", "tiny", "snapkv", 0.2)
+    arguments = ModelArguments(**{"pretrained": "tiny", **arguments})
+    return identity.fingerprint(cell, arguments, {"window_size": 32}, dict(data), dict(tasks))
+
+
+def test_data_tasks_and_the_files_of_arguments_are_part_of_it(tmp_path):
+    before = fingerprint()
+    assert fingerprint() == before
+    assert fingerprint(data={"t": ["a"]}) != before
+    assert fingerprint(tasks={"t": "a"}) != before
+    for name in ("system_prompt", "chat_template"):
+        text = tmp_path / "text"
+        text.write_text("Be short.")
+        before = fingerprint(**{name: str(text)})
+        text.write_text("Be long!!")
+        assert fingerprint(**{name: str(text)}) != before
+
+
+def test_a_replaced_file_of_the_model_changes_it(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name in ("config.json", "sub/model.safetensors"):
+        (tmp_path / name).write_text("{}")
+        before = fingerprint(pretrained=str(tmp_path))
+        (tmp_path / name).write_text("{ }")
+        assert fingerprint(pretrained=str(tmp_path)) != before

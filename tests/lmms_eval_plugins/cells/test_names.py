@@ -1,0 +1,63 @@
+"""Names are known from the text of files: a slip is answered before anything heavy is imported."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import kvcompress
+from kvcompress.policy.options import all_options
+from lmms_eval_plugins.cells import names
+from lmms_eval_plugins.cells.errors import UsageError
+from lmms_eval_plugins.model.arguments import LEGACY_ARGUMENTS, ModelArguments
+
+SLIPS = [
+    (["no_such_task", "tiny", "snapkv", "0.2"], "unknown task 'no_such_task'"),
+    (["tiny_textvqq", "tiny", "snapkv", "0.2"], "unknown task 'tiny_textvqq' (did you mean 'tiny_textvqa'?)"),
+    (["tiny_textvqa", "tiny", "full,snapvk", "0.2"], "there is no method 'snapvk' (did you mean 'snapkv'?)"),
+    (["tiny_textvqa", "tiny", "snapkv", "0.2", "windowsize=8"], "'windowsize' (did you mean 'window_size'?)"),
+    (["tiny_textvqa", "no such model", "snapkv", "0.2"], "MODEL 'no such model' is neither"),
+    (["tiny_textvqa", "tiny", "snapkv", "0.2", "--limt", "3"], "'--limt' (did you mean '--limit'?)"),
+]
+CODE = """
+import json, sys, time
+from lmms_eval_plugins import evaluate
+codes = [evaluate.main(argv) for argv in json.loads(sys.argv[1])]
+print(codes, "torch" in sys.modules, "lmms_eval" in sys.modules, "kvcompress" in sys.modules, time.process_time() < 2)
+"""
+
+
+def test_slips_are_answered_within_two_seconds_and_without_heavy_imports():
+    argument = json.dumps([argv for argv, _ in SLIPS])
+    done = subprocess.run([sys.executable, "-c", CODE, argument], capture_output=True, text=True)
+    assert done.stdout.split() == f"{[2] * len(SLIPS)} False False False True".split(), done.stderr
+    for line, (_, message) in zip(done.stderr.splitlines(), SLIPS, strict=True):
+        assert message in line
+
+
+def test_the_text_knows_every_method_and_argument():
+    assert names.method_names() == sorted(kvcompress.list_methods())
+    known = {option for info in kvcompress.list_methods().values() for option in all_options(info)}
+    assert known | set(ModelArguments.model_fields) | set(LEGACY_ARGUMENTS) | {"budget"} <= names.argument_names()
+
+
+def test_a_method_whose_name_its_text_does_not_show_switches_the_check_off(tmp_path, monkeypatch):
+    (tmp_path / "clusters").mkdir()
+    (tmp_path / "clusters" / "mine.py").write_text("@register_method(NAME)\nclass Mine: ...\n")
+    monkeypatch.setattr(names, "_package", lambda name: tmp_path)
+    names.method_names.cache_clear()
+    assert names.method_names() == []
+    names.method_names.cache_clear()
+
+
+def test_a_task_file_that_includes_itself_is_read_once(tmp_path):
+    (tmp_path / "a.yaml").write_text("include: a.yaml\ntask: mine\n")
+    assert names.task_kinds(tmp_path) == {"mine": "task"}
+
+
+def test_a_task_that_was_written_meanwhile_is_known(tmp_path):
+    with pytest.raises(UsageError, match="unknown task 'mine'"):
+        names.check_tasks(["mine"], tmp_path)
+    (tmp_path / "a.yaml").write_text("task: mine\n")
+    names.check_tasks(["mine"], tmp_path)

@@ -1,0 +1,160 @@
+"""Processes that end with the one that started them, and what is said of them."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lmms_eval_plugins.cells import errors, processes
+from lmms_eval_plugins.cells.errors import EvaluationFailed, UsageError, exit_code
+
+RANKS = """
+import os, signal, sys, time
+rank, what = os.environ["RANK"], sys.argv[1]
+print(f"rank {rank} of {os.environ['WORLD_SIZE']} at {os.environ['MASTER_ADDR']}", file=sys.stderr)
+if what == "fail" and rank == "1" or what == "both":
+    sys.exit("error: it broke") if rank == "1" else sys.exit(2)
+if what == "die" and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if what != "end":
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch):
+    monkeypatch.setattr(processes, "GRACE_S", 0.2)
+    monkeypatch.setattr(processes, "POLL_S", 0.01)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The processes that are started, each of which runs RANKS in place of an evaluation."""
+    monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-c", RANKS])
+    all_of_them, original = [], processes.start
+
+    def start(argv, **settings):
+        all_of_them.append(original(argv, **settings))
+        return all_of_them[-1]
+
+    monkeypatch.setattr(processes, "start", start)
+    return all_of_them
+
+
+def test_ranks_know_their_place_and_only_the_first_is_heard(started, capfd):
+    assert processes.run_ranks(2, ["end"]) == 0
+    assert capfd.readouterr().err == "rank 0 of 2 at 127.0.0.1\n"
+    assert [process.returncode for process in started] == [0, 0]
+
+
+def test_a_rank_that_fails_is_heard_and_ends_the_others(started, capfd):
+    begin = time.monotonic()
+    assert processes.run_ranks(3, ["fail"]) == 1
+    assert time.monotonic() - begin < 30
+    assert capfd.readouterr().err.splitlines()[-2:] == ["rank 1 of 3 at 127.0.0.1", "error: it broke"]
+    assert [process.returncode for process in started] == [-signal.SIGTERM, 1, -signal.SIGTERM]
+
+
+def test_of_ranks_that_fail_together_the_first_is_heard(started, capfd):
+    assert processes.run_ranks(2, ["both"]) == 2
+    assert "it broke" not in capfd.readouterr().err
+
+
+def test_a_rank_that_is_killed_is_named(started, capfd):
+    assert processes.run_ranks(2, ["die"]) == 128 + signal.SIGKILL
+    assert capfd.readouterr().err.splitlines()[-1] == "error: process 2 of 2 was ended by SIGKILL"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_all_ranks_with_one_line(started, capfd, monkeypatch, number):
+    def sleep(seconds):
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(processes.time, "sleep", sleep)
+    assert exit_code(lambda argv: processes.run_ranks(2, argv), ["wait"], "cells") == 128 + number
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("rank ")]
+    assert line.startswith("error: interrupted" if number == signal.SIGINT else f"error: ended by {number.name}")
+    assert line.endswith("finished cells are kept, the same command goes on from there")
+    assert all(process.returncode is not None for process in started)
+
+
+def test_a_process_that_does_not_end_is_killed_with_its_own(monkeypatch):
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-c", stubborn])
+    monkeypatch.setattr(processes, "TIDY_S", 0.1)
+    with processes.evaluation([], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+    assert process.returncode == -signal.SIGKILL
+
+
+# -- signals in this process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_tidies_up_and_is_asked_once(number, capsys, monkeypatch):
+    tidied = []
+
+    def command(argv):
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # again, while it tidies up
+            tidied.append(True)
+
+    before = signal.getsignal(number)
+    assert exit_code(command, [], "trials") == 128 + number
+    assert tidied
+    assert signal.getsignal(number) == before
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "finished trials are kept" in line
+    monkeypatch.setenv("LOCAL_RANK", "1")  # whoever started this process says it
+    assert exit_code(command, [], "trials") == 128 + number
+    assert capsys.readouterr().err == ""
+
+
+def test_a_signal_that_was_swallowed_may_be_sent_again(monkeypatch):
+    monkeypatch.setattr(errors, "TIDY_S", 0)
+
+    def command(argv):
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert exit_code(command, [], "cells") == 143
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert exit_code(lambda argv: os.kill(os.getpid(), signal.SIGHUP), [], "cells") == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UsageError("no"), 2, "error: no"),
+        (EvaluationFailed("no"), 1, "error: no"),
+        (
+            OSError(28, "No space left on device", "/x/y"),
+            1,
+            "error: /x/y cannot be written or read: No space left on device",
+        ),
+    ],
+)
+def test_an_error_is_one_line(error, code, line, capsys):
+    def command(argv):
+        raise error
+
+    assert exit_code(command, [], "cells") == code
+    assert capsys.readouterr().err.splitlines() == [line]
+
+
+def test_a_commands_own_exit_code_is_kept():
+    assert exit_code(lambda argv: 3, [], "cells") == 3
