@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ..cells import results
 from ..cells.command_line import literal, parse
 from ..cells.errors import EvaluationFailed, UsageError
+from ..cells.flag_types import shown
 from ..cells.machine import number_of_processes, rank, set_offline
 from ..cells.plan import Plan, check_folders
 from ..cells.processes import evaluation
-from ..cells.run import evaluate_cell, load_model, quiet
+from ..cells.run import evaluate_cell, load_model, quiet, score_again
 
 if TYPE_CHECKING:
     import wandb
@@ -82,7 +83,9 @@ def parse_trial(argv: list[str]) -> dict[str, Any]:
     for word in argv:
         match = re.fullmatch(r"(?:--)?(\w+)=(.*)", word, re.DOTALL)
         if not match:
-            raise UsageError(f"{word!r} is not --name=value")
+            raise UsageError(f"{shown(word)} is not --name=value")
+        if match[1] in parameters:
+            raise UsageError(f"{match[1]}= is given twice")
         parameters[match[1]] = literal(match[2])
     return parameters
 
@@ -118,6 +121,8 @@ class Evaluator:
         check_folders([job])
         if number_of_processes() > 1:
             _evaluate_on_ranks(argv)
+        elif answers := job.kept_answers:
+            score_again(job, answers)
         else:
             evaluate_cell(self._model(plan.arguments), job)
         return job.folder

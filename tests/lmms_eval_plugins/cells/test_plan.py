@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from lmms_eval_plugins.cells.command_line import parse
+from lmms_eval_plugins.cells.identity import fingerprint
 from lmms_eval_plugins.cells.plan import Plan
 
 FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]
@@ -37,6 +38,17 @@ def test_an_option_belongs_to_the_methods_that_have_it():
     assert by_method == {"snapkv": {"kernel_size": 7}, "knorm": {}}
 
 
+def test_a_file_of_the_prompt_counts_by_its_content(tmp_path):
+    file = tmp_path / "system.txt"
+    found = []
+    for text in ("Be brief.", "Be long.", "Be brief."):
+        file.write_text(text)
+        plan = Plan.of(parse([*FOUR, f"system_prompt={file}"]))
+        ((cell, options),) = plan.cells
+        found.append(fingerprint(cell, plan.arguments, options, {}, {}))
+    assert found[0] == found[2] != found[1]
+
+
 def test_settings_at_their_default_leave_the_name_alone():
     (plain,) = cells(*FOUR)
     given = ["window_size=32", "batch_size=1", "dtype=auto", "vision_cache_gb=1", "prompt_cache_gb=3"]
@@ -49,8 +61,8 @@ def test_settings_at_their_default_leave_the_name_alone():
     "change",
     [
         ["window_size=8"], ["dtype=float32"], ["max_new_tokens=4"], ["batch_size=2"], ["--limit", "3"],
-        ["--gen_kwargs", "temperature=1"], ["--seed", "1"], ["--num_fewshot", "1"], ["--predict_only"],
-        ["--data-root", "elsewhere"], ["--device", "cpu"],
+        ["--gen_kwargs", "temperature=1"], ["--seed", "1"], ["--num_fewshot", "1"], ["--num_fewshot", "0"],
+        ["--predict_only"], ["--data-root", "elsewhere"], ["--device", "cpu"],
     ],
 )  # fmt: skip
 def test_a_setting_that_changes_results_changes_the_folder(change, tmp_path, monkeypatch):
