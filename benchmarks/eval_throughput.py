@@ -31,7 +31,7 @@ from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.plan import Job, Plan
 from lmms_eval_plugins.cells.results import SAMPLES_FILE
 from lmms_eval_plugins.cells.run import evaluate_cell, load_model, measured_line, quiet
-from lmms_eval_plugins.model.arguments import generation_arguments, make_compression
+from lmms_eval_plugins.model.arguments import generation_of, make_compression
 from lmms_eval_plugins.model.lm import KVCompressLM
 
 
@@ -56,7 +56,7 @@ class OneAtATime(lmms):
             )
             inputs = self.processor(images=images or None, videos=videos or None, text=text, return_tensors="pt")
             inputs = inputs.to(self.device, self.model.dtype)
-            kwargs, _ = generation_arguments(given, self.max_new_tokens)
+            kwargs = generation_of(given, self.max_new_tokens).arguments
             cell = self.compression
             with kvcompress.compress(
                 self.model, cell.method, cell.ratio, cell.budget, kwargs["max_new_tokens"], **cell.options

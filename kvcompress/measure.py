@@ -22,6 +22,7 @@ class Measurement:
         tpot_s: seconds per further token; None where there was only one.
         tokens_in, tokens_out, vision_tokens: per row, without pads; tokens_out ends with the end-of-sequence token.
         kv_bytes_prompt, kv_bytes_end: bytes allocated for the whole batch's cache after the prompt and at the end.
+        kv_room_bytes: of those after the prompt, what waits for tokens to come; the rest holds keys, values and index.
         realised_ratios: fraction of each row's prompt entries that was kept, [compressed layer][row].
         peak_memory_bytes: most device memory allocated during the call on CUDA; elsewhere the most resident memory
             of the process, since the call where the kernel lets the mark be reset, else since the process began.
@@ -34,6 +35,7 @@ class Measurement:
     vision_tokens: list[int]
     kv_bytes_prompt: int
     kv_bytes_end: int
+    kv_room_bytes: int
     realised_ratios: list[list[float]]
     peak_memory_bytes: int
 
@@ -56,12 +58,13 @@ class TokenClock(TokenTimes):
     def __init__(self, session: Session):
         super().__init__()
         self.session = session
-        self.kv_bytes_prompt = 0
+        self.kv_bytes_prompt = self.kv_room_bytes = 0
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
         goes_on = super().__call__(input_ids, scores, **kwargs)
         if len(self.times) == 1:
             self.kv_bytes_prompt = self.session.cache.nbytes
+            self.kv_room_bytes = self.session.cache.room_nbytes
         return goes_on
 
 
@@ -106,6 +109,7 @@ def generate(
         vision_tokens=vision_token_mask(model.config, ids).sum(1).tolist(),
         kv_bytes_prompt=clock.kv_bytes_prompt,
         kv_bytes_end=session.cache.nbytes,
+        kv_room_bytes=clock.kv_room_bytes,
         realised_ratios=session.cache.realised_ratios(),
         peak_memory_bytes=peak_memory(device),
     )

@@ -13,14 +13,14 @@ import sys
 
 from .cells.cell_log import CellLog
 from .cells.command_line import parse
-from .cells.errors import exit_code
+from .cells.errors import EvaluationFailed, exit_code
 from .cells.inspection import show_config
 from .cells.listing import show_list
-from .cells.machine import check_environment, number_of_processes, rank, say, set_offline
+from .cells.machine import check_environment, join_processes, number_of_processes, rank, say, set_offline
 from .cells.names import check_names
 from .cells.plan import Plan, check_folders
 from .cells.processes import run_ranks
-from .cells.run import evaluate_cells, load_model, quiet
+from .cells.run import TaskFailures, evaluate_cells, load_model, quiet, score_again
 
 
 def evaluate(argv: list[str]) -> int:
@@ -43,9 +43,13 @@ def run(plan: Plan, argv: list[str]) -> int:
     if processes > 1 and "LOCAL_RANK" not in os.environ:
         return run_ranks(processes, argv)
 
+    join_processes()
     quiet(flags.verbosity)
     log = CellLog(plan)
-    jobs = plan.jobs()
+    jobs, failures, manager = [], TaskFailures(plan.request.tasks), plan.manager()
+    for task in plan.request.tasks:
+        with failures.noted(task, EvaluationFailed):
+            jobs += plan.jobs_of(task, manager)
     if rank() == 0:
         check_folders(jobs)
     todo = {job.folder: reason for job in jobs if (reason := job.todo)}
@@ -58,16 +62,25 @@ def run(plan: Plan, argv: list[str]) -> int:
     for job in jobs:
         if job.folder not in todo:
             log(job)
-    if pending:
-        evaluate_cells(load_model(plan.arguments), pending, log)
+    answers = [job.kept_answers for job in pending]
+    for job, kept in zip(pending, answers, strict=True):
+        if kept is not None:
+            with failures.noted(job.cell.task):
+                score_again(job, kept)
+                log(job)
+    unanswered = [job for job, kept in zip(pending, answers, strict=True) if kept is None]
+    if unanswered := [job for job in unanswered if job.cell.task not in failures.reasons]:
+        evaluate_cells(load_model(plan.arguments), unanswered, failures, log)
     if rank() == 0:
         from .report.table import report
 
-        for folder in dict.fromkeys(job.folder.parent for job in jobs):
-            report(folder, plan.settings)
+        complete = [job for job in jobs if job.incomplete is None]
+        for folder in dict.fromkeys(job.folder.parent for job in complete):
+            report(folder, plan.settings, metric=plan.request.metric, metric_filter=plan.request.filter)
         if flags.show_config:
-            for job in {job.cell.task: job for job in jobs}.values():
+            for job in {job.cell.task: job for job in complete}.values():
                 show_config(job.folder)
+    failures.raise_all()
     log.check()
     return 0
 

@@ -280,6 +280,12 @@ class CompressedCache(DynamicCache):
             for layer in self.layers
         )
 
+    @property
+    def room_nbytes(self) -> int:
+        """Of `nbytes`, those that wait for tokens to come."""
+        storages = [layer.storage for layer in self.compressed_layers]
+        return sum(storage.room_nbytes for storage in storages if storage is not None)
+
     def kept_indices(self, layer_idx: int) -> list[list[torch.Tensor]]:
         """The columns of the sequence whose keys layer `layer_idx` stores: [row][kv_head] -> LongTensor, ascending.
 

@@ -56,6 +56,11 @@ class Storage(ABC):
     def tensors(self) -> list[torch.Tensor]:
         """All buffers, for counting bytes."""
 
+    @property
+    @abstractmethod
+    def room_nbytes(self) -> int:
+        """Bytes of the buffers that wait for tokens to come."""
+
     def extend(self, kept: Kept, first: int) -> None:
         """Put another compressed prompt, whose columns begin at `first`, behind what is stored (`is_final`)."""
         raise TypeError(f"a {type(self).__name__} is not extended but made anew")
@@ -181,6 +186,10 @@ class DenseStorage(Storage):
     def tensors(self) -> list[torch.Tensor]:
         return [t for t in (self.keys, self.values, self.indices, self.pads) if t is not None]
 
+    @property
+    def room_nbytes(self) -> int:
+        return self.keys[:, :, self.length :].nbytes + self.values[:, :, self.length :].nbytes
+
 
 class RaggedStorage(Storage):
     """One flat buffer (entries, head_dim) for keys and one for values; each row and KV head is a segment of it, with
@@ -273,6 +282,11 @@ class RaggedStorage(Storage):
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.keys, self.values, self.indices, self.counts, self.starts]
+
+    @property
+    def room_nbytes(self) -> int:
+        spare_rows = self.room * self.counts.numel()
+        return self.keys[:spare_rows].nbytes + self.values[:spare_rows].nbytes
 
 
 @dataclass(frozen=True)
@@ -404,6 +418,10 @@ class QuantizedStorage(Storage):
         own = [tensor for tensor in (self.indices, self.unused) if tensor is not None]
         return [*(tensor for block in self.blocks for tensor in block.tensors()), *own, *self.recent.tensors()]
 
+    @property
+    def room_nbytes(self) -> int:
+        return self.recent.room_nbytes
+
 
 class StaticStorage(Storage):
     """Buffers of a fixed shape (batch, kv_heads, capacity, head_dim) and a cursor on the device, so that every decode
@@ -498,6 +516,11 @@ class StaticStorage(Storage):
         tensors = (self.keys, self.values, self.indices, self.usable, self.slots, self.cursor)
         return [tensor for tensor in tensors if tensor is not None]
 
+    @property
+    def room_nbytes(self) -> int:
+        end = int(self.cursor)
+        return self.keys[:, :, end:].nbytes + self.values[:, :, end:].nbytes
+
 
 class OffloadedStorage(Storage):
     """Another storage in the CPU's memory: its entries come to the device for the one layer that attends, and the next
@@ -564,6 +587,10 @@ class OffloadedStorage(Storage):
 
     def tensors(self) -> list[torch.Tensor]:
         return self.inner.tensors()
+
+    @property
+    def room_nbytes(self) -> int:
+        return self.inner.room_nbytes
 
 
 def _roomy(states: torch.Tensor, capacity: int) -> torch.Tensor:

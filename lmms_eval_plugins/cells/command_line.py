@@ -46,6 +46,7 @@ class Request:
     Attributes:
         ratios: fractions to keep; empty where `budgets` are given.
         budgets: entries to keep per layer and head.
+        metric, filter: the task's metric and answer filter that stand in the table; None for the main ones.
         arguments: the `key=value` arguments, the model's and the methods'.
         flags: the flags by name.
     """
@@ -55,6 +56,8 @@ class Request:
     methods: list[str]
     ratios: list[float]
     budgets: list[int]
+    metric: str | None
+    filter: str | None
     arguments: dict[str, Any]
     flags: argparse.Namespace
 
@@ -140,7 +143,9 @@ def parse(argv: list[str]) -> Request:
         raise UsageError("give either RATIO, or '-' for RATIO and budget=ENTRIES")
     budgets = [_budget(item) for item in _items("budget", arguments.pop("budget"))] if has_budget else []
     ratios = [] if has_budget else [_ratio(item) for item in _items("RATIO", ratio)]
-    return Request(_items("TASK", tasks), model, _items("METHOD", methods), ratios, budgets, arguments, flags)
+    metric, answer_filter = (str(arguments.pop(name)) if name in arguments else None for name in ("metric", "filter"))
+    tasks, methods = _items("TASK", tasks), _items("METHOD", methods)
+    return Request(tasks, model, methods, ratios, budgets, metric, answer_filter, arguments, flags)
 
 
 def _items(name: str, text: object) -> list[str]:

@@ -1,24 +1,23 @@
 """The tasks of a run, and their data on this machine."""
 
+import argparse
 import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import UsageError, nearest
+from .errors import EvaluationFailed, UsageError, nearest
+from .machine import HUB, is_offline
 
 if TYPE_CHECKING:
     from lmms_eval.api.task import Task
     from lmms_eval.tasks import TaskManager
 
-
-from .errors import EvaluationFailed
-from .machine import HUB, is_offline
-
 DEFAULT_DATA_ROOT = Path("data")
+GENERATED = ("generate_until", "generate_until_multi_round", "generate_until_agentic")  # the output types
 
 
 def find_tasks(names: list[str], include_path: Path | None) -> "TaskManager":
@@ -45,13 +44,104 @@ def find_tasks(names: list[str], include_path: Path | None) -> "TaskManager":
     return manager
 
 
-def load_tasks(manager: "TaskManager", name: str, data_root: Path | None) -> list["Task"]:
-    """The task, or the tasks of the group, with their data. Raises EvaluationFailed where data is missing."""
+def load_tasks(
+    manager: "TaskManager", name: str, data_root: Path | None, check: Callable[["Task"], None] = lambda task: None
+) -> list["Task"]:
+    """The task, or the tasks of the group, with their data.
+
+    Raises EvaluationFailed where data is missing, and what `check` raises; it sees each task before its data.
+    """
+    from huggingface_hub.constants import HF_HOME
+
+    from kvcompress import KVCompressError
+
+    os.environ.setdefault("HF_HOME", HF_HOME)  # where some tasks look for their videos, and fail without it
     try:
-        with working_directory(data_root), one_attempt():
+        with working_directory(data_root), one_attempt(), checked_first(check):
             return leaf_tasks(manager.load_task_or_group([name], "chat"))
+    except (UsageError, KVCompressError, EvaluationFailed):
+        raise
     except Exception as error:
         raise EvaluationFailed(data_error(name, error, data_root)) from error
+
+
+@contextlib.contextmanager
+def checked_first(check: Callable[["Task"], None]) -> Iterator[None]:
+    """Inside, a task is checked when it is made and before its data is loaded, which may take hours."""
+    from lmms_eval.api.task import ConfigurableTask
+
+    download = ConfigurableTask.download
+
+    def checked(task: ConfigurableTask, dataset_kwargs: dict[str, Any] | None = None) -> None:
+        check(task)
+        download(task, dataset_kwargs)
+
+    ConfigurableTask.download = checked
+    try:
+        yield
+    finally:
+        ConfigurableTask.download = download
+
+
+def check_task(task: "Task", flags: argparse.Namespace) -> None:
+    """Raises KVCompressError for a task that is not generated or has an unknown generation argument, EvaluationFailed
+    for one whose judge has no key. Needs no data."""
+    config = task.config
+    check_generation(config.task, config.output_type, {**(config.generation_kwargs or {}), **flags.gen_kwargs})
+    if not flags.predict_only:
+        check_judge(task)
+
+
+def check_generation(name: str, output_type: str, generation_kwargs: dict[str, Any]) -> None:
+    """The part of `check_task` that is about the answers, for what the task's YAML says."""
+    from kvcompress import KVCompressError
+
+    from ..model.arguments import generation_of
+
+    if output_type not in GENERATED:
+        is_likelihood = output_type in ("loglikelihood", "multiple_choice")
+        reason = "; a likelihood is computed in one prefill, which KV compression does not change"
+        raise KVCompressError(
+            f"task {name!r} has output_type {output_type}, evaluated here are {', '.join(GENERATED)}"
+            + (reason if is_likelihood else "")
+        )
+    try:
+        generation_of(generation_kwargs, max_new_tokens=1)
+    except KVCompressError as error:
+        raise KVCompressError(f"task {name!r}: {error}") from None
+
+
+def check_judge(task: "Task") -> None:
+    """Raises EvaluationFailed where answers are judged over the network, and no key for that is set."""
+    from ..tasks.judges import judge_of
+
+    judge = judge_of(task)
+    if judge is not None and judge.keys and not any(os.environ.get(name) for name in judge.keys):
+        raise EvaluationFailed(no_key(task.config.task, judge.keys))
+
+
+def no_key(name: str, keys: Iterable[str]) -> str:
+    return (
+        f"task {name!r} is scored by a judge, and no key for it is set: export {' or '.join(keys)}; with "
+        "--predict_only, which writes the answers alone, any value will do"
+    )
+
+
+def check_choice(name: str, tasks: list["Task"], metric: str | None, answer_filter: str | None) -> None:
+    """Raises KVCompressError where none of the tasks has the metric and the filter that are asked for."""
+    from kvcompress.errors import unknown_name
+
+    metrics = {known for task in tasks for known in task.aggregation()}
+    filters = {known for task in tasks for known in filter_names(task.config.filter_list)}
+    if metric is not None and metric not in metrics:
+        raise unknown_name(f"task {name!r} has no metric", metric, metrics)
+    if answer_filter is not None and answer_filter not in filters:
+        raise unknown_name(f"task {name!r} has no filter", answer_filter, filters)
+
+
+def filter_names(filter_list: list[dict[str, Any]] | None) -> list[str]:
+    """The names of a task's answer filters, in their order; lmms-eval's own is `none`."""
+    return list(dict.fromkeys(entry["name"] for entry in filter_list)) if filter_list else ["none"]
 
 
 def leaf_tasks(tasks: dict[Any, Any]) -> list["Task"]:
@@ -83,6 +173,8 @@ def one_attempt() -> Iterator[None]:
 def data_error(task: str, error: Exception, data_root: Path | None) -> str:
     """One line: what is missing, and the command that brings it."""
     message = " ".join(str(error).split())
+    if type(error).__module__.startswith("openai"):  # the task's code makes its client when it is imported
+        return no_key(task, ["OPENAI_API_KEY"])
     repository = re.search(r"['\"]([\w.-]+/[\w.-]+)['\"]", message)
     if not (is_offline() and isinstance(error, OSError)):
         return f"the data of task {task!r} could not be loaded: {type(error).__name__}: {message[:300]}"

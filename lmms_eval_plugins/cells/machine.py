@@ -101,6 +101,16 @@ def check_model_is_local(arguments: "ModelArguments") -> None:
         )
 
 
+def join_processes() -> None:
+    """Start the process group, where this process is one of several. lmms-eval's tasks with videos make an Accelerator,
+    too, which on a machine without GPU would take each process for the only one: so do it first."""
+    if "LOCAL_RANK" in os.environ:
+        import torch
+        from accelerate import Accelerator
+
+        Accelerator(cpu=not torch.cuda.is_available())
+
+
 def rank() -> int:
     return int(os.environ.get("RANK") or 0)
 

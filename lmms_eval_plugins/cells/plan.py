@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .command_line import BUNDLED_MODEL, DEFAULT_SEEDS, Request
-from .data import DEFAULT_DATA_ROOT, data_identity, find_tasks, limited, load_tasks
+from .data import DEFAULT_DATA_ROOT, check_choice, check_task, data_identity, find_tasks, limited, load_tasks
 from .errors import UsageError
 from .evaluator_flags import REASONING_TAGS
 from .identity import fingerprint, task_identity
 from .inspection import check_integrity, set_examples, write_out
+from .kept_answers import KeptAnswers, read_kept_answers
 from .kept_tokens import kept_tokens_damage, overlays_asked
 from .machine import check_device, check_model_is_local, is_offline, rank
 from .results import Cell, incomplete_reason
@@ -49,7 +50,7 @@ class Plan:
         """Raises KVCompressError or UsageError for an unknown method, option or model argument, or a wrong value."""
         from ..model.arguments import check_generation, model_arguments, split_arguments
 
-        own, options = split_arguments(request.arguments, request.methods, ("budget",))
+        own, options = split_arguments(request.arguments, request.methods, ("budget", "metric", "filter"))
         for name in {"chat_template", "system_prompt"} & own.keys():  # text, or a file of the working directory
             own[name] = os.path.realpath(own[name]) if os.path.isfile(str(own[name])) else own[name]
         request.flags.gen_kwargs = check_generation(request.flags.gen_kwargs)
@@ -64,42 +65,50 @@ class Plan:
         if is_offline():
             check_model_is_local(self.arguments)
 
-    def jobs(self) -> list["Job"]:
-        """A job for every cell; the tasks' data is loaded.
+    def manager(self) -> "TaskManager":
+        """lmms-eval's, which knows the tasks. Raises KVCompressError or UsageError for an unknown one."""
+        return find_tasks(self.request.tasks, self.request.flags.include_path)
 
-        Raises KVCompressError or UsageError for an unknown task, EvaluationFailed where data is missing.
+    def jobs(self) -> list["Job"]:
+        """A job for every cell; the tasks' data is loaded. Raises as `manager` and `jobs_of`."""
+        manager = self.manager()
+        return [job for name in self.request.tasks for job in self.jobs_of(name, manager)]
+
+    def jobs_of(self, name: str, manager: "TaskManager") -> list["Job"]:
+        """A job for every cell of one task; its data is loaded.
+
+        Raises KVCompressError or UsageError for a task that is not generated, or lacks what is asked for;
+        EvaluationFailed where its data or its judge is missing.
         """
-        names, flags = self.request.tasks, self.request.flags
-        manager, output = find_tasks(names, flags.include_path), flags.output_path.resolve()
-        data, definitions, questions = {}, {}, {}
-        for name in names:
-            tasks = load_tasks(manager, name, self.data_root)
-            if len(tasks) > 1 and isinstance(flags.limit, float):
-                # lmms-eval turns the fraction into a number on the first task and uses that for the others.
-                raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
-            for task in tasks:
-                set_examples(task, flags)
-            data[name] = {task.config.task: data_identity(task) for task in tasks}
-            definitions[name] = {task.config.task: task_identity(task) for task in tasks}
-            counts = {task.config.task: limited(len(task.eval_docs), flags.limit, flags.offset) for task in tasks}
-            if empty := [task for task, count in counts.items() if not count]:
-                raise UsageError(f"--offset {flags.offset} leaves no question of {empty[0]!r}")
-            questions[name] = sum(counts.values())
-            if flags.check_integrity and rank() == 0:
-                check_integrity(tasks, flags, self.data_root)
-            if flags.write_out and rank() == 0:
-                write_out(tasks, flags, self.data_root, self.arguments)
+        flags = self.request.flags
+        tasks = load_tasks(manager, name, self.data_root, lambda task: check_task(task, flags))
+        if len(tasks) > 1 and isinstance(flags.limit, float):
+            # lmms-eval turns the fraction into a number on the first task and uses that for the others.
+            raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
+        check_choice(name, tasks, self.request.metric, self.request.filter)
+        for task in tasks:
+            set_examples(task, flags)
+        data = {task.config.task: data_identity(task) for task in tasks}
+        definitions = {task.config.task: task_identity(task) for task in tasks}
+        counts = {task.config.task: limited(len(task.eval_docs), flags.limit, flags.offset) for task in tasks}
+        if empty := [task for task, count in counts.items() if not count]:
+            raise UsageError(f"--offset {flags.offset} leaves no question of {empty[0]!r}")
+        if flags.check_integrity and rank() == 0:
+            check_integrity(tasks, flags, self.data_root)
+        if flags.write_out and rank() == 0:
+            write_out(tasks, flags, self.data_root, self.arguments)
         return [
             Job(
                 cell,
                 options,
-                cell.folder(output),
-                fingerprint(cell, self.arguments, options, data[cell.task], definitions[cell.task]),
-                questions[cell.task],
+                cell.folder(flags.output_path.resolve()),
+                fingerprint(cell, self.arguments, options, data, definitions),
+                sum(counts.values()),
                 manager,
                 self,
             )
             for cell, options in self.cells
+            if cell.task == name
         ]
 
 
@@ -142,6 +151,13 @@ class Job:
             return reason or "--force"
         return "--overlays" if overlays_asked(self.folder) < flags.overlays else None
 
+    @property
+    def kept_answers(self) -> KeptAnswers | None:
+        """The answers of an earlier run that was not scored; None where the model has to answer."""
+        flags = self.plan.request.flags
+        answers = None if flags.force else read_kept_answers(self.folder, self.fingerprint, flags.overlays)
+        return answers if answers is not None and answers.questions == self.questions else None
+
 
 def check_folders(jobs: list[Job]) -> None:
     """Raises KVCompressError or UsageError where the results of jobs, or their measurements, cannot be written."""
@@ -170,7 +186,8 @@ def _run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dic
     if flags.data_root is not None:
         settings["data"] = flags.data_root.name if flags.data_root.parent == Path.cwd() else str(flags.data_root)
     for name in ("limit", "offset", "gen_kwargs", "num_fewshot", "predict_only", *CHANGE_ANSWERS):
-        if value := getattr(flags, name):
+        value = getattr(flags, name)
+        if value or (name == "num_fewshot" and value is not None):  # 0 is not what the task says
             settings[name] = value
     if flags.repeats > 1:
         settings["repeats"] = flags.repeats

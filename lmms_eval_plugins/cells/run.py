@@ -9,32 +9,72 @@ import os
 import platform
 import sys
 import tempfile
+import traceback
 import zoneinfo
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .data import limited, working_directory
-from .errors import EvaluationFailed
+from .data import filter_names, limited, working_directory
+from .errors import EvaluationFailed, fail
+from .kept_answers import KeptAnswers, answers_file, write_kept_answers
 from .kept_tokens import IMAGES_FOLDER, write_kept_tokens
 from .machine import rank, say
 from .plan import Job
 from .progress import Grid
 from .results import dumps, incomplete_reason, new_cell, write_cell
+from .scoring import JudgeWatch, scorers_watched
 
 if TYPE_CHECKING:
     from ..model.arguments import ModelArguments
-    from ..model.lm import KVCompressLM
+    from ..model.lm import Answerer, KVCompressLM
 
 
 SEED_ARGUMENTS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 PACKAGES = ("kvcompress", "torch", "transformers", "lmms-eval", "datasets", "accelerate")
 
 
-def evaluate_cells(lm: "KVCompressLM", jobs: list[Job], finished: Callable[[Job], None] = lambda job: None) -> None:
-    """Evaluate cells one after the other, and say how far they are. `finished` is called after each, on every rank."""
+class TaskFailures:
+    """What keeps tasks of a list from being evaluated. The others are evaluated all the same; at the end `raise_all`.
+
+    With several processes, or a single task, nothing is noted: what is raised ends the run. (A process that went on
+    alone would wait for the others forever.)
+    """
+
+    def __init__(self, tasks: list[str]):
+        self._ends_run = len(tasks) == 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1
+        self.reasons: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def noted(self, task: str, kind: type[Exception] = Exception) -> Iterator[None]:
+        """Note and print why `task` fails inside, with an error of this kind."""
+        try:
+            yield
+        except kind as error:
+            if self._ends_run:
+                raise
+            is_known = isinstance(error, EvaluationFailed) or type(error).__name__ == "KVCompressError"
+            if not is_known:
+                traceback.print_exc()
+            self.reasons[task] = str(error) if is_known else f"{type(error).__name__}: {error}"
+            fail(f"{self.reasons[task]} (task {task} is left out, the others go on)", 1)
+
+    def raise_all(self) -> None:
+        """Raises EvaluationFailed where a task failed."""
+        if self.reasons:
+            which = "; ".join(f"{task} ({reason})" for task, reason in self.reasons.items())
+            raise EvaluationFailed(f"{len(self.reasons)} task(s) without results: {which}")
+
+
+def evaluate_cells(
+    lm: "KVCompressLM", jobs: list[Job], failures: TaskFailures, finished: Callable[[Job], None] = lambda job: None
+) -> None:
+    """Evaluate cells one after the other, and say how far they are; after a failure, not the others of its task.
+    `finished` is called after each, on every rank."""
     grid, task = Grid([job.questions for job in jobs]), None
     lm.progress_bar = partial(grid.bar, disable=rank() != 0)
     for number, job in enumerate(jobs):
@@ -42,8 +82,10 @@ def evaluate_cells(lm: "KVCompressLM", jobs: list[Job], finished: Callable[[Job]
             task = job.cell.task
             say(measured_line(lm, job, sum(other.cell.task == task for other in jobs)))
         grid.begin(number, job.name)
-        evaluate_cell(lm, job)
-        finished(job)
+        if job.cell.task not in failures.reasons:
+            with failures.noted(job.cell.task):
+                evaluate_cell(lm, job)
+                finished(job)
 
 
 def measured_line(lm: "KVCompressLM", job: Job, cells: int) -> str:
@@ -58,39 +100,113 @@ def evaluate_cell(lm: "KVCompressLM", job: Job) -> None:
     """Run lmms-eval for one cell and write its folder (rank 0; all ranks call this)."""
     from ..model.answer_store import AnswerStore
     from ..model.fewshot import FewShot
-    from ..model.measurements import summarise
 
     cell, asked = job.cell, job.plan.request.flags.overlays
     lm.set_cell(cell.method, cell.ratio, cell.budget, **job.options)
     lm.overlays = asked
     flags = job.plan.request.flags
     lm.few_shot = FewShot(flags.seed[3], flags.fewshot_as_multiturn)
-    identity = json.loads(dumps({"fingerprint": job.fingerprint, "environment": environment(lm)}))
+    found = environment(lm)
+    identity = json.loads(dumps({"fingerprint": job.fingerprint, "environment": found}))
     lm.answer_store = None if flags.use_cache is None else AnswerStore(flags.use_cache, identity, rank())
     lm.reset_rows()
-    with new_cell(job.folder) if rank() == 0 else tempfile.TemporaryDirectory() as folder:
-        with working_directory(job.plan.data_root):
-            output = run_lmms_eval(lm, job, folder)
+
+    def keep_answers() -> None:
         rows = lm.gather_rows()
+        if rank() == 0:
+            write_kept_answers(job.folder, job.fingerprint, KeptAnswers(rows, found, asked))
+
+    score_cell(lm, job, found, asked, keep_answers)
+
+
+def score_again(job: Job, answers: KeptAnswers) -> None:
+    """Score the answers of an earlier run, and write the cell's folder as `evaluate_cell` does. Needs no model."""
+    from ..model.answered import AnsweredLM
+
+    say(f"scored again: {job.folder.name} (its answers are those of an earlier run)")
+    lm = AnsweredLM(job.plan.arguments, answers.rows)
+    score_cell(lm, job, answers.environment, answers.overlays, lambda: None)
+
+
+def score_cell(lm: "Answerer", job: Job, found: dict[str, Any], asked: int, keep_answers: Callable[[], None]) -> None:
+    """Let lmms-eval ask `lm` and score its answers; write the cell's folder (rank 0; all ranks call this).
+
+    Args:
+        found: the environment in which the answers are generated; `asked`: for how many questions of each task they say
+            which tokens were kept.
+        keep_answers: called by all ranks between the answers and the scores.
+    """
+    from ..model.measurements import summarise
+
+    cell = job.cell
+    with new_cell(job.folder) if rank() == 0 else tempfile.TemporaryDirectory() as folder:
+        with working_directory(job.plan.data_root), scorers_watched() as watch:
+
+            def answered() -> None:
+                keep_answers()
+                watch.is_on = True
+
+            lm.when_answered = answered
+            with named_failure(job, watch):
+                output = run_lmms_eval(lm, job, folder)
+        rows = lm.gather_rows()
+        if unanswered := of_all_ranks(list(watch.unanswered.values())):
+            raise EvaluationFailed(
+                f"{cell.task}: {len(unanswered)} requests to its judge were not answered ({unanswered[0]}); the "
+                "answers are kept, and the same command asks the judge again"
+            )
         if rank() != 0:
             return
         kept = [{"task": r["task"], "doc_id": r["doc_id"], **r.pop("survivors")} for r in rows if "survivors" in r]
         write_kept_tokens(folder, job.folder.parent / IMAGES_FOLDER, asked, kept)
-        samples = merge_samples(output.pop("samples"), rows, output["n-samples"])
+        filters = {task: filter_names(config.get("filter_list")) for task, config in output["configs"].items()}
+        samples = merge_samples(output.pop("samples"), rows, output["n-samples"], filters)
         results = {
             "protocol": protocol(job),
             **{key: value for key, value in output.items() if not key.startswith("git_")},
             "token_counts": output.get("efficiency"),
             "efficiency": summarise(rows),
-            "environment": environment(lm),
+            "environment": found,
             "fingerprint": job.fingerprint,
+            "n_questions": len({(sample["task"], sample["doc_id"]) for sample in samples}),
+            "metric_questions": metric_questions(output["results"], samples),
         }
         write_cell(folder, results, samples)
         if reason := incomplete_reason(Path(folder), job.fingerprint):
             raise EvaluationFailed(f"what was written for {job.folder} is not complete: {reason}")
+    answers_file(job.folder).unlink(missing_ok=True)
 
 
-def run_lmms_eval(lm: "KVCompressLM", job: Job, folder: Path | str) -> dict[str, Any]:
+@contextlib.contextmanager
+def named_failure(job: Job, watch: JudgeWatch) -> Iterator[None]:
+    """What fails inside, in one line where it is no fault of this program: a scorer, or a file that is not there."""
+    task = job.cell.task
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # tasks exit where a video is missing
+        message = " ".join(str(error).split())
+        if watch.is_on:
+            raise EvaluationFailed(
+                f"{task}: scoring failed: {type(error).__name__}: {message}; the answers are kept, and the same "
+                "command scores them again"
+            ) from error
+        if isinstance(error, SystemExit | FileNotFoundError):
+            raise EvaluationFailed(f"{task}: a file of its data is missing: {message}") from error
+        raise
+
+
+def of_all_ranks(values: list[Any]) -> list[Any]:
+    """The values of every rank, the same list on each. All ranks must call it."""
+    import torch
+
+    if not torch.distributed.is_initialized():
+        return values
+    ranks = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, values)
+    return list(chain.from_iterable(ranks))
+
+
+def run_lmms_eval(lm: "Answerer", job: Job, folder: Path | str) -> dict[str, Any]:
     """What lmms-eval returns for the cell's task; some tasks write side files, such as a test server's submission, into
     `folder`."""
     from lmms_eval.evaluator import simple_evaluate
@@ -136,32 +252,65 @@ def as_one_process() -> Iterator[None]:
 
 
 def merge_samples(
-    samples: dict[str, list[dict]], rows: list[dict[str, Any]], expected: dict[str, dict[str, int]]
+    samples: dict[str, list[dict]],
+    rows: list[dict[str, Any]],
+    expected: dict[str, dict[str, int]],
+    filters: dict[str, list[str]],
 ) -> list[dict[str, Any]]:
-    """lmms-eval's samples in the order of the documents, each with its measurement.
+    """lmms-eval's samples in the order of the documents, each with its answer filter, its raw answers and its
+    measurement. A question of several rounds, or that is asked several times, has several answers and measurements.
 
     Args:
-        samples: task -> samples; one document has several where a task has several answer filters.
-        rows: measurements, with `task` and `doc_id`.
+        samples: task -> samples; one document has several where a task has several answer filters, in their order.
+        rows: measurements, with `task`, `doc_id` and `answer`.
         expected: task -> {"effective": number of documents}.
+        filters: task -> names of its answer filters.
 
     Raises:
         EvaluationFailed: a document was not answered, or not measured.
     """
-    measured = {(row["task"], row["doc_id"]): row for row in rows}
+    measured: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        measured.setdefault((row["task"], row["doc_id"]), []).append(row)
     merged = []
     for task, of_task in samples.items():
         answered = {sample["doc_id"] for sample in of_task}
         if len(answered) != expected[task]["effective"]:
             raise EvaluationFailed(f"{task}: {len(answered)} of {expected[task]['effective']} questions were answered")
+        seen: Counter[int] = Counter()
         for sample in sorted(of_task, key=lambda sample: sample["doc_id"]):
-            row = measured.get((task, sample["doc_id"]))
-            if row is None:
+            of_question = measured.get((task, sample["doc_id"]))
+            if of_question is None:
                 raise EvaluationFailed(f"{task}: the answer to question {sample['doc_id']} was not measured")
             arguments = sample["arguments"]
             scores = {key: value for key, value in sample.items() if key not in ("doc_hash", "arguments")}
-            merged.append({"task": task, "input": arguments[0] if arguments else None, **scores, "measurement": row})
+            measurements = [{key: value for key, value in row.items() if key != "answer"} for row in of_question]
+            merged.append(
+                {
+                    "task": task,
+                    "input": arguments[0] if arguments else None,
+                    **scores,
+                    "filter": filters[task][seen[sample["doc_id"]]],
+                    "answers": [row["answer"] for row in of_question],
+                    "measurement": measurements[-1],
+                    **({"measurements": measurements} if len(measurements) > 1 else {}),
+                }
+            )
+            seen[sample["doc_id"]] += 1
     return merged
+
+
+def metric_questions(scores: dict[str, dict[str, Any]], samples: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """task -> `metric,filter` -> how many questions the metric is over. A scorer may leave a metric out of a question:
+    it is not over that one."""
+    counts: dict[str, dict[str, int]] = {}
+    for sample in samples:
+        of_task = counts.setdefault(sample["task"], {})
+        for key in scores.get(sample["task"], {}):
+            metric, comma, answer_filter = key.partition(",")
+            if comma and metric in sample and answer_filter == sample["filter"]:
+                of_task[key] = of_task.get(key, 0) + 1
+    return counts
 
 
 def protocol(job: Job) -> dict[str, Any]:

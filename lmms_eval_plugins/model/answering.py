@@ -16,7 +16,7 @@ from kvcompress.device import synchronise
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.measure import Measurement
 
-from .arguments import Compression, make_compression
+from .arguments import Compression, Generation, make_compression
 from .batch_size import PeakOfTensors
 from .batches import Batch, BatchStore
 from .kept_tokens import KeptSets, kept_sets
@@ -71,11 +71,12 @@ class Answering:
         """Answer under another compression from now on."""
         self.compression, self._is_warm, self._has_cells = compression, False, True
 
-    def answer(self, batch: Batch, kwargs: dict[str, Any], notes_kept: bool = False) -> Answers:
-        """Generate with the arguments `kwargs`; before the first batch of a cell a few tokens more, as a warm-up.
+    def answer(self, batch: Batch, wanted: Generation, notes_kept: bool = False) -> Answers:
+        """Generate as `wanted`; before the first batch of a cell a few tokens more, as a warm-up.
 
         `notes_kept`: also say what each layer stores.
         """
+        kwargs = wanted.arguments
         inputs = on_device(batch.inputs, self.model.device)
         # A method that looks at the tower makes it slower: neither its time nor another's is the other's.
         tokens = self.compression.policy().tokens
@@ -93,6 +94,8 @@ class Answering:
             few = min(kwargs["max_new_tokens"], WARM_UP_TOKENS)
             self.generate(inputs, {**kwargs, "max_new_tokens": few}, VisionTower(self.model, tower.known), prompt)
             self._is_warm = True
+        if wanted.seed is not None:
+            torch.manual_seed(wanted.seed)
         synchronise(self.model.device)
         start = time.perf_counter()
         new, measured, kept = self.generate(inputs, kwargs, tower, prompt, notes_kept)
@@ -100,8 +103,18 @@ class Answering:
         seconds = time.perf_counter() - start + tower.correction_s + prompt.correction_s
         if self._has_cells:
             self.batches.keep(batch, {} if watches_tower else tower.calls, prompt.prompt_pass)
-        texts = self.tokenizer.batch_decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        texts = self._texts(new, measured.tokens_out, wanted.skip_special_tokens)
         return Answers(texts, seconds, measured, tower, prompt, inputs, kept)
+
+    def _texts(self, new: torch.LongTensor, lengths: list[int], skip_special_tokens: bool) -> list[str]:
+        """The answers (batch, new) as text; the token that ends one, and the pads behind it, are no part of it."""
+        if skip_special_tokens:
+            return self.tokenizer.batch_decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ends = self.model.generation_config.eos_token_id
+        ends = set(ends if isinstance(ends, list) else [ends])
+        rows = [row[:length].tolist() for row, length in zip(new, lengths, strict=True)]
+        rows = [row[:-1] if row and row[-1] in ends else row for row in rows]
+        return [self.tokenizer.decode(row, clean_up_tokenization_spaces=False) for row in rows]
 
     def generate(
         self,

@@ -8,6 +8,7 @@ while answering ends the run; an empty answer is one that the model gave. All ar
 
 import copy
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain
@@ -27,7 +28,7 @@ from kvcompress import KVCompressError
 
 from .answer_store import AnswerStore, from_json, key_of, to_json
 from .answering import Answering, Answers
-from .arguments import Compression, generation_arguments, make_compression, parse_arguments
+from .arguments import Compression, ModelArguments, generation_of, make_compression, parse_arguments
 from .batch_size import MOST, largest_batch, room_for_a_batch, searches
 from .batches import Batch, BatchStore
 from .fewshot import FewShot
@@ -43,20 +44,54 @@ LOOK_AHEAD = 2  # batches
 PROMPT_CACHE_GB = 4.0
 
 
-class KVCompressLM(lmms):
-    """One loaded model; `set_cell` switches the compression without loading again.
+class Answerer(lmms):
+    """What the evaluation of a cell needs of a model that lmms-eval asks.
 
     Attributes:
         args: the model arguments.
+        rows: one measurement per counted request.
+        when_answered: called when every request of an evaluation is answered, before lmms-eval scores the answers.
+    """
+
+    is_simple = False
+    args: ModelArguments
+    rows: list[dict[str, Any]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.when_answered: Callable[[], None] = lambda: None
+
+    @property
+    def batch_size(self) -> int | str:
+        return self.args.batch_size
+
+    def gather_rows(self) -> list[dict[str, Any]]:
+        """The rows of all ranks, the same list on each, sorted by task and document. All ranks must call it."""
+        raise NotImplementedError
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        raise NotImplementedError(
+            "--model kvcompress answers generate_until tasks only: a likelihood over a given answer is computed in one "
+            "prefill, which KV compression does not change"
+        )
+
+    def clean(self) -> None:
+        """lmms-eval calls this when all is answered, to free the model. It stays: one model serves several evaluations.
+        See `KVCompressLM.unload`."""
+        self.when_answered()
+
+
+class KVCompressLM(Answerer):
+    """One loaded model; `set_cell` switches the compression without loading again.
+
+    Attributes:
         model, processor, tokenizer: transformers' own.
-        rows: one measurement per counted request since the start or the last `reset_rows`.
+        rows: since the start or the last `reset_rows`.
         overlays: for so many questions of each task a row also says which tokens were kept, see `kept_tokens.record`.
         answer_store: answers of earlier runs; None where each question is answered anew.
         few_shot: how examples are drawn and shown, where a task has any.
         batch_sizes: what was found for `batch_size=auto` in the last evaluation, in the order of the batches.
     """
-
-    is_simple = False
 
     def __init__(self, **arguments: Any):
         """`arguments` as in docs/model-args.md. Raises KVCompressError for a wrong one, before anything is loaded."""
@@ -78,6 +113,7 @@ class KVCompressLM(lmms):
         decoder = copy.deepcopy(self.tokenizer) if self._look_ahead else self.tokenizer
         self.answering = Answering(self.model, decoder, self.batches, compression)
         self.rows: list[dict[str, Any]] = []
+        self._times_asked: Counter[tuple[str, int]] = Counter()
         self.overlays = 0
         self.answer_store: AnswerStore | None = None
         self.few_shot = FewShot()
@@ -102,9 +138,9 @@ class KVCompressLM(lmms):
 
     def reset_rows(self) -> None:
         self.rows = []
+        self._times_asked.clear()
 
     def gather_rows(self) -> list[dict[str, Any]]:
-        """The rows of all ranks, the same list on each, sorted by task and document. All ranks must call it."""
         ranks = [self.rows]
         if self.world_size > 1:
             ranks = [[] for _ in range(self.world_size)]
@@ -112,10 +148,6 @@ class KVCompressLM(lmms):
         return sorted(chain.from_iterable(ranks), key=lambda row: (row["task"], row["doc_id"]))
 
     # -- what lmms-eval asks for ----------------------------------------------------------------------------------
-
-    @property
-    def batch_size(self) -> int | str:
-        return self.args.batch_size
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """Answers in the order of the requests; batches hold requests of one kind of generation, longest text first."""
@@ -168,15 +200,6 @@ class KVCompressLM(lmms):
         log_averages(self.rows[counted:], seconds)
         return results
 
-    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        raise NotImplementedError(
-            "--model kvcompress answers generate_until tasks only: a likelihood over a given answer is computed in one "
-            "prefill, which KV compression does not change"
-        )
-
-    def clean(self) -> None:
-        """Keeps the model: lmms-eval calls this after every evaluation, and one model serves several. See `unload`."""
-
     def unload(self) -> None:
         """Free the model."""
         del self.model, self.answering
@@ -214,7 +237,7 @@ class KVCompressLM(lmms):
         key = key_of(requests, b"batch size")
         if self.answer_store is not None and self.answer_store.knows(key):
             return self.answer_store.get(key)
-        kwargs, _ = generation_arguments(requests[0].args[2], self.args.max_new_tokens)
+        kwargs = generation_of(requests[0].args[2], self.args.max_new_tokens).arguments
         size = largest_batch(
             lambda rows: self.answering.try_batch(self.prepare(requests[:rows], may_recall=False), kwargs),
             room=room_for_a_batch(self.device),
@@ -264,7 +287,7 @@ class KVCompressLM(lmms):
         counted = len(self.rows)
         results, seconds = self._answer_within_memory(requests, batch)
         if self.answer_store is not None and not any(map(self._has_overlay, requests)):
-            kwargs, _ = generation_arguments(requests[0].args[2], self.args.max_new_tokens)
+            kwargs = generation_of(requests[0].args[2], self.args.max_new_tokens).arguments
             if not kwargs["do_sample"]:  # else a question that is asked again gets another answer
                 key = key_of(requests, batch.key)
                 self.answer_store.put(key, to_json(results, self.rows[counted:], seconds))
@@ -302,17 +325,19 @@ class KVCompressLM(lmms):
         """The answers to requests, and the seconds that generating them takes; adds the rows of counted requests."""
         if self.args.tp_plan is not None and self.world_size > 1:
             raise KVCompressError("tp_plan: lmms-eval would share the questions out; run lmms_eval_plugins.evaluate")
-        kwargs, until = generation_arguments(requests[0].args[2], self.args.max_new_tokens)
-        answers = self.answering.answer(batch, kwargs, any(map(self._has_overlay, requests)))
+        wanted = generation_of(requests[0].args[2], self.args.max_new_tokens)
+        if wanted.seed is not None:  # another one each time that a question is asked
+            wanted = replace(wanted, seed=wanted.seed + self._times_asked[question(requests[0])])
+        answers = self.answering.answer(batch, wanted, any(map(self._has_overlay, requests)))
         results = []
         for place, request in enumerate(requests):
-            text = _cut(answers.texts[place], until)
-            measured = answers.measured
+            text, measured = _cut(answers.texts[place], wanted.until), answers.measured
+            self._times_asked[question(request)] += 1
             counts = TokenCounts(input_tokens=measured.tokens_in[place], output_tokens=measured.tokens_out[place])
             results.append(GenerationResult(text=text, token_counts=counts))
             self.cache_hook.add_partial("generate_until", (request.args[0], request.args[2]), text)
             if not request.metadata.get("__padding_only__"):
-                self.rows.append(self._row(request, batch, answers, place))
+                self.rows.append({**self._row(request, batch, answers, place), "answer": text})
         return results, answers.seconds
 
     def _row(self, request: Instance, batch: Batch, answers: Answers, place: int) -> dict[str, Any]:
@@ -351,6 +376,12 @@ class KVCompressLM(lmms):
         of = self.compression
         kept = f"budget {of.budget}" if of.budget else f"{of.ratio or 1:g}"
         return tqdm(total=total, desc=f"{of.method} {kept}", disable=self.rank != 0)
+
+
+def question(request: Instance) -> tuple[str, int]:
+    """Its task, and its number there."""
+    _, _, _, doc_id, task, _ = request.args
+    return task, doc_id
 
 
 def _cut(text: str, until: list[str]) -> str:

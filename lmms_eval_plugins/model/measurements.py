@@ -23,6 +23,8 @@ QUANTITIES = (
     "vision_tokens",
     "kv_bytes_prompt",
     "kv_bytes_end",
+    "kv_held_bytes",
+    "kv_room_bytes",
     "peak_memory_bytes",
 )
 
@@ -47,6 +49,8 @@ def row_of(request: Instance, answers: Answers, place: int) -> dict[str, Any]:
         "vision_tokens": measured.vision_tokens[place],
         "kv_bytes_prompt": measured.kv_bytes_prompt // batch_size,
         "kv_bytes_end": measured.kv_bytes_end // batch_size,
+        "kv_held_bytes": (measured.kv_bytes_prompt - measured.kv_room_bytes) // batch_size,
+        "kv_room_bytes": measured.kv_room_bytes // batch_size,
         "realised_ratio": [layer[place * beams] for layer in measured.realised_ratios],
         # Where a pass is kept or was, other things lie in memory than where it just runs.
         "peak_memory_bytes": None if prompt.prompt_pass else measured.peak_memory_bytes,

@@ -28,6 +28,9 @@ class ChatProcessor:
         self.args, self.processor, self.dtype = args, processor, dtype
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.has_vision = self.tokenizer is not processor
+        # What stands for media in a prompt, such as `<image>`: what a task's text says is not to be taken for it.
+        names = [name for name in vars(processor) if name.endswith("_token")] if self.has_vision else []
+        self._placeholders = sorted({str(getattr(processor, name)) for name in names} - {"", "None"})
 
     def read(self, messages: ChatMessages, task: str) -> ChatPrompt:
         """A question's messages with their images and videos read. Raises KVCompressError where the model has no use
@@ -45,7 +48,16 @@ class ChatProcessor:
             if others and others[0]["role"] == "system":
                 others = others[1:]
             prompt.conversation = [{"role": "system", "content": [{"type": "text", "text": system}]}, *others]
+        for part in chain.from_iterable(message["content"] for message in prompt.conversation):
+            if part["type"] == "text":
+                part["text"] = self._escaped(part["text"])
         return prompt
+
+    def _escaped(self, text: str) -> str:
+        """The text with `< image>` where it says `<image>`: an example, a mark for "here is the first image"."""
+        for placeholder in self._placeholders:
+            text = text.replace(placeholder, f"{placeholder[0]} {placeholder[1:]}")
+        return text
 
     def text(self, prompt: ChatPrompt) -> str:
         """The prompt as the chat template writes it, with a placeholder for each image or video.

@@ -11,22 +11,24 @@ from kvcompress.files import check_output
 
 from ..cells.command_line import Parser
 from ..cells.errors import EvaluationFailed, exit_code
-from ..cells.flag_types import folder
+from ..cells.flag_types import folder, label
 from .table import report
 
 
 def parser() -> argparse.ArgumentParser:
     this = Parser(prog="python -m lmms_eval_plugins.report", description=__doc__)
     this.add_argument("folder", type=folder, help="results/<task>/<model>")
+    this.add_argument("--metric", type=label, help="of the task, in place of its main one")
+    this.add_argument("--filter", type=label, help="of the task's answers, in place of the first one")
     return this
 
 
 def command(argv: list[str]) -> None:
     """Write table and plot. Raises UsageError, KVCompressError, or EvaluationFailed where there is no finished cell."""
-    folder = parser().parse_args(argv).folder
-    check_output(folder)
+    flags = parser().parse_args(argv)
+    check_output(flags.folder)
     try:
-        report(folder)
+        report(flags.folder, metric=flags.metric, metric_filter=flags.filter)
     except FileNotFoundError as error:
         raise EvaluationFailed(error) from error
 

@@ -13,6 +13,7 @@ from kvcompress import KVCompressError
 
 from ..cells.errors import UsageError
 from ..cells.results import RESULTS_FILE, DamagedFile, exact, read_cell
+from .headline import Headline, by_question, headline, seconds
 from .metrics import (
     area_under_curve,
     loyalty,
@@ -23,13 +24,18 @@ from .metrics import (
     smallest_ratio,
     speed_up,
 )
-from .table import cell_row, headline_metric, score_scale
+from .table import cell_row, score_scale
 
 GROUP = ["task", "model", "settings"]  # only cells of one group are compared with each other
 
 
-def load_grid(folders: Sequence[Path]) -> tuple[pd.DataFrame, list[str]]:
+def load_grid(
+    folders: Sequence[Path], metric: str | None = None, metric_filter: str | None = None
+) -> tuple[pd.DataFrame, list[str]]:
     """The cells of folders (results/<task>/<model>), each with its metrics against the full cache.
+
+    Args:
+        metric, metric_filter: the task's metric and answer filter that are compared; the main ones where None.
 
     Returns:
         A frame with one row per cell. Its columns are those of `table.cell_row`, and `task`, `model`, `kept` (the
@@ -53,13 +59,14 @@ def load_grid(folders: Sequence[Path]) -> tuple[pd.DataFrame, list[str]]:
             except (DamagedFile, FileNotFoundError) as error:
                 left_out.append(f"{file.parent}: {error}")
                 continue
-            row = cell_row(cell)
+            row = cell_row(cell, metric, metric_filter)
             if row["score"] is None:
                 raise KVCompressError(f"{file.parent} has no score (was it run with --predict_only?)")
             row["kept"] = row["realised"] if row["ratio"] is None else row["ratio"]
             row["size"] = f"budget={row['budget']}" if row["ratio"] is None else exact(row["ratio"])
             row |= {"task": cell["protocol"]["task"], "model": cell["protocol"]["model"]}
-            rows.append({**row, "questions": question_frame(samples, headline_metric(cell))})
+            questions = question_frame(cell, samples, headline(cell, metric, metric_filter))
+            rows.append({**row, "questions": questions})
     if not rows:
         raise UsageError(left_out[0])
     grids = []
@@ -76,25 +83,22 @@ def load_grid(folders: Sequence[Path]) -> tuple[pd.DataFrame, list[str]]:
     return pd.concat(grids, ignore_index=True), left_out
 
 
-def question_frame(samples: list[dict[str, Any]], metric: str | None) -> pd.DataFrame:
+def question_frame(cell: dict[str, Any], samples: list[dict[str, Any]], found: Headline | None) -> pd.DataFrame:
     """A cell's questions: `answer`, `score` (NaN where the metric has none per question), `seconds` of the answer.
 
     The index is (task, doc_id), sorted.
     """
-    rows = []
-    for sample in samples:
-        measured, score = sample["measurement"], sample.get((metric or "").split(",")[0])
-        rows.append(
-            {
-                "task": sample["task"],
-                "doc_id": sample["doc_id"],
-                "answer": tuple(str(answer).strip() for answer in np.ravel(sample["filtered_resps"])),
-                "score": float(score) if isinstance(score, int | float) else math.nan,
-                "seconds": measured["ttft_s"] + (measured["tpot_s"] or 0) * (measured["tokens_out"] - 1),
-            }
-        )
-    # A task with several answer filters has a line for each; the first is that of the headline metric.
-    return pd.DataFrame(rows).drop_duplicates(["task", "doc_id"]).set_index(["task", "doc_id"]).sort_index()
+    rows = [
+        {
+            "task": sample["task"],
+            "doc_id": sample["doc_id"],
+            "answer": tuple(str(answer).strip() for answer in np.ravel(sample["filtered_resps"])),
+            "score": score,
+            "seconds": seconds(sample),
+        }
+        for sample, score in by_question(cell, samples, found)
+    ]
+    return pd.DataFrame(rows).set_index(["task", "doc_id"]).sort_index()
 
 
 def _against_full(group: pd.DataFrame) -> pd.DataFrame:

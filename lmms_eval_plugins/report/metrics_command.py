@@ -24,6 +24,8 @@ def parser() -> argparse.ArgumentParser:
     add("--compare", nargs=2, type=label, metavar=("A", "B"), help="paired bootstrap of two methods, or one and `full`")
     add("--points", type=number(0), default=1, help="for the smallest ratio that costs at most so many points (1)")
     add("--from", type=fraction, dest="lowest", metavar="RATIO", help="where the area under the curve begins")
+    add("--metric", type=label, help="of the task, in place of its main one")
+    add("--filter", type=label, help="of the task's answers, in place of the first one")
     add("--resamples", type=whole(1), default=10_000, help="of the bootstrap (10000)")
     add("--seed", type=whole(), default=0, help="of the bootstrap (0)")
     add("--json", action="store_true", help="print JSON in place of tables")
@@ -38,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 def show_metrics(argv: list[str]) -> None:
     """Print the metrics that are asked for. Raises UsageError or KVCompressError."""
     flags = parser().parse_args(argv)
-    grid, left_out = load_grid(flags.folders)
+    grid, left_out = load_grid(flags.folders, flags.metric, flags.filter)
     lines, summary = curves(grid, flags.points, flags.lowest), overall(grid)
     comparisons = pd.DataFrame()
     if flags.compare:

@@ -21,24 +21,13 @@ from rich.table import Table
 from kvcompress.files import locked, replacing, write_text
 
 from ..cells.results import exact, load_cells, settings_name
+from .headline import headline
 
 
-def headline_metric(cell: dict[str, Any]) -> str | None:
-    """`exact_match,none`: the first metric of the task that is one number; None where there is none."""
-    scores = cell["results"].get(cell["protocol"]["task"], {})
-    for key, value in scores.items():
-        name = key.split(",")[0]
-        if "," in key and "_stderr" not in name and name != "bypass" and isinstance(value, int | float):
-            return key
-    return None
-
-
-def cell_row(cell: dict[str, Any]) -> dict[str, Any]:
-    """One cell as a flat row; numbers that the cell lacks are None."""
-    protocol, efficiency, metric = cell["protocol"], cell["efficiency"], headline_metric(cell)
-    scores = cell["results"].get(protocol["task"], {})
-    name, _, metric_filter = (metric or "").partition(",")
-    stderr = scores.get(f"{name}_stderr,{metric_filter}")
+def cell_row(cell: dict[str, Any], metric: str | None = None, metric_filter: str | None = None) -> dict[str, Any]:
+    """One cell as a flat row; numbers that the cell lacks are None. `metric` and `metric_filter` choose its score."""
+    protocol, efficiency, found = cell["protocol"], cell["efficiency"], headline(cell, metric, metric_filter)
+    samples = cell.get("n_questions", cell["n_samples"])
     options = "".join(f" {key}={value}" for key, value in sorted(protocol["changed_options"].items()))
 
     def median(quantity: str) -> float | None:
@@ -50,22 +39,26 @@ def cell_row(cell: dict[str, Any]) -> dict[str, Any]:
         "ratio": protocol["ratio"],
         "budget": protocol["budget"],
         "realised": efficiency.get("realised_ratio", {}).get("mean"),
-        "metric": name,
-        "score": scores.get(metric),
-        "stderr": stderr if isinstance(stderr, int | float) else None,
+        "metric": found.name if found else "",
+        "score": found.score if found else None,
+        "stderr": found.stderr if found else None,
         "ttft_s": median("ttft_s"),
         "tpot_s": median("tpot_s"),
-        "kv_bytes": median("kv_bytes_prompt"),
-        "samples": cell["n_samples"],
+        "kv_bytes": median("kv_held_bytes"),
+        "kv_room_bytes": median("kv_room_bytes"),
+        "samples": samples,
+        "scored": samples if found is None or found.questions is None else found.questions,
         "batch_size": protocol["settings"].get("batch_size", 1),
         "settings": settings_name(protocol["settings"]),
         "settings_text": ", ".join(f"{key}={value}" for key, value in sorted(protocol["settings"].items())),
     }
 
 
-def sweep_frame(cells: list[dict[str, Any]]) -> pd.DataFrame:
+def sweep_frame(
+    cells: list[dict[str, Any]], metric: str | None = None, metric_filter: str | None = None
+) -> pd.DataFrame:
     """All cells as a frame, the full cache first, then by method, from the largest ratio or budget down."""
-    frame = pd.DataFrame([cell_row(cell) for cell in cells])
+    frame = pd.DataFrame([cell_row(cell, metric, metric_filter) for cell in cells])
     frame["order"] = frame["method"] != "full"
     frame["size"] = frame["ratio"].fillna(frame["budget"]).astype(float)
     return frame.sort_values(["settings", "order", "series", "size"], ascending=[True, True, True, False])
@@ -76,7 +69,9 @@ def score_scale(frame: pd.DataFrame) -> int:
     return 1 if (frame["score"].astype(float) > 1).any() else 100
 
 
-TABLE_COLUMNS = ["method", "ratio kept", "{metric}", "TTFT", "per token", "KV cache", "realised ratio", "samples"]
+TABLE_COLUMNS = [
+    "method", "ratio kept", "{metric}", "TTFT", "per token", "KV cache", "room", "realised ratio", "questions",
+]  # fmt: skip
 
 
 def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
@@ -88,7 +83,9 @@ def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
         score = _number(row.score, "{:.1f}", scale) + (f" ± {scale * row.stderr:.1f}" if pd.notna(row.stderr) else "")
         ttft, tpot = _number(row.ttft_s, "{:.1f} ms", 1e3), _number(row.tpot_s, "{:.1f} ms", 1e3)
         realised = _number(row.realised, "{:.3f}")
-        rows.append([row.series, size, score, ttft, tpot, _bytes(row.kv_bytes), realised, str(row.samples)])
+        questions = str(row.samples) if row.scored == row.samples else f"{row.scored} of {row.samples}"
+        kv = [_bytes(row.kv_bytes), _bytes(row.kv_room_bytes)]
+        rows.append([row.series, size, score, ttft, tpot, *kv, realised, questions])
     return header, rows
 
 
@@ -112,9 +109,9 @@ def note(frame: pd.DataFrame) -> str:
     of_batch = "" if batch_size == "1" else f", of a batch of {batch_size}"
     return (
         "Ratio: fraction of the prompt's KV entries that is kept; realised: as measured. TTFT: time to first token; "
-        f"per token: time of each further one (medians{of_batch}). KV cache: bytes allocated after the prompt, with "
-        "room for the answer, per sample (median). A row that names no other protocol: scope=prompt, ratio_of=prompt, "
-        "first_token=full."
+        f"per token: time of each further one (medians{of_batch}). KV cache: bytes that hold keys, values and their "
+        "index after the prompt, per question (median); room: bytes allocated for the answer. A row that names no "
+        "other protocol: scope=prompt, ratio_of=prompt, first_token=full."
     )
 
 
@@ -187,11 +184,18 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def report(folder: Path, settings: dict[str, Any] | None = None, console: Console | None = None) -> list[Path]:
+def report(
+    folder: Path,
+    settings: dict[str, Any] | None = None,
+    console: Console | None = None,
+    metric: str | None = None,
+    metric_filter: str | None = None,
+) -> list[Path]:
     """Print and write table and plot of the cells under `folder` (results/<task>/<model>).
 
     Args:
         settings: report only the cells of these run settings; all settings, one after the other, where None.
+        metric, metric_filter: the task's metric and answer filter that is shown; the main ones where None.
 
     Returns:
         The files written.
@@ -204,17 +208,23 @@ def report(folder: Path, settings: dict[str, Any] | None = None, console: Consol
     if not folder.is_dir():
         raise FileNotFoundError(f"{str(folder)!r} is not a folder with results")
     with locked(folder):  # of two runs in it, the last to report has read all cells
-        return _report(folder, settings, console)
+        return _report(folder, settings, console, metric, metric_filter)
 
 
-def _report(folder: Path, settings: dict[str, Any] | None, console: Console) -> list[Path]:
+def _report(
+    folder: Path,
+    settings: dict[str, Any] | None,
+    console: Console,
+    metric: str | None,
+    metric_filter: str | None,
+) -> list[Path]:
     cells = load_cells(folder)
     if settings is not None:
         cells = [c for c in cells if settings_name(c["protocol"]["settings"]) == settings_name(settings)]
     if not cells:
         raise FileNotFoundError(f"no finished cell under {folder} (expected <method>-<ratio>/results.json)")
     written = []
-    for name, frame in sweep_frame(cells).groupby("settings"):
+    for name, frame in sweep_frame(cells, metric, metric_filter).groupby("settings"):
         protocol = cells[0]["protocol"]
         title = f"{protocol['task']}, {protocol['model']}" + (f" ({frame['settings_text'].iloc[0]})" if name else "")
         table_path = folder / ("-".join(filter(None, ["report", name])) + ".md")

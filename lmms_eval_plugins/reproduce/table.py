@@ -12,7 +12,7 @@ from kvcompress.files import write_text
 
 from ..cells.errors import UsageError
 from ..cells.results import RESULTS_FILE, DamagedFile, read_results
-from ..report.table import headline_metric
+from ..report.headline import headline
 from .config import REFERENCE_COLUMNS, Reproduction
 from .plan import PlannedCell
 
@@ -67,18 +67,14 @@ def read_score(cell: PlannedCell) -> tuple[float, float | None, int]:
     """Our score and standard error in the paper's scale, and the number of questions. Raises DamagedFile."""
     results = read_results(cell.folder)
     scores, scale = results["results"].get(cell.benchmark.task, {}), cell.benchmark.scale
-    metric = headline_metric(results)
-    if cell.benchmark.metric is not None:
-        metric = next((key for key in scores if key.split(",")[0] == cell.benchmark.metric), None)
-    if metric is None or not isinstance(scores[metric], int | float):
+    found = headline(results, cell.benchmark.metric)
+    if found is None:
         wanted = cell.benchmark.metric or "a number"
         raise KVCompressError(
             f"{cell.folder}: the task's scores have no {wanted}: {', '.join(scores) or 'none at all'}"
         )
-    name, _, answer_filter = metric.partition(",")
-    stderr = scores.get(f"{name}_stderr,{answer_filter}")
-    stderr = scale * stderr if isinstance(stderr, int | float) else None
-    return scale * scores[metric], stderr, results["n_samples"]
+    stderr = None if found.stderr is None else scale * found.stderr
+    return scale * found.score, stderr, results.get("n_questions", results["n_samples"])
 
 
 def interval(stderr: float | None, questions: int, scale: float) -> float | None:

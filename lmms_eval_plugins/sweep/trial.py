@@ -13,7 +13,7 @@ from ..cells.errors import EvaluationFailed, UsageError
 from ..cells.machine import number_of_processes, rank, set_offline
 from ..cells.plan import Plan, check_folders
 from ..cells.processes import evaluation
-from ..cells.run import evaluate_cell, load_model, quiet
+from ..cells.run import evaluate_cell, load_model, quiet, score_again
 
 if TYPE_CHECKING:
     import wandb
@@ -118,6 +118,8 @@ class Evaluator:
         check_folders([job])
         if number_of_processes() > 1:
             _evaluate_on_ranks(argv)
+        elif answers := job.kept_answers:
+            score_again(job, answers)
         else:
             evaluate_cell(self._model(plan.arguments), job)
         return job.folder

@@ -34,6 +34,13 @@ def test_bytes_and_ratios_are_those_of_the_cache():
     assert [row for layer in result.realised_ratios for row in layer] == pytest.approx([0.2] * 6)
 
 
+def test_room_for_the_answer_is_told_from_what_is_held():
+    """3 layers, 2 rows, 2 KV heads, 16 channels of keys and of values, in fp32."""
+    short, long = measured(new=6)[2], measured(new=12)[2]
+    assert [short.kv_room_bytes, long.kv_room_bytes] == [tokens * 3 * 2 * 2 * 2 * 16 * 4 for tokens in (6, 12)]
+    assert short.kv_bytes_prompt - short.kv_room_bytes == long.kv_bytes_prompt - long.kv_room_bytes
+
+
 def test_time_is_split_at_the_first_token(monkeypatch):
     """A model that needs 50 ms for the prompt and 20 ms per token, on a clock that only it advances."""
     now = [100.0]

@@ -348,13 +348,24 @@ def test_lost_measurement_ends_with_1_and_no_results(monkeypatch, capsys):
     monkeypatch.setattr(KVCompressLM, "gather_rows", lambda self: self.rows[1:])
     assert evaluate.main([*FOUR, "--limit", "2"]) == 1
     assert "was not measured" in error_line(capsys)
-    assert not list(Path("results").rglob("*.json*"))
+    assert not list(Path("results").rglob("results.json"))
 
 
 def test_lost_samples_are_no_complete_result():
     sample = {"doc_id": 0, "arguments": ["question"]}
     with pytest.raises(EvaluationFailed, match="t: 1 of 2 questions were answered"):
-        cell_run.merge_samples({"t": [sample]}, [{"task": "t", "doc_id": 0}], {"t": {"effective": 2}})
+        cell_run.merge_samples({"t": [sample]}, [{"task": "t", "doc_id": 0}], {"t": {"effective": 2}}, {"t": ["none"]})
+
+
+def test_all_rounds_of_a_question_are_kept_beside_each_filter():
+    rows = [{"task": "t", "doc_id": 0, "round": n, "answer": f"round {n}", "tokens_out": n} for n in range(2)]
+    samples = [{"doc_id": 0, "arguments": ["question"], "acc": n} for n in range(2)]
+    strict, loose = cell_run.merge_samples({"t": samples}, rows, {"t": {"effective": 1}}, {"t": ["strict", "loose"]})
+    assert [(line["filter"], line["acc"]) for line in (strict, loose)] == [("strict", 0), ("loose", 1)]
+    for line in (strict, loose):
+        assert line["answers"] == ["round 0", "round 1"]
+        assert [row["tokens_out"] for row in line["measurements"]] == [0, 1]
+        assert line["measurement"] == line["measurements"][-1]
 
 
 def test_predict_only_writes_answers_without_scores():

@@ -20,10 +20,12 @@ def write_answers(
     settings: dict[str, Any] | None = None,
     budget: int | None = None,
     model: str = "m",
+    nested: bool = False,
 ) -> Path:
     """Write a cell whose answers are the letters of `answers`, each right where `truth` has the same.
 
-    The first token of an answer takes `seconds`, each further one half of that. Returns the folder of the cell's model.
+    The first token of an answer takes `seconds`, each further one half of that. `nested`: the score of a question lies
+    among other things, as video tasks return it. Returns the folder of the cell's model.
     """
     cell = Cell(task, model, method, ratio, budget, options or {}, settings or {})
     scores = [float(answer == right) for answer, right in zip(answers, truth, strict=True)]
@@ -33,7 +35,13 @@ def write_answers(
     }  # fmt: skip
     measured = {"ttft_s": seconds, "tpot_s": seconds / 2 if tokens > 1 else None, "tokens_out": tokens}
     samples = [
-        {"task": task, "doc_id": n, "filtered_resps": [answer], "acc": score, "measurement": measured}
+        {
+            "task": task,
+            "doc_id": n,
+            "filtered_resps": [answer],
+            "acc": {"videoID": "v", "score": score} if nested else score,
+            "measurement": measured,
+        }
         for n, (answer, score) in enumerate(zip(answers, scores, strict=True))
     ]
     content = {

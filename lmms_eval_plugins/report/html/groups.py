@@ -13,7 +13,8 @@ from kvcompress.files import UNFINISHED
 
 from ...cells.errors import leave_out
 from ...cells.results import RESULTS_FILE, DamagedFile, dumps, read_cell
-from ..table import headline_metric, sweep_frame
+from ..headline import by_question, headline
+from ..table import sweep_frame
 
 MOST_GOLD = 4  # accepted answers shown of a question
 
@@ -92,13 +93,8 @@ def samples_frame(cells: list[dict[str, Any]], frame: pd.DataFrame) -> pd.DataFr
     answers), answer, score (NaN where the metric has none per question), and the measurements of the question."""
     rows = []
     for index, cell in enumerate(cells):
-        metric = (headline_metric(cell) or "").split(",")[0]
-        seen = set()
-        for sample in cell["samples"]:
-            if (key := (sample["task"], sample["doc_id"])) in seen:
-                continue  # a task with several answer filters has a line for each; the first is the headline's
-            seen.add(key)
-            measured, score = sample["measurement"], sample.get(metric)
+        for sample, score in by_question(cell, cell["samples"], headline(cell)):
+            measured = sample["measurement"]
             rows.append(
                 {
                     "cell": index,
@@ -109,7 +105,7 @@ def samples_frame(cells: list[dict[str, Any]], frame: pd.DataFrame) -> pd.DataFr
                     "question": sample["input"],
                     "gold": gold(sample),
                     "answer": " ".join(str(answer).strip() for answer in np.ravel(sample["filtered_resps"])),
-                    "score": float(score) if isinstance(score, int | float) else np.nan,
+                    "score": score,
                     **{
                         name: measured[name]
                         for name in ("tokens_in", "tokens_out", "vision_tokens", "ttft_s", "tpot_s", "kv_bytes_prompt")

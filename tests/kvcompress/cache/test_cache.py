@@ -198,3 +198,32 @@ def test_a_model_without_any_full_attention_is_an_error():
     model = sliding_model(["sliding_attention"] * 2)
     with pytest.raises(kvcompress.KVCompressError, match="no layer with full attention"):
         kvcompress.CompressedCache(model.config, "snapkv", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("knorm", {}),
+        ("adakv", {}),
+        ("knorm", {"cache_implementation": "static"}),
+        ("adakv", {"cache_implementation": "offloaded"}),
+        ("full", {}),
+    ],
+)
+def test_room_is_what_decoding_uses_up(method, options):
+    """In every storage: as long as it lasts, nothing more is allocated."""
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [40, 25])
+    ratio = None if method == "full" else 0.5
+    cache = kvcompress.CompressedCache(model.config, method, ratio, max_new_tokens=9, **options)
+    with kvcompress.attach(model), torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        per_token = cache.room_nbytes // 9
+        assert per_token == sum(2 * 2 * layer.storage.read()[0].shape[1] * 16 * 4 for layer in cache.compressed_layers)
+        held = cache.nbytes
+        for step in range(1, 4):
+            mask = torch.nn.functional.pad(inputs["attention_mask"], (0, step), value=1)
+            token = torch.full((2, 1), 9)
+            model(input_ids=token, attention_mask=mask, past_key_values=cache)
+            assert cache.room_nbytes == (9 - step) * per_token
+        assert cache.nbytes == held

@@ -60,8 +60,8 @@ def test_settings_at_their_default_leave_the_name_alone():
     "change",
     [
         ["window_size=8"], ["dtype=float32"], ["max_new_tokens=4"], ["batch_size=2"], ["--limit", "3"],
-        ["--gen_kwargs", "temperature=1"], ["--seed", "1"], ["--num_fewshot", "1"], ["--predict_only"],
-        ["--data-root", "elsewhere"], ["--device", "cpu"],
+        ["--gen_kwargs", "temperature=1"], ["--seed", "1"], ["--num_fewshot", "1"], ["--num_fewshot", "0"],
+        ["--predict_only"], ["--data-root", "elsewhere"], ["--device", "cpu"],
     ],
 )  # fmt: skip
 def test_a_setting_that_changes_results_changes_the_folder(change, tmp_path, monkeypatch):

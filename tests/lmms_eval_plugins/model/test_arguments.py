@@ -10,7 +10,7 @@ from lmms_eval_plugins.model.arguments import (
     TINY_CHECKPOINT,
     Compression,
     ModelArguments,
-    generation_arguments,
+    generation_of,
     make_compression,
     parse_arguments,
 )
@@ -166,7 +166,7 @@ def test_a_compression_is_checked_without_a_model():
     ],
 )
 def test_generation_arguments_of_a_task(task, expected):
-    kwargs, _ = generation_arguments(task, max_new_tokens=128)
+    kwargs = generation_of(task, max_new_tokens=128).arguments
     assert expected.items() <= kwargs.items()
     assert "image_aspect_ratio" not in kwargs
 
@@ -175,12 +175,23 @@ def test_generation_arguments_of_a_task(task, expected):
     ("until", "kept"), [(["\n\n"], []), (None, []), ([], []), ("Q:", ["Q:"]), (["Q:", "\n\n"], ["Q:", "\n\n"])]
 )
 def test_stop_strings_are_the_tasks_own_never_lmms_evals_default(until, kept):
-    assert generation_arguments({"until": until}, 8)[1] == kept
+    assert generation_of({"until": until}, 8).until == kept
+
+
+def test_what_tasks_write_for_other_engines_is_understood():
+    of_hd_epic = generation_of({"until": ["\n\n"], "stop_sequences": ["\n"], "temperature": 0}, 8)
+    assert (of_hd_epic.until, of_hd_epic.arguments["do_sample"]) == (["\n"], False)
+    assert generation_of({"until": ["Q:"], "stop_strings": "A:"}, 8).until == ["Q:", "A:"]
+    of_microvqa = generation_of({"seed": 3, "do_sample": True, "temperature": 1.0}, 8)
+    assert (of_microvqa.seed, "seed" in of_microvqa.arguments) == (3, False)
+    of_openai_math = generation_of({"skip_special_tokens": False}, 8)
+    assert (of_openai_math.skip_special_tokens, generation_of({}, 8).skip_special_tokens) == (False, True)
+    assert not {"seed", "skip_special_tokens", "stop_sequences"} & of_openai_math.arguments.keys()
 
 
 def test_an_unknown_generation_argument_is_an_error():
     with pytest.raises(KVCompressError, match=r"did you mean 'max_new_tokens'"):
-        generation_arguments({"max_new_token": 5}, 8)
+        generation_of({"max_new_token": 5}, 8)
 
 
 def test_every_argument_is_documented():

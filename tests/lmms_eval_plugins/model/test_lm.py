@@ -381,3 +381,30 @@ def test_two_ranks_give_the_scores_of_one_and_the_rows_of_both(tmp_path):
     key = "exact_match,none"
     assert two["results"]["tiny_textvqa"][key] == one["results"]["tiny_textvqa"][key]
     assert [row["doc_id"] for row in rows] == list(range(6))
+
+
+def test_a_seed_of_the_task_makes_sampling_the_same_each_time_and_repetitions_differ(checkpoint):
+    sampled = {"do_sample": True, "temperature": 1.0, "max_new_tokens": 12}
+
+    def answers(seed, repeats=1):
+        lm = load_lm(checkpoint("llama"))
+        return texts(lm.generate_until(requests(lm, [{"text": "a question"}], seed=seed, **sampled) * repeats))
+
+    first = answers(7, repeats=2)
+    assert first == answers(7, repeats=2)
+    assert first[0] != first[1]
+    assert answers(8) == first[1:]  # the second time that a question is asked it has the next seed
+    assert answers(9) not in ([first[0]], [first[1]])
+
+
+def test_special_tokens_stay_in_an_answer_where_the_task_wants_them(checkpoint):
+    lm = load_lm(checkpoint("llama"), batch_size=2, fresh=True)
+    (plain,) = texts(lm.generate_until(requests(lm, [{"text": "a question"}])))
+    second = lm.tokenizer(plain, add_special_tokens=False)["input_ids"][1]
+    lm.tokenizer.add_special_tokens({"additional_special_tokens": [lm.tokenizer.convert_ids_to_tokens(second)]})
+    lm.answering.tokenizer = lm.tokenizer
+    docs = [{"text": "a question"}, {"text": "a longer question, so that this one is padded"}]
+    without, _ = texts(lm.generate_until(requests(lm, docs)))
+    with_them, _ = texts(lm.generate_until(requests(lm, docs, skip_special_tokens=False)))
+    assert len(without) < len(with_them)
+    assert "pad" not in with_them

@@ -89,3 +89,20 @@ def test_max_pixels_bounds_the_image_where_the_processor_scales_by_area(checkpoi
         lm.generate_until(requests(lm, [{"text": "?", "images": [image(0)]}]))
         tokens.append(lm.rows[0]["vision_tokens"])
     assert tokens[1] < tokens[0] < tokens[2]
+
+
+@pytest.mark.parametrize("family", ["llava-onevision", "qwen2-vl"])
+def test_a_placeholder_in_a_tasks_text_is_text(checkpoint, family):
+    """It stands for no image, whether the question has one or none."""
+    lm = load_lm(checkpoint(family))
+    token = lm.processor.image_token
+    for images in ([image(0)], []):
+        plain, marked = (
+            lm.prepare(requests(lm, [{"text": text, "images": images}])).inputs
+            for text in ("what is this?", f"what is {token} this?")
+        )
+        image_id = lm.tokenizer.convert_tokens_to_ids(token)
+        counts = [(inputs["input_ids"] == image_id).sum().item() for inputs in (plain, marked)]
+        assert counts[0] == counts[1]
+        assert (counts[0] > 0) == bool(images)
+        assert f"what is {token[0]} {token[1:]} this?" in lm.tokenizer.decode(marked["input_ids"][0])

@@ -182,3 +182,11 @@ def test_a_metric_without_a_number_per_question_cannot_be_paired(grid, tmp_path,
     code, _, error = command(capsys, folder, "--compare", "snapkv", "knorm", *FEW)
     assert (code, "one: acc is no number per question" in error) == (2, True)
     assert command(capsys, folder)[0] == 0  # loyalty and the rest need none
+
+
+def test_scores_that_lie_among_other_things_are_compared(tmp_path, capsys):
+    write(tmp_path, "video", "full", 1.0, "abcd", nested=True)
+    folder = write(tmp_path, "video", "knorm", 0.5, "abxx", nested=True)
+    code, text, _ = command(capsys, folder, "--compare", "full", "knorm", "--json", *FEW)
+    assert code == 0
+    assert json.loads(text)["compared"][0]["difference"] == 0.5

@@ -60,7 +60,7 @@ def root(tmp_path_factory):
         }  # fmt: skip
         efficiency = {name: {"median": SPEED[ratio]} for name in ("ttft_s", "tpot_s")}
         efficiency |= {
-            "kv_bytes_prompt": {"median": 1e6 * ratio},
+            "kv_held_bytes": {"median": 1e6 * ratio},
             "realised_ratio": {"mean": ratio, "per_layer": [ratio] * LAYERS},
         }
         scores = {"alias": TASK, "exact_match,none": score, "exact_match_stderr,none": 0.05}

@@ -45,9 +45,11 @@ def run(folder, settings=None):
 
 
 def test_table_shows_each_cells_numbers(tmp_path):
-    folder = write_cell(tmp_path, ttft_s=0.0421, tpot_s=0.0038, kv_bytes_prompt=135.75 * 1024)
+    folder = write_cell(
+        tmp_path, ttft_s=0.0421, tpot_s=0.0038, kv_bytes_prompt=2e6, kv_held_bytes=135.75 * 1024, kv_room_bytes=2048
+    )
     text, (file, _) = run(folder)
-    row = "| snapkv | 0.2 | 50.0 ± 2.0 | 42.1 ms | 3.8 ms | 135.8 KiB | 0.200 | 7 |"
+    row = "| snapkv | 0.2 | 50.0 ± 2.0 | 42.1 ms | 3.8 ms | 135.8 KiB | 2.0 KiB | 0.200 | 7 |"
     assert row in file.read_text()
     assert "| method | ratio kept | exact_match |" in file.read_text()
     for value in row.split(" | ")[1:-1]:
@@ -93,7 +95,7 @@ def test_missing_numbers_are_dashes_and_no_plot_is_drawn(tmp_path):
     folder = write_cell(tmp_path, scores={"alias": TASK, "bypass,none": 999, "bypass_stderr,none": "N/A"})
     _, files = run(folder)
     assert [file.suffix for file in files] == [".md"]
-    assert "| snapkv | 0.2 | - | - | - | - | 0.200 | 7 |" in files[0].read_text()
+    assert "| snapkv | 0.2 | - | - | - | - | - | 0.200 | 7 |" in files[0].read_text()
 
 
 def test_sums_are_not_shown_in_percent(tmp_path):

@@ -142,7 +142,7 @@ def test_a_trial_offline_logs_all_that_lmms_eval_leaves_out(tmp_path, offline):
     assert logged["accuracy"] == cell["results"]["tiny_textvqa"]["exact_match,none"]
     assert logged["accuracy_stderr"] == cell["results"]["tiny_textvqa"]["exact_match_stderr,none"]
     assert logged["throughput"] == pytest.approx(cell["throughput"]["avg_speed"])
-    for name, quantity in (("ttft_s", "ttft_s"), ("tpot_s", "tpot_s"), ("kv_bytes", "kv_bytes_prompt")):
+    for name, quantity in (("ttft_s", "ttft_s"), ("tpot_s", "tpot_s"), ("kv_bytes", "kv_held_bytes")):
         assert logged[name] == pytest.approx(cell["efficiency"][quantity]["median"])
     assert logged["realised_ratio"] == pytest.approx(0.2, abs=0.01)
     assert run["config"]["window_size"] == 8
@@ -351,7 +351,7 @@ class FakeEvaluator:
         protocol = {"task": parameters["task"], "model": "tiny", "method": method, "ratio": ratio, "budget": None}
         protocol |= {"settings": {}, "changed_options": {}, "scope": None, "ratio_of": None, "first_token": None}
         scores = {"exact_match,none": ratio, "exact_match_stderr,none": 0.01}
-        efficiency = {name: {"median": ratio} for name in ("ttft_s", "tpot_s", "kv_bytes_prompt", "peak_memory_bytes")}
+        efficiency = {name: {"median": ratio} for name in ("ttft_s", "tpot_s", "kv_held_bytes", "peak_memory_bytes")}
         efficiency["realised_ratio"] = {"mean": ratio}
         results = {"protocol": protocol, "results": {parameters["task"]: scores}, "efficiency": efficiency}
         with new_cell(folder) as draft:

@@ -1,0 +1,92 @@
+"""While lmms-eval scores: what a scorer raises is seen, and so is a judge that does not answer.
+
+Most scorers turn a request that failed into a score. So the requests themselves are watched, where all of Python's
+usual clients (requests, httpx, urllib3) send them.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+
+class JudgeWatch:
+    """Notes the POST requests that were not answered, nor sent again with success.
+
+    Attributes:
+        is_on: whether requests are noted: while answers are scored.
+        unanswered: request -> why.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.unanswered: dict[str, str] = {}
+
+    def note(self, method: str, url: str, body: Any, status: int | None, reason: str) -> None:
+        """One try of a request; `status` is None where there was no answer, for `reason`."""
+        if not self.is_on or method.upper() != "POST":
+            return
+        body = body if isinstance(body, bytes) else str(body).encode()
+        request = hashlib.sha256(f"{url}\n".encode() + body).hexdigest()
+        if status is None or status >= 400:
+            self.unanswered[request] = f"{url}: {reason if status is None else f'HTTP {status}'}"
+        else:
+            self.unanswered.pop(request, None)
+
+
+@contextlib.contextmanager
+def scorers_watched() -> Iterator[JudgeWatch]:
+    """Inside, requests are watched, and the error of a scorer is raised as it is, not hidden in a RetryError."""
+    import httpx
+    import urllib3
+    from lmms_eval.api.task import ConfigurableTask
+
+    watch = JudgeWatch()
+    pool, client, async_client = urllib3.HTTPConnectionPool, httpx.Client, httpx.AsyncClient
+    urlopen, send, async_send = pool.urlopen, client.send, async_client.send
+    retry = ConfigurableTask.process_results.retry
+    reraise = retry.reraise
+
+    def watched_urlopen(self: Any, method: str, url: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
+        where = f"{self.scheme}://{self.host}:{self.port}{url}"
+        try:
+            response = urlopen(self, method, url, body, *args, **kwargs)
+        except Exception as error:
+            watch.note(method, where, body, None, type(error).__name__)
+            raise
+        watch.note(method, where, body, response.status, "")
+        return response
+
+    def watched_send(self: Any, request: httpx.Request, **kwargs: Any) -> httpx.Response:
+        try:
+            response = send(self, request, **kwargs)
+        except Exception as error:
+            watch.note(request.method, str(request.url), _content(request), None, type(error).__name__)
+            raise
+        watch.note(request.method, str(request.url), _content(request), response.status_code, "")
+        return response
+
+    async def watched_async_send(self: Any, request: httpx.Request, **kwargs: Any) -> httpx.Response:
+        try:
+            response = await async_send(self, request, **kwargs)
+        except Exception as error:
+            watch.note(request.method, str(request.url), _content(request), None, type(error).__name__)
+            raise
+        watch.note(request.method, str(request.url), _content(request), response.status_code, "")
+        return response
+
+    pool.urlopen, client.send, async_client.send = watched_urlopen, watched_send, watched_async_send
+    retry.reraise = True
+    try:
+        yield watch
+    finally:
+        pool.urlopen, client.send, async_client.send = urlopen, send, async_send
+        retry.reraise = reraise
+
+
+def _content(request: Any) -> bytes:
+    """What a httpx request sends; a stream, which cannot be sent again either, has no content."""
+    try:
+        return request.content
+    except Exception:
+        return b""

@@ -1,0 +1,150 @@
+"""The one number that stands for a cell: which of its task's metrics, after which answer filter, over which questions.
+
+lmms-eval names no main metric, so it is found: the metric that covers most questions, then the one whose name says
+that it is a sum of others, then the task's first.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+# What lmms-eval derives from a metric, and what stands for "no metric".
+DERIVED = re.compile(
+    r"_stderr(_clt|_clustered)?$|_(expected_accuracy|consensus_accuracy|internal_variance|consistency_rate)$"
+    r"|^bypass$|^submission$"
+)
+# Of several metrics over the same questions the first of these: a total, the usual one of captions and of boxes.
+MAIN_NAMES = (
+    re.compile(r"(^|_)(overall|average|avg|all|total|mean)(_|$)", re.IGNORECASE),
+    re.compile(r"(^|_)cider$", re.IGNORECASE),
+    re.compile(r"(^|_)acc@0\.5$", re.IGNORECASE),
+)
+
+
+@dataclass(frozen=True)
+class Headline:
+    """
+    Attributes:
+        metric, filter: names, as in the key `exact_match,none` of lmms-eval's results.
+        score, stderr: None where lmms-eval computed none.
+        questions: how many the metric is over; None where the cell does not say.
+        tasks: whose results these are, more than one for a group that lmms-eval gives no score.
+    """
+
+    metric: str
+    filter: str
+    score: float
+    stderr: float | None
+    questions: int | None
+    tasks: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """As in a table: `seed_all`, `exact_match (flexible-extract)`."""
+        return self.metric if self.filter == "none" else f"{self.metric} ({self.filter})"
+
+
+def headline(cell: dict[str, Any], metric: str | None = None, metric_filter: str | None = None) -> Headline | None:
+    """The headline of a cell (its results.json); None where no metric of it is a number.
+
+    Args:
+        metric, metric_filter: choose among the task's metrics and answer filters.
+    """
+    task = cell["protocol"]["task"]
+    own = _candidates(cell, task, metric, metric_filter)
+    if own:
+        return own[0]
+    parts = [_candidates(cell, leaf, metric, metric_filter) for leaf in leaves(cell, task)]
+    return _of_group([part for part in parts if part])
+
+
+def by_question(
+    cell: dict[str, Any], samples: Iterable[dict[str, Any]], found: Headline | None
+) -> list[tuple[dict[str, Any], float]]:
+    """Each question once: its line of samples.jsonl after the headline's answer filter, and the headline's score of it
+    (NaN where that is no number per question)."""
+    lines: dict[tuple[str, int], dict[str, Any]] = {}
+    for sample in samples:
+        key = (sample["task"], sample["doc_id"])
+        if key not in lines or (found is not None and sample.get("filter") == found.filter):
+            lines[key] = sample
+    metric = found.metric if found else ""
+    return [(sample, _score(sample.get(metric), _score_key(cell, sample["task"]))) for sample in lines.values()]
+
+
+def seconds(sample: dict[str, Any]) -> float:
+    """Of a question's answer, or of all its answers."""
+    measured = sample.get("measurements", [sample["measurement"]])
+    return sum(row["ttft_s"] + (row["tpot_s"] or 0) * (row["tokens_out"] - 1) for row in measured)
+
+
+def _score_key(cell: dict[str, Any], task: str) -> str:
+    """Where lmms-eval's scorers put the number of a question, among other things that they return of it."""
+    return cell.get("configs", {}).get(task, {}).get("score_key", "score")
+
+
+def _score(value: Any, score_key: str) -> float:
+    if isinstance(value, dict):
+        value = value.get(score_key)
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def leaves(cell: dict[str, Any], task: str) -> list[str]:
+    """The tasks of a group, those of its groups included; the task itself where it is none."""
+    below = cell.get("group_subtasks", {}).get(task, [])
+    return [leaf for name in below for leaf in leaves(cell, name)] or [task]
+
+
+def _candidates(cell: dict[str, Any], task: str, metric: str | None, metric_filter: str | None) -> list[Headline]:
+    """The metrics of one task that are numbers, the best first."""
+    scores, found = cell["results"].get(task, {}), []
+    for key, value in scores.items():
+        name, comma, after = key.partition(",")
+        wanted = metric in (None, name) and metric_filter in (None, after)
+        if not comma or not wanted or DERIVED.search(name):
+            continue
+        if isinstance(value, int | float) and math.isfinite(value):
+            stderr = scores.get(f"{name}_stderr,{after}")
+            stderr = stderr if isinstance(stderr, int | float) and math.isfinite(stderr) else None
+            found.append(Headline(name, after, value, stderr, _questions(cell, task, key), (task,)))
+    names = [entry["metric"] for entry in cell.get("configs", {}).get(task, {}).get("metric_list") or []]
+
+    def order(found: Headline) -> tuple[int, int, int]:
+        rank = next((place for place, name in enumerate(MAIN_NAMES) if name.search(found.metric)), len(MAIN_NAMES))
+        listed = names.index(found.metric) if found.metric in names else len(names)
+        return -(found.questions or 0), rank, listed
+
+    return sorted(found, key=order)
+
+
+def _questions(cell: dict[str, Any], task: str, key: str) -> int | None:
+    """How many questions a metric is over; of a group with a score of its own, those of its tasks together."""
+    counts = [cell.get("metric_questions", {}).get(leaf, {}).get(key) for leaf in leaves(cell, task)]
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _of_group(parts: list[list[Headline]]) -> Headline | None:
+    """The mean over the questions of several tasks, of the first metric that all of them have."""
+    for first in parts[0] if parts else []:
+        same = [
+            next((found for found in part if (found.metric, found.filter) == (first.metric, first.filter)), None)
+            for part in parts
+        ]
+        if None in same:
+            continue
+        weights = [found.questions or 0 for found in same]
+        total = sum(weights)
+        if not total:  # the cell does not say: each task counts the same
+            weights, total = [1] * len(same), len(same)
+        score = sum(weight * found.score for weight, found in zip(weights, same, strict=True)) / total
+        errors = [found.stderr for found in same]
+        stderr = None
+        if None not in errors:
+            stderr = math.hypot(*(weight * error for weight, error in zip(weights, errors, strict=True))) / total
+        known = all(found.questions is not None for found in same)
+        tasks = tuple(task for found in same for task in found.tasks)
+        return Headline(first.metric, first.filter, score, stderr, total if known else None, tasks)
+    return None

@@ -1,0 +1,82 @@
+"""Which number stands for a cell, and which questions it is over."""
+
+import math
+
+import pytest
+
+from lmms_eval_plugins.report.headline import by_question, headline
+
+
+def cell(scores, questions=None, task="t", **more):
+    results = scores if task in scores else {task: scores}
+    return {"protocol": {"task": task}, "results": results, "metric_questions": questions or {}, **more}
+
+
+@pytest.mark.parametrize(
+    ("scores", "questions", "expected"),
+    [
+        ({"Bleu_4,none": 0.1, "CIDEr,none": 0.9}, {}, "CIDEr"),
+        ({"relaxed_human,none": 0.1, "relaxed_overall,none": 0.2}, {}, "relaxed_overall"),
+        ({"seed_video,none": 0.1, "seed_all,none": 0.2}, {"seed_video,none": 2, "seed_all,none": 6}, "seed_all"),
+        ({"cognition,none": 9.0, "perception,none": 1.0}, {"cognition,none": 2, "perception,none": 5}, "perception"),
+        ({"acc,none": 0.1, "f1,none": 0.2}, {}, "acc"),
+        ({"submission,none": None, "acc,none": 1}, {}, "acc"),
+        ({"acc_stderr,none": 0.1, "acc_stderr_clt,none": 0.1, "acc,none": 1}, {}, "acc"),
+        ({"acc_expected_accuracy,none": 0.3, "acc_consistency_rate,none": 0.3, "acc,none": 1}, {}, "acc"),
+        ({"acc,none": "N/A", "bypass,none": 999}, {}, None),
+        ({"acc,none": math.nan}, {}, None),
+    ],
+)  # fmt: skip
+def test_the_main_metric_is_the_total_over_most_questions(scores, questions, expected):
+    found = headline(cell(scores, {"t": questions}))
+    assert (found and found.metric) == expected
+
+
+def test_the_first_in_the_tasks_list_is_taken_not_the_first_that_a_question_returned():
+    scores = {"f1,none": 0.2, "acc,none": 0.1}
+    listed = {"t": {"metric_list": [{"metric": "acc"}, {"metric": "f1"}]}}
+    assert headline(cell(scores, configs=listed)).metric == "acc"
+
+
+def test_metric_and_filter_can_be_chosen():
+    scores = {"acc,strict": 0.1, "acc_stderr,strict": 0.01, "acc,loose": 0.2, "f1,strict": 0.3, "f1,loose": 0.4}
+    assert headline(cell(scores), "f1").score == 0.3
+    assert headline(cell(scores), metric_filter="loose").score == 0.2
+    found = headline(cell(scores), "f1", "loose")
+    assert (found.score, found.stderr, found.name) == (0.4, None, "f1 (loose)")
+    assert headline(cell(scores)).stderr == 0.01
+    assert headline(cell(scores), "bleu") is None
+
+
+GROUP = {
+    "g": {"alias": "g", " ": " "},
+    "a": {"acc,none": 0.5, "acc_stderr,none": 0.3, "own_all,none": 0.9},
+    "b": {"acc,none": 1.0, "acc_stderr,none": 0.1},
+    "c": {"submission,none": None},
+}
+
+
+def test_a_group_has_the_mean_over_the_questions_of_its_tasks():
+    questions = {"a": {"acc,none": 3, "own_all,none": 3}, "b": {"acc,none": 1}}
+    subtasks = {"g": ["a", "inner"], "inner": ["b", "c"]}
+    found = headline(cell(GROUP, questions, "g", group_subtasks=subtasks))
+    assert (found.metric, found.score, found.questions, found.tasks) == ("acc", (3 * 0.5 + 1.0) / 4, 4, ("a", "b"))
+    assert found.stderr == pytest.approx(math.sqrt((3 * 0.3) ** 2 + 0.1**2) / 4)
+    own = {**GROUP, "g": {"acc,none": 0.7}}
+    assert headline(cell(own, questions, "g", group_subtasks=subtasks)).score == 0.7
+
+
+def test_a_group_whose_tasks_share_no_metric_has_none():
+    scores = {"g": {}, "a": {"acc,none": 0.5}, "b": {"sum,none": 1500.0}}
+    assert headline(cell(scores, {}, "g", group_subtasks={"g": ["a", "b"]})) is None
+
+
+def test_a_question_has_the_line_of_the_headlines_filter_and_a_nested_score_counts():
+    found = headline(cell({"acc,strict": 0.1, "acc,loose": 0.2}), metric_filter="loose")
+    lines = [{"task": "t", "doc_id": 0, "filter": name, "acc": value} for name, value in (("strict", 0), ("loose", 1))]
+    assert [(line["filter"], score) for line, score in by_question(cell({}), lines, found)] == [("loose", 1.0)]
+    nested = [{"task": "t", "doc_id": 0, "filter": "loose", "acc": {"score": 0.5, "correct": True}}]
+    assert by_question(cell({}), nested, found)[0][1] == 0.5
+    keyed = cell({}, configs={"t": {"score_key": "correct"}})
+    assert by_question(keyed, nested, found)[0][1] == 1.0
+    assert math.isnan(by_question(cell({}), [{**nested[0], "acc": {"pred": "A"}}], found)[0][1])
