@@ -76,6 +76,8 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return fail("interrupted", 130)
     except Exception as error:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
+            return fail(f"memory does not suffice: {' '.join(str(error).split())[:300]}", 1)
         traceback.print_exc()
         return fail(f"{type(error).__name__}: {error}", 1)
     finally:

@@ -8,7 +8,7 @@
 Faults go into copies of the files, never into the files themselves. A sampled fault is met by the tests that run its
 line, the nearest and quickest first, up to a minute of them; a line that runs at import by those that run its class or
 module. A fault that hangs counts as noticed. Results are written as they come: a run that was cut goes on where it
-stopped. Faults that change nothing anyone could notice stand with their reason in tests/mutations_equivalent.py.
+stopped. Faults that change nothing anyone could notice stand with their reason in tests/mutations_equivalent.json.
 """
 
 import argparse
@@ -28,9 +28,11 @@ from tests.faults import Fault
 from tests.forked import ROOT, Job, Workers
 from tests.lines_run import Map
 from tests.mutations import MUTATIONS, Mutation
-from tests.mutations_equivalent import EQUIVALENT
 
 OPTIONS = ("-x", "-p", "no:cacheprovider", "--hypothesis-profile=mutate", "--tb=line", "-rfE", "--color=no")
+EQUIVALENT: dict[str, str] = json.loads(
+    Path(__file__).with_name("mutations_equivalent.json").read_text()
+)  # name -> why
 NEAREST, MOST_TESTS = 3, 300  # files that come first; tests of one stage
 
 

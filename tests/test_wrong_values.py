@@ -23,6 +23,7 @@ from lmms_eval_plugins.cells.command_line import BUNDLED_MODEL, literal, parse
 from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.model.arguments import TINY_MODEL, GenerationArguments, ModelArguments, make_compression
 from lmms_eval_plugins.sweep.__main__ import main as sweep_main
+from lmms_eval_plugins.sweep.trial import FLAGS
 from tests.support.wrong_values import UNPRINTABLE, flags_with_values, spelt, wrong_for_flag, wrong_for_kind
 
 ROOT = Path(__file__).parents[1]
@@ -53,6 +54,10 @@ FREE = {"words", "overrides", "options", "question"}  # text, or `key=value`, tr
 
 class Started(BaseException):
     """A wrong value got as far as the work itself."""
+
+
+def started(*args, **kwargs):
+    raise Started
 
 
 @pytest.fixture(autouse=True)
@@ -93,9 +98,6 @@ def command(name, monkeypatch):
     """(parser, right words, main); reaching the work raises Started."""
     module, parser, words, work = COMMANDS[name]
     module = importlib.import_module(module)
-
-    def started(*args, **kwargs):
-        raise Started
 
     monkeypatch.setattr(work, started)
     first = {"bench": ["bench"], "speech": ["speech"], "run_sweep": ["run"]}.get(name, [])
@@ -221,6 +223,32 @@ def test_true_is_no_number_and_nan_no_ratio():
         for wrong in (True, float("nan"), 0, -1, 1.5, "many"):
             with pytest.raises(KVCompressError, match="budget="):
                 make("snapkv", None, wrong)
+
+
+def test_every_parameter_of_a_trial_refuses_what_is_none(monkeypatch, refused):
+    monkeypatch.setattr(f"{PLUGIN}.sweep.__main__.run_trial", started)
+    number = ["", "nan", "-1", "1.5", "٣", "1_000", "true", "9" * 5000, "a\nb"]
+    wrong = {
+        **{flag: ["", " ", "a\x00b", "no/such", "x" * 5000] for flag in FLAGS},
+        "limit": number,
+        "overlays": number,
+        "ratio": [*number, "0", "2"],
+        "window_size": number,
+        "gen_kwargs": ["x", "temperature=-1", "max_new_tokens=0", "tmperature=1"],
+        "task": ["", "no such", "a,b"],
+        "method": ["", "no such", "a,b"],
+        "model": ["", "no such", "a\nb"],
+        "dtype": ["", "bf16", "7"],
+        "output_path": ["", "a\x00b", "x" * 5000],
+    }
+    right = {"task": "tiny_textvqa", "model": "tiny", "method": "snapkv", "ratio": "0.2"}
+    failures = []
+    for name, values in wrong.items():
+        for value in values:
+            words = [f"--{key}={word}" for key, word in {**right, name: value}.items()]
+            failures.append(refused(sweep_main, ["trial", *words]))
+    none_of(failures)
+    assert refused(sweep_main, ["trial", "--task=a", "--task=b"], "task= is given twice") == ""
 
 
 def test_every_variable_refuses_what_is_none(monkeypatch, refused):

@@ -104,6 +104,8 @@ def exit_code(command: Callable[[list[str]], int | None], argv: list[str] | None
             return fail(error, 2)
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             return fail(f"{error.filename or 'a file'} cannot be written or read: {error.strerror}", 1)
+        if isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
+            return fail(f"memory does not suffice: {' '.join(str(error).split())[:300]}", 1)
         traceback.print_exc()
         return fail(f"{type(error).__name__}: {error}", 1)
 

@@ -1,16 +1,19 @@
 """`python -m lmms_eval_plugins.sweep run|trial`: see docs/sweeps.md. Exit codes as of the evaluation command."""
 
 import argparse
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ..cells.command_line import Parser
 from ..cells.errors import EvaluationFailed, UsageError, exit_code
-from ..cells.flag_types import count_or_fraction, label, path, whole
+from ..cells.flag_types import count_or_fraction, folder, label, path, whole
 from ..cells.machine import check_environment, number_of_processes, say
 from ..cells.names import check_tasks
 from ..cells.run import quiet
-from .trial import parse_trial, run_trial, stay_offline
+from .trial import cell_folder, parse_trial, run_trial, stay_offline
 
 USAGE = """CONFIG [flags] [parameter=value ...]
        python -m lmms_eval_plugins.sweep trial --task=TASK --model=MODEL --method=METHOD --ratio=RATIO ..."""
@@ -47,8 +50,7 @@ def run(argv: list[str]) -> None:
     except ImportError as error:
         raise EvaluationFailed(f"{error.name} is not installed: pip install -e '.[sweep]'") from error
     config = read_config(flags.config, overrides, flags.name)
-    include_path = config.constants.get("include_path")
-    check_tasks([str(task) for task in config.values("task")], include_path and Path(str(include_path)))
+    check_tasks([str(task) for task in config.values("task")], _include_path(config.constants))
     stay_offline([str(model) for model in config.values("model")], [str(task) for task in config.values("task")])
     from kvcompress.files import check_output
 
@@ -78,10 +80,26 @@ def run(argv: list[str]) -> None:
 def trial(argv: list[str]) -> None:
     """One trial, logged to wandb."""
     parameters = parse_trial(argv)
-    output_path = Path(str(parameters.pop("output_path", "results")))
+    output_path = _checked(path, "output_path", parameters.pop("output_path", "results"))
+    check_tasks([str(parameters.get("task"))], _include_path(parameters))
     stay_offline([str(parameters.get("model"))], [str(parameters.get("task"))])
+    if "WANDB_SWEEP_ID" not in os.environ:  # else the sweep is to have a failed run
+        cell_folder(parameters, output_path)
     values = run_trial(parameters, output_path)
     say(" ".join(f"{name}={value:.4g}" for name, value in values.items()))
+
+
+def _include_path(parameters: dict[str, Any]) -> Path | None:
+    given = parameters.get("include_path")
+    return None if given is None else _checked(folder, "include_path", given)
+
+
+def _checked(kind: Callable[[str], Path], parameter: str, value: Any) -> Path:
+    """A parameter's value as a flag of this type has it. Raises UsageError."""
+    try:
+        return kind(str(value))
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"{parameter}={error}") from None
 
 
 def command(argv: list[str]) -> None:

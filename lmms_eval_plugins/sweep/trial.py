@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..cells import results
 from ..cells.command_line import literal, parse
 from ..cells.errors import EvaluationFailed, UsageError
+from ..cells.flag_types import shown
 from ..cells.machine import number_of_processes, rank, set_offline
 from ..cells.plan import Plan, check_folders
 from ..cells.processes import evaluation
@@ -82,7 +83,9 @@ def parse_trial(argv: list[str]) -> dict[str, Any]:
     for word in argv:
         match = re.fullmatch(r"(?:--)?(\w+)=(.*)", word, re.DOTALL)
         if not match:
-            raise UsageError(f"{word!r} is not --name=value")
+            raise UsageError(f"{shown(word)} is not --name=value")
+        if match[1] in parameters:
+            raise UsageError(f"{match[1]}= is given twice")
         parameters[match[1]] = literal(match[2])
     return parameters
 

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -189,7 +190,7 @@ def test_output_that_cannot_be_written_is_found_before_anything_is_measured(omni
         given = [omni_checkpoint, "snapkv", "0.3", *quick(tmp_path), flag, str(tmp_path / "prompts.jsonl" / "x")]
         assert main(["speech", *given]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert "prompts.jsonl' cannot be written: " in line
+        assert re.search("prompts.jsonl(/x)?' cannot be written: ", line)
 
 
 def test_a_signal_ends_a_cold_start():

@@ -170,9 +170,9 @@ def test_trials_that_share_a_model_load_it_once(tmp_path, monkeypatch):
 
 
 def test_a_trial_that_fails_marks_its_run_as_failed(tmp_path, offline, capsys):
-    arguments = [f"--{name}={value}" for name, value in {**TRIAL, "model": str(tmp_path / "none")}.items()]
-    assert command.main(["trial", *arguments]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: MODEL")
+    arguments = [f"--{name}={value}" for name, value in {**TRIAL, "model": "org/absent"}.items()]
+    assert command.main(["trial", *arguments]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: model 'org/absent' is not on this machine")
     assert read_run(offline)["exit"] == 1
 
 
