@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -27,7 +28,7 @@ from kvcompress.methods import method_info
 from kvcompress.policy.options import all_options
 from kvcompress.policy.policy import Policy, make_policy
 
-from .batch_size import batch_size as checked_batch_size
+from .batch_size import number_or_auto
 
 TINY_MODEL = "tiny"
 TINY_CHECKPOINT = Path(__file__).parents[1] / "tiny_vlm" / "checkpoint"
@@ -109,7 +110,7 @@ class ModelArguments(Arguments):
     attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] | None = Field(
         None, description="Attention kernel; default: transformers' choice."
     )
-    batch_size: int | str = Field(
+    batch_size: Annotated[int | str, BeforeValidator(number_or_auto)] = Field(
         1,
         description="Prompts per generate call; `auto`: as many as fit; `auto:N` looks for that in N places.",
     )
@@ -193,11 +194,6 @@ class ModelArguments(Arguments):
         if name == TINY_MODEL:
             return str(TINY_CHECKPOINT)
         return name
-
-    @field_validator("batch_size", mode="before")
-    @classmethod
-    def _number_or_auto(cls, size: Any) -> int | str:
-        return checked_batch_size(size)
 
     @model_validator(mode="after")
     def _check_batch_size(self) -> "ModelArguments":
