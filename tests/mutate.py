@@ -8,7 +8,7 @@
 Faults go into copies of the files, never into the files themselves. A sampled fault is met by the tests that run its
 line, the nearest and quickest first, up to a minute of them; a line that runs at import by those that run its class or
 module. A fault that hangs counts as noticed. Results are written as they come: a run that was cut goes on where it
-stopped. Faults that change nothing anyone could notice stand with their reason in tests/mutations_equivalent.py.
+stopped. Faults that change nothing anyone could notice stand with their reason in tests/mutations_equivalent.json.
 """
 
 import argparse
@@ -28,9 +28,12 @@ from tests.faults import Fault
 from tests.forked import ROOT, Job, Workers
 from tests.lines_run import Map
 from tests.mutations import MUTATIONS, Mutation
-from tests.mutations_equivalent import EQUIVALENT
 
+LEFT = ("survived", "unrun", "unsure")  # results of faults that no test noticed; unsure: it fails without any fault
 OPTIONS = ("-x", "-p", "no:cacheprovider", "--hypothesis-profile=mutate", "--tb=line", "-rfE", "--color=no")
+EQUIVALENT: dict[str, str] = json.loads(
+    Path(__file__).with_name("mutations_equivalent.json").read_text()
+)  # name -> why
 NEAREST, MOST_TESTS = 3, 300  # files that come first; tests of one stage
 
 
@@ -70,9 +73,13 @@ def write(path: Path, row: dict) -> None:
 
 def result_of(job: Job) -> dict:
     """What a run under a fault says: `survived` where the tests passed, `killed` and by which, or `hang`."""
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", job.output, re.MULTILINE)
+    failed = failures(job.output)
     result = "hang" if job.stopped else "survived" if job.status in (0, 5) else "killed"
     return {"result": result, "by": failed[0] if failed else "", "seconds": round(job.seconds, 1)}
+
+
+def failures(output: str) -> list[str]:
+    return re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
 
 
 # -- the faults of tests/mutations.py
@@ -140,7 +147,7 @@ def sampled(args: argparse.Namespace, out: Path) -> None:
         files = [file for file in faults.modules(root) if file.startswith(args.under)]
         drawn = faults.sample(root, args.sample, args.seed, files, partial(needs_a_gpu, lines))
         results = read(out)
-        survived = {name for name, row in results.items() if row["result"] in ("survived", "unrun")}
+        survived = {name for name, row in results.items() if row["result"] in LEFT}
         wanted = [f for f in drawn if f.name not in results or (args.again and f.name in survived - set(EQUIVALENT))]
         workers.preload(lmms_eval=any(fault.file.startswith("lmms_eval_plugins") for fault in wanted))
         by_name = {fault.name: fault for fault in wanted}
@@ -148,9 +155,11 @@ def sampled(args: argparse.Namespace, out: Path) -> None:
             write(out, row_of(by_name[job.name], result_of(job)))
         results = {name: row for name, row in read(out).items() if name in {fault.name for fault in drawn}}
         by = sorted({row["by"] for row in results.values() if row["by"] in lines.tests})
-        (job,) = workers.run([Job("", partial(run_stages, [by]), limit=3600)])
-        if job.status:
-            print(f"fail without any fault, so what they killed is not sure:\n{job.output[-2000:]}")
+        (job,) = workers.run([Job("", partial(run_stages, [by], ("--maxfail=0",)), limit=3600)])
+    failing = set(failures(job.output))  # also without any fault
+    for row in [row for row in results.values() if row["by"] in failing]:
+        row["result"] = "unsure"
+        write(out, row)
     print(report(results))
 
 
@@ -167,14 +176,14 @@ def jobs_of(wanted: list[Fault], lines: Map, root: Path, seconds: float, out: Pa
             continue
         changes = {fault.file: fault.applied((root / fault.file).read_bytes())}
         limit = 180 + 8 * sum(lines.tests[test] for stage in stages for test in stage)
-        yield Job(fault.name, partial(run_stages, stages), limit, changes)
+        yield Job(fault.name, partial(run_stages, stages, ()), limit, changes)
 
 
-def run_stages(stages: list[list[str]], copy: Path) -> int:
+def run_stages(stages: list[list[str]], options: tuple[str, ...], copy: Path) -> int:
     """In a forked process: pytest's exit status, 0 where no stage has a failure."""
     for tests in stages:
         files = dict.fromkeys(test.partition("::")[0] for test in tests)
-        status = pytest.main([*OPTIONS, *files], plugins=[Chosen(tests)])
+        status = pytest.main([*OPTIONS, *options, *files], plugins=[Chosen(tests)])
         if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return status
     return 0
@@ -238,7 +247,7 @@ def report(results: dict[str, dict]) -> str:
     """How many faults were noticed, per module and in all, and which were not."""
     modules: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     for name, row in results.items():
-        survived = row["result"] in ("survived", "unrun")
+        survived = row["result"] in LEFT
         modules[row["file"]]["equivalent" if survived and name in EQUIVALENT else row["result"]] += 1
     modules["all"] = total = sum(modules.values(), collections.Counter())
     rows = []
@@ -249,7 +258,7 @@ def report(results: dict[str, dict]) -> str:
     rates = noticed / max(total.total(), 1), noticed / max(total.total() - total["equivalent"], 1)
     rows.append(f"{rates[0]:.1%} of all, {rates[1]:.1%} without those that are equivalent ({total['hang']} by hanging)")
     for name, row in sorted(results.items()):
-        if row["result"] in ("survived", "unrun") and name not in EQUIVALENT:
+        if row["result"] in LEFT and name not in EQUIVALENT:
             rows.append(
                 f"\n{row['result']}: {row['file']}:{row['line']} ({row['kind']})\n- {row['before']}\n+ {row['after']}"
             )

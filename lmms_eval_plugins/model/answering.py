@@ -1,5 +1,6 @@
 """A prepared batch is answered by the model, compressed, and measured as if nothing of another cell were known."""
 
+import contextlib
 import gc
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.measure import Measurement
 
 from .arguments import Compression, make_compression
-from .batch_size import Trial, used_memory
+from .batch_size import PeakOfTensors
 from .batches import Batch, BatchStore
 from .generation import Generation
 from .kept_tokens import KeptSets, kept_sets
@@ -143,24 +144,24 @@ class Answering:
         ttft_s = measured.ttft_s + tower.correction_s + prompt.correction_s
         return tokens, replace(measured, ttft_s=ttft_s, peak_memory_bytes=max(peaks)), kept
 
-    def try_batch(self, batch: Batch, kwargs: dict[str, Any]) -> Trial | None:
-        """What answering a batch takes: a few tokens are generated, with room for all. None where memory did not
-        suffice. Nothing of it is kept, and the cell still has its warm-up."""
+    def try_batch(self, batch: Batch, kwargs: dict[str, Any]) -> int | None:
+        """The bytes that answering a batch takes at most: a few tokens are generated, with room for all. None where
+        memory did not suffice. Nothing of it is kept, and the cell still has its warm-up."""
         device, few = self.model.device, {**kwargs, "max_new_tokens": min(kwargs["max_new_tokens"], WARM_UP_TOKENS)}
-        before = used_memory(device)
+        on_gpu = device.type == "cuda"
+        before = torch.cuda.memory_allocated(device) if on_gpu else -tensor_bytes(dict(batch.inputs))
         try:
             inputs = on_device(batch.inputs, device)
             tower, prompt = VisionTower(self.model, {}), SharedPrompt(self.model, room=0)
-            _, measured, _ = self.generate(inputs, few, tower, prompt, room_for=kwargs["max_new_tokens"])
+            with contextlib.nullcontext() if on_gpu else PeakOfTensors() as counted:
+                _, measured, _ = self.generate(inputs, few, tower, prompt, room_for=kwargs["max_new_tokens"])
+            return (measured.peak_memory_bytes if on_gpu else counted.peak) - before
         except torch.OutOfMemoryError:
-            measured = None
+            pass
         # Behind the `except`, whose traceback would keep what did not fit alive.
-        if measured is None:
-            gc.collect()
-            torch.cuda.empty_cache()
-            return None
-        certain = tensor_bytes(dict(batch.inputs)) + measured.kv_bytes_end
-        return Trial(measured.peak_memory_bytes - before, certain)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return None
 
     @property
     def can_offload(self) -> bool:

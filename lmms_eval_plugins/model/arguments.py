@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -27,7 +28,7 @@ from kvcompress.methods import method_info
 from kvcompress.policy.options import all_options
 from kvcompress.policy.policy import Policy, make_policy
 
-from .batch_size import batch_size as checked_batch_size
+from .batch_size import number_or_auto
 
 TINY_MODEL = "tiny"
 TINY_CHECKPOINT = Path(__file__).parents[1] / "tiny_vlm" / "checkpoint"
@@ -54,7 +55,7 @@ LLAVA_ONEVISION_ARGUMENTS = ("mm_spatial_pool_stride", "mm_spatial_pool_mode", "
 
 
 class Arguments(BaseModel):
-    """What arguments have in common: numbers are numbers, and text has something in it and no control characters."""
+    """Numbers are numbers, and text has something in it and no control characters."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -109,7 +110,7 @@ class ModelArguments(Arguments):
     attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] | None = Field(
         None, description="Attention kernel; default: transformers' choice."
     )
-    batch_size: int | str = Field(
+    batch_size: Annotated[int | str, BeforeValidator(number_or_auto)] = Field(
         1,
         description="Prompts per generate call; `auto`: as many as fit; `auto:N` looks for that in N places.",
     )
@@ -194,11 +195,6 @@ class ModelArguments(Arguments):
             return str(TINY_CHECKPOINT)
         return name
 
-    @field_validator("batch_size", mode="before")
-    @classmethod
-    def _number_or_auto(cls, size: Any) -> int | str:
-        return checked_batch_size(size)
-
     @model_validator(mode="after")
     def _check_batch_size(self) -> "ModelArguments":
         if isinstance(self.batch_size, int) and self.max_batch_size is not None:
@@ -267,7 +263,7 @@ def model_arguments(**given: Any) -> ModelArguments:
     legacy = {name: _legacy_value(name, given.pop(name)) for name in LEGACY_ARGUMENTS if name in given}
     if "pretrained" not in given:
         raise KVCompressError(f"pretrained= is missing: a hub id, a local folder, or {TINY_MODEL!r}")
-    return validated_arguments(ModelArguments, legacy=legacy, **given)
+    return validated(ModelArguments, legacy=legacy, **given)
 
 
 def make_compression(
@@ -275,7 +271,7 @@ def make_compression(
 ) -> Compression:
     """A checked compression; `method=None` is `full`. Raises KVCompressError."""
     size = _without_none({"method": method, "ratio": ratio, "budget": budget})
-    return validated_arguments(Compression, options=_without_none(options), **size)
+    return validated(Compression, options=_without_none(options), **size)
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
@@ -290,7 +286,7 @@ def _legacy_value(name: str, value: Any) -> Any:
     raise KVCompressError(f"{name}={value!s:.80}: no value{only} is supported: {instead}")
 
 
-def validated_arguments(model: type[BaseModel], **values: Any) -> Any:
+def validated(model: type[BaseModel], **values: Any) -> Any:
     """Builds a pydantic model; its error becomes one line."""
     try:
         return model(**values)

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kvcompress import KVCompressError
 from kvcompress.errors import plain_number, shown
@@ -23,20 +25,42 @@ CGROUPS = (
 )
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A batch that was tried, in bytes.
+class PeakOfTensors(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made inside and live at the same time.
+
+    What a process holds says less: memory that was freed stays with it, and serves a small batch without a trace.
 
     Attributes:
-        peak: what it took at most, beyond what was in use before.
-        certain: what its inputs and its KV cache have, which no peak that was measured too low goes below.
+        peak: the most so far.
     """
 
-    peak: int
-    certain: int
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._live = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self._count(value.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        known = self._storages.get(storage._cdata)
+        if known is not None and not known[0].expired():
+            return
+        if known is not None:  # another one at the same place
+            self._live -= known[1]
+        self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._live += storage.nbytes()
+        if self._live > self.peak:
+            self._storages = {key: each for key, each in self._storages.items() if not each[0].expired()}
+            self._live = sum(size for _, size in self._storages.values())
+            self.peak = max(self.peak, self._live)
 
 
-def batch_size(value: Any) -> int | str:
+def number_or_auto(value: Any) -> int | str:
     """A number, `auto` or `auto:N`, as it was given on some command line. Raises KVCompressError."""
     if isinstance(value, str) and re.fullmatch(r"auto(:[1-9][0-9]{0,5})?", value):
         return value
@@ -54,34 +78,25 @@ def searches(size: int | str) -> int:
     return int(str(size).partition(":")[2] or 1)
 
 
-def largest_batch(try_batch: Callable[[int], Trial | None], room: int, most: int, may_fail: bool) -> int:
+def largest_batch(try_batch: Callable[[int], int | None], room: int, most: int, may_fail: bool) -> int:
     """How many of the longest prompts are answered in one batch.
 
     Batches of one and of two tell what a row takes, and with it how many fit.
 
     Args:
-        try_batch: answers a batch of so many prompts, and tells what that took; None where memory did not suffice.
+        try_batch: answers a batch of so many prompts, and tells the bytes that it took at most; None where memory did
+            not suffice.
         room: bytes that a batch may take.
         most: prompts.
         may_fail: whether too large a batch can be tried without harm: then what was counted is tried.
     """
     if most == 1 or (one := try_batch(1)) is None or (two := try_batch(2)) is None:
         return 1
-    a_row = max(two.peak - one.peak, two.certain - one.certain, 1)
-    size = min(most, max(1, 1 + (room - max(one.peak, one.certain)) // a_row))
+    size = min(most, max(1, 1 + (room - one) // max(two - one, 1)))
     if may_fail:
         while size > 2 and try_batch(size) is None:
             size = (size + 2) // 2
     return size
-
-
-def used_memory(device: torch.device) -> int:
-    """Bytes in use now, of the kind that `kvcompress.device.peak_memory` gives the peak of."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory()
-    return psutil.Process().memory_info().rss
 
 
 def free_memory(device: torch.device) -> int:

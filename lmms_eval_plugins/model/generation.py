@@ -1,4 +1,4 @@
-"""The arguments of `generate`, from a task and from `--gen_kwargs`, checked before anything is loaded."""
+"""How a task wants its answers generated: its YAML's `generation_kwargs`, with those of `--gen_kwargs`."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from kvcompress.errors import unknown_name
 
-from .arguments import Arguments, validated_arguments
+from .arguments import Arguments, validated
 
 # Keys in lmms-eval's task files that are no argument of `generate`: for other wrappers, or for other request types.
 IGNORED_GENERATION_KEYS = ("image_aspect_ratio", "visual_cot", "max_agentic_steps")
@@ -63,7 +63,7 @@ def check_generation(given: dict[str, Any]) -> dict[str, Any]:
     for name in given:
         if name not in valid:
             raise unknown_name("there is no generation argument", name, valid)
-    return validated_arguments(GenerationArguments, **given).model_dump(include=set(given))
+    return validated(GenerationArguments, **given).model_dump(include=set(given))
 
 
 @dataclass(frozen=True)

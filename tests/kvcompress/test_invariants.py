@@ -64,6 +64,21 @@ def test_every_method_by_name_decodes_as_the_full_cache_under_that_mask_and_a_ro
     torch.testing.assert_close(logits[1], alone[0], atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("method", [name for name in METHODS if "variant" in OPTIONS.get(name, {})])
+def test_a_row_of_the_other_variant_of_a_method_does_not_depend_on_its_batch(method):
+    """Its windows are parts of a budget: here they differ from row to row."""
+    case = Case(FAMILIES["qwen2"], (4, 2), (60, 21), None, method, (("variant", "effivlm"),), 0.6, seed=0)
+    with case.compress() as session:
+        tokens, logits = generate(case.model, case.inputs, NEW)
+    together = kept_of(session.cache)
+    for row, pads in ((0, 0), (1, 39)):
+        with case.compress() as session:
+            _, alone = generate(case.model, case.family.solo(case.inputs, row), NEW, forced=tokens[row : row + 1])
+        torch.testing.assert_close(logits[row], alone[0], atol=TOLERANCE, rtol=0)
+        for layer, solo in zip(together, kept_of(session.cache), strict=True):
+            assert [(head - pads).tolist() for head in layer[row]] == [head.tolist() for head in solo[0]]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @property_test
 @given(data=st.data())

@@ -10,7 +10,7 @@ from kvcompress.bench.speech.command import parser as speech
 from lmms_eval_plugins.cells.command_line import flag_parser
 from lmms_eval_plugins.report.html.report_command import parser as report
 from lmms_eval_plugins.report.html.show import parser as show
-from lmms_eval_plugins.report.metrics_command import _parser as metrics
+from lmms_eval_plugins.report.metrics_command import parser as metrics
 from lmms_eval_plugins.reproduce.__main__ import parser as reproduce
 from lmms_eval_plugins.sweep.__main__ import run_parser as sweep
 

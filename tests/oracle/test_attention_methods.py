@@ -167,6 +167,18 @@ def test_cake_prefers_layers_by_entropy_and_variance_of_each_row(layer, window, 
         assert float(ours) == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
+def test_cake_measures_layers_of_little_entropy_too():
+    """Two observers and one key before them: at most 0.74."""
+    keys = torch.tensor([[[[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]]]])
+    queries = torch.tensor([[[[0.0, 0.0], [8.0, 0.0], [0.0, 8.0]]]])
+    layer = (queries, keys, keys, kvcompress.Prompt(0, 1, [3], [2], 1.0, row_seeds=(0,)))
+    (ours,) = measured("cake", layer, kvcompress.make_cluster("cake", window_size=2))
+    first, second = (math.exp(a) / sum(map(math.exp, logits)) for a, logits in ((8, (8, 0)), (0, (0, 8, 4))))
+    entropy = -sum(p * math.log(p + 1e-10) for p in (first, second))
+    assert float(ours) == pytest.approx(entropy * ((first - second) ** 2 / 2), rel=1e-4)
+    assert entropy < 1
+
+
 @pytest.mark.parametrize("budget", [20, 32, 70])
 def test_cake_gives_every_layer_its_window_and_shares_out_the_rest(budget):
     prompt = kvcompress.Prompt(0, 3, [100], [budget], 1.0, settings=Settings(query_window=32))

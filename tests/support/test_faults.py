@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults import faults_of, is_new, sample
 from tests.forked import ROOT
-from tests.mutate import applies
+from tests.mutate import EQUIVALENT, applies
 from tests.mutations import MUTATIONS
 
 CODE = '''
@@ -107,3 +107,9 @@ def test_a_sample_has_some_of_every_module_and_is_the_same_again():
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_named_fault_finds_its_line(name):
     assert applies(MUTATIONS[name], ROOT)
+
+
+@pytest.mark.parametrize("file", sorted({name.partition(" ")[0] for name in EQUIVALENT}))
+def test_a_fault_that_nobody_could_notice_still_stands_there(file):
+    names = {name for name in EQUIVALENT if name.startswith(f"{file} ")}
+    assert names <= {fault.name for fault in faults_of(ROOT, file)}

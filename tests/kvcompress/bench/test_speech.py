@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -82,6 +83,7 @@ def test_strategies_stand_side_by_side(run, eager_compile, capsys):
     assert rows["dynamic"]["text"] == rows["static"]["text"]
     assert rows["compressed"]["text"] == rows["compressed-static"]["text"]
     assert rows["compressed"]["kv_bytes"] < 0.5 * rows["dynamic"]["kv_bytes"]
+    assert rows["dynamic"]["kv_bytes"] < rows["static"]["kv_bytes"], "only fixed shapes have room for what never comes"
     assert rows["compressed-static"]["realised_ratio"] == pytest.approx(0.3, abs=0.01)
     assert rows["dynamic"]["realised_ratio"] is None
     assert "| warm | snapkv:window_size=4:cache_implementation=static@0.3, compiled | 1 |" in capsys.readouterr().out
@@ -189,7 +191,7 @@ def test_output_that_cannot_be_written_is_found_before_anything_is_measured(omni
         given = [omni_checkpoint, "snapkv", "0.3", *quick(tmp_path), flag, str(tmp_path / "prompts.jsonl" / "x")]
         assert main(["speech", *given]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert "prompts.jsonl' cannot be written: " in line
+        assert re.search("prompts.jsonl(/x)?' cannot be written: ", line)
 
 
 def test_a_signal_ends_a_cold_start():

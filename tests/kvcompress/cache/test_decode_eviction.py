@@ -225,11 +225,11 @@ def test_memory_stays_bounded_however_long_the_answer_is(method, interval):
         return torch.zeros(2, dtype=torch.bool)
 
     with kvcompress.compress(model, method, 0.5, decode_budget=12, decode_interval=interval, **small) as session:
-        generate(model, inputs, 40, stopping_criteria=StoppingCriteriaList([note]))
+        generate(model, inputs, 80, stopping_criteria=StoppingCriteriaList([note]))
     kept = [session.cache.kept_indices(layer) for layer in range(3)]
     sizes = [len(head) for layer in kept for row in layer for head in row]
     assert sum(sizes) / len(sizes) < 12 + interval  # layers and heads may share a budget
-    assert nbytes[40] == pytest.approx(nbytes[20], rel=0.3)  # spare room and remembered queries vary a little
+    assert nbytes[80] == pytest.approx(nbytes[40], rel=0.3)  # spare room and remembered queries vary a little
 
 
 def test_streamingllm_rolls_a_window_behind_its_sinks():

@@ -14,7 +14,7 @@ from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import machine
 from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.errors import EvaluationFailed
-from lmms_eval_plugins.model.batch_size import free_memory, used_memory
+from lmms_eval_plugins.model.batch_size import free_memory
 
 from ..test_evaluate import FOUR, clean_process, error_line, read  # noqa: F401 (a fixture that each test here uses)
 
@@ -31,6 +31,9 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
         machine.check_device(None, 3)
     machine.check_device("cpu", 3)
     machine.check_device("cuda:1", 2)
+    machine.check_device("cuda", 2)
+    with pytest.raises(EvaluationFailed, match=r"'cuda:2' was asked for, but torch .* sees 2 CUDA GPUs"):
+        machine.check_device("cuda:2", 1)
 
 
 def test_apples_gpu_is_waited_for_and_its_memory_counted(monkeypatch):
@@ -42,7 +45,7 @@ def test_apples_gpu_is_waited_for_and_its_memory_counted(monkeypatch):
     device.reset_peak_memory(mps)
     device.synchronise(mps)
     assert calls == ["empty_cache", "synchronize"]
-    assert device.peak_memory(mps) == used_memory(mps) == 3 << 20
+    assert device.peak_memory(mps) == 3 << 20
     assert free_memory(mps) == 5 << 20
 
 

@@ -51,7 +51,8 @@ def test_a_file_of_the_prompt_counts_by_its_content(tmp_path):
 
 def test_settings_at_their_default_leave_the_name_alone():
     (plain,) = cells(*FOUR)
-    given = ["window_size=32", "batch_size=1", "dtype=auto", "vision_cache_gb=1", "--seed", "0,1234,1234,1234"]
+    given = ["window_size=32", "batch_size=1", "dtype=auto", "vision_cache_gb=1", "prompt_cache_gb=3"]
+    given += ["measurements_path=rows.jsonl", "--seed", "0,1234,1234,1234"]
     (same,) = cells(*FOUR, *given)
     assert same.folder(Path()) == plain.folder(Path()) == Path("tiny_textvqa/tiny/snapkv-0.2")
 

@@ -6,7 +6,7 @@ import torch
 from lmms_eval_plugins.model import batch_size
 from lmms_eval_plugins.model import lm as lm_module
 from lmms_eval_plugins.model.answer_store import AnswerStore
-from lmms_eval_plugins.model.batch_size import Trial, free_memory, largest_batch
+from lmms_eval_plugins.model.batch_size import PeakOfTensors, free_memory, largest_batch
 from tests.support.checkpoints import image, load_lm, requests
 
 DOCS = [{"text": f"what is number {n}?" + " and why?" * n} for n in range(7)]
@@ -16,10 +16,10 @@ def trials(base: int, a_row: int, memory: int):
     """A batch of n takes `base + n * a_row` bytes; above `memory` it fails. And the sizes that were tried."""
     tried = []
 
-    def try_batch(rows: int) -> Trial | None:
+    def try_batch(rows: int) -> int | None:
         tried.append(rows)
         took = base + rows * a_row
-        return Trial(took, rows) if took <= memory else None
+        return took if took <= memory else None
 
     return try_batch, tried
 
@@ -51,8 +51,15 @@ def test_a_size_that_fails_is_lowered_until_it_fits():
     assert tried[-1] == size
 
 
-def test_a_peak_that_was_measured_too_low_does_not_make_a_batch_larger_than_its_tensors_allow():
-    assert largest_batch(lambda rows: Trial(0, 30 * rows), 100, 64, may_fail=False) == 3
+def test_tensors_that_live_at_the_same_time_are_counted_once_and_as_long_as_they_live():
+    with PeakOfTensors() as counted:
+        a = torch.zeros(1000)
+        b = a.view(10, 100)[2:] + 1  # 3200 bytes, and a view of what is counted
+        del a, b
+        for _ in range(3):
+            c = torch.ones(500)  # 2000
+            del c
+    assert counted.peak == 4000 + 3200
 
 
 def test_the_free_memory_of_a_cpu_is_that_of_its_container(tmp_path, monkeypatch):
@@ -81,8 +88,8 @@ def in_memory_of(rows: int, monkeypatch, lm) -> list[list[int]]:
 
     def try_batch(batch, kwargs):
         tried.append(batch.inputs["attention_mask"].sum(1).tolist())
-        assert original(batch, kwargs).certain > 0
-        return Trial(len(tried[-1]), len(tried[-1]))
+        assert original(batch, kwargs) > 0
+        return len(tried[-1])
 
     monkeypatch.setattr(lm.answering, "try_batch", try_batch)
     monkeypatch.setattr(lm_module, "room_for_a_batch", lambda device: rows)
@@ -150,10 +157,23 @@ def test_a_trial_that_fails_says_so_and_leaves_the_model_usable(checkpoint, monk
     with monkeypatch.context() as patch:
         patch.setattr(lm.answering, "generate", fail)
         assert lm.answering.try_batch(batch, {"max_new_tokens": 4}) is None
-    little = lm.answering.try_batch(batch, {"max_new_tokens": 64, "do_sample": False})
-    more = lm.answering.try_batch(batch, {"max_new_tokens": 640, "do_sample": False})
-    assert little.certain < more.certain  # all of the answer has its room
-    assert lm.rows == []
+    took = [lm.answering.try_batch(batch, {"max_new_tokens": n, "do_sample": False}) for n in (64, 64_000)]
+    lm.generate_until(requests(lm, DOCS[:2]))
+    text = lm.model.config
+    a_token = 2 * 4 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
+    assert took[1] - took[0] >= 2 * 60_000 * a_token  # all of the answer has its room
+
+
+def test_what_more_rows_take_is_foretold_by_one_and_two():
+    lm = load_lm()
+    docs = [{"text": "what word is it?", "images": [image(n, 192, 192)]} for n in range(6)]
+    made = requests(lm, docs)
+    one, two, six = (
+        lm.answering.try_batch(lm.prepare(made[:rows]), {"max_new_tokens": 16, "do_sample": False})
+        for rows in (1, 2, 6)
+    )
+    assert six == pytest.approx(one + 5 * (two - one), rel=0.15)
+    assert two > 1.5 * one
 
 
 def test_another_run_takes_the_size_of_the_first_so_that_its_answers_serve(checkpoint, tmp_path, monkeypatch):

@@ -78,6 +78,7 @@ def executed(monkeypatch):
 def table(folder, name="reproduce-paper"):
     """The CSV as {(benchmark, method, ratio): row}, and the Markdown."""
     frame = pd.read_csv(folder / f"{name}.csv").astype(object)
+    assert frame.columns[0] == "model", "no number of the row before it"
     rows = frame.where(frame.notna(), None).to_dict("records")
     return {(row["benchmark"], row["method"], row["ratio"]): row for row in rows}, (folder / f"{name}.md").read_text()
 

@@ -47,6 +47,10 @@ def test_keys_of_wandbs_schema_are_accepted(file, key):
     read_config(file(**{key: 3 if key == "run_cap" else "some"}), {})
 
 
+def test_a_name_with_a_slash_is_one_folder(file):
+    assert read_config(file(), {}, "ours/first").name == "ours__first"
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_trial_of_a_shipped_sweep_can_be(path, tmp_path):
     check_trials(read_config(path, {}), tmp_path)
