@@ -31,7 +31,8 @@ from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.plan import Job, Plan
 from lmms_eval_plugins.cells.results import SAMPLES_FILE
 from lmms_eval_plugins.cells.run import evaluate_cell, load_model, measured_line, quiet
-from lmms_eval_plugins.model.arguments import generation_of, make_compression
+from lmms_eval_plugins.model.arguments import make_compression
+from lmms_eval_plugins.model.generation import generation_of
 from lmms_eval_plugins.model.lm import KVCompressLM
 
 

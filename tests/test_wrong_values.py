@@ -21,7 +21,8 @@ from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import machine
 from lmms_eval_plugins.cells.command_line import BUNDLED_MODEL, literal, parse
 from lmms_eval_plugins.cells.plan import Plan
-from lmms_eval_plugins.model.arguments import TINY_MODEL, GenerationArguments, ModelArguments, make_compression
+from lmms_eval_plugins.model.arguments import TINY_MODEL, ModelArguments, make_compression
+from lmms_eval_plugins.model.generation import GenerationArguments
 from lmms_eval_plugins.sweep.__main__ import main as sweep_main
 from lmms_eval_plugins.sweep.trial import FLAGS
 from tests.support.wrong_values import UNPRINTABLE, flags_with_values, spelt, wrong_for_flag, wrong_for_kind

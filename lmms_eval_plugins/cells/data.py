@@ -96,7 +96,7 @@ def check_generation(name: str, output_type: str, generation_kwargs: dict[str, A
     """The part of `check_task` that is about the answers, for what the task's YAML says."""
     from kvcompress import KVCompressError
 
-    from ..model.arguments import generation_of
+    from ..model.generation import generation_of
 
     if output_type not in GENERATED:
         is_likelihood = output_type in ("loglikelihood", "multiple_choice")

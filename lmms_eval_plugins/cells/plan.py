@@ -48,7 +48,8 @@ class Plan:
     @classmethod
     def of(cls, request: Request) -> "Plan":
         """Raises KVCompressError or UsageError for an unknown method, option or model argument, or a wrong value."""
-        from ..model.arguments import check_generation, model_arguments, split_arguments
+        from ..model.arguments import model_arguments, split_arguments
+        from ..model.generation import check_generation
 
         own, options = split_arguments(request.arguments, request.methods, ("budget", "metric", "filter"))
         for name in {"chat_template", "system_prompt"} & own.keys():  # text, or a file of the working directory

@@ -16,9 +16,10 @@ from kvcompress.device import synchronise
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.measure import Measurement
 
-from .arguments import Compression, Generation, make_compression
+from .arguments import Compression, make_compression
 from .batch_size import PeakOfTensors
 from .batches import Batch, BatchStore
+from .generation import Generation
 from .kept_tokens import KeptSets, kept_sets
 from .prompts import on_device
 from .vision_tower import VisionTower, tensor_bytes

@@ -3,26 +3,23 @@
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
-from transformers import GenerationConfig
 
 import kvcompress
 from kvcompress import KVCompressError
@@ -31,7 +28,7 @@ from kvcompress.methods import method_info
 from kvcompress.policy.options import all_options
 from kvcompress.policy.policy import Policy, make_policy
 
-from .batch_size import batch_size as checked_batch_size
+from .batch_size import number_or_auto
 
 TINY_MODEL = "tiny"
 TINY_CHECKPOINT = Path(__file__).parents[1] / "tiny_vlm" / "checkpoint"
@@ -57,7 +54,7 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 LLAVA_ONEVISION_ARGUMENTS = ("mm_spatial_pool_stride", "mm_spatial_pool_mode", "tile_every_image")
 
 
-class _Arguments(BaseModel):
+class Arguments(BaseModel):
     """Numbers are numbers, and text has something in it and no control characters."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -73,7 +70,7 @@ class _Arguments(BaseModel):
         return value
 
 
-class Compression(_Arguments):
+class Compression(Arguments):
     """A method with its options, and how much it keeps. None of it needs a model."""
 
     method: str = Field("full", description="Compression method; `full` compresses nothing.")
@@ -91,7 +88,7 @@ class Compression(_Arguments):
         return self
 
 
-class ModelArguments(_Arguments):
+class ModelArguments(Arguments):
     """The arguments of the lmms-eval model, apart from those of the compression. `docs/model-args.md` explains them."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
@@ -113,7 +110,7 @@ class ModelArguments(_Arguments):
     attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] | None = Field(
         None, description="Attention kernel; default: transformers' choice."
     )
-    batch_size: int | str = Field(
+    batch_size: Annotated[int | str, BeforeValidator(number_or_auto)] = Field(
         1,
         description="Prompts per generate call; `auto`: as many as fit; `auto:N` looks for that in N places.",
     )
@@ -198,11 +195,6 @@ class ModelArguments(_Arguments):
             return str(TINY_CHECKPOINT)
         return name
 
-    @field_validator("batch_size", mode="before")
-    @classmethod
-    def _number_or_auto(cls, size: Any) -> int | str:
-        return checked_batch_size(size)
-
     @model_validator(mode="after")
     def _check_batch_size(self) -> "ModelArguments":
         if isinstance(self.batch_size, int) and self.max_batch_size is not None:
@@ -271,7 +263,7 @@ def model_arguments(**given: Any) -> ModelArguments:
     legacy = {name: _legacy_value(name, given.pop(name)) for name in LEGACY_ARGUMENTS if name in given}
     if "pretrained" not in given:
         raise KVCompressError(f"pretrained= is missing: a hub id, a local folder, or {TINY_MODEL!r}")
-    return _validated(ModelArguments, legacy=legacy, **given)
+    return validated(ModelArguments, legacy=legacy, **given)
 
 
 def make_compression(
@@ -279,7 +271,7 @@ def make_compression(
 ) -> Compression:
     """A checked compression; `method=None` is `full`. Raises KVCompressError."""
     size = _without_none({"method": method, "ratio": ratio, "budget": budget})
-    return _validated(Compression, options=_without_none(options), **size)
+    return validated(Compression, options=_without_none(options), **size)
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
@@ -294,7 +286,7 @@ def _legacy_value(name: str, value: Any) -> Any:
     raise KVCompressError(f"{name}={value!s:.80}: no value{only} is supported: {instead}")
 
 
-def _validated(model: type[BaseModel], **values: Any) -> Any:
+def validated(model: type[BaseModel], **values: Any) -> Any:
     """Builds a pydantic model; its error becomes one line."""
     try:
         return model(**values)
@@ -306,97 +298,3 @@ def _validated(model: type[BaseModel], **values: Any) -> Any:
         name = ".".join(str(part) for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ")
         raise KVCompressError(f"{name}={shown(first['input'])}: {message}") from None
-
-
-# Keys in lmms-eval's task files that are no argument of `generate`: for other wrappers, or for other request types.
-IGNORED_GENERATION_KEYS = ("image_aspect_ratio", "visual_cot", "max_agentic_steps")
-STOP_STRING_KEYS = ("until", "stop_sequences", "stop_strings")  # lmms-eval's, vLLM's, transformers'
-DEFAULT_UNTIL = ["\n\n"]  # what lmms-eval fills in where a task names no stop string
-
-
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class GenerationArguments(_Arguments):
-    """Arguments of `generate` whose values can be wrong without its noticing, or noticed only at the first question.
-
-    None is the default. Others go through as they are.
-    """
-
-    model_config = ConfigDict(extra="allow")
-
-    do_sample: bool | None = None
-    temperature: NonNegativeFloat | None = None
-    top_k: NonNegativeInt | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
-    typical_p: Share | None = None
-    epsilon_cutoff: Share | None = None
-    eta_cutoff: Share | None = None
-    max_new_tokens: PositiveInt | None = None
-    min_new_tokens: NonNegativeInt | None = None
-    max_length: PositiveInt | None = None
-    min_length: NonNegativeInt | None = None
-    max_time: PositiveFloat | None = None
-    num_beams: PositiveInt | None = None
-    num_return_sequences: Literal[1] | None = None
-    early_stopping: bool | Literal["never"] | None = None
-    length_penalty: float | None = None
-    repetition_penalty: PositiveFloat | None = None
-    encoder_repetition_penalty: PositiveFloat | None = None
-    no_repeat_ngram_size: NonNegativeInt | None = None
-    encoder_no_repeat_ngram_size: NonNegativeInt | None = None
-    guidance_scale: PositiveFloat | None = None
-    renormalize_logits: bool | None = None
-    remove_invalid_values: bool | None = None
-    use_cache: Literal[True] | None = None
-    seed: NonNegativeInt | None = None
-    skip_special_tokens: bool | None = None
-
-
-def check_generation(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `generate` with their values checked. Raises KVCompressError for an unknown one too."""
-    valid = {*GenerationConfig().to_dict(), *STOP_STRING_KEYS, "seed", "skip_special_tokens"}
-    for name in given:
-        if name not in valid:
-            raise unknown_name("there is no generation argument", name, valid)
-    return _validated(GenerationArguments, **given).model_dump(include=set(given))
-
-
-@dataclass(frozen=True)
-class Generation:
-    """How a task wants its answers generated.
-
-    Attributes:
-        arguments: of `generate`.
-        until: an answer ends before the first of these strings.
-        seed: of sampling; None leaves torch's generator as it is.
-        skip_special_tokens: whether special tokens are left out of the answer's text.
-    """
-
-    arguments: dict[str, Any]
-    until: list[str]
-    seed: int | None = None
-    skip_special_tokens: bool = True
-
-
-def generation_of(task_kwargs: dict[str, Any], max_new_tokens: int) -> Generation:
-    """A task's generation kwargs (with those of `--gen_kwargs`), as they are understood here.
-
-    Greedy unless `do_sample=True`, or a temperature above 0 without `do_sample`; a temperature of 0 is greedy.
-    `max_new_tokens` is the default for tasks that set none. Stop strings are those the task itself names. Other
-    keys go to `generate` as they are. Raises KVCompressError for a key that `generate` does not have.
-    """
-    kwargs = {key: value for key, value in task_kwargs.items() if key not in IGNORED_GENERATION_KEYS}
-    stops = {key: kwargs.pop(key, None) or [] for key in STOP_STRING_KEYS}
-    stops = {key: [stop] if isinstance(stop, str) else list(stop) for key, stop in stops.items()}
-    if stops["until"] == DEFAULT_UNTIL:
-        stops["until"] = []
-    kwargs["max_new_tokens"] = kwargs.get("max_new_tokens") or max_new_tokens
-    temperature = kwargs.get("temperature")
-    kwargs["do_sample"] = bool(kwargs.get("do_sample", temperature)) and temperature != 0
-    if not kwargs["do_sample"]:
-        kwargs |= {"temperature": None, "top_p": None, "top_k": None}  # else generate warns about the checkpoint's
-    kwargs = check_generation(kwargs)
-    seed, skips = kwargs.pop("seed", None), kwargs.pop("skip_special_tokens", None)
-    return Generation(kwargs, list(dict.fromkeys(chain.from_iterable(stops.values()))), seed, skips is not False)

@@ -60,7 +60,7 @@ class PeakOfTensors(TorchDispatchMode):
             self.peak = max(self.peak, self._live)
 
 
-def batch_size(value: Any) -> int | str:
+def number_or_auto(value: Any) -> int | str:
     """A number, `auto` or `auto:N`, as it was given on some command line. Raises KVCompressError."""
     if isinstance(value, str) and re.fullmatch(r"auto(:[1-9][0-9]{0,5})?", value):
         return value

@@ -28,10 +28,11 @@ from kvcompress import KVCompressError
 
 from .answer_store import AnswerStore, from_json, key_of, to_json
 from .answering import Answering, Answers
-from .arguments import Compression, ModelArguments, generation_of, make_compression, parse_arguments
+from .arguments import Compression, ModelArguments, make_compression, parse_arguments
 from .batch_size import MOST, largest_batch, room_for_a_batch, searches
 from .batches import Batch, BatchStore
 from .fewshot import FewShot
+from .generation import generation_of
 from .kept_tokens import record
 from .loading import device_of, load
 from .look_ahead import ahead
