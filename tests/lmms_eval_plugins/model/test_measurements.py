@@ -21,7 +21,7 @@ def test_a_row_of_a_batch_has_its_own_counts_and_its_share_of_the_bytes():
     """Two rows of three beams each, on a model of one layer."""
     measured = SimpleNamespace(
         ttft_s=0.5, tpot_s=0.1, tokens_in=[7, 8], tokens_out=[2, 3], vision_tokens=[0, 4], kv_bytes_prompt=100,
-        kv_bytes_end=120, peak_memory_bytes=999, realised_ratios=[[0.1, 0.1, 0.1, 0.2, 0.2, 0.2]],
+        kv_bytes_end=120, kv_room_bytes=30, peak_memory_bytes=999, realised_ratios=[[0.1, 0.1, 0.1, 0.2, 0.2, 0.2]],
     )  # fmt: skip
     tower, prompt = SimpleNamespace(seconds=0.25, is_known=True), SimpleNamespace(is_known=False, prompt_pass=None)
     answers = SimpleNamespace(measured=measured, tower=tower, prompt=prompt, texts=["a", "b"], kept={})
@@ -29,7 +29,7 @@ def test_a_row_of_a_batch_has_its_own_counts_and_its_share_of_the_bytes():
     expected = {
         "task": "task", "doc_id": 5, "split": "test", "batch_size": 2, "ttft_s": 0.5, "vision_s": 0.25,
         "vision_is_known": True, "prompt_is_known": False, "tpot_s": 0.1, "tokens_in": 8, "tokens_out": 3,
-        "vision_tokens": 4, "kv_bytes_prompt": 50, "kv_bytes_end": 60, "realised_ratio": [0.2],
+        "vision_tokens": 4, "kv_bytes_prompt": 50, "kv_bytes_end": 60, "kv_room_bytes": 15, "realised_ratio": [0.2],
     }  # fmt: skip
     assert {name: row[name] for name in expected} == expected
 
