@@ -1,6 +1,8 @@
 """Fixtures that several test files use."""
 
 import gc
+import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +14,12 @@ from tests.support.flash_attn_stand_in import flash_attn_stand_in
 settings.register_profile(
     "mutate", database=None, derandomize=True, deadline=None, phases=(Phase.explicit, Phase.generate)
 )
+
+
+def pytest_configure() -> None:
+    """Ctrl-C is heard: a shell that starts the tests in the background has them ignore it, and so what they start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

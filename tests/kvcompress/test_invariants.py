@@ -275,14 +275,13 @@ def test_the_vision_tower_keeps_its_own_attention(family):
         assert model.config.vision_config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("method", METHODS)
-def test_eager_and_sdpa_agree(implementation, method):
+def test_eager_and_sdpa_agree(method):
     model = FAMILIES["qwen2"].build()
     inputs = FAMILIES["qwen2"].inputs(model, [50, 31])
     with kvcompress.compress(model, method, 0.3):
         tokens, expected = generate(model, inputs, NEW)
-    model.set_attn_implementation(implementation)
+    model.set_attn_implementation("eager")
     try:
         with kvcompress.compress(model, method, 0.3):
             _, logits = generate(model, inputs, NEW, forced=tokens)

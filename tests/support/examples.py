@@ -3,8 +3,9 @@ what an ordinary run only pairs: every method with every family, for instance.""
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 TIMES = int(os.environ.get("EXAMPLES", "1"))
@@ -13,6 +14,11 @@ TIMES = int(os.environ.get("EXAMPLES", "1"))
 def examples(count: int) -> settings:
     """Decorator of a property test: so many examples in an ordinary run."""
     return settings(max_examples=count * TIMES, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def some(names: Iterable[str], few: Sequence[str]) -> list:
+    """For `parametrize`: all names; in an ordinary run those that are not among the `few` are slow."""
+    return [name if name in few or TIMES > 1 else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def paired(*lists: Sequence) -> list[tuple]:

@@ -633,6 +633,7 @@ FAMILIES: dict[str, Family] = {
         Family("internvl", _internvl, "internvl"),
     )
 }
+SOME_FAMILIES = ["qwen2", "llava-onevision", "qwen2.5-vl"]  # text only, plain positions, M-RoPE
 MORE_FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (

@@ -5,6 +5,7 @@ import torch
 
 import kvcompress
 from kvcompress.cache.storage import OffloadedStorage
+from tests.support.examples import paired
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate
 from tests.support.strategies import METHODS
@@ -12,8 +13,7 @@ from tests.support.strategies import METHODS
 MODEL = FAMILIES["qwen2"].build()
 
 
-@pytest.mark.parametrize("kind", ["offloaded", "offloaded_static"])
-@pytest.mark.parametrize("method", [*METHODS, "full"])
+@pytest.mark.parametrize(("method", "kind"), paired([*METHODS, "full"], ["offloaded", "offloaded_static"]))
 def test_offloaded_equals_dynamic(kind, method):
     inputs = FAMILIES["qwen2"].inputs(MODEL, [45, 29])
     ratio = None if method == "full" else 0.3

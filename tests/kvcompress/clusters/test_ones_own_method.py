@@ -8,11 +8,9 @@ import torch
 import kvcompress
 from kvcompress import methods
 from tests import fuzz
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, SOME_FAMILIES
 from tests.support.kept import kept_of, real_lengths
 from tests.support.masked_reference import generate
-
-SOME_FAMILIES = ["qwen2", "llava-onevision", "qwen2.5-vl"]
 
 
 @dataclass(frozen=True)

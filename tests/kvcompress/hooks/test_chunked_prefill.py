@@ -20,7 +20,7 @@ from kvcompress.errors import KVCompressError
 from kvcompress.policy.policy import make_policy
 from tests.support.docs import DOCS, python_blocks
 from tests.support.examples import examples
-from tests.support.families import FAMILIES, IMAGE, VIDEO, VISION_END, VISION_START
+from tests.support.families import FAMILIES, IMAGE, SOME_FAMILIES, VIDEO, VISION_END, VISION_START
 from tests.support.kept import kept_of, real_lengths
 from tests.support.masked_reference import generate
 from tests.support.strategies import METHODS, OPTIONS, Case, cases
@@ -43,7 +43,6 @@ def chunked_cases(draw: st.DrawFn, family: str, **kwargs) -> Case:
     return case
 
 
-SOME_FAMILIES = ["qwen2", "llava-onevision", "qwen2.5-vl"]
 sizes = st.sampled_from([1, 7, 20])
 budgets = st.sampled_from([{}, {"ratio": None, "budget": 5}, {"ratio": None, "budget": 17}])
 

@@ -5,6 +5,7 @@ import torch
 from transformers import AttentionInterface
 
 import kvcompress
+from tests.support.examples import paired
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate
 from tests.support.strategies import METHODS
@@ -20,8 +21,7 @@ def flash_model(fake_flash_attn):
     MODEL.set_attn_implementation("sdpa")
 
 
-@pytest.mark.parametrize("lengths", [[40], [40, 23]])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "lengths"), paired(METHODS, [[40, 23], [40]]))
 def test_flash_attention_and_sdpa_agree(method, lengths, fake_flash_attn):
     inputs = FAMILIES["qwen2"].inputs(MODEL, lengths)
     with kvcompress.compress(MODEL, method, 0.3):
