@@ -48,7 +48,12 @@ def read_kept_answers(cell_folder: Path, fingerprint: dict[str, Any], overlays: 
     try:
         content = json.loads(answers_file(cell_folder).read_text(encoding="utf-8"))
         answers = KeptAnswers(content["rows"], content["environment"], content["overlays"])
-    except (OSError, ValueError, KeyError, TypeError):  # absent, or cut
+        is_same = content["fingerprint"] == json.loads(dumps(fingerprint)) and answers.overlays >= overlays
+        is_whole = isinstance(answers.environment, dict) and all(map(_is_answered, answers.rows))
+    except (OSError, ValueError, KeyError, TypeError):  # absent, or damaged
         return None
-    is_same = content["fingerprint"] == json.loads(dumps(fingerprint))
-    return answers if is_same and answers.overlays >= overlays else None
+    return answers if is_same and is_whole else None
+
+
+def _is_answered(row: dict[str, Any]) -> bool:
+    return isinstance(row["answer"], str) and isinstance(row["task"], str) and isinstance(row["doc_id"], int)
