@@ -86,7 +86,8 @@ def merged_by_hand(keys, values, kept: list[int], merge: str, kind: list[bool] |
             if kind is None or kind[c] == kind[column]
         }
         if alike:
-            target = max(alike, key=alike.get)
+            # Of two that are equally like it the later, and rounding does not tell which two are.
+            target = max(c for c in alike if alike[c] >= max(alike.values()) - 1e-6)
             likest[column] = target, alike[target]
     mean = sum(likeness for _, likeness in likest.values()) / max(len(likest), 1)
     for column, (target, likeness) in likest.items():
