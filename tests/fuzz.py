@@ -114,9 +114,9 @@ def check(config: dict[str, Any]) -> None:
             _, expected = generate(model, inputs, NEW, forced=tokens)
         torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
-    # Equal tokens have equal key norms (knorm, cur) and, in the first layer, values (infinipot-v); two keys are equally
-    # like their mean: in a batch rounding may decide otherwise.
-    ties = {"knorm", "keydiff", "cur", "infinipot-v"} & {config["method"], config["options"].get("scorer")}
+    # Equal tokens have equal key norms (knorm, cur) and, in the first layer, values (infinipot-v, vnorm); two keys are
+    # equally like their mean: in a batch rounding may decide otherwise.
+    ties = {"knorm", "vnorm", "keydiff", "cur", "infinipot-v"} & {config["method"], config["options"].get("scorer")}
     if ties or not exact:
         return
     for row, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
