@@ -475,12 +475,12 @@ class StaticStorage(Storage):
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if not torch.compiler.is_compiling():
-            self._left -= keys.shape[2]
-            if self._left < 0:
+            if keys.shape[2] > self._left:
                 raise KVCompressError(
                     f"the static cache is full: it has room for max_new_tokens={self.capacity - self.entries} tokens "
                     "behind a prompt"
                 )
+            self._left -= keys.shape[2]
         rows = self.cursor + self.slots[: keys.shape[2]]
         self.keys.index_copy_(2, rows, keys)
         self.values.index_copy_(2, rows, values)

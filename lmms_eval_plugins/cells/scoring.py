@@ -86,7 +86,9 @@ def scorers_watched() -> Iterator[JudgeWatch]:
 
 def _content(request: Any) -> bytes:
     """What a httpx request sends; a stream, which cannot be sent again either, has no content."""
+    import httpx
+
     try:
         return request.content
-    except Exception:
+    except httpx.RequestNotRead:
         return b""
