@@ -1,21 +1,28 @@
 """The registry of methods: by name, with paper, options and their defaults."""
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import ClassVar, TypeVar
 
 from .errors import KVCompressError, unknown_name, validated
 
 
 class Method:
-    """What has a name in `list_methods()`: a dataclass; its fields are its options. `paper`: where it comes from."""
+    """What has a name in `list_methods()`: a dataclass; its fields are its options.
+
+    `paper`: where it comes from. `presets`: settings that were published, as options under a name (`preset=`).
+    `by_variant`: what one of the method's variants prescribes in place of the class, such as its `layer_budget`.
+    """
 
     paper: ClassVar[str] = ""
+    presets: ClassVar[dict[str, dict[str, object]]] = {}
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {}
 
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """An entry of `list_methods()`: the class, its paper, and its options with their defaults.
+    """An entry of `list_methods()`: the class, its paper, its options with their defaults, and its presets: settings
+    that were published, as options under a name (`preset=`).
 
     The class is a `KVCluster`, or a `kvcompress.tokens.TokenMethod`, whose ratio counts vision tokens only.
     """
@@ -24,6 +31,7 @@ class MethodInfo:
     cls: type[Method]
     paper: str
     options: dict[str, object]
+    presets: dict[str, dict[str, object]] = field(default_factory=dict)
 
 
 _METHODS: dict[str, MethodInfo] = {}
@@ -47,12 +55,12 @@ def register_method(name: str) -> Callable[[MethodClass], MethodClass]:
         if known and (known.cls.__module__, known.cls.__qualname__) != (cls.__module__, cls.__qualname__):
             raise KVCompressError(f"method {key!r} is already registered by {known.cls.__qualname__}")
         options = {}
-        for field in fields(cls):
-            default = field.default_factory() if field.default_factory is not MISSING else field.default
+        for option in fields(cls):
+            default = option.default_factory() if option.default_factory is not MISSING else option.default
             if default is MISSING:
-                raise KVCompressError(f"option {field.name!r} of method {key!r} has no default")
-            options[field.name] = default
-        _METHODS[key] = MethodInfo(key, cls, cls.paper, options)
+                raise KVCompressError(f"option {option.name!r} of method {key!r} has no default")
+            options[option.name] = default
+        _METHODS[key] = MethodInfo(key, cls, cls.paper, options, cls.presets)
         return cls
 
     return register

@@ -86,9 +86,13 @@ def table(methods: dict[str, MethodInfo]) -> str:
 
 
 def details(name: str, info: MethodInfo) -> str:
-    """What exactly is kept, in the words of the class, and the options with their defaults."""
+    """What exactly is kept, in the words of the class, the options with their defaults, and the presets."""
     options = ", ".join(f"`{option}={default}`" for option, default in info.options.items()) or "none"
-    return f"### {name}\n\n{inspect.getdoc(info.cls)}\n\nOptions: {options}.\n"
+    text = f"### {name}\n\n{inspect.getdoc(info.cls)}\n\nOptions: {options}.\n"
+    for preset, values in info.presets.items():
+        means = ", ".join(f"`{option}={value}`" for option, value in values.items())
+        text += f"\n`preset={preset}`: {means}.\n"
+    return text
 
 
 def render() -> str:

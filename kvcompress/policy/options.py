@@ -89,11 +89,14 @@ PRESCRIBED = ("layer_budget", "head_budget", "safeguard", "merge", "decode_inter
 
 
 def all_options(info: MethodInfo, scorer: str | None = None) -> dict[str, object]:
-    """Every option that a method takes, its own (with a `scorer` that one's) and the engine's, with its default."""
+    """Every option that a method takes, its own (with a `scorer` that one's) and the engine's, with its default;
+    `preset` where the method has any (its options without a `scorer`)."""
     engine = {field.name: field.default for field in fields(Engine)}
     if info.name == "full":
         return {**info.options, **{name: engine[name] for name in FULL_OPTIONS}}
-    if issubclass(info.cls, TokenMethod):
-        return {**info.options, **{name: engine[name] for name in TOKEN_OPTIONS}, "ratio_of": "vision"}
     own = info.options if scorer is None else method_info(scorer).options
+    if info.presets and scorer is None:
+        own = {**own, "preset": None}
+    if issubclass(info.cls, TokenMethod):
+        return {**own, **{name: engine[name] for name in TOKEN_OPTIONS}, "ratio_of": "vision"}
     return {**own, **engine, **{part: getattr(info.cls, part) for part in PRESCRIBED}}

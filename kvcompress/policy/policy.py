@@ -27,8 +27,11 @@ class Policy:
 
     def chosen(self, name: str) -> object:
         """One of `PRESCRIBED`: as the user gave it, else as the method prescribes."""
-        given = getattr(self.engine, name)
-        return getattr(method_info(self.method).cls, name, getattr(KVCluster, name)) if given is None else given
+        given, cls = getattr(self.engine, name), method_info(self.method).cls
+        if given is not None:
+            return given
+        variant = getattr(self.cluster, "variant", None) if isinstance(self.cluster, cls) else None  # not a scorer's
+        return cls.by_variant.get(variant, {}).get(name, getattr(cls, name, getattr(KVCluster, name)))
 
     @property
     def head_budget(self) -> str:
@@ -75,7 +78,7 @@ class Policy:
         given = {**asdict(self.tokens or self.cluster), **asdict(self.engine)}
         parts = {name: self.chosen(name) for name in PRESCRIBED}
         valid = all_options(method_info(self.method), self.engine.scorer)
-        return {name: parts.get(name, given[name]) for name in valid}
+        return {name: parts.get(name, given.get(name)) for name in valid if name != "preset"}
 
     @property
     def decode(self) -> Budget | None:
@@ -96,6 +99,11 @@ def make_policy(
     for name in options:
         if name not in valid:
             raise unknown_name(f"method {info.name!r} has no option", name, valid)
+    preset = options.pop("preset", None)
+    if preset is not None:
+        if preset not in info.presets:
+            raise unknown_name(f"method {info.name!r} has no preset", preset, info.presets)
+        options = {**info.presets[preset], **options}
     scored_by = info if scorer is None else method_info(scorer)
     if scored_by is not info and issubclass(scored_by.cls, TokenMethod):
         raise KVCompressError(f"method {scored_by.name!r} cannot be a scorer: it drops tokens before they are cached")

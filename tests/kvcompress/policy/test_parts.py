@@ -1,5 +1,8 @@
 """A method in parts: scores, layer budgets, head budgets and merging can be exchanged one by one."""
 
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
 import pytest
 import torch
 
@@ -97,3 +100,47 @@ def test_parts_that_do_not_go_together_are_one_clear_error(arguments, message):
     with pytest.raises(kvcompress.KVCompressError, match=message) as error:
         make_policy(ratio=0.5, **arguments)
     assert "\n" not in str(error.value)
+
+
+@dataclass(frozen=True)
+class PublishedKVCluster(kvcompress.KVCluster):
+    window_size: int = 4
+    variant: Literal["code", "paper"] = "code"
+
+    presets: ClassVar = {"longbench": {"window_size": 8, "decode_budget": 128}}
+    by_variant: ClassVar = {"paper": {"layer_budget": "pyramid", "decode_interval": 3}}
+
+    def score(self, queries, keys, values, view):
+        return keys.norm(dim=-1)
+
+
+@pytest.fixture
+def published(monkeypatch):
+    monkeypatch.setattr(kvcompress.methods, "_METHODS", dict(kvcompress.methods._METHODS))
+    kvcompress.register_method("published")(PublishedKVCluster)
+
+
+@pytest.mark.usefixtures("published")
+def test_a_preset_stands_for_its_options_and_what_is_given_besides_goes_before_it():
+    assert kvcompress.list_methods()["published"].presets == PublishedKVCluster.presets
+    options = make_policy("published", 0.5, preset="longbench").options
+    assert (options["window_size"], options["decode_budget"]) == (8, 128)
+    assert options == make_policy("published", 0.5, window_size=8, decode_budget=128).options
+    assert make_policy("published", 0.5, preset="longbench", window_size=2).options["window_size"] == 2
+    assert make_policy("published", 0.5, preset=None).options["window_size"] == 4
+
+
+@pytest.mark.usefixtures("published")
+@pytest.mark.parametrize(("method", "message"), [("published", "no preset 'x'.*longbench"), ("knorm", "no option")])
+def test_an_unknown_preset_is_an_error_that_names_those_that_there_are(method, message):
+    with pytest.raises(kvcompress.KVCompressError, match=message):
+        make_policy(method, 0.5, preset="x")
+
+
+@pytest.mark.usefixtures("published")
+def test_a_variant_prescribes_layer_budget_and_schedule_unless_they_are_given():
+    code, paper = (make_policy("published", 0.5, variant=variant) for variant in ("code", "paper"))
+    assert (code.chosen("layer_budget"), code.decode_interval) == ("uniform", 16)
+    assert (paper.chosen("layer_budget"), paper.decode_interval) == ("pyramid", 3)
+    assert make_policy("published", 0.5, variant="paper", layer_budget="uniform").chosen("layer_budget") == "uniform"
+    assert make_policy("published", 0.5, scorer="snapkv", variant="paper").chosen("layer_budget") == "uniform"
