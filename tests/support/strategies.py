@@ -17,6 +17,10 @@ from tests.support.families import FAMILIES, Family
 METHODS = sorted(filter(None, os.environ.get("METHODS", "").split(","))) or sorted(
     {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.KVCluster)} - {"full"}
 )
+# Between them they take every way through the engine: position, window, layers that differ, adaptive heads, sums,
+# measured budgets, merging, queries before RoPE, a second reading. For tests of what is the same for every method.
+SOME_METHODS = ["adakv", "d2o", "expected-attention", "full", "h2o", "kvzip", "pyramidkv", "snapkv", "streamingllm"]
+SOME_METHODS += ["vl-cache"]
 OPTIONS: dict[str, dict[str, list]] = {
     "adakv": {"window_size": [1, 8, 32], "kernel_size": [1, 7], "pooling": ["avg", "max"]},
     "kvzip": {"chunk_size": [7, 2048], "instruction": [(), (9, 11, 13)], "window_size": [1, 32]},
