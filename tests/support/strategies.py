@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, list]] = {
     "simlayerkv": {"sinks": [0, 4], "lazy_threshold": [0.5, 0.9]},
     "r-kv": {"window_size": [1, 8], "kernel_size": [1, 7], "balance": [0.0, 0.1, 1.0], "similar": [0.2, 0.5]},
     "d2o": {"recent": [0.0, 0.5], "sinks": [0, 4]},
-    "cam": {"recent": [0.0, 0.5]},
+    "cam": {"recent": [0.0, 0.5], "followers": [1, 32]},
     "h2o": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
     "snapkv": {
         "window_size": [1, 4, 16, 32],
