@@ -192,6 +192,7 @@ def check_tensor_parallel(policy: Policy) -> None:
             policy.layer_budget.is_measured
         ),
         "merge='cam', which draws for all heads together": policy.chosen("merge") == "cam",
+        "merge='weighted', which compares all heads": policy.chosen("merge") == "weighted",
     }
     for conflict, is_there in conflicts.items():
         if is_there:

@@ -138,7 +138,7 @@ def test_look_m_keeps_recent_tokens_and_heavy_text_before_heavy_vision(layer, re
 
 
 @oracle
-@given(layer=vision_layers(), merge=st.sampled_from([None, "average", "weighted"]), same=st.booleans())
+@given(layer=vision_layers(), merge=st.sampled_from([None, "average"]), same=st.booleans())
 def test_look_m_merges_by_pivots_unless_told_otherwise(layer, merge, same):
     queries, keys, values, prompt = layer
     prompt = dataclasses.replace(prompt, settings=Settings(merge=merge, merge_modality="same" if same else "any"))
