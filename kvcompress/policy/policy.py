@@ -192,7 +192,7 @@ def check_tensor_parallel(policy: Policy) -> None:
             policy.layer_budget.is_measured
         ),
         "merge='cam', which draws for all heads together": policy.chosen("merge") == "cam",
-        "merge='weighted', which compares all heads": policy.chosen("merge") == "weighted",
+        f"merge={policy.chosen('merge')!r}, which compares all heads": policy.chosen("merge") in ("weighted", "meda"),
     }
     for conflict, is_there in conflicts.items():
         if is_there:

@@ -39,15 +39,20 @@ def into_most_similar(
     share: Share,
     selective: bool = False,
     above_mean: bool = False,
+    first_into: bool = False,
 ) -> Kept:
     """Every evicted entry goes into the kept entry of its row and KV head whose key is most like its own (cosine), its
     value into that entry's value. With `selective` only those that are at least as like as the threshold: the mean of
     what is evicted together, averaged with the threshold of the eviction before (D2O: alpha = beta = 0.5); with
-    `above_mean` only those of `_above_mean`."""
+    `above_mean` only those of `_above_mean`; with `first_into` as many of the first that are evicted, into the entries
+    that those would go into (MEDA)."""
     similarity, target = _most_similar(kept, keys, view)
-    merged = _evicted(kept, keys, view) & similarity.isfinite()
-    if above_mean:
-        merged &= _above_mean(similarity, merged)
+    evicted = _evicted(kept, keys, view) & similarity.isfinite()
+    merged = evicted & _above_mean(similarity, evicted) if above_mean or first_into else evicted
+    if first_into:
+        first, likest = ((~some).int().argsort(dim=-1, stable=True) for some in (evicted, merged))
+        target = target.scatter(2, first, target.gather(2, likest))
+        merged = merged.scatter(2, first, merged.gather(2, likest))
     if selective:
         mean = similarity.masked_fill(~merged, 0.0).sum(-1) / merged.sum(-1)
         before = mean if view.merge_threshold is None else view.merge_threshold
@@ -178,6 +183,7 @@ def _most_similar(kept: Kept, keys: torch.Tensor, view: LayerView) -> tuple[torc
 MERGES: dict[str, Callable[[Kept, torch.Tensor, torch.Tensor, torch.Tensor, LayerView], Kept]] = {
     "average": partial(into_most_similar, share=average),
     "pivot": partial(into_most_similar, share=pivot),
+    "meda": partial(into_most_similar, share=average, first_into=True),
     "weighted": partial(into_most_similar, share=weighted, above_mean=True),
     "d2o": partial(into_most_similar, share=exponential, selective=True),
     "cam": into_followers,

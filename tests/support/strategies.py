@@ -24,7 +24,7 @@ OPTIONS: dict[str, dict[str, list]] = {
     "prefixkv": {"sinks": [0, 4, 9]},
     "csp": {"recent": [0.0, 0.5, 1.0], "cross": [0.0, 0.1, 1.0]},
     "mixkv": {"window_size": [1, 8, 32], "kernel_size": [1, 5], "pooling": ["avg", "max"]},
-    "meda": {"recent": [0.0, 0.5, 1.0]},
+    "meda": {"recent": [0.0, 0.5, 1.0], "variant": ["code", "paper"]},
     "aircache": {"alpha": [0.1, 0.9, 1.0]},
     "tgv-kv": {"sinks": [0, 4]},
     "infinipot-v": {"tar": [0.0, 0.5, 1.0], "recent": [0.0, 0.25], "frame_tokens": [0, 1, 4]},
