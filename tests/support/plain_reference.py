@@ -98,7 +98,6 @@ def merged_by_hand(keys, values, kept: list[int], merge: str, kind: list[bool] |
             "average": lambda gone, stays: gone,
             "d2o": lambda gone, stays: gone,
             "pivot": lambda gone, stays: (gone + stays) / 2,
-            "weighted": lambda gone, stays, likeness=likeness: gone * likeness,
         }
         key, value = (parts[merge](x[column], x[target]) for x in (keys, values))
         groups[target].append((count, key, value))

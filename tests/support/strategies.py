@@ -18,6 +18,10 @@ from tests.support.families import FAMILIES, Family
 METHODS = sorted(filter(None, os.environ.get("METHODS", "").split(","))) or sorted(
     {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.KVCluster)} - {"full"}
 )
+# Between them they take every way through the engine: position, window, layers that differ, adaptive heads, sums,
+# measured budgets, merging, queries before RoPE, a second reading. For tests of what is the same for every method.
+SOME_METHODS = ["adakv", "d2o", "expected-attention", "full", "h2o", "kvzip", "pyramidkv", "snapkv", "streamingllm"]
+SOME_METHODS += ["vl-cache"]
 OPTIONS: dict[str, dict[str, list]] = {
     "adakv": {
         "window_size": [1, 8, 32],
@@ -30,7 +34,7 @@ OPTIONS: dict[str, dict[str, list]] = {
     "prefixkv": {"sinks": [0, 4, 9]},
     "csp": {"recent": [0.0, 0.5, 1.0], "cross": [0.0, 0.1, 1.0]},
     "mixkv": {"window_size": [1, 8, 32], "kernel_size": [1, 5], "pooling": ["avg", "max"]},
-    "meda": {"recent": [0.0, 0.5, 1.0]},
+    "meda": {"recent": [0.0, 0.5, 1.0], "variant": ["code", "paper"]},
     "aircache": {"alpha": [0.1, 0.9, 1.0]},
     "tgv-kv": {"sinks": [0, 4]},
     "infinipot-v": {"tar": [0.0, 0.5, 1.0], "recent": [0.0, 0.25], "frame_tokens": [0, 1, 4]},
@@ -47,7 +51,7 @@ OPTIONS: dict[str, dict[str, list]] = {
     "simlayerkv": {"sinks": [0, 4], "lazy_threshold": [0.5, 0.9]},
     "r-kv": {"window_size": [1, 8], "kernel_size": [1, 7], "balance": [0.0, 0.1, 1.0], "similar": [0.2, 0.5]},
     "d2o": {"recent": [0.0, 0.5], "sinks": [0, 4]},
-    "cam": {"recent": [0.0, 0.5]},
+    "cam": {"recent": [0.0, 0.5], "followers": [1, 32]},
     "h2o": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
     "snapkv": {
         "window_size": [1, 4, 16, 32],
