@@ -19,7 +19,7 @@ METHODS = sorted(filter(None, os.environ.get("METHODS", "").split(","))) or sort
 )
 OPTIONS: dict[str, dict[str, list]] = {
     "adakv": {"window_size": [1, 8, 32], "kernel_size": [1, 7], "pooling": ["avg", "max"]},
-    "kvzip": {"chunk_size": [7, 2048], "instruction": [(), (9, 11, 13)], "window_size": [1, 32]},
+    "kvzip": {"chunk_size": [7, 2000], "sinks": [0, 4], "instruction": [(), (9, 11, 13)], "window_size": [1, 32]},
     "look-m": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
     "prefixkv": {"sinks": [0, 4, 9]},
     "csp": {"recent": [0.0, 0.5, 1.0], "cross": [0.0, 0.1, 1.0]},
