@@ -9,7 +9,7 @@ from ..errors import KVCompressError
 from ..methods import Method, make_method, method_info
 from ..scoring.layer_view import Kept, LayerView, gather
 from ..scoring.merging import merge_evicted
-from ..scoring.selection import adaptive_indices, top_indices
+from ..scoring.selection import ADAPTIVE, adaptive_indices, top_indices
 
 
 class KVCluster(Method):
@@ -21,7 +21,9 @@ class KVCluster(Method):
     """
 
     layer_budget: ClassVar[str] = "uniform"  # how layers share the budget: a rule of `kvcompress.layer_budgets`
-    head_budget: ClassVar[str] = "uniform"  # how KV heads do: `uniform`, `shared` or `adaptive`
+    head_budget: ClassVar[str] = (
+        "uniform"  # how KV heads do: `uniform`, `shared`, or one of `scoring.selection.ADAPTIVE`
+    )
     safeguard: ClassVar[float] = 0.2  # with adaptive heads, the part of its even share that each head is sure of
     merge: ClassVar[str] = "none"  # how evicted entries are merged into kept ones: a name of `scoring.merging.MERGES`
     decode_interval: ClassVar[int] = 16  # decode steps from one eviction to the next, where decoding evicts
@@ -74,8 +76,9 @@ class KVCluster(Method):
     def select(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
         """The columns to keep, given scores (batch, kv_heads, keys); as in `Kept.indices`."""
         scores = self.final_scores(scores, view)
-        if (view.settings.head_budget or self.head_budget) == "adaptive":
-            return adaptive_indices(scores, view.budgets, view.settings.safeguard, view.padding)
+        head_budget = view.settings.head_budget or self.head_budget
+        if head_budget in ADAPTIVE:
+            return adaptive_indices(scores, view.budgets, view.settings.safeguard, view.padding, head_budget)
         return top_indices(scores, view.budgets, view.padding)
 
     def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:

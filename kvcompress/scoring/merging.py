@@ -11,7 +11,7 @@ from .layer_view import Kept, LayerView, uniform_noise
 from .windows import pad_columns
 
 BLOCK = 256  # evicted entries whose similarities to all kept ones are held at once
-FOLLOWERS = 32  # kept entries that share an evicted one's value with `cam`
+FOLLOWERS = 32  # entries that share an evicted one's value with `cam`, where the method has no option for it
 
 # What an evicted entry becomes, (batch, kv_heads, keys, head_dim), before the kept entry that it goes into becomes the
 # mean, and how much it counts there, (batch, kv_heads, keys, 1), where the kept entry counts 1; from the evicted
@@ -110,36 +110,36 @@ def _above_mean(similarity: torch.Tensor, merged: torch.Tensor) -> torch.Tensor:
 
 
 def into_followers(kept: Kept, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView) -> Kept:
-    """Values only: an evicted entry's value is added in equal parts to the values of the `FOLLOWERS` kept entries
-    behind it, with the probability of its score over theirs in the mean, at most 1 (CaM, ICML 2024,
-    https://proceedings.mlr.press/v235/zhang24n.html, section 4). The draw follows the row, as in `random`.
+    """Values only: an evicted entry's value is added in equal parts to the values of the `followers` entries behind
+    it, with the probability of its score over theirs in the mean, at most 1 (CaM, ICML 2024,
+    https://proceedings.mlr.press/v235/zhang24n.html, section 4; zyxxmu/cam, kv_cache_cam.py,
+    `slicev`). The draw follows the row, as in `random`.
+
+    Made for one entry at a time. Of several that leave together each goes to the entries behind it as it was before;
+    the parts of those that leave as well are lost, so that what a kept entry takes over is bounded.
 
     Made for scores that are attention, as h2o's. Entries that are protected (+inf) do not count in the mean; where no
     other follows, nothing is merged.
     """
-    slots = kept.indices.shape[2]
-    column = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3]).contiguous()
-    first = torch.searchsorted(kept.indices.contiguous(), column)  # the first kept slot behind each column
-    last = (first + FOLLOWERS).clamp(max=slots)
-    of_kept = scores.double().gather(2, kept.indices.clamp(min=0))
-    known = of_kept.isfinite() & (kept.indices >= 0)
+    columns, followers = keys.shape[2], getattr(view.settings.cluster, "followers", FOLLOWERS)
+    first = torch.arange(1, columns + 1, device=keys.device)  # the first column behind each
+    last = (first + followers).clamp(max=columns)
+    known = scores.isfinite()
 
     def of_followers(x: torch.Tensor) -> torch.Tensor:
-        upto = F.pad(x.cumsum(-1), (1, 0))
-        return upto.gather(2, last) - upto.gather(2, first)
+        upto = F.pad(x.double().cumsum(-1), (1, 0))
+        return upto[..., last] - upto[..., first]
 
-    mean = of_followers(of_kept.masked_fill(~known, 0.0)) / of_followers(known.double())
+    mean = of_followers(scores.masked_fill(~known, 0.0)) / of_followers(known)
     chance = (scores / mean).nan_to_num(0.0)
-    merged = uniform_noise(view, keys.shape[1], keys.shape[2], "cam").to(keys.device) < chance
-    merged &= _evicted(kept, keys, view) & (last > first)
-    part = values.float() / FOLLOWERS
+    merged = uniform_noise(view, keys.shape[1], columns, "cam").to(keys.device) < chance
+    merged &= _evicted(kept, keys, view)
+    at = kept.indices.clamp(min=0).unsqueeze(-1).expand_as(kept.values)
     added = torch.zeros_like(kept.values, dtype=torch.float32)
     for kind_of_column, kind_of_slot in _kinds(kept, keys, view):
-        mine = part.masked_fill(~(merged & kind_of_column).unsqueeze(-1), 0.0)
-        steps = part.new_zeros(*part.shape[:2], slots + 1, part.shape[3])  # +v where its followers begin, -v behind
-        steps.scatter_add_(2, first.unsqueeze(-1).expand_as(mine), mine)
-        steps.scatter_add_(2, last.unsqueeze(-1).expand_as(mine), -mine)
-        added += steps.cumsum(2)[:, :, :-1] * kind_of_slot.unsqueeze(-1)
+        part = (values.float() / followers).masked_fill(~(merged & kind_of_column).unsqueeze(-1), 0.0)
+        upto = F.pad(part.cumsum(2), (0, 0, 1, 0))
+        added += (upto.gather(2, at) - upto.gather(2, (at - followers).clamp(min=0))) * kind_of_slot.unsqueeze(-1)
     return replace(kept, values=(kept.values.float() + added).to(values.dtype))
 
 

@@ -368,6 +368,14 @@ def test_options_say_what_the_ratio_counts():
         kvcompress.make_cluster("fastv")
 
 
+def test_a_preset_brings_its_budget_unless_one_is_given():
+    assert make_policy("fastv", preset="k2-r75").budget(1000) == 250
+    assert make_policy("sparsevlm", preset="64").budget(576) == 64
+    assert make_policy("sparsevlm", budget=100, preset="64").budget(576) == 100
+    assert make_policy("fastv", 0.4, preset="k2-r75").budget(1000) == 400
+    assert "budget" not in make_policy("sparsevlm", preset="64").options
+
+
 # -- what the vision tower looks at
 
 
@@ -520,7 +528,7 @@ def test_sparsevlm_keeps_what_the_raters_attend_to_step_by_step(family, ratio):
     with hidden_from(model, kept) as weights:
         _, expected = generate(model, inputs, NEW, forced=tokens)
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
-    method = kvcompress.list_methods()["sparsevlm"].cls()
+    method = kvcompress.list_methods()["sparsevlm"].cls(recycle=0.0)
     assert method.layers(12) == [1, 3, 6]
     for row, vision in enumerate(vision_of(inputs)):
         columns = vision.nonzero()[:, 0]
@@ -538,19 +546,30 @@ def test_sparsevlm_keeps_what_the_raters_attend_to_step_by_step(family, ratio):
             assert [c for c in kept[layer][row] if c < len(vision) and vision[c]] == left.tolist()
 
 
-def test_sparsevlm_budgets_are_published_and_in_the_mean_what_was_asked_for():
-    method = kvcompress.list_methods()["sparsevlm"].cls()
+@pytest.mark.parametrize(("asked", "counts"), [(192, (300, 200, 110)), (128, (303, 110, 36)), (64, (66, 30, 17))])
+def test_sparsevlm_has_the_published_counts_and_their_clusters_where_their_mean_is_asked_for(asked, counts):
+    method = kvcompress.list_methods()["sparsevlm"].cls(counts=counts)
     assert method.layers(32) == [3, 7, 16]
-    full, spans = 576, (4, 9, 16)
-    for kept in (1, 20, 64, 192, 400, 575, 576):
+    totals, left = [], 576
+    for count in counts:
+        clusters = (int(0.3 * (left - count)) + 1) // 10 + 1
+        left = count + clusters
+        totals.append(left)
+    assert method.budgets(asked, 576, 32) == totals
+    # What comes out of a layer, those before the first step included: as the released code counts.
+    assert int((2 * 576 + 4 * totals[0] + 9 * totals[1] + 17 * totals[2]) / 32) == asked
+
+
+def test_sparsevlm_keeps_in_the_mean_over_all_layers_what_was_asked_for():
+    method, full, spans = kvcompress.list_methods()["sparsevlm"].cls(), 576, (4, 9, 17)
+    for kept in (38, 64, 100, 193, 400, 570, 576):
         counts = method.budgets(kept, full, 32)
         assert counts == sorted(counts, reverse=True)
-        mean = sum(span * count for span, count in zip(spans, counts, strict=True)) / sum(spans)
+        mean = (2 * full + sum(span * count for span, count in zip(spans, counts, strict=True))) / 32
         assert abs(mean - kept) <= 1
-    for times in (1, 1000):  # of a thousand times as many, the counts show to the last
-        scale = times * 100 / (4 * 300 + 9 * 200 + 16 * 110) * 29
-        assert method.budgets(times * 100, times * full, 32) == [round(scale * count) for count in (300, 200, 110)]
     assert method.budgets(0, 0, 32) == [0, 0, 0]
+    with pytest.raises(kvcompress.KVCompressError, match=r"20 of 576 vision tokens.*2 layers hold all"):
+        method.budgets(20, full, 32)
 
 
 def test_sparsevlm_recycles_the_best_of_what_it_drops_into_clusters():
@@ -562,9 +581,9 @@ def test_sparsevlm_recycles_the_best_of_what_it_drops_into_clusters():
     tokens = Tokens(vision, None, [10, 1], hidden)
     chosen, merged = method.choose(scores, tokens)
     assert chosen.sum(1).tolist() == [10, 1]
-    recycled = 25  # half of the 50 that are dropped, in 25 // 5 + 1 clusters
+    recycled = 28  # 55 // 2 + 1 of the 55 that are not among the best 5, in as many clusters as there are best
     order = scores[0].masked_fill(~vision[0], -1).argsort(descending=True).tolist()
-    dominant, second = order[:4], order[4 : 4 + recycled]
+    dominant, second = order[:5], order[5 : 5 + recycled]
     states = hidden[0, second].double()
     distances = (states[:, None] - states[None]).square().mean(-1).sqrt()
     density = (-distances.sort(1).values[:, :5].square().mean(1)).exp()
@@ -574,7 +593,7 @@ def test_sparsevlm_recycles_the_best_of_what_it_drops_into_clusters():
         )
         for i in range(recycled)
     ]
-    peaks = (torch.tensor(apart) * density).topk(6).indices.tolist()
+    peaks = (torch.tensor(apart) * density).topk(5).indices.tolist()
     assert sorted(dominant + [second[i] for i in peaks]) == chosen[0].nonzero()[:, 0].tolist()
     cluster = [peaks.index(i) if i in peaks else int(distances[i, peaks].argmin()) for i in range(recycled)]
     expected = hidden.double().clone()
