@@ -63,13 +63,18 @@ class KVCluster(Method):
         """What `observe` has added up for each column so far."""
         return self.observe(queries, keys, view) if view.sums is None else view.sums
 
+    def carried(self, sums: torch.Tensor, view: LayerView) -> torch.Tensor:
+        """What is carried on of `view.sums` once the layer has chosen; `view.budgets` are its own."""
+        return sums
+
     def update_kv(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> Kept:
         """Compress one layer, before it is stored. A method that does more than score and select overrides this."""
         return self.keep(self.score(queries, keys, values, view), keys, values, view)
 
     def keep(self, scores: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> Kept:
         """What lives on, given scores (batch, kv_heads, keys)."""
-        kept = gather(keys, values, self.select(scores, view), view.sums)
+        sums = None if view.sums is None else self.carried(view.sums, view)
+        kept = gather(keys, values, self.select(scores, view), sums)
         merge = view.settings.merge or self.merge
         return kept if merge == "none" else merge_evicted(kept, keys, values, scores, view, merge)
 
