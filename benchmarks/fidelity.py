@@ -1,4 +1,5 @@
-"""How much of what the authors' code keeps ours keeps too, on real states of SmolLM2-135M-Instruct.
+"""How much of what the authors' code keeps ours keeps too, on real states: SmolLM2-135M-Instruct's, or the bundled
+model's for methods that tell images from text.
 
     python -m benchmarks.fidelity
 
@@ -18,7 +19,7 @@ from tests.oracle.authors.ours import of, share
 from tests.oracle.authors.recording import Recording
 from tests.oracle.authors.states import DECODED, RATIOS, states
 
-STATES = "smollm2"
+STATES = ("smollm2", "tiny")  # the first that a method was recorded on
 PAGE = Path(__file__).parent.parent / "docs" / "differences.md"
 BEGIN, END = "<!-- fidelity: made by benchmarks/fidelity.py -->\n", "<!-- end of fidelity -->"
 
@@ -28,6 +29,7 @@ class Row:
     """A method and its authors' repository; `shares`: (decode steps, ratio) -> the share of common entries."""
 
     label: str
+    states: str
     repository: str
     commit: str
     shares: dict[tuple[int, float], float]
@@ -36,24 +38,30 @@ class Row:
 
 def rows() -> Iterator[Row]:
     """Of each fixture the labels that have recordings of the whole prompt."""
-    prompt = states(STATES).prompt
-    ratios = {round(ratio * prompt): ratio for ratio in RATIOS}
     for fixture in recordings.fixtures():
         about, named = recordings.about(fixture), import_module(f"tests.oracle.authors.{fixture}").DIFFERENCES
         of_label: dict[str, list[Recording]] = {}
         for one in recordings.load(fixture):
-            if one.states == STATES and one.prompt == prompt and one.budget in ratios:
+            if one.states in STATES and ratio_of(one):
                 of_label.setdefault(one.label, []).append(one)
         for label, ones in of_label.items():
-            shares = {(one.decoded, ratios[one.budget]): share(one, of(one)) for one in ones}
+            on = min((one.states for one in ones), key=STATES.index)
+            ones = [one for one in ones if one.states == on]
+            shares = {(one.decoded, ratio_of(one)): share(one, of(one)) for one in ones}
             starts = [start for start in named if any(one.name.startswith(start) for one in ones)]
             differs = tuple(dict.fromkeys(named[start][1] for start in starts))
-            yield Row(label, about["repository"], about["commit"], shares, differs)
+            yield Row(label, on, about["repository"], about["commit"], shares, differs)
+
+
+def ratio_of(one: Recording) -> float | None:
+    """Which of `RATIOS` it asks for; None for another budget, or a part of the prompt."""
+    prompt = states(one.states).prompt
+    return {round(ratio * prompt): ratio for ratio in RATIOS}.get(one.budget) if one.prompt == prompt else None
 
 
 def markdown(found: list[Row]) -> str:
     ratios = " | ".join(f"{ratio:g}" for ratio in RATIOS)
-    lines = [f"| method | authors' code | {ratios} | {ratios} |", "|---|---|" + "---:|" * 2 * len(RATIOS)]
+    lines = [f"| method | authors' code | states | {ratios} | {ratios} |", "|---|---|---|" + "---:|" * 2 * len(RATIOS)]
     notes: list[str] = []
     for row in sorted(found, key=lambda row: (row.label, row.repository)):
         name = row.repository.removeprefix("https://github.com/")
@@ -64,7 +72,7 @@ def markdown(found: list[Row]) -> str:
                 notes.append(note)
             marks += f"<sup>{notes.index(note) + 1}</sup>"
         source = f"[{name}]({row.repository}/tree/{row.commit}) {row.commit[:7]}"
-        lines.append(f"| {row.label}{marks} | {source} | {' | '.join(cells)} |")
+        lines.append(f"| {row.label}{marks} | {source} | {row.states} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n\n" + "".join(f"{n}. {note}\n" for n, note in enumerate(notes, 1))
 
 
