@@ -6,6 +6,7 @@ import torch
 
 from ..scoring.layer_view import Kept, LayerView
 from ..scoring.rotary import Rotary
+from ..scoring.selection import ADAPTIVE
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Candidates:
     def fills_all_slots(self, view: LayerView) -> bool:
         """Whether every row and head keeps as much under `view`'s budgets, so that no slot is unused."""
         equal = view.padding is None and len(set(view.budgets)) == 1
-        return equal and self.question is None and view.settings.head_budget != "adaptive"
+        return equal and self.question is None and view.settings.head_budget not in ADAPTIVE
 
 
 def context_of(states: States, view: LayerView, context: list[int]) -> Candidates:

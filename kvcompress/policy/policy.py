@@ -195,6 +195,7 @@ def check_tensor_parallel(policy: Policy) -> None:
             policy.layer_budget.is_measured
         ),
         "merge='cam', which draws for all heads together": policy.chosen("merge") == "cam",
+        f"merge={policy.chosen('merge')!r}, which compares all heads": policy.chosen("merge") in ("weighted", "meda"),
     }
     for conflict, is_there in conflicts.items():
         if is_there:
