@@ -134,6 +134,7 @@ class Choice:
         module: torch.nn.Module,
         rotary: Rotary | None,
         merge_threshold: torch.Tensor | None,
+        noted: torch.Tensor | None,
         **vision: object,
     ) -> LayerView:
         """What a cluster may know of stored entries.
@@ -156,6 +157,7 @@ class Choice:
             settings=self.settings,
             stored=StoredEntries(kept.indices, seen, tuple(lengths)),
             merge_threshold=merge_threshold,
+            noted=noted,
             **vision,
         )
 
