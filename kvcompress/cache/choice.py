@@ -134,6 +134,7 @@ class Choice:
         module: torch.nn.Module,
         rotary: Rotary | None,
         merge_threshold: torch.Tensor | None,
+        noted: torch.Tensor | None,
         reading: bool = False,
         **vision: object,
     ) -> LayerView:
@@ -158,6 +159,7 @@ class Choice:
             settings=self.settings,
             stored=StoredEntries(kept.indices, seen, tuple(lengths), reading),
             merge_threshold=merge_threshold,
+            noted=noted,
             **vision,
         )
 

@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress.clusters import criticalkv
 from kvcompress.clusters.rkv import redundancy
 from kvcompress.scoring.layer_view import Settings
 from kvcompress.scoring.rotary import Rotary
@@ -164,6 +165,31 @@ def test_scores_are_fp32_also_for_bf16_states(method):
     assert torch.equal(kept, kept_in_fp32)
     finite = expected.isfinite() & (torch.arange(60) >= torch.tensor([0, 19])[:, None, None])
     torch.testing.assert_close(scores[finite], expected[finite], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_scores_of_a_row_do_not_depend_on_how_large_another_rows_states_are(method):
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(2, h, 40, 16, generator=generator) for h in (4, 2, 2))
+    angles = torch.randn(2, 40, 16, generator=generator)
+    module = SimpleNamespace(o_proj=torch.nn.Linear(64, 64))
+    rotary = Rotary(angles.cos(), angles.sin(), torch.arange(40).expand(2, -1), torch.ones(8))
+    view = kvcompress.Prompt(0, 2, [40, 40], [10, 10], 0.25, None, row_seeds=(1, 2))
+    view = dataclasses.replace(view, module=module, rotary=rotary, received=torch.ones(2, 2, 40).cumsum(2))
+    scale = torch.tensor([1.0, 1e6])[:, None, None, None]
+    cluster = kvcompress.make_cluster(method)
+    beside_small, beside_large = (cluster.update_kv(queries, keys, v, view) for v in (values, values * scale))
+    assert torch.equal(beside_small.indices[0], beside_large.indices[0])
+    scores = (cluster.score(queries, keys, v, view)[0] for v in (values * 1e-3, values * 1e-3 * scale))
+    torch.testing.assert_close(*scores)
+
+
+def test_values_are_projected_block_by_block_as_they_are_at_once(monkeypatch):
+    """The norms that CriticalKV weighs with; all projections of a long prompt are never held together."""
+    values, module = torch.randn(3, 2, 7, 4), SimpleNamespace(o_proj=torch.nn.Linear(16, 8))
+    expected = criticalkv.projected_norm(values, module)
+    monkeypatch.setattr(criticalkv, "BLOCK", 2)
+    torch.testing.assert_close(criticalkv.projected_norm(values, module), expected)
 
 
 @pytest.mark.parametrize("pads", [1, 9])
