@@ -71,6 +71,7 @@ class LayerView:
         sums: for a cluster whose scores add up over all queries: what `observe` has added up for each column so far,
             (batch, kv_heads, columns); None where nothing is carried on.
         merge_threshold: `Kept.merge_threshold` of the eviction before this one, None at the first.
+        unmoved: for a cluster that moves keys to their place in the cache: `Kept.unmoved` of the eviction before.
         received: for a cluster with a second pass: what each column received in it, (batch, kv_heads, columns).
     """
 
@@ -92,6 +93,7 @@ class LayerView:
     stored: StoredEntries | None = None
     sums: torch.Tensor | None = None
     merge_threshold: torch.Tensor | None = None
+    unmoved: torch.Tensor | None = None
     received: torch.Tensor | None = None
 
     @property
@@ -161,13 +163,16 @@ class Kept:
     """What lives on: keys and values (batch, kv_heads, kept, head_dim), and the columns of the input that they come
     from, LongTensor (batch, kv_heads, kept), ascending; -1 marks the unused leading slots of a row or head that
     keeps fewer. `sums` (batch, kv_heads, kept): `LayerView.sums` of each, where they are carried on. `merge_threshold`
-    (batch, kv_heads): from which cosine on evicted entries were merged, where merging has such a threshold."""
+    (batch, kv_heads): from which cosine on evicted entries were merged, where merging has such a threshold. `unmoved`
+    (batch, kv_heads, first entries, head_dim): where keys are moved to their place in the cache, those that were, as
+    they came."""
 
     keys: torch.Tensor
     values: torch.Tensor
     indices: torch.Tensor
     sums: torch.Tensor | None = None
     merge_threshold: torch.Tensor | None = None
+    unmoved: torch.Tensor | None = None
 
 
 def gather(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, sums: torch.Tensor | None = None) -> Kept:

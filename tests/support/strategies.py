@@ -40,7 +40,9 @@ OPTIONS: dict[str, dict[str, list]] = {
     "sagekv": {"sinks": [0, 4], "recent": [0.0, 0.25, 0.5]},
     "simlayerkv": {"sinks": [0, 4], "lazy_threshold": [0.5, 0.9]},
     "r-kv": {"window_size": [1, 8], "kernel_size": [1, 7], "balance": [0.0, 0.1, 1.0], "similar": [0.2, 0.5]},
-    "d2o": {"recent": [0.0, 0.5], "sinks": [0, 4]},
+    "d2o": {"recent": [0.0, 0.5], "sinks": [0, 4], "variant": ["code", "paper"]},
+    "tova": {"variant": ["code", "kvpress"]},
+    "vnorm": {"variant": ["code", "kvpress"]},
     "cam": {"recent": [0.0, 0.5], "followers": [1, 32]},
     "h2o": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
     "snapkv": {
