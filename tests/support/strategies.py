@@ -56,7 +56,9 @@ OPTIONS: dict[str, dict[str, list]] = {
         "similar": [0.2, 0.5],
         "variant": ["code", "paper"],
     },
-    "d2o": {"recent": [0.0, 0.5], "sinks": [0, 4]},
+    "d2o": {"recent": [0.0, 0.5], "sinks": [0, 4], "variant": ["code", "paper"]},
+    "tova": {"variant": ["code", "kvpress"]},
+    "vnorm": {"variant": ["code", "kvpress"]},
     "cam": {"recent": [0.0, 0.5], "followers": [1, 32]},
     "h2o": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
     "snapkv": {
