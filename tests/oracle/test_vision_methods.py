@@ -314,7 +314,8 @@ def test_mixkv_mixes_attention_value_norm_and_unlikeness_by_redundancy(layer, wi
         ]
         return [(0, score) for score in mixed] + [(9, 0.0)] * (row.n - past)
 
-    check(kvcompress.make_cluster("mixkv", window_size=window, kernel_size=kernel), layer, reference)
+    cluster = kvcompress.make_cluster("mixkv", window_size=window, kernel_size=kernel, variant="paper")
+    check(cluster, layer, reference)
 
 
 @oracle
