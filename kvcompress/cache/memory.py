@@ -23,7 +23,9 @@ class SequenceLog:
         kept: how many of them were stored, (batch,), in the mean over KV heads.
         row_seeds: see `NewTokens`.
         shares: what the layers kept of the latest prompt, [layer][row], where that was measured.
-        vision: of a prompt in chunks, `NewTokens.seen_vision` so far: one tensor, which all layers refer to.
+        vision: of a prompt in chunks, or where decode steps hide entries, `NewTokens.seen_vision` so far: one tensor,
+            which all layers refer to.
+        has_vision: whether any row of it has a vision token.
     """
 
     columns: int = 0
@@ -32,6 +34,7 @@ class SequenceLog:
     row_seeds: tuple[int, ...] = ()
     shares: list[list[int]] | None = None
     vision: torch.Tensor | None = None
+    has_vision: bool = False
 
     def add(self, tokens: NewTokens, kept: torch.Tensor) -> None:
         """Note a prompt of which `kept` entries (batch,) were stored, in the mean over KV heads."""
@@ -68,6 +71,8 @@ class Memory:
         merge_threshold: of the latest eviction, see `Kept.merge_threshold`.
         decoded: tokens since the latest eviction, where decoding evicts.
         latest_queries: as many as the cluster scores with, in pieces (batch, heads, some, head_dim).
+        attended: for a method that hides entries at decode steps, the latest token's attention to all that was stored
+            then, (batch, slots).
     """
 
     def __init__(self, policy: Policy, room: int | None):
@@ -78,6 +83,7 @@ class Memory:
         self.merge_threshold: torch.Tensor | None = None
         self.decoded = 0
         self.latest_queries: list[torch.Tensor] = []
+        self.attended: torch.Tensor | None = None
         self.log = SequenceLog()
         self._seen_when_stored = 0
 
@@ -120,15 +126,16 @@ class Memory:
     def nbytes(self) -> int:
         """Bytes of all buffers: spare room, index and what is remembered for evictions included."""
         tensors = [] if self.storage is None else self.storage.tensors()
-        sums = [] if self.sums is None else [self.sums]
-        return sum(tensor.untyped_storage().nbytes() for tensor in [*tensors, *self.latest_queries, *sums])
+        noted = [tensor for tensor in (self.sums, self.attended) if tensor is not None]
+        return sum(tensor.untyped_storage().nbytes() for tensor in [*tensors, *self.latest_queries, *noted])
 
     # -- a prompt
 
     def begin(self, tokens: NewTokens) -> None:
         """A prompt was attended to; what was remembered of the answer before it is not needed any more."""
         self.log.vision = tokens.seen_vision
-        self.decoded, self.latest_queries = 0, []
+        self.log.has_vision = self.log.has_vision or any(tokens.vision_lengths)
+        self.decoded, self.latest_queries, self.attended = 0, [], None
 
     def settle(self, tokens: NewTokens, kept: Kept, uniform: bool) -> None:
         """Store what is kept of a prompt behind what is stored. `kept.indices`: columns of that prompt; `uniform`: it
@@ -212,6 +219,7 @@ class Memory:
         self.latest_queries = [queries[rows] for queries in self.latest_queries]
         self.sums = None if self.sums is None else self.sums[rows]
         self.merge_threshold = None if self.merge_threshold is None else self.merge_threshold[rows]
+        self.attended = None if self.attended is None else self.attended[rows]
 
     def fork(self) -> "Memory":
         """A memory that shares the present entries and may go on from there; undone by dropping it."""
