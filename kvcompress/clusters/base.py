@@ -21,9 +21,7 @@ class KVCluster(Method):
     """
 
     layer_budget: ClassVar[str] = "uniform"  # how layers share the budget: a rule of `kvcompress.layer_budgets`
-    head_budget: ClassVar[str] = (
-        "uniform"  # how KV heads do: `uniform`, `shared`, or one of `scoring.selection.ADAPTIVE`
-    )
+    head_budget: ClassVar[str] = "uniform"  # how KV heads do: `uniform`, `shared`, or of `scoring.selection.ADAPTIVE`
     safeguard: ClassVar[float] = 0.2  # with adaptive heads, the part of its even share that each head is sure of
     merge: ClassVar[str] = "none"  # how evicted entries are merged into kept ones: a name of `scoring.merging.MERGES`
     decode_interval: ClassVar[int] = 16  # decode steps from one eviction to the next, where decoding evicts
