@@ -18,6 +18,7 @@ from ..scoring.rereading import received
 from ..scoring.rotary import Rotary
 from ..scoring.windows import pad_columns
 from .choice import Choice
+from .hiding import Hiding
 from .memory import Memory
 from .new_tokens import NewTokens
 from .scope import Candidates, States, joined, right_aligned
@@ -64,23 +65,36 @@ class Pass(ABC):
 class Decoding(Pass):
     """A token that is stored before it is attended to. One object serves an answer, so that compiled graphs last."""
 
-    def __init__(self, choice: Choice, memory: Memory):
+    def __init__(self, choice: Choice, memory: Memory, layer_idx: int, hiding: Hiding | None):
         super().__init__(choice, memory)
         self._evicts = choice.policy.decode is not None
+        self._layer_idx, self._hiding = layer_idx, hiding
+
+    @property
+    def hidden(self) -> torch.Tensor | None:
+        """What the step hides from this layer: bool (batch, slots), or None."""
+        if self._hiding is None or self._layer_idx < self._hiding.first_layer:
+            return None
+        return self._hiding.hidden
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
         storage = self.memory.storage
         with torch.no_grad():
             storage.append(keys, values)
-        return (keys, values) if storage.decodes_in_place else storage.read()
+        return (keys, values) if storage.decodes_in_place and self.hidden is None else storage.read()
 
     def mask(self, query_length: int) -> torch.Tensor | None:
         visible = self.memory.storage.visible()
+        if (hidden := self.hidden) is not None:
+            shown = ~hidden[:, None].to(self.memory.log.kept.device)
+            visible = shown if visible is None else visible & shown
         return None if visible is None else visible[:, :, None]
 
     def after_attention(
         self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
     ) -> Pass:
+        if self._hiding is not None and self._layer_idx == self._hiding.first_layer - 1:
+            self._hiding.look(self.memory, queries, scaling)
         if self._evicts:
             self.memory.remember(self.choice.latest(queries, rotary))
             self.memory.decoded += queries.shape[2]
