@@ -103,9 +103,9 @@ class CompressedLayer(CacheLayerMixin):
         kind = LaterChunk if is_later_chunk else Prefill
         self._pass: Pass = kind(self.choice, self.memory, tokens, self._decoding)
 
-    def read_again(self, chunk: slice, pads: torch.Tensor) -> None:
-        """The model is about to read these columns of the prompt that waits once more; see `Rereading`."""
-        self._pass = Rereading(self.waiting, chunk, pads)
+    def read_again(self, columns: torch.Tensor, missing: torch.Tensor, sinks: int) -> None:
+        """The model is about to read columns of the prompt that waits once more; arguments as in `Rereading`."""
+        self._pass = Rereading(self.waiting, columns, missing, sinks)
 
     def finish(self, budgets: list[list[int]]) -> None:
         """Make the choice that waited for all layers. `budgets`: entries kept of the evictable ones, [layer][row]."""

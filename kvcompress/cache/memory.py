@@ -65,7 +65,7 @@ class Memory:
     Attributes:
         storage: what is kept, None before the first prompt.
         sums: where sums are carried on, those of every stored entry, (batch, kv_heads, entries).
-        merge_threshold: of the latest eviction, see `Kept.merge_threshold`.
+        merge_threshold, noted: of the latest eviction, see `Kept`.
         decoded: tokens since the latest eviction, where decoding evicts.
         latest_queries: as many as the cluster scores with, in pieces (batch, heads, some, head_dim).
     """
@@ -76,6 +76,7 @@ class Memory:
         self.storage: Storage | None = None
         self.sums: torch.Tensor | None = None
         self.merge_threshold: torch.Tensor | None = None
+        self.noted: torch.Tensor | None = None
         self.decoded = 0
         self.latest_queries: list[torch.Tensor] = []
         self.log = SequenceLog()
@@ -134,7 +135,7 @@ class Memory:
         """Store what is kept of a prompt behind what is stored. `kept.indices`: columns of that prompt; `uniform`: it
         is known that no slot is unused."""
         first = self.seen
-        self.merge_threshold = kept.merge_threshold
+        self.merge_threshold, self.noted = kept.merge_threshold, kept.noted
         self.log.add(tokens, (kept.indices >= 0).sum(2).float().mean(1))
         kept = replace(kept, indices=torch.where(kept.indices < 0, -1, kept.indices + first))
         if self.storage is not None and self.storage.is_final:
@@ -180,7 +181,7 @@ class Memory:
         if reduced.indices is kept.indices:  # all of them stay where they are
             self.sums = reduced.sums
             return
-        self.merge_threshold = reduced.merge_threshold
+        self.merge_threshold, self.noted = reduced.merge_threshold, reduced.noted
         self.put(reduced, seen)
 
     def remember(self, queries: torch.Tensor | None) -> None:
@@ -212,6 +213,7 @@ class Memory:
         self.latest_queries = [queries[rows] for queries in self.latest_queries]
         self.sums = None if self.sums is None else self.sums[rows]
         self.merge_threshold = None if self.merge_threshold is None else self.merge_threshold[rows]
+        self.noted = None if self.noted is None else self.noted[rows]
 
     def fork(self) -> "Memory":
         """A memory that shares the present entries and may go on from there; undone by dropping it."""

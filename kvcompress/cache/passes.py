@@ -98,7 +98,7 @@ class Decoding(Pass):
         budgets = [choice.policy.decode(length) for length in lengths]
         kept = memory.kept()
         view = choice.stored_view(
-            kept, seen, lengths, budgets, log.row_seeds, scaling, module, rotary, memory.merge_threshold
+            kept, seen, lengths, budgets, log.row_seeds, scaling, module, rotary, memory.merge_threshold, memory.noted
         )
         voters = None if queries is None else choice.voters(queries)
         memory.reduce_to(kept, choice.reduce(kept, voters, new, view, log.shares), seen)
@@ -226,13 +226,15 @@ class LaterChunk(Prefill):
             states.module,
             rotary,
             memory.merge_threshold,
+            memory.noted,
+            reading=True,
             **tokens.vision_among(both.indices),
         )
         # Of unrotated queries the cluster takes statistics: of all of the chunk's, as in a first chunk.
         voters = queries if choice.policy.cluster.unrotated_queries else choice.voters(queries)
         reduced = choice.reduce(both, voters, queries, view, log.shares)
         if reduced.indices is not both.indices:
-            memory.merge_threshold = reduced.merge_threshold
+            memory.merge_threshold, memory.noted = reduced.merge_threshold, reduced.noted
         memory.put(reduced, seen)
         log.kept = (reduced.indices >= 0).sum(2).float().mean(1)
         return self.then
@@ -292,13 +294,13 @@ class Rereading(Pass):
 
     Attributes:
         waiting: the prompt.
-        chunk: the columns of the candidates whose entries are scored.
-        pads: bool (batch, chunk), True at the chunk's pad columns.
+        columns: LongTensor (batch, sinks + chunk), of the candidates: each row's sinks and the chunk that is fed.
+        missing: bool (batch, sinks + chunk), True where a row has no such column.
     """
 
-    def __init__(self, waiting: Waiting, chunk: slice, pads: torch.Tensor):
+    def __init__(self, waiting: Waiting, columns: torch.Tensor, missing: torch.Tensor, sinks: int):
         super().__init__(waiting.choice, waiting.memory)
-        self.waiting, self.chunk, self.pads = waiting, chunk, pads
+        self.waiting, self.columns, self.missing, self.sinks = waiting, columns, missing, sinks
 
     @property
     def length(self) -> int:
@@ -315,7 +317,7 @@ class Rereading(Pass):
         old = torch.zeros(len(keys), keys.shape[2], dtype=torch.bool, device=keys.device)
         if padding is not None:
             old = pad_columns(padding, keys.shape[2])[:, 0]
-        pads = torch.nn.functional.pad(self.pads, (query_length - self.pads.shape[1], 0))
+        pads = self._fed_pads(query_length)
         itself = torch.eye(query_length, dtype=torch.bool, device=keys.device)
         new = torch.ones_like(itself).tril() & ~pads[:, None] | itself
         return torch.cat([~old[:, None].expand(-1, query_length, -1), new], dim=-1)[:, None]
@@ -324,9 +326,17 @@ class Rereading(Pass):
         self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
     ) -> Pass:
         candidates = self.waiting.candidates
-        noted = received(queries, candidates.keys[:, :, self.chunk], self._fed_keys, self.pads, scaling)
-        candidates.view.received[..., self.chunk] = noted
+        rows = self.columns[:, None, :, None].expand(-1, candidates.keys.shape[1], -1, candidates.keys.shape[3])
+        keys, fed_pads = candidates.keys.gather(2, rows), self._fed_pads(queries.shape[2])
+        noted = received(queries, keys, self._fed_keys, self.missing, fed_pads, scaling)[..., self.sinks :]
+        # What is missing has received nothing, so that it does not matter in which column it is noted.
+        candidates.view.received.scatter_reduce_(2, rows[:, :, self.sinks :, 0], noted, "amax")
         return self.waiting
+
+    def _fed_pads(self, fed: int) -> torch.Tensor:
+        """bool (batch, fed): the chunk's missing tokens behind an instruction, which every row has."""
+        pads = self.missing[:, self.sinks :]
+        return torch.nn.functional.pad(pads, (fed - pads.shape[1], 0))
 
 
 def never_compressed(choice: Choice) -> KVCompressError:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
@@ -17,11 +17,13 @@ class KVzipKVCluster(KVCluster):
     """Keeps what a second pass over the context attends to most, over all layers and heads together (sections 3.2 and
     3.3). Asks nothing of the question: meant for `scope="context"`, and for a cache that answers many.
 
+    The first `sinks` tokens, in place of the code's system prompt, stay, and every chunk is scored beside them.
     `instruction`: token ids that precede each chunk of `chunk_size` tokens, such as those of "Repeat the previous
     context:" (none by default: the library has no tokenizer). While decoding, the last `window_size` queries vote.
     """
 
-    chunk_size: PositiveInt = 2048
+    chunk_size: PositiveInt = 2000
+    sinks: NonNegativeInt = 4
     instruction: tuple[int, ...] = ()
     window_size: PositiveInt = 32
 
@@ -32,6 +34,10 @@ class KVzipKVCluster(KVCluster):
     safeguard: ClassVar[float] = 0.0
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
-        if view.received is not None:
-            return view.received
-        return view.window_attention(queries, keys, self.window_size).amax((2, 3))
+        scores = view.received
+        if scores is None:
+            scores = view.window_attention(queries, keys, self.window_size).amax((2, 3))
+        position = torch.arange(keys.shape[2], device=keys.device)
+        if view.padding is not None:
+            position = position - view.padding[..., None]
+        return scores.masked_fill(position < self.sinks, float("inf"))

@@ -14,7 +14,8 @@ from .base import KVCluster
 
 def sinks_and_recent(keys: torch.Tensor, sinks: int, padding: torch.Tensor | None) -> torch.Tensor:
     """Scores (batch, kv_heads, keys) that rank the last token first, then the first `sinks` tokens in their order,
-    then the rest by position, the most recent first. Arguments as in scoring/windows.py."""
+    then the rest by position, the most recent first. `keys` (batch, kv_heads, keys, ...); padding as in
+    scoring/windows.py."""
     columns = keys.shape[2]
     position = torch.arange(columns, device=keys.device, dtype=torch.float32)
     if padding is not None:

@@ -54,13 +54,21 @@ def read_again(decoder: PreTrainedModel, inputs: DecoderInputs, cache: Compresse
         pads = pad_columns(part.view.padding, columns)[:, 0]
     ids = torch.tensor(cluster.instruction, dtype=torch.long, device=embeddings.device)
     instruction = decoder.get_input_embeddings()(ids).expand(len(embeddings), -1, -1)
-    # Chunks are counted from the end, where all rows are aligned: a row is cut as it would be alone.
-    for end in range(columns, 0, -cluster.chunk_size):
-        chunk = slice(max(end - cluster.chunk_size, 0), end)
-        fed = torch.cat([instruction, embeddings[:, chunk]], dim=1)
-        fed_pads = torch.nn.functional.pad(pads[:, chunk], (len(ids), 0))
+    # Chunks are counted from each row's first token behind its sinks: a row is cut as it would be alone.
+    first = pads.sum(1, keepdim=True)
+    behind = columns - int(first.min()) - cluster.sinks
+    for start in range(0, behind, cluster.chunk_size):
+        width = min(cluster.chunk_size, behind - start)
+        chunk = first + cluster.sinks + start + torch.arange(width, device=first.device)
+        sinks = first + torch.arange(cluster.sinks, device=first.device)
+        scored = torch.cat([sinks, chunk], dim=1)
+        missing = scored >= columns  # shorter rows end earlier
+        scored = scored.clamp(max=columns - 1)
+        rows = scored[:, cluster.sinks :, None].expand(-1, -1, embeddings.shape[2])
+        fed = torch.cat([instruction, embeddings.gather(1, rows)], dim=1)
+        fed_pads = torch.nn.functional.pad(missing[:, cluster.sinks :], (len(ids), 0))
         for layer in waiting:
-            layer.read_again(chunk, pads[:, chunk].to(layer.device))
+            layer.read_again(scored.to(layer.device), missing.to(layer.device), cluster.sinks)
         with cache.other_layers_unchanged():  # sliding windows must not slide over it
             decoder(
                 inputs_embeds=fed,

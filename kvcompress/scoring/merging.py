@@ -11,7 +11,7 @@ from .layer_view import Kept, LayerView, uniform_noise
 from .windows import pad_columns
 
 BLOCK = 256  # evicted entries whose similarities to all kept ones are held at once
-FOLLOWERS = 32  # kept entries that share an evicted one's value with `cam`
+FOLLOWERS = 32  # entries that share an evicted one's value with `cam`, where the method has no option for it
 
 # What an evicted entry becomes, (batch, kv_heads, keys, head_dim), before the kept entry that it goes into becomes the
 # mean, and how much it counts there, (batch, kv_heads, keys, 1), where the kept entry counts 1; from the evicted
@@ -38,12 +38,21 @@ def into_most_similar(
     view: LayerView,
     share: Share,
     selective: bool = False,
+    above_mean: bool = False,
+    first_into: bool = False,
 ) -> Kept:
     """Every evicted entry goes into the kept entry of its row and KV head whose key is most like its own (cosine), its
     value into that entry's value. With `selective` only those that are at least as like as the threshold: the mean of
-    what is evicted together, averaged with the threshold of the eviction before (D2O: alpha = beta = 0.5)."""
+    what is evicted together, averaged with the threshold of the eviction before (D2O: alpha = beta = 0.5); with
+    `above_mean` only those of `_above_mean`; with `first_into` as many of the first that are evicted, into the entries
+    that those would go into (MEDA)."""
     similarity, target = _most_similar(kept, keys, view)
-    merged = _evicted(kept, keys, view) & similarity.isfinite()
+    evicted = _evicted(kept, keys, view) & similarity.isfinite()
+    merged = evicted & _above_mean(similarity, evicted) if above_mean or first_into else evicted
+    if first_into:
+        first, likest = ((~some).int().argsort(dim=-1, stable=True) for some in (evicted, merged))
+        target = target.scatter(2, first, target.gather(2, likest))
+        merged = merged.scatter(2, first, merged.gather(2, likest))
     if selective:
         mean = similarity.masked_fill(~merged, 0.0).sum(-1) / merged.sum(-1)
         before = mean if view.merge_threshold is None else view.merge_threshold
@@ -75,7 +84,8 @@ def pivot(evicted: torch.Tensor, kept: torch.Tensor, similarity: torch.Tensor) -
 
 
 def weighted(evicted: torch.Tensor, kept: torch.Tensor, similarity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `average`, with every entry weighted by its cosine similarity (LOOK-M, weighted merging)."""
+    """As `average`, with every entry weighted by its cosine similarity (LOOK-M, weighted merging), and of all that is
+    evicted only `_above_mean`, the rest dropped."""
     return evicted * similarity, torch.ones_like(similarity)
 
 
@@ -87,37 +97,49 @@ def exponential(
     return evicted, (similarity - 1).exp()
 
 
+def _above_mean(similarity: torch.Tensor, merged: torch.Tensor) -> torch.Tensor:
+    """bool (batch, kv_heads, keys): whether the n-th evicted entries of a row's heads, which may be different tokens,
+    are in the mean at least as like to a kept one as all that is evicted (SUSTechBruce/LOOK-M, modify_llama.py:801)."""
+    place = (merged.cumsum(-1) - 1).clamp(min=0).flatten(1)
+    sums, count = (
+        torch.zeros_like(similarity[:, 0]).scatter_add(1, place, x.masked_fill(~merged, 0.0).flatten(1))
+        for x in (similarity, torch.ones_like(similarity))
+    )
+    mean = sums.sum(1, keepdim=True) / count.sum(1, keepdim=True)
+    return (sums / count >= mean - 1e-6).gather(1, place).view_as(merged)  # rounding does not drop one that is the mean
+
+
 def into_followers(kept: Kept, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView) -> Kept:
-    """Values only: an evicted entry's value is added in equal parts to the values of the `FOLLOWERS` kept entries
-    behind it, with the probability of its score over theirs in the mean, at most 1 (CaM, ICML 2024,
-    https://proceedings.mlr.press/v235/zhang24n.html, section 4). The draw follows the row, as in `random`.
+    """Values only: an evicted entry's value is added in equal parts to the values of the `followers` entries behind
+    it, with the probability of its score over theirs in the mean, at most 1 (CaM, ICML 2024,
+    https://proceedings.mlr.press/v235/zhang24n.html, section 4; zyxxmu/cam, kv_cache_cam.py,
+    `slicev`). The draw follows the row, as in `random`.
+
+    Made for one entry at a time. Of several that leave together each goes to the entries behind it as it was before;
+    the parts of those that leave as well are lost, so that what a kept entry takes over is bounded.
 
     Made for scores that are attention, as h2o's. Entries that are protected (+inf) do not count in the mean; where no
     other follows, nothing is merged.
     """
-    slots = kept.indices.shape[2]
-    column = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3]).contiguous()
-    first = torch.searchsorted(kept.indices.contiguous(), column)  # the first kept slot behind each column
-    last = (first + FOLLOWERS).clamp(max=slots)
-    of_kept = scores.double().gather(2, kept.indices.clamp(min=0))
-    known = of_kept.isfinite() & (kept.indices >= 0)
+    columns, followers = keys.shape[2], getattr(view.settings.cluster, "followers", FOLLOWERS)
+    first = torch.arange(1, columns + 1, device=keys.device)  # the first column behind each
+    last = (first + followers).clamp(max=columns)
+    known = scores.isfinite()
 
     def of_followers(x: torch.Tensor) -> torch.Tensor:
-        upto = F.pad(x.cumsum(-1), (1, 0))
-        return upto.gather(2, last) - upto.gather(2, first)
+        upto = F.pad(x.double().cumsum(-1), (1, 0))
+        return upto[..., last] - upto[..., first]
 
-    mean = of_followers(of_kept.masked_fill(~known, 0.0)) / of_followers(known.double())
+    mean = of_followers(scores.masked_fill(~known, 0.0)) / of_followers(known)
     chance = (scores / mean).nan_to_num(0.0)
-    merged = uniform_noise(view, keys.shape[1], keys.shape[2], "cam").to(keys.device) < chance
-    merged &= _evicted(kept, keys, view) & (last > first)
-    part = values.float() / FOLLOWERS
+    merged = uniform_noise(view, keys.shape[1], columns, "cam").to(keys.device) < chance
+    merged &= _evicted(kept, keys, view)
+    at = kept.indices.clamp(min=0).unsqueeze(-1).expand_as(kept.values)
     added = torch.zeros_like(kept.values, dtype=torch.float32)
     for kind_of_column, kind_of_slot in _kinds(kept, keys, view):
-        mine = part.masked_fill(~(merged & kind_of_column).unsqueeze(-1), 0.0)
-        steps = part.new_zeros(*part.shape[:2], slots + 1, part.shape[3])  # +v where its followers begin, -v behind
-        steps.scatter_add_(2, first.unsqueeze(-1).expand_as(mine), mine)
-        steps.scatter_add_(2, last.unsqueeze(-1).expand_as(mine), -mine)
-        added += steps.cumsum(2)[:, :, :-1] * kind_of_slot.unsqueeze(-1)
+        part = (values.float() / followers).masked_fill(~(merged & kind_of_column).unsqueeze(-1), 0.0)
+        upto = F.pad(part.cumsum(2), (0, 0, 1, 0))
+        added += (upto.gather(2, at) - upto.gather(2, (at - followers).clamp(min=0))) * kind_of_slot.unsqueeze(-1)
     return replace(kept, values=(kept.values.float() + added).to(values.dtype))
 
 
@@ -161,7 +183,8 @@ def _most_similar(kept: Kept, keys: torch.Tensor, view: LayerView) -> tuple[torc
 MERGES: dict[str, Callable[[Kept, torch.Tensor, torch.Tensor, torch.Tensor, LayerView], Kept]] = {
     "average": partial(into_most_similar, share=average),
     "pivot": partial(into_most_similar, share=pivot),
-    "weighted": partial(into_most_similar, share=weighted),
+    "meda": partial(into_most_similar, share=average, first_into=True),
+    "weighted": partial(into_most_similar, share=weighted, above_mean=True),
     "d2o": partial(into_most_similar, share=exponential, selective=True),
     "cam": into_followers,
 }

@@ -7,24 +7,27 @@ def received(
     queries: torch.Tensor,
     keys: torch.Tensor,
     fed_keys: torch.Tensor,
-    pads: torch.Tensor,
+    missing: torch.Tensor,
+    fed_pads: torch.Tensor,
     scaling: float,
     block: int = 128,
 ) -> torch.Tensor:
-    """The most attention that each key of a chunk receives from any query that reads the chunk again, (batch, kv_heads,
-    chunk): weights over the chunk's keys and, causally, over the fed tokens themselves (KVzip,
-    https://arxiv.org/abs/2505.23416, section 3.2), the largest over queries and the query heads of a KV head.
+    """The most attention that each of some keys of the context, the sinks and a chunk, receives from any query that
+    reads the chunk again, (batch, kv_heads, keys): weights over these keys and, causally, over the fed tokens
+    themselves (KVzip, https://arxiv.org/abs/2505.23416, section 3.2), the largest over queries and the query heads of
+    a KV head. Without the sinks, on which attention rests, the chunks could not be compared (snu-mllab/KVzip,
+    attention/score.py, `_get_score`).
 
     Args:
         queries: (batch, heads, fed, head_dim); the fed tokens are the chunk's, behind an instruction or not.
-        keys, fed_keys: (batch, kv_heads, chunk or fed, head_dim).
-        pads: bool (batch, chunk), True at the chunk's pad columns.
+        keys, fed_keys: (batch, kv_heads, sinks + chunk or fed, head_dim).
+        missing: bool (batch, sinks + chunk), True where a row has no such token; nothing is received there.
+        fed_pads: bool (batch, fed), the same of the fed tokens.
     """
     batch, kv_heads, fed, _ = fed_keys.shape
     chunk = keys.shape[2]
-    fed_pads = torch.nn.functional.pad(pads, (fed - chunk, 0))  # the instruction has none
     all_keys = torch.cat([keys, fed_keys], dim=2).float()
-    hidden = torch.cat([pads, fed_pads], dim=1)[:, None, None, None]
+    hidden = torch.cat([missing, fed_pads], dim=1)[:, None, None, None]
     best = torch.zeros(batch, kv_heads, chunk, device=keys.device)
     for start in range(0, fed, block):
         rows = slice(start, min(start + block, fed))

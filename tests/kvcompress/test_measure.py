@@ -76,6 +76,24 @@ def test_time_is_read_when_the_device_is_done(monkeypatch):
     assert result.tpot_s == pytest.approx(0.02)
 
 
+def test_no_token_waits_for_the_counting_of_bytes(monkeypatch):
+    """Counting takes 7 s on a clock that only it and the model advance."""
+    now, nbytes = [100.0], kvcompress.CompressedCache.nbytes
+
+    def counted(cache: kvcompress.CompressedCache) -> int:
+        now[0] += 7
+        return nbytes.fget(cache)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(kvcompress.CompressedCache, "nbytes", property(counted))
+    hook = MODEL.register_forward_hook(lambda *_, **k: now.__setitem__(0, now[0] + 0.02))
+    try:
+        _, _, result, _ = measured(new=4)
+    finally:
+        hook.remove()
+    assert (result.ttft_s, result.tpot_s) == (pytest.approx(0.02), pytest.approx(0.02))
+
+
 def test_a_single_token_has_no_time_per_token():
     assert measured(new=1)[2].tpot_s is None
 

@@ -14,7 +14,7 @@ from kvcompress.scoring.layer_view import StoredEntries
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, FIRST_TEXT, SOME_FAMILIES, VOCAB_SIZE
 from tests.support.masked_reference import generate, only_attending_to
-from tests.support.strategies import METHODS, Case, cases
+from tests.support.strategies import METHODS, SOME_METHODS, Case, cases
 
 NEW = 12
 TOLERANCE = 1e-4
@@ -207,7 +207,7 @@ def test_what_is_remembered_of_a_context_and_its_question_comes_from_all_queries
                 torch.testing.assert_close(ours[row, head, -len(columns) :], whole[row, head, columns])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", some(METHODS, [*SOME_METHODS, *REMEMBERING]))
 def test_the_pads_of_a_second_prompt_have_no_vote(method):
     """A row whose second prompt is shorter evicts the same alone, where there are no pads."""
     model = FAMILIES["qwen2"].build()
@@ -233,8 +233,7 @@ def test_the_pads_of_a_second_prompt_have_no_vote(method):
             assert [column - 9 * (column >= 30) for column in head.tolist()] == solo_head.tolist()
 
 
-@pytest.mark.parametrize("interval", [1, 5])
-@pytest.mark.parametrize("method", some(METHODS, REMEMBERING))
+@pytest.mark.parametrize(("method", "interval"), some(paired(METHODS, [1, 5]), REMEMBERING))
 def test_memory_stays_bounded_however_long_the_answer_is(method, interval):
     model = FAMILIES["qwen2"].build()
     inputs = FAMILIES["qwen2"].inputs(model, [60, 40])

@@ -14,13 +14,14 @@ from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate
 
 LENGTH = 40
+SINKS = 4  # stay, and are not read again
 
 
 def weights_of_reading_twice(model, inputs: dict, instruction: tuple[int, ...]) -> list[torch.Tensor]:
-    """One pass over the prompt, the instruction and the prompt again: for each layer the largest weight from any of the
-    later tokens and query heads to each prompt token, (kv_heads, prompt)."""
+    """One pass over the prompt, the instruction and the prompt behind its sinks again: for each layer the largest
+    weight from any of the later tokens and query heads to each prompt token, (kv_heads, prompt)."""
     ids = inputs["input_ids"]
-    twice = {"input_ids": torch.cat([ids, torch.tensor([instruction], dtype=torch.long), ids], 1)}
+    twice = {"input_ids": torch.cat([ids, torch.tensor([instruction], dtype=torch.long), ids[:, SINKS:]], 1)}
     for name in ("pixel_values", "image_sizes"):
         if name in inputs:
             twice[name] = torch.cat([inputs[name]] * 2)
@@ -41,6 +42,7 @@ def test_kvzip_keeps_what_repeating_the_context_attends_to_over_all_layers_and_h
     model = chosen.build()
     inputs = chosen.inputs(model, [LENGTH], [1] if chosen.is_vlm else None)
     scores = torch.stack(weights_of_reading_twice(model, inputs, instruction))  # (layers, kv_heads, prompt)
+    scores[..., :SINKS] = torch.inf
     layers, heads, _ = scores.shape
     threshold = scores.flatten().sort(descending=True).values[layers * heads * 12 - 1]
     budgets = allocate((scores >= threshold).sum((1, 2)).tolist(), 12 * layers, LENGTH)
@@ -55,25 +57,34 @@ def test_kvzip_keeps_what_repeating_the_context_attends_to_over_all_layers_and_h
         assert {head * LENGTH + column for head in range(heads) for column in kept[head].tolist()} == best
 
 
-def test_a_chunk_is_scored_by_its_own_tokens_alone():
-    """The softmax runs over the chunk's keys and the fed tokens', not over the whole context."""
+def test_a_chunk_is_scored_by_its_own_tokens_and_the_sinks_alone():
+    """The softmax runs over the sinks', the chunk's and the fed tokens' keys, not over the whole context."""
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(1, 4, 7, 8, generator=generator)
-    keys, fed = torch.randn(1, 2, 5, 8, generator=generator), torch.randn(1, 2, 7, 8, generator=generator)
-    pads = torch.tensor([[True, False, False, False, False]])
-    ours = received(queries, keys, fed, pads, 0.3, block=3)
+    keys, fed = torch.randn(1, 2, 7, 8, generator=generator), torch.randn(1, 2, 7, 8, generator=generator)
+    # Two sinks and a chunk of five, whose last token is missing; two tokens of instruction stand before it.
+    missing = torch.tensor([[False] * 6 + [True]])
+    ours = received(queries, keys, fed, missing, missing, 0.3, block=3)
     for head in range(2):
         rows = []
         for query_head in (2 * head, 2 * head + 1):
-            for row in range(7):
-                if row == 2:  # two tokens of instruction, then the chunk, whose first token is a pad
-                    continue
-                seen = [keys[0, head, j] for j in range(1, 5)]
-                seen += [fed[0, head, j] for j in range(row + 1) if j != 2]
-                logits = torch.stack(seen).double() @ queries[0, query_head, row].double() * 0.3
-                rows.append(logits.softmax(0)[:4])
-        expected = torch.stack(rows).amax(0).float()
-        torch.testing.assert_close(ours[0, head, 1:], expected, atol=1e-6, rtol=0)
+            for row in range(6):
+                seen = torch.cat([keys[0, head, :6], fed[0, head, : row + 1]]).double()
+                rows.append((seen @ queries[0, query_head, row].double() * 0.3).softmax(0)[:6])
+        torch.testing.assert_close(ours[0, head, :6], torch.stack(rows).amax(0).float(), atol=1e-6, rtol=0)
+
+
+def test_chunks_begin_behind_a_rows_sinks_and_are_scored_beside_them():
+    """A row of a batch is cut as it is alone, and what its chunks are scored with are its own sinks."""
+    model = FAMILIES["qwen2"].build()
+    kept = []
+    for inputs in (FAMILIES["qwen2"].inputs(model, [33]), FAMILIES["qwen2"].inputs(model, [33, 40])):
+        with kvcompress.compress(model, "kvzip", 0.3, chunk_size=9) as session:
+            generate(model, inputs, 1)
+        first = inputs["input_ids"].shape[1] - 33
+        kept.append([[(head - first).tolist() for head in session.cache.kept_indices(layer)[0]] for layer in range(3)])
+        assert all(head[:SINKS] == [0, 1, 2, 3] for layer in kept[-1] for head in layer)
+    assert kept[0] == kept[1]
 
 
 def test_what_is_read_again_goes_on_behind_the_largest_position_of_any_axis():
@@ -121,7 +132,7 @@ def test_a_chunk_is_read_as_if_it_were_the_only_one_also_where_layers_slide(monk
             model(ids)
         results.append(list(noted))
         noted.clear()
-    assert len(results[0]) == 5
+    assert len(results[0]) == 4
     for forth, back in zip(results[0], results[1][::-1], strict=True):
         torch.testing.assert_close(forth, back, atol=1e-6, rtol=0)
 

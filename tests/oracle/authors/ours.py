@@ -1,5 +1,6 @@
 """What our cache keeps of the recorded states: they pass through a `CompressedCache` as a model's would."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
@@ -8,6 +9,7 @@ import torch
 from transformers import LlavaOnevisionConfig, Qwen2Config
 
 import kvcompress
+from kvcompress.hooks.second_reading import DecoderInputs, read_again
 
 from .recording import Recording
 from .states import States, states
@@ -59,6 +61,9 @@ def ours(given: States, prompt: int, decoded: int, method: str, budget: int, **o
             queries, keys, values = given.layer(place, tokens)
             cache.update(keys, values, place)
             layer.after_attention(queries, keys.shape[-1] ** -0.5, _module(given, place))
+        if ids is not None and cache.policy.cluster.second_pass:
+            inputs = DecoderInputs(torch.arange(float(count))[None, :, None], None)
+            read_again(SecondReading(given, cache), inputs, cache)
         cache.finish()
         cache.end()
 
@@ -67,6 +72,25 @@ def ours(given: States, prompt: int, decoded: int, method: str, budget: int, **o
         for step in range(prompt, prompt + decoded):
             feed(slice(step, step + 1), None)
     return Held(*_held(cache, prompt + decoded), scores)
+
+
+@dataclass
+class SecondReading:
+    """In place of a decoder that reads the prompt again: a token's embedding is its number, and its states are those of
+    the first reading. The authors' code is given the same."""
+
+    given: States
+    cache: kvcompress.CompressedCache
+
+    def get_input_embeddings(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda ids: ids[:, None].float()
+
+    def __call__(self, inputs_embeds: torch.Tensor, **kwargs: object) -> None:
+        tokens = inputs_embeds[0, :, 0].long()
+        for place, layer in enumerate(self.cache.compressed_layers):
+            queries, keys, values = self.given.layer(place, tokens)
+            self.cache.update(keys, values, place)
+            layer.after_attention(queries, keys.shape[-1] ** -0.5, _module(self.given, place))
 
 
 def _module(given: States, place: int) -> SimpleNamespace:

@@ -1,0 +1,60 @@
+"""snu-mllab/KVzip: its scores and threshold, of a context that is read again in chunks behind a system prompt of four
+tokens. What is fed has the states of the first reading, on both sides."""
+
+import ast
+import sys
+from pathlib import Path
+
+import torch
+
+from .recording import Recording, save
+from .states import NAMES, cases, states
+
+SINKS = 4
+
+ROUNDED = "a layer's total is rounded to whole entries per head"
+DIFFERENCES = {"kvzip/": (0.97, ROUNDED), "kvzip, chunks of 50/": (0.97, ROUNDED)}
+
+
+def main() -> None:
+    checkout = Path(sys.argv[1])
+    sys.path.insert(0, str(checkout / "attention"))
+    from score import KVScore
+
+    source = ast.parse((checkout / "model/wrapper.py").read_text())
+    found = [node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == "chunk_fn"]
+    wrapper = {"torch": torch, "List": list}
+    exec(compile(ast.Module(found, []), "wrapper.py", "exec"), wrapper)  # the rest of the file wants their CUDA code
+
+    recordings = []
+    for name in NAMES:
+        for prompt, budget in cases(name):
+            if budget >= prompt or budget <= SINKS + 1:
+                continue  # they cut something, and never the system prompt
+            for label, chunk, options in (("kvzip", 2000, {}), ("kvzip, chunks of 50", 50, {"chunk_size": 50})):
+                kept = _kept(KVScore(), wrapper["chunk_fn"], states(name), prompt, budget, chunk)
+                recordings.append(Recording(label, "kvzip", options, name, prompt, budget, kept))
+    functions = "attention/score.py: KVScore._get_score, _threshold; model/wrapper.py: chunk_fn, with scoring's indices"
+    save("kvzip", recordings, "snu-mllab/KVzip", checkout, functions)
+
+
+def _kept(cache, chunk_fn, given, prompt: int, budget: int, chunk: int) -> torch.Tensor:
+    layers, heads = given.keys.shape[:2]
+    cache.n_layers, cache.n_heads_kv, cache.dtype, cache.device = layers, heads, torch.float32, "cpu"
+    cache.sink = cache.start_idx = SINKS
+    cache.init_score()
+    for ids in chunk_fn(torch.arange(SINKS, prompt)[None], chunk):
+        cache.end_idx = cache.start_idx + ids.shape[1]
+        for place in range(layers):
+            _, keys, _ = given.layer(place, slice(0, prompt))
+            fed, fed_keys, _ = given.layer(place, slice(cache.start_idx, cache.end_idx))
+            cache._get_score(fed, torch.cat([keys, fed_keys], 2), place)
+        cache.start_idx = cache.end_idx
+    wanted = (budget - SINKS) * layers * heads
+    # They keep one less than the ratio says, the scores above that of the last.
+    valid, _ = cache._threshold(cache.score, (wanted + 1.5) / (layers * heads * (prompt - SINKS)))
+    return torch.cat([torch.ones(layers, heads, SINKS, dtype=torch.bool), valid[:, 0]], -1)
+
+
+if __name__ == "__main__":
+    main()
