@@ -207,7 +207,7 @@ def stages_for(fault: Fault, lines: Map, root: Path, seconds: float) -> list[lis
             if re.search(rf"^\s*(from|import) .*\b{name}\b", (root / file).read_text(), re.MULTILINE):
                 found |= lines.running(file, 1, 10_000)
         found |= {test for test in lines.tests if re.search(rf"[^a-z]{name}[^a-z]", test.replace("-", "_"))}
-    if not lines.running(fault.file, fault.line, fault.line):  # a class's or a module's: no test runs it itself
+    if len(fault.spans) < 3:  # a class's or a module's, which the first test that imports it runs, if any
         about = {file for file in lines.test_files if nearness(root, file, fault.file)}
         found |= {test for test in lines.tests if test.partition("::")[0] in about}
     test_files = {test.partition("::")[0] for test in found}
