@@ -53,18 +53,21 @@ class TokenTimes(StoppingCriteria):
 
 
 class TokenClock(TokenTimes):
-    """Notes also the cache's bytes after the prompt."""
+    """Notes also the cache's bytes after the prompt, and when they were counted, which no token waits for."""
 
     def __init__(self, session: Session):
         super().__init__()
         self.session = session
         self.kv_bytes_prompt = self.kv_room_bytes = 0
+        self.decoding_from = 0.0
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
         goes_on = super().__call__(input_ids, scores, **kwargs)
         if len(self.times) == 1:
             self.kv_bytes_prompt = self.session.cache.nbytes
             self.kv_room_bytes = self.session.cache.room_nbytes
+            synchronise(input_ids.device)
+            self.decoding_from = time.perf_counter()
         return goes_on
 
 
@@ -103,7 +106,7 @@ def generate(
     times = clock.times
     return new, Measurement(
         ttft_s=times[0] - start,
-        tpot_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
+        tpot_s=(times[-1] - clock.decoding_from) / (len(times) - 1) if len(times) > 1 else None,
         tokens_in=[ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist(),
         tokens_out=answer_lengths(new, end),
         vision_tokens=vision_token_mask(model.config, ids).sum(1).tolist(),

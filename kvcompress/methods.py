@@ -10,8 +10,9 @@ from .errors import KVCompressError, unknown_name, validated
 class Method:
     """What has a name in `list_methods()`: a dataclass; its fields are its options.
 
-    `paper`: where it comes from. `presets`: settings that were published, as options under a name (`preset=`).
-    `by_variant`: what one of the method's variants prescribes in place of the class, such as its `layer_budget`.
+    `paper`: where it comes from. `presets`: settings that were published, as options under a name (`preset=`); a
+    `ratio` or `budget` among them holds where neither is given. `by_variant`: what one of the method's variants
+    prescribes in place of the class, such as its `layer_budget`.
     """
 
     paper: ClassVar[str] = ""

@@ -16,6 +16,9 @@ settings.register_profile(
 )
 
 
+gc.disable()  # until the tests begin: looking through half-loaded modules takes a tenth of the time to import them
+
+
 def pytest_configure() -> None:
     """Ctrl-C is heard: a shell that starts the tests in the background has them ignore it, and so what they start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
@@ -26,6 +29,7 @@ def pytest_collection_finish() -> None:
     """What torch and transformers have made stays: no later collection of garbage needs to look through it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -25,6 +25,7 @@ import kvcompress
 from kvcompress.layer_budgets import list_layer_budgets
 from kvcompress.policy.policy import make_policy
 from kvcompress.scoring.merging import MERGES
+from kvcompress.scoring.selection import ADAPTIVE
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate, only_attending_to
 from tests.support.strategies import METHODS, OPTIONS
@@ -52,7 +53,7 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         if options["scope"] == "context" and (not images or 0 in images or rng.random() < 0.5):
             options["context_tokens"] = rng.randint(0, 40)
         if rng.random() < 0.4:
-            options |= {"head_budget": rng.choice(["adaptive", "shared"]), "safeguard": rng.choice([0.0, 0.2, 1.0])}
+            options |= {"head_budget": rng.choice([*ADAPTIVE, "shared"]), "safeguard": rng.choice([0.0, 0.2, 1.0])}
         if rng.random() < 0.3:
             options["layer_budget"] = rng.choice(sorted(list_layer_budgets()))
         if rng.random() < 0.2:

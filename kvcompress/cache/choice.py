@@ -134,6 +134,8 @@ class Choice:
         module: torch.nn.Module,
         rotary: Rotary | None,
         merge_threshold: torch.Tensor | None,
+        noted: torch.Tensor | None,
+        reading: bool = False,
         **vision: object,
     ) -> LayerView:
         """What a cluster may know of stored entries.
@@ -141,6 +143,7 @@ class Choice:
         Args:
             lengths: of each row the tokens so far, evicted ones included.
             budgets: entries to keep of them in the mean over the layers.
+            reading: as in `StoredEntries`.
             vision: what is known of vision tokens, as fields of `LayerView`.
         """
         return LayerView(
@@ -154,8 +157,9 @@ class Choice:
             module=module,
             rotary=rotary,
             settings=self.settings,
-            stored=StoredEntries(kept.indices, seen, tuple(lengths)),
+            stored=StoredEntries(kept.indices, seen, tuple(lengths), reading),
             merge_threshold=merge_threshold,
+            noted=noted,
             **vision,
         )
 

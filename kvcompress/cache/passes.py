@@ -99,9 +99,8 @@ class Decoding(Pass):
         kept = memory.kept()
         rotary = memory.rotary if choice.policy.cluster.moves_keys else rotary
         view = choice.stored_view(
-            kept, seen, lengths, budgets, log.row_seeds, scaling, module, rotary, memory.merge_threshold
+            kept, seen, lengths, budgets, log.row_seeds, scaling, module, rotary, memory.merge_threshold, memory.noted
         )
-        view = replace(view, unmoved=memory.unmoved)
         voters = None if queries is None else choice.voters(queries)
         memory.reduce_to(kept, choice.reduce(kept, voters, new, view, log.shares), seen)
         memory.decoded = 0
@@ -230,13 +229,15 @@ class LaterChunk(Prefill):
             states.module,
             rotary,
             memory.merge_threshold,
+            memory.noted,
+            reading=True,
             **tokens.vision_among(both.indices),
         )
         # Of unrotated queries the cluster takes statistics: of all of the chunk's, as in a first chunk.
         voters = queries if choice.policy.cluster.unrotated_queries else choice.voters(queries)
         reduced = choice.reduce(both, voters, queries, view, log.shares)
         if reduced.indices is not both.indices:
-            memory.merge_threshold = reduced.merge_threshold
+            memory.merge_threshold, memory.noted = reduced.merge_threshold, reduced.noted
         memory.put(reduced, seen)
         log.kept = (reduced.indices >= 0).sum(2).float().mean(1)
         return self.then

@@ -6,6 +6,7 @@ import torch
 
 from ..scoring.layer_view import Kept, LayerView
 from ..scoring.rotary import Rotary
+from ..scoring.selection import ADAPTIVE
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Candidates:
         source = self.source[:, None].expand(-1, kept.indices.shape[1], -1)
         indices = source.gather(2, kept.indices.clamp(min=0)).masked_fill(kept.indices < 0, -1)
         whole = right_aligned(joined(replace(kept, indices=indices), self.question))
-        return replace(self.with_sums(whole), merge_threshold=kept.merge_threshold, unmoved=kept.unmoved)
+        return replace(self.with_sums(whole), merge_threshold=kept.merge_threshold, noted=kept.noted)
 
     def with_sums(self, kept: Kept) -> Kept:
         """`kept`, in the prompt's columns, with the sums of its entries."""
@@ -64,7 +65,7 @@ class Candidates:
     def fills_all_slots(self, view: LayerView) -> bool:
         """Whether every row and head keeps as much under `view`'s budgets, so that no slot is unused."""
         equal = view.padding is None and len(set(view.budgets)) == 1
-        return equal and self.question is None and view.settings.head_budget != "adaptive"
+        return equal and self.question is None and view.settings.head_budget not in ADAPTIVE
 
 
 def context_of(states: States, view: LayerView, context: list[int]) -> Candidates:

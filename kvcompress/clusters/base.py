@@ -10,7 +10,7 @@ from ..methods import Method, make_method, method_info
 from ..scoring.layer_view import Kept, LayerView, gather
 from ..scoring.merging import merge_evicted
 from ..scoring.places import moved_together
-from ..scoring.selection import adaptive_indices, top_indices
+from ..scoring.selection import ADAPTIVE, adaptive_indices, top_indices
 
 
 class KVCluster(Method):
@@ -22,7 +22,7 @@ class KVCluster(Method):
     """
 
     layer_budget: ClassVar[str] = "uniform"  # how layers share the budget: a rule of `kvcompress.layer_budgets`
-    head_budget: ClassVar[str] = "uniform"  # how KV heads do: `uniform`, `shared` or `adaptive`
+    head_budget: ClassVar[str] = "uniform"  # how KV heads do: `uniform`, `shared`, or of `scoring.selection.ADAPTIVE`
     safeguard: ClassVar[float] = 0.2  # with adaptive heads, the part of its even share that each head is sure of
     merge: ClassVar[str] = "none"  # how evicted entries are merged into kept ones: a name of `scoring.merging.MERGES`
     decode_interval: ClassVar[int] = 16  # decode steps from one eviction to the next, where decoding evicts
@@ -72,13 +72,18 @@ class KVCluster(Method):
         """What `observe` has added up for each column so far."""
         return self.observe(queries, keys, view) if view.sums is None else view.sums
 
+    def carried(self, sums: torch.Tensor, view: LayerView) -> torch.Tensor:
+        """What is carried on of `view.sums` once the layer has chosen; `view.budgets` are its own."""
+        return sums
+
     def update_kv(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> Kept:
         """Compress one layer, before it is stored. A method that does more than score and select overrides this."""
         return self.keep(self.score(queries, keys, values, view), keys, values, view)
 
     def keep(self, scores: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> Kept:
         """What lives on, given scores (batch, kv_heads, keys)."""
-        kept = gather(keys, values, self.select(scores, view), view.sums)
+        sums = None if view.sums is None else self.carried(view.sums, view)
+        kept = gather(keys, values, self.select(scores, view), sums)
         merge = view.settings.merge or self.merge
         if merge != "none":
             kept = merge_evicted(kept, keys, values, scores, view, merge)
@@ -87,8 +92,9 @@ class KVCluster(Method):
     def select(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
         """The columns to keep, given scores (batch, kv_heads, keys); as in `Kept.indices`."""
         scores = self.final_scores(scores, view)
-        if (view.settings.head_budget or self.head_budget) == "adaptive":
-            return adaptive_indices(scores, view.budgets, view.settings.safeguard, view.padding)
+        head_budget = view.settings.head_budget or self.head_budget
+        if head_budget in ADAPTIVE:
+            return adaptive_indices(scores, view.budgets, view.settings.safeguard, view.padding, head_budget)
         return top_indices(scores, view.budgets, view.padding)
 
     def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:

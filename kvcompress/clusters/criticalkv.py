@@ -9,7 +9,7 @@ from pydantic import Field
 from ..errors import KVCompressError
 from ..methods import register_method
 from ..scoring.layer_view import Kept, LayerView
-from ..scoring.selection import ranks
+from ..scoring.selection import ADAPTIVE, ranks
 from .snapkv import WindowKVCluster
 
 BLOCK = 256  # keys whose projections are held at a time
@@ -59,17 +59,16 @@ class CriticalKVCluster(WindowKVCluster):
     def keep(self, scores: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> Kept:
         budgets = torch.tensor(view.budgets, device=keys.device)[:, None].expand(scores.shape[:2])
         scores = self.final_scores(scores, view)
-        adaptive = (view.settings.head_budget or self.head_budget) == "adaptive"
-        safe = 0
-        if adaptive:
-            safe = (view.settings.safeguard * budgets).long()
+        head_budget = view.settings.head_budget or self.head_budget
+        safe = (view.settings.safeguard * budgets).long() if head_budget == "adaptive-kvpress" else 0
+        if head_budget in ADAPTIVE:
             budgets = (self.select(scores, view) >= 0).sum(-1)
         first = (self.first_stage * budgets).long().clamp(min=safe)
         sure = ranks(scores, view.padding) < first[..., None]
         weighted = (scores + self.epsilon) * projected_norm(values, view.module)
         largest = torch.finfo(scores.dtype).max
         weighted = torch.where(sure | (scores >= largest), torch.inf, weighted)
-        if adaptive:
+        if head_budget in ADAPTIVE:
             chosen = ranks(weighted, view.padding) < budgets[..., None]
             weighted = torch.where(chosen, torch.inf, weighted.clamp(max=largest / 2))
         return super().keep(weighted, keys, values, view)

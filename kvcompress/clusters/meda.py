@@ -1,7 +1,7 @@
-"""MEDA: layers whose modalities look at much of each other keep more. https://arxiv.org/abs/2502.17599"""
+"""MEDA: layers whose attention is spread keep more. https://arxiv.org/abs/2502.17599"""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -17,17 +17,25 @@ from .h2o import H2OKVCluster
 @dataclass(frozen=True)
 class MEDAKVCluster(KVCluster):
     """Keeps recent tokens, `recent` of a layer's budget, and those with the largest accumulated attention, text before
-    vision, and merges each evicted entry into the kept one with the likest key (half and half, pivotal
-    merging). Layers share the budget by their cross-modal attention entropy (`layer_budget="entropy"`).
+    vision, and merges evicted entries into kept ones, which become their mean. Layers share the budget by the entropy
+    of their attention (`layer_budget="attention-entropy"`). So do the authors' scripts
+    (modify_llama.py, AttnEntropyTextAVGMergeKVCache_LayerWise); `variant="paper"` shares by cross-modal entropy
+    (`layer_budget="entropy"`) and merges each entry into the one with the likest key, half and half (`merge="pivot"`).
 
-    Where text alone exceeds the budget, text is ranked by its attention. While decoding, all is text.
+    `merge="meda"` is averaging to the letter of the code, which finds out which evicted entries are more like a kept
+    one than all are in the mean, and then merges as many, but the first ones, into the kept entries that it has found;
+    `merge="average"` merges every entry into its own likest. Theirs keeps all text, and where half of a layer's budget
+    is less than the text, 100 recent tokens more than there is text, on top of the budget. Here nothing is on top:
+    where text alone exceeds the budget, text is ranked by its attention. While decoding, all is text.
     """
 
     recent: Annotated[float, Field(ge=0, le=1)] = 0.5
+    variant: Literal["code", "paper"] = "code"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2502.17599"
-    layer_budget: ClassVar[str] = "entropy"
-    merge: ClassVar[str] = "pivot"
+    layer_budget: ClassVar[str] = "attention-entropy"
+    merge: ClassVar[str] = "meda"
+    by_variant: ClassVar = {"paper": {"layer_budget": "entropy", "merge": "pivot"}}
     query_window: ClassVar[int] = 0  # `observe` has seen them
 
     observe = H2OKVCluster.observe

@@ -13,13 +13,16 @@ from ..scoring.layer_view import LayerView
 from ..scoring.windows import pool_scores
 from .base import KVCluster
 
+# KVCache-Factory's run_longbench.py, for capacities (`budget=`) of 64 to 2048.
+LONGBENCH = {"window_size": 8, "kernel_size": 7, "pooling": "max"}
+
 
 @dataclass(frozen=True)
 class WindowKVCluster(KVCluster):
     """Keeps an observation window, the last `window_size` tokens, and the keys that its queries vote for.
 
-    Votes are pooled along the keys so that neighbours stay together, and averaged over the query heads of each KV
-    head. Where the budget is smaller than the window, the most recent tokens stay.
+    Votes are averaged over the query heads of each KV head, then pooled along the keys so that neighbours stay
+    together. Where the budget is smaller than the window, the most recent tokens stay.
     """
 
     window_size: PositiveInt = 32
@@ -46,7 +49,7 @@ class WindowKVCluster(KVCluster):
         in_window = torch.arange(weights.shape[3], 0, -1, device=keys.device) <= sizes
         votes = self.votes(weights, in_window[:, None, None, :, None])
         before = torch.arange(keys.shape[2], 0, -1, device=keys.device) > sizes  # the window itself has no vote
-        scores = pool_scores(votes * before[:, None, None], self.kernel_size, self.pooling).mean(2)
+        scores = pool_scores(votes.mean(2) * before[:, None], self.kernel_size, self.pooling)
         return view.protect_recent(scores, windows)
 
 
@@ -60,6 +63,10 @@ class SnapKVCluster(WindowKVCluster):
     variant: Literal["paper", "effivlm"] = "paper"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2404.14469"
+    presets: ClassVar[dict[str, dict[str, object]]] = {
+        "paper": {"window_size": 32, "kernel_size": 7, "pooling": "max"},
+        "longbench": LONGBENCH,
+    }
 
     def windows(self, view: LayerView) -> list[int]:
         if self.variant == "paper":

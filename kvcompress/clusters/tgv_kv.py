@@ -1,13 +1,13 @@
 """TGV-KV: the question's words, weighted, choose the vision tokens. https://arxiv.org/abs/2606.03075"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from pydantic import NonNegativeInt
 
 from ..methods import register_method
-from ..scoring.layer_view import LayerView
+from ..scoring.layer_view import Kept, LayerView
 from ..scoring.vision import observer_queries, text_first
 from .base import KVCluster
 
@@ -20,8 +20,9 @@ class TGVKVCluster(KVCluster):
     all queries, goes last (text priority); the first `sinks` tokens and the last stay. Layers share the budget by how
     much the question attends to vision (`layer_budget="vision"`).
 
-    Where text alone exceeds the budget, text is ranked by that sum. While decoding, the tokens that the last query
-    attends to least go.
+    Where text alone exceeds the budget, text is ranked by that sum. While decoding, the token that the last query
+    attends to least goes; of the last ones as many are safe as were kept of the question (the authors' code:
+    tgv_kv.py, `initial_text_len_list`), which therefore can go once they are older than that.
     """
 
     sinks: NonNegativeInt = 4
@@ -37,6 +38,9 @@ class TGVKVCluster(KVCluster):
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         if view.is_decoding:
             scores = view.window_attention(queries, keys, 1)[..., 0, :].mean(2)
+            if view.noted is not None:
+                age = torch.arange(keys.shape[2], 0, -1, device=keys.device)
+                scores = scores.masked_fill(age <= view.noted[..., None], float("inf"))
         else:
             scores = view.column_sums(queries, keys).mean(1, keepdim=True)
             if view.vision is not None:
@@ -44,6 +48,13 @@ class TGVKVCluster(KVCluster):
                 scores = text_first(torch.where(view.vision[:, None], of_vision, scores), view)
             scores = scores.expand(keys.shape[:3])
         return view.protect_sinks(scores, self.sinks)
+
+    def keep(self, scores: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> Kept:
+        kept, noted = super().keep(scores, keys, values, view), view.noted
+        if not view.is_decoding:  # how much of the question each head keeps
+            question = observer_queries(view, keys)[:, None].expand(keys.shape[:3])
+            noted = (question.gather(2, kept.indices.clamp(min=0)) & (kept.indices >= 0)).sum(2)
+        return replace(kept, noted=noted)
 
 
 def weighted_question_attention(queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor:

@@ -68,7 +68,7 @@ def compress(
         **options,
     }
     tokens = policy.tokens
-    tower = TowerRecorder(inner, tokens.tower_layer) if tokens is not None and tokens.sees == "tower" else None
+    tower = TowerRecorder(inner, tokens) if tokens is not None and tokens.sees == "tower" else None
     return Session(model, new_cache, tower)
 
 

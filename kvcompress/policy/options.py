@@ -24,9 +24,9 @@ class Engine:
         pyramid_beta: for `layer_budget=pyramid`: the mean budget over the last layer's.
         head_budget: `uniform`: each KV head keeps as much; `shared`: all heads of a layer keep the same tokens, those
             with the highest mean score; `adaptive`: the heads of a row share one budget and keep as their scores
-            deserve (AdaKV). None: what the method prescribes, uniform for most.
-        safeguard: with adaptive heads, the part of its even share that each head is sure of. None: what the method
-            prescribes, 0.2 for most.
+            deserve (AdaKV); `adaptive-kvpress`: in kvpress's form. None: what the method prescribes, uniform for most.
+        safeguard: with adaptive heads, the part of the budget that is shared out evenly among them (kvpress: of which
+            a head is sure). None: what the method prescribes, 0.2 for most.
         merge: what becomes of evicted entries: `none`: they are dropped; `average`, `pivot`, `weighted`, `d2o`: each is
             merged into the kept entry whose key is most like its own; `cam`: its value goes to the kept entries behind
             it (see merging.py). None: what the method prescribes.
@@ -57,7 +57,7 @@ class Engine:
     scorer: str | None = None
     layer_budget: str | None = None
     pyramid_beta: Annotated[float, Field(ge=1)] = 20.0
-    head_budget: Literal["uniform", "shared", "adaptive"] | None = None
+    head_budget: Literal["uniform", "shared", "adaptive", "adaptive-kvpress"] | None = None
     safeguard: Annotated[float, Field(ge=0, le=1)] | None = None
     merge: str | None = None
     merge_modality: Literal["any", "same"] = "any"

@@ -104,6 +104,9 @@ def make_policy(
         if preset not in info.presets:
             raise unknown_name(f"method {info.name!r} has no preset", preset, info.presets)
         options = {**info.presets[preset], **options}
+        of_preset = {name: options.pop(name, None) for name in ("ratio", "budget")}
+        if ratio is None and budget is None:
+            ratio, budget = of_preset["ratio"], of_preset["budget"]
     scored_by = info if scorer is None else method_info(scorer)
     if scored_by is not info and issubclass(scored_by.cls, TokenMethod):
         raise KVCompressError(f"method {scored_by.name!r} cannot be a scorer: it drops tokens before they are cached")
@@ -193,6 +196,7 @@ def check_tensor_parallel(policy: Policy) -> None:
             policy.layer_budget.is_measured
         ),
         "merge='cam', which draws for all heads together": policy.chosen("merge") == "cam",
+        f"merge={policy.chosen('merge')!r}, which compares all heads": policy.chosen("merge") in ("weighted", "meda"),
     }
     for conflict, is_there in conflicts.items():
         if is_there:

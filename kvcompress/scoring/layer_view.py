@@ -39,11 +39,13 @@ class StoredEntries:
         columns: LongTensor (batch, kv_heads, entries), the column of the sequence of each.
         seen: columns of the sequence so far.
         tokens: real tokens of each row so far, evicted ones included.
+        reading: whether a later chunk of a prompt was just read, so that the latest queries are the prompt's.
     """
 
     columns: torch.Tensor
     seen: int
     tokens: tuple[int, ...]
+    reading: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class LayerView:
         sums: for a cluster whose scores add up over all queries: what `observe` has added up for each column so far,
             (batch, kv_heads, columns); None where nothing is carried on.
         merge_threshold: `Kept.merge_threshold` of the eviction before this one, None at the first.
-        unmoved: for a cluster that moves keys to their place in the cache: `Kept.unmoved` of the eviction before.
+        noted: `Kept.noted` of the eviction before this one, None at the first.
         received: for a cluster with a second pass: what each column received in it, (batch, kv_heads, columns).
     """
 
@@ -93,7 +95,7 @@ class LayerView:
     stored: StoredEntries | None = None
     sums: torch.Tensor | None = None
     merge_threshold: torch.Tensor | None = None
-    unmoved: torch.Tensor | None = None
+    noted: torch.Tensor | None = None
     received: torch.Tensor | None = None
 
     @property
@@ -163,16 +165,15 @@ class Kept:
     """What lives on: keys and values (batch, kv_heads, kept, head_dim), and the columns of the input that they come
     from, LongTensor (batch, kv_heads, kept), ascending; -1 marks the unused leading slots of a row or head that
     keeps fewer. `sums` (batch, kv_heads, kept): `LayerView.sums` of each, where they are carried on. `merge_threshold`
-    (batch, kv_heads): from which cosine on evicted entries were merged, where merging has such a threshold. `unmoved`
-    (batch, kv_heads, first entries, head_dim): where keys are moved to their place in the cache, those that were, as
-    they came."""
+    (batch, kv_heads): from which cosine on evicted entries were merged, where merging has such a threshold. `noted`
+    (batch, ...): what the cluster wants to know of this choice at the next one."""
 
     keys: torch.Tensor
     values: torch.Tensor
     indices: torch.Tensor
     sums: torch.Tensor | None = None
     merge_threshold: torch.Tensor | None = None
-    unmoved: torch.Tensor | None = None
+    noted: torch.Tensor | None = None
 
 
 def gather(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, sums: torch.Tensor | None = None) -> Kept:

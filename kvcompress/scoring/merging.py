@@ -38,12 +38,21 @@ def into_most_similar(
     view: LayerView,
     share: Share,
     renewal: float | None = None,
+    above_mean: bool = False,
+    first_into: bool = False,
 ) -> Kept:
     """Every evicted entry goes into the kept entry of its row and KV head whose key is most like its own (cosine), its
     value into that entry's value. With `renewal` (D2O) only those that are at least as like as the threshold: at first
-    the mean of what is evicted together, then its moving average, in which each eviction's mean counts `renewal`."""
+    the mean of what is evicted together, then its moving average, in which each eviction's mean counts `renewal`; with
+    `above_mean` only those of `_above_mean`; with `first_into` as many of the first that are evicted, into the entries
+    that those would go into (MEDA)."""
     similarity, target = _most_similar(kept, keys, view)
-    merged = _evicted(kept, keys, view) & similarity.isfinite()
+    evicted = _evicted(kept, keys, view) & similarity.isfinite()
+    merged = evicted & _above_mean(similarity, evicted) if above_mean or first_into else evicted
+    if first_into:
+        first, likest = ((~some).int().argsort(dim=-1, stable=True) for some in (evicted, merged))
+        target = target.scatter(2, first, target.gather(2, likest))
+        merged = merged.scatter(2, first, merged.gather(2, likest))
     if renewal is not None:
         mean = similarity.masked_fill(~merged, 0.0).sum(-1) / merged.sum(-1)
         before = mean if view.merge_threshold is None else view.merge_threshold
@@ -75,8 +84,8 @@ def pivot(evicted: torch.Tensor, kept: torch.Tensor, similarity: torch.Tensor) -
 
 
 def weighted(evicted: torch.Tensor, kept: torch.Tensor, similarity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `average`, with every entry weighted by its cosine similarity (LOOK-M, weighted merging; D2O's code,
-    AIoT-MLSys-Lab/D2O, modeling_llama3_7b_13b_d2o.py, `D2O_LayerKVCache`)."""
+    """As `average`, with every entry weighted by its cosine similarity (LOOK-M, weighted merging; `MERGES` says of
+    which; D2O's code, AIoT-MLSys-Lab/D2O, modeling_llama3_7b_13b_d2o.py, `D2O_LayerKVCache`)."""
     return evicted * similarity, torch.ones_like(similarity)
 
 
@@ -86,6 +95,18 @@ def exponential(
     """A mean in which every entry counts exp(cosine), the kept one exp(1) (D2O, https://arxiv.org/abs/2406.13035,
     token merging)."""
     return evicted, (similarity - 1).exp()
+
+
+def _above_mean(similarity: torch.Tensor, merged: torch.Tensor) -> torch.Tensor:
+    """bool (batch, kv_heads, keys): whether the n-th evicted entries of a row's heads, which may be different tokens,
+    are in the mean at least as like to a kept one as all that is evicted (SUSTechBruce/LOOK-M, modify_llama.py:801)."""
+    place = (merged.cumsum(-1) - 1).clamp(min=0).flatten(1)
+    sums, count = (
+        torch.zeros_like(similarity[:, 0]).scatter_add(1, place, x.masked_fill(~merged, 0.0).flatten(1))
+        for x in (similarity, torch.ones_like(similarity))
+    )
+    mean = sums.sum(1, keepdim=True) / count.sum(1, keepdim=True)
+    return (sums / count >= mean - 1e-6).gather(1, place).view_as(merged)  # rounding does not drop one that is the mean
 
 
 def into_followers(kept: Kept, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView) -> Kept:
@@ -162,7 +183,8 @@ def _most_similar(kept: Kept, keys: torch.Tensor, view: LayerView) -> tuple[torc
 MERGES: dict[str, Callable[[Kept, torch.Tensor, torch.Tensor, torch.Tensor, LayerView], Kept]] = {
     "average": partial(into_most_similar, share=average),
     "pivot": partial(into_most_similar, share=pivot),
-    "weighted": partial(into_most_similar, share=weighted),
+    "meda": partial(into_most_similar, share=average, first_into=True),
+    "weighted": partial(into_most_similar, share=weighted, above_mean=True),
     "d2o": partial(into_most_similar, share=weighted, renewal=0.5),
     "d2o-paper": partial(into_most_similar, share=exponential, renewal=0.7),
     "cam": into_followers,

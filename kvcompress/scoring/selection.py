@@ -39,28 +39,65 @@ def ranks(scores: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Te
 
 
 def adaptive_indices(
-    scores: torch.Tensor, budgets: list[int], safeguard: float, padding: torch.Tensor | None = None
+    scores: torch.Tensor,
+    budgets: list[int],
+    safeguard: float,
+    padding: torch.Tensor | None = None,
+    head_budget: str = "adaptive",
 ) -> torch.Tensor:
-    """The columns of the highest scores over all KV heads of a row: a head with more high scores keeps more.
-
-    AdaKV (https://arxiv.org/abs/2407.11550, algorithm 1): each row keeps `budget * kv_heads` entries in all, and
-    each head is sure of its own best `int(safeguard * budget)`. Among equal scores the most recent column wins.
+    """The columns of the highest scores over all KV heads of a row: a head with more high scores keeps more. Each row
+    keeps `budget * kv_heads` entries in all; how many of its best each head is sure of, `head_budget` (a name of
+    `ADAPTIVE`) says, and `safeguard` how much of that is even. What is left over goes by the ranking of all heads.
+    Among equal scores the most recent column wins.
 
     Arguments as in `top_indices`. One synchronisation with the device: the longest head's length.
     """
-    batch, kv_heads, columns = scores.shape
+    columns = scores.shape[-1]
     if padding is not None:
         scores = scores.masked_fill(pad_columns(padding, columns), float("-inf"))
-    safe = [int(safeguard * budget) for budget in budgets]
-    if max(safe):
-        sure = top_indices(scores, safe, padding).remainder(columns + 1)  # -1 becomes a column that is cut off
-        forced = torch.zeros(batch, kv_heads, columns + 1, dtype=torch.bool, device=scores.device)
-        scores = scores.masked_fill(forced.scatter_(-1, sure, True)[..., :columns], float("inf"))
-    by_age = scores.transpose(1, 2).flatten(1).flip(1)  # (batch, keys * kv_heads), most recent columns first
-    order = by_age.argsort(dim=1, descending=True, stable=True)
-    rank = order.argsort(dim=1)
-    total = torch.tensor(budgets, device=scores.device)[:, None] * kv_heads
-    chosen = (rank < total).flip(1).view(batch, columns, kv_heads).transpose(1, 2)
+    total = torch.tensor(budgets, device=scores.device)[:, None] * scores.shape[1]
+    sure = ADAPTIVE[head_budget](scores, total, safeguard)
+    scores = scores.masked_fill(ranks(scores) < sure[..., None], float("inf"))
+    chosen = _ranks_of_all(scores) < total[..., None]
     most = int(chosen.sum(-1).max())
     kept = torch.where(chosen, torch.arange(columns, device=scores.device), -1)
     return kept.sort(-1).values[..., -most:]
+
+
+def blended_shares(scores: torch.Tensor, total: torch.Tensor, safeguard: float) -> torch.Tensor:
+    """How many entries each head keeps, from the `total` (batch, 1) of all: LongTensor (batch, kv_heads).
+
+    AdaKV (https://arxiv.org/abs/2407.11550, algorithm 1; `AdaptiveSnapKVCluster` of its code): what must stay, as an
+    observation window, stays besides. Of the rest, `safeguard` is shared out evenly and the other part as the ranking
+    of all heads would; a fraction of an entry goes to the heads with the largest.
+    """
+    must = scores >= torch.finfo(scores.dtype).max
+    protected = must.sum(-1)
+    rest = total - protected.sum(-1, keepdim=True)
+    free = scores.masked_fill(must, float("-inf"))
+    highest = (_ranks_of_all(free) < rest[..., None]).sum(-1)
+    quota = (1 - safeguard) * highest.double() + safeguard * rest / scores.shape[1]
+    share = (quota + 1e-9).floor()
+    over = rest - share.sum(-1, keepdim=True)
+    by_remainder = (quota - share).argsort(dim=-1, descending=True, stable=True).argsort(-1)
+    available = (free > float("-inf")).sum(-1)
+    share = (share + (by_remainder < over)).long().minimum(available)
+    return torch.where(rest >= 0, protected + share, 0)  # without room for what must stay its most recent is kept
+
+
+def safe_shares(scores: torch.Tensor, total: torch.Tensor, safeguard: float) -> torch.Tensor:
+    """As `blended_shares`, in kvpress's form: each head is sure of `safeguard` of its even share, what must stay
+    included, and of nothing else."""
+    return (safeguard * (total // scores.shape[1])).long().expand(scores.shape[:2])
+
+
+ADAPTIVE = {"adaptive": blended_shares, "adaptive-kvpress": safe_shares}
+
+
+def _ranks_of_all(scores: torch.Tensor) -> torch.Tensor:
+    """The place of each column among those of all heads of its row, 0 for the highest score; shape of the scores.
+    Among equal scores the most recent column comes first, and of one column the last head."""
+    batch, kv_heads, columns = scores.shape
+    by_age = scores.transpose(1, 2).flatten(1).flip(1)  # (batch, keys * kv_heads), most recent columns first
+    rank = by_age.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    return rank.flip(1).view(batch, columns, kv_heads).transpose(1, 2)

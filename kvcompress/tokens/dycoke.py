@@ -23,6 +23,8 @@ class DyCoke(TokenMethod):
     them back, is left out.
     """
 
+    variant: Literal["code", "paper"] = "code"
+
     paper: ClassVar[str] = "https://arxiv.org/abs/2411.15024"
     sees: ClassVar[Literal["attention", "tower", "frames"]] = "frames"
 
@@ -34,22 +36,27 @@ class DyCoke(TokenMethod):
         scores = torch.full(tokens.vision.shape, float("inf"), device=tokens.vision.device)
         for row, videos in enumerate(tokens.frames):
             for columns in videos:
-                for frame in range(len(columns)):
-                    if frame % 4:
-                        before = frame - 2 if frame % 4 == 2 else frame - 1
-                        now, then = (tokens.hidden[row, columns[f]].float() for f in (frame, before))
-                        scores[row, columns[frame]] = 1 - torch.cosine_similarity(now, then, dim=-1)
+                for frame in self._later(len(columns)):
+                    before = frame - 2 if frame % 4 == 2 else frame - 1
+                    now, then = (tokens.hidden[row, columns[f]].float() for f in (frame, before))
+                    scores[row, columns[frame]] = 1 - torch.cosine_similarity(now, then, dim=-1)
         return scores
+
+    def _later(self, frames: int) -> list[int]:
+        """Of so many frames those that lose tokens: of each four all but the first, and in the released code all but
+        the third of the last four, or fewer, there are (llava_arch.py:78)."""
+        last = frames - 1 - (frames - 1) % 4 if self.variant == "code" else frames
+        return [frame for frame in range(frames) if frame % 4 and frame != last + 2]
 
     def choose(self, scores: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         chosen = tokens.vision & scores.isinf()
         for row, budget in enumerate(tokens.budgets):
-            later = [video[frame] for video in tokens.frames[row] for frame in range(len(video)) if frame % 4]
+            later = [video[frame] for video in tokens.frames[row] for frame in self._later(len(video))]
             fixed, sizes = int(chosen[row].sum()), [len(columns) for columns in later]
             if not fixed <= budget <= fixed + sum(sizes):
                 raise KVCompressError(
                     f"dycoke: row {row} cannot keep {budget} of its {fixed + sum(sizes)} vision tokens: images and "
-                    f"every fourth frame of a video stay, {fixed} tokens"
+                    f"every fourth frame of a video stay (and variant='code' spares one more), {fixed} tokens"
                 )
             shares = allocate(sizes, budget - fixed, max(sizes)) if sizes else []
             for columns, share in zip(later, shares, strict=True):

@@ -22,6 +22,9 @@ class FastV(TokenMethod):
     layer: PositiveInt = 2
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2403.06764"
+    presets: ClassVar[dict[str, dict[str, object]]] = {
+        f"k2-r{percent}": {"layer": 2, "ratio": 1 - percent / 100} for percent in (25, 50, 75)
+    }
 
     def layers(self, num_layers: int) -> list[int]:
         if self.layer >= num_layers:

@@ -7,14 +7,13 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field, PositiveInt
 
+from ..errors import KVCompressError
 from ..kernels.column_sums import column_sums
 from ..methods import register_method
 from .base import TokenMethod, Tokens
 
-# In front of which of 32 layers the released code drops tokens (by the attention of layers 2, 6 and 15, counted from
-# 0), and how many of 576 it then keeps to keep 192 in the mean.
-PUBLISHED_LAYERS, PUBLISHED_COUNTS = (3, 7, 16), (300, 200, 110)
-NEIGHBOURS = 5  # of a token, for the density around it
+# In front of which of 32 layers the released code drops tokens, by the attention of the layers before.
+PUBLISHED_LAYERS = (3, 7, 16)
 
 
 @register_method("sparsevlm")
@@ -25,34 +24,86 @@ class SparseVLM(TokenMethod):
     more like than is usual, by softmax(H_v H_t) averaged over the vision tokens (section 3.1).
 
     The steps lie behind layers 2, 6 and 15 of 32, and in other models at the same depth (in a short one some coincide).
-    `ratio` is the mean over the layers behind the first step; the steps keep vision tokens as 300 : 200 : 110, each at
-    most all. Of what a step drops, the best `recycle` are not lost: they are clustered around a tenth as many density
-    peaks (section 3.3), and each peak's token becomes the mean of its cluster. These tokens are part of the budget.
+    They keep vision tokens as `counts` do, 300 : 200 : 110, each at most all but one. Of what a step drops, the best
+    `recycle` are not lost: they are clustered around a tenth as many density peaks (section 3.3), and each peak's token
+    becomes the mean of its cluster. These tokens are part of the budget.
+
+    `ratio` is the mean over all layers of the vision tokens that come out of a layer, those before the first step
+    included, as the authors count ("192" of 576): of 32 layers two hand on all, so that it cannot be below 1 / 16.
+    Follows the released code (modelling_sparse_llama.py, version 1.5), which has fixed counts; the paper lets the rank
+    of the attention set them.
     """
 
     recycle: Annotated[float, Field(ge=0, le=1)] = 0.3
     tokens_per_cluster: PositiveInt = 10
+    counts: tuple[PositiveInt, PositiveInt, PositiveInt] = (300, 200, 110)
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2410.04417"
+    presets: ClassVar[dict[str, dict[str, object]]] = {  # score.py; of 576 tokens
+        "192": {"budget": 192, "counts": (300, 200, 110)},
+        "128": {"budget": 128, "counts": (303, 110, 36)},
+        "96": {"budget": 96, "counts": (238, 48, 26)},
+        "64": {"budget": 64, "counts": (66, 30, 17)},
+    }
 
     def layers(self, num_layers: int) -> list[int]:
-        return sorted(_steps(num_layers))
+        return sorted(self._steps(num_layers))
 
     def budgets(self, kept: int, vision_tokens: int, num_layers: int) -> list[int]:
-        steps = _steps(num_layers)
+        """The published counts themselves where their mean, in whole tokens, is what is asked for; else multiples."""
+        steps = self._steps(num_layers)
         starts = sorted(steps)
-        spans = [end - start for start, end in zip(starts, [*starts[1:], num_layers], strict=True)]
-        weights = [steps[start] for start in starts]
+        # The layer whose attention decides already hands on fewer.
+        spans = [end - start for start, end in zip(starts, [*starts[1:], num_layers + 1], strict=True)]
+        before = (starts[0] - 1) * vision_tokens
+        if kept == 0 or kept == vision_tokens:
+            return [kept for _ in starts]
+        if kept * num_layers < before + sum(spans):
+            raise KVCompressError(
+                f"sparsevlm: {kept} of {vision_tokens} vision tokens, in the mean over {num_layers} layers, cannot be "
+                f"kept: {starts[0] - 1} layers hold all of them"
+            )
 
-        def counts(scale: float) -> list[float]:
-            return [min(scale * weight, vision_tokens) for weight in weights]
+        def totals(scale: float) -> list[int]:
+            found, left = [], vision_tokens
+            for start in starts:
+                best = min(math.floor(scale * steps[start] + 0.5), left - 1)
+                left = max(best + self._clusters(best, left), 1)
+                found.append(left)
+            return found
 
-        low, high = 0.0, vision_tokens / min(weights)
-        for _ in range(100):
+        def mean(counts: list[int]) -> float:
+            return (before + sum(span * count for span, count in zip(spans, counts, strict=True))) / num_layers
+
+        if int(mean(totals(1.0))) == kept:
+            return totals(1.0)
+        low, high = 0.0, vision_tokens / min(steps.values())
+        for _ in range(60):
             middle = (low + high) / 2
-            total = sum(span * count for span, count in zip(spans, counts(middle), strict=True))
-            low, high = (middle, high) if total < kept * sum(spans) else (low, middle)
-        return [max(math.floor(count + 0.5), min(kept, 1)) for count in counts(high)]
+            low, high = (middle, high) if mean(totals(middle)) < kept else (low, middle)
+        return min(totals(low), totals(high), key=lambda counts: abs(mean(counts) - kept))
+
+    def _steps(self, num_layers: int) -> dict[int, int]:
+        """Decoder layer in front of which tokens are dropped -> the share that is kept from there on."""
+        steps = {}
+        for layer, count in zip(PUBLISHED_LAYERS, self.counts, strict=True):
+            steps[min(max(math.floor(layer * num_layers / 32 + 0.5), 1), num_layers - 1)] = count
+        return steps
+
+    def _recycled(self, dropped: int) -> int:
+        """Of so many dropped tokens, those that are clustered."""
+        return min(int(dropped * self.recycle) + 1, dropped) if self.recycle else 0
+
+    def _clusters(self, best: int, left: int) -> int:
+        """How many clusters are made of those behind the best of the tokens that are left: no more than there are of
+        the best."""
+        recycled = self._recycled(left - best)
+        return min(recycled // self.tokens_per_cluster + 1, recycled, best)
+
+    def _best(self, budget: int, left: int) -> int:
+        """How many of the tokens that are left stay as they are, so that with the clusters there are `budget`."""
+        fitting = (best for best in range(budget, 0, -1) if best + self._clusters(best, left) <= budget)
+        return next(fitting, budget)
 
     def prepare(self, tokens: Tokens) -> torch.Tensor:
         """The raters: bool (batch, tokens). A row with no text behind its last image is rated by its last token."""
@@ -75,34 +126,37 @@ class SparseVLM(TokenMethod):
         return sums / raters.sum(1, keepdim=True)
 
     def choose(self, scores: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        recycled, clusters = [], []
-        for budget, left in zip(tokens.budgets, tokens.vision.sum(1).tolist(), strict=True):
-            recycled.append(int(self.recycle * (left - budget)) if budget > 1 else 0)
-            clusters.append(min(recycled[-1] // self.tokens_per_cluster + 1, budget - 1) if recycled[-1] else 0)
-        sizes = list(zip(tokens.budgets, clusters, recycled, strict=True))
-        chosen = tokens.best(scores, [budget - count for budget, count, _ in sizes])
-        second = tokens.best(scores, [budget - count + more for budget, count, more in sizes]) & ~chosen
+        left = tokens.vision.sum(1).tolist()
+        best = [self._best(budget, n) for budget, n in zip(tokens.budgets, left, strict=True)]
+        chosen = tokens.best(scores, best)
+        rows = zip(best, left, tokens.budgets, strict=True)
+        reach = [n if n == budget else n + self._recycled(m - n) for n, m, budget in rows]
+        second = tokens.best(scores, reach) & ~chosen
         hidden = tokens.hidden.clone()
-        for row, count in enumerate(clusters):
-            if count:
+        for row, (count, budget) in enumerate(zip(best, tokens.budgets, strict=True)):
+            if clusters := budget - count:
                 columns = second[row].nonzero()[:, 0]
                 states = tokens.hidden[row, columns].float()
-                peaks, cluster = density_peaks(states, count)
-                sums = torch.zeros(count, states.shape[1], device=states.device).index_add_(0, cluster, states)
-                hidden[row, columns[peaks]] = (sums / cluster.bincount(minlength=count)[:, None]).to(hidden.dtype)
+                peaks, cluster = density_peaks(states, clusters)
+                sums = torch.zeros(clusters, states.shape[1], device=states.device).index_add_(0, cluster, states)
+                hidden[row, columns[peaks]] = (sums / cluster.bincount(minlength=clusters)[:, None]).to(hidden.dtype)
                 chosen[row, columns[peaks]] = True
         return chosen, hidden
 
 
 def density_peaks(states: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clusters of `states` (tokens, size) around `count` peaks, which are dense and far from anything denser.
+    """Clusters of `states` (tokens, size) around `count` peaks, which are dense (by the distances to their `count`
+    nearest, utils.py:170) and far from anything denser.
 
     Returns:
         the peaks (count,), and for each token which peak is nearest (tokens,).
     """
     distances = torch.cdist(states, states) / states.shape[1] ** 0.5
-    nearest = distances.topk(min(NEIGHBOURS, len(states)), largest=False).values
+    nearest = distances.topk(count, largest=False).values
     density = nearest.square().mean(1).neg().exp()
+    # Two tokens that are each other's nearest are equally dense: the earlier one is taken to be denser (noise decides
+    # in the released code).
+    density += 1e-6 * torch.linspace(1, 0, len(states), device=states.device)
     denser = density > density[:, None]  # [i, j]: j is denser than i
     apart = distances.masked_fill(~denser, float("inf")).amin(1)
     apart = torch.where(apart.isinf(), distances.max(), apart)  # the densest of all
@@ -110,11 +164,3 @@ def density_peaks(states: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
     cluster = distances[:, peaks].argmin(1)
     cluster[peaks] = torch.arange(count, device=states.device)
     return peaks, cluster
-
-
-def _steps(num_layers: int) -> dict[int, int]:
-    """Decoder layer in front of which tokens are dropped -> the share that is kept from there on."""
-    steps = {}
-    for layer, count in zip(PUBLISHED_LAYERS, PUBLISHED_COUNTS, strict=True):
-        steps[min(max(math.floor(layer * num_layers / 32 + 0.5), 1), num_layers - 1)] = count
-    return steps

@@ -25,6 +25,7 @@ def test_report_gives_the_ratio_of_each_cell_of_all_and_their_median():
     assert "measured so" in text
 
 
+@pytest.mark.slow
 def test_both_ways_answer_every_question(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

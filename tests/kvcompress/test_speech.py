@@ -9,7 +9,9 @@ from kvcompress import CompressedCache, KVCompressError, measure, speech
 from kvcompress.bench.speech.prompts import SpeechPrompt, model_inputs
 from kvcompress.tokens.base import TokenMethod
 from tests.support.clock import synchronised_reads
+from tests.support.examples import some
 from tests.support.omni import CODE_S, UNHEARD
+from tests.support.strategies import SOME_METHODS
 
 CPU = torch.device("cpu")
 
@@ -56,7 +58,7 @@ KV_METHODS = [
 ]
 
 
-@pytest.mark.parametrize("method", KV_METHODS)
+@pytest.mark.parametrize("method", some(KV_METHODS, SOME_METHODS))
 def test_every_kv_method_compresses_the_thinker_and_is_heard(omni, omni_inputs, method):
     answer, cache = compressed(omni, omni_inputs, method, 0.3)
     kept = np.mean(cache.realised_ratios())

@@ -64,6 +64,7 @@ def test_only_the_folders_of_the_named_tasks_are_indexed():
     assert len(task_manager(["tiny_textvqa", "textvqa_val"]).all_tasks) < 20
 
 
+@pytest.mark.slow  # the whole index
 def test_groups_and_tags_of_lmms_eval_are_found():
     assert "mmmu" in task_manager(["mmmu", "tiny_textvqa"]).all_tasks
 

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.layer_budgets import layer_budget, lazy
-from kvcompress.scoring.layer_view import Settings, StoredEntries
+from kvcompress.scoring.layer_view import Settings
+from tests.oracle.authors.ours import ours as run
+from tests.oracle.authors.states import states
 from tests.support.examples import examples
 from tests.support.plain_reference import SCALING, best, check, layers
 
@@ -74,15 +76,21 @@ def test_sagekv_keeps_sinks_recent_tokens_and_what_the_last_query_attends_to(lay
     check(kvcompress.make_cluster("sagekv", sinks=sinks, recent=recent), layer, reference)
 
 
-def test_sagekv_chooses_once_and_lets_the_recent_window_slide():
-    cluster = kvcompress.make_cluster("sagekv", sinks=1, recent=0.5)
-    keys = torch.randn(1, 1, 8, 4)
-    columns = torch.tensor([[[0, 5, 9, 30, 31, 32, 33, 34]]])
-    memory = torch.tensor([[[INF, 0.5, 0.2, 0.9, 0.0, 0.0, 0.0, 0.0]]])  # what the prompt's last query attended to
-    prompt = kvcompress.Prompt(0, 1, [8], [6], SCALING, stored=StoredEntries(columns, 35, (35,)), sums=memory)
-    assert cluster.observe(keys, keys, prompt).eq(0).all()
-    kept = cluster.update_kv(keys, keys, keys, prompt).indices
-    assert columns[0, 0, kept[0, 0]].tolist() == [0, 5, 30, 32, 33, 34]
+@pytest.mark.parametrize("options", [{}, {"sinks": 0, "recent": 0.0}, {"layer_budget": "sparsity"}])
+def test_sagekv_chooses_once_and_lets_the_recent_window_slide(options):
+    given, prompt, budget, decoded = states("random_gqa"), 100, 40, 30
+    held = run(given, prompt, decoded, "sagekv", budget, decode_budget=budget, **options)
+    sinks = options.get("sinks", 4)
+    for place, layer in enumerate(held.kept):
+        queries, keys, _ = (x[0].double() for x in given.layer(place, slice(0, prompt)))
+        size = int(layer[0].sum())
+        recent = max(1, int(options.get("recent", 0.5) * size))
+        attended = (queries[:, -1:].unflatten(0, (len(keys), -1)) @ keys[:, None].mT * keys.shape[-1] ** -0.5)[:, :, 0]
+        for head, scores in zip(layer, attended.softmax(-1).mean(1), strict=True):
+            choice = best(scores[sinks : prompt - recent].tolist(), size - recent - sinks)
+            kept = {*range(sinks), *(sinks + column for column in choice)}
+            kept |= {*range(prompt + decoded - recent, prompt + decoded)}
+            assert set(head.nonzero().flatten().tolist()) == kept
 
 
 @reference_test

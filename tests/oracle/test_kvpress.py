@@ -18,7 +18,7 @@ PROMPTS = {"qwen2-301": 301, "qwen2-150": 150, "llama-203": 203}
 
 # kvpress's press in the fixtures -> our method and its options.
 SNAPKV = {"window_size": 8, "kernel_size": 5, "pooling": "avg"}
-ADAPTIVE = {"head_budget": "adaptive", "safeguard": 0.2}
+ADAPTIVE = {"head_budget": "adaptive-kvpress", "safeguard": 0.2}
 SAME = {
     "streamingllm": ("streamingllm", {}),
     "knorm": ("knorm", {}),

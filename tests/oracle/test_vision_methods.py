@@ -138,7 +138,7 @@ def test_look_m_keeps_recent_tokens_and_heavy_text_before_heavy_vision(layer, re
 
 
 @oracle
-@given(layer=vision_layers(), merge=st.sampled_from([None, "average", "weighted"]), same=st.booleans())
+@given(layer=vision_layers(), merge=st.sampled_from([None, "average"]), same=st.booleans())
 def test_look_m_merges_by_pivots_unless_told_otherwise(layer, merge, same):
     queries, keys, values, prompt = layer
     prompt = dataclasses.replace(prompt, settings=Settings(merge=merge, merge_modality="same" if same else "any"))
@@ -329,7 +329,7 @@ def test_meda_keeps_recent_tokens_and_heavy_text_before_heavy_vision(layer, rece
 
 @oracle
 @given(layer=vision_layers())
-def test_the_entropy_budget_is_the_softmax_of_the_cross_modal_entropy(layer):
+def test_the_entropy_budgets_are_the_softmax_of_cross_modal_and_of_all_attentions_entropy(layer):
     def entropy(weights: list[float]) -> float:
         return -sum(w / sum(weights) * math.log(w / sum(weights)) for w in weights if w)
 
@@ -342,6 +342,8 @@ def test_the_entropy_budget_is_the_softmax_of_the_cross_modal_entropy(layer):
     ours = measured("entropy", layer)
     expected = [of(row, row.text, row.images) + of(row, row.images, row.text) for row in rows_of(layer)]
     assert ours.tolist() == pytest.approx(expected, abs=1e-4)
+    alike = [-float(torch.xlogy(row.A, row.A).sum()) / len(row.A) / row.n for row in rows_of(layer)]
+    assert measured("attention-entropy", layer).tolist() == pytest.approx(alike, abs=1e-4)
     shares = layer_budget("entropy").weights(torch.tensor([1.0, 2.0]), 10, 100)
     assert shares == pytest.approx([1 / (1 + math.e), math.e / (1 + math.e)])
 

@@ -16,9 +16,15 @@ def examples(count: int) -> settings:
     return settings(max_examples=count * TIMES, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def some(names: Iterable[str], few: Sequence[str]) -> list:
-    """For `parametrize`: all names; in an ordinary run those that are not among the `few` are slow."""
-    return [name if name in few or TIMES > 1 else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def some(cases: Iterable[str | tuple], few: Sequence[str]) -> list:
+    """For `parametrize`: all cases; in an ordinary run those are slow whose name, of a tuple the first, is not among
+    the `few`."""
+    found = []
+    for case in cases:
+        values = case if isinstance(case, tuple) else (case,)
+        is_slow = values[0] not in few and TIMES == 1
+        found.append(pytest.param(*values, marks=pytest.mark.slow if is_slow else ()))
+    return found
 
 
 def paired(*lists: Sequence) -> list[tuple]:

@@ -11,10 +11,10 @@ TOLERANCE = 2e-5
 SHAPES = [
     (1, 1, 1, 16, 1, None, None),
     (1, 2, 3, 33, 70, None, None),  # a head_dim that is no power of two; several blocks
-    (2, 2, 1, 64, 150, [0, 149], None),  # a row of one token
-    (3, 1, 2, 80, 100, [0, 65, 20], "window"),
-    (2, 2, 2, 16, 90, [3, 0], "scattered"),
-    (2, 1, 2, 128, 140, None, "weighted"),
+    (2, 2, 1, 64, 70, [0, 69], None),  # a row of one token
+    (3, 1, 2, 80, 70, [0, 65, 20], "window"),
+    (2, 1, 2, 16, 70, [3, 0], "scattered"),
+    (1, 1, 2, 128, 66, None, "weighted"),
     (2, 2, 1, 16, 40, [[1, 30], [0, 2]], "nobody"),  # pads of each KV head
 ]
 

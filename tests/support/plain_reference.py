@@ -62,17 +62,17 @@ def snapkv_scores(q, k, window: int, kernel: int, pooling: str) -> list[float]:
     length = len(k)
     w = min(window, length)
     prefix, half = length - w, kernel // 2
-    scores = torch.zeros(len(q), prefix, dtype=torch.float64)
+    votes = torch.zeros(prefix, dtype=torch.float64)
     for head in range(len(q)):
-        votes = torch.zeros(prefix, dtype=torch.float64)
         for query in range(length - w, length):
             weights = torch.softmax(k[: query + 1] @ q[head, query] * SCALING, 0)
-            votes += weights[:prefix] / w
-        for column in range(prefix):
-            around = [votes[j] if 0 <= j < prefix else 0.0 for j in range(column - half, column + half + 1)]
-            scores[head, column] = sum(around) / kernel if pooling == "avg" else max(around)
+            votes += weights[:prefix] / w / len(q)
+    scores = torch.zeros(prefix, dtype=torch.float64)
+    for column in range(prefix):
+        around = [votes[j] if 0 <= j < prefix else 0.0 for j in range(column - half, column + half + 1)]
+        scores[column] = sum(around) / kernel if pooling == "avg" else max(around)
     # The library scores in fp32: let what is equal there be equal here.
-    return [*scores.mean(0).float().tolist(), *[float("inf")] * w]
+    return [*scores.float().tolist(), *[float("inf")] * w]
 
 
 def merged_by_hand(keys, values, kept: list[int], merge: str, kind: list[bool] | None) -> tuple:
@@ -98,7 +98,6 @@ def merged_by_hand(keys, values, kept: list[int], merge: str, kind: list[bool] |
             "average": lambda gone, stays: gone,
             "d2o-paper": lambda gone, stays: gone,
             "pivot": lambda gone, stays: (gone + stays) / 2,
-            "weighted": lambda gone, stays, likeness=likeness: gone * likeness,
             "d2o": lambda gone, stays, likeness=likeness: gone * likeness,
         }
         key, value = (parts[merge](x[column], x[target]) for x in (keys, values))

@@ -9,9 +9,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SHAPES = [
     (1, 1, 1, 16, 1, 0, 1),  # one entry
     (2, 2, 3, 80, 130, 7, 4),  # a head_dim that is no power of two; several blocks, parts without keys
-    (1, 3, 7, 128, 150, 1, 2),
-    (2, 1, 2, 64, 200, 32, 1),
-    (1, 2, 20, 33, 90, 3, 2),  # more query heads per KV head than a block of 16
+    (1, 2, 7, 128, 70, 1, 2),
+    (2, 1, 2, 64, 90, 32, 1),
+    (1, 1, 20, 33, 70, 3, 2),  # more query heads per KV head than a block of 16
 ]
 
 
@@ -33,10 +33,10 @@ def ragged_case(batch, kv_heads, groups, head_dim, most, spare, dtype, seed=0, d
     return *states, starts.view_as(lengths).to(device), lengths.to(device), sizes
 
 
-def check_triton(dtype: torch.dtype, device: str) -> None:
+def check_triton(dtype: torch.dtype, device: str, shapes: list[tuple] = SHAPES) -> None:
     from kvcompress.kernels.ragged_decode_triton import ragged_decode_triton
 
-    for batch, kv_heads, groups, head_dim, most, spare, splits in SHAPES:
+    for batch, kv_heads, groups, head_dim, most, spare, splits in shapes:
         *case, sizes = ragged_case(batch, kv_heads, groups, head_dim, most, spare, dtype, device=device)
         expected = ragged_decode_reference(*case, head_dim**-0.5)
         output = ragged_decode_triton(*case, max(sizes[::2]), head_dim**-0.5, splits)

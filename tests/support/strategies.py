@@ -11,20 +11,30 @@ import kvcompress
 from kvcompress.layer_budgets import list_layer_budgets
 from kvcompress.policy.policy import Policy, make_policy
 from kvcompress.scoring.merging import MERGES
+from kvcompress.scoring.selection import ADAPTIVE
 from tests.support.families import FAMILIES, Family
 
 # Token methods have tests of their own. `METHODS=mine,snapkv pytest tests/kvcompress` draws only these.
 METHODS = sorted(filter(None, os.environ.get("METHODS", "").split(","))) or sorted(
     {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.KVCluster)} - {"full"}
 )
+# Between them they take every way through the engine: position, window, layers that differ, adaptive heads, sums,
+# measured budgets, merging, queries before RoPE, a second reading. For tests of what is the same for every method.
+SOME_METHODS = ["adakv", "d2o", "expected-attention", "full", "h2o", "kvzip", "pyramidkv", "snapkv", "streamingllm"]
+SOME_METHODS += ["vl-cache"]
 OPTIONS: dict[str, dict[str, list]] = {
-    "adakv": {"window_size": [1, 8, 32], "kernel_size": [1, 7], "pooling": ["avg", "max"]},
+    "adakv": {
+        "window_size": [1, 8, 32],
+        "kernel_size": [1, 7],
+        "pooling": ["avg", "max"],
+        "variant": ["paper", "kvpress"],
+    },
     "kvzip": {"chunk_size": [7, 2000], "sinks": [0, 4], "instruction": [(), (9, 11, 13)], "window_size": [1, 32]},
     "look-m": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
     "prefixkv": {"sinks": [0, 4, 9]},
-    "csp": {"recent": [0.0, 0.5, 1.0], "cross": [0.0, 0.1, 1.0]},
+    "csp": {"recent": [0.0, 0.5, 1.0], "cross": [0.0, 0.1, 1.0], "recent_bias": [0.5, 1.0, 1.5]},
     "mixkv": {"window_size": [1, 8, 32], "kernel_size": [1, 5], "pooling": ["avg", "max"]},
-    "meda": {"recent": [0.0, 0.5, 1.0]},
+    "meda": {"recent": [0.0, 0.5, 1.0], "variant": ["code", "paper"]},
     "aircache": {"alpha": [0.1, 0.9, 1.0]},
     "tgv-kv": {"sinks": [0, 4]},
     "infinipot-v": {"tar": [0.0, 0.5, 1.0], "recent": [0.0, 0.25], "frame_tokens": [0, 1, 4]},
@@ -69,7 +79,12 @@ OPTIONS: dict[str, dict[str, list]] = {
     "lagkv": {"sinks": [0, 4], "lag": [2, 8, 128]},
     "cur": {"sinks": [0, 4], "window_size": [0, 1, 16], "leverage": ["key", "value", "kv_avg", "kv_product"]},
     "chunkkv": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg", "max"], "chunk_size": [1, 5, 20]},
-    "pyramidkv": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg"], "variant": ["paper", "effivlm"]},
+    "pyramidkv": {
+        "window_size": [1, 8],
+        "kernel_size": [1, 5],
+        "pooling": ["avg"],
+        "variant": ["paper", "kvpress", "effivlm"],
+    },
     "random": {"seed": [0, 7], "window_size": [0, 8], "variant": ["paper", "effivlm"]},
 }
 
@@ -107,7 +122,7 @@ class Case:
     @property
     def is_adaptive(self) -> bool:
         """Whether the KV heads of a row share one budget."""
-        return self.policy.head_budget == "adaptive"
+        return self.policy.head_budget in ADAPTIVE
 
     @property
     def is_uniform(self) -> bool:
@@ -135,7 +150,7 @@ def cases(draw: st.DrawFn, family: str, method: str | None = None, max_batch: in
         images = tuple(draw(st.integers(0, 2)) for _ in lengths)
     options = {name: draw(st.sampled_from(values)) for name, values in OPTIONS.get(method, {}).items()}
     if method != "full" and draw(st.booleans()):
-        options["head_budget"] = draw(st.sampled_from(["uniform", "shared", "adaptive"]))
+        options["head_budget"] = draw(st.sampled_from(["uniform", "shared", "adaptive", "adaptive-kvpress"]))
         options["safeguard"] = draw(st.sampled_from([0.0, 0.2, 1.0]))
     if method != "full" and draw(st.integers(0, 2)) == 0:
         options["layer_budget"] = draw(st.sampled_from(sorted(list_layer_budgets())))

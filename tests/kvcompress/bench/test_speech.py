@@ -67,6 +67,7 @@ def quick(folder) -> list[str]:
 # The command
 
 
+@pytest.mark.slow  # compiles
 @pytest.mark.skipif(UNHEARD > 0, reason="transformers 5.14's own Qwen2.5-Omni fails with a static cache")
 def test_strategies_stand_side_by_side(run, eager_compile, capsys):
     torch._dynamo.reset()

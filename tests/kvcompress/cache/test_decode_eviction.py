@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import kvcompress
+from kvcompress.cache.choice import Choice
 from kvcompress.cache.memory import Memory
 from kvcompress.policy.policy import make_policy
 from kvcompress.scoring.layer_view import StoredEntries
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, FIRST_TEXT, SOME_FAMILIES, VOCAB_SIZE
 from tests.support.masked_reference import generate, only_attending_to
-from tests.support.strategies import METHODS, Case, cases
+from tests.support.strategies import METHODS, SOME_METHODS, Case, cases
 
 NEW = 12
 TOLERANCE = 1e-4
@@ -173,6 +174,21 @@ def test_the_latest_queries_are_remembered_however_long_the_answer_is():
         assert len(memory.latest_queries) <= 6
 
 
+@pytest.mark.parametrize(("method", "options", "count"), [("snapkv", {"window_size": 3}, 3), ("tova", {}, 1)])
+def test_as_many_of_the_latest_queries_vote_as_the_method_says(method, options, count):
+    queries = torch.arange(10.0).view(1, 1, 10, 1)
+    voters = Choice(make_policy(method, 0.5, decode_budget=8, **options), 0, 0, 1).voters(queries)
+    assert voters.flatten().tolist() == list(range(10))[-count:]
+
+
+@pytest.mark.parametrize("method", ["keydiff", "knorm", "random", "streamingllm", "vnorm"])
+def test_no_query_is_remembered_for_a_method_that_asks_none(method):
+    choice = Choice(make_policy(method, 0.5, decode_budget=8), 0, 0, 1)
+    queries = torch.zeros(1, 1, 10, 1)
+    assert choice.voters(queries) is None
+    assert choice.latest(queries, None) is None
+
+
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
 def test_what_is_remembered_of_a_context_and_its_question_comes_from_all_queries(ratio):
     model = FAMILIES["qwen2"].build()
@@ -191,7 +207,7 @@ def test_what_is_remembered_of_a_context_and_its_question_comes_from_all_queries
                 torch.testing.assert_close(ours[row, head, -len(columns) :], whole[row, head, columns])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", some(METHODS, [*SOME_METHODS, *REMEMBERING]))
 def test_the_pads_of_a_second_prompt_have_no_vote(method):
     """A row whose second prompt is shorter evicts the same alone, where there are no pads."""
     model = FAMILIES["qwen2"].build()
@@ -217,8 +233,7 @@ def test_the_pads_of_a_second_prompt_have_no_vote(method):
             assert [column - 9 * (column >= 30) for column in head.tolist()] == solo_head.tolist()
 
 
-@pytest.mark.parametrize("interval", [1, 5])
-@pytest.mark.parametrize("method", some(METHODS, REMEMBERING))
+@pytest.mark.parametrize(("method", "interval"), some(paired(METHODS, [1, 5]), REMEMBERING))
 def test_memory_stays_bounded_however_long_the_answer_is(method, interval):
     model = FAMILIES["qwen2"].build()
     inputs = FAMILIES["qwen2"].inputs(model, [60, 40])

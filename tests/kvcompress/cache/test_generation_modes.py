@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import kvcompress
-from tests.support.examples import paired
+from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
-from tests.support.strategies import METHODS
+from tests.support.strategies import METHODS, SOME_METHODS
 
 MODEL = FAMILIES["qwen2"].build()
 INPUTS = FAMILIES["qwen2"].inputs(MODEL, [40, 23])
@@ -36,7 +36,10 @@ def test_ratio_one_gives_the_answers_of_the_unhooked_model(mode, cache_implement
 EVICTING = [{}, {"decode_budget": 8, "decode_interval": 2}, {"decode_ratio": 0.25, "decode_interval": 1}]
 
 
-@pytest.mark.parametrize(("method", "mode", "options"), paired(METHODS, ["beams", "several beams"], EVICTING))
+BEAMS = paired(METHODS, ["beams", "several beams"], EVICTING)
+
+
+@pytest.mark.parametrize(("method", "mode", "options"), some(BEAMS, SOME_METHODS))
 def test_a_row_has_the_same_beams_alone_as_in_a_batch(method, mode, options):
     with kvcompress.compress(MODEL, method, 0.4, **options):
         together = answer(INPUTS, mode)

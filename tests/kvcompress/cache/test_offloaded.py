@@ -5,15 +5,17 @@ import torch
 
 import kvcompress
 from kvcompress.cache.storage import OffloadedStorage
-from tests.support.examples import paired
+from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate
-from tests.support.strategies import METHODS
+from tests.support.strategies import METHODS, SOME_METHODS
 
 MODEL = FAMILIES["qwen2"].build()
 
 
-@pytest.mark.parametrize(("method", "kind"), paired([*METHODS, "full"], ["offloaded", "offloaded_static"]))
+@pytest.mark.parametrize(
+    ("method", "kind"), some(paired([*METHODS, "full"], ["offloaded", "offloaded_static"]), SOME_METHODS)
+)
 def test_offloaded_equals_dynamic(kind, method):
     inputs = FAMILIES["qwen2"].inputs(MODEL, [45, 29])
     ratio = None if method == "full" else 0.3

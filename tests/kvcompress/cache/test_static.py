@@ -5,16 +5,16 @@ import torch
 from transformers import CompileConfig
 
 import kvcompress
-from tests.support.examples import paired
+from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate
-from tests.support.strategies import METHODS
+from tests.support.strategies import METHODS, SOME_METHODS
 
 STATIC = {"cache_implementation": "static"}
 TOLERANCE = 1e-4
 
 
-@pytest.mark.parametrize(("method", "family"), paired([*METHODS, "full"], list(FAMILIES)))
+@pytest.mark.parametrize(("method", "family"), some(paired([*METHODS, "full"], list(FAMILIES)), SOME_METHODS))
 def test_static_equals_dynamic(method, family):
     model = FAMILIES[family].build()
     inputs = FAMILIES[family].inputs(model, [45, 29], [1, 0] if FAMILIES[family].is_vlm else None)
@@ -31,7 +31,7 @@ def test_static_equals_dynamic(method, family):
     assert session.cache.seen_tokens == inputs["input_ids"].shape[1] + 7
 
 
-@pytest.mark.parametrize("method", ["snapkv", "pyramidkv", "full"])
+@pytest.mark.parametrize("method", some(["snapkv", "pyramidkv", "full"], ["pyramidkv"]))
 def test_24_decode_steps_are_one_graph_with_the_tokens_of_eager(method):
     model = FAMILIES["qwen2"].build(2)
     inputs = FAMILIES["qwen2"].inputs(model, [40])

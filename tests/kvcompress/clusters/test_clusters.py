@@ -1,6 +1,8 @@
 """Each method against a plain reference, written from its paper in float64, row by row, with loops."""
 
 import dataclasses
+import math
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress.clusters import criticalkv
 from kvcompress.clusters.rkv import redundancy
 from kvcompress.scoring.layer_view import Settings
 from kvcompress.scoring.rotary import Rotary
@@ -95,31 +98,53 @@ def test_snapkv_keeps_window_and_what_it_attends_to(layer, window, kernel, pooli
     check(cluster, layer, lambda q, k, v, budget: best(snapkv_scores(q, k, window, kernel, pooling), budget))
 
 
+def blended(scores: list[list[float]], budget: int, safeguard: float) -> list[list[int]]:
+    """Columns that each head keeps of scores with a window at the end, as in AdaKV."""
+    heads, window = len(scores), scores[0].count(float("inf"))
+    if budget < window:
+        return [best(of_head, budget) for of_head in scores]
+    rest = (budget - window) * heads
+    ranking = sorted((x, column, head) for head, row in enumerate(scores) for column, x in enumerate(row[:-window]))
+    highest = [head for _, _, head in ranking[len(ranking) - rest :]]
+    quotas = [Fraction(highest.count(head)) * (1 - safeguard) + safeguard * rest / heads for head in range(heads)]
+    shares = [math.floor(quota) for quota in quotas]
+    for head in sorted(range(heads), key=lambda h: shares[h] - quotas[h])[: rest - sum(shares)]:
+        shares[head] += 1
+    return [best(row, window + share) for row, share in zip(scores, shares, strict=True)]
+
+
+def after_a_sure_share(scores: list[list[float]], budget: int, safeguard: float) -> list[list[int]]:
+    """As `blended`, in kvpress's form."""
+    scored = []
+    for head, row in enumerate(scores):
+        safe = int(safeguard * budget)
+        sure = best(row, safe) if safe else []
+        scored += [(float("inf") if column in sure else x, column, head) for column, x in enumerate(row)]
+    # Among equal scores the later column; among the heads at one column, the last.
+    expected = sorted(scored)[-budget * len(scores) :]
+    return [[column for _, column, h in expected if h == head] for head in range(len(scores))]
+
+
+@pytest.mark.parametrize(
+    ("head_budget", "reference"), [("adaptive", blended), ("adaptive-kvpress", after_a_sure_share)]
+)
 @examples(60)
-@given(layer=layers(), safeguard=st.sampled_from([0.0, 0.2, 0.7, 1.0]), **window_options)
-def test_adaptive_heads_keep_the_best_of_all_heads_after_each_heads_sure_share(
-    layer, safeguard, window, kernel, pooling
-):
+@given(layer=layers(), safeguard=st.sampled_from([0, 0.25, 0.75, 1]), **window_options)
+def test_adaptive_heads_share_one_budget(head_budget, reference, layer, safeguard, window, kernel, pooling):
     queries, keys, values, prompt = layer
-    prompt = dataclasses.replace(prompt, settings=Settings(head_budget="adaptive", safeguard=safeguard))
+    prompt = dataclasses.replace(prompt, settings=Settings(head_budget=head_budget, safeguard=safeguard))
     cluster = kvcompress.make_cluster("adakv", window_size=window, kernel_size=kernel, pooling=pooling)
     kept = cluster.update_kv(queries, keys, values, prompt)
     groups, kv_heads = queries.shape[1] // keys.shape[1], keys.shape[1]
     for row, (length, budget) in enumerate(zip(prompt.lengths, prompt.budgets, strict=True)):
         first = keys.shape[2] - length
-        scored = []
+        scores = []
         for head in range(kv_heads):
             q = queries[row, head * groups : (head + 1) * groups, first:].double()
-            scores = snapkv_scores(q, keys[row, head, first:].double(), window, kernel, pooling)
-            sure = best(scores, int(safeguard * budget)) if int(safeguard * budget) else []
-            for column, score in enumerate(scores):
-                scored.append((float("inf") if column in sure else score, column, head))
-        # Among equal scores the later column; among the heads at one column, the last.
-        expected = sorted(scored)[-budget * kv_heads :]
-        for head in range(kv_heads):
+            scores.append(snapkv_scores(q, keys[row, head, first:].double(), window, kernel, pooling))
+        for head, expected in enumerate(reference(scores, budget, Fraction(safeguard))):
             slots = kept.indices[row, head]
-            ours = (slots[slots >= 0] - first).tolist()
-            assert ours == sorted(column for _, column, h in expected if h == head)
+            assert (slots[slots >= 0] - first).tolist() == sorted(expected)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -145,6 +170,31 @@ def test_scores_are_fp32_also_for_bf16_states(method):
     torch.testing.assert_close(scores[finite], expected[finite], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_scores_of_a_row_do_not_depend_on_how_large_another_rows_states_are(method):
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(2, h, 40, 16, generator=generator) for h in (4, 2, 2))
+    angles = torch.randn(2, 40, 16, generator=generator)
+    module = SimpleNamespace(o_proj=torch.nn.Linear(64, 64))
+    rotary = Rotary(angles.cos(), angles.sin(), torch.arange(40).expand(2, -1), torch.ones(8))
+    view = kvcompress.Prompt(0, 2, [40, 40], [10, 10], 0.25, None, row_seeds=(1, 2))
+    view = dataclasses.replace(view, module=module, rotary=rotary, received=torch.ones(2, 2, 40).cumsum(2))
+    scale = torch.tensor([1.0, 1e6])[:, None, None, None]
+    cluster = kvcompress.make_cluster(method)
+    beside_small, beside_large = (cluster.update_kv(queries, keys, v, view) for v in (values, values * scale))
+    assert torch.equal(beside_small.indices[0], beside_large.indices[0])
+    scores = (cluster.score(queries, keys, v, view)[0] for v in (values * 1e-3, values * 1e-3 * scale))
+    torch.testing.assert_close(*scores)
+
+
+def test_values_are_projected_block_by_block_as_they_are_at_once(monkeypatch):
+    """The norms that CriticalKV weighs with; all projections of a long prompt are never held together."""
+    values, module = torch.randn(3, 2, 7, 4), SimpleNamespace(o_proj=torch.nn.Linear(16, 8))
+    expected = criticalkv.projected_norm(values, module)
+    monkeypatch.setattr(criticalkv, "BLOCK", 2)
+    torch.testing.assert_close(criticalkv.projected_norm(values, module), expected)
+
+
 @pytest.mark.parametrize("pads", [1, 9])
 def test_r_kvs_mean_likeness_counts_no_pads(pads):
     keys = torch.randn(1, 2, 30, 8, generator=torch.Generator().manual_seed(0))
@@ -154,9 +204,20 @@ def test_r_kvs_mean_likeness_counts_no_pads(pads):
     torch.testing.assert_close(padded[..., pads:], alone, rtol=1e-5, atol=0)
 
 
-def test_a_head_of_low_scores_keeps_its_sure_share():
+def test_a_head_of_low_scores_keeps_its_even_share():
     scores = torch.stack([torch.arange(10.0, 20), torch.arange(0.0, 10)])[None]
-    kept = adaptive_indices(scores, [4], safeguard=0.5)[0]
+    scores[..., -2:] = float("inf")  # a window, which no head has to pay for
+    kept = adaptive_indices(scores, [6], safeguard=0.5)[0]
+    assert kept[0].tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert kept[1].tolist() == [-1] * 4 + [6, 7, 8, 9]
+    kept = adaptive_indices(scores, [6], safeguard=0.5, head_budget="adaptive-kvpress")[0]
+    assert (kept >= 0).sum(1).tolist() == [9, 3]
+
+
+def test_no_head_takes_a_share_that_it_cannot_fill():
+    """While decoding heads hold different numbers of entries, aligned to the right."""
+    scores = torch.stack([torch.arange(10.0, 20), torch.arange(0.0, 10)])[None]
+    kept = adaptive_indices(scores, [4], safeguard=1.0, padding=torch.tensor([[0, 8]]))[0]
     assert kept[0].tolist() == [4, 5, 6, 7, 8, 9]
     assert kept[1].tolist() == [-1] * 4 + [8, 9]
 

@@ -8,6 +8,7 @@ import torch
 import kvcompress
 from kvcompress import methods
 from tests import fuzz
+from tests.support.examples import paired
 from tests.support.families import FAMILIES, SOME_FAMILIES
 from tests.support.kept import kept_of, real_lengths
 from tests.support.masked_reference import generate
@@ -42,19 +43,17 @@ def registered(monkeypatch):
         kvcompress.register_method(name)(cls)
 
 
+CASES = [
+    {"first_token": "compressed"},
+    {"decode_budget": 12, "decode_interval": 3},
+    {"scope": "context", "context_tokens": -5},
+    {"head_budget": "adaptive", "layer_budget": "sparsity", "decode_ratio": 0.3, "decode_interval": 1},
+]
+
+
 @pytest.mark.parametrize("method", OWN)
-@pytest.mark.parametrize("family", SOME_FAMILIES)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"first_token": "compressed"},
-        {"decode_budget": 12, "decode_interval": 3},
-        {"scope": "context", "context_tokens": -5},
-        {"head_budget": "adaptive", "layer_budget": "sparsity", "decode_ratio": 0.3, "decode_interval": 1},
-    ],
-    ids=["prompt", "decoding", "context", "adaptive"],
-)
-def test_it_equals_the_masked_full_cache_and_its_rows_alone(family, method, options):
+@pytest.mark.parametrize(("options", "family"), paired(CASES, SOME_FAMILIES))
+def test_it_equals_the_masked_full_cache_and_its_rows_alone(method, options, family):
     images = [2, 0] if FAMILIES[family].is_vlm else None
     options = {"ratio": 0.4, "first_token": "full", **options}
     config = {"family": family, "heads": (4, 2), "lengths": [50, 31], "images": images, "seed": 1}

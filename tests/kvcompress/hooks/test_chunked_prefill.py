@@ -19,11 +19,11 @@ from kvcompress.cache.new_tokens import NewTokens
 from kvcompress.errors import KVCompressError
 from kvcompress.policy.policy import make_policy
 from tests.support.docs import DOCS, python_blocks
-from tests.support.examples import examples
+from tests.support.examples import examples, some
 from tests.support.families import FAMILIES, IMAGE, SOME_FAMILIES, VIDEO, VISION_END, VISION_START
 from tests.support.kept import kept_of, real_lengths
 from tests.support.masked_reference import generate
-from tests.support.strategies import METHODS, OPTIONS, Case, cases
+from tests.support.strategies import METHODS, OPTIONS, SOME_METHODS, Case, cases
 
 NEW = 4
 TOLERANCE = 1e-4  # fp32, logits of order 1
@@ -184,7 +184,7 @@ def test_a_row_that_begins_in_a_later_chunk_of_its_batch_is_as_alone(method):
     assert kept[0] == kept[1]
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if takes_chunks(name)])
+@pytest.mark.parametrize("method", some([name for name in METHODS if takes_chunks(name)], SOME_METHODS))
 def test_a_prompt_that_is_one_chunk_is_the_ordinary_prompt(method):
     family = FAMILIES["qwen2-vl"]
     model = family.build()

@@ -5,10 +5,10 @@ import torch
 from transformers import AttentionInterface
 
 import kvcompress
-from tests.support.examples import paired
+from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate
-from tests.support.strategies import METHODS
+from tests.support.strategies import METHODS, SOME_METHODS
 
 NEW = 4
 MODEL = FAMILIES["qwen2"].build()
@@ -21,7 +21,7 @@ def flash_model(fake_flash_attn):
     MODEL.set_attn_implementation("sdpa")
 
 
-@pytest.mark.parametrize(("method", "lengths"), paired(METHODS, [[40, 23], [40]]))
+@pytest.mark.parametrize(("method", "lengths"), some(paired(METHODS, [[40, 23], [40]]), SOME_METHODS))
 def test_flash_attention_and_sdpa_agree(method, lengths, fake_flash_attn):
     inputs = FAMILIES["qwen2"].inputs(MODEL, lengths)
     with kvcompress.compress(MODEL, method, 0.3):

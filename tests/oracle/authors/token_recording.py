@@ -1,0 +1,180 @@
+"""What the authors' token methods let through, written down: `fixtures/tokens/<name>.npz`.
+
+Their code and ours are fed the same drawn states. What goes on is compared as states, not as places: the codes differ
+in where they put what they merge.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from kvcompress.tokens.base import Attention, TokenMethod, Tokens, Tower
+
+FIXTURES = Path(__file__).with_name("fixtures") / "tokens"
+
+
+@dataclass(frozen=True)
+class TokenRecording:
+    """What the authors' code let through of one row's drawn tokens.
+
+    Attributes:
+        label: the method, and how it was set.
+        method, options: what of ours is held against it.
+        drawn: arguments of the script's `draw`, which makes the states.
+        budget: vision tokens asked for, as `budget=` counts them.
+        states: after each step the vision tokens' states, (kept, size).
+    """
+
+    label: str
+    method: str
+    options: dict[str, object]
+    drawn: dict[str, int]
+    budget: int
+    states: list[torch.Tensor] = field(repr=False)
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    """Numpy's generator gives the same everywhere."""
+    return torch.from_numpy(np.random.Generator(np.random.PCG64(seed)).standard_normal(shape, dtype=np.float32))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row of text, vision and text tokens that pass through layers which change nothing: each attends by drawn
+    weights of its own.
+
+    Attributes:
+        hidden: (1, tokens, size).
+        vision: bool (1, tokens).
+        weights: of each layer, those of queries and of keys (size, size).
+    """
+
+    hidden: torch.Tensor
+    vision: torch.Tensor
+    weights: list[tuple[torch.Tensor, torch.Tensor]]
+    heads: int = 2
+
+    @classmethod
+    def draw(cls, seed: int, layers: int, before: int, images: int, behind: int, size: int = 8) -> "Prompt":
+        tokens = before + images + behind
+        vision = torch.zeros(1, tokens, dtype=torch.bool)
+        vision[:, before : before + images] = True
+        weights = [tuple(normal(seed + n, 2, size, size)) for n in range(1, layers + 1)]
+        return cls(normal(seed, 1, tokens, size), vision, weights)
+
+    def queries_and_keys(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of hidden states (1, tokens, size), (1, heads, tokens, head_dim)."""
+        return tuple((hidden @ w).unflatten(-1, (self.heads, -1)).transpose(1, 2) for w in self.weights[layer])
+
+
+def through(prompt: Prompt, method: TokenMethod, budget: int) -> list[torch.Tensor]:
+    """The vision tokens' states (kept, size) that our method lets through at each of its steps."""
+    hidden, vision, layers = prompt.hidden, prompt.vision, len(prompt.weights)
+    count, states = int(vision.sum()), []
+    prepared = method.prepare(Tokens(vision, None, [count], hidden))
+    for layer, left in zip(method.layers(layers), method.budgets(budget, count, layers), strict=True):
+        queries, keys = prompt.queries_and_keys(layer - 1, hidden)
+        attention = Attention(queries, keys, keys.shape[-1] ** -0.5)
+        scores = method.score(Tokens(vision, None, [left], attention=attention, prepared=prepared))
+        chosen, hidden = method.choose(scores, Tokens(vision, None, [left], hidden, prepared=prepared))
+        stays = (chosen | ~vision)[0]
+        hidden, vision = hidden[:, stays], vision[:, stays]
+        prepared = None if prepared is None else prepared[:, stays]
+        states.append(hidden[vision])
+    return states
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a vision tower with a class token, which comes first, makes of an image.
+
+    Attributes:
+        states: what one of its layers attends over, (1, tokens, size).
+        weights: that layer's, of queries and of keys (size, size).
+        features: what the tower hands on, (1, tokens, features).
+    """
+
+    states: torch.Tensor
+    weights: torch.Tensor
+    features: torch.Tensor
+    heads: int = 4
+
+    @classmethod
+    def draw(cls, seed: int, side: int, size: int = 32, features: int = 6) -> "Tile":
+        """`side`: in patches. Few patches stand out."""
+        tokens = side * side + 1
+        states = normal(seed, 1, tokens, size) * (1 + normal(seed + 1, 1, tokens, 1).abs() ** 3)
+        return cls(states, normal(seed + 2, 2, size, size) / size, normal(seed + 3, 1, tokens, features))
+
+    def seen_by(self, method: TokenMethod, budget: int) -> torch.Tensor:
+        """The states (kept, features) that our method lets through, with a projector that changes nothing."""
+        queries, keys = ((self.states[0] @ w).unflatten(-1, (self.heads, -1)) for w in self.weights)
+        received = F.pad(method.received(queries, keys, has_class=True), (0, 1), value=-torch.inf)[None]  # and a text
+        keys, features = (F.pad(x, [0] * (2 * x.ndim - 1) + [1])[1:][None] for x in (keys, self.features[0]))
+        tower = Tower(received, keys, features, [self.features[0, :1]], lambda states: states)
+        vision = received > -torch.inf
+        tokens = Tokens(vision, None, [budget], features, tower=tower)
+        chosen, hidden = method.choose(method.score(tokens), tokens)
+        return hidden[chosen]
+
+
+def share(theirs: torch.Tensor, ours: torch.Tensor, tolerance: float = 1e-4) -> float:
+    """The part of the states (tokens, size) that the two have in common, of the longer of them."""
+    apart = (theirs[:, None] - ours[None]).abs().amax(-1)
+    both = min(int((apart.amin(1) < tolerance).sum()), int((apart.amin(0) < tolerance).sum()))
+    return both / max(len(theirs), len(ours))
+
+
+def released(path: Path, name: str, namespace: dict[str, object]) -> Callable:
+    """The function `name` ("function" or "Class.method") of a released file, on its own: without decorators and
+    annotations, with `namespace` as its globals."""
+    tree = ast.parse(path.read_text())
+    nodes = tree.body
+    for part in name.split("."):
+        node = next(node for node in nodes if getattr(node, "name", None) == part)
+        nodes = node.body
+    node.decorator_list, node.returns = [], None
+    for argument in [*node.args.args, *node.args.kwonlyargs]:
+        argument.annotation = None
+    exec(compile(ast.Module([node], []), str(path), "exec"), namespace)
+    return namespace[name.split(".")[-1]]
+
+
+def save(name: str, recordings: Sequence[TokenRecording], repository: str, checkout: Path, functions: str) -> None:
+    """Write a fixture, with the repository's commit, the functions that ran and the command that was given."""
+    commit = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    arrays, rows = {}, []
+    for number, recording in enumerate(recordings):
+        row = {key: value for key, value in vars(recording).items() if key != "states"}
+        rows.append({**row, "steps": len(recording.states)})
+        for step, states in enumerate(recording.states):
+            arrays[f"{number}/{step}"] = states.numpy()
+    about = {
+        "repository": f"https://github.com/{repository}",
+        "commit": commit.stdout.strip(),
+        "functions": functions,
+        "command": f"python -m {sys.modules['__main__'].__spec__.name} CHECKOUT",
+        "torch": torch.__version__,
+        "recordings": rows,
+    }
+    FIXTURES.mkdir(parents=True, exist_ok=True)
+    path = FIXTURES / f"{name}.npz"
+    np.savez_compressed(path, **arrays, about=json.dumps(about))
+    print(f"{path.name}: {len(rows)} recordings, {path.stat().st_size / 1e3:.0f} kB")
+
+
+def load(name: str) -> list[TokenRecording]:
+    recordings = []
+    with np.load(FIXTURES / f"{name}.npz") as file:
+        for number, row in enumerate(json.loads(str(file["about"]))["recordings"]):
+            states = [torch.from_numpy(file[f"{number}/{step}"]) for step in range(row.pop("steps"))]
+            recordings.append(TokenRecording(**row, states=states))
+    return recordings
