@@ -72,7 +72,7 @@ OPTIONS: dict[str, dict[str, list]] = {
         "pooling": ["avg", "max"],
         "variant": ["paper", "effivlm"],
     },
-    "streamingllm": {"sinks": [0, 4, 9], "variant": ["paper", "effivlm"]},
+    "streamingllm": {"sinks": [0, 4, 9], "positions": ["true"], "variant": ["paper", "effivlm"]},
     "criticalkv": {
         "window_size": [1, 8],
         "kernel_size": [1, 5],
