@@ -88,8 +88,8 @@ MUTATIONS = {
     ),
     "safeguard-ignored": Mutation(
         "scoring/selection.py",
-        "safe = [int(safeguard * budget) for budget in budgets]",
-        "safe = [0 for budget in budgets]",
+        "quota = (1 - safeguard) * highest.double() + safeguard * rest / scores.shape[1]",
+        "quota = highest.double()",
         "no head is sure of its part under AdaKV",
         (CORE + "clusters/test_clusters.py",),
     ),
@@ -405,8 +405,8 @@ MUTATIONS = {
     ),
     "tower-layer": Mutation(
         "hooks/vision_tower.py",
-        "self.attention = attentions[layer]",
-        "self.attention = attentions[-1]",
+        "self.attention, self.method = attentions[layer], method",
+        "self.attention, self.method = attentions[-1], method",
         "VisionZip reads the vision tower's last layer, whatever layer is asked for",
         (
             CORE
@@ -483,8 +483,8 @@ MUTATIONS = {
     ),
     "clock-not-synchronised": Mutation(
         "measure.py",
-        "synchronise(input_ids.device)",
-        "pass",
+        "synchronise(input_ids.device)\n        self.times.append",
+        "self.times.append",
         "time is read before the device is done",
         (CORE + "test_measure.py",),
     ),

@@ -111,9 +111,11 @@ class Decoding(Pass):
         new = None if queries is None else queries[:, :, -memory.decoded :]
         budgets = [choice.policy.decode(length) for length in lengths]
         kept = memory.kept()
+        rotary = memory.rotary if choice.policy.cluster.moves_keys else rotary
         view = choice.stored_view(
             kept, seen, lengths, budgets, log.row_seeds, scaling, module, rotary, memory.merge_threshold, memory.noted
         )
+        view = replace(view, unmoved=memory.unmoved)
         voters = None if queries is None else choice.voters(queries)
         memory.reduce_to(kept, choice.reduce(kept, voters, new, view, log.shares), seen)
         memory.decoded = 0
@@ -189,6 +191,8 @@ class Prefill(Pass):
             columns = tokens.source[:, None].expand(states.keys.shape[:3]).to(states.keys.device)
             memory.settle(tokens, Kept(states.keys, states.values, columns), uniform=tokens.padding is None)
             return self.then
+        if choice.policy.cluster.moves_keys:
+            memory.rotary = choice.rotary_to_move(states.rotary, self.first)
         view = choice.view(tokens, choice.budgets(tokens), states, memory.merge_threshold)
         if choice.policy.decode is not None:
             memory.remember(choice.latest(states.queries, states.rotary, view.padding))

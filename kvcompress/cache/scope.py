@@ -56,7 +56,8 @@ class Candidates:
         source = self.source[:, None].expand(-1, kept.indices.shape[1], -1)
         indices = source.gather(2, kept.indices.clamp(min=0)).masked_fill(kept.indices < 0, -1)
         whole = right_aligned(joined(replace(kept, indices=indices), self.question))
-        return replace(self.with_sums(whole), merge_threshold=kept.merge_threshold, noted=kept.noted)
+        carried = {name: getattr(kept, name) for name in ("merge_threshold", "noted", "unmoved")}
+        return replace(self.with_sums(whole), **carried)
 
     def with_sums(self, kept: Kept) -> Kept:
         """`kept`, in the prompt's columns, with the sums of its entries."""

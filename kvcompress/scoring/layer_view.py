@@ -74,6 +74,7 @@ class LayerView:
             (batch, kv_heads, columns); None where nothing is carried on.
         merge_threshold: `Kept.merge_threshold` of the eviction before this one, None at the first.
         noted: `Kept.noted` of the eviction before this one, None at the first.
+        unmoved: for a cluster that moves keys to their place in the cache: `Kept.unmoved` of the eviction before.
         received: for a cluster with a second pass: what each column received in it, (batch, kv_heads, columns).
     """
 
@@ -96,6 +97,7 @@ class LayerView:
     sums: torch.Tensor | None = None
     merge_threshold: torch.Tensor | None = None
     noted: torch.Tensor | None = None
+    unmoved: torch.Tensor | None = None
     received: torch.Tensor | None = None
 
     @property
@@ -166,7 +168,8 @@ class Kept:
     from, LongTensor (batch, kv_heads, kept), ascending; -1 marks the unused leading slots of a row or head that
     keeps fewer. `sums` (batch, kv_heads, kept): `LayerView.sums` of each, where they are carried on. `merge_threshold`
     (batch, kv_heads): from which cosine on evicted entries were merged, where merging has such a threshold. `noted`
-    (batch, ...): what the cluster wants to know of this choice at the next one."""
+    (batch, ...): what the cluster wants to know of this choice at the next one. `unmoved` (batch, kv_heads, first
+    entries, head_dim): where keys are moved to their place in the cache, those that were, as they came."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -174,6 +177,7 @@ class Kept:
     sums: torch.Tensor | None = None
     merge_threshold: torch.Tensor | None = None
     noted: torch.Tensor | None = None
+    unmoved: torch.Tensor | None = None
 
 
 def gather(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, sums: torch.Tensor | None = None) -> Kept:

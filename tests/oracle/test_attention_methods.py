@@ -99,8 +99,9 @@ def test_sagekv_chooses_once_and_lets_the_recent_window_slide(options):
     window=st.sampled_from([1, 3, 8, 64]),
     balance=st.sampled_from([0.0, 0.1, 0.6, 1.0]),
     similar=st.sampled_from([0.1, 0.5]),
+    variant=st.sampled_from(["code", "paper"]),
 )
-def test_rkv_keeps_important_tokens_that_are_not_repeated(layer, window, balance, similar):
+def test_rkv_keeps_important_tokens_that_are_not_repeated(layer, window, balance, similar, variant):
     def reference(q, k, v, budget):
         w = min(window, len(k))
         logits = (q[:, len(k) - w :] @ k[: len(k) - w].T * SCALING).amax(0)  # (queries, keys before the window)
@@ -110,13 +111,14 @@ def test_rkv_keeps_important_tokens_that_are_not_repeated(layer, window, balance
         likeness.fill_diagonal_(0)
         for row in likeness:
             alike = [column for column in range(len(k)) if row[column] > similar]
-            if alike:
-                row[alike[-1]] = 0
+            if alike or variant == "code":
+                row[alike[-1] if alike else 0] = 0
         redundancy = likeness.mean(0).softmax(-1)[: len(k) - w]
         scores = balance * importance - (1 - balance) * redundancy
         return best([*scores.float().tolist(), *[INF] * w], budget)
 
-    check(kvcompress.make_cluster("r-kv", window_size=window, balance=balance, similar=similar), layer, reference)
+    options = {"window_size": window, "balance": balance, "similar": similar, "variant": variant}
+    check(kvcompress.make_cluster("r-kv", **options), layer, reference)
 
 
 def test_rkv_keeps_the_latest_of_tokens_that_repeat_each_other():
@@ -219,7 +221,8 @@ def test_variance_shares_by_the_softmax_of_the_negative():
 @given(layer=layers(), last=st.sampled_from([1, 3, 10]), threshold=st.sampled_from([0.3, 0.5, 0.8]))
 def test_lazy_layers_are_those_that_look_at_first_and_last_tokens(layer, last, threshold):
     cluster = kvcompress.make_cluster("simlayerkv", lazy_threshold=threshold)
-    with mock.patch.multiple(lazy, FIRST=2, LAST=last, QUERIES=8):
+    judges = mock.patch.object(lazy.LazyLayerBudget, "judges", 8)
+    with judges, mock.patch.multiple(lazy, FIRST=2, LAST=last):
         ours = measured("lazy", layer, cluster).tolist()
     for share, weights in zip(ours, rows(layer), strict=True):
         length = weights.shape[1]
