@@ -191,7 +191,7 @@ class Choice:
         budgets = [min(share, held) for share, held in zip(self._shares(view, shares), entries, strict=True)]
         if budgets == entries:
             return kept
-        view = replace(view, lengths=entries, budgets=budgets)
+        view = replace(view, lengths=entries, budgets=budgets, mean_budgets=tuple(view.budgets))
         result = self.policy.cluster.update_kv(queries, kept.keys, kept.values, view)
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
         return replace(result, indices=columns)
@@ -220,12 +220,22 @@ class Choice:
         """Queries as the cluster wants them: rotated, or not."""
         if not self.policy.cluster.unrotated_queries:
             return queries
+        return self._known(rotary).unrotated(queries)
+
+    def rotary_to_move(self, rotary: Rotary | None, first: int) -> Rotary:
+        """What moving a prompt's keys needs to know; `first`: tokens before it."""
+        if first:
+            raise KVCompressError("keys are moved to their place in the cache in one prompt: it takes no second one")
+        rotary = self._known(rotary)
+        return replace(rotary, cos=rotary.cos[:, :0], sin=rotary.sin[:, :0])
+
+    def _known(self, rotary: Rotary | None) -> Rotary:
         if rotary is None:
             raise KVCompressError(
                 f"layer {self.layer_idx} does not know how its queries are rotated: give cache.rotate(...) what "
                 "kvcompress.hooks.rotary.watch_rotary receives"
             )
-        return rotary.unrotated(queries)
+        return rotary
 
     def _queries(self, candidates: Candidates) -> torch.Tensor:
         return self.unrotated(candidates.queries, candidates.view.rotary)

@@ -110,7 +110,8 @@ def evictable(view: LayerView) -> LayerView:
 def with_budgets(view: LayerView, budgets: list[int]) -> LayerView:
     """The view with these budgets for what is evictable, and all that is protected besides."""
     fixed = view.protected_lengths or (0,) * len(budgets)
-    return replace(view, budgets=[n + more for n, more in zip(fixed, budgets, strict=True)])
+    own = [n + more for n, more in zip(fixed, budgets, strict=True)]
+    return replace(view, budgets=own, mean_budgets=tuple(view.budgets))
 
 
 def joined(*parts: Kept) -> Kept:

@@ -16,8 +16,8 @@ from .base import KVCluster
 @dataclass(frozen=True)
 class AirCacheKVCluster(KVCluster):
     """Evicts vision tokens only, those that the elite queries attend to least: the tokens behind the last image that
-    the last one attends to with at least `alpha` of the most (elite observation window). Layers share the
-    vision budget by strength and skewness of that attention (`layer_budget="strength"`).
+    the last one, looking at no others, attends to with at least `alpha` of the most (elite observation window). Layers
+    share the vision budget by strength and skewness of that attention (`layer_budget="strength"`).
 
     The paper's budget counts vision tokens, as `ratio_of="vision"` does. Where text alone exceeds the budget, text is
     ranked by the elite's attention to it. While decoding, all recent queries are elite.

@@ -9,6 +9,7 @@ from ..errors import KVCompressError
 from ..methods import Method, make_method, method_info
 from ..scoring.layer_view import Kept, LayerView, gather
 from ..scoring.merging import merge_evicted
+from ..scoring.places import moved_together
 from ..scoring.selection import ADAPTIVE, adaptive_indices, top_indices
 
 
@@ -30,6 +31,16 @@ class KVCluster(Method):
     second_pass: ClassVar[bool] = False  # the prompt is read again; has the options `chunk_size` and `instruction`
     unrotated_queries: ClassVar[bool] = False  # `score` gets queries before RoPE; `view.rotary` rotates those to come
     mixes_heads: ClassVar[bool] = False  # a KV head's choice depends on other heads' states: no tensor parallel
+
+    @property
+    def moves_keys(self) -> bool:
+        """Whether keys are rotated anew to their place in the cache, as if nothing had stood between them."""
+        return False
+
+    @property
+    def watches_rotary(self) -> bool:
+        """Whether the model's rotary embedding must be known."""
+        return self.unrotated_queries or self.moves_keys
 
     @property
     def query_window(self) -> int:
@@ -74,7 +85,9 @@ class KVCluster(Method):
         sums = None if view.sums is None else self.carried(view.sums, view)
         kept = gather(keys, values, self.select(scores, view), sums)
         merge = view.settings.merge or self.merge
-        return kept if merge == "none" else merge_evicted(kept, keys, values, scores, view, merge)
+        if merge != "none":
+            kept = merge_evicted(kept, keys, values, scores, view, merge)
+        return moved_together(kept, view) if self.moves_keys else kept
 
     def select(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
         """The columns to keep, given scores (batch, kv_heads, keys); as in `Kept.indices`."""

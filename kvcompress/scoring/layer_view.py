@@ -57,6 +57,7 @@ class LayerView:
         num_layers: how many layers are compressed.
         lengths: real tokens of each row (while decoding: its entries, of the KV head that has most).
         budgets: entries to keep per KV head, one number per row; with adaptive heads their mean.
+        mean_budgets: their mean over the layers, where `budgets` are the layer's own; else empty.
         scaling: factor of q·k before the softmax.
         padding: LongTensor (batch, 1 or kv_heads) of leading columns that hold nothing, or None where there are none.
         vision: bool (batch, columns), True at image and video tokens, or None where they are unknown. In a later chunk
@@ -97,6 +98,7 @@ class LayerView:
     merge_threshold: torch.Tensor | None = None
     noted: torch.Tensor | None = None
     received: torch.Tensor | None = None
+    mean_budgets: tuple[int, ...] = ()
 
     @property
     def is_decoding(self) -> bool:

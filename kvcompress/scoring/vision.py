@@ -84,14 +84,15 @@ def question_attention(queries: torch.Tensor, keys: torch.Tensor, view: LayerVie
 
 def elite_attention(queries: torch.Tensor, keys: torch.Tensor, view: LayerView, alpha: float) -> torch.Tensor:
     """What each key of a prompt receives from the elite queries, on average (AirCache): of the observers
-    those that the last query, mean over the heads, attends to with at least `alpha` of the most.
+    those that the last query, mean over the heads, attends to with at least `alpha` of the most, where it attends to
+    observers only (equation 4).
 
     A vision token's part is of the attention to vision tokens and elite only, a text token's of all attention.
     (batch, kv_heads, keys), averaged over the query heads of a KV head.
     """
-    last = view.window_attention(queries, keys, 1)[..., 0, :].mean((1, 2))
     observers = observer_queries(view, keys)
-    last = last.masked_fill(~observers, 0.0)
+    last = view.window_logits(queries, keys, 1)[..., 0, :].masked_fill(~observers[:, None, None], float("-inf"))
+    last = last.softmax(-1).mean((1, 2))
     elite = observers & (last >= alpha * last.amax(1, keepdim=True))
     vision = torch.zeros_like(elite) if view.vision is None else view.vision
     first = int(observers.any(0).int().argmax())

@@ -114,6 +114,21 @@ class TokenMethod(Method, ABC):
         """Vision tokens kept from each of `layers` on, where `kept` of `vision_tokens` are asked for."""
         return [kept for _ in self.layers(num_layers)]
 
+    def hides_from(self, num_layers: int) -> int | None:
+        """The decoder layer from which on a decode step sees some of the vision tokens only; None: all see all."""
+        return None
+
+    def hide(self, attention: torch.Tensor, vision: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+        """Of the stored entries those that the layers from `hides_from` on do not see at a decode step: bool
+        (batch, entries).
+
+        Args:
+            attention: the new token's in the layer before, in the mean over heads, (batch, entries) in fp32.
+            vision: bool (batch, entries), True at vision tokens.
+            before: `attention` of the step before, None at a prompt's first.
+        """
+        return torch.zeros_like(vision)
+
     def prepare(self, tokens: Tokens) -> torch.Tensor | None:
         """What the method wants to remember of each token's embedding (batch, tokens, ...), or None."""
         return None

@@ -33,7 +33,12 @@ OPTIONS: dict[str, dict[str, list]] = {
     "look-m": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
     "prefixkv": {"sinks": [0, 4, 9]},
     "csp": {"recent": [0.0, 0.5, 1.0], "cross": [0.0, 0.1, 1.0], "recent_bias": [0.5, 1.0, 1.5]},
-    "mixkv": {"window_size": [1, 8, 32], "kernel_size": [1, 5], "pooling": ["avg", "max"]},
+    "mixkv": {
+        "window_size": [1, 8, 32],
+        "kernel_size": [1, 5],
+        "pooling": ["avg", "max"],
+        "variant": ["code", "paper"],
+    },
     "meda": {"recent": [0.0, 0.5, 1.0], "variant": ["code", "paper"]},
     "aircache": {"alpha": [0.1, 0.9, 1.0]},
     "tgv-kv": {"sinks": [0, 4]},
@@ -56,7 +61,9 @@ OPTIONS: dict[str, dict[str, list]] = {
         "similar": [0.2, 0.5],
         "variant": ["code", "paper"],
     },
-    "d2o": {"recent": [0.0, 0.5], "sinks": [0, 4]},
+    "d2o": {"recent": [0.0, 0.5], "sinks": [0, 4], "variant": ["code", "paper"]},
+    "tova": {"variant": ["code", "kvpress"]},
+    "vnorm": {"variant": ["code", "kvpress"]},
     "cam": {"recent": [0.0, 0.5], "followers": [1, 32]},
     "h2o": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
     "snapkv": {
@@ -65,7 +72,7 @@ OPTIONS: dict[str, dict[str, list]] = {
         "pooling": ["avg", "max"],
         "variant": ["paper", "effivlm"],
     },
-    "streamingllm": {"sinks": [0, 4, 9], "variant": ["paper", "effivlm"]},
+    "streamingllm": {"sinks": [0, 4, 9], "positions": ["true"], "variant": ["paper", "effivlm"]},
     "criticalkv": {
         "window_size": [1, 8],
         "kernel_size": [1, 5],

@@ -420,6 +420,15 @@ def test_shapes_are_models_or_paths():
     assert source(None, "tiny")["config"]["num_key_value_heads"] == 2
 
 
+def test_a_shape_has_whole_heads_of_a_usual_width():
+    for name, shape in SHAPES.items():
+        width, rest = divmod(shape["hidden_size"], shape["num_attention_heads"])
+        assert (rest, shape["num_attention_heads"] % shape["num_key_value_heads"]) == (0, 0), name
+        assert width in (16, 64, 128), name
+        assert isinstance(shape["tie_word_embeddings"], bool), name
+        assert shape["vocab_size"] % 64 == 0, name
+
+
 @pytest.mark.parametrize(
     ("shape", "parameters"),
     [

@@ -181,14 +181,6 @@ def test_as_many_of_the_latest_queries_vote_as_the_method_says(method, options, 
     assert voters.flatten().tolist() == list(range(10))[-count:]
 
 
-@pytest.mark.parametrize("method", ["keydiff", "knorm", "random", "streamingllm", "vnorm"])
-def test_no_query_is_remembered_for_a_method_that_asks_none(method):
-    choice = Choice(make_policy(method, 0.5, decode_budget=8), 0, 0, 1)
-    queries = torch.zeros(1, 1, 10, 1)
-    assert choice.voters(queries) is None
-    assert choice.latest(queries, None) is None
-
-
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
 def test_what_is_remembered_of_a_context_and_its_question_comes_from_all_queries(ratio):
     model = FAMILIES["qwen2"].build()
