@@ -226,7 +226,7 @@ class LaterChunk(Prefill):
             states.module,
             rotary,
             memory.merge_threshold,
-            memory.noted,
+            None,
             **tokens.vision_among(both.indices),
         )
         # Of unrotated queries the cluster takes statistics: of all of the chunk's, as in a first chunk.

@@ -1,6 +1,7 @@
 """What a method is: a `KVCluster` that scores keys. Everything else has a default."""
 
 import warnings
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -63,6 +64,10 @@ class KVCluster(Method):
         """What `observe` has added up for each column so far."""
         return self.observe(queries, keys, view) if view.sums is None else view.sums
 
+    def note(self, kept: Kept, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:
+        """What the next choice while decoding shall know of this one, (batch, ...): `LayerView.noted` then."""
+        return None
+
     def update_kv(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> Kept:
         """Compress one layer, before it is stored. A method that does more than score and select overrides this."""
         return self.keep(self.score(queries, keys, values, view), keys, values, view)
@@ -70,6 +75,7 @@ class KVCluster(Method):
     def keep(self, scores: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> Kept:
         """What lives on, given scores (batch, kv_heads, keys)."""
         kept = gather(keys, values, self.select(scores, view), view.sums)
+        kept = replace(kept, noted=self.note(kept, keys, view))
         merge = view.settings.merge or self.merge
         return kept if merge == "none" else merge_evicted(kept, keys, values, scores, view, merge)
 
