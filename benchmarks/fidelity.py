@@ -1,26 +1,38 @@
-"""How much of what the authors' code keeps ours keeps too, on real states of SmolLM2-135M-Instruct.
+"""How much of what the authors' code keeps ours keeps too, on real states: SmolLM2-135M-Instruct's, or the bundled
+model's for methods that tell images from text.
 
     python -m benchmarks.fidelity
 
 Compares ours with the recordings in tests/oracle/authors/fixtures/ and writes the table into docs/differences.md. The
-recordings are made again by the script of each repository, which `tests/oracle/authors/` explains.
+recordings are made again by the script of each repository, which `tests/oracle/authors/` explains. A second table says
+what a method's variants change: kept entries, and answers of the bundled model. Answers are written down as they come,
+in benchmarks/results/variants.json.
 """
 
 import argparse
+import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
+from itertools import product
 from pathlib import Path
+from typing import get_args
 
+import torch
+
+import kvcompress
+from kvcompress.tokens import TokenMethod
 from lmms_eval_plugins.cells.results import write_text
 from tests.oracle.authors import recording as recordings
-from tests.oracle.authors.ours import of, share
+from tests.oracle.authors.ours import of, ours, share
 from tests.oracle.authors.recording import Recording
 from tests.oracle.authors.states import DECODED, RATIOS, states
 
-STATES = "smollm2"
+from . import method_table
+
+STATES = ("smollm2", "tiny")  # the first that a method was recorded on
 PAGE = Path(__file__).parent.parent / "docs" / "differences.md"
-BEGIN, END = "<!-- fidelity: made by benchmarks/fidelity.py -->\n", "<!-- end of fidelity -->"
+VARIANT_RATIOS = (0.5, 0.2)
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,7 @@ class Row:
     """A method and its authors' repository; `shares`: (decode steps, ratio) -> the share of common entries."""
 
     label: str
+    states: str
     repository: str
     commit: str
     shares: dict[tuple[int, float], float]
@@ -36,25 +49,32 @@ class Row:
 
 def rows() -> Iterator[Row]:
     """Of each fixture the labels that have recordings of the whole prompt."""
-    prompt = states(STATES).prompt
-    ratios = {round(ratio * prompt): ratio for ratio in RATIOS}
     for fixture in recordings.fixtures():
         about, named = recordings.about(fixture), import_module(f"tests.oracle.authors.{fixture}").DIFFERENCES
         of_label: dict[str, list[Recording]] = {}
         for one in recordings.load(fixture):
-            if one.states == STATES and one.prompt == prompt and one.budget in ratios:
+            if one.states in STATES and ratio_of(one):
                 of_label.setdefault(one.label, []).append(one)
         for label, ones in of_label.items():
-            shares = {(one.decoded, ratios[one.budget]): share(one, of(one)) for one in ones}
+            on = min((one.states for one in ones), key=STATES.index)
+            ones = [one for one in ones if one.states == on]
+            shares = {(one.decoded, ratio_of(one)): share(one, of(one)) for one in ones}
             starts = [start for start in named if any(one.name.startswith(start) for one in ones)]
             differs = tuple(dict.fromkeys(named[start][1] for start in starts))
-            yield Row(label, about["repository"], about["commit"], shares, differs)
+            yield Row(label, on, about["repository"], about["commit"], shares, differs)
+
+
+def ratio_of(one: Recording) -> float | None:
+    """Which of `RATIOS` it asks for; None for another budget, or a part of the prompt."""
+    prompt = states(one.states).prompt
+    return {round(ratio * prompt): ratio for ratio in RATIOS}.get(one.budget) if one.prompt == prompt else None
 
 
 def markdown(found: list[Row]) -> str:
     ratios = " | ".join(f"{ratio:g}" for ratio in RATIOS)
-    lines = [f"| method | authors' code | {ratios} | {ratios} |", "|---|---|" + "---:|" * 2 * len(RATIOS)]
+    lines = [f"| method | authors' code | states | {ratios} | {ratios} |", "|---|---|---|" + "---:|" * 2 * len(RATIOS)]
     notes: list[str] = []
+    links: dict[str, None] = {}
     for row in sorted(found, key=lambda row: (row.label, row.repository)):
         name = row.repository.removeprefix("https://github.com/")
         cells = [percent(row.shares.get((steps, ratio))) for steps in (0, DECODED) for ratio in RATIOS]
@@ -63,9 +83,14 @@ def markdown(found: list[Row]) -> str:
             if note not in notes:
                 notes.append(note)
             marks += f"<sup>{notes.index(note) + 1}</sup>"
-        source = f"[{name}]({row.repository}/tree/{row.commit}) {row.commit[:7]}"
-        lines.append(f"| {row.label}{marks} | {source} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n\n" + "".join(f"{n}. {note}\n" for n, note in enumerate(notes, 1))
+        links[f"[{name}]: {row.repository}/tree/{row.commit}"] = None
+        lines.append(f"| {row.label}{marks} | [{name}] | {row.states} | {' | '.join(cells)} |")
+    said = [wrapped(f"{number}. {note}") for number, note in enumerate(notes, 1)]
+    return "\n".join([*lines, "", *said, *(["", *links] if said else links)]) + "\n"
+
+
+def wrapped(note: str) -> str:
+    return textwrap.fill(note, 118, subsequent_indent="   ", break_on_hyphens=False)
 
 
 def percent(share: float | None) -> str:
@@ -73,12 +98,77 @@ def percent(share: float | None) -> str:
     return "" if share is None else f"{int(1000 * share) / 10:g}"
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    table = markdown(list(rows()))
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    write_text(PAGE, f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}")
+# -- variants
+
+
+def variants() -> dict[str, list[str]]:
+    """Method -> its variants, the default first; of methods that have several."""
+    found = {}
+    for name, info in kvcompress.list_methods().items():
+        for option in fields(info.cls):
+            if option.name == "variant":
+                others = [one for one in get_args(option.type) if one != option.default]
+                found[name] = [option.default, *others]
+    return found
+
+
+def variants_table(questions: int, answers: Path) -> str:
+    """Accuracy of each variant on the bundled model, and what it keeps in common with the default."""
+    task = method_table.tiny(questions)
+    kept = method_table.Answers(answers, task.identity)
+    cells = {}
+    for method, names in variants().items():
+        window = method_table.cells_of(task, [method])[0].options
+        for name, ratio in product(names, VARIANT_RATIOS):
+            options = {**window, "variant": name}
+            cells[method, name, ratio] = method_table.Cell(task.protocols[0], method, ratio, options)
+    method_table.compute(task, list(cells.values()), kept)
+    wide = [f"accuracy at {ratio:g}" for ratio in VARIANT_RATIOS] + [f"kept at {ratio:g}" for ratio in VARIANT_RATIOS]
+    lines = [f"| method | variant | {' | '.join(wide)} |", "|---|---|" + "---:|" * len(wide)]
+    for method, names in variants().items():
+        for name in names:
+            right = [kept.of(cells[method, name, ratio], questions) for ratio in VARIANT_RATIOS]
+            shares = ["" if name == names[0] else percent(in_common(method, name, r)) for r in VARIANT_RATIOS]
+            row = [*(f"{100 * one.mean():.0f}" if len(one) else "refused" for one in right), *shares]
+            lines.append(f"| {method} | `{name}` | {' | '.join(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def in_common(method: str, variant: str, ratio: float) -> float | None:
+    """The share of kept entries that a variant and the default have in common, of the bundled model's states; None for
+    a method that drops tokens before they are cached."""
+    if issubclass(kvcompress.list_methods()[method].cls, TokenMethod):
+        return None
+    given = states("tiny")
+    budget = round(ratio * given.prompt)
+    one, other = (
+        ours(given, given.prompt, 0, method, budget, **options).kept for options in ({"variant": variant}, {})
+    )
+    return float((one & other).sum() / max(one.sum(), other.sum()))
+
+
+# -- the page
+
+
+def put(name: str, table: str) -> None:
+    """Replace what stands between the page's two marks of that name."""
+    begin, end = f"<!-- {name}: made by benchmarks/fidelity.py -->\n", f"<!-- end of {name} -->"
+    before, rest = PAGE.read_text(encoding="utf-8").split(begin)
+    write_text(PAGE, f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}")
     print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", choices=[[], "fidelity", "variants"], help="default: both")
+    parser.add_argument("--questions", type=int, default=100, help="of the second table (default: 100)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    wanted = arguments.tables or ["fidelity", "variants"]
+    if "fidelity" in wanted:
+        put("fidelity", markdown(list(rows())))
+    if "variants" in wanted:
+        put("variants", variants_table(arguments.questions, method_table.RESULTS / "variants.json"))
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ import sys
 from .cells.cell_log import CellLog
 from .cells.command_line import parse
 from .cells.errors import EvaluationFailed, exit_code
+from .cells.failures import TaskFailures, run_tasks
 from .cells.inspection import show_config
 from .cells.listing import show_list
 from .cells.machine import check_environment, join_processes, number_of_processes, rank, say, set_offline
 from .cells.names import check_names
 from .cells.plan import Plan, check_folders
-from .cells.processes import run_ranks
-from .cells.run import TaskFailures, evaluate_cells, load_model, quiet, score_again
+from .cells.run import evaluate_cells, load_model, quiet, score_again
 
 
 def evaluate(argv: list[str]) -> int:
@@ -41,7 +41,7 @@ def run(plan: Plan, argv: list[str]) -> int:
     processes = number_of_processes()
     plan.check_machine(processes)
     if processes > 1 and "LOCAL_RANK" not in os.environ:
-        return run_ranks(processes, argv)
+        return run_tasks(processes, argv)
 
     join_processes()
     quiet(flags.verbosity)
@@ -64,7 +64,7 @@ def run(plan: Plan, argv: list[str]) -> int:
             log(job)
     answers = [job.kept_answers for job in pending]
     for job, kept in zip(pending, answers, strict=True):
-        if kept is not None:
+        if kept is not None and job.cell.task not in failures.reasons:
             with failures.noted(job.cell.task):
                 score_again(job, kept)
                 log(job)

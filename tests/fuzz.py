@@ -55,7 +55,7 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         if rng.random() < 0.4:
             options |= {"head_budget": rng.choice([*ADAPTIVE, "shared"]), "safeguard": rng.choice([0.0, 0.2, 1.0])}
         if rng.random() < 0.3:
-            options["layer_budget"] = rng.choice(sorted(list_layer_budgets()))
+            options["layer_budget"] = rng.choice([name for name, rule in list_layer_budgets().items() if rule.is_exact])
         if rng.random() < 0.2:
             options["merge"] = rng.choice(sorted(MERGES))
         if rng.random() < 0.1:

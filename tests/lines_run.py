@@ -164,6 +164,10 @@ class Map:
             found.sizes[rows[0]["file"]] = len(of_all)
         return found
 
+    @property
+    def test_files(self) -> set[str]:
+        return {test.partition("::")[0] for test in self.tests}
+
     def running(self, file: str, first: int, last: int) -> set[str]:
         return set().union(*(self.runs.get((file, line), ()) for line in range(first, last + 1)))
 

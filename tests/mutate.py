@@ -207,12 +207,20 @@ def stages_for(fault: Fault, lines: Map, root: Path, seconds: float) -> list[lis
             if re.search(rf"^\s*(from|import) .*\b{name}\b", (root / file).read_text(), re.MULTILINE):
                 found |= lines.running(file, 1, 10_000)
         found |= {test for test in lines.tests if re.search(rf"[^a-z]{name}[^a-z]", test.replace("-", "_"))}
-        found |= {test for test in lines.tests if is_about(test.partition("::")[0], fault.file)}
+    if len(fault.spans) < 3:  # a class's or a module's, which the first test that imports it runs, if any
+        about = {file for file in lines.test_files if nearness(root, file, fault.file)}
+        found |= {test for test in lines.tests if test.partition("::")[0] in about}
     test_files = {test.partition("::")[0] for test in found}
-    near = sorted(test_files, key=lambda file: (not is_about(file, fault.file), lines.sizes[file]))[:NEAREST]
+    near = sorted(test_files, key=lambda file: (-nearness(root, file, fault.file), lines.sizes[file]))[:NEAREST]
     first = quickest({test for test in found if test.partition("::")[0] in near}, lines, seconds / 3)
     others = quickest(found - set(first), lines, seconds * 2 / 3)
     return [tests for tests in (first, others) if tests]
+
+
+def nearness(root: Path, test_file: str, file: str) -> int:
+    """2 where a file of tests imports the module itself, 1 where it is about it, else 0."""
+    imports = rf"^(from|import) .*\b{module_name(file)}\b"
+    return 2 if re.search(imports, (root / test_file).read_text(), re.MULTILINE) else int(is_about(test_file, file))
 
 
 def is_about(test_file: str, file: str) -> bool:

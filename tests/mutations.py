@@ -88,8 +88,8 @@ MUTATIONS = {
     ),
     "safeguard-ignored": Mutation(
         "scoring/selection.py",
-        "safe = [int(safeguard * budget) for budget in budgets]",
-        "safe = [0 for budget in budgets]",
+        "quota = (1 - safeguard) * highest.double() + safeguard * rest / scores.shape[1]",
+        "quota = highest.double()",
         "no head is sure of its part under AdaKV",
         (CORE + "clusters/test_clusters.py",),
     ),
@@ -102,7 +102,7 @@ MUTATIONS = {
     ),
     "merge-threshold": Mutation(
         "scoring/merging.py",
-        "(mean + before) / 2",
+        "torch.lerp(before, mean, renewal)",
         "mean",
         "D2O: the threshold forgets the evictions before",
         (CORE + "scoring/test_merging.py",),
@@ -116,8 +116,8 @@ MUTATIONS = {
     ),
     "mrope-first-axis": Mutation(
         "scoring/rotary.py",
-        "positions = positions.amax(0)",
-        "positions = positions[0]",
+        "positions, least = positions.amax(0), ",
+        "positions, least = positions[0], ",
         "text goes on behind an image's time, not behind its largest position",
         (CORE + "scoring/test_rotary.py",),
     ),
@@ -405,8 +405,8 @@ MUTATIONS = {
     ),
     "tower-layer": Mutation(
         "hooks/vision_tower.py",
-        "self.attention = attentions[layer]",
-        "self.attention = attentions[-1]",
+        "self.attention, self.method = attentions[layer], method",
+        "self.attention, self.method = attentions[-1], method",
         "VisionZip reads the vision tower's last layer, whatever layer is asked for",
         (
             CORE
@@ -462,8 +462,8 @@ MUTATIONS = {
     ),
     "threshold-of-no-entry": Mutation(
         "scoring/merging.py",
-        "threshold = torch.where(merged.any(-1), (mean + before) / 2, before)",
-        "threshold = (mean + before) / 2",
+        "threshold = torch.where(merged.any(-1), torch.lerp(before, mean, renewal), before)",
+        "threshold = torch.lerp(before, mean, renewal)",
         "D2O: the threshold of a head is lost in an eviction that takes nothing of it",
         (CORE + "scoring/test_merging.py::test_the_threshold_of_d2o_outlives_an_eviction_without_a_loss",),
     ),
@@ -483,8 +483,8 @@ MUTATIONS = {
     ),
     "clock-not-synchronised": Mutation(
         "measure.py",
-        "synchronise(input_ids.device)",
-        "pass",
+        "synchronise(input_ids.device)\n        self.times.append",
+        "self.times.append",
         "time is read before the device is done",
         (CORE + "test_measure.py",),
     ),

@@ -15,6 +15,7 @@ from ..errors import KVCompressError
 from ..policy.policy import Policy, make_policy
 from ..scoring.rotary import Rotary
 from ..scoring.vision import vision_token_ids
+from .hiding import Hiding
 from .layer import CompressedLayer
 from .new_tokens import NewTokens, check_past
 from .scope import evictable
@@ -91,8 +92,12 @@ class CompressedCache(DynamicCache):
             for layer_idx, layer in enumerate(self.layers)
             if type(layer) is DynamicLayer and layer_idx not in cross_attention
         ]
+        tokens = self.policy.tokens
+        first_hidden = None if tokens is None else tokens.hides_from(len(self.layers))
+        hiding = None if first_hidden is None else Hiding(tokens, first_hidden)
+        self._hides = hiding is not None  # vision tokens from decode steps
         for place, layer_idx in enumerate(full_attention):
-            layer = CompressedLayer(layer_idx, place, len(full_attention), self.policy, max_new_tokens)
+            layer = CompressedLayer(layer_idx, place, len(full_attention), self.policy, max_new_tokens, hiding)
             self.layers[layer_idx] = layer
         self.compressed_layers = [self.layers[layer_idx] for layer_idx in full_attention]
         compressed = len(full_attention)
@@ -155,7 +160,7 @@ class CompressedCache(DynamicCache):
         tokens = NewTokens.of(
             self.config, self.policy.engine, is_first, batch, columns, input_ids, attention_mask, video_grid_thw
         )
-        if self.policy.engine.prefill_chunk is not None:
+        if self.policy.engine.prefill_chunk is not None or self._hides:
             tokens = tokens.following(memory.log.vision, memory.seen)
         self.begin(tokens)
         self._stage, self.is_prompt = "announced", True

@@ -135,6 +135,7 @@ class Choice:
         rotary: Rotary | None,
         merge_threshold: torch.Tensor | None,
         noted: torch.Tensor | None,
+        reading: bool = False,
         **vision: object,
     ) -> LayerView:
         """What a cluster may know of stored entries.
@@ -142,6 +143,7 @@ class Choice:
         Args:
             lengths: of each row the tokens so far, evicted ones included.
             budgets: entries to keep of them in the mean over the layers.
+            reading: as in `StoredEntries`.
             vision: what is known of vision tokens, as fields of `LayerView`.
         """
         return LayerView(
@@ -155,7 +157,7 @@ class Choice:
             module=module,
             rotary=rotary,
             settings=self.settings,
-            stored=StoredEntries(kept.indices, seen, tuple(lengths)),
+            stored=StoredEntries(kept.indices, seen, tuple(lengths), reading),
             merge_threshold=merge_threshold,
             noted=noted,
             **vision,
@@ -218,12 +220,22 @@ class Choice:
         """Queries as the cluster wants them: rotated, or not."""
         if not self.policy.cluster.unrotated_queries:
             return queries
+        return self._known(rotary).unrotated(queries)
+
+    def rotary_to_move(self, rotary: Rotary | None, first: int) -> Rotary:
+        """What moving a prompt's keys needs to know; `first`: tokens before it."""
+        if first:
+            raise KVCompressError("keys are moved to their place in the cache in one prompt: it takes no second one")
+        rotary = self._known(rotary)
+        return replace(rotary, cos=rotary.cos[:, :0], sin=rotary.sin[:, :0])
+
+    def _known(self, rotary: Rotary | None) -> Rotary:
         if rotary is None:
             raise KVCompressError(
                 f"layer {self.layer_idx} does not know how its queries are rotated: give cache.rotate(...) what "
                 "kvcompress.hooks.rotary.watch_rotary receives"
             )
-        return rotary.unrotated(queries)
+        return rotary
 
     def _queries(self, candidates: Candidates) -> torch.Tensor:
         return self.unrotated(candidates.queries, candidates.view.rotary)

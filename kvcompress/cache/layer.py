@@ -9,6 +9,7 @@ from ..errors import KVCompressError
 from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
 from .choice import Choice
+from .hiding import Hiding
 from .memory import Memory
 from .new_tokens import NewTokens
 from .passes import Decoding, LaterChunk, Pass, Prefill, Rereading, Waiting
@@ -44,9 +45,19 @@ class CompressedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, layer_idx: int, place: int, num_layers: int, policy: Policy, room: int | None):
-        """`layer_idx`: the model's; `place`: among the `num_layers` layers that are compressed."""
+    def __init__(
+        self,
+        layer_idx: int,
+        place: int,
+        num_layers: int,
+        policy: Policy,
+        room: int | None,
+        hiding: Hiding | None = None,
+    ):
+        """`layer_idx`: the model's; `place`: among the `num_layers` layers that are compressed; `hiding`: the
+        cache's."""
         super().__init__()
+        self._hiding = hiding
         self.layer_idx, self.policy, self._room = layer_idx, policy, room
         self.choice = Choice(policy, layer_idx, place, num_layers)
         self._listener: Listener | None = None
@@ -129,7 +140,7 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def is_compileable(self) -> bool:
         """Whether a decode step is the same graph each time; `generate` then compiles it on a GPU."""
-        return self.policy.engine.cache_implementation == "static"
+        return self.policy.engine.cache_implementation == "static" and self._hiding is None
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Tokens seen; with static shapes a tensor on the device, so that no step waits for it."""
@@ -181,7 +192,7 @@ class CompressedLayer(CacheLayerMixin):
     def restore(self, memory: Memory) -> None:
         """Hold this, and nothing else."""
         self.memory = memory
-        self._decoding = self._pass = Decoding(self.choice, memory)
+        self._decoding = self._pass = Decoding(self.choice, memory, self.layer_idx, self._hiding)
 
     def forget_last(self) -> None:
         """Drop the last token of the prompt that was just compressed, so that it can be fed again."""
@@ -202,7 +213,7 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def decodes_in_place(self) -> bool:
         """True in a decode step over entries that can be attended to where they lie."""
-        return self._pass is self._decoding and self.storage.decodes_in_place
+        return self._pass is self._decoding and self.storage.decodes_in_place and self._decoding.hidden is None
 
     @property
     def has_fixed_shapes(self) -> bool:

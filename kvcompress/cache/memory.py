@@ -7,6 +7,7 @@ import torch
 
 from ..policy.policy import Policy
 from ..scoring.layer_view import Kept
+from ..scoring.rotary import Rotary
 from ..scoring.windows import pad_columns
 from .new_tokens import NewTokens
 from .scope import joined, right_aligned
@@ -23,7 +24,9 @@ class SequenceLog:
         kept: how many of them were stored, (batch,), in the mean over KV heads.
         row_seeds: see `NewTokens`.
         shares: what the layers kept of the latest prompt, [layer][row], where that was measured.
-        vision: of a prompt in chunks, `NewTokens.seen_vision` so far: one tensor, which all layers refer to.
+        vision: of a prompt in chunks, or where decode steps hide entries, `NewTokens.seen_vision` so far: one tensor,
+            which all layers refer to.
+        has_vision: whether any row of it has a vision token.
     """
 
     columns: int = 0
@@ -32,6 +35,7 @@ class SequenceLog:
     row_seeds: tuple[int, ...] = ()
     shares: list[list[int]] | None = None
     vision: torch.Tensor | None = None
+    has_vision: bool = False
 
     def add(self, tokens: NewTokens, kept: torch.Tensor) -> None:
         """Note a prompt of which `kept` entries (batch,) were stored, in the mean over KV heads."""
@@ -66,8 +70,11 @@ class Memory:
         storage: what is kept, None before the first prompt.
         sums: where sums are carried on, those of every stored entry, (batch, kv_heads, entries).
         merge_threshold, noted: of the latest eviction, see `Kept`.
+        rotary: how the prompt is rotated, where keys are moved.
         decoded: tokens since the latest eviction, where decoding evicts.
         latest_queries: as many as the cluster scores with, in pieces (batch, heads, some, head_dim).
+        attended: for a method that hides entries at decode steps, the latest token's attention to all that was stored
+            then, (batch, slots).
     """
 
     def __init__(self, policy: Policy, room: int | None):
@@ -77,8 +84,10 @@ class Memory:
         self.sums: torch.Tensor | None = None
         self.merge_threshold: torch.Tensor | None = None
         self.noted: torch.Tensor | None = None
+        self.rotary: Rotary | None = None
         self.decoded = 0
         self.latest_queries: list[torch.Tensor] = []
+        self.attended: torch.Tensor | None = None
         self.log = SequenceLog()
         self._seen_when_stored = 0
 
@@ -121,15 +130,16 @@ class Memory:
     def nbytes(self) -> int:
         """Bytes of all buffers: spare room, index and what is remembered for evictions included."""
         tensors = [] if self.storage is None else self.storage.tensors()
-        sums = [] if self.sums is None else [self.sums]
-        return sum(tensor.untyped_storage().nbytes() for tensor in [*tensors, *self.latest_queries, *sums])
+        known = [part for part in (self.sums, self.noted, self.attended) if part is not None]
+        return sum(tensor.untyped_storage().nbytes() for tensor in [*tensors, *self.latest_queries, *known])
 
     # -- a prompt
 
     def begin(self, tokens: NewTokens) -> None:
         """A prompt was attended to; what was remembered of the answer before it is not needed any more."""
         self.log.vision = tokens.seen_vision
-        self.decoded, self.latest_queries = 0, []
+        self.log.has_vision = self.log.has_vision or any(tokens.vision_lengths)
+        self.decoded, self.latest_queries, self.attended = 0, [], None
 
     def settle(self, tokens: NewTokens, kept: Kept, uniform: bool) -> None:
         """Store what is kept of a prompt behind what is stored. `kept.indices`: columns of that prompt; `uniform`: it
@@ -213,7 +223,9 @@ class Memory:
         self.latest_queries = [queries[rows] for queries in self.latest_queries]
         self.sums = None if self.sums is None else self.sums[rows]
         self.merge_threshold = None if self.merge_threshold is None else self.merge_threshold[rows]
+        self.attended = None if self.attended is None else self.attended[rows]
         self.noted = None if self.noted is None else self.noted[rows]
+        self.rotary = None if self.rotary is None else self.rotary.rows(rows)
 
     def fork(self) -> "Memory":
         """A memory that shares the present entries and may go on from there; undone by dropping it."""

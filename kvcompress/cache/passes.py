@@ -18,6 +18,7 @@ from ..scoring.rereading import received
 from ..scoring.rotary import Rotary
 from ..scoring.windows import pad_columns
 from .choice import Choice
+from .hiding import Hiding
 from .memory import Memory
 from .new_tokens import NewTokens
 from .scope import Candidates, States, joined, right_aligned
@@ -64,23 +65,36 @@ class Pass(ABC):
 class Decoding(Pass):
     """A token that is stored before it is attended to. One object serves an answer, so that compiled graphs last."""
 
-    def __init__(self, choice: Choice, memory: Memory):
+    def __init__(self, choice: Choice, memory: Memory, layer_idx: int, hiding: Hiding | None):
         super().__init__(choice, memory)
         self._evicts = choice.policy.decode is not None
+        self._layer_idx, self._hiding = layer_idx, hiding
+
+    @property
+    def hidden(self) -> torch.Tensor | None:
+        """What the step hides from this layer: bool (batch, slots), or None."""
+        if self._hiding is None or self._layer_idx < self._hiding.first_layer:
+            return None
+        return self._hiding.hidden
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
         storage = self.memory.storage
         with torch.no_grad():
             storage.append(keys, values)
-        return (keys, values) if storage.decodes_in_place else storage.read()
+        return (keys, values) if storage.decodes_in_place and self.hidden is None else storage.read()
 
     def mask(self, query_length: int) -> torch.Tensor | None:
         visible = self.memory.storage.visible()
+        if (hidden := self.hidden) is not None:
+            shown = ~hidden[:, None].to(self.memory.log.kept.device)
+            visible = shown if visible is None else visible & shown
         return None if visible is None else visible[:, :, None]
 
     def after_attention(
         self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
     ) -> Pass:
+        if self._hiding is not None and self._layer_idx == self._hiding.first_layer - 1:
+            self._hiding.look(self.memory, queries, scaling)
         if self._evicts:
             self.memory.remember(self.choice.latest(queries, rotary))
             self.memory.decoded += queries.shape[2]
@@ -97,6 +111,7 @@ class Decoding(Pass):
         new = None if queries is None else queries[:, :, -memory.decoded :]
         budgets = [choice.policy.decode(length) for length in lengths]
         kept = memory.kept()
+        rotary = memory.rotary if choice.policy.cluster.moves_keys else rotary
         view = choice.stored_view(
             kept, seen, lengths, budgets, log.row_seeds, scaling, module, rotary, memory.merge_threshold, memory.noted
         )
@@ -175,6 +190,8 @@ class Prefill(Pass):
             columns = tokens.source[:, None].expand(states.keys.shape[:3]).to(states.keys.device)
             memory.settle(tokens, Kept(states.keys, states.values, columns), uniform=tokens.padding is None)
             return self.then
+        if choice.policy.cluster.moves_keys:
+            memory.rotary = choice.rotary_to_move(states.rotary, self.first)
         view = choice.view(tokens, choice.budgets(tokens), states, memory.merge_threshold)
         if choice.policy.decode is not None:
             memory.remember(choice.latest(states.queries, states.rotary, view.padding))
@@ -227,6 +244,7 @@ class LaterChunk(Prefill):
             rotary,
             memory.merge_threshold,
             None,
+            reading=True,
             **tokens.vision_among(both.indices),
         )
         # Of unrotated queries the cluster takes statistics: of all of the chunk's, as in a first chunk.

@@ -10,6 +10,7 @@ from ..errors import KVCompressError
 from ..methods import Method, make_method, method_info
 from ..scoring.layer_view import Kept, LayerView, gather
 from ..scoring.merging import merge_evicted
+from ..scoring.places import moved_together
 from ..scoring.selection import ADAPTIVE, adaptive_indices, top_indices
 
 
@@ -22,9 +23,7 @@ class KVCluster(Method):
     """
 
     layer_budget: ClassVar[str] = "uniform"  # how layers share the budget: a rule of `kvcompress.layer_budgets`
-    head_budget: ClassVar[str] = (
-        "uniform"  # how KV heads do: `uniform`, `shared`, or one of `scoring.selection.ADAPTIVE`
-    )
+    head_budget: ClassVar[str] = "uniform"  # how KV heads do: `uniform`, `shared`, or of `scoring.selection.ADAPTIVE`
     safeguard: ClassVar[float] = 0.2  # with adaptive heads, the part of its even share that each head is sure of
     merge: ClassVar[str] = "none"  # how evicted entries are merged into kept ones: a name of `scoring.merging.MERGES`
     decode_interval: ClassVar[int] = 16  # decode steps from one eviction to the next, where decoding evicts
@@ -33,6 +32,16 @@ class KVCluster(Method):
     second_pass: ClassVar[bool] = False  # the prompt is read again; has the options `chunk_size` and `instruction`
     unrotated_queries: ClassVar[bool] = False  # `score` gets queries before RoPE; `view.rotary` rotates those to come
     mixes_heads: ClassVar[bool] = False  # a KV head's choice depends on other heads' states: no tensor parallel
+
+    @property
+    def moves_keys(self) -> bool:
+        """Whether keys are rotated anew to their place in the cache, as if nothing had stood between them."""
+        return False
+
+    @property
+    def watches_rotary(self) -> bool:
+        """Whether the model's rotary embedding must be known."""
+        return self.unrotated_queries or self.moves_keys
 
     @property
     def query_window(self) -> int:
@@ -68,16 +77,23 @@ class KVCluster(Method):
         """What the next choice while decoding shall know of this one, (batch, ...): `LayerView.noted` then."""
         return None
 
+    def carried(self, sums: torch.Tensor, view: LayerView) -> torch.Tensor:
+        """What is carried on of `view.sums` once the layer has chosen; `view.budgets` are its own."""
+        return sums
+
     def update_kv(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> Kept:
         """Compress one layer, before it is stored. A method that does more than score and select overrides this."""
         return self.keep(self.score(queries, keys, values, view), keys, values, view)
 
     def keep(self, scores: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> Kept:
         """What lives on, given scores (batch, kv_heads, keys)."""
-        kept = gather(keys, values, self.select(scores, view), view.sums)
+        sums = None if view.sums is None else self.carried(view.sums, view)
+        kept = gather(keys, values, self.select(scores, view), sums)
         kept = replace(kept, noted=self.note(kept, keys, view))
         merge = view.settings.merge or self.merge
-        return kept if merge == "none" else merge_evicted(kept, keys, values, scores, view, merge)
+        if merge != "none":
+            kept = merge_evicted(kept, keys, values, scores, view, merge)
+        return moved_together(kept, view) if self.moves_keys else kept
 
     def select(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
         """The columns to keep, given scores (batch, kv_heads, keys); as in `Kept.indices`."""

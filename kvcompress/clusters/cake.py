@@ -7,6 +7,7 @@ import torch
 from pydantic import Field, PositiveFloat
 
 from ..methods import register_method
+from ..scoring.layer_view import LayerView
 from .snapkv import WindowKVCluster
 
 
@@ -16,7 +17,9 @@ class CAKEKVCluster(WindowKVCluster):
     """Keeps the observation window and the keys with the highest mean + `gamma` * variance of the window's attention,
     pooled (section 4, eviction indicator; window 32, gamma 200 as published). Layers share the budget by the spread
     and the change of their attention (section 4, layer preferences, `layer_budget="cake"`), temperatures `tau1`
-    and `tau2`, which the paper fits per model."""
+    and `tau2`, which the paper fits per model and cache size (presets, from model2tau.json of its code).
+
+    While decoding the latest query's attention alone decides, at each step."""
 
     gamma: Annotated[float, Field(ge=0)] = 200.0
     tau1: PositiveFloat = 1.0
@@ -24,6 +27,27 @@ class CAKEKVCluster(WindowKVCluster):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2503.12491"
     layer_budget: ClassVar[str] = "cake"
+    decode_interval: ClassVar[int] = 1
+    presets: ClassVar[dict[str, dict[str, object]]] = {
+        f"{model}-{size}": {"tau1": tau1, "tau2": tau2, "budget": size}
+        for model, size, tau1, tau2 in (
+            ("llama-2-7b", 128, 0.9, 2.3),
+            ("llama-2-7b", 1024, 1.9, 1.8),
+            ("llama-2-13b", 128, 1.8, 2.0),
+            ("llama-2-13b", 1024, 0.5, 0.4),
+            ("llama-3.1-8b", 128, 1.6, 0.6),
+            ("llama-3.1-8b", 1024, 1.6, 0.4),
+            ("mistral-0.3-7b", 128, 1.0, 0.8),
+            ("mistral-0.3-7b", 1024, 0.8, 0.5),
+            ("qwen2.5-7b", 128, 0.4, 0.6),
+            ("qwen2.5-7b", 1024, 1.5, 0.6),
+        )
+    }
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        if view.is_decoding and not view.stored.reading:
+            queries = queries[:, :, -1:]
+        return super().score(queries, keys, values, view)
 
     def votes(self, weights: torch.Tensor, in_window: torch.Tensor) -> torch.Tensor:
         mean = super().votes(weights, in_window)

@@ -26,18 +26,19 @@ def lag_relative_information(states: torch.Tensor, lag: int) -> torch.Tensor:
 @register_method("lagkv")
 @dataclass(frozen=True)
 class LagKVCluster(KVCluster):
-    """Keeps, of each partition of `lag` tokens, the keys and values that stand out from the next partition (4 sinks
-    and a lag of 128 as published). Needs no queries.
+    """Keeps, of each partition of `lag` tokens, the keys and values that stand out from the next partition (16 sinks
+    and a lag of 1024 in the authors' code; `preset="kvpress"`: 4 and 128). Needs no queries.
 
     A row is cut into partitions behind its sinks. Tokens compete by their rank in their partition, so all partitions
     keep equally many. The last whole partition is only a reference; it and the tokens behind it stay, as far as the
     budget reaches, the most recent first. So a row of less than two partitions keeps sinks and recent tokens.
     """
 
-    sinks: NonNegativeInt = 4
-    lag: Annotated[int, Field(ge=2)] = 128
+    sinks: NonNegativeInt = 16
+    lag: Annotated[int, Field(ge=2)] = 1024
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2504.04704"
+    presets: ClassVar[dict[str, dict[str, object]]] = {"kvpress": {"sinks": 4, "lag": 128}}
     query_window: ClassVar[int] = 0  # asks no query
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """R-KV: important tokens that are not said again. https://arxiv.org/abs/2505.24133"""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,16 @@ from .base import KVCluster
 BLOCK = 128  # keys whose similarities to all others are held at once
 
 
-def redundancy(keys: torch.Tensor, similar: float, padding: torch.Tensor | None) -> torch.Tensor:
+def redundancy(
+    keys: torch.Tensor, similar: float, padding: torch.Tensor | None, spares_first: bool = False
+) -> torch.Tensor:
     """How like all other keys of its KV head each key is: the softmax, over the keys, of its mean cosine with them
     (section 3, redundancy estimation). Of the keys that are like a key by more than `similar`, the latest does not
     count as like it: of tokens that repeat each other the latest stays.
 
     Args:
         keys: (batch, kv_heads, keys, head_dim).
+        spares_first: where no key is like a key, the first does not count (`cal_similarity` of rkv/utils.py).
         padding: as in scoring/windows.py.
 
     Returns:
@@ -40,6 +43,8 @@ def redundancy(keys: torch.Tensor, similar: float, padding: torch.Tensor | None)
         alike = directions[:, :, rows] @ directions.transpose(2, 3)
         alike.masked_fill_(rows[:, None] == column, 0.0)
         latest = torch.where(alike > similar, column, -1).amax(-1, keepdim=True)
+        if spares_first:
+            latest = latest.clamp(min=0) if padding is None else latest.maximum(padding[..., None, None])
         total += alike.masked_fill_(column == latest, 0.0).sum(2)
     mean = total / count
     return (mean if padding is None else mean.masked_fill(pads, -torch.inf)).softmax(-1)
@@ -49,17 +54,21 @@ def redundancy(keys: torch.Tensor, similar: float, padding: torch.Tensor | None)
 @dataclass(frozen=True)
 class RKVCluster(KVCluster):
     """Keeps the last `window_size` tokens and the keys with the highest
-    `balance` * importance - (1 - `balance`) * redundancy (section 3, joint selection; lambda 0.1 as published).
+    `balance` * importance - (1 - `balance`) * redundancy (section 3, joint selection; lambda 0.07 as in run_math.py).
     Importance is the window's attention to the keys before it, the largest logit of a KV head's query heads counting,
-    pooled; redundancy is likeness to the other keys. Made for long answers: `decode_budget=`."""
+    pooled; redundancy is likeness to the other keys. That of a key that no other is like does not count for the first
+    key (`variant="paper"`: it does; the preset `paper` also has the paper's lambda, 0.1). Made for long answers:
+    `decode_budget=`."""
 
     window_size: PositiveInt = 8
     kernel_size: PositiveInt = 7
-    balance: Annotated[float, Field(ge=0, le=1)] = 0.1
+    balance: Annotated[float, Field(ge=0, le=1)] = 0.07
     similar: Annotated[float, Field(ge=0, le=1)] = 0.5
+    variant: Literal["code", "paper"] = "code"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2505.24133"
     decode_interval: ClassVar[int] = 128
+    presets: ClassVar[dict[str, dict[str, object]]] = {"paper": {"variant": "paper", "balance": 0.1}}
 
     def __post_init__(self) -> None:
         if self.kernel_size % 2 == 0:
@@ -71,5 +80,5 @@ class RKVCluster(KVCluster):
         logits[..., -window:] = -torch.inf
         importance = logits.amax(2).softmax(-1).nan_to_num(0.0).mean(2)  # NaN where nothing is before the window
         importance = pool_scores(importance, self.kernel_size, "max")
-        scores = self.balance * importance - (1 - self.balance) * redundancy(keys, self.similar, view.padding)
-        return view.protect_recent(scores, window)
+        repeated = redundancy(keys, self.similar, view.padding, spares_first=self.variant == "code")
+        return view.protect_recent(self.balance * importance - (1 - self.balance) * repeated, window)

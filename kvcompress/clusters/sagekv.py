@@ -17,7 +17,8 @@ class SAGEKVCluster(HeavyHitterKVCluster):
     """Keeps the first `sinks` tokens, for `recent` of the budget the most recent ones, and between them those that the
     prompt's last query attends to most, per KV head in the mean over its query heads (section 3).
 
-    The choice is made once: while decoding, sinks and chosen tokens stay, and the recent window slides.
+    The choice is made once: while decoding, sinks and chosen tokens stay, and the recent window slides: of all other
+    tokens the oldest goes.
     """
 
     sinks: NonNegativeInt = 4
@@ -30,4 +31,15 @@ class SAGEKVCluster(HeavyHitterKVCluster):
         if view.is_decoding:
             return torch.zeros(keys.shape[:3], device=keys.device)
         received = view.window_attention(queries, keys, 1)[..., 0, :].mean(2)
-        return view.protect_sinks(received, self.sinks)
+        position = torch.arange(keys.shape[2], device=keys.device)
+        if view.padding is not None:
+            position = position - view.padding[..., None]
+        return received.masked_fill((position >= 0) & (position < self.sinks), float("inf"))
+
+    def carried(self, sums: torch.Tensor, view: LayerView) -> torch.Tensor:
+        # A recent token was not chosen: once it leaves the window it goes before what was, the oldest first.
+        recent = view.protect_recent(torch.zeros_like(sums), [self.recent_tokens(budget) for budget in view.budgets])
+        return sums.masked_fill(recent.isinf() & sums.isfinite(), 0.0)
+
+    def recent_tokens(self, budget: int) -> int:
+        return max(1, super().recent_tokens(budget))

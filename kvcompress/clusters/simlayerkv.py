@@ -1,7 +1,7 @@
 """SimLayerKV: lazy layers keep little. https://arxiv.org/abs/2410.13846"""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt
@@ -21,13 +21,26 @@ class SimLayerKVCluster(KVCluster):
 
     In the paper a lazy layer keeps 4 + 1024 tokens and every other layer all. Here the sum over the layers is the
     budget that was asked for: what lazy layers give up goes to the others, as many tokens as fit.
+
+    With `variant="code"` and `"paper"` the budget is that of a lazy layer and every other layer keeps all, so that the
+    realised ratio follows from the prompt. A layer is judged by the prompt's last query (`layer_budget="lazy-code"`;
+    its code asks the first decoded one) or by its last 32 (`"lazy-paper"`). Presets: the code's thresholds.
     """
 
     sinks: NonNegativeInt = 4
     lazy_threshold: Annotated[float, Field(ge=0, le=1)] = 0.9
+    variant: Literal["budget", "code", "paper"] = "budget"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2410.13846"
     layer_budget: ClassVar[str] = "lazy"
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {
+        "code": {"layer_budget": "lazy-code"},
+        "paper": {"layer_budget": "lazy-paper"},
+    }
+    presets: ClassVar[dict[str, dict[str, object]]] = {
+        model: {"variant": "code", "lazy_threshold": threshold, "budget": 4 + 1024}
+        for model, threshold in (("llama-2", 0.65), ("llama-3", 0.9), ("mistral", 0.8), ("qwen2", 0.85))
+    }
     query_window: ClassVar[int] = 0  # asks no query
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """TOVA: token omission via attention. https://arxiv.org/abs/2401.06104"""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -14,7 +14,10 @@ from .base import KVCluster
 @dataclass(frozen=True)
 class TOVAKVCluster(KVCluster):
     """Keeps what the last query attends to most, averaged over all heads, so that the heads of a layer keep the same
-    tokens (section 3.2). While decoding, the state of fixed size drops one token at each step."""
+    tokens (section 3.2). While decoding, the state of fixed size drops one token at each step, which may be the new
+    one. `variant="kvpress"`: the last token always stays."""
+
+    variant: Literal["code", "kvpress"] = "code"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2401.06104"
     head_budget: ClassVar[str] = "shared"
@@ -24,5 +27,6 @@ class TOVAKVCluster(KVCluster):
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         weights = view.window_attention(queries, keys, 1)
         scores = weights[..., 0, :].mean(2)  # (batch, kv_heads, keys)
-        scores[..., -1] = float("inf")  # the last token stays
+        if self.variant == "kvpress":
+            scores[..., -1] = float("inf")
         return scores

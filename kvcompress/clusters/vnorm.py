@@ -1,7 +1,7 @@
 """Value norm: a token whose value is long weighs more in the output, whoever attends to it."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -13,10 +13,13 @@ from .base import KVCluster
 @register_method("vnorm")
 @dataclass(frozen=True)
 class VNormKVCluster(KVCluster):
-    """Keeps the values with the largest L2 norm: the part of VATP's score (https://arxiv.org/abs/2406.12335, eq. 3)
-    that needs no attention."""
+    """Keeps the values with the largest L1 norm: the part of VATP's score (https://arxiv.org/abs/2406.12335, eq. 3;
+    guozhiyu/vatp, utils_hh/modify_llama.py) that needs no attention. `variant="kvpress"`: the L2 norm, as in the value
+    mode of its CUR."""
+
+    variant: Literal["code", "kvpress"] = "code"
 
     query_window: ClassVar[int] = 0  # asks no query
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
-        return values.float().norm(dim=-1)
+        return values.float().norm(p=1 if self.variant == "code" else 2, dim=-1)

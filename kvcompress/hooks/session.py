@@ -58,7 +58,7 @@ def compress(
     check_room(policy, max_new_tokens)
     inner = unwrapped(model)
     check_heads(inner, attention_config(inner), policy)
-    if policy.cluster.unrotated_queries:
+    if policy.cluster.watches_rotary:
         rotary_embeddings(text_decoder(inner))
     new_cache = {
         "method": method,
@@ -68,7 +68,7 @@ def compress(
         **options,
     }
     tokens = policy.tokens
-    tower = TowerRecorder(inner, tokens.tower_layer) if tokens is not None and tokens.sees == "tower" else None
+    tower = TowerRecorder(inner, tokens) if tokens is not None and tokens.sees == "tower" else None
     return Session(model, new_cache, tower)
 
 
@@ -146,7 +146,7 @@ class Session:
         self._end_pass()  # of one that was interrupted
         if is_prompt and policy.tokens is not None:
             self._of_pass = prune(self._decoder, self._base, cache, self._tower, self._frames, ids)
-        if policy.cluster.unrotated_queries and (is_prompt or policy.hooks_steps):
+        if (policy.cluster.watches_rotary and is_prompt) or policy.hooks_steps:
             self._of_pass += watch_rotary(self._decoder, cache.rotate)
         if policy.cluster.second_pass and is_prompt:
             note = self._decoder.register_forward_pre_hook(self._note_decoder_inputs, with_kwargs=True)

@@ -97,7 +97,8 @@ class Pruning:
 
     @property
     def is_needed(self) -> bool:
-        return any(budgets != self.counts for budgets in self.stages.values())
+        sets_budgets = self.method.sets_budgets and any(self.counts)
+        return sets_budgets or any(budgets != self.counts for budgets in self.stages.values())
 
     def attach(self, layers: torch.nn.ModuleList) -> list[RemovableHandle]:
         handles = [layers[0].register_forward_pre_hook(self._prepare, with_kwargs=True)]
@@ -160,9 +161,10 @@ class Pruning:
             hidden = hidden.clone()
             hidden[self.rows, self.source] = merged
         stays = tokens.real & (chosen | ~self.vision)
+        kept = chosen.sum(1).tolist() if self.method.sets_budgets else self.stages[index]
         lengths = [
             length - vision + budget
-            for length, vision, budget in zip(self.whole.lengths, self.counts, self.stages[index], strict=True)
+            for length, vision, budget in zip(self.whole.lengths, self.counts, kept, strict=True)
         ]
         left = max(lengths)
         order = stays.int().argsort(dim=1, stable=True)[:, -left:]  # a row's dropped tokens first

@@ -4,7 +4,9 @@
 """
 
 import functools
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -12,20 +14,23 @@ from transformers import PreTrainedModel
 
 from ..errors import KVCompressError
 from ..scoring.vision import vision_token_mask
-from ..tokens.base import Tower
+from ..tokens.base import TokenMethod, Tower
 
 FAMILIES = ("llava", "llava_next", "llava_onevision")  # an image token is a patch of the tower, or a mean of some
 
 
 class TowerRecorder:
-    """Notes, whenever the model encodes images, what one layer of the vision tower attends to.
+    """Notes, whenever the model encodes images, what one layer of the vision tower attends to and what the tower hands
+    to the projector.
 
     Each token of the prompt gets its numbers as the model packs them: what the model does with the patches' features
     (cut off the padding, interpolate, put a newline behind each line of patches) is done with these numbers too.
     """
 
-    def __init__(self, model: PreTrainedModel, layer: int):
-        """`layer`: of the tower, as an index into its layers. Raises KVCompressError where the tower is not seen."""
+    def __init__(self, model: PreTrainedModel, method: TokenMethod):
+        """`method.tower_layer` is an index into the tower's layers. Raises KVCompressError where the tower is not
+        seen."""
+        layer = method.tower_layer
         if model.config.model_type not in FAMILIES:
             raise KVCompressError(
                 f"there is no access to the vision tower's attention of a {model.config.model_type} model; "
@@ -39,13 +44,14 @@ class TowerRecorder:
         ]
         if not -len(attentions) <= layer < len(attentions):
             raise KVCompressError(f"tower_layer={layer}: the vision tower has {len(attentions)} layers")
-        self.attention = attentions[layer]
-        self.states = self.received = self.keys = None
+        self.attention, self.method = attentions[layer], method
+        self.states = self.output = self.packed = None
 
     def attach(self) -> list["RemovableHandle | Replacement"]:
         """Start watching; returns what ends it."""
         handles = [
             self.attention.register_forward_pre_hook(self._attending, with_kwargs=True),
+            self.model.vision_tower.register_forward_hook(self._encoded),
             self.model.multi_modal_projector.register_forward_hook(self._projected),
         ]
         if hasattr(self.model, "pack_image_features"):
@@ -55,8 +61,8 @@ class TowerRecorder:
     def take(self, input_ids: torch.Tensor) -> dict[str, Tower]:
         """What was noted, as `tower` of `Tokens`, for a prompt (batch, columns); beam search repeats each row."""
         images = vision_token_mask(self.model.config, input_ids)
-        received, keys, self.received, self.keys = self.received, self.keys, None, None
-        tokens, given = int(images.sum()), 0 if received is None else len(received)
+        packed, self.packed = self.packed, None
+        tokens, given = int(images.sum()), 0 if packed is None else sum(packed.lengths)
         beams = tokens // given if given else 0
         if not beams or tokens != given * beams:
             raise KVCompressError(
@@ -64,53 +70,91 @@ class TowerRecorder:
                 "needs images (no video), encoded in the same kvcompress.compress(...)"
             )
         first = images[::beams]
-        at_tokens = torch.full(first.shape, float("-inf"), device=images.device)
-        at_tokens[first] = received.to(images.device)
-        all_keys = keys.new_zeros(*first.shape, *keys.shape[1:], device=images.device)
-        all_keys[first] = keys.to(images.device)
-        return {"tower": Tower(at_tokens.repeat_interleave(beams, 0), all_keys.repeat_interleave(beams, 0))}
+
+        def by_row(numbers: torch.Tensor, elsewhere: float) -> torch.Tensor:
+            rows = numbers.new_full((*first.shape, *numbers.shape[1:]), elsewhere, device=images.device)
+            rows[first] = numbers.to(images.device)
+            return rows.repeat_interleave(beams, 0)
+
+        parts = by_row(packed.received, float("-inf")), by_row(packed.keys, 0.0), by_row(packed.features, 0.0)
+        classes = [row for row in packed.classes_of(first.sum(1).tolist()) for _ in range(beams)]
+        return {"tower": Tower(*parts, classes, self.model.multi_modal_projector.forward)}
 
     def _attending(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         self.states = args[0] if args else kwargs["hidden_states"]
 
+    def _encoded(self, tower: torch.nn.Module, args: tuple, output: object) -> None:
+        self.output = output
+
     @torch.no_grad()
-    def _projected(self, projector: torch.nn.Module, args: tuple, features: torch.Tensor) -> None:
-        """The tower is done with tiles of which the model uses `features` (tiles, patches, size)."""
-        states, self.states = self.states, None
+    def _projected(self, projector: torch.nn.Module, args: tuple, projected: torch.Tensor) -> None:
+        """The tower is done with tiles of which the model uses the features `args[0]` (tiles, patches, size)."""
+        (features,), states, output = args, self.states, self.output
+        self.states = self.output = None
         heads = self.attention.num_heads
         queries, keys = (
             project(states).unflatten(-1, (heads, -1)) for project in (self.attention.q_proj, self.attention.k_proj)
         )
         has_class = features.shape[1] == states.shape[1] - 1  # whose own features the model does not use
-        received = [received_attention(q, k, has_class) for q, k in zip(queries, keys, strict=True)]
-        self.received, self.keys = torch.stack(received)[..., None], keys[:, int(has_class) :]
+        classes = features[:, :0]
+        if has_class:
+            layers = self.model.config.vision_feature_layer
+            layers = [layers] if isinstance(layers, int) else layers
+            classes = torch.cat([output.hidden_states[layer][:, :1] for layer in layers], -1)
+        received = [self.method.received(q, k, has_class) for q, k in zip(queries, keys, strict=True)]
+        numbers = torch.stack(received)[..., None], keys[:, int(has_class) :], features
+        self.packed = Packed(*numbers, classes, [1] * len(features), [features.shape[1]] * len(features))
         if not hasattr(self.model, "pack_image_features"):
-            self.received, self.keys = self.received.flatten(), self.keys.flatten(0, 1)
+            self.packed = self.packed.packed_by(lambda numbers, _: list(numbers), self.packed.tiles)
 
     def _packing(self, pack: Callable, features: list[torch.Tensor], *args, **kwargs):
         """Pack the numbers as the model packs the features; newlines receive nothing (-inf)."""
         counts = [len(tiles) for tiles in features]
 
-        def packed(numbers: torch.Tensor, newline: float) -> torch.Tensor:
+        def packed(numbers: torch.Tensor, newline: float) -> list[torch.Tensor]:
             newline = numbers.new_full((numbers.shape[-1],), newline)
             parts, _ = pack(numbers.split(counts), *args, **{**kwargs, "image_newline": newline})
-            return torch.cat(parts)
+            return parts
 
-        keys = self.keys.flatten(2)
-        self.received, self.keys = (
-            packed(self.received, float("-inf"))[:, 0],
-            packed(keys, 0.0).unflatten(-1, self.keys.shape[2:]),
-        )
+        self.packed = self.packed.packed_by(packed, counts)
         return pack(features, *args, **kwargs)
 
 
-def received_attention(queries: torch.Tensor, keys: torch.Tensor, has_class: bool) -> torch.Tensor:
-    """What each patch of a tile receives, averaged over the heads: from the class token, which comes first, or where
-    the tower has none from all patches in the mean. queries, keys (tokens, heads, head_dim); the result, in fp32, is
-    (patches,) and sums to at most 1."""
-    asking = queries[:1] if has_class else queries
-    logits = torch.einsum("qhd,khd->hqk", asking.float(), keys.float()) * queries.shape[-1] ** -0.5
-    return logits.softmax(-1).mean((0, 1))[int(has_class) :]
+@dataclass(frozen=True)
+class Packed:
+    """What was noted of all patches, tile by tile at first and then one after the other as the prompt holds them.
+
+    Attributes:
+        received, keys, features: see `Tower`; (tiles, patches, ...), then (tokens, ...).
+        classes: the class tokens' states (tiles, 1 or 0, size).
+        tiles, lengths: of each image, how many tiles and tokens it has.
+    """
+
+    received: torch.Tensor
+    keys: torch.Tensor
+    features: torch.Tensor
+    classes: torch.Tensor
+    tiles: list[int]
+    lengths: list[int]
+
+    def packed_by(self, pack: Callable[[torch.Tensor, float], list[torch.Tensor]], tiles: list[int]) -> "Packed":
+        """`pack` makes of numbers (tiles, patches, size), and of what stands at newlines, one tensor for each image."""
+        received = pack(self.received, float("-inf"))
+        keys = torch.cat(pack(self.keys.flatten(2), 0.0)).unflatten(-1, self.keys.shape[2:])
+        features, lengths = torch.cat(pack(self.features, 0.0)), [len(image) for image in received]
+        return Packed(torch.cat(received)[:, 0], keys, features, self.classes, tiles, lengths)
+
+    def classes_of(self, tokens: list[int]) -> list[torch.Tensor]:
+        """The class tokens' states (classes, size) of the images of each row, of which so many tokens are known."""
+        rows, images = [], deque(zip(self.classes.split(self.tiles), self.lengths, strict=True))
+        for left in tokens:
+            of_row = [self.classes[:0].flatten(0, 1)]
+            while left > 0:
+                classes, length = images.popleft()
+                of_row.append(classes.flatten(0, 1))
+                left -= length
+            rows.append(torch.cat(of_row))
+        return rows
 
 
 class Replacement:

@@ -1,7 +1,7 @@
 """What a rule for layer budgets is, and the registry of rules."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -11,12 +11,14 @@ from ..scoring.layer_view import LayerView
 
 
 class LayerBudget:
-    """Shares out what all layers may keep together; the sum is exact for every row.
+    """Shares out what all layers may keep together; the sum is exact for every row, but for rules that say otherwise.
 
     A rule that derives from this gives `fixed`, or, where the shares follow from the prompt, `measure` and `weights`.
     Then every layer is measured right after its attention and nothing is dropped before the last layer is done, so
     that the peak holds the whole prompt in all layers.
     """
+
+    is_exact: ClassVar[bool] = True  # the layers hold together what was asked for
 
     @property
     def is_measured(self) -> bool:

@@ -64,7 +64,7 @@ class Policy:
     def hooks_prompts(self) -> bool:
         """Whether a prompt's forward pass needs hooks on the model."""
         cluster = self.cluster
-        is_watched = self.tokens is not None or cluster.unrotated_queries or cluster.second_pass
+        is_watched = self.tokens is not None or cluster.watches_rotary or cluster.second_pass
         return is_watched or self.engine.prefill_chunk is not None
 
     @property
@@ -178,6 +178,7 @@ def _check_prefill_chunk(policy: Policy) -> None:
         f"layer_budget={policy.chosen('layer_budget')!r}, which follows from the whole prompt": (
             policy.layer_budget.is_measured
         ),
+        "positions='cache', which moves the keys of one prompt": policy.cluster.moves_keys,
     }
     for conflict, is_there in conflicts.items():
         if is_there:

@@ -39,11 +39,13 @@ class StoredEntries:
         columns: LongTensor (batch, kv_heads, entries), the column of the sequence of each.
         seen: columns of the sequence so far.
         tokens: real tokens of each row so far, evicted ones included.
+        reading: whether a later chunk of a prompt was just read, so that the latest queries are the prompt's.
     """
 
     columns: torch.Tensor
     seen: int
     tokens: tuple[int, ...]
+    reading: bool = False
 
 
 @dataclass(frozen=True)

@@ -37,13 +37,13 @@ def into_most_similar(
     scores: torch.Tensor,
     view: LayerView,
     share: Share,
-    selective: bool = False,
+    renewal: float | None = None,
     above_mean: bool = False,
     first_into: bool = False,
 ) -> Kept:
     """Every evicted entry goes into the kept entry of its row and KV head whose key is most like its own (cosine), its
-    value into that entry's value. With `selective` only those that are at least as like as the threshold: the mean of
-    what is evicted together, averaged with the threshold of the eviction before (D2O: alpha = beta = 0.5); with
+    value into that entry's value. With `renewal` (D2O) only those that are at least as like as the threshold: at first
+    the mean of what is evicted together, then its moving average, in which each eviction's mean counts `renewal`; with
     `above_mean` only those of `_above_mean`; with `first_into` as many of the first that are evicted, into the entries
     that those would go into (MEDA)."""
     similarity, target = _most_similar(kept, keys, view)
@@ -53,11 +53,11 @@ def into_most_similar(
         first, likest = ((~some).int().argsort(dim=-1, stable=True) for some in (evicted, merged))
         target = target.scatter(2, first, target.gather(2, likest))
         merged = merged.scatter(2, first, merged.gather(2, likest))
-    if selective:
+    if renewal is not None:
         mean = similarity.masked_fill(~merged, 0.0).sum(-1) / merged.sum(-1)
         before = mean if view.merge_threshold is None else view.merge_threshold
         before = torch.where(before.isnan(), mean, before)
-        threshold = torch.where(merged.any(-1), (mean + before) / 2, before)
+        threshold = torch.where(merged.any(-1), torch.lerp(before, mean, renewal), before)
         kept = replace(kept, merge_threshold=threshold)
         merged &= similarity >= threshold[..., None] - 1e-6  # rounding does not drop one that is the mean
     target, similarity, merged = (x.unsqueeze(-1) for x in (target, similarity, merged))
@@ -84,8 +84,8 @@ def pivot(evicted: torch.Tensor, kept: torch.Tensor, similarity: torch.Tensor) -
 
 
 def weighted(evicted: torch.Tensor, kept: torch.Tensor, similarity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `average`, with every entry weighted by its cosine similarity (LOOK-M, weighted merging), and of all that is
-    evicted only `_above_mean`, the rest dropped."""
+    """As `average`, with every entry weighted by its cosine similarity (LOOK-M, weighted merging; `MERGES` says of
+    which; D2O's code, AIoT-MLSys-Lab/D2O, modeling_llama3_7b_13b_d2o.py, `D2O_LayerKVCache`)."""
     return evicted * similarity, torch.ones_like(similarity)
 
 
@@ -185,6 +185,7 @@ MERGES: dict[str, Callable[[Kept, torch.Tensor, torch.Tensor, torch.Tensor, Laye
     "pivot": partial(into_most_similar, share=pivot),
     "meda": partial(into_most_similar, share=average, first_into=True),
     "weighted": partial(into_most_similar, share=weighted, above_mean=True),
-    "d2o": partial(into_most_similar, share=exponential, selective=True),
+    "d2o": partial(into_most_similar, share=weighted, renewal=0.5),
+    "d2o-paper": partial(into_most_similar, share=exponential, renewal=0.7),
     "cam": into_followers,
 }

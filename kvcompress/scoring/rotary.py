@@ -20,6 +20,7 @@ class Rotary:
         cos, sin: (batch, columns, rotated), what the model multiplied queries and their rotated halves with, times
             `scaling`; channels of a head beyond `rotated` stay as they are.
         positions: LongTensor (batch, columns); under M-RoPE the largest of a token's three, after which text goes on.
+        least: the same with the least of the three, None where a token has one position.
         inv_freq: (rotated / 2,), radians per position.
         scaling: factor in cos and sin, other than 1 with YaRN and the like.
     """
@@ -29,6 +30,7 @@ class Rotary:
     positions: torch.Tensor
     inv_freq: torch.Tensor
     scaling: float = 1.0
+    least: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -44,23 +46,52 @@ class Rotary:
         (batch, columns, hidden) and `positions` ((3,) 1 or batch, columns), its output (cos, sin), and, where it
         serves several types of layers, which one."""
         prefix = "" if layer_type is None else f"{layer_type}_"
+        least = None
         if positions.ndim == 3:
-            positions = positions.amax(0)
+            positions, least = positions.amax(0), positions.amin(0).expand(len(states), -1)
         cos, sin = (_merged_axes(config, angle).expand(len(states), -1, -1) for angle in output)
         inv_freq = getattr(module, f"{prefix}inv_freq")
         scaling = getattr(module, f"{prefix}attention_scaling", 1.0)
-        return cls(cos, sin, positions.expand(len(states), -1), inv_freq, scaling)
+        return cls(cos, sin, positions.expand(len(states), -1), inv_freq, scaling, least)
 
     def to(self, device: torch.device) -> "Rotary":
         """On the device of a layer, where the layers are on several."""
-        names = ("cos", "sin", "positions", "inv_freq")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        parts = {name: getattr(self, name) for name in ("cos", "sin", "positions", "inv_freq", "least")}
+        return replace(self, **{name: part.to(device) for name, part in parts.items() if part is not None})
 
     def columns(self, columns: torch.Tensor) -> "Rotary":
         """Of these columns only, LongTensor (batch, width)."""
         rows = columns[..., None].expand(-1, -1, self.cos.shape[2])
         taken = {"cos": self.cos.gather(1, rows), "sin": self.sin.gather(1, rows)}
+        if self.least is not None:
+            taken["least"] = self.least.gather(1, columns)
         return replace(self, positions=self.positions.gather(1, columns), **taken)
+
+    def rows(self, rows: torch.Tensor) -> "Rotary":
+        """Of these rows of the batch only."""
+        taken = {name: getattr(self, name) for name in ("cos", "sin", "positions", "least")}
+        return replace(self, **{name: part[rows] for name, part in taken.items() if part is not None})
+
+    def positions_of(self, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest and the least position of the tokens in these columns, LongTensors (batch, kv_heads, entries);
+        columns behind the last are text."""
+        last = self.positions.shape[1] - 1
+        at = columns.clamp(min=0, max=last)
+        behind = (columns - last).clamp(min=0)
+        largest, least = (
+            each[:, None].expand(-1, columns.shape[1], -1).gather(2, at)
+            for each in (self.positions, self.positions if self.least is None else self.least)
+        )
+        text = largest + behind
+        return text, torch.where(behind > 0, text, least)
+
+    def moved(self, keys: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        """Rotated keys (batch, kv_heads, entries, head_dim) as if their tokens stood `by` positions (batch, kv_heads,
+        entries) later, on every axis."""
+        angles = (by[..., None].float() * self.inv_freq.float()).repeat(1, 1, 1, 2)
+        turned, rest = keys.float().split([angles.shape[-1], keys.shape[-1] - angles.shape[-1]], dim=-1)
+        turned = turned * angles.cos() + rotate_half(turned) * angles.sin()
+        return torch.cat([turned, rest], dim=-1).to(keys.dtype)
 
     def without_pads(self, padding: torch.Tensor) -> "Rotary":
         """With -1 as the position of the pads, padding (batch, 1), so that no text follows them."""

@@ -1,6 +1,7 @@
 """What a token method is: a `TokenMethod` that chooses the vision tokens which go on through the language model."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -24,12 +25,23 @@ class Attention:
 
 @dataclass(frozen=True)
 class Tower:
-    """What a layer of the vision tower made of the prompt's tokens: the attention that each received, averaged over the
-    heads, (batch, columns) in fp32, -inf where there is no patch (text, newlines); and its keys
-    (batch, columns, heads, head_dim)."""
+    """What the vision tower made of the prompt's tokens.
+
+    Attributes:
+        received: the attention that each received in one of its layers, (batch, columns) in fp32, -inf where there is
+            no patch (text, newlines); see `TokenMethod.received`.
+        keys: that layer's, (batch, columns, heads, head_dim).
+        features: what the model projects, (batch, columns, tower_size).
+        classes: of each row, the states of its tiles' class tokens, (tiles, tower_size), on their way to the projector
+            although the model leaves them out; empty where the tower has none.
+        project: the projector, (..., tower_size) -> (..., hidden_size).
+    """
 
     received: torch.Tensor
     keys: torch.Tensor
+    features: torch.Tensor
+    classes: list[torch.Tensor]
+    project: Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,11 @@ class TokenMethod(Method, ABC):
 
     sees: ClassVar[Literal["attention", "tower", "frames"]] = "attention"
 
+    @property
+    def sets_budgets(self) -> bool:
+        """Whether the method decides how many tokens stay; a budget is then the most that may."""
+        return False
+
     @abstractmethod
     def layers(self, num_layers: int) -> list[int]:
         """The decoder layers in front of which tokens are dropped, ascending; 0: before the language model."""
@@ -97,15 +114,45 @@ class TokenMethod(Method, ABC):
         """Vision tokens kept from each of `layers` on, where `kept` of `vision_tokens` are asked for."""
         return [kept for _ in self.layers(num_layers)]
 
+    def hides_from(self, num_layers: int) -> int | None:
+        """The decoder layer from which on a decode step sees some of the vision tokens only; None: all see all."""
+        return None
+
+    def hide(self, attention: torch.Tensor, vision: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+        """Of the stored entries those that the layers from `hides_from` on do not see at a decode step: bool
+        (batch, entries).
+
+        Args:
+            attention: the new token's in the layer before, in the mean over heads, (batch, entries) in fp32.
+            vision: bool (batch, entries), True at vision tokens.
+            before: `attention` of the step before, None at a prompt's first.
+        """
+        return torch.zeros_like(vision)
+
     def prepare(self, tokens: Tokens) -> torch.Tensor | None:
         """What the method wants to remember of each token's embedding (batch, tokens, ...), or None."""
         return None
+
+    def received(self, queries: torch.Tensor, keys: torch.Tensor, has_class: bool) -> torch.Tensor:
+        """For `sees="tower"`: what each patch of a tile receives in the tower's layer `tower_layer`, by its queries and
+        keys (tokens, heads, head_dim): (patches,) in fp32."""
+        return received_attention(queries, keys, has_class)
 
     @abstractmethod
     def score(self, tokens: Tokens) -> torch.Tensor:
         """How much each token is worth, (batch, tokens) in fp32. What stands at text and pads does not matter."""
 
     def choose(self, scores: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """The vision tokens that stay, bool (batch, tokens), `tokens.budgets[row]` of them in each row; and the hidden
-        states (batch, tokens, hidden_size), changed where something is merged into those that stay."""
+        """The vision tokens that stay, bool (batch, tokens), `tokens.budgets[row]` of them in each row (at most so many
+        where the method `sets_budgets`); and the hidden states (batch, tokens, hidden_size), changed where something is
+        merged into those that stay."""
         return tokens.best(scores), tokens.hidden
+
+
+def received_attention(queries: torch.Tensor, keys: torch.Tensor, has_class: bool) -> torch.Tensor:
+    """What each patch of a tile receives, averaged over the heads: from the class token, which comes first, or where
+    the tower has none from all patches in the mean. queries, keys (tokens, heads, head_dim); the result, in fp32, is
+    (patches,) and sums to at most 1."""
+    asking = queries[:1] if has_class else queries
+    logits = torch.einsum("qhd,khd->hqk", asking.float(), keys.float()) * queries.shape[-1] ** -0.5
+    return logits.softmax(-1).mean((0, 1))[int(has_class) :]

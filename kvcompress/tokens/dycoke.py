@@ -1,14 +1,17 @@
 """DyCoke: what changes from frame to frame of a video. https://arxiv.org/abs/2411.15024"""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field, PositiveInt
 
 from ..errors import KVCompressError
 from ..methods import register_method
 from ..scoring.budget import allocate
 from .base import TokenMethod, Tokens
+
+CHANGED = 0.9  # attention that is less alike than this chooses anew
 
 
 @register_method("dycoke")
@@ -16,40 +19,81 @@ from .base import TokenMethod, Tokens
 class DyCoke(TokenMethod):
     """Before the language model, merges the tokens of a video over time (section 3.2, stage 1): of every four frames
     the first stays whole; the second and fourth keep the tokens that are least like those at the same place one frame
-    before, the third those that are least like the first's, by the cosine of their embeddings.
+    before, the third those that are least like the first's, by the cosine of their embeddings. As in the released code,
+    the third of the last four frames, or fewer, stays whole as well; with `variant="paper"` it does not. Images stay.
 
-    The paper's rate p drops that part of the later three frames, so `ratio` is 1 - 3 p / 4: 0.475 for its p = 0.7, and
-    never below 1 / 4. Images stay. Its second stage, which hides tokens from the cache while decoding and may take
-    them back, is left out.
+    The paper's rate p drops that part of these frames, so `ratio` is about 1 - 3 p / 4, and never below 1 / 4.
+
+    While decoding (section 3.3, stage 2), the layers from `layer` (L) on do not see `decode_drop` of the vision tokens:
+    those that the new token attends to least in the layer before, chosen anew at each step. Where its attention over
+    them is like the step before's, with a cosine of 0.9 or more, it sees all, as in the released code. All stay in the
+    cache, so that any can come back: this saves no memory. 0: off.
     """
 
+    layer: PositiveInt = 3
+    decode_drop: Annotated[float, Field(ge=0, lt=1)] = 0.8
+    variant: Literal["code", "paper"] = "code"
+
     paper: ClassVar[str] = "https://arxiv.org/abs/2411.15024"
+    # Of 32 frames of 196 tokens and a newline, in which 24 frames (in the code 23) keep 58 tokens each.
+    presets: ClassVar[dict[str, dict[str, object]]] = {
+        "code": {"ratio": (9 * 196 + 23 * 58 + 1) / (32 * 196 + 1), "layer": 3, "decode_drop": 0.8},
+        "paper": {
+            "ratio": (8 * 196 + 24 * 58 + 1) / (32 * 196 + 1),
+            "layer": 3,
+            "decode_drop": 0.7,
+            "variant": "paper",
+        },
+    }
     sees: ClassVar[Literal["attention", "tower", "frames"]] = "frames"
 
     def layers(self, num_layers: int) -> list[int]:
         return [0]
+
+    def hides_from(self, num_layers: int) -> int | None:
+        if not self.decode_drop:
+            return None
+        if self.layer >= num_layers:
+            raise KVCompressError(
+                f"dycoke: layer={self.layer} is not below the model's {num_layers} layers (decode_drop=0 needs none)"
+            )
+        return self.layer
+
+    def hide(self, attention: torch.Tensor, vision: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+        shown = (vision.sum(1, keepdim=True).double() * (1 - self.decode_drop)).long()
+        order = attention.masked_fill(~vision, -1).argsort(dim=1, descending=True, stable=True)
+        hidden = vision & (order.argsort(dim=1) >= shown)
+        if before is not None:
+            alike = torch.cosine_similarity(attention * vision, before * vision, dim=1)
+            hidden &= (alike < CHANGED)[:, None]
+        return hidden
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         """How unlike the earlier frame; +inf for what stays anyway: first frames, newlines, images."""
         scores = torch.full(tokens.vision.shape, float("inf"), device=tokens.vision.device)
         for row, videos in enumerate(tokens.frames):
             for columns in videos:
-                for frame in range(len(columns)):
-                    if frame % 4:
-                        before = frame - 2 if frame % 4 == 2 else frame - 1
-                        now, then = (tokens.hidden[row, columns[f]].float() for f in (frame, before))
-                        scores[row, columns[frame]] = 1 - torch.cosine_similarity(now, then, dim=-1)
+                for frame in self._later(len(columns)):
+                    before = frame - 2 if frame % 4 == 2 else frame - 1
+                    now, then = (tokens.hidden[row, columns[f]].float() for f in (frame, before))
+                    scores[row, columns[frame]] = 1 - torch.cosine_similarity(now, then, dim=-1)
         return scores
+
+    def _later(self, frames: int) -> list[int]:
+        """Of so many frames those that lose tokens: of each four all but the first, and in the released code all but
+        the third of the last four, or fewer, there are (llava_arch.py:78)."""
+        last = frames - 1 - (frames - 1) % 4 if self.variant == "code" else frames
+        return [frame for frame in range(frames) if frame % 4 and frame != last + 2]
 
     def choose(self, scores: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         chosen = tokens.vision & scores.isinf()
         for row, budget in enumerate(tokens.budgets):
-            later = [video[frame] for video in tokens.frames[row] for frame in range(len(video)) if frame % 4]
+            later = [video[frame] for video in tokens.frames[row] for frame in self._later(len(video))]
             fixed, sizes = int(chosen[row].sum()), [len(columns) for columns in later]
             if not fixed <= budget <= fixed + sum(sizes):
                 raise KVCompressError(
                     f"dycoke: row {row} cannot keep {budget} of its {fixed + sum(sizes)} vision tokens: images and "
-                    f"every fourth frame of a video stay, {fixed} tokens"
+                    f"every fourth frame of a video stay (and variant='code' spares one more), {fixed} tokens"
                 )
             shares = allocate(sizes, budget - fixed, max(sizes)) if sizes else []
             for columns, share in zip(later, shares, strict=True):

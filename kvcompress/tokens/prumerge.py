@@ -8,71 +8,106 @@ import torch.nn.functional as F
 from pydantic import NonNegativeInt
 
 from ..methods import register_method
-from .base import TokenMethod, Tokens
+from .base import TokenMethod, Tokens, Tower, received_attention
 
 
 @register_method("prumerge+")
 @dataclass(frozen=True)
 class PruMergePlus(TokenMethod):
     """Before the language model, keeps the tokens whose attention in the vision tower's layer `tower_layer` is an
-    outlier, above Q3 + 1.5 IQR (section 3.2), fills the budget with tokens at an even distance among the others
-    (section 3.4), and adds to each kept token its `neighbours` nearest by their keys, weighted by attention (section
-    3.3, unnormalised as in the released code).
+    outlier, above Q3 + 1.5 IQR (section 3.2), fills the budget with tokens at even distances (section 3.4), and adds to
+    each kept token its `neighbours` nearest by their keys, weighted by attention (section 3.3, unnormalised and in
+    front of the projector as in the released code). The last token of the budget is the weighted sum of what is dropped
+    (`extra_token`); it stands where the last dropped patch stood.
 
-    The paper lets the outliers set the number of tokens; here it is the budget's, and of more outliers the highest
-    stay. Its one extra token, the weighted sum of what is dropped, is left out. Attention, several images and the
-    place of merging are as in `visionzip`.
+    Attention is that of the class token: one softmax over the products of whole states, all heads at once, as in the
+    released code (clip_encoder.py, token_prune_merge_advanced_plus); with `variant="heads"` each head has its own, and
+    their mean counts. Towers without a class token and several images are as in `visionzip`.
+
+    With `count="outliers"` there are as many tokens as the authors keep: the outliers, every n-th patch, where n is a
+    third of the patches per outlier, and the extra token. `ratio` is then the most that may stay, 1 for no bound.
+    Otherwise the budget is kept: of more outliers the highest, and n is the largest that gives enough.
     """
 
     neighbours: NonNegativeInt = 32
     tower_layer: int = -1
+    extra_token: bool = True
+    count: Literal["budget", "outliers"] = "budget"
+    variant: Literal["code", "heads"] = "code"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2403.15388"
+    presets: ClassVar[dict[str, dict[str, object]]] = {"adaptive": {"count": "outliers", "ratio": 1.0}}
     sees: ClassVar[Literal["attention", "tower", "frames"]] = "tower"
+
+    @property
+    def sets_budgets(self) -> bool:
+        return self.count == "outliers"
 
     def layers(self, num_layers: int) -> list[int]:
         return [0]
+
+    def received(self, queries: torch.Tensor, keys: torch.Tensor, has_class: bool) -> torch.Tensor:
+        if self.variant == "code":
+            queries, keys = (states.flatten(1)[:, None] for states in (queries, keys))
+        return received_attention(queries, keys, has_class)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         return tokens.tower.received
 
     def choose(self, scores: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        ranks, hidden = scores.clone(), tokens.hidden.clone()
+        ranks, hidden, counts = scores.clone(), tokens.hidden.clone(), list(tokens.budgets)
+        is_patch = scores > float("-inf")  # the others are newlines between lines of patches
         for row, budget in enumerate(tokens.budgets):
-            patches = (scores[row] > float("-inf")).nonzero()[:, 0]  # not the newlines between lines of patches
-            if budget < len(patches):
-                ranks[row, self._spread(scores[row], patches, budget)] = float("inf")
-        chosen = tokens.best(ranks)
-        for row in range(len(scores)):
-            patches = (scores[row] > float("-inf")).nonzero()[:, 0]
-            kept = (chosen[row] & (scores[row] > float("-inf"))).nonzero()[:, 0]
-            if len(kept) and len(patches) > 1:
-                hidden[row, kept] += self._nearest(scores[row], patches, kept, tokens, row).to(hidden.dtype)
+            patches = is_patch[row].nonzero()[:, 0]
+            if len(patches) and (budget < len(patches) or self.sets_budgets):
+                best = self._spread(scores[row, patches], budget - (self.extra_token and budget > 1))
+                ranks[row, patches[best]], counts[row] = float("inf"), len(best)
+        chosen = tokens.best(ranks, counts)
+        for row, budget in enumerate(tokens.budgets):
+            kept, dropped = ((is_patch[row] & side).nonzero()[:, 0] for side in (chosen[row], ~chosen[row]))
+            if len(kept) and self.neighbours:
+                hidden[row, kept] = self._with_nearest(scores[row], kept, tokens.tower, row).to(hidden)
+            if self.extra_token and len(dropped) and budget > 1:
+                features = tokens.tower.features[row, dropped]
+                summed = (scores[row, dropped, None] * features.float()).sum(0, keepdim=True)
+                hidden[row, dropped[-1:]] = tokens.tower.project(summed.to(features.dtype)).to(hidden)
+                chosen[row, dropped[-1]] = True
         return chosen, hidden
 
-    def _spread(self, attention: torch.Tensor, patches: torch.Tensor, budget: int) -> torch.Tensor:
-        """Columns of the outliers, and of as many others at even distances as the budget has left."""
-        weights = attention[patches]
+    def _spread(self, weights: torch.Tensor, budget: int) -> torch.Tensor:
+        """Of patches with these weights, the outliers and others at even distances: `budget` of them, or as many as
+        the outliers call for."""
+        patches = len(weights)
         low, high = torch.quantile(weights, torch.tensor([0.25, 0.75], device=weights.device))
-        outliers = min(int((weights > high + 1.5 * (high - low)).sum()), budget)
-        first = weights.topk(outliers).indices
-        others = torch.ones_like(patches, dtype=torch.bool)
-        others[first] = False
-        rest, wanted = patches[others], budget - outliers
-        even = torch.arange(wanted, device=patches.device) * len(rest) // max(wanted, 1)
-        return torch.cat([patches[first], rest[even]])
+        outliers = int((weights > high + 1.5 * (high - low)).sum())
+        outliers = int(patches * (outliers / patches))  # as there: rounding may take one
+        first = weights.topk(min(outliers, budget)).indices
+        is_other = torch.ones_like(weights, dtype=torch.bool)
+        is_other[first] = False
+        wanted = budget - len(first)
 
-    def _nearest(
-        self, attention: torch.Tensor, patches: torch.Tensor, kept: torch.Tensor, tokens: Tokens, row: int
-    ) -> torch.Tensor:
-        """The weighted sum of each kept token's nearest other patches: (kept, hidden_size)."""
-        keys = F.normalize(tokens.tower.keys[row].flatten(1).float(), dim=-1)
-        count = min(self.neighbours, len(patches) - 1)
-        sums = []
-        for part in kept.split(256):  # never all pairs at once
+        def every(step: int) -> torch.Tensor:
+            places = torch.arange(0, patches - 1, step, device=weights.device)
+            return places[is_other[places]]
+
+        if self.sets_budgets:
+            others = every(max(int(patches / max(outliers, 1)) // 3, 1))[:wanted]
+        else:
+            steps = range(patches // max(wanted, 1), 0, -1)
+            enough = (places for places in map(every, steps) if len(places) >= wanted)
+            others = next(enough, is_other.nonzero()[:, 0])
+            others = others[torch.arange(wanted, device=others.device) * len(others) // max(wanted, 1)]
+        return torch.cat([first, others])
+
+    def _with_nearest(self, attention: torch.Tensor, kept: torch.Tensor, tower: Tower, row: int) -> torch.Tensor:
+        """The kept tokens' states (kept, hidden_size), with the weighted sum of each one's nearest other patches."""
+        patches, features = (attention > float("-inf")).nonzero()[:, 0], tower.features[row]
+        keys = F.normalize(tower.keys[row].flatten(1).float(), dim=-1)
+        states = features[kept].float()
+        for start in range(0, len(kept), 256):  # never all pairs at once
+            part = kept[start : start + 256]
             likeness = keys[part] @ keys[patches].T
             likeness = likeness.masked_fill(part[:, None] == patches, float("-inf"))
-            nearest = patches[likeness.topk(count, dim=1).indices]  # (part, count)
-            weighted = attention[nearest][..., None] * tokens.hidden[row, nearest].float()
-            sums.append(weighted.sum(1))
-        return torch.cat(sums)
+            nearest = patches[likeness.topk(min(self.neighbours, len(patches) - 1), dim=1).indices]  # (part, count)
+            states[start : start + 256] += (attention[nearest][..., None] * features[nearest].float()).sum(1)
+        return tower.project(states.to(features.dtype))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from ..methods import register_method
-from .base import TokenMethod, Tokens
+from .base import TokenMethod, Tokens, Tower
 
 
 @register_method("visionzip")
@@ -20,15 +20,24 @@ class VisionZip(TokenMethod):
     3.3): targets at a uniform stride among the rest, to each of which the mean of the tokens is added whose keys,
     averaged over the heads, are most like its own.
 
-    The published budgets of 64, 128 and 192 tokens are 54 + 10, 108 + 20 and 162 + 30. Attention is that of the class
-    token or, in a tower without one (SigLIP), the mean of all patches'. Tokens are chosen and merged among all images
-    of a row, as the language model is given them; the paper merges in front of the projector.
+    Attention is that of the class token or, in a tower without one (SigLIP), the mean of all patches'. A tile's class
+    token is itself the first of its dominant tokens, as in the released code: the published budgets of 64, 128 and 192
+    tokens are 54 + 10, 108 + 20 and 162 + 30, of which 53, 107 and 161 are patches. It stands where a dropped patch
+    stood, and there is none where it would be all that is dominant. What is merged is so in front of the projector.
+
+    Tokens are chosen and merged among all images of a row, as the language model is given them; the released code
+    chooses in each tile by itself.
     """
 
     contextual: Annotated[float, Field(ge=0, lt=1)] = 10 / 64
     tower_layer: int = -2
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2412.04467"
+    presets: ClassVar[dict[str, dict[str, object]]] = {  # of 576 tokens, dominant + contextual
+        "192": {"budget": 192, "contextual": 30 / 192},
+        "128": {"budget": 128, "contextual": 20 / 128},
+        "64": {"budget": 64, "contextual": 10 / 64},
+    }
     sees: ClassVar[Literal["attention", "tower", "frames"]] = "tower"
 
     def layers(self, num_layers: int) -> list[int]:
@@ -38,25 +47,33 @@ class VisionZip(TokenMethod):
         return tokens.tower.received
 
     def choose(self, scores: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        patches = (scores > float("-inf")).sum(1).tolist()  # the others are newlines between lines of patches
-        targets = [
-            math.floor(self.contextual * budget + 0.5) if budget < count else 0
-            for budget, count in zip(tokens.budgets, patches, strict=True)
-        ]
-        chosen = tokens.best(scores, [n - m for n, m in zip(tokens.budgets, targets, strict=True)])
+        is_patch = scores > float("-inf")  # the others are newlines between lines of patches
+        sizes = []
+        for budget, patches, classes in zip(
+            tokens.budgets, is_patch.sum(1).tolist(), tokens.tower.classes, strict=True
+        ):
+            targets = math.floor(self.contextual * budget + 0.5) if budget < patches else 0
+            dominant = budget - targets
+            sizes.append((dominant, targets, len(classes) if len(classes) < dominant and budget < patches else 0))
+        chosen = tokens.best(scores, [dominant - classes for dominant, _, classes in sizes])
         hidden = tokens.hidden.clone()
-        keys = F.normalize(tokens.tower.keys.float().mean(2), dim=-1)  # (batch, tokens, head_dim)
-        for row, count in enumerate(targets):
-            if not count:
-                continue
-            rest = (tokens.vision[row] & ~chosen[row] & (scores[row] > float("-inf"))).nonzero()[:, 0]
+        for row, (_, targets, classes) in enumerate(sizes):
+            rest = (tokens.vision[row] & ~chosen[row] & is_patch[row]).nonzero()[:, 0]
             is_target = torch.zeros_like(rest, dtype=torch.bool)
-            is_target[torch.arange(count, device=rest.device) * (len(rest) // count)] = True
-            target, others = rest[is_target], rest[~is_target]
-            nearest = (keys[row, others] @ keys[row, target].T).argmax(1)
-            sums = torch.zeros(count, hidden.shape[2], device=hidden.device)
-            sums.index_add_(0, nearest, tokens.hidden[row, others].float())
-            merged = nearest.bincount(minlength=count).clamp(min=1)[:, None]
-            hidden[row, target] += (sums / merged).to(hidden.dtype)
-            chosen[row, target] = True
+            if targets:
+                is_target[torch.arange(targets, device=rest.device) * (len(rest) // targets)] = True
+                hidden[row, rest[is_target]] = self._merged(tokens.tower, row, rest[is_target], rest[~is_target]).to(
+                    hidden
+                )
+            places = rest[~is_target][:classes]
+            hidden[row, places] = tokens.tower.project(tokens.tower.classes[row][:classes]).to(hidden)
+            chosen[row, rest[is_target]] = chosen[row, places] = True
         return chosen, hidden
+
+    def _merged(self, tower: Tower, row: int, targets: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        """The targets' states (targets, hidden_size), with the mean of those of the others that are most like each."""
+        keys, features = F.normalize(tower.keys[row].float().mean(1), dim=-1), tower.features[row].float()
+        nearest = (keys[others] @ keys[targets].T).argmax(1)
+        sums = torch.zeros_like(features[targets]).index_add_(0, nearest, features[others])
+        count = nearest.bincount(minlength=len(targets)).clamp(min=1)[:, None]
+        return tower.project((features[targets] + sums / count).to(tower.features.dtype))

@@ -16,6 +16,7 @@ from typing import Any
 
 # What the machine, not the program, is to blame for.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+MEMORY_ERRORS = ("allocate memory", "out of memory", "_ALLOC_FAILED")  # torch's, of a CPU, of a GPU and its libraries
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 TIDY_S = 10  # so long a process that is asked to end is not asked again
 
@@ -104,7 +105,7 @@ def exit_code(command: Callable[[list[str]], int | None], argv: list[str] | None
             return fail(error, 2)
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             return fail(f"{error.filename or 'a file'} cannot be written or read: {error.strerror}", 1)
-        if isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
+        if isinstance(error, MemoryError) or any(words in str(error) for words in MEMORY_ERRORS):
             return fail(f"memory does not suffice: {' '.join(str(error).split())[:300]}", 1)
         traceback.print_exc()
         return fail(f"{type(error).__name__}: {error}", 1)

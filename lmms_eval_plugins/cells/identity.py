@@ -25,6 +25,7 @@ WITHOUT_EFFECT = (
     "cell_log.py",
     "command_line.py",
     "errors.py",
+    "failures.py",
     "flag_types.py",
     "hub_upload.py",
     "identity.py",

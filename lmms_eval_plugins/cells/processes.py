@@ -52,12 +52,12 @@ def stop(processes: list[subprocess.Popen]) -> None:
                 process.wait()
 
 
-def run_ranks(processes: int, argv: list[str]) -> int:
+def run_ranks(processes: int, argv: list[str], variables: dict[str, str] | None = None) -> int:
     """The evaluation command in so many ranks on this machine; the exit code, of the first that fails.
 
-    What rank 0 says is shown; of another one only what it said when it failed.
+    What rank 0 says is shown; of another one only what it said when it failed. `variables`: of the ranks' environment.
     """
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    shared = {**(variables or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # else each takes all cores
     ranks: list[subprocess.Popen] = []

@@ -161,8 +161,9 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def incomplete_reason(folder: Path, fingerprint: dict[str, Any]) -> str | None:
-    """Why a cell has to be computed, or None where its complete results for this fingerprint are on disk."""
+def incomplete_reason(folder: Path, fingerprint: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
+    """Why a cell has to be computed, or None where its complete results for this fingerprint are on disk. `unknown`:
+    keys of the fingerprint whose values are not known, and so not compared."""
     if not folder.exists():
         return "no results yet"
     try:
@@ -174,7 +175,8 @@ def incomplete_reason(folder: Path, fingerprint: dict[str, Any]) -> str | None:
     stored, wanted = results.get("fingerprint"), json.loads(dumps(fingerprint))
     if not isinstance(stored, dict):
         return f"{RESULTS_FILE} is damaged: no fingerprint"
-    changed = sorted(key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key))
+    compared = {*stored, *wanted}.difference(unknown)
+    changed = sorted(key for key in compared if stored.get(key) != wanted.get(key))
     return f"changed since: {', '.join(changed)}" if changed else None
 
 

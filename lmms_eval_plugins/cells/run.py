@@ -9,7 +9,6 @@ import os
 import platform
 import sys
 import tempfile
-import traceback
 import zoneinfo
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .data import filter_names, limited, working_directory
-from .errors import EvaluationFailed, fail
+from .errors import EvaluationFailed
+from .failures import TaskFailures
 from .kept_answers import KeptAnswers, answers_file, write_kept_answers
 from .kept_tokens import IMAGES_FOLDER, write_kept_tokens
 from .machine import rank, say
@@ -36,38 +36,6 @@ if TYPE_CHECKING:
 
 SEED_ARGUMENTS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 PACKAGES = ("kvcompress", "torch", "transformers", "lmms-eval", "datasets", "accelerate")
-
-
-class TaskFailures:
-    """What keeps tasks of a list from being evaluated. The others are evaluated all the same; at the end `raise_all`.
-
-    With several processes, or a single task, nothing is noted: what is raised ends the run. (A process that went on
-    alone would wait for the others forever.)
-    """
-
-    def __init__(self, tasks: list[str]):
-        self._ends_run = len(tasks) == 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1
-        self.reasons: dict[str, str] = {}
-
-    @contextlib.contextmanager
-    def noted(self, task: str, kind: type[Exception] = Exception) -> Iterator[None]:
-        """Note and print why `task` fails inside, with an error of this kind."""
-        try:
-            yield
-        except kind as error:
-            if self._ends_run:
-                raise
-            is_known = isinstance(error, EvaluationFailed) or type(error).__name__ == "KVCompressError"
-            if not is_known:
-                traceback.print_exc()
-            self.reasons[task] = str(error) if is_known else f"{type(error).__name__}: {error}"
-            fail(f"{self.reasons[task]} (task {task} is left out, the others go on)", 1)
-
-    def raise_all(self) -> None:
-        """Raises EvaluationFailed where a task failed."""
-        if self.reasons:
-            which = "; ".join(f"{task} ({reason})" for task, reason in self.reasons.items())
-            raise EvaluationFailed(f"{len(self.reasons)} task(s) without results: {which}")
 
 
 def evaluate_cells(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+from jinja2 import TemplateSyntaxError
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -186,6 +187,21 @@ class ModelArguments(Arguments):
                 Path(name).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError):
                 raise ValueError("Input should be a file that can be read, in UTF-8") from None
+        return name
+
+    @field_validator("chat_template")
+    @classmethod
+    def _check_jinja(cls, name: str | None) -> str | None:
+        """What only the syntax tells; what a template makes of a conversation shows when it gets one."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template  # knows tags of its own
+
+        if name not in (None, "plain") and os.path.isfile(name):
+            try:
+                _compile_jinja_template(Path(name).read_text(encoding="utf-8"))
+            except TemplateSyntaxError as error:
+                raise KVCompressError(
+                    f"chat_template={shown(name)} is no Jinja template: line {error.lineno}: {error.message}"
+                ) from None
         return name
 
     @field_validator("pretrained")

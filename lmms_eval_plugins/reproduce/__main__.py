@@ -17,8 +17,9 @@ from kvcompress.files import check_output
 from ..cells.command_line import Parser
 from ..cells.errors import UsageError, exit_code
 from ..cells.flag_types import count_or_fraction, folder, label, path
+from ..cells.identity import fingerprint
 from ..cells.machine import check_environment
-from ..cells.results import RESULTS_FILE
+from ..cells.results import incomplete_reason
 from .config import load_config, load_reference
 from .plan import PlannedCell, Run, parse_only, plan
 from .run import cannot_run, run_all
@@ -47,7 +48,7 @@ def reproduce(argv: list[str]) -> int:
     run_of = {cell.key: run for run in runs for cell in run.cells}
     reasons = {cell.key: cannot_run(cell, run_of.get(cell.key)) for cell in cells}
     if flags.dry_run:
-        print("\n".join(listing(cells, runs, reasons)))
+        print("\n".join(listing(cells, run_of, reasons)))
         return 0
 
     name = "-".join(["reproduce", path.stem, *([f"limit={flags.limit}"] if flags.limit else [])])
@@ -74,15 +75,27 @@ def reproduce(argv: list[str]) -> int:
     return int(not flags.report_only and (bool(failed) or len(possible) < len(runs)))
 
 
-def listing(cells: list[PlannedCell], runs: list[Run], reasons: dict[tuple[str, ...], str | None]) -> Iterator[str]:
+def listing(
+    cells: list[PlannedCell], run_of: dict[tuple[str, ...], Run], reasons: dict[tuple[str, ...], str | None]
+) -> Iterator[str]:
     """The lines of `--dry-run`."""
     for cell in cells:
-        on_disk = cell.folder is not None and (cell.folder / RESULTS_FILE).is_file()
-        state = "on disk" if on_disk else reasons[cell.key] or "to run"
-        yield f"{', '.join(cell.key)}: {state}"
-    for run in runs:
+        yield f"{', '.join(cell.key)}: {state(cell, run_of.get(cell.key), reasons[cell.key])}"
+    for run in {id(run): run for run in run_of.values()}.values():
         if reasons[run.cells[0].key] is None:
             yield shlex.join(["./scripts/run_eval.sh", *run.argv])
+
+
+def state(cell: PlannedCell, run: Run | None, reason: str | None) -> str:
+    """What a run would do with a cell: nothing, for `reason` or as its results are on disk. The task's data is not
+    loaded: whether that has changed shows only in a run."""
+    if run is None or not cell.folder.exists():
+        return reason or "to run"
+    found = fingerprint(cell.asked[0], run.arguments, cell.asked[1], data={}, tasks={})
+    again = incomplete_reason(cell.folder, found, unknown=("data", "tasks"))
+    if again is None and run.request.flags.force:
+        again = "--force"
+    return "on disk" if again is None else reason or f"to run again ({again})"
 
 
 def parser() -> argparse.ArgumentParser:

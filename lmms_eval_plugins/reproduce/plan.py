@@ -12,7 +12,7 @@ from kvcompress.policy.options import all_options
 from ..cells.command_line import Request, parse
 from ..cells.errors import UsageError
 from ..cells.plan import Plan
-from ..cells.results import exact
+from ..cells.results import Cell, exact
 from ..model.arguments import ModelArguments
 from .config import Benchmark, PaperMethod, PaperModel, Reproduction
 
@@ -23,13 +23,15 @@ class PlannedCell:
 
     Attributes:
         size: {"ratio": 0.2} or {"budget": 64}.
-        folder: where its results are or will be; None where it cannot be run at all.
+        asked: the cell as the evaluation names it, and all options of its method; None where it cannot be run at all.
+        folder: where its results are or will be; None like `asked`.
     """
 
     model: PaperModel
     benchmark: Benchmark
     method: PaperMethod
     size: dict[str, Any]
+    asked: tuple[Cell, dict[str, Any]] | None = None
     folder: Path | None = None
 
     @property
@@ -156,12 +158,9 @@ def _run(cells: list[PlannedCell], extra: list[str]) -> Run:
     argv += [*(f"{name}={value}" for name, value in given.items()), *extra]
     request = parse(argv)
     asked = Plan.of(request)
-    found = {(cell.method, cell.ratio, cell.budget): cell.folder(request.flags.output_path) for cell, _ in asked.cells}
-    placed = [
-        dataclasses.replace(
-            cell,
-            folder=found[method_info(cell.method.method).name, cell.size.get("ratio"), cell.size.get("budget")],
-        )
-        for cell in cells
-    ]
+    found = {(own.method, own.ratio, own.budget): (own, options) for own, options in asked.cells}
+    placed = []
+    for cell in cells:
+        own = found[method_info(cell.method.method).name, cell.size.get("ratio"), cell.size.get("budget")]
+        placed.append(dataclasses.replace(cell, asked=own, folder=own[0].folder(request.flags.output_path)))
     return Run(placed, argv, request, asked.arguments)

@@ -1,4 +1,6 @@
+import contextlib
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ from transformers import GenerationConfig
 
 import kvcompress
 from kvcompress import measure
+from kvcompress.device import peak_memory, reset_peak_memory
 from tests.support.families import FAMILIES, IMAGE
 
 FAMILY = FAMILIES["llava-onevision"]
@@ -122,6 +125,16 @@ def test_an_answer_ends_with_the_end_token_that_the_call_names(where):
 def test_peak_memory_is_at_least_the_weights():
     weights = sum(p.numel() * p.element_size() for p in MODEL.parameters())
     assert measured()[2].peak_memory_bytes > weights
+
+
+def test_a_peak_of_memory_is_forgotten_before_the_next_measurement():
+    cpu = torch.device("cpu")
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # some containers and systems cannot
+        torch.ones(1 << 26).sum()  # 256 MB, freed at once
+        before = peak_memory(cpu)
+        reset_peak_memory(cpu)
+        assert peak_memory(cpu) < before - (1 << 27)
 
 
 def test_answer_lengths_end_with_the_end_token():

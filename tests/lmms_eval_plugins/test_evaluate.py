@@ -15,6 +15,7 @@ import datasets
 import huggingface_hub.constants
 import psutil
 import pytest
+import torch
 
 import kvcompress
 from kvcompress import files
@@ -263,13 +264,20 @@ def test_a_signal_ends_all_ranks_with_one_line(number):
     assert not list(Path("results").rglob(".unfinished-*"))
 
 
-def test_failure_in_generate_ends_with_1_and_no_results(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RuntimeError("the kernel broke"), "error: RuntimeError: the kernel broke"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "error: memory does not suffice: CUDA out of memory."),
+    ],
+)
+def test_failure_in_generate_ends_with_1_and_no_results(monkeypatch, capsys, error, line):
     def broken(*args, **kwargs):
-        raise RuntimeError("the kernel broke")
+        raise error
 
     monkeypatch.setattr(kvcompress.measure, "generate", broken)
     assert evaluate.main([*FOUR, "--limit", "1"]) == 1
-    assert error_line(capsys) == "error: RuntimeError: the kernel broke"
+    assert error_line(capsys) == line
     assert not list(Path("results").rglob("*.json*"))
 
 

@@ -296,6 +296,23 @@ def test_the_other_tasks_of_a_list_run_and_the_failed_one_is_named_at_the_end(ju
     assert not Path("results/judged").exists()
 
 
+@pytest.mark.slow
+def test_two_processes_evaluate_the_other_tasks_of_a_list_and_name_the_failed_one(judged, monkeypatch):
+    """Its scorer breaks, behind the answers, in which both had a part."""
+    monkeypatch.setenv("SCORER", "broken")
+    environment = {**os.environ, "NUM_PROCESSES": "2", "PYTHONPATH": str(Path(tasks.__file__).parents[2])}
+    argv = ["judged,tiny_textvqa_color", *JUDGED]
+    done = subprocess.run([*COMMAND, *argv], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "task judged is left out, the others go on" in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: 1 task(s) without results: judged (judged: scoring failed: KeyError: 'colour'")
+    results, samples = read(Path("results/tiny_textvqa_color/tiny/full-1-limit=2"))
+    assert results["environment"]["processes"] == 2
+    assert len(samples) == 2
+    assert Path("results/tiny_textvqa_color/tiny/report-limit=2.md").is_file()
+
+
 def test_a_missing_video_is_named(tmp_path, capsys):
     with local_data(tmp_path, "videomme"):
         (tmp_path / "hf/videomme/data/clip1.mp4").unlink()
@@ -343,7 +360,7 @@ def test_all_rounds_and_all_repetitions_of_a_question_are_kept(tmp_path):
 
 MANY = ("ai2d", "chartqa", "docvqa_val", "infovqa_val", "mmstar", "ocrbench", "pope", "realworldqa", "textvqa_val",
         "vqav2_val", "microvqa", "hrbench4k", "mme", "mmmu_val", "mmbench_en_test", "hallusion_bench_image",
-        "nocaps_val", "coco2017_cap_val", "openai_math_train")  # fmt: skip
+        "nocaps_val", "coco2017_cap_val", "flickr30k_test", "refcoco_bbox_val", "openai_math_train")  # fmt: skip
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 import kvcompress
-from lmms_eval_plugins.tiny_vlm import CHECKPOINT, signs
+from lmms_eval_plugins.tiny_vlm import CHECKPOINT, signs, train
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader, by_kind
 from lmms_eval_plugins.tiny_vlm.curriculum import STAGES, Stage, StageData, scaled
 from lmms_eval_plugins.tiny_vlm.dataset import (
@@ -27,6 +27,7 @@ from lmms_eval_plugins.tiny_vlm.dataset import (
 )
 from lmms_eval_plugins.tiny_vlm.export import export
 from lmms_eval_plugins.tiny_vlm.modeling import (
+    IGNORED,
     IMAGE_TOKENS,
     Packer,
     build_model,
@@ -231,6 +232,47 @@ def test_training_that_was_cut_after_every_step_ends_with_the_same_weights(tmp_p
         for name in ("whole", "cut")
     )
     assert [(row["stage"], row["step"]) for row in cut_log] == [(row["stage"], row["step"]) for row in whole_log]
+
+
+def test_a_question_counts_as_right_where_every_token_of_its_answer_is(tokenizer, tmp_path, monkeypatch):
+    (batch,) = StageData(replace(SHORT_STAGES[2], images=1), 0, Packer(tokenizer), parts=1)[0]
+    asked = (batch.targets != IGNORED).sum()
+    (kinds,) = batch.kinds
+    all_right = train._question_scores(torch.ones(asked, dtype=torch.bool), batch)
+    assert all_right == {kind: [1.0] * kinds.count(kind) for kind in kinds}
+    one_wrong = torch.ones(asked, dtype=torch.bool)
+    one_wrong[-1] = False
+    scores = [score for of_kind in train._question_scores(one_wrong, batch).values() for score in of_kind]
+    assert sorted(scores) == [0.0] + [1.0] * (len(kinds) - 1)
+
+    def perfect(model, hidden, batch):
+        targets = batch.targets[batch.targets != IGNORED]
+        return 100.0 * torch.nn.functional.one_hot(targets, len(tokenizer)).float(), targets
+
+    monkeypatch.setattr(train, "answer_logits", perfect)
+    logged = short_trainer(tmp_path)._backward(SHORT_STAGES[2], batch)
+    assert {kind: logged[kind] for kind in kinds} == all_right
+
+
+def test_the_training_command_takes_the_device_that_is_there(tmp_path, monkeypatch):
+    made = []
+
+    class NoTrainer:
+        state_file = tmp_path / "none"
+
+        def __init__(self, *given):
+            made.append(given)
+
+        def run(self, deadline):
+            return False
+
+    monkeypatch.setattr(train, "Trainer", NoTrainer)
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
+    monkeypatch.setattr("os.nice", lambda by: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["train", "--out", str(tmp_path / "out"), "--max-minutes", "0"])
+    train.main()
+    assert made[0][3] == torch.device("cpu")
 
 
 def test_training_does_not_continue_what_another_recipe_began(tmp_path):

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.layer_budgets import layer_budget, lazy
-from kvcompress.scoring.layer_view import Settings, StoredEntries
+from kvcompress.scoring.layer_view import Settings
+from tests.oracle.authors.ours import ours as run
+from tests.oracle.authors.states import states
 from tests.support.examples import examples
 from tests.support.plain_reference import SCALING, best, check, layers
 
@@ -74,15 +76,21 @@ def test_sagekv_keeps_sinks_recent_tokens_and_what_the_last_query_attends_to(lay
     check(kvcompress.make_cluster("sagekv", sinks=sinks, recent=recent), layer, reference)
 
 
-def test_sagekv_chooses_once_and_lets_the_recent_window_slide():
-    cluster = kvcompress.make_cluster("sagekv", sinks=1, recent=0.5)
-    keys = torch.randn(1, 1, 8, 4)
-    columns = torch.tensor([[[0, 5, 9, 30, 31, 32, 33, 34]]])
-    memory = torch.tensor([[[INF, 0.5, 0.2, 0.9, 0.0, 0.0, 0.0, 0.0]]])  # what the prompt's last query attended to
-    prompt = kvcompress.Prompt(0, 1, [8], [6], SCALING, stored=StoredEntries(columns, 35, (35,)), sums=memory)
-    assert cluster.observe(keys, keys, prompt).eq(0).all()
-    kept = cluster.update_kv(keys, keys, keys, prompt).indices
-    assert columns[0, 0, kept[0, 0]].tolist() == [0, 5, 30, 32, 33, 34]
+@pytest.mark.parametrize("options", [{}, {"sinks": 0, "recent": 0.0}, {"layer_budget": "sparsity"}])
+def test_sagekv_chooses_once_and_lets_the_recent_window_slide(options):
+    given, prompt, budget, decoded = states("random_gqa"), 100, 40, 30
+    held = run(given, prompt, decoded, "sagekv", budget, decode_budget=budget, **options)
+    sinks = options.get("sinks", 4)
+    for place, layer in enumerate(held.kept):
+        queries, keys, _ = (x[0].double() for x in given.layer(place, slice(0, prompt)))
+        size = int(layer[0].sum())
+        recent = max(1, int(options.get("recent", 0.5) * size))
+        attended = (queries[:, -1:].unflatten(0, (len(keys), -1)) @ keys[:, None].mT * keys.shape[-1] ** -0.5)[:, :, 0]
+        for head, scores in zip(layer, attended.softmax(-1).mean(1), strict=True):
+            choice = best(scores[sinks : prompt - recent].tolist(), size - recent - sinks)
+            kept = {*range(sinks), *(sinks + column for column in choice)}
+            kept |= {*range(prompt + decoded - recent, prompt + decoded)}
+            assert set(head.nonzero().flatten().tolist()) == kept
 
 
 @reference_test
@@ -91,8 +99,9 @@ def test_sagekv_chooses_once_and_lets_the_recent_window_slide():
     window=st.sampled_from([1, 3, 8, 64]),
     balance=st.sampled_from([0.0, 0.1, 0.6, 1.0]),
     similar=st.sampled_from([0.1, 0.5]),
+    variant=st.sampled_from(["code", "paper"]),
 )
-def test_rkv_keeps_important_tokens_that_are_not_repeated(layer, window, balance, similar):
+def test_rkv_keeps_important_tokens_that_are_not_repeated(layer, window, balance, similar, variant):
     def reference(q, k, v, budget):
         w = min(window, len(k))
         logits = (q[:, len(k) - w :] @ k[: len(k) - w].T * SCALING).amax(0)  # (queries, keys before the window)
@@ -102,13 +111,14 @@ def test_rkv_keeps_important_tokens_that_are_not_repeated(layer, window, balance
         likeness.fill_diagonal_(0)
         for row in likeness:
             alike = [column for column in range(len(k)) if row[column] > similar]
-            if alike:
-                row[alike[-1]] = 0
+            if alike or variant == "code":
+                row[alike[-1] if alike else 0] = 0
         redundancy = likeness.mean(0).softmax(-1)[: len(k) - w]
         scores = balance * importance - (1 - balance) * redundancy
         return best([*scores.float().tolist(), *[INF] * w], budget)
 
-    check(kvcompress.make_cluster("r-kv", window_size=window, balance=balance, similar=similar), layer, reference)
+    options = {"window_size": window, "balance": balance, "similar": similar, "variant": variant}
+    check(kvcompress.make_cluster("r-kv", **options), layer, reference)
 
 
 def test_rkv_keeps_the_latest_of_tokens_that_repeat_each_other():
@@ -211,7 +221,8 @@ def test_variance_shares_by_the_softmax_of_the_negative():
 @given(layer=layers(), last=st.sampled_from([1, 3, 10]), threshold=st.sampled_from([0.3, 0.5, 0.8]))
 def test_lazy_layers_are_those_that_look_at_first_and_last_tokens(layer, last, threshold):
     cluster = kvcompress.make_cluster("simlayerkv", lazy_threshold=threshold)
-    with mock.patch.multiple(lazy, FIRST=2, LAST=last, QUERIES=8):
+    judges = mock.patch.object(lazy.LazyLayerBudget, "judges", 8)
+    with judges, mock.patch.multiple(lazy, FIRST=2, LAST=last):
         ours = measured("lazy", layer, cluster).tolist()
     for share, weights in zip(ours, rows(layer), strict=True):
         length = weights.shape[1]

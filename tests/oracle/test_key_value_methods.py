@@ -183,5 +183,10 @@ def test_expected_attention_while_decoding_counts_the_last_queries_of_each_row()
 def test_of_equal_tokens_lagkv_keeps_the_later():
     states = torch.ones(1, 1, 300, 4)
     prompt = kvcompress.Prompt(0, 1, [300], [4 + 5 + 46], SCALING)  # 46 tokens are protected beside the sinks
-    kept = kvcompress.make_cluster("lagkv", lag=25).update_kv(states, states, states, prompt).indices[0, 0].tolist()
+    kept = (
+        kvcompress.make_cluster("lagkv", sinks=4, lag=25)
+        .update_kv(states, states, states, prompt)
+        .indices[0, 0]
+        .tolist()
+    )
     assert kept == [0, 1, 2, 3, *[4 + 25 * part + 24 for part in range(5, 10)], *range(254, 300)]

@@ -66,6 +66,8 @@ FIELDS: dict[str, Callable[[int], dict[str, Any]]] = {
         "question": "Which of <image 1> is a sign?", "options": "['red', 'green']", "question_type": "multiple-choice",
         "id": f"validation_Art_{n}", "image_1": picture(n), "image_2": picture(n),
     },
+    "flickr30k_test": lambda n: {"img_id": str(n), "caption": ["a red sign", "a sign"]},
+    "refcoco_bbox_val": lambda n: {"bbox": [2.0 * n, 3.0, 12.0, 9.5], "answer": ["red sign", "left sign"]},
     "aime24_nofigures_agg8": lambda n: {"problem": f"What is {n} + 1?", "answer": str(n + 1)},
 }  # fmt: skip
 # task -> folder below HF_HOME, and the names of its videos

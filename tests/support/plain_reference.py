@@ -91,13 +91,14 @@ def merged_by_hand(keys, values, kept: list[int], merge: str, kind: list[bool] |
             likest[column] = target, alike[target]
     mean = sum(likeness for _, likeness in likest.values()) / max(len(likest), 1)
     for column, (target, likeness) in likest.items():
-        if merge == "d2o" and likeness < mean - 1e-6:
+        if merge.startswith("d2o") and likeness < mean - 1e-6:
             continue
-        count = math.exp(likeness) / math.e if merge == "d2o" else 1.0
+        count = math.exp(likeness) / math.e if merge == "d2o-paper" else 1.0
         parts = {
             "average": lambda gone, stays: gone,
-            "d2o": lambda gone, stays: gone,
+            "d2o-paper": lambda gone, stays: gone,
             "pivot": lambda gone, stays: (gone + stays) / 2,
+            "d2o": lambda gone, stays, likeness=likeness: gone * likeness,
         }
         key, value = (parts[merge](x[column], x[target]) for x in (keys, values))
         groups[target].append((count, key, value))

@@ -90,6 +90,19 @@ def test_bandwidth_fraction_is_one_at_the_limit():
     assert report.bandwidth_fraction(540_000_000, 60_000_000, 10e9, 90) == pytest.approx(1 / 1.5)
 
 
+def test_a_single_turn_makes_a_row_whose_scoring_is_a_percentage():
+    turn = {"prompt_ms": 250.0, "step_ms": [10.0], "kv_bytes": 4_000_000, "peak_bytes": None, "scoring_ms": 50.0}
+    cell = {"length": 64, "batch": 1, "copy_bytes_per_s": 10e9, "ways": {"full": {"turns": [turn]}}}
+    (row,) = report.rows_of({"cells": [cell], "largest": [], "weight_bytes_read": 36_000_000})
+    shown = dict(zip(report.HEADER, report.cells_of(row, spread=False), strict=True))
+    assert (shown["prefill ms"], shown["scoring %"], shown["of the limit"]) == ("250", "25", "0.40")
+    assert dict(zip(report.HEADER, report.cells_of(row), strict=True))["scoring %"] == "25 (25-25)"
+
+
+def test_a_table_is_markdown():
+    assert timing.table(["a", "b"], [[1, 2]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
+
+
 def test_rows_within_a_limit_share_one_copy_of_the_weights():
     assert report.rows_within(limit_bytes=1000, weight_bytes=400, kv_bytes=200, batch=2) == 6
     assert report.rows_within(limit_bytes=1000, weight_bytes=1400, kv_bytes=200, batch=2) == 0
@@ -134,6 +147,17 @@ def test_the_greedy_loop_gives_the_tokens_of_generate():
     assert len(standalone.decode(step, cache, token, 40, 6, "wall")) == 6
     assert torch.equal(torch.cat(seen, 1), expected)
     assert positions == [[[column]] * 2 for column in range(40, 46)]
+
+
+def test_only_the_last_token_of_a_prompt_gets_logits():
+    """Those of a whole prompt take more memory than its cache."""
+    seen = []
+    hook = MODEL.lm_head.register_forward_hook(lambda _, args, output: seen.append(output.shape[1]))
+    try:
+        standalone.read_prompt(MODEL, DynamicCache(config=MODEL.config), standalone.prompt_ids(MODEL, 2, 40), "wall")
+    finally:
+        hook.remove()
+    assert seen == [1]
 
 
 def test_times_are_split_into_prompt_and_steps(monkeypatch):
@@ -203,9 +227,10 @@ def test_one_prompt_is_read_once_and_its_cache_repeated(contender):
     )
     try:
         turn = contender.turn(Workload(50, 5, 2, "wall", one_prompt=True))
+        contender.turn(Workload(50, 5, 2, "wall"))
     finally:
         hook.remove()
-    assert shapes == [(1, 50), (5, 1), (5, 1)]
+    assert shapes == [(1, 50), (5, 1), (5, 1), (5, 50), (5, 1), (5, 1)], "unless it is asked for, every row is read"
     assert turn.kv_bytes == pytest.approx(5 * contender.turn(Workload(50, 1, 2, "wall")).kv_bytes, rel=0.01)
 
 
@@ -393,6 +418,15 @@ def test_an_unknown_command_names_the_known_ones(capsys):
 def test_shapes_are_models_or_paths():
     assert source("some/model", None) == {"pretrained": "some/model"}
     assert source(None, "tiny")["config"]["num_key_value_heads"] == 2
+
+
+def test_a_shape_has_whole_heads_of_a_usual_width():
+    for name, shape in SHAPES.items():
+        width, rest = divmod(shape["hidden_size"], shape["num_attention_heads"])
+        assert (rest, shape["num_attention_heads"] % shape["num_key_value_heads"]) == (0, 0), name
+        assert width in (16, 64, 128), name
+        assert isinstance(shape["tie_word_embeddings"], bool), name
+        assert shape["vocab_size"] % 64 == 0, name
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import kvcompress
+from kvcompress.cache.choice import Choice
 from kvcompress.cache.memory import Memory
 from kvcompress.policy.policy import make_policy
 from kvcompress.scoring.layer_view import StoredEntries
@@ -171,6 +172,13 @@ def test_the_latest_queries_are_remembered_however_long_the_answer_is():
         latest = torch.cat(memory.latest_queries, 2).flatten().tolist()
         assert latest[-3:] == list(range(step + 1))[-3:]
         assert len(memory.latest_queries) <= 6
+
+
+@pytest.mark.parametrize(("method", "options", "count"), [("snapkv", {"window_size": 3}, 3), ("tova", {}, 1)])
+def test_as_many_of_the_latest_queries_vote_as_the_method_says(method, options, count):
+    queries = torch.arange(10.0).view(1, 1, 10, 1)
+    voters = Choice(make_policy(method, 0.5, decode_budget=8, **options), 0, 0, 1).voters(queries)
+    assert voters.flatten().tolist() == list(range(10))[-count:]
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0])

@@ -139,6 +139,19 @@ def test_beams_and_reuse_on_quantized_entries():
     assert torch.equal(*answers)
 
 
+def test_rows_that_change_places_take_what_they_kept_with_them():
+    """As beams do."""
+    cache = kvcompress.CompressedCache(MODEL.config, "snapkv", 0.5, kv_residual=4, **EIGHT)
+    with kvcompress.attach(MODEL), torch.no_grad():
+        MODEL(**FAMILIES["qwen2"].inputs(MODEL, [40, 25]), past_key_values=cache)
+    before = [[head.tolist() for head in row] for row in cache.kept_indices(0)]
+    keys = cache.layers[0].storage.read()[0]
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert [[head.tolist() for head in row] for row in cache.kept_indices(0)] == before[::-1]
+    assert before[0] != before[1]
+    assert torch.equal(cache.layers[0].storage.read()[0], keys.flip(0))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress.clusters import criticalkv
 from kvcompress.clusters.rkv import redundancy
 from kvcompress.scoring.layer_view import Settings
 from kvcompress.scoring.rotary import Rotary
@@ -42,12 +43,13 @@ def test_knorm_keeps_the_smallest_key_norms(layer):
 
 
 @examples(60)
-@given(layer=layers())
-def test_vnorm_keeps_the_largest_value_norms(layer):
+@given(layer=layers(), variant=st.sampled_from(["code", "kvpress"]))
+def test_vnorm_keeps_the_largest_value_norms(layer, variant):
+    p = {"code": 1, "kvpress": 2}[variant]
     check(
-        kvcompress.make_cluster("vnorm"),
+        kvcompress.make_cluster("vnorm", variant=variant),
         layer,
-        lambda q, k, v, budget: best([sum(x * x for x in value) ** 0.5 for value in v.tolist()], budget),
+        lambda q, k, v, budget: best([sum(abs(x) ** p for x in value) for value in v.tolist()], budget),
     )
 
 
@@ -64,10 +66,10 @@ def test_keydiff_keeps_the_keys_least_like_the_mean_direction(layer):
 
 
 @examples(60)
-@given(layer=layers())
-def test_tova_keeps_what_the_last_query_of_all_heads_attends_to(layer):
+@given(layer=layers(), variant=st.sampled_from(["code", "kvpress"]))
+def test_tova_keeps_what_the_last_query_of_all_heads_attends_to(layer, variant):
     queries, keys, values, prompt = layer
-    kept = kvcompress.make_cluster("tova").update_kv(queries, keys, values, prompt)
+    kept = kvcompress.make_cluster("tova", variant=variant).update_kv(queries, keys, values, prompt)
     groups = queries.shape[1] // keys.shape[1]
     for row, (length, budget) in enumerate(zip(prompt.lengths, prompt.budgets, strict=True)):
         first = keys.shape[2] - length
@@ -75,7 +77,9 @@ def test_tova_keeps_what_the_last_query_of_all_heads_attends_to(layer):
         for head in range(queries.shape[1]):
             k = keys[row, head // groups, first:].double()
             mean += torch.softmax(k @ queries[row, head, -1].double() * SCALING, 0) / queries.shape[1]
-        expected = sorted(best([*mean[:-1].tolist(), float("inf")], budget))
+        if variant == "kvpress":
+            mean[-1] = float("inf")
+        expected = sorted(best(mean.tolist(), budget))
         for slots in kept.indices[row]:
             assert (slots[slots >= 0] - first).tolist() == expected
 
@@ -164,6 +168,31 @@ def test_scores_are_fp32_also_for_bf16_states(method):
     assert torch.equal(kept, kept_in_fp32)
     finite = expected.isfinite() & (torch.arange(60) >= torch.tensor([0, 19])[:, None, None])
     torch.testing.assert_close(scores[finite], expected[finite], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_scores_of_a_row_do_not_depend_on_how_large_another_rows_states_are(method):
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(2, h, 40, 16, generator=generator) for h in (4, 2, 2))
+    angles = torch.randn(2, 40, 16, generator=generator)
+    module = SimpleNamespace(o_proj=torch.nn.Linear(64, 64))
+    rotary = Rotary(angles.cos(), angles.sin(), torch.arange(40).expand(2, -1), torch.ones(8))
+    view = kvcompress.Prompt(0, 2, [40, 40], [10, 10], 0.25, None, row_seeds=(1, 2))
+    view = dataclasses.replace(view, module=module, rotary=rotary, received=torch.ones(2, 2, 40).cumsum(2))
+    scale = torch.tensor([1.0, 1e6])[:, None, None, None]
+    cluster = kvcompress.make_cluster(method)
+    beside_small, beside_large = (cluster.update_kv(queries, keys, v, view) for v in (values, values * scale))
+    assert torch.equal(beside_small.indices[0], beside_large.indices[0])
+    scores = (cluster.score(queries, keys, v, view)[0] for v in (values * 1e-3, values * 1e-3 * scale))
+    torch.testing.assert_close(*scores)
+
+
+def test_values_are_projected_block_by_block_as_they_are_at_once(monkeypatch):
+    """The norms that CriticalKV weighs with; all projections of a long prompt are never held together."""
+    values, module = torch.randn(3, 2, 7, 4), SimpleNamespace(o_proj=torch.nn.Linear(16, 8))
+    expected = criticalkv.projected_norm(values, module)
+    monkeypatch.setattr(criticalkv, "BLOCK", 2)
+    torch.testing.assert_close(criticalkv.projected_norm(values, module), expected)
 
 
 @pytest.mark.parametrize("pads", [1, 9])

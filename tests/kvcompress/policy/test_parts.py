@@ -8,6 +8,8 @@ import torch
 
 import kvcompress
 from kvcompress.layer_budgets import LayerBudget, base, list_layer_budgets, register_layer_budget
+from kvcompress.methods import method_info
+from kvcompress.policy.options import all_options
 from kvcompress.policy.policy import make_policy
 from tests.support.families import FAMILIES
 from tests.support.kept import kept_of
@@ -50,7 +52,7 @@ def test_shared_heads_keep_the_same_tokens():
     assert any(row[0] != row[1] for layer in kept("snapkv", window_size=4) for row in layer)
 
 
-@pytest.mark.parametrize("rule", sorted(list_layer_budgets()))
+@pytest.mark.parametrize("rule", [name for name, rule in list_layer_budgets().items() if rule.is_exact])
 def test_every_rule_shares_out_exactly_what_uniform_layers_would_hold(rule):
     uniform = kept("snapkv", window_size=4)
     ours = kept("snapkv", window_size=4, layer_budget=rule)
@@ -147,3 +149,12 @@ def test_a_variant_prescribes_layer_budget_and_schedule_unless_they_are_given():
     assert (paper.chosen("layer_budget"), paper.decode_interval) == ("pyramid", 3)
     assert make_policy("published", 0.5, variant="paper", layer_budget="uniform").chosen("layer_budget") == "uniform"
     assert make_policy("published", 0.5, scorer="snapkv", variant="paper").chosen("layer_budget") == "uniform"
+
+
+def test_a_policy_lists_every_option_of_its_method_with_the_value_in_force():
+    """The protocol of a result: a preset stands there as what it sets."""
+    valid = all_options(method_info("snapkv"))
+    options = make_policy("snapkv", 0.5, window_size=8, prefill_chunk=64).options
+    assert options.keys() == valid.keys() - {"preset"}
+    assert (options["window_size"], options["prefill_chunk"]) == (8, 64)
+    assert options["kernel_size"] == valid["kernel_size"]

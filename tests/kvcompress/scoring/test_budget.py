@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcompress import Budget, KVCompressError
+from kvcompress.layer_budgets.base import layer_budget
+from kvcompress.policy.options import Engine
 from kvcompress.scoring.budget import allocate, pyramid
 
 
@@ -53,6 +55,15 @@ def test_a_pyramid_worked_by_hand():
     assert pyramid(100, 10_000, 5, beta=10, least=8) == [190, 145, 100, 55, 10]
     assert pyramid(100, 150, 5, beta=10, least=8) == [150, 125, 100, 75, 50]  # the first layer keeps all it has
     assert pyramid(100, 10_000, 5, beta=20, least=8) == [100] * 5  # the last layer would hold less than the window
+    assert pyramid(100, 10_000, 5, beta=20, least=5) == [195, 148, 100, 52, 5]  # it holds just the window
+
+
+def test_budgets_fall_with_the_papers_beta_down_to_a_single_entry():
+    """PyramidKV, section 4: beta is 20. A method with a window of one leaves the last layer that one entry."""
+    assert Engine().pyramid_beta == 20
+    budgets = layer_budget("pyramid").fixed(20, 10_000, num_layers=5, window=1, beta=20)
+    assert sum(budgets) == 100
+    assert budgets[0] > budgets[-1]
 
 
 @given(

@@ -19,7 +19,9 @@ from tests.support.plain_reference import layers, merged_by_hand
 
 
 @examples(60)
-@given(layer=layers(), merge=st.sampled_from(["average", "pivot", "d2o"]), same=st.booleans(), data=st.data())
+@given(
+    layer=layers(), merge=st.sampled_from(["average", "pivot", "d2o", "d2o-paper"]), same=st.booleans(), data=st.data()
+)
 def test_every_evicted_entry_goes_into_the_kept_one_with_the_likest_key(layer, merge, same, data):
     queries, keys, values, prompt = layer
     vision = torch.rand(keys.shape[0], keys.shape[2], generator=torch.Generator().manual_seed(1)) < 0.5

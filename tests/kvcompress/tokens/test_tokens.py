@@ -374,6 +374,12 @@ def test_a_preset_brings_its_budget_unless_one_is_given():
     assert make_policy("sparsevlm", budget=100, preset="64").budget(576) == 100
     assert make_policy("fastv", 0.4, preset="k2-r75").budget(1000) == 400
     assert "budget" not in make_policy("sparsevlm", preset="64").options
+    assert make_policy("dycoke", preset="code").budget(32 * 196 + 1) == 9 * 196 + 23 * 58 + 1
+
+
+def test_the_tower_s_layers_are_those_of_the_released_code():
+    methods = kvcompress.list_methods()
+    assert [methods[name].options["tower_layer"] for name in ("visionzip", "prumerge+")] == [-2, -1]
 
 
 # -- what the vision tower looks at
@@ -388,29 +394,39 @@ def patches_of(images: int) -> list[tuple[int, int] | None]:
     return [*base, *lines[0], None, *lines[1], None]
 
 
-def tower_reference(model: torch.nn.Module, inputs: dict, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64: the attention that each column's patch receives (-inf without patch), and its keys."""
+def tower_reference(model: torch.nn.Module, inputs: dict, layer: int, whole: bool = False) -> tuple[torch.Tensor, ...]:
+    """In float64: the attention that each column's patch receives (-inf without patch), in the mean over heads or with
+    one softmax over `whole` states; its keys; and its features as the tower gives them."""
     tower, ids = model.model.vision_tower, inputs["input_ids"]
     received = torch.full(ids.shape, -math.inf, dtype=torch.float64)
     keys = torch.zeros(*ids.shape, 2, 16, dtype=torch.float64)
+    features = torch.zeros(*ids.shape, 32, dtype=torch.float64)
     image = 0
     for row, images in enumerate(inputs["batch_num_images"].tolist()):
         columns = (ids[row] == 1).nonzero()[:, 0].split(len(patches_of(images)))
         for place in columns if images else []:
-            tower.set_attn_implementation("eager")
-            try:
-                output = tower(inputs["pixel_values"][image], output_attentions=True, output_hidden_states=True)
-            finally:
-                tower.set_attn_implementation("sdpa")
-            weights = output.attentions[layer].double().mean((1, 2))  # (tiles, patches)
+            output = tower(inputs["pixel_values"][image], output_hidden_states=True)
             encoder = [module for module in tower.modules() if hasattr(module, "self_attn")][layer]
             states = encoder.layer_norm1(output.hidden_states[:-1][layer])
-            of_tiles = encoder.self_attn.k_proj(states).double().unflatten(-1, (2, 16))
+            attention = encoder.self_attn
+            queries, of_tiles = (
+                project(states).double().unflatten(-1, (2, 16)) for project in (attention.q_proj, attention.k_proj)
+            )
+            if whole:
+                weights = (queries.flatten(2) @ of_tiles.flatten(2).mT * 32**-0.5).softmax(-1).mean(1)
+            else:
+                products = torch.einsum("tqhd,tkhd->thqk", queries, of_tiles) / 4
+                weights = products.softmax(-1).mean((1, 2))  # (tiles, patches)
             for column, patch in zip(place.tolist(), patches_of(images), strict=True):
                 if patch is not None:
                     received[row, column], keys[row, column] = weights[patch], of_tiles[patch]
+                    features[row, column] = output.hidden_states[model.config.vision_feature_layer][patch]
             image += 1
-    return received, keys
+    return received, keys, features
+
+
+def projected(model: torch.nn.Module, features: torch.Tensor) -> torch.Tensor:
+    return model.model.multi_modal_projector(features.float()).double()
 
 
 @contextmanager
@@ -435,7 +451,10 @@ def run(method: str, ratio: float, **options: object) -> tuple:
     return model, inputs, kept_columns(session.cache)[0], states[0], states[1]
 
 
-@pytest.mark.parametrize(("method", "options"), [("visionzip", {"contextual": 0.0}), ("prumerge+", {"neighbours": 0})])
+UNMERGED = {"neighbours": 0, "extra_token": False}
+
+
+@pytest.mark.parametrize(("method", "options"), [("visionzip", {"contextual": 0.0}), ("prumerge+", UNMERGED)])
 @pytest.mark.parametrize("ratio", [0.1, 0.5])
 def test_without_merging_they_equal_the_full_model_in_which_dropped_tokens_are_hidden(method, options, ratio):
     model, inputs = batch("llava-onevision")
@@ -455,7 +474,7 @@ def test_without_merging_they_equal_the_full_model_in_which_dropped_tokens_are_h
 def test_visionzip_keeps_dominant_tokens_and_merges_the_others_into_contextual_ones(ratio, layer):
     share = 0.4
     model, inputs, kept, embeddings, reached = run("visionzip", ratio, contextual=share, tower_layer=layer)
-    received, keys = tower_reference(model, inputs, layer)
+    received, keys, features = tower_reference(model, inputs, layer)
     vision, real = vision_of(inputs), inputs["attention_mask"].bool()
     for row in range(len(LENGTHS)):
         columns, patches = vision[row].nonzero()[:, 0], (received[row] > -math.inf).nonzero()[:, 0]
@@ -475,42 +494,80 @@ def test_visionzip_keeps_dominant_tokens_and_merges_the_others_into_contextual_o
         assert kept[row] == stays
         expected = expected.clone()
         for target, others in assigned.items():
-            if others:
-                expected[target] += embeddings[row, others].double().mean(0)
+            merged = features[row, others].mean(0) if others else 0.0
+            expected[target] = projected(model, features[row, target] + merged)
         torch.testing.assert_close(reached[row, -len(stays) :].double(), expected[stays], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("variant", ["code", "heads"])
 @pytest.mark.parametrize("ratio", [0.2, 0.5, 0.9])
-def test_prumerge_keeps_outliers_and_an_even_sample_and_adds_their_neighbours(ratio):
-    model, inputs, kept, embeddings, reached = run("prumerge+", ratio, neighbours=3)
-    received, keys = tower_reference(model, inputs, -1)
+def test_prumerge_keeps_outliers_and_an_even_sample_and_adds_their_neighbours(ratio, variant):
+    model, inputs, kept, embeddings, reached = run("prumerge+", ratio, neighbours=3, variant=variant)
+    received, keys, features = tower_reference(model, inputs, -1, whole=variant == "code")
     vision, real = vision_of(inputs), inputs["attention_mask"].bool()
     outliers_seen = 0
     for row in range(len(LENGTHS)):
         columns, patches = vision[row].nonzero()[:, 0], (received[row] > -math.inf).nonzero()[:, 0].tolist()
-        n = budget(ratio, len(columns))
+        n, extra = budget(ratio, len(columns)), False
         if n < len(patches):
+            extra = n > 1
+            n -= extra
             weights = received[row, patches]
             low, high = weights.quantile(0.25), weights.quantile(0.75)
             outliers = [c for c in patches if received[row, c] > high + 1.5 * (high - low)]
             outliers = sorted(outliers, key=lambda c, row=row: received[row, c], reverse=True)[:n]
-            rest = [c for c in patches if c not in outliers]
-            chosen = [*outliers, *(rest[i * len(rest) // (n - len(outliers))] for i in range(n - len(outliers)))]
+            others, wanted = [c for c in patches if c not in outliers], n - len(outliers)
+            for step in range(len(patches) // max(wanted, 1), 0, -1):
+                even = [c for c in patches[: len(patches) - 1 : step] if c not in outliers]
+                if len(even) >= wanted:
+                    others = even
+                    break
+            chosen = [*outliers, *(others[i * len(others) // wanted] for i in range(wanted))]
             outliers_seen += len(outliers)
         else:
             newlines = [c for c in columns.tolist() if c not in patches]
             chosen = [*patches, *newlines[len(newlines) - (n - len(patches)) :]]
-        stays = sorted([*chosen, *(real[row] & ~vision[row]).nonzero()[:, 0].tolist()])
-        assert kept[row] == stays
         expected = embeddings[row].double().clone()
         flat = keys[row].flatten(1)
         for column in set(chosen) & set(patches):
             others = [c for c in patches if c != column]
             nearest = torch.cosine_similarity(flat[column][None], flat[others]).topk(3).indices.tolist()
-            for i in nearest:
-                expected[column] += received[row, others[i]] * embeddings[row, others[i]].double()
+            near = [others[i] for i in nearest]
+            weighted = (received[row, near, None] * features[row, near]).sum(0)
+            expected[column] = projected(model, features[row, column] + weighted)
+        if extra:
+            dropped = [c for c in patches if c not in chosen]
+            weighted = (received[row, dropped, None] * features[row, dropped]).sum(0)
+            expected[dropped[-1]] = projected(model, weighted)
+            chosen.append(dropped[-1])
+        stays = sorted([*chosen, *(real[row] & ~vision[row]).nonzero()[:, 0].tolist()])
+        assert kept[row] == stays
         torch.testing.assert_close(reached[row, -len(stays) :].double(), expected[stays], atol=1e-5, rtol=0)
-    assert outliers_seen or ratio == 0.9
+    assert outliers_seen or ratio == 0.9 or variant == "code"
+
+
+def test_prumerge_may_let_the_outliers_set_the_number_and_pads_the_shorter_row():
+    model, inputs = batch("llava-onevision")
+    with kvcompress.compress(model, "prumerge+", preset="adaptive", neighbours=0, extra_token=False) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    received, _, _ = tower_reference(model, inputs, -1, whole=True)
+    for row, vision in enumerate(vision_of(inputs)):
+        patches = (received[row] > -math.inf).nonzero()[:, 0].tolist()
+        weights = received[row, patches]
+        low, high = (weights.quantile(q) if patches else None for q in (0.25, 0.75))
+        outliers = [c for c in patches if received[row, c] > high + 1.5 * (high - low)]
+        step = max(len(patches) // max(len(outliers), 1) // 3, 1)
+        stays = sorted({*outliers, *patches[: max(len(patches) - 1, 0) : step]})
+        assert [c for c in kept[0][row] if c < len(vision) and vision[c]] == stays
+    with kvcompress.compress(model, "prumerge+", budget=2, count="outliers") as session:
+        generate(model, inputs, 1)
+    assert [int(v[k].sum()) for v, k in zip(vision_of(inputs), kept_columns(session.cache)[0], strict=True)][:3] == [
+        2
+    ] * 3
 
 
 # -- SparseVLM
@@ -645,7 +702,7 @@ def test_dycoke_keeps_every_fourth_frame_and_what_is_new_in_the_others(family, r
     model, inputs, of_frames = video_batch(family, frames)
     with entering(model, 0) as states:
         _, full_logits = generate(model, inputs, NEW)
-    with kvcompress.compress(model, "dycoke", ratio) as session:
+    with kvcompress.compress(model, "dycoke", ratio, decode_drop=0.0) as session:
         tokens, logits = generate(model, inputs, NEW)
     kept = kept_columns(session.cache)
     with hidden_from(model, kept):
@@ -657,9 +714,11 @@ def test_dycoke_keeps_every_fourth_frame_and_what_is_new_in_the_others(family, r
     for row, columns in enumerate(of_frames):
         newline = int(family == "llava-onevision")
         n = budget(ratio, sum(map(len, columns)) + newline)
-        later = [f for f in range(len(columns)) if f % 4]
-        share, more = divmod(n - newline - sum(len(columns[f]) for f in range(0, len(columns), 4)), len(later))
-        stays = [c for f in range(0, len(columns), 4) for c in columns[f]]
+        # The third frame of the last four, or fewer, stays whole, as in the released code.
+        whole = [f for f in range(len(columns)) if f % 4 == 0 or (f % 4 == 2 and f + 2 > len(columns) - 1)]
+        later = [f for f in range(len(columns)) if f not in whole]
+        share, more = divmod(n - newline - sum(len(columns[f]) for f in whole), len(later))
+        stays = [c for f in whole for c in columns[f]]
         for number, f in enumerate(later):
             then = columns[f - 2] if f % 4 == 2 else columns[f - 1]
             likeness = torch.cosine_similarity(states[0][row, columns[f]].double(), states[0][row, then].double())
@@ -667,6 +726,90 @@ def test_dycoke_keeps_every_fourth_frame_and_what_is_new_in_the_others(family, r
             stays += [columns[f][i] for i in new]
         shown = {c for frame in columns for c in frame}
         assert [c for c in kept[0][row] if c in shown] == sorted(stays)
+
+
+@contextmanager
+def hiding_while_decoding(model: torch.nn.Module, first: int, drop: float, vision: torch.Tensor) -> Iterator[list[int]]:
+    """Plain attention in which at decode steps the layers from `first` on see the best of the vision tokens (batch,
+    columns) only, by the layer before; all of them where that one attends as at the step before. Yields how many rows
+    were shown all at each step."""
+    before, hidden, whole = None, None, []
+
+    def attention(module, query, key, value, attention_mask, scaling, **kwargs):
+        nonlocal before, hidden
+        groups, columns, is_step = query.shape[1] // key.shape[1], key.shape[2], query.shape[2] == 1
+        logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
+        if attention_mask is None:
+            visible = torch.ones(query.shape[2], columns, dtype=torch.bool).tril(columns - query.shape[2])
+        else:
+            itself = torch.eye(query.shape[2], columns, dtype=torch.bool)  # pads: no NaN
+            visible = attention_mask | itself if query.shape[2] > 1 else attention_mask
+        if is_step and module.layer_idx >= first:
+            visible = visible.expand(len(query), 1, 1, columns) & ~hidden[:, None, None]
+        weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
+        if is_step and module.layer_idx == first - 1:
+            now = weights.mean(1)[:, 0].double()
+            hidden = torch.zeros(len(query), columns, dtype=torch.bool)
+            for row, shown in enumerate(vision):
+                places = shown.nonzero()[:, 0]
+                alike = 0.0 if before is None else torch.cosine_similarity(now[row, places], before[row, places], dim=0)
+                if alike < 0.9:
+                    best = now[row, places].topk(int(len(places) * (1 - drop))).indices.tolist()
+                    hidden[row, [c for i, c in enumerate(places.tolist()) if i not in best]] = True
+            before = now
+            whole.append(int((~hidden.any(1)).sum()))
+        return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
+
+    config = model.config.get_text_config(decoder=True)
+    before_entering = config._attn_implementation
+    AttentionInterface.register("hiding_while_decoding", attention)
+    AttentionMaskInterface.register("hiding_while_decoding", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    config._attn_implementation = "hiding_while_decoding"
+    try:
+        yield whole
+    finally:
+        config._attn_implementation = before_entering
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cache_implementation": "static", "max_new_tokens": 6}, {"cache_implementation": "offloaded"}],
+    ids=["dynamic", "static", "offloaded"],
+)
+@pytest.mark.parametrize("sharpness", [0.05, 1.0], ids=["alike", "changing"])
+def test_dycoke_hides_from_the_later_layers_what_a_step_s_token_does_not_look_at(options, sharpness, monkeypatch):
+    model, inputs, _ = video_batch("qwen2-vl", [7, 5])
+    queries = model.get_decoder().layers[1].self_attn.q_proj
+    plain = queries.forward
+    monkeypatch.setattr(queries, "forward", lambda states: sharpness * plain(states))
+    with kvcompress.compress(model, "dycoke", 1.0, layer=2, decode_drop=0.6, **options) as session:
+        tokens, logits = generate(model, inputs, 6)
+    assert session.cache.realised_ratios() == [[1.0, 1.0]] * 4
+    vision = inputs["mm_token_type_ids"].bool()
+    with hiding_while_decoding(model, 2, 0.6, vision) as whole:
+        _, expected = generate(model, inputs, 6, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    assert whole[0] == 0  # there is no step before it
+    assert (min(whole[1:]) == 2) if sharpness < 1 else (sum(whole) < 3)
+
+
+def test_dycoke_decodes_rows_of_different_length_as_each_alone_and_reuses_a_prompt():
+    model, inputs, _ = video_batch("qwen2-vl", [7, 5])
+    with kvcompress.compress(model, "dycoke", 0.6, layer=2) as session:
+        tokens, logits = generate(model, inputs, 5)
+    solo_model, solo, _ = video_batch("qwen2-vl", [7])
+    with kvcompress.compress(solo_model, "dycoke", 0.6, layer=2) as session:
+        _, alone = generate(solo_model, solo, 5, forced=tokens[:1])
+        first = [layer.memory.attended is not None for layer in session.cache.compressed_layers]
+    assert first == [False, True, False, False]
+    torch.testing.assert_close(logits[0], alone[0], atol=TOLERANCE, rtol=0)
+
+
+def test_dycoke_s_layer_must_be_in_the_model():
+    model, inputs, _ = video_batch("qwen2-vl", [4])
+    error = kvcompress.KVCompressError
+    with kvcompress.compress(model, "dycoke", 0.5, layer=4), pytest.raises(error, match=r"layer=4 is not below .* 4 "):
+        generate(model, inputs, 1)
 
 
 def test_the_frames_of_two_videos_in_a_row_leave_out_the_newlines_between_them():
@@ -680,9 +823,10 @@ def test_the_frames_of_two_videos_in_a_row_leave_out_the_newlines_between_them()
 
 def test_dycoke_cannot_keep_less_than_every_fourth_frame_and_says_so():
     model, inputs, _ = video_batch("qwen2-vl", [4])
-    with kvcompress.compress(model, "dycoke", 0.25) as session:
-        generate(model, inputs, 1)
-    assert len(kept_columns(session.cache)[0][0]) == inputs["input_ids"].shape[1] - 36
+    for variant, least in (("code", 0.5), ("paper", 0.25)):
+        with kvcompress.compress(model, "dycoke", least, variant=variant) as session:
+            generate(model, inputs, 1)
+        assert len(kept_columns(session.cache)[0][0]) == inputs["input_ids"].shape[1] - 48 * (1 - least)
     error = kvcompress.KVCompressError
     with (
         kvcompress.compress(model, "dycoke", 0.2),
@@ -760,19 +904,26 @@ def test_a_tower_with_a_class_token_is_asked_through_it(method, next_too):
     weights = model.model.vision_tower(pixels.flatten(0, -4), output_attentions=True).attentions[-2]
     model.model.vision_tower.set_attn_implementation("sdpa")
     received = weights.double().mean(1)[:, 0, 1:]  # (tiles, patches)
-    options = {"contextual": 0.0, "tower_layer": -2} if method == "visionzip" else {"neighbours": 0, "tower_layer": -2}
-    with kvcompress.compress(model, method, 0.25, **options) as session:
+    options = {"contextual": 0.0, "tower_layer": -2} if method == "visionzip" else UNMERGED
+    with entering(model, 0) as states, kvcompress.compress(model, method, 0.25, **options) as session:
         tokens, logits = generate(model, inputs, NEW)
     kept = kept_columns(session.cache)
-    with hidden_from(model, kept):
-        _, expected = generate(model, inputs, NEW, forced=tokens)
-    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
     if method == "prumerge+":
+        with hidden_from(model, kept):
+            _, expected = generate(model, inputs, NEW, forced=tokens)
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
         return
+    classes = model.model.vision_tower(pixels.flatten(0, -4), output_hidden_states=True).hidden_states[-2][:, :1]
     for row in range(2):
-        of_row = received[row]
+        of_row, tiles = received[row], [row]
         if next_too:
+            tiles = [2 * row, 2 * row + 1]
             lines = torch.nn.functional.pad(received[2 * row + 1].view(4, 4), (0, 1), value=-1.0)
             of_row = torch.cat([received[2 * row], lines.flatten()])
-        best = of_row.topk(budget(0.25, patches)).indices.sort().values + 4
-        assert [c for c in kept[0][row] if 4 <= c < 4 + patches] == best.tolist()
+        # The first dominant tokens are the tiles' class tokens, in the places of the first dropped patches.
+        best = of_row.topk(budget(0.25, patches) - len(tiles)).indices.tolist()
+        places = [i for i in range(patches) if i not in best and of_row[i] >= 0][: len(tiles)]
+        stays = sorted([*best, *places])
+        assert [c - 4 for c in kept[0][row] if 4 <= c < 4 + patches] == stays
+        ours = states[0][row, -len(stays) - 2 : -2][[stays.index(i) for i in places]]
+        torch.testing.assert_close(ours, model.model.multi_modal_projector(classes[tiles])[:, 0], atol=1e-5, rtol=0)

@@ -103,6 +103,11 @@ def test_the_chat_template_flag_takes_no_word_that_is_needed(argv):
     assert "chat_template" not in request.arguments
 
 
+def test_what_is_missing_is_named_also_behind_the_chat_template_flag():
+    with pytest.raises(UsageError, match="METHOD is missing"):
+        parse(["--apply_chat_template", *FOUR[:2]])
+
+
 def cell(*argv):
     return Plan.of(parse([*FOUR, *argv])).cells[0][0]
 

@@ -79,6 +79,12 @@ def test_a_change_in_any_module_that_makes_answers_is_another_identity(tree, nam
     assert (code(tree) != before) == (name in COUNTED)
 
 
+def test_the_modules_that_make_no_answer_are_there():
+    """A new name for one of them would be another identity of every cell, for a change that changes nothing."""
+    folder = Path(identity.__file__).parent
+    assert {name for name in identity.WITHOUT_EFFECT if not (folder / name).is_file()} == set()
+
+
 def test_a_module_that_moves_to_another_folder_is_another_identity(tree):
     code, one = identity.own_code.__wrapped__, tree / "kvcompress" / "clusters" / "snapkv.py"
     before = code(tree)

@@ -8,8 +8,9 @@ import sys
 import time
 
 import pytest
+import torch
 
-from lmms_eval_plugins.cells import errors, processes
+from lmms_eval_plugins.cells import errors, failures, processes
 from lmms_eval_plugins.cells.errors import EvaluationFailed, UsageError, exit_code
 
 RANKS = """
@@ -67,6 +68,63 @@ def test_of_ranks_that_fail_together_the_first_is_heard(started, capfd):
 def test_a_rank_that_is_killed_is_named(started, capfd):
     assert processes.run_ranks(2, ["die"]) == 128 + signal.SIGKILL
     assert capfd.readouterr().err.splitlines()[-1] == "error: process 2 of 2 was ended by SIGKILL"
+
+
+TASKS = """
+import os, sys, time
+from lmms_eval_plugins.cells.errors import EvaluationFailed, exit_code
+from lmms_eval_plugins.cells.failures import TaskFailures
+
+def evaluate(argv):
+    failures, rank = TaskFailures(argv), os.environ["RANK"]
+    for task in argv:
+        with failures.noted(task):
+            if task == "missing":
+                raise EvaluationFailed("missing: no data")
+            if task in failures.reasons:
+                continue
+            if task == "broken" and rank == "1":
+                raise EvaluationFailed("broken: its scorer is")
+            if task == "broken":
+                time.sleep(600)  # for the other
+            if rank == "0":
+                print("did", task, flush=True)
+    failures.raise_all()
+
+sys.exit(exit_code(evaluate, sys.argv[1:], "cells"))
+"""
+
+
+def test_ranks_are_started_again_without_the_task_that_ended_them(started, monkeypatch, capfd):
+    monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-c", TASKS])
+    assert failures.run_tasks(2, ["missing", "a", "broken", "b"]) == 1
+    out, err = capfd.readouterr()
+    assert out.split("did ")[-2:] == ["a\n", "b\n"], "the last ranks have done all others"
+    lines = err.splitlines()
+    assert [line for line in lines if line.endswith("the others go on")] == [
+        "task missing is left out, the others go on", "task broken is left out, the others go on",
+    ]  # fmt: skip
+    assert "error: broken: its scorer is" in lines
+    assert lines[-1] == ("error: 2 task(s) without results: missing (missing: no data); broken (broken: its scorer is)")
+    assert len(started) == 6
+
+
+def test_ranks_with_a_single_task_or_nothing_that_failed_are_started_once(started, monkeypatch, capfd):
+    monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-c", TASKS])
+    assert failures.run_tasks(2, ["a", "b"]) == 0
+    assert failures.run_tasks(2, ["missing"]) == 1
+    assert capfd.readouterr().err.splitlines() == ["error: missing: no data"]
+    assert len(started) == 4
+
+
+def test_of_what_ranks_say_the_first_is_the_reason(tmp_path, monkeypatch):
+    for pid, (at, task) in enumerate(((2.0, "later"), (1.0, "first"))):
+        monkeypatch.setattr(failures.os, "getpid", lambda pid=pid: pid)
+        monkeypatch.setattr(failures.time, "time", lambda at=at: at)
+        failures.leave(tmp_path, task, "no data" if task == "first" else "connection closed by peer")
+    assert failures.collect(tmp_path) == "first"
+    assert failures.read(tmp_path) == {"first": "no data"}
+    assert failures.collect(tmp_path) is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -146,6 +204,23 @@ def test_an_ignored_signal_stays_ignored():
             1,
             "error: /x/y cannot be written or read: No space left on device",
         ),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\n See documentation"),
+            1,
+            "error: memory does not suffice: CUDA out of memory. Tried to allocate 9 GiB. See documentation",
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to get 9 bytes."),
+            1,
+            "error: memory does not suffice: DefaultCPUAllocator: can't allocate memory: you tried to get 9 bytes.",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            1,
+            "error: memory does not suffice: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling "
+            "`cublasCreate(handle)`",
+        ),
+        (MemoryError(), 1, "error: memory does not suffice: "),
     ],
 )
 def test_an_error_is_one_line(error, code, line, capsys):

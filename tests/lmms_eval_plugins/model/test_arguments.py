@@ -11,6 +11,7 @@ from lmms_eval_plugins.model.arguments import (
     Compression,
     ModelArguments,
     make_compression,
+    model_arguments,
     parse_arguments,
 )
 from lmms_eval_plugins.model.generation import generation_of
@@ -198,3 +199,24 @@ def test_every_argument_is_documented():
     text = DOCS.read_text(encoding="utf-8")
     names = {*ModelArguments.model_fields, *Compression.model_fields, *LEGACY_ARGUMENTS} - {"legacy", "options"}
     assert [name for name in sorted(names) if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{% for m in messages %}\n{{ m['content'] }", "is no Jinja template: line 2: unexpected '}'"),
+        ("{% for m in messages %}", "is no Jinja template: line 1: Unexpected end of template"),
+    ],
+)
+def test_a_chat_template_of_wrong_syntax_is_one_line_before_anything_is_loaded(tmp_path, text, said):
+    (tmp_path / "t.jinja").write_text(text)
+    with pytest.raises(KVCompressError) as error:
+        model_arguments(pretrained="m", chat_template=str(tmp_path / "t.jinja"))
+    assert f"t.jinja' {said}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_chat_template_may_have_the_tags_that_transformers_knows(tmp_path):
+    text = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% break %}{% endfor %}"
+    (tmp_path / "t.jinja").write_text(text)
+    assert model_arguments(pretrained="m", chat_template=str(tmp_path / "t.jinja")).chat_template

@@ -49,6 +49,9 @@ def test_a_size_that_fails_is_lowered_until_it_fits():
     size = largest_batch(try_batch, 640, 64, may_fail=True)
     assert 13 <= size <= 25
     assert tried[-1] == size
+    try_batch, tried = trials(0, 10, 25)
+    assert largest_batch(try_batch, 30, 64, may_fail=True) == 2
+    assert tried == [1, 2, 3]  # two rows are known to fit
 
 
 def test_tensors_that_live_at_the_same_time_are_counted_once_and_as_long_as_they_live():

@@ -95,6 +95,13 @@ def test_prompt_is_the_originals_conversation(original):
     )
 
 
+def test_an_image_is_cut_into_at_most_as_many_tiles_as_the_checkpoint_says(original):
+    config = json.loads((original / "config.json").read_text()) | {"image_aspect_ratio": "anyres_max_4"}
+    processor = llava_next.load_processor(str(original), config)
+    assert processor.vision_aspect_ratio == "anyres_max_4"
+    assert llava_next.convert_config(config, processor.tokenizer).vision_aspect_ratio == "anyres_max_4"
+
+
 def test_a_missing_weight_is_an_error(original, tmp_path):
     folder = shutil.copytree(original, tmp_path / "incomplete")
     shard = folder / "model-00001-of-00002.safetensors"

@@ -72,6 +72,15 @@ def test_each_rank_has_the_device_asked_for_or_its_own_gpu(monkeypatch, given, w
         device_of(args, world_size)
 
 
+def test_mps_is_taken_where_torch_has_it_and_is_one_line_where_not(monkeypatch):
+    args = ModelArguments(pretrained="m", device="mps")
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    assert device_of(args, 1) == torch.device("mps")
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    with pytest.raises(KVCompressError, match="device='mps': torch has none on this machine"):
+        device_of(args, 1)
+
+
 def test_a_vision_model_whose_processor_is_only_a_tokenizer_is_an_error(monkeypatch):
     """AutoProcessor falls back to the tokenizer where it finds no processor."""
     monkeypatch.setattr(AutoProcessor, "from_pretrained", AutoTokenizer.from_pretrained)

@@ -1,12 +1,15 @@
 """The metrics of a grid on disk, from the command line: against numbers worked by hand."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from lmms_eval_plugins.metrics import main
 from tests.support.result_cells import write_answers as write
 
+DOCS = Path(__file__).parents[3] / "docs"
 FEW = ("--resamples", 100)  # 10,000 take a tenth of a second for each pair
 
 
@@ -114,6 +117,15 @@ def test_tables_show_the_numbers(grid, capsys):
     assert code == 0
     for words in ("OP", "95 % interval", "smallest ratio within 1 points", "75.0 %", "4.00x", "-0.500"):
         assert words in text
+
+
+def test_the_table_over_all_tasks_has_the_metrics_that_are_documented(grid, capsys):
+    documented = re.findall(r"^\| (O\w), ", (DOCS / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
+    text = command(capsys, *grid)[1]
+    header = next(line for line in text.splitlines() if " OP " in line and "mean" in line)
+    names = [name.strip() for name in re.split(r"[┃│]", header) if name.strip()]
+    assert [name for name in names if name.startswith("O")] == documented == ["OP", "OG", "OL", "OE"]
+    assert names[:4] == ["model", "method", "ratio kept", "tasks"]
 
 
 def test_budgets_have_their_realised_ratio_on_the_axis(tmp_path, capsys):

@@ -21,6 +21,8 @@ def cell(scores, questions=None, task="t", **more):
         ({"cognition,none": 9.0, "perception,none": 1.0}, {"cognition,none": 2, "perception,none": 5}, "perception"),
         ({"acc,none": 0.1, "f1,none": 0.2}, {}, "acc"),
         ({"submission,none": None, "acc,none": 1}, {}, "acc"),
+        ({"submission,none": 0.5, "acc,none": 1}, {}, "acc"),
+        ({"acc,none": 0.1, "f1,none": 0.2}, {"f1,none": 1}, "f1"),
         ({"acc_stderr,none": 0.1, "acc_stderr_clt,none": 0.1, "acc,none": 1}, {}, "acc"),
         ({"acc_expected_accuracy,none": 0.3, "acc_consistency_rate,none": 0.3, "acc,none": 1}, {}, "acc"),
         ({"acc,none": "N/A", "bypass,none": 999}, {}, None),

@@ -19,7 +19,7 @@ from lmms_eval_plugins.cells.results import Cell
 from lmms_eval_plugins.model.kept_tokens import jpeg, packed_bits
 from lmms_eval_plugins.report.html import report_command, show
 from lmms_eval_plugins.report.html.data import page_data
-from lmms_eval_plugins.report.html.groups import load_groups
+from lmms_eval_plugins.report.html.groups import gold, load_groups
 from lmms_eval_plugins.report.html.page import TEMPLATES
 from lmms_eval_plugins.report.html.tables import latex, write_tables
 
@@ -117,7 +117,21 @@ def test_files_hold_every_cell_and_every_sample(report):
         text = pd.read_csv(report / f"{name}.csv", dtype={"answer": str, "gold": str})
         assert len(text) == len(frame)
         assert list(text.columns) == list(frame.columns)
+        assert "index" not in frame
     assert not list(report.glob("*.tmp"))
+
+
+def test_accepted_answers_are_the_documents_else_the_tasks_target():
+    assert gold({"doc": {"answers": ["no", "yes", "yes"]}, "target": "x"}) == "yes | no"
+    assert gold({"doc": {"answer": "yes"}, "target": "x"}) == "yes"
+    assert gold({"doc": {"question": "?"}, "target": "x"}) == "x"
+    assert gold({"target": ["x", "y"]}) == "x | y"
+
+
+def test_a_page_of_cells_without_a_metric_calls_it_score(root):
+    groups = load_groups(root)
+    groups[0].frame["metric"] = ""
+    assert page_data(groups)["groups"][0]["metric"] == "score"
 
 
 def test_markdown_and_latex_hold_the_scores_by_ratio(report):
@@ -383,6 +397,25 @@ def test_a_picture_is_dark_where_patches_were_evicted():
     opacity = dark.get_array()[..., 3]
     assert not dark.get_array()[..., :3].any()
     np.testing.assert_allclose(opacity, [[0.0] * SIDE] * 2 + [[show.DARKEST / 2] * SIDE] + [[show.DARKEST] * SIDE])
+
+
+def test_where_the_patches_places_are_not_known_a_strip_shows_the_images_tokens():
+    images = [{"layout": {"start": 2, "tokens": 5, "views": [], "note": "of another family"}}]
+    figure, panel = plt.subplots()
+    show.draw(panel, images, np.linspace(0, 1, 11))
+    (strip,) = panel.images
+    plt.close(figure)
+    np.testing.assert_allclose(strip.get_array(), [np.linspace(0, 1, 11)[2:7]])
+
+
+@pytest.mark.parametrize("question", ["What is it?\nAnswer with a word.", ""])
+def test_a_picture_is_titled_with_the_questions_first_line(tmp_path, monkeypatch, question):
+    figures, close = [], plt.close
+    monkeypatch.setattr(plt, "close", figures.append)
+    show.write_png(tmp_path / "a.png", question, [{"entry": entry(0, 0.5), "name": "snapkv 0.5", "answer": "red"}])
+    (figure,) = figures
+    close(figure)
+    assert figure.get_suptitle() == question.partition("\n")[0]
 
 
 @pytest.mark.parametrize(

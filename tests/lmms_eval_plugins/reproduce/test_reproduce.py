@@ -1,5 +1,6 @@
 """scripts/reproduce.sh: a paper's grid, run by evaluate, in a table beside the paper's numbers."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,9 @@ import yaml
 
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells.errors import UsageError
+from lmms_eval_plugins.cells.identity import fingerprint
 from lmms_eval_plugins.cells.plan import Plan
+from lmms_eval_plugins.cells.results import dumps
 from lmms_eval_plugins.reproduce import run
 from lmms_eval_plugins.reproduce.__main__ import main, reproduce
 from lmms_eval_plugins.reproduce.config import CONFIGS, load_config, load_reference
@@ -142,6 +145,10 @@ def test_effivlm_bench_is_the_whole_figure_with_its_variants():
         ({"methods": [{"name": "X", "method": "knorm", "options": {"sinks": 4}}]}, "sinks"),
         ({"methods": [{"name": "X", "method": "knorm", "models": ["N"]}]}, "method X: no model 'N'"),
         ({"methods": [{"name": "X", "method": "knorm"}] * 2}, "a method stands twice for M: X, X"),
+        (
+            {"methods": [{"name": "X", "method": "knorm", "models": ["M"]}, {"name": "X", "method": "tova"}]},
+            "a method stands twice for M: X, X",
+        ),
         ({"models": [{"name": "M", "pretrained": "m"}] * 2}, "a name stands twice among models: M, M"),
         ({"models": [{"name": "M", "pretrained": None}]}, "`needs` says why pretrained is null"),
         ({"benchmarks": [{"name": "B", "task": "b", "needs": "x"}]}, "`needs` says why task is null"),
@@ -232,10 +239,41 @@ def test_only_names_what_there_is(configuration, capsys, executed, only, message
     assert not executed
 
 
+def with_fingerprint(folder: Path, path: str, ratio: float, **changes) -> None:
+    """Let a cell's results say that they are those which a run would compute."""
+    _, runs = plan(load_config(path)[0], {}, [])
+    (own,) = [cell.asked for cell in runs[0].cells if (cell.method.method, cell.size) == ("knorm", {"ratio": ratio})]
+    file = folder / f"knorm-{ratio}" / "results.json"
+    made = {**fingerprint(own[0], runs[0].arguments, own[1], data={"one": "x"}, tasks={"one": "y"}), **changes}
+    file.write_text(dumps({**json.loads(file.read_text()), "fingerprint": made}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "state"),
+    [
+        ({}, [], "on disk"),
+        ({}, ["--force"], "to run again (--force)"),
+        ({"code": "older"}, [], "to run again (changed since: code)"),
+        (None, [], "to run again (results.json is damaged: no fingerprint)"),
+    ],
+)
+def test_dry_run_says_which_results_on_disk_a_run_would_compute_again(
+    configuration, capsys, executed, tmp_path, changes, flags, state
+):
+    folder, path = write(tmp_path / "results", "one", "knorm", 0.5, "abcx"), configuration()
+    if changes is not None:
+        with_fingerprint(folder, path, 0.5, **changes)
+    (folder / "knorm-0.25").mkdir()
+    assert main([path, "--dry-run", *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == f"M, One, KNorm, 0.5: {state}"
+    assert lines[2] == "M, One, KNorm, 0.25: to run again (results.json is missing)"
+
+
 def test_dry_run_lists_cells_and_commands_and_writes_nothing(configuration, capsys, executed, tmp_path):
-    write(tmp_path / "results", "one", "knorm", 0.5, "abcx")
-    before = sorted(tmp_path.rglob("*"))
     path = configuration()
+    with_fingerprint(write(tmp_path / "results", "one", "knorm", 0.5, "abcx"), path, 0.5)
+    before = sorted(tmp_path.rglob("*"))
     assert main([path, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
@@ -246,7 +284,7 @@ def test_dry_run_lists_cells_and_commands_and_writes_nothing(configuration, caps
         "./scripts/run_eval.sh one m full,knorm 0.5,0.25 --output_path results",
     ]
     assert not executed
-    assert sorted(set(tmp_path.rglob("*")) - {Path(path)}) == before
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 # -- running

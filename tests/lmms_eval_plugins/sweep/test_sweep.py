@@ -442,6 +442,21 @@ def test_each_trial_of_a_local_sweep_is_one_offline_run(fake, tmp_path, offline,
     assert [items["accuracy"] for items in run["history"]] == [0.2]
 
 
+def test_a_sweep_on_ray_has_the_cores_and_workers_that_are_asked_for(fake, tmp_path, monkeypatch):
+    given = []
+
+    def run_on_ray(sweep, *asked):
+        given.append(asked)
+        run_here(sweep)
+
+    cluster = SimpleNamespace(run_on_ray=run_on_ray)
+    monkeypatch.setitem(sys.modules, "lmms_eval_plugins.sweep.ray_cluster", cluster)
+    argv = ["run", str(write(tmp_path / "sweep.yaml")), f"--output_path={tmp_path / 'out'}", "--ray", "local"]
+    assert command.main(argv) == 0
+    assert command.main([*argv, "--cpus-per-trial", "3", "--workers", "2"]) == 0
+    assert given == [("local", 1, None), ("local", 3, 2)]
+
+
 def test_wrong_flags_and_commands_are_errors(monkeypatch, capsys):
     def error(*arguments):
         assert command.main(list(arguments)) == 2

@@ -12,10 +12,8 @@ from .states import NAMES, cases, states
 
 SINKS = 4
 
-DIFFERENCES = {
-    label: (0.97, "a layer's total is rounded to whole entries per head")
-    for label in ("kvzip/", "kvzip, chunks of 50/")
-}
+ROUNDED = "a layer's total is rounded to whole entries per head"
+DIFFERENCES = {"kvzip/": (0.97, ROUNDED), "kvzip, chunks of 50/": (0.97, ROUNDED)}
 
 
 def main() -> None:

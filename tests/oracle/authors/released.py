@@ -25,12 +25,14 @@ def definitions(
     return _run(path, found, constants or {}, given)
 
 
-def branch(path: Path, condition: str, **given: object) -> dict[str, object]:
-    """Run the one `if` statement of a file whose condition is this, and return its names."""
+def branch(
+    path: Path, condition: str, constants: Mapping[int, int] | None = None, **given: object
+) -> dict[str, object]:
+    """Run the one `if` statement of a file whose condition is this, and return its names. `constants` as above."""
     (found,) = (
         n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.If) and ast.unparse(n.test) == condition
     )
-    return _run(path, [found], {}, given)
+    return _run(path, [found], constants or {}, given)
 
 
 def _run(path: Path, nodes: list[ast.stmt], constants: Mapping[int, int], given: Mapping[str, object]) -> dict:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from kvcompress.tokens.base import Attention, TokenMethod, Tokens
+from kvcompress.tokens.base import Attention, TokenMethod, Tokens, Tower
 
 FIXTURES = Path(__file__).with_name("fixtures") / "tokens"
 
@@ -89,6 +90,40 @@ def through(prompt: Prompt, method: TokenMethod, budget: int) -> list[torch.Tens
         prepared = None if prepared is None else prepared[:, stays]
         states.append(hidden[vision])
     return states
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a vision tower with a class token, which comes first, makes of an image.
+
+    Attributes:
+        states: what one of its layers attends over, (1, tokens, size).
+        weights: that layer's, of queries and of keys (size, size).
+        features: what the tower hands on, (1, tokens, features).
+    """
+
+    states: torch.Tensor
+    weights: torch.Tensor
+    features: torch.Tensor
+    heads: int = 4
+
+    @classmethod
+    def draw(cls, seed: int, side: int, size: int = 32, features: int = 6) -> "Tile":
+        """`side`: in patches. Few patches stand out."""
+        tokens = side * side + 1
+        states = normal(seed, 1, tokens, size) * (1 + normal(seed + 1, 1, tokens, 1).abs() ** 3)
+        return cls(states, normal(seed + 2, 2, size, size) / size, normal(seed + 3, 1, tokens, features))
+
+    def seen_by(self, method: TokenMethod, budget: int) -> torch.Tensor:
+        """The states (kept, features) that our method lets through, with a projector that changes nothing."""
+        queries, keys = ((self.states[0] @ w).unflatten(-1, (self.heads, -1)) for w in self.weights)
+        received = F.pad(method.received(queries, keys, has_class=True), (0, 1), value=-torch.inf)[None]  # and a text
+        keys, features = (F.pad(x, [0] * (2 * x.ndim - 1) + [1])[1:][None] for x in (keys, self.features[0]))
+        tower = Tower(received, keys, features, [self.features[0, :1]], lambda states: states)
+        vision = received > -torch.inf
+        tokens = Tokens(vision, None, [budget], features, tower=tower)
+        chosen, hidden = method.choose(method.score(tokens), tokens)
+        return hidden[chosen]
 
 
 def share(theirs: torch.Tensor, ours: torch.Tensor, tolerance: float = 1e-4) -> float:

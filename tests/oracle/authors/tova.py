@@ -1,0 +1,45 @@
+"""schwartz-lab-NLP/TOVA: its cache."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from .recording import Recording, kept_columns, save
+from .states import DECODED, NAMES, States, cases, states
+from .stepping import attention, behind, passes
+
+DIFFERENCES: dict[str, tuple[float, str]] = {}
+
+
+def main() -> None:
+    checkout = Path(sys.argv[1])
+    sys.path.insert(0, str(checkout / "src"))
+    from tova_cache import TOVACache
+
+    recordings = []
+    for name in NAMES:
+        for prompt, budget in cases(name):
+            for decoded in (0, DECODED):
+                kept = _kept(TOVACache, states(name), prompt, decoded, budget)
+                options = {"decode_budget": budget} if decoded else {}
+                recordings.append(Recording("tova", "tova", options, name, prompt, budget, kept, decoded))
+    save("tova", recordings, "schwartz-lab-NLP/TOVA", checkout, "src/tova_cache.py: TOVACache.reduce")
+
+
+def _kept(cache_class: type, given: States, prompt: int, decoded: int, budget: int) -> torch.Tensor:
+    kept = []
+    for place in range(given.layers):
+        past, cache = None, SimpleNamespace(cache_size=budget)
+        for queries, keys, values in passes(given, place, prompt, decoded):
+            past = behind(past, keys, values)
+            cache.key_cache, cache.value_cache = ([states] for states in past)
+            cache_class.reduce(cache, 0, attention(queries, past[0]))
+            past = cache.key_cache[0], cache.value_cache[0]
+        kept.append(kept_columns(past[0][0], given.keys[place, :, : prompt + decoded]))
+    return torch.stack(kept)
+
+
+if __name__ == "__main__":
+    main()
