@@ -243,7 +243,7 @@ class LaterChunk(Prefill):
             states.module,
             rotary,
             memory.merge_threshold,
-            memory.noted,
+            None,
             reading=True,
             **tokens.vision_among(both.indices),
         )

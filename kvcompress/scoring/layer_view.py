@@ -74,7 +74,7 @@ class LayerView:
         sums: for a cluster whose scores add up over all queries: what `observe` has added up for each column so far,
             (batch, kv_heads, columns); None where nothing is carried on.
         merge_threshold: `Kept.merge_threshold` of the eviction before this one, None at the first.
-        noted: `Kept.noted` of the eviction before this one, None at the first.
+        noted: while decoding, `Kept.noted` of the eviction before this one, None at the first.
         received: for a cluster with a second pass: what each column received in it, (batch, kv_heads, columns).
     """
 
