@@ -30,7 +30,7 @@ from tests.oracle.authors.states import DECODED, RATIOS, states
 
 from . import method_table
 
-STATES = ("smollm2", "tiny")  # the first that a method was recorded on
+STATES = ("smollm2", "smollm2_image", "tiny")  # the first that a method was recorded on
 PAGE = Path(__file__).parent.parent / "docs" / "differences.md"
 VARIANT_RATIOS = (0.5, 0.2)
 
