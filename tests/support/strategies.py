@@ -53,7 +53,7 @@ OPTIONS: dict[str, dict[str, list]] = {
         "tau2": [1.0, 2.0],
     },
     "sagekv": {"sinks": [0, 4], "recent": [0.0, 0.25, 0.5]},
-    "simlayerkv": {"sinks": [0, 4], "lazy_threshold": [0.5, 0.9]},
+    "simlayerkv": {"sinks": [0, 4], "lazy_threshold": [0.5, 0.9], "variant": ["budget"]},  # the others have no budget
     "r-kv": {
         "window_size": [1, 8],
         "kernel_size": [1, 7],
