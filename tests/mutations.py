@@ -8,6 +8,15 @@ CORE = "tests/kvcompress/"
 INVARIANTS = CORE + "test_invariants.py"
 
 
+AUTHORS = "tests/oracle/authors/test_authors.py::"
+AUTHORS += "test_ours_keeps_what_the_authors_code_keeps_but_for_named_differences"
+
+
+def recorded(*cases: str) -> tuple[str, ...]:
+    """The tests of these recordings of the authors' code: `<fixture> <label>`."""
+    return tuple(f"{AUTHORS}[{case}]" for case in cases)
+
+
 @dataclass(frozen=True)
 class Mutation:
     """One line of the code, broken.
@@ -494,5 +503,195 @@ MUTATIONS = {
         "return before.tolist()",
         "the end-of-sequence token is not counted",
         (CORE + "test_measure.py",),
+    ),
+    # -- what the authors' code keeps, of recorded states
+    "snapkv-window": Mutation(
+        "clusters/snapkv.py",
+        "return [self.window_size] * len(view.lengths)",
+        "return [self.window_size + 1] * len(view.lengths)",
+        "the observation window is one too long",
+        recorded("kvcache_factory snapkv"),
+    ),
+    "snapkv-pools-first": Mutation(
+        "clusters/snapkv.py",
+        "pool_scores(votes.mean(2) * before[:, None], self.kernel_size, self.pooling)",
+        "pool_scores(votes * before[:, None, None], self.kernel_size, self.pooling).mean(2)",
+        "votes are pooled before the mean over the query heads",
+        recorded("kvcache_factory snapkv, preset=longbench"),
+    ),
+    "pyramid-window-inside": Mutation(
+        "layer_budgets/pyramid.py",
+        "rest = budget - window\n        if length < 2 * rest",
+        "rest, window = budget, 0\n        if length < 2 * rest",
+        "the pyramid is over the window too",
+        recorded("kvcache_factory pyramidkv"),
+    ),
+    "adakv-no-floor": Mutation(
+        "scoring/selection.py",
+        "+ safeguard * rest / scores.shape[1]",
+        "+ safeguard * 0 / scores.shape[1]",
+        "no head is sure of a share",
+        recorded("adakv adakv"),
+    ),
+    "cake-variance": Mutation(
+        "clusters/cake.py",
+        "(in_window.sum(3) - 1).clamp(min=1)",
+        "in_window.sum(3)",
+        "the variance is a population's",
+        recorded("cakekv cake, kernel_size=1"),
+    ),
+    "criticalkv-norm": Mutation(
+        "clusters/criticalkv.py",
+        'if head_budget == "adaptive-kvpress" else 0',
+        'if head_budget == "adaptive" else 0',
+        "the safeguard of adaptive heads is another form's",
+        recorded("kvpress criticalkv, head_budget=adaptive-kvpress"),
+    ),
+    "chunkkv-mean": Mutation(
+        "clusters/chunkkv.py",
+        ".unflatten(-1, (-1, size)).mean(-1)",
+        ".unflatten(-1, (-1, size)).amax(-1)",
+        "a chunk counts as its best token",
+        recorded("kvpress chunkkv"),
+    ),
+    "rkv-spared-first": Mutation(
+        "clusters/rkv.py",
+        'spares_first=self.variant == "code"',
+        "spares_first=False",
+        "the first key counts where no key is like a key",
+        recorded("r_kv r-kv"),
+    ),
+    "rkv-lambda": Mutation(
+        "clusters/rkv.py",
+        "Field(ge=0, le=1)] = 0.07",
+        "Field(ge=0, le=1)] = 0.1",
+        "lambda is the paper's",
+        recorded("r_kv r-kv"),
+    ),
+    "lazy-sinks": Mutation(
+        "layer_budgets/lazy.py",
+        "FIRST, LAST = 4, 1024",
+        "FIRST, LAST = 5, 1024",
+        "a lazy layer is judged by five first tokens",
+        recorded("simlayerkv simlayerkv, variant=code"),
+    ),
+    "h2o-recent": Mutation(
+        "clusters/h2o.py",
+        "return int(self.recent * budget)",
+        "return int(self.recent * budget) + 1",
+        "one recent token too many",
+        recorded("h2o h2o"),
+    ),
+    "tova-head": Mutation(
+        "clusters/tova.py",
+        "weights[..., 0, :].mean(2)",
+        "weights[..., 0, :].amax(2)",
+        "the query head that attends most decides",
+        recorded("tova tova"),
+    ),
+    "streaming-sinks": Mutation(
+        "clusters/streamingllm.py",
+        "sinks: NonNegativeInt = 4",
+        "sinks: NonNegativeInt = 3",
+        "one sink too few",
+        recorded("streaming_llm streamingllm"),
+    ),
+    "cam-share": Mutation(
+        "scoring/merging.py",
+        "values.float() / followers",
+        "values.float() / (followers + 1)",
+        "each follower takes too little",
+        recorded("cam cam, as a stream"),
+    ),
+    "d2o-weight": Mutation(
+        "scoring/merging.py",
+        "partial(into_most_similar, share=weighted, renewal=0.5)",
+        "partial(into_most_similar, share=average, renewal=0.5)",
+        "merged entries count in full",
+        recorded("d2o d2o, each head alone"),
+    ),
+    "look-m-weight": Mutation(
+        "scoring/merging.py",
+        "share=weighted, above_mean=True",
+        "share=weighted, above_mean=False",
+        "what is unlike is merged too",
+        recorded("look_m look-m, weighted merging"),
+    ),
+    "lagkv-range": Mutation(
+        "clusters/lagkv.py",
+        "((tokens - least) / span)",
+        "(tokens - least)",
+        "keys are not scaled by the next partition's range",
+        recorded("lagkv lagkv, lag 20"),
+    ),
+    "knorm-l1": Mutation(
+        "clusters/knorm.py",
+        "keys.float().norm(dim=-1)",
+        "keys.float().norm(p=1, dim=-1)",
+        "the norm is L1",
+        recorded("l2compress knorm"),
+    ),
+    "keydiff-anchor": Mutation(
+        "clusters/keydiff.py",
+        "F.normalize(unit.sum(2, keepdim=True), dim=-1)",
+        "F.normalize(keys.float().sum(2, keepdim=True), dim=-1)",
+        "the anchor is that of the keys as they are",
+        recorded("kvpress_keys keydiff"),
+    ),
+    "cur-sinks": Mutation(
+        "clusters/cur.py",
+        'scores[..., : self.sinks] = float("inf")',
+        'scores[..., : self.sinks - 1] = float("inf")',
+        "one sink too few",
+        recorded("kvpress_keys cur"),
+    ),
+    "kvzip-sinks": Mutation(
+        "clusters/kvzip.py",
+        'scores.masked_fill(position < self.sinks, float("inf"))',
+        "scores",
+        "the first tokens can be cut",
+        recorded("kvzip kvzip"),
+    ),
+    "mixkv-mean": Mutation(
+        "clusters/mixkv.py",
+        'if self.variant == "code":',
+        'if self.variant == "paper":',
+        "the mean key leaves the window out",
+        recorded("mixkv mixkv"),
+    ),
+    "csp-cross": Mutation(
+        "clusters/csp.py",
+        "cross: Share = 0.5",
+        "cross: Share = 0.1",
+        "a tenth goes across modalities",
+        recorded("csp csp"),
+    ),
+    "meda-entropy": Mutation(
+        "layer_budgets/entropy.py",
+        "return measured.double().softmax(0).tolist()",
+        "return measured.double().tolist()",
+        "layers share in proportion to the entropy, not its softmax",
+        recorded("meda meda"),
+    ),
+    "prefixkv-distance": Mutation(
+        "clusters/prefixkv.py",
+        "distance: PositiveInt = 25",
+        "distance: PositiveInt = 24",
+        "another slot is emptied while decoding",
+        recorded("prefixkv prefixkv"),
+    ),
+    "infinipot-recent": Mutation(
+        "clusters/infinipot_v.py",
+        "is_recent = frame >= ended - max(1, int(self.recent * frames))",
+        "is_recent = frame >= ended - max(1, int(self.recent * frames)) - 1",
+        "one recent frame too many",
+        recorded("infinipot_v infinipot-v"),
+    ),
+    "tgv-weights": Mutation(
+        "clusters/tgv_kv.py",
+        "weight = received / column * observers",
+        "weight = received * observers",
+        "words are not weighed by how many see them",
+        recorded("tgv_kv tgv-kv"),
     ),
 }
