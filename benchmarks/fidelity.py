@@ -30,7 +30,7 @@ from tests.oracle.authors.states import DECODED, RATIOS, states
 
 from . import method_table
 
-STATES = ("smollm2", "tiny")  # the first that a method was recorded on
+STATES = ("smollm2", "smollm2_image", "tiny")  # the first that a method was recorded on
 PAGE = Path(__file__).parent.parent / "docs" / "differences.md"
 VARIANT_RATIOS = (0.5, 0.2)
 
@@ -76,15 +76,13 @@ def markdown(found: list[Row]) -> str:
     notes: list[str] = []
     links: dict[str, None] = {}
     for row in sorted(found, key=lambda row: (row.label, row.repository)):
-        name = row.repository.removeprefix("https://github.com/")
+        name = row.repository.rpartition("/")[2]
         cells = [percent(row.shares.get((steps, ratio))) for steps in (0, DECODED) for ratio in RATIOS]
-        marks = ""
-        for note in row.differs:
-            if note not in notes:
-                notes.append(note)
-            marks += f"<sup>{notes.index(note) + 1}</sup>"
+        notes += [note for note in row.differs if note not in notes]
+        marks = ", ".join(str(notes.index(note) + 1) for note in row.differs)
+        label = f"{row.label} <sup>{marks}</sup>" if marks else row.label
         links[f"[{name}]: {row.repository}/tree/{row.commit}"] = None
-        lines.append(f"| {row.label}{marks} | [{name}] | {row.states} | {' | '.join(cells)} |")
+        lines.append(f"| {label} | [{name}] | {row.states} | {' | '.join(cells)} |")
     said = [wrapped(f"{number}. {note}") for number, note in enumerate(notes, 1)]
     return "\n".join([*lines, "", *said, *(["", *links] if said else links)]) + "\n"
 

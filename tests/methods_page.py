@@ -13,17 +13,14 @@ from kvcompress.methods import MethodInfo
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
 
-REFERENCE, KVPRESS = "reference", "kvpress"
+AUTHORS, KVPRESS, FORMULA = "authors' code", "kvpress", "formula"
 CHECKED_BY = {
-    "full": "bit-identical logits",
-    "random": "distribution",
-    "kvzip": "the model's own attention weights",
-    "pyramidkv": "kvpress, exact sums",
-    **dict.fromkeys(("streamingllm", "snapkv", "adakv", "tova", "keydiff", "vnorm", "knorm", "lagkv"), KVPRESS),
-    **dict.fromkeys(("cur", "chunkkv", "criticalkv", "expected-attention"), KVPRESS),
-    **dict.fromkeys(("h2o", "cake", "sagekv", "simlayerkv", "r-kv", "d2o", "cam", "look-m", "vl-cache"), REFERENCE),
-    **dict.fromkeys(("prefixkv", "csp", "mixkv", "meda", "aircache", "tgv-kv", "infinipot-v"), REFERENCE),
-    **dict.fromkeys(("fastv", "sparsevlm", "visionzip", "prumerge+", "dycoke"), "reference, masked model"),
+    **dict.fromkeys(("adakv", "cake", "cam", "chunkkv", "criticalkv", "csp", "d2o", "h2o", "infinipot-v"), AUTHORS),
+    **dict.fromkeys(("knorm", "kvzip", "lagkv", "look-m", "meda", "mixkv", "prefixkv", "pyramidkv", "r-kv"), AUTHORS),
+    **dict.fromkeys(("snapkv", "streamingllm", "tgv-kv", "tova"), AUTHORS),
+    **dict.fromkeys(("dycoke", "fastv", "prumerge+", "sparsevlm", "visionzip"), AUTHORS),
+    **dict.fromkeys(("cur", "expected-attention", "keydiff"), KVPRESS),
+    **dict.fromkeys(("aircache", "full", "random", "sagekv", "simlayerkv", "vl-cache", "vnorm"), FORMULA),
 }
 
 INTRODUCTION = """\
@@ -44,11 +41,12 @@ Over all methods, model families and drawn shapes, `tests/kvcompress/test_invari
 
 The tables name what checks the method's own selection besides:
 
-- *reference*: a plain one, float64, loops, written from the paper's formula, in
-  `tests/kvcompress/clusters/test_clusters.py`, `tests/kvcompress/scoring/test_merging.py` and `tests/oracle/`;
-- *kvpress*: besides a reference, the kept sets are those that [kvpress](https://github.com/NVIDIA/kvpress) 0.5.5
-  keeps, per layer and head, recorded in `tests/oracle/` (`pyramidkv` has exact sums in place of a reference);
-- *masked model*: logits equal those of the full model under a mask that hides the dropped tokens.
+- *authors' code*: what the authors' released functions keep and merge of the same states, recorded in
+  `tests/oracle/authors/`; [differences.md](differences.md) has the shares and every named difference;
+- *kvpress*: the same with [kvpress](https://github.com/NVIDIA/kvpress), where the method has its home;
+- *formula*: a plain reference, float64, loops, written from the paper, in `tests/oracle/`. No code was released, or
+  what runs by default is nobody's: `simlayerkv`'s published rule is `variant="code"`, which its authors' code checks;
+  `full` has the logits of the plain model bit for bit, `random` its distribution.
 
 Related pages: where a method differs from its paper ([differences.md](differences.md)), what vision-language methods
 do on any prompt ([vision-methods.md](vision-methods.md)), all methods compared on two small models

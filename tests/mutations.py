@@ -102,7 +102,7 @@ MUTATIONS = {
     ),
     "merge-threshold": Mutation(
         "scoring/merging.py",
-        "(mean + before) / 2",
+        "torch.lerp(before, mean, renewal)",
         "mean",
         "D2O: the threshold forgets the evictions before",
         (CORE + "scoring/test_merging.py",),
@@ -116,8 +116,8 @@ MUTATIONS = {
     ),
     "mrope-first-axis": Mutation(
         "scoring/rotary.py",
-        "positions = positions.amax(0)",
-        "positions = positions[0]",
+        "positions, least = positions.amax(0), ",
+        "positions, least = positions[0], ",
         "text goes on behind an image's time, not behind its largest position",
         (CORE + "scoring/test_rotary.py",),
     ),
@@ -462,8 +462,8 @@ MUTATIONS = {
     ),
     "threshold-of-no-entry": Mutation(
         "scoring/merging.py",
-        "threshold = torch.where(merged.any(-1), (mean + before) / 2, before)",
-        "threshold = (mean + before) / 2",
+        "threshold = torch.where(merged.any(-1), torch.lerp(before, mean, renewal), before)",
+        "threshold = torch.lerp(before, mean, renewal)",
         "D2O: the threshold of a head is lost in an eviction that takes nothing of it",
         (CORE + "scoring/test_merging.py::test_the_threshold_of_d2o_outlives_an_eviction_without_a_loss",),
     ),

@@ -191,7 +191,7 @@ class Choice:
         budgets = [min(share, held) for share, held in zip(self._shares(view, shares), entries, strict=True)]
         if budgets == entries:
             return kept
-        view = replace(view, lengths=entries, budgets=budgets)
+        view = replace(view, lengths=entries, budgets=budgets, mean_budgets=tuple(view.budgets))
         result = self.policy.cluster.update_kv(queries, kept.keys, kept.values, view)
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
         return replace(result, indices=columns)

@@ -70,7 +70,7 @@ class Memory:
         storage: what is kept, None before the first prompt.
         sums: where sums are carried on, those of every stored entry, (batch, kv_heads, entries).
         merge_threshold, noted: of the latest eviction, see `Kept`.
-        unmoved, rotary: see `Kept.unmoved`, and how the prompt is rotated; both where keys are moved.
+        rotary: how the prompt is rotated, where keys are moved.
         decoded: tokens since the latest eviction, where decoding evicts.
         latest_queries: as many as the cluster scores with, in pieces (batch, heads, some, head_dim).
         attended: for a method that hides entries at decode steps, the latest token's attention to all that was stored
@@ -84,7 +84,6 @@ class Memory:
         self.sums: torch.Tensor | None = None
         self.merge_threshold: torch.Tensor | None = None
         self.noted: torch.Tensor | None = None
-        self.unmoved: torch.Tensor | None = None
         self.rotary: Rotary | None = None
         self.decoded = 0
         self.latest_queries: list[torch.Tensor] = []
@@ -131,7 +130,7 @@ class Memory:
     def nbytes(self) -> int:
         """Bytes of all buffers: spare room, index and what is remembered for evictions included."""
         tensors = [] if self.storage is None else self.storage.tensors()
-        known = [part for part in (self.sums, self.unmoved, self.attended) if part is not None]
+        known = [part for part in (self.sums, self.noted, self.attended) if part is not None]
         return sum(tensor.untyped_storage().nbytes() for tensor in [*tensors, *self.latest_queries, *known])
 
     # -- a prompt
@@ -146,7 +145,7 @@ class Memory:
         """Store what is kept of a prompt behind what is stored. `kept.indices`: columns of that prompt; `uniform`: it
         is known that no slot is unused."""
         first = self.seen
-        self.merge_threshold, self.noted, self.unmoved = kept.merge_threshold, kept.noted, kept.unmoved
+        self.merge_threshold, self.noted = kept.merge_threshold, kept.noted
         self.log.add(tokens, (kept.indices >= 0).sum(2).float().mean(1))
         kept = replace(kept, indices=torch.where(kept.indices < 0, -1, kept.indices + first))
         if self.storage is not None and self.storage.is_final:
@@ -192,7 +191,7 @@ class Memory:
         if reduced.indices is kept.indices:  # all of them stay where they are
             self.sums = reduced.sums
             return
-        self.merge_threshold, self.noted, self.unmoved = reduced.merge_threshold, reduced.noted, reduced.unmoved
+        self.merge_threshold, self.noted = reduced.merge_threshold, reduced.noted
         self.put(reduced, seen)
 
     def remember(self, queries: torch.Tensor | None) -> None:
@@ -226,7 +225,6 @@ class Memory:
         self.merge_threshold = None if self.merge_threshold is None else self.merge_threshold[rows]
         self.attended = None if self.attended is None else self.attended[rows]
         self.noted = None if self.noted is None else self.noted[rows]
-        self.unmoved = None if self.unmoved is None else self.unmoved[rows]
         self.rotary = None if self.rotary is None else self.rotary.rows(rows)
 
     def fork(self) -> "Memory":

@@ -115,7 +115,6 @@ class Decoding(Pass):
         view = choice.stored_view(
             kept, seen, lengths, budgets, log.row_seeds, scaling, module, rotary, memory.merge_threshold, memory.noted
         )
-        view = replace(view, unmoved=memory.unmoved)
         voters = None if queries is None else choice.voters(queries)
         memory.reduce_to(kept, choice.reduce(kept, voters, new, view, log.shares), seen)
         memory.decoded = 0
@@ -244,7 +243,7 @@ class LaterChunk(Prefill):
             states.module,
             rotary,
             memory.merge_threshold,
-            memory.noted,
+            None,
             reading=True,
             **tokens.vision_among(both.indices),
         )

@@ -56,8 +56,7 @@ class Candidates:
         source = self.source[:, None].expand(-1, kept.indices.shape[1], -1)
         indices = source.gather(2, kept.indices.clamp(min=0)).masked_fill(kept.indices < 0, -1)
         whole = right_aligned(joined(replace(kept, indices=indices), self.question))
-        carried = {name: getattr(kept, name) for name in ("merge_threshold", "noted", "unmoved")}
-        return replace(self.with_sums(whole), **carried)
+        return replace(self.with_sums(whole), merge_threshold=kept.merge_threshold, noted=kept.noted)
 
     def with_sums(self, kept: Kept) -> Kept:
         """`kept`, in the prompt's columns, with the sums of its entries."""
@@ -111,7 +110,8 @@ def evictable(view: LayerView) -> LayerView:
 def with_budgets(view: LayerView, budgets: list[int]) -> LayerView:
     """The view with these budgets for what is evictable, and all that is protected besides."""
     fixed = view.protected_lengths or (0,) * len(budgets)
-    return replace(view, budgets=[n + more for n, more in zip(fixed, budgets, strict=True)])
+    own = [n + more for n, more in zip(fixed, budgets, strict=True)]
+    return replace(view, budgets=own, mean_budgets=tuple(view.budgets))
 
 
 def joined(*parts: Kept) -> Kept:

@@ -1,6 +1,7 @@
 """What a method is: a `KVCluster` that scores keys. Everything else has a default."""
 
 import warnings
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -72,6 +73,10 @@ class KVCluster(Method):
         """What `observe` has added up for each column so far."""
         return self.observe(queries, keys, view) if view.sums is None else view.sums
 
+    def note(self, kept: Kept, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:
+        """What the next choice while decoding shall know of this one, (batch, ...): `LayerView.noted` then."""
+        return None
+
     def carried(self, sums: torch.Tensor, view: LayerView) -> torch.Tensor:
         """What is carried on of `view.sums` once the layer has chosen; `view.budgets` are its own."""
         return sums
@@ -84,6 +89,7 @@ class KVCluster(Method):
         """What lives on, given scores (batch, kv_heads, keys)."""
         sums = None if view.sums is None else self.carried(view.sums, view)
         kept = gather(keys, values, self.select(scores, view), sums)
+        kept = replace(kept, noted=self.note(kept, keys, view))
         merge = view.settings.merge or self.merge
         if merge != "none":
             kept = merge_evicted(kept, keys, values, scores, view, merge)

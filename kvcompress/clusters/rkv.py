@@ -78,7 +78,8 @@ class RKVCluster(KVCluster):
         window = min(self.window_size, keys.shape[2])
         logits = view.window_logits(queries, keys, window)
         logits[..., -window:] = -torch.inf
-        importance = logits.amax(2).softmax(-1).nan_to_num(0.0).mean(2)  # NaN where nothing is before the window
-        importance = pool_scores(importance, self.kernel_size, "max")
+        weights = logits.amax(2).softmax(-1)  # (batch, kv_heads, window, keys)
+        # NaN: a pad's query, which has no vote, or nothing before the window.
+        importance = pool_scores(weights.nanmean(2).nan_to_num(0.0), self.kernel_size, "max")
         repeated = redundancy(keys, self.similar, view.padding, spares_first=self.variant == "code")
         return view.protect_recent(self.balance * importance - (1 - self.balance) * repeated, window)

@@ -72,4 +72,4 @@ class SnapKVCluster(WindowKVCluster):
         if self.variant == "paper":
             return super().windows(view)
         most = self.window_size if view.is_decoding else max(view.lengths)
-        return [min(effivlm_window(budget), most) for budget in view.budgets]
+        return [min(effivlm_window(budget), most) for budget in view.mean_budgets or view.budgets]

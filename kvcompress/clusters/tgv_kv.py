@@ -1,6 +1,6 @@
 """TGV-KV: the question's words, weighted, choose the vision tokens. https://arxiv.org/abs/2606.03075"""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -49,12 +49,12 @@ class TGVKVCluster(KVCluster):
             scores = scores.expand(keys.shape[:3])
         return view.protect_sinks(scores, self.sinks)
 
-    def keep(self, scores: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> Kept:
-        kept, noted = super().keep(scores, keys, values, view), view.noted
-        if not view.is_decoding:  # how much of the question each head keeps
-            question = observer_queries(view, keys)[:, None].expand(keys.shape[:3])
-            noted = (question.gather(2, kept.indices.clamp(min=0)) & (kept.indices >= 0)).sum(2)
-        return replace(kept, noted=noted)
+    def note(self, kept: Kept, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:
+        """How much of the question each head keeps."""
+        if view.is_decoding:
+            return view.noted
+        question = observer_queries(view, keys)[:, None].expand(keys.shape[:3])
+        return (question.gather(2, kept.indices.clamp(min=0)) & (kept.indices >= 0)).sum(2)
 
 
 def weighted_question_attention(queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor:

@@ -27,9 +27,9 @@ class Engine:
             deserve (AdaKV); `adaptive-kvpress`: in kvpress's form. None: what the method prescribes, uniform for most.
         safeguard: with adaptive heads, the part of the budget that is shared out evenly among them (kvpress: of which
             a head is sure). None: what the method prescribes, 0.2 for most.
-        merge: what becomes of evicted entries: `none`: they are dropped; `average`, `pivot`, `weighted`, `d2o`: each is
-            merged into the kept entry whose key is most like its own; `cam`: its value goes to the kept entries behind
-            it (see merging.py). None: what the method prescribes.
+        merge: what becomes of evicted entries: `none`: they are dropped; `average`, `pivot`, `weighted`, `meda`, `d2o`,
+            `d2o-paper`: they are merged into the kept entries whose keys are most like theirs; `cam`: an entry's value
+            goes to those behind it (see merging.py). None: what the method prescribes.
         merge_modality: `any`; `same`: vision is merged into vision and text into text only.
         scope: `prompt`: the whole prompt is scored and compressed, the question steers the selection; `context`: only
             what precedes the question, up to the last image or video token of the row or up to `context_tokens`.

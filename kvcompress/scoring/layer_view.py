@@ -57,6 +57,7 @@ class LayerView:
         num_layers: how many layers are compressed.
         lengths: real tokens of each row (while decoding: its entries, of the KV head that has most).
         budgets: entries to keep per KV head, one number per row; with adaptive heads their mean.
+        mean_budgets: their mean over the layers, where `budgets` are the layer's own; else empty.
         scaling: factor of q·k before the softmax.
         padding: LongTensor (batch, 1 or kv_heads) of leading columns that hold nothing, or None where there are none.
         vision: bool (batch, columns), True at image and video tokens, or None where they are unknown. In a later chunk
@@ -73,8 +74,7 @@ class LayerView:
         sums: for a cluster whose scores add up over all queries: what `observe` has added up for each column so far,
             (batch, kv_heads, columns); None where nothing is carried on.
         merge_threshold: `Kept.merge_threshold` of the eviction before this one, None at the first.
-        noted: `Kept.noted` of the eviction before this one, None at the first.
-        unmoved: for a cluster that moves keys to their place in the cache: `Kept.unmoved` of the eviction before.
+        noted: while decoding, `Kept.noted` of the eviction before this one, None at the first.
         received: for a cluster with a second pass: what each column received in it, (batch, kv_heads, columns).
     """
 
@@ -97,8 +97,8 @@ class LayerView:
     sums: torch.Tensor | None = None
     merge_threshold: torch.Tensor | None = None
     noted: torch.Tensor | None = None
-    unmoved: torch.Tensor | None = None
     received: torch.Tensor | None = None
+    mean_budgets: tuple[int, ...] = ()
 
     @property
     def is_decoding(self) -> bool:
@@ -168,8 +168,7 @@ class Kept:
     from, LongTensor (batch, kv_heads, kept), ascending; -1 marks the unused leading slots of a row or head that
     keeps fewer. `sums` (batch, kv_heads, kept): `LayerView.sums` of each, where they are carried on. `merge_threshold`
     (batch, kv_heads): from which cosine on evicted entries were merged, where merging has such a threshold. `noted`
-    (batch, ...): what the cluster wants to know of this choice at the next one. `unmoved` (batch, kv_heads, first
-    entries, head_dim): where keys are moved to their place in the cache, those that were, as they came."""
+    (batch, ...): what the cluster wants to know of this choice at the next one."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -177,7 +176,6 @@ class Kept:
     sums: torch.Tensor | None = None
     merge_threshold: torch.Tensor | None = None
     noted: torch.Tensor | None = None
-    unmoved: torch.Tensor | None = None
 
 
 def gather(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, sums: torch.Tensor | None = None) -> Kept:

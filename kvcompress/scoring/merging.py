@@ -84,8 +84,8 @@ def pivot(evicted: torch.Tensor, kept: torch.Tensor, similarity: torch.Tensor) -
 
 
 def weighted(evicted: torch.Tensor, kept: torch.Tensor, similarity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `average`, with every entry weighted by its cosine similarity: LOOK-M's weighted merging, and D2O's code
-    (AIoT-MLSys-Lab/D2O, modeling_llama3_7b_13b_d2o.py, `D2O_LayerKVCache`). LOOK-M drops what is not `_above_mean`."""
+    """As `average`, with every entry weighted by its cosine similarity (LOOK-M, weighted merging; `MERGES` says of
+    which; D2O's code, AIoT-MLSys-Lab/D2O, modeling_llama3_7b_13b_d2o.py, `D2O_LayerKVCache`)."""
     return evicted * similarity, torch.ones_like(similarity)
 
 

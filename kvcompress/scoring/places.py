@@ -14,7 +14,7 @@ def moved_together(kept: Kept, view: LayerView) -> Kept:
     There every key is rotated at each step, to its index in the cache. Attention depends on differences of positions
     alone: here the latest tokens stay where they are, as do the positions of the tokens to come, and what stands before
     a gap moves up to it, at an eviction. These are the sinks, so that nothing else is written. They are moved from
-    where they came from, `unmoved`, not from where they were moved to: rounding does not add up.
+    where they came from, `noted`, not from where they were moved to: rounding does not add up.
 
     Under M-RoPE a token moves by as much on each axis, so that its largest position is one below the least of the next.
     """
@@ -27,13 +27,13 @@ def moved_together(kept: Kept, view: LayerView) -> Kept:
     by = torch.nn.functional.pad(gaps.flip(-1).cumsum(-1).flip(-1), (0, 1))
     behind = (by > 0).any(1).any(0).nonzero().flatten()  # the slots that move, in any row and head
     if not len(behind):
-        return replace(kept, unmoved=None)
+        return replace(kept, noted=None)
     some = int(behind[-1]) + 1
     keys = kept.keys[:, :, :some]
-    if view.unmoved is not None:
-        known = view.unmoved.shape[2]
+    if view.noted is not None:
+        known = view.noted.shape[2]
         rank = used[..., :some].cumsum(-1) - 1
-        origin = view.unmoved.gather(2, rank.clamp(0, known - 1)[..., None].expand_as(keys))
+        origin = view.noted.gather(2, rank.clamp(0, known - 1)[..., None].expand_as(keys))
         keys = torch.where((rank < known)[..., None] & origin.isfinite(), origin, keys)
     rank = used[..., :some].cumsum(-1) - 1
     unmoved = torch.full_like(keys, torch.nan)
@@ -41,4 +41,4 @@ def moved_together(kept: Kept, view: LayerView) -> Kept:
     moving = (used[..., :some] & (by[..., :some] > 0))[..., None]
     unmoved = unmoved.scatter_reduce(2, slots, keys.masked_fill(~moving, -torch.inf), "amax", include_self=False)
     moved = torch.where(moving, view.rotary.moved(keys, by[..., :some]), kept.keys[:, :, :some])
-    return replace(kept, keys=torch.cat([moved, kept.keys[:, :, some:]], 2), unmoved=unmoved)
+    return replace(kept, keys=torch.cat([moved, kept.keys[:, :, some:]], 2), noted=unmoved)

@@ -115,7 +115,7 @@ def argument_names() -> set[str]:
     texts = [*_texts(core / "clusters", core / "tokens", core / "policy", ending=".py")]
     texts.append((PLUGIN / "model" / "arguments.py").read_bytes())
     pairs = (match for text in texts for match in ARGUMENTS.findall(text))
-    return {(field or key).decode() for field, key in pairs} | {"budget"}
+    return {(field or key).decode() for field, key in pairs} | {"budget", "preset"}
 
 
 def _package(name: str) -> Path:

@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, list]] = {
     },
     "kvzip": {"chunk_size": [7, 2000], "sinks": [0, 4], "instruction": [(), (9, 11, 13)], "window_size": [1, 32]},
     "look-m": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
-    "prefixkv": {"sinks": [0, 4, 9]},
+    "prefixkv": {"sinks": [0, 4, 9], "distance": [1, 25]},
     "csp": {"recent": [0.0, 0.5, 1.0], "cross": [0.0, 0.1, 1.0], "recent_bias": [0.5, 1.0, 1.5]},
     "mixkv": {
         "window_size": [1, 8, 32],
@@ -53,7 +53,7 @@ OPTIONS: dict[str, dict[str, list]] = {
         "tau2": [1.0, 2.0],
     },
     "sagekv": {"sinks": [0, 4], "recent": [0.0, 0.25, 0.5]},
-    "simlayerkv": {"sinks": [0, 4], "lazy_threshold": [0.5, 0.9]},
+    "simlayerkv": {"sinks": [0, 4], "lazy_threshold": [0.5, 0.9], "variant": ["budget"]},  # the others have no budget
     "r-kv": {
         "window_size": [1, 8],
         "kernel_size": [1, 7],
@@ -72,7 +72,7 @@ OPTIONS: dict[str, dict[str, list]] = {
         "pooling": ["avg", "max"],
         "variant": ["paper", "effivlm"],
     },
-    "streamingllm": {"sinks": [0, 4, 9], "variant": ["paper", "effivlm"]},
+    "streamingllm": {"sinks": [0, 4, 9], "positions": ["true"], "variant": ["paper", "effivlm"]},
     "criticalkv": {
         "window_size": [1, 8],
         "kernel_size": [1, 5],

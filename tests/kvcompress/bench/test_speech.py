@@ -195,6 +195,7 @@ def test_output_that_cannot_be_written_is_found_before_anything_is_measured(omni
         assert re.search("prompts.jsonl(/x)?' cannot be written: ", line)
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_cold_start():
     threading.Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()
     begin = time.monotonic()

@@ -75,6 +75,7 @@ def test_generate_compiles_the_decode_step_itself():
     del model._compiled_call
 
 
+@pytest.mark.slow
 def test_prompts_of_other_lengths_compile_once_more_and_then_never():
     model = FAMILIES["qwen2"].build(1)
     config = CompileConfig(fullgraph=True, backend="eager", mode="default")  # `dynamic` as transformers leaves it

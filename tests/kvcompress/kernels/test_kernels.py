@@ -61,6 +61,7 @@ def test_kept_rows_are_those_at_their_indices_without_a_graph(dtype):
         assert torch.equal(ours[indices >= 0], theirs[indices >= 0])
 
 
+@pytest.mark.slow
 def test_the_triton_kernels_equal_the_references_in_tritons_interpreter():
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "tests.support.interpreted"]

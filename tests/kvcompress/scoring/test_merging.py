@@ -20,10 +20,7 @@ from tests.support.plain_reference import layers, merged_by_hand
 
 @examples(60)
 @given(
-    layer=layers(),
-    merge=st.sampled_from(["average", "pivot", "d2o", "d2o-paper"]),
-    same=st.booleans(),
-    data=st.data(),
+    layer=layers(), merge=st.sampled_from(["average", "pivot", "d2o", "d2o-paper"]), same=st.booleans(), data=st.data()
 )
 def test_every_evicted_entry_goes_into_the_kept_one_with_the_likest_key(layer, merge, same, data):
     queries, keys, values, prompt = layer

@@ -374,6 +374,12 @@ def test_a_preset_brings_its_budget_unless_one_is_given():
     assert make_policy("sparsevlm", budget=100, preset="64").budget(576) == 100
     assert make_policy("fastv", 0.4, preset="k2-r75").budget(1000) == 400
     assert "budget" not in make_policy("sparsevlm", preset="64").options
+    assert make_policy("dycoke", preset="code").budget(32 * 196 + 1) == 9 * 196 + 23 * 58 + 1
+
+
+def test_the_tower_s_layers_are_those_of_the_released_code():
+    methods = kvcompress.list_methods()
+    assert [methods[name].options["tower_layer"] for name in ("visionzip", "prumerge+")] == [-2, -1]
 
 
 # -- what the vision tower looks at

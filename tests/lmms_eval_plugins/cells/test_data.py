@@ -34,6 +34,7 @@ def test_data_that_is_not_here_names_the_command(capsys):
     assert not Path("results").exists()
 
 
+@pytest.mark.slow  # the whole index
 def test_tasks_of_include_path_are_found_and_may_not_hide(small_index, tmp_path, capsys):
     task = (BUNDLED_TASKS / "tiny_textvqa" / "tiny_textvqa.yaml").read_text()
     task = task.replace("headline.parquet", str(BUNDLED_TASKS / "tiny_textvqa" / "headline.parquet"))

@@ -64,6 +64,7 @@ def test_logits_equal_those_of_the_same_weights_in_transformers_layout(reference
             assert torch.equal(model(**inputs).logits, reference(**expected).logits)
 
 
+@pytest.mark.slow
 def test_an_evaluation_answers_as_in_transformers_layout(reference, original, tmp_path):
     folder, template = tmp_path / "transformers", tmp_path / "template.jinja"
     reference.save_pretrained(folder)

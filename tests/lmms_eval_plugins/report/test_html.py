@@ -347,6 +347,7 @@ def in_tmp_path(monkeypatch, tmp_path):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.mark.slow
 def test_overlays_are_stored_once_asked_for(in_tmp_path, tmp_path, capsys):
     words = ["tiny_textvqa", "tiny", "snapkv", "0.2", "--limit", "3", "window_size=4"]
     folder = tmp_path / "results" / "tiny_textvqa" / "tiny" / "snapkv-0.2-limit=3-window_size=4"

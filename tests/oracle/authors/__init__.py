@@ -8,4 +8,7 @@ A script per repository runs the released functions and writes `fixtures/<script
 `states.py` says what both are fed, `recording.py` how it is written down, `ours.py` runs our side. `test_authors.py`
 compares every recording; what is not equal is named in the script's `DIFFERENCES`. `benchmarks/fidelity.py` makes the
 table of the docs.
+
+Methods that drop tokens have a harness of their own: `token_recording.py`, `fixtures/tokens/`, `test_token_methods.py`;
+their scripts are fastv, sparsevlms, visionzip, llava_prumerge and dycoke.
 """

@@ -40,7 +40,7 @@ class States:
         cos, sin: (tokens, head_dim), by which queries and keys are rotated.
         inv_freq: (head_dim / 2,), radians per position.
         vision: first vision token and the one behind the last; both 0 where there is none.
-        o_proj: (layers, hidden, heads * head_dim), of drawn states only.
+        o_proj: (layers, hidden, heads * head_dim), drawn for real states, too.
     """
 
     queries: torch.Tensor
@@ -87,7 +87,9 @@ def states(name: str) -> States:
         held = {key.split("/")[1]: file[key] for key in file.files if key.startswith(f"{name}/")}
     tensors = {key: torch.from_numpy(held[key]).float() for key in ("queries", "keys", "values", "cos", "sin")}
     inv_freq, vision = torch.from_numpy(held["inv_freq"]), tuple(held["vision"].tolist())
-    return States(**tensors, prompt=tensors["keys"].shape[2] - DECODED, inv_freq=inv_freq, vision=vision)
+    layers, heads, tokens, head_dim = tensors["queries"].shape
+    o_proj = _projection(np.random.Generator(np.random.PCG64(len(RANDOM))), layers, heads * head_dim)
+    return States(**tensors, prompt=tokens - DECODED, inv_freq=inv_freq, vision=vision, o_proj=o_proj)
 
 
 def cases(name: str) -> list[tuple[int, int]]:
@@ -115,8 +117,12 @@ def _drawn(heads: int, kv_heads: int, seed: int, layers: int = 4, prompt: int = 
     angles = (torch.arange(tokens)[:, None] * inv_freq).repeat(1, 2)
     cos, sin = angles.cos(), angles.sin()
     queries, keys = (x * cos + rotate_half(x) * sin for x in (queries, keys))
-    o_proj = normal(layers, heads * head_dim, heads * head_dim) / (heads * head_dim) ** 0.5
+    o_proj = _projection(draw, layers, heads * head_dim)
     return States(queries, keys, values, prompt, cos, sin, inv_freq, (40, 40 + 160), o_proj)
+
+
+def _projection(draw: np.random.Generator, layers: int, hidden: int) -> torch.Tensor:
+    return torch.from_numpy(draw.standard_normal((layers, hidden, hidden), dtype=np.float32)) / hidden**0.5
 
 
 # -- recording

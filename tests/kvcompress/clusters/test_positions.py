@@ -1,0 +1,90 @@
+"""`streamingllm positions=cache`: keys at their place in the cache, without a gap where tokens were evicted."""
+
+import pytest
+import torch
+
+import kvcompress
+from tests.support.families import FAMILIES
+from tests.support.masked_reference import generate
+
+
+def held(session: kvcompress.Session) -> list[list[list[torch.Tensor]]]:
+    """[layer][row][kv_head] -> keys (kept, head_dim)."""
+    layers = []
+    for layer in session.cache.compressed_layers:
+        keys, _ = layer.storage.read()
+        used = layer.kept_columns() >= 0
+        layers.append(
+            [[head[kept] for head, kept in zip(row, of, strict=True)] for row, of in zip(keys, used, strict=True)]
+        )
+    return layers
+
+
+def positions(family: str, model, inputs: dict) -> torch.Tensor:
+    """(axes, batch, columns), as the model counts a prompt's tokens."""
+    seen = []
+    handle = model.get_decoder().rotary_emb.register_forward_hook(
+        lambda module, args, kwargs, output: seen.append({**kwargs, "args": args}), with_kwargs=True
+    )
+    generate(model, inputs, 1)
+    handle.remove()
+    found = seen[0].get("position_ids", seen[0]["args"][-1] if seen[0]["args"] else None)
+    return found if found.ndim == 3 else found[None]
+
+
+@pytest.mark.parametrize(("family", "images"), [("llama", None), ("qwen2-vl", [1, 1])])
+def test_sinks_move_up_to_the_recent_tokens_by_what_was_evicted_between_them(family, images):
+    """On every axis alike; the keys of a row are those of tokens that stand so much later. Pads are no tokens."""
+    chosen = FAMILIES[family]
+    model = chosen.build()
+    inputs = chosen.inputs(model, [60, 45], images)
+    where = positions(family, model, inputs).expand(-1, 2, -1)
+    kept = {}
+    for place in ("true", "cache"):
+        with kvcompress.compress(model, "streamingllm", 0.4, positions=place) as session:
+            generate(model, inputs, 1)
+        kept[place] = held(session)
+        columns = [row[0] for row in session.cache.kept_indices(0)]
+    inv_freq = model.get_decoder().rotary_emb.inv_freq
+    for layer_true, layer_cache in zip(kept["true"], kept["cache"], strict=True):
+        for row, at in enumerate(columns):
+            gap = int((at[1:] - at[:-1]).argmax()) + 1
+            by = where[:, row, at[gap]].min() - where[:, row, at[gap - 1]].max() - 1
+            assert gap == 4
+            assert by > 0
+            angle = (by * inv_freq).repeat(2)
+            for true, cache in zip(layer_true[row], layer_cache[row], strict=True):
+                half = true.shape[1] // 2
+                turned = torch.cat([-true[:gap, half:], true[:gap, :half]], 1)
+                moved = true[:gap] * angle.cos() + turned * angle.sin()
+                torch.testing.assert_close(cache[:gap], moved, atol=1e-5, rtol=1e-4)
+                assert torch.equal(cache[gap:], true[gap:]), "what is behind the gap is not touched"
+
+
+def test_while_decoding_the_sinks_stay_right_before_the_window():
+    """Moved anew from where they came from at each eviction, and as one long move would have brought them there."""
+    model = FAMILIES["llama"].build()
+    inputs = FAMILIES["llama"].inputs(model, [40])
+    kept, options = {}, {"decode_budget": 12, "decode_interval": 1}
+    for place in ("true", "cache"):
+        with kvcompress.compress(model, "streamingllm", budget=20, positions=place, **options) as session:
+            tokens, _ = generate(model, inputs, 9, forced=kept.get("tokens"))
+        kept["tokens"], kept[place] = tokens, held(session)
+    at = session.cache.kept_indices(0)[0][0]
+    by = int(at[4] - at[3] - 1)
+    angle = (by * model.model.rotary_emb.inv_freq).repeat(2)
+    true, cache = kept["true"][0][0][0], kept["cache"][0][0][0]  # the first layer's keys are the tokens' own
+    turned = torch.cat([-true[:4, true.shape[1] // 2 :], true[:4, : true.shape[1] // 2]], 1)
+    torch.testing.assert_close(cache[:4], true[:4] * angle.cos() + turned * angle.sin(), atol=1e-5, rtol=1e-4)
+    assert torch.equal(cache[4:], true[4:])
+
+
+def test_what_cannot_be_moved_is_refused():
+    model = FAMILIES["llama"].build()
+    inputs = FAMILIES["llama"].inputs(model, [30])
+    with pytest.raises(kvcompress.KVCompressError, match="positions='cache'"):
+        kvcompress.compress(model, "streamingllm", 0.5, positions="cache", prefill_chunk=8)
+    with kvcompress.compress(model, "streamingllm", 0.5, positions="cache"):
+        cache = model(**inputs).past_key_values
+        with pytest.raises(kvcompress.KVCompressError, match="it takes no second one"):
+            model(input_ids=inputs["input_ids"], past_key_values=cache)
