@@ -130,7 +130,7 @@ def share(recording: Recording, held: Held) -> float:
         for theirs, our, layer, same in zip(recording.kept, held.kept, scores, both, strict=True):
             if layer.shape == our.shape:
                 same |= _tied(theirs, our, layer, recording.options.get("head_budget") == "adaptive")
-    return float(both.sum() / max(recording.kept.sum(), held.kept.sum()))
+    return int(both.sum()) / max(int(recording.kept.sum()), int(held.kept.sum()))
 
 
 def _tied(theirs: torch.Tensor, our: torch.Tensor, scores: torch.Tensor, together: bool) -> torch.Tensor:
