@@ -540,12 +540,12 @@ MUTATIONS = {
         "the variance is a population's",
         recorded("cakekv cake, kernel_size=1"),
     ),
-    "criticalkv-norm": Mutation(
+    "criticalkv-epsilon": Mutation(
         "clusters/criticalkv.py",
-        'if head_budget == "adaptive-kvpress" else 0',
-        'if head_budget == "adaptive" else 0',
-        "the safeguard of adaptive heads is another form's",
-        recorded("kvpress criticalkv, head_budget=adaptive-kvpress"),
+        "(scores + self.epsilon)",
+        "(scores + 0.01)",
+        "attention counts less beside the values",
+        recorded("kvpress criticalkv"),
     ),
     "chunkkv-mean": Mutation(
         "clusters/chunkkv.py",
@@ -554,11 +554,11 @@ MUTATIONS = {
         "a chunk counts as its best token",
         recorded("kvpress chunkkv"),
     ),
-    "rkv-spared-first": Mutation(
+    "rkv-repeated": Mutation(
         "clusters/rkv.py",
-        'spares_first=self.variant == "code"',
-        "spares_first=False",
-        "the first key counts where no key is like a key",
+        "alike > similar, column, -1",
+        "alike > 2, column, -1",
+        "of tokens that repeat each other all count as repeated",
         recorded("r_kv r-kv"),
     ),
     "rkv-lambda": Mutation(
@@ -664,7 +664,7 @@ MUTATIONS = {
         "cross: Share = 0.5",
         "cross: Share = 0.1",
         "a tenth goes across modalities",
-        recorded("csp csp"),
+        ("tests/oracle/authors/test_csp.py",),
     ),
     "meda-entropy": Mutation(
         "layer_budgets/entropy.py",
@@ -673,11 +673,11 @@ MUTATIONS = {
         "layers share in proportion to the entropy, not its softmax",
         recorded("meda meda"),
     ),
-    "prefixkv-distance": Mutation(
+    "prefixkv-heads": Mutation(
         "clusters/prefixkv.py",
-        "distance: PositiveInt = 25",
-        "distance: PositiveInt = 24",
-        "another slot is emptied while decoding",
+        'head_budget: ClassVar[str] = "shared"',
+        'head_budget: ClassVar[str] = "uniform"',
+        "each KV head keeps its own tokens",
         recorded("prefixkv prefixkv"),
     ),
     "infinipot-recent": Mutation(
