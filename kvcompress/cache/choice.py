@@ -94,6 +94,20 @@ class Choice:
             part.view = replace(part.view, sums=self.observe(part.queries, part.keys, part.view))
         return part
 
+    def of_whole(
+        self, states: States, view: LayerView, context: list[int], sums: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What a prompt that is kept whole leaves for later choices, as one that is cut does: sums and `Kept.noted`."""
+        if self.policy.decode is None or not max(context):
+            return sums, None
+        cluster, part = self.policy.cluster, self.candidates(states, view, context, sums)
+        if sums is not None and context == view.lengths:  # those of a context are of the whole prompt's queries
+            sums = cluster.carried(sums, view)
+        columns = torch.arange(part.keys.shape[2], device=part.keys.device).expand(part.keys.shape[:3])
+        if part.view.padding is not None:
+            columns = columns.masked_fill(pad_columns(part.view.padding, part.keys.shape[2]), -1)
+        return sums, cluster.note(Kept(part.keys, part.values, columns), part.keys, part.view)
+
     @property
     def waits(self) -> bool:
         """Whether the choice needs all layers, or a second reading of the prompt."""
@@ -189,9 +203,9 @@ class Choice:
             kept = replace(kept, sums=view.sums)
         # Layers share a row's budget out by its tokens, which are the same for all, not by what each happens to hold.
         budgets = [min(share, held) for share, held in zip(self._shares(view, shares), entries, strict=True)]
-        if budgets == entries:
-            return kept
         view = replace(view, lengths=entries, budgets=budgets, mean_budgets=tuple(view.budgets))
+        if budgets == entries:
+            return kept if kept.sums is None else replace(kept, sums=self.policy.cluster.carried(kept.sums, view))
         result = self.policy.cluster.update_kv(queries, kept.keys, kept.values, view)
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
         return replace(result, indices=columns)

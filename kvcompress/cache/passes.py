@@ -197,6 +197,7 @@ class Prefill(Pass):
             memory.remember(choice.latest(states.queries, states.rotary, view.padding))
         sums = choice.observe(states.queries, states.keys, view)
         if self._keeps_all:
+            sums, memory.noted = choice.of_whole(states, view, tokens.context, sums)
             memory.settle_whole(tokens, states.keys, states.values, sums)
             memory.log.add(tokens, torch.tensor(tokens.lengths, device=states.keys.device, dtype=torch.float32))
             return self.then

@@ -11,6 +11,7 @@ from kvcompress.cache.choice import Choice
 from kvcompress.cache.memory import Memory
 from kvcompress.policy.policy import make_policy
 from kvcompress.scoring.layer_view import StoredEntries
+from tests import fuzz
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, FIRST_TEXT, SOME_FAMILIES, VOCAB_SIZE
 from tests.support.masked_reference import generate, only_attending_to
@@ -279,3 +280,16 @@ def test_bytes_count_the_sums_that_are_remembered_for_evictions():
     parts = [*layer.storage.tensors(), *layer.memory.latest_queries, layer.memory.sums]
     assert layer.memory.sums.numel()
     assert layer.nbytes == sum(tensor.untyped_storage().nbytes() for tensor in parts)
+
+
+@pytest.mark.parametrize(
+    ("method", "lengths", "options"),
+    [
+        ("sagekv", [63, 8], {"budget": 31, "sinks": 0, "recent": 0.25, "decode_ratio": 0.35}),
+        ("prefixkv", [61, 20], {"budget": 31, "distance": 3, "decode_ratio": 0.4}),
+    ],
+)
+def test_a_row_that_is_kept_whole_goes_on_as_alone_beside_one_that_is_cut(method, lengths, options):
+    """What later choices are told is the same whether there was anything to choose in the prompt."""
+    config = {"family": "llama", "heads": (4, 2), "lengths": lengths, "images": None, "seed": 3, "method": method}
+    fuzz.check({**config, "options": {**options, "decode_interval": 1, "first_token": "full"}})
