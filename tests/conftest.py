@@ -20,9 +20,12 @@ gc.disable()  # until the tests begin: looking through half-loaded modules takes
 
 
 def pytest_configure() -> None:
-    """Ctrl-C is heard: a shell that starts the tests in the background has them ignore it, and so what they start."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Ctrl-C and a hang-up are heard: a shell that starts the tests in the background, or nohup, has them ignore these,
+    and so what they start."""
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+            if signal.getsignal(number) is signal.SIG_IGN:
+                signal.signal(number, handler)
 
 
 def pytest_collection_finish() -> None:
