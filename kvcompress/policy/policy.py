@@ -78,7 +78,7 @@ class Policy:
         given = {**asdict(self.tokens or self.cluster), **asdict(self.engine)}
         parts = {name: self.chosen(name) for name in PRESCRIBED}
         valid = all_options(method_info(self.method), self.engine.scorer)
-        return {name: parts.get(name, given.get(name)) for name in valid if name != "preset"}
+        return {name: parts.get(name, given[name]) for name in valid if name != "preset"}
 
     @property
     def decode(self) -> Budget | None:
