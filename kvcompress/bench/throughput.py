@@ -295,8 +295,8 @@ def markdown(content: dict[str, Any]) -> str:
         f"# Throughput at equal KV memory\n\n`{content['command']}`\n\n"
         f"{settings['model']}, {settings['dtype']}: {settings['requests']} requests of {settings['prompt']} prompt "
         f"tokens, answers of {least} to {most} (seed {settings['seed']}), {settings['kv_gb']:g} GiB for keys and "
-        f"values; methods other than full keep {settings['decode_budget']} entries per layer and KV head. Tokens of answers "
-        "under way when the time was over count, but for padded batches, which are finished.\n\n"
+        f"values; methods other than full keep {settings['decode_budget']} entries per layer and KV head. "
+        "Tokens of answers under way when the time was over count; padded batches are finished.\n\n"
         + table(header, rows)
         + f"\nMade on {', '.join(f'{name} {value}' for name, value in content['environment'].items())}.\n"
     )
