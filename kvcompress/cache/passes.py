@@ -302,7 +302,8 @@ class Waiting(Pass):
 
     def finish(self, budgets: list[list[int]]) -> Pass:
         """Make the choice. `budgets`: entries kept of the evictable ones, [layer][row]."""
-        self.memory.log.shares = budgets
+        if self.choice.policy.layer_budget.is_measured:
+            self.memory.log.shares = budgets
         of_layer = budgets[self.choice.place]
         self.memory.settle(self.tokens, *self.choice.keep_scored(self.candidates, self.scores, of_layer))
         return self.then
