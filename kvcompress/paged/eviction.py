@@ -124,7 +124,9 @@ class Eviction:
         groups = defaultdict(list)
         for request, row, slots, seen in due:
             # Equal numbers of entries and of queries, and whether anything was evicted before.
-            groups[len(slots), min(seen, self.policy.query_window), seen > len(slots)].append((request, row, slots, seen))
+            groups[len(slots), min(seen, self.policy.query_window), seen > len(slots)].append(
+                (request, row, slots, seen)
+            )
         evicting = []
         for group in groups.values():
             requests, rows, slots, seen = (list(part) for part in zip(*group, strict=True))

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import threading
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -74,7 +73,9 @@ def compress(
         rotary_embeddings(decoder)
     pages = _pages()
     if pages.FULL_ATTENTION not in pages.group_layers_by_attn_type(decoder.config):
-        raise KVCompressError(f"all layers of {type(inner).__name__} have a sliding window: there is nothing to compress")
+        raise KVCompressError(
+            f"all layers of {type(inner).__name__} have a sliding window: there is nothing to compress"
+        )
     return PagedSession(inner, decoder, policy, pages)
 
 
@@ -104,7 +105,9 @@ def check_policy(policy: Policy) -> None:
 
 def _pages() -> ModuleType:
     """The module that knows transformers' pages. Raises KVCompressError where they are others."""
-    problem = f"transformers {transformers.__version__} has another continuous batching than kvcompress.paged knows (5.23)"
+    problem = (
+        f"transformers {transformers.__version__} has another continuous batching than kvcompress.paged knows (5.23)"
+    )
     try:
         from . import pages
     except ImportError as error:
