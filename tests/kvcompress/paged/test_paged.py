@@ -227,13 +227,12 @@ def test_pages_of_a_long_prompt_are_free_once_it_is_through():
 def test_a_cancelled_request_frees_its_pages():
     model = FAMILIES["qwen2"].build(2)
     with paged.compress(model, "keydiff", budget=8, decode_budget=8) as session:
-        with model.continuous_batching_context_manager(
-            GREEDY, continuous_batching_config=pages_config(4, 20)
-        ) as manager:
-            name = manager.add_request(prompts_of(8)[0], max_new_tokens=100_000)
-            wait_until(lambda: session.pages_in_use == 6)  # 8 + 16 entries
-            manager.cancel_request(name)
-            wait_until(lambda: session.pages_in_use == 0)
+        manager = model.init_continuous_batching(GREEDY, pages_config(4, 20))
+        manager.start()
+        name = manager.add_request(prompts_of(8)[0], max_new_tokens=100_000)
+        wait_until(lambda: session.pages_in_use == 6)  # 8 + 16 entries
+        manager.cancel_request(name)
+        wait_until(lambda: session.pages_in_use == 0)
 
 
 def wait_until(holds, seconds: float = 10.0) -> None:
