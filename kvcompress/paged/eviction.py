@@ -218,7 +218,7 @@ class Eviction:
         if reduced.indices is not kept.indices:
             self._put(choice, evicting.slots, reduced, evicting.kept)
         for row, (layer, entries) in enumerate(zip(layers, evicting.kept, strict=True)):
-            layer.columns = (reduced.indices[row, :, -entries:] - evicting.shift[row]).clone()
+            layer.columns = reduced.indices[row, :, -entries:] - evicting.shift[row]
             layer.memory.sums = None if reduced.sums is None else reduced.sums[row : row + 1, :, -entries:]
             if reduced.indices is not kept.indices:
                 for name in ("merge_threshold", "noted"):
