@@ -5,6 +5,7 @@ from .clusters import KVCluster, make_cluster
 from .errors import KVCompressError
 from .hooks.session import Session, attach, compress
 from .hooks.shared_prompt import SharedPrompt
+from .inflight import Answer, Request
 from .methods import MethodInfo, list_methods, register_method
 from .scoring.budget import Budget
 from .scoring.layer_view import Kept, LayerView
@@ -13,6 +14,7 @@ from .tokens import TokenMethod
 Prompt = LayerView  # its name up to version 0.1
 
 __all__ = [
+    "Answer",
     "Budget",
     "CompressedCache",
     "KVCluster",
@@ -21,6 +23,7 @@ __all__ = [
     "LayerView",
     "MethodInfo",
     "Prompt",
+    "Request",
     "Session",
     "SharedPrompt",
     "TokenMethod",

@@ -210,6 +210,14 @@ class Choice:
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
         return replace(result, indices=columns)
 
+    def decode_budget(self, length: int, shares: list[list[int]] | None) -> int:
+        """Entries per KV head that this layer keeps of a sequence of `length` tokens while decoding; `shares` as in
+        `reduce`."""
+        view = LayerView(
+            self.place, self.num_layers, [length], [self.policy.decode(length)], 1.0, settings=self.settings
+        )
+        return self._shares(view, shares)[0]
+
     def voters(self, queries: torch.Tensor) -> torch.Tensor | None:
         """Those of the latest queries that the cluster scores stored entries with; None where it wants none."""
         window = self.policy.cluster.query_window

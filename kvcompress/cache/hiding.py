@@ -26,13 +26,12 @@ class Hiding:
         self.hidden = None
         if not memory.log.has_vision:
             return
-        storage, vision = memory.storage, memory.log.vision
-        columns = storage.columns(memory.seen)[:, 0]
+        kept, vision = memory.kept(), memory.log.vision
+        columns = kept.indices[:, 0]
         is_vision = F.pad(vision, (0, memory.seen - vision.shape[1])).to(columns.device)
         is_vision = is_vision.gather(1, columns.clamp(min=0)) & (columns >= 0)
-        logits = window_logits(queries, storage.read()[0], 1, scaling)
-        if (visible := storage.visible()) is not None:
-            logits.masked_fill_(~visible[:, :, None, None], float("-inf"))
+        logits = window_logits(queries, kept.keys, 1, scaling)
+        logits.masked_fill_((kept.indices < 0)[:, :, None, None], float("-inf"))
         attention = logits.softmax(-1).mean((1, 2))[:, 0]
         before = memory.attended
         if before is not None:

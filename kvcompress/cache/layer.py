@@ -22,11 +22,11 @@ Listener = Callable[[States, Callable[[], None]], None]
 
 
 class LayerKeys(torch.Tensor):
-    """Keys on their way from a `CompressedLayer` to our attention function, which takes `plain` in their place. An
+    """Keys on their way from a layer of ours to our attention function, which takes `plain` in their place. An
     attention that knows nothing of compression would misread them, so that whatever else touches them raises."""
 
     plain: torch.Tensor
-    kv_layer: "CompressedLayer"
+    kv_layer: CacheLayerMixin
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
@@ -34,6 +34,17 @@ class LayerKeys(torch.Tensor):
             "a layer's compressed keys reached an attention that is not kvcompress's: set_attn_implementation was "
             "called, or kvcompress.compress(...) left, in the middle of a forward pass"
         )
+
+
+def on_their_way(keys: torch.Tensor, layer: CacheLayerMixin) -> torch.Tensor:
+    """Keys as our attention function receives them: it finds their layer as `kv_layer`."""
+    if torch.compiler.is_compiling():  # a graph cannot be left half-way
+        keys = keys.view_as(keys)
+    else:
+        plain, keys = keys, keys.as_subclass(LayerKeys)
+        keys.plain = plain
+    keys.kv_layer = layer
+    return keys
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -57,7 +68,7 @@ class CompressedLayer(CacheLayerMixin):
         """`layer_idx`: the model's; `place`: among the `num_layers` layers that are compressed; `hiding`: the
         cache's."""
         super().__init__()
-        self._hiding = hiding
+        self.hiding = hiding
         self.layer_idx, self.policy, self._room = layer_idx, policy, room
         self.choice = Choice(policy, layer_idx, place, num_layers)
         self._listener: Listener | None = None
@@ -140,7 +151,7 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def is_compileable(self) -> bool:
         """Whether a decode step is the same graph each time; `generate` then compiles it on a GPU."""
-        return self.policy.engine.cache_implementation == "static" and self._hiding is None
+        return self.policy.engine.cache_implementation == "static" and self.hiding is None
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Tokens seen; with static shapes a tensor on the device, so that no step waits for it."""
@@ -161,14 +172,7 @@ class CompressedLayer(CacheLayerMixin):
         keys, values = self._pass.update(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        # The attention function receives this very object: this is how it finds its layer.
-        if torch.compiler.is_compiling():  # a graph cannot be left half-way
-            keys = keys.view_as(keys)
-        else:
-            plain, keys = keys, keys.as_subclass(LayerKeys)
-            keys.plain = plain
-        keys.kv_layer = self
-        return keys, values
+        return on_their_way(keys, self), values
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -192,7 +196,7 @@ class CompressedLayer(CacheLayerMixin):
     def restore(self, memory: Memory) -> None:
         """Hold this, and nothing else."""
         self.memory = memory
-        self._decoding = self._pass = Decoding(self.choice, memory, self.layer_idx, self._hiding)
+        self._decoding = self._pass = Decoding(self.choice, memory, self.layer_idx, self.hiding)
 
     def forget_last(self) -> None:
         """Drop the last token of the prompt that was just compressed, so that it can be fed again."""

@@ -99,25 +99,27 @@ class Decoding(Pass):
             self.memory.remember(self.choice.latest(queries, rotary))
             self.memory.decoded += queries.shape[2]
             if self.memory.decoded >= self.choice.policy.decode_interval:
-                self._evict(scaling, module, rotary)
+                evict(self.choice, self.memory, scaling, module, rotary)
         return self
 
-    def _evict(self, scaling: float, module: torch.nn.Module, rotary: Rotary | None) -> None:
-        """Bring the stored entries, decoded ones included, back to the decode budget."""
-        choice, memory, log = self.choice, self.memory, self.memory.log
-        seen = memory.seen
-        lengths = [length + seen - log.columns for length in log.lengths]
-        queries = torch.cat(memory.latest_queries, dim=2) if memory.latest_queries else None
-        new = None if queries is None else queries[:, :, -memory.decoded :]
-        budgets = [choice.policy.decode(length) for length in lengths]
-        kept = memory.kept()
-        rotary = memory.rotary if choice.policy.cluster.moves_keys else rotary
-        view = choice.stored_view(
-            kept, seen, lengths, budgets, log.row_seeds, scaling, module, rotary, memory.merge_threshold, memory.noted
-        )
-        voters = None if queries is None else choice.voters(queries)
-        memory.reduce_to(kept, choice.reduce(kept, voters, new, view, log.shares), seen)
-        memory.decoded = 0
+
+def evict(
+    choice: Choice, memory: Memory, scaling: float, module: torch.nn.Module, rotary: Rotary | None = None
+) -> None:
+    """Bring stored entries, decoded ones included, back to the decode budget. Arguments as in `States`."""
+    log, seen = memory.log, memory.seen
+    lengths = [length + seen - log.columns for length in log.lengths]
+    queries = torch.cat(memory.latest_queries, dim=2) if memory.latest_queries else None
+    new = None if queries is None else queries[:, :, -memory.decoded :]
+    budgets = [choice.policy.decode(length) for length in lengths]
+    kept = memory.kept()
+    rotary = memory.rotary if choice.policy.cluster.moves_keys else rotary
+    view = choice.stored_view(
+        kept, seen, lengths, budgets, log.row_seeds, scaling, module, rotary, memory.merge_threshold, memory.noted
+    )
+    voters = None if queries is None else choice.voters(queries)
+    memory.reduce_to(kept, choice.reduce(kept, voters, new, view, log.shares), seen)
+    memory.decoded = 0
 
 
 class Prefill(Pass):

@@ -6,9 +6,9 @@ The model keeps its own forward; nothing is stored on its modules; leaving the c
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -16,6 +16,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.cache import CompressedCache, check_room
 from ..errors import KVCompressError
+from ..inflight.cache import SlotCache
+from ..inflight.loop import InFlight, Limits, Writer
+from ..inflight.request import Request
 from ..policy.policy import make_policy
 from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
@@ -153,7 +156,9 @@ class Session:
             self._of_pass.append(note)
         if policy.engine.prefill_chunk is not None and is_prompt:
             self._of_pass += feed_in_chunks(self._decoder, cache)
-        kwargs["past_key_values"] = self.cache = cache
+        kwargs["past_key_values"] = cache
+        if isinstance(cache, CompressedCache):
+            self.cache = cache
         return (), kwargs
 
     def _note_decoder_inputs(self, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> None:
@@ -230,8 +235,64 @@ class Session:
         with self.cache.reuse() as cache:
             yield cache
 
-    def _cache_for(self, kwargs: dict) -> CompressedCache:
+    def generate_many(
+        self,
+        requests: Iterable[Request | Mapping[str, torch.Tensor]],
+        slots: int | None = None,
+        kv_gb: float | None = None,
+        on_oom: Literal["halve", "raise"] = "halve",
+        after_prompt: Callable[[int, CompressedCache], None] | None = None,
+        **options: Any,
+    ) -> InFlight:
+        """Answer many requests, `slots` of them at a time; each answer comes as soon as it is done.
+
+        ```python
+        with kvcompress.compress(model, "snapkv", budget=128) as session:
+            for answer in session.generate_many(map(processor, prompts), slots=16, max_new_tokens=256):
+                print(answer.index, tokenizer.decode(answer.tokens))
+        ```
+
+        Each prompt is prefilled and compressed alone; all decode together, and a slot that becomes free takes the next.
+        A request's tokens are those that it gets alone. One that fails ends with its own error, see `Answer`.
+
+        Args:
+            requests: model inputs with a batch of one, or `Request`s, which may have options and a seed of their own.
+                Each is asked for when there is a slot for it.
+            slots: sequences that decode together at most.
+            kv_gb: gigabytes (2**30 bytes) for all slots, which says how many there are; `slots` is then an upper limit.
+            on_oom: "halve" the slots where memory does not suffice, the newest requests beginning anew, or "raise".
+            after_prompt: called with a request's index and its filled cache, before it has a slot.
+            options: of `generate`: `max_new_tokens`, `do_sample`, `stop_strings` (with `tokenizer`), ... With
+                `cache_implementation="static"` every step has the same shapes, and is compiled as `generate` would.
+
+        Raises:
+            KVCompressError: for a wrong argument, or an engine option that requests in flight do not have.
+        """
+        if self._new_cache is None:
+            raise KVCompressError("attach(...) compresses nothing by itself: requests in flight need compress(...)")
+        kind = self._new_cache.get("cache_implementation", "dynamic")
+        if kind not in ("dynamic", "static"):
+            raise KVCompressError(
+                f"requests in flight do not go with cache_implementation={kind!r}; dynamic and static do"
+            )
+        # A prompt is compressed in a cache of its own, without room, and moves into its slot.
+        new_cache = {**self._new_cache, "cache_implementation": "dynamic", "max_new_tokens": 0}
+        if self._new_cache["max_new_tokens"] is not None:
+            options.setdefault("max_new_tokens", self._new_cache["max_new_tokens"])
+        return InFlight(
+            Writer(self.model, self._decoder, lambda: self.is_entered),
+            lambda: CompressedCache(self.model.config, **new_cache),
+            requests,
+            Limits(slots, kv_gb, on_oom),
+            kind == "static",
+            after_prompt,
+            options,
+        )
+
+    def _cache_for(self, kwargs: dict) -> CompressedCache | SlotCache:
         cache = kwargs.get("past_key_values")
+        if isinstance(cache, SlotCache):
+            return cache
         if isinstance(cache, CompressedCache):
             if cache.is_empty:
                 check_heads(self.model, self._config, cache.policy)

@@ -1,0 +1,40 @@
+"""The position of the token that follows a prompt, whatever the family counts by (M-RoPE included)."""
+
+import inspect
+
+import torch
+from transformers import PreTrainedModel
+
+
+class PositionRecorder:
+    """Notes which positions a text decoder is given for one prompt, between `with` and its end.
+
+    Attributes:
+        position_ids: LongTensor (1, columns) or (axes, 1, columns); None where the decoder counts by itself.
+    """
+
+    def __init__(self, decoder: PreTrainedModel):
+        self._decoder = decoder
+        self._names = list(inspect.signature(decoder.forward).parameters)
+        self.position_ids: torch.Tensor | None = None
+
+    def __enter__(self) -> "PositionRecorder":
+        self._is_noted = False
+        self._hook = self._decoder.register_forward_pre_hook(self._note, with_kwargs=True)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hook.remove()
+
+    def _note(self, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> None:
+        if not self._is_noted:  # further passes read parts of the prompt once more
+            self.position_ids = (dict(zip(self._names, args, strict=False)) | kwargs).get("position_ids")
+            self._is_noted = True
+
+    def next(self, seen: int) -> tuple[int, int]:
+        """The position that follows, and on how many axes: 0 where a token has a single one. `seen`: tokens so far."""
+        ids = self.position_ids
+        if ids is None or ids.ndim < 3:
+            return (seen if ids is None else int(ids.max()) + 1), 0
+        axes = ids[1:] if len(ids) == 4 else ids  # the first of four counts text as if there were no images
+        return int(axes.max()) + 1, 3

@@ -1,0 +1,378 @@
+"""One layer of a `SlotCache`: what many sequences hold, a slot for each, and their evictions while decoding."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+
+from ..cache.layer import CompressedLayer, on_their_way
+from ..cache.memory import Memory, SequenceLog
+from ..cache.passes import evict
+from ..policy.policy import Policy
+from ..scoring.layer_view import Kept
+from ..scoring.rotary import Rotary
+from .pool import RaggedSlotPool, SlotPool
+
+
+@dataclass
+class Slots:
+    """What all layers of a cache know of its slots.
+
+    Attributes:
+        seen: LongTensor (slots,), tokens of each sequence so far: the column of the next.
+        active: bool (slots,), False where a slot is free.
+        cursor: LongTensor (1,), where in their rings the layers write the next queries.
+        steps: decode steps so far.
+        held: `seen` of each slot in use, on the host.
+        rotary: how the step under way rotates its queries, where the method wants to know.
+        hidden: bool (slots, entries), what the step hides from later layers, for a method that hides.
+    """
+
+    seen: torch.Tensor
+    active: torch.Tensor
+    cursor: torch.Tensor
+    steps: int = 0
+    held: dict[int, int] = field(default_factory=dict)
+    rotary: Rotary | None = None
+    hidden: torch.Tensor | None = None
+
+
+class JoinedMemory(Memory):
+    """The memories of several sequences as one left-padded batch, for one eviction.
+
+    Attributes:
+        result: what is held, columns counted from the left of the batch.
+        shift: LongTensor (rows, 1, 1), columns by which each row is moved to the right.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        memories: list[Memory],
+        seen: list[int],
+        held: Kept,
+        queries: torch.Tensor | None = None,
+        decoded: int = 0,
+    ):
+        """`seen`: tokens of each sequence; `held`: a row for each, in its own columns; `queries`: the latest of each,
+        (rows, heads, some, head_dim), NaN where it has none; `decoded`: tokens since its latest eviction."""
+        super().__init__(policy, None)
+        self._length = max(seen)
+        self.shift = torch.tensor([self._length - each for each in seen], device=held.indices.device)[:, None, None]
+        self.result = replace(held, indices=torch.where(held.indices < 0, -1, held.indices + self.shift))
+        self.latest_queries, self.decoded = [] if queries is None else [queries], decoded
+        logs, first = [memory.log for memory in memories], memories[0]
+        self.log = SequenceLog(self._length, list(seen), row_seeds=tuple(log.row_seeds[0] for log in logs))
+        if logs[0].shares is not None:
+            self.log.shares = [[log.shares[layer][0] for log in logs] for layer in range(len(logs[0].shares))]
+        self.log.vision, self.log.has_vision = logs[0].vision, logs[0].has_vision
+        for name in ("merge_threshold", "noted"):
+            if getattr(first, name) is not None:
+                setattr(self, name, torch.cat([getattr(memory, name) for memory in memories]))
+        self.rotary, self.attended = first.rotary, first.attended
+
+    @staticmethod
+    def kind(memory: Memory) -> tuple:
+        """Memories of one kind can be joined."""
+        noted = None if memory.noted is None else memory.noted.shape[1:]
+        alone = id(memory) if memory.rotary is not None else None  # the positions of a prompt are its own
+        return memory.log.shares is None, memory.merge_threshold is None, noted, alone
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def kept(self) -> Kept:
+        return self.result
+
+    def put(self, kept: Kept, seen: int, uniform: bool = False) -> None:
+        self.result = kept
+
+    def give_back(self, memories: list[Memory]) -> Kept:
+        """Tell each sequence's memory what was noted; returns what is left, in its own columns."""
+        for row, memory in enumerate(memories):
+            for name in ("merge_threshold", "noted"):
+                value = getattr(self, name)
+                setattr(memory, name, None if value is None else value[row : row + 1])
+        indices = self.result.indices
+        result = replace(self.result, indices=torch.where(indices < 0, -1, indices - self.shift))
+        return result if self.sums is None else replace(result, sums=self.sums)
+
+
+class SlotLayer(CacheLayerMixin):
+    """A layer with full attention. Speaks with our attention function as a `CompressedLayer` does while decoding."""
+
+    is_sliding = is_first_prompt = wants_sums = False
+    has_fixed_shapes = True  # as the attention function means it: one query under a mask
+    is_initialized = True
+
+    def __init__(self, like: CompressedLayer, slots: Slots, is_fixed: bool):
+        """`like`: the layer in any cache of this policy; `is_fixed`: whether every step has the same shapes."""
+        self.keys = self.values = None  # transformers' names; the entries are in `storage`
+        self.layer_idx, self.policy, self.choice = like.layer_idx, like.policy, like.choice
+        self._slots, self._is_fixed, self._hiding = slots, is_fixed, like.hiding
+        is_even = is_fixed or self.policy.head_budget == "uniform"
+        self._pool_type = SlotPool if is_even else RaggedSlotPool
+        self.storage: SlotPool | None = None
+        self._memories: dict[int, Memory] = {}  # of the sequences in the slots, without their entries
+        self._decoded: dict[int, int] = {}  # tokens of each since its latest eviction
+        self._latest: torch.Tensor | None = None  # queries (slots, heads, window, head_dim), a ring
+        self._scaling, self._module = 1.0, None
+
+    # -- slots
+
+    def rows_for(self, layer: CompressedLayer, room: int) -> int:
+        """Rows of a slot for what `layer` holds of a prompt, with `room` tokens to come."""
+        counts = (layer.kept_columns()[0] >= 0).sum(-1).tolist()
+        if self.policy.decode is not None:
+            length, held = layer.seen + room, sum(counts) // len(counts)
+            most = max(held, self.choice.decode_budget(length, layer.memory.log.shares))
+            room = min(room, most - held + self.policy.decode_interval)
+        return self._pool_type.rows_for(counts, room)
+
+    def nbytes_for(self, layer: CompressedLayer, rows: int) -> int:
+        """Bytes of a slot with so many rows."""
+        kept = layer.memory.kept()
+        row = kept.keys.shape[3] * kept.keys.element_size() + kept.values.shape[3] * kept.values.element_size()
+        row += 4 * self._knows_columns + 4 * (kept.sums is not None)
+        latest = sum(queries[:, :, :1].nbytes for queries in layer.memory.latest_queries[:1])
+        return rows * row + self.policy.query_window * latest
+
+    @property
+    def _knows_columns(self) -> bool:
+        return self.policy.decode is not None or self._hiding is not None
+
+    def fill(self, slot: int, layer: CompressedLayer, rows: int, room: int) -> None:
+        """Take over what `layer` holds of a prompt. `rows`: of every slot, where this is the first."""
+        memory = layer.memory
+        kept = memory.kept()
+        if self.storage is None:
+            slots = len(self._slots.seen)
+            self.storage = self._pool_type(kept, slots, rows, self._is_fixed, self._knows_columns)
+            self.storage.steps = self._slots.steps
+        if self.policy.decode is not None:
+            room = 0  # evictions make their own
+        self.storage.place([slot], kept, room)
+        self._remember(slot, memory.latest_queries)
+        memory.storage, memory.sums, memory.latest_queries = None, None, []
+        self._memories[slot], self._decoded[slot] = memory, memory.decoded
+
+    def free(self, slot: int) -> None:
+        self.storage.free(slot)
+        del self._memories[slot], self._decoded[slot]
+
+    def resize(self, slots: int, rows: int, moves: dict[int, int]) -> None:
+        """Have so many slots of so many rows; what `slot` held is in `moves[slot]`."""
+        if not moves:
+            self.storage = self._latest = None
+            return
+        self.storage = self.storage.resized(slots, rows, moves)
+        self._memories = {new: self._memories[old] for old, new in moves.items()}
+        self._decoded = {new: self._decoded[old] for old, new in moves.items()}
+        if self._latest is not None:
+            before = self._latest
+            self._latest = before.new_full((slots, *before.shape[1:]), torch.nan)
+            self._latest[list(moves.values())] = before[list(moves)]
+
+    def _remember(self, slot: int, pieces: list[torch.Tensor]) -> None:
+        """Note the latest queries of a prompt as if the steps before the next had brought them."""
+        if not pieces:
+            return
+        window = self.policy.query_window
+        queries = torch.cat(pieces, dim=2)[0, :, -window:]
+        if self._latest is None:
+            shape = (len(self._slots.seen), queries.shape[0], window, queries.shape[2])
+            self._latest = queries.new_full(shape, torch.nan)
+        self._latest[slot] = torch.nan
+        self._latest[slot, :, self._order[window - queries.shape[1] :]] = queries
+
+    @property
+    def _order(self) -> torch.Tensor:
+        """The places of the ring from the oldest query to the latest."""
+        window = self.policy.query_window
+        return (torch.arange(window, device=self._latest.device) + self._slots.steps) % window
+
+    @property
+    def nbytes(self) -> int:
+        latest = 0 if self._latest is None else self._latest.nbytes
+        return latest + (0 if self.storage is None else self.storage.nbytes)
+
+    # -- a decode step
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """New states (slots, kv_heads, 1, head_dim) in; the keys and values to attend over out."""
+        slots, device = self._slots, key_states.device
+        with torch.no_grad():
+            self.storage.append(key_states, value_states, slots.seen.to(device), slots.active.to(device))
+        keys, values = (key_states, value_states) if self.decodes_in_place else self.storage.read()
+        return on_their_way(keys, self), values
+
+    def mask(self, query_length: int) -> torch.Tensor:
+        """What the queries see: bool (slots, kv_heads, 1, keys)."""
+        visible = self.storage.visible()
+        if self._is_hiding:
+            visible = visible & ~self._slots.hidden[:, None, : visible.shape[2]].to(visible.device)
+        return visible[:, :, None]
+
+    @property
+    def _is_hiding(self) -> bool:
+        return self._hiding is not None and self.layer_idx >= self._hiding.first_layer
+
+    @property
+    def decodes_in_place(self) -> bool:
+        return self.storage.decodes_in_place and not self._is_hiding
+
+    @torch.no_grad()
+    def after_attention(self, queries: torch.Tensor, scaling: float, module: torch.nn.Module) -> None:
+        """Remember what evictions will want to know. Arguments as in `CompressedLayer.after_attention`."""
+        if self._hiding is not None and self.layer_idx == self._hiding.first_layer - 1:
+            self._hide(queries, scaling)
+        if self._latest is not None:
+            latest = self.choice.latest(queries, self._slots.rotary)
+            self._latest.index_copy_(2, self._slots.cursor.to(latest.device), latest.to(self._latest.dtype))
+        if self._module is None:
+            self._scaling, self._module = scaling, module
+
+    def _hide(self, queries: torch.Tensor, scaling: float) -> None:
+        slots, capacity = self._slots, self.storage.rows // self.storage.heads
+        slots.hidden = torch.zeros(len(slots.seen), capacity, dtype=torch.bool, device=queries.device)
+        for slot, memory in self._memories.items():
+            joined = JoinedMemory(self.policy, [memory], [slots.held[slot] + 1], self.storage.kept([slot]))
+            self._hiding.look(joined, queries[slot : slot + 1], scaling)
+            memory.attended = joined.attended
+            if self._hiding.hidden is not None:
+                slots.hidden[slot, : self._hiding.hidden.shape[1]] = self._hiding.hidden[0]
+
+    def take_back(self) -> None:
+        """Undo the step under way, where this layer came to it."""
+        self.storage.take_back(self._slots.steps)
+
+    def count(self) -> None:
+        """A step is over."""
+        self.storage.steps = self._slots.steps  # which a compiled graph does not count
+        for slot in self._decoded:
+            self._decoded[slot] += 1
+
+    @torch.no_grad()
+    def evict(self) -> None:
+        """Bring the sequences whose turn it is back to the decode budget."""
+        interval, together = self.policy.decode_interval, defaultdict(list)
+        for slot, decoded in self._decoded.items():
+            if decoded >= interval:
+                together[decoded, JoinedMemory.kind(self._memories[slot])].append(slot)
+        for (decoded, _), slots in together.items():
+            self._evict(slots, decoded)
+
+    def _evict(self, slots: list[int], decoded: int) -> None:
+        memories = [self._memories[slot] for slot in slots]
+        seen = [self._slots.held[slot] for slot in slots]
+        queries = None if self._latest is None else self._latest[slots][:, :, self._order]
+        joined = JoinedMemory(self.policy, memories, seen, self.storage.kept(slots), queries, decoded)
+        before, rotary = joined.result, self._slots.rotary
+        if rotary is not None:
+            rotary = rotary.rows(torch.tensor(slots, device=rotary.cos.device)).to(before.keys.device)
+        evict(self.choice, joined, self._scaling, self._module, rotary)
+        if joined.result is not before or before.sums is not None:
+            left = joined.give_back(memories)
+            counts = (left.indices >= 0).sum(-1).tolist()
+            rows = max(self._pool_type.rows_for(of_heads, self.policy.decode_interval) for of_heads in counts)
+            if rows > self.storage.rows:  # heads shared out their budget in another way than so far
+                moves = {slot: slot for slot in self._memories}
+                self.storage = self.storage.resized(self.storage.slots, rows, moves)
+            self.storage.place(slots, left, room=0)
+        for slot in slots:
+            self._decoded[slot] = 0
+
+    # -- what transformers asks of a layer
+
+    @property
+    def is_compileable(self) -> bool:
+        return self._is_fixed and self._hiding is None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """There is nothing to do: a slot is filled before a step."""
+
+    def get_seq_length(self) -> int:
+        return 1  # positions are given with every step; this only says that it is not the first
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length + 1, 0
+
+
+class SlidingSlotLayer(SlotLayer):
+    """A layer with sliding windows: each slot is a ring of as many entries as the window has."""
+
+    def __init__(self, like: DynamicSlidingWindowLayer, layer_idx: int, slots: Slots):
+        self.keys = self.values = None
+        self.layer_idx, self.window, self._slots = layer_idx, like.sliding_window, slots
+        self.counts: torch.Tensor | None = None  # tokens of each slot so far
+        self._placed: dict[int, int] = {}  # the same of each slot in use, less the steps at that time
+
+    is_sliding, decodes_in_place, is_compileable = True, False, True
+
+    def rows_for(self, layer: DynamicSlidingWindowLayer, room: int) -> int:
+        return self.window
+
+    def nbytes_for(self, layer: DynamicSlidingWindowLayer, rows: int) -> int:
+        return rows * (layer.keys[:, :, :1].nbytes + layer.values[:, :, :1].nbytes)
+
+    def fill(self, slot: int, layer: DynamicSlidingWindowLayer, rows: int, room: int) -> None:
+        if self.counts is None:
+            _, heads, _, head_dim = layer.keys.shape
+            slots = len(self._slots.seen)
+            self.keys = layer.keys.new_zeros(slots, heads, self.window, head_dim)
+            self.values = layer.values.new_zeros(slots, heads, self.window, layer.values.shape[3])
+            self.counts = torch.zeros(slots, dtype=torch.long, device=layer.keys.device)
+        seen, held = layer.cumulative_length, layer.keys.shape[2]
+        places = torch.arange(seen - held, seen, device=self.keys.device) % self.window
+        self.keys[slot, :, places], self.values[slot, :, places] = layer.keys[0], layer.values[0]
+        self.counts[slot], self._placed[slot] = seen, seen - self._slots.steps
+
+    def free(self, slot: int) -> None:
+        self.counts[slot] = 0
+        del self._placed[slot]
+
+    def resize(self, slots: int, rows: int, moves: dict[int, int]) -> None:
+        if not moves:
+            self.counts = None
+            return
+        for name in ("keys", "values", "counts"):
+            before = getattr(self, name)
+            after = before.new_zeros(slots, *before.shape[1:])
+            after[list(moves.values())] = before[list(moves)]
+            setattr(self, name, after)
+        self._placed = {new: self._placed[old] for old, new in moves.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.counts is None else self.keys.nbytes + self.values.nbytes
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        with torch.no_grad():
+            places = (self.counts % self.window)[:, None, None, None].expand_as(key_states)
+            self.keys.scatter_(2, places, key_states)
+            self.values.scatter_(2, places[..., :1].expand_as(value_states), value_states)
+            self.counts.add_(self._slots.active.to(self.counts.device))
+        return on_their_way(self.keys, self), self.values
+
+    def mask(self, query_length: int) -> torch.Tensor:
+        places = torch.arange(self.window, device=self.counts.device)
+        return (places < self.counts.clamp(min=1)[:, None])[:, None, None]
+
+    def after_attention(self, queries: torch.Tensor, scaling: float, module: torch.nn.Module) -> None:
+        """There is nothing to choose."""
+
+    def take_back(self) -> None:
+        for slot, placed in self._placed.items():
+            self.counts[slot] = placed + self._slots.steps
+
+    def count(self) -> None:
+        """Nothing is evicted."""
+
+    evict = count

@@ -1,0 +1,340 @@
+"""Many requests at a time on compressed caches: each prompt is prefilled and compressed alone, all decode together.
+
+A slot that becomes free is filled at once, so that no request waits for a longer one's last token. What a request's
+tokens are does not depend on the others: its prompt has its own forward pass, and its evictions come at its own steps.
+"""
+
+import gc
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..cache.cache import CompressedCache
+from ..errors import KVCompressError
+from ..hooks.positions import PositionRecorder
+from .cache import SlotCache
+from .request import Answer, Prompt, Request, prefill
+
+
+@dataclass
+class Running:
+    """A request whose prompt is stored: where it stands.
+
+    Attributes:
+        position: of the token that is fed next.
+        started, first_at, latest_at: when its prefill began, and its first and latest token was there.
+    """
+
+    index: int
+    request: Request
+    prompt: Prompt
+    position: int
+    started: float
+    waited_s: float
+    cache: CompressedCache | None  # until it has a slot
+    kv_bytes_prompt: int = 0
+    realised_ratios: list[float] = field(default_factory=list)
+    first_at: float = 0.0
+    latest_at: float = 0.0
+
+    def add(self, token: int) -> bool:
+        """Note a token; True where it is the last."""
+        self.latest_at = time.perf_counter()
+        self.first_at = self.first_at or self.latest_at
+        return self.prompt.choice.add(token)
+
+    def answer(self) -> Answer:
+        tokens = self.prompt.choice.tokens
+        return Answer(
+            self.index,
+            torch.tensor(tokens),
+            waited_s=self.waited_s,
+            ttft_s=self.first_at - self.started,
+            tpot_s=(self.latest_at - self.first_at) / (len(tokens) - 1) if len(tokens) > 1 else None,
+            tokens_in=self.prompt.tokens_in,
+            kv_bytes_prompt=self.kv_bytes_prompt,
+            realised_ratios=self.realised_ratios,
+        )
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A model with compression connected, the text decoder inside it, and whether it still is connected."""
+
+    model: PreTrainedModel
+    decoder: PreTrainedModel
+    is_connected: Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many requests decode together, see `Session.generate_many`. Raises KVCompressError for a wrong value."""
+
+    slots: int | None = None
+    kv_gb: float | None = None
+    on_oom: str = "halve"
+
+    def __post_init__(self) -> None:
+        if self.slots is None and self.kv_gb is None:
+            raise KVCompressError("give slots= (requests that decode together) or kv_gb= (gigabytes for all of them)")
+        if self.slots is not None and (
+            not isinstance(self.slots, int) or isinstance(self.slots, bool) or self.slots < 1
+        ):
+            raise KVCompressError(f"slots={self.slots!r} is not an integer of at least 1: it counts requests")
+        if self.kv_gb is not None and (not isinstance(self.kv_gb, int | float) or not 0 < self.kv_gb < math.inf):
+            raise KVCompressError(f"kv_gb={self.kv_gb!r} is not a positive number: it counts gigabytes")
+        if self.on_oom not in ("halve", "raise"):
+            raise KVCompressError(f"on_oom={self.on_oom!r} is neither 'halve' nor 'raise'")
+
+
+class InFlight:
+    """An iterator over the answers, in the order in which they are done. See `Session.generate_many`.
+
+    Attributes:
+        slots: sequences that decode together at most; 0 before that is known.
+        steps: decode steps so far.
+        peak_kv_bytes: most bytes held for keys and values at one time: all slots, and the prompt that is being stored.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        new_cache: Callable[[], CompressedCache],
+        requests: Iterable[Request | Mapping[str, torch.Tensor]],
+        limits: Limits,
+        is_fixed: bool,
+        after_prompt: Callable[[int, CompressedCache], None] | None,
+        options: Mapping[str, Any],
+    ):
+        """`new_cache` makes the cache of one prompt; `is_fixed`: every step has the same shapes. Others as in
+        `Session.generate_many`."""
+        self._writer, self._new_cache, self._options = writer, new_cache, options
+        self._limits, self._most = limits, limits.slots
+        self._is_fixed, self._after_prompt = is_fixed, after_prompt
+        self.steps = self.peak_kv_bytes = 0
+        self._new = enumerate(requests)
+        self._again: deque[tuple[int, Request]] = deque()  # those that lost their slot
+        self._running: dict[int, Running] = {}  # by slot
+        self._next: Running | None = None  # its prompt is compressed, and it waits for a slot
+        self._cache: SlotCache | None = None
+        self._call: Callable = writer.model
+        self._axes = 0  # of a position
+        self._answers = self._generate()
+
+    def __iter__(self) -> Iterator[Answer]:
+        return self
+
+    def __next__(self) -> Answer:
+        return next(self._answers)
+
+    @property
+    def slots(self) -> int:
+        return 0 if self._cache is None else self._cache.slots
+
+    # -- the loop
+
+    def _generate(self) -> Iterator[Answer]:
+        self._began = time.perf_counter()
+        while True:
+            if not self._writer.is_connected():
+                raise KVCompressError("kvcompress.compress(...) was left while requests were in flight")
+            while self._next is None and (self._cache is None or len(self._running) < self.slots):
+                following = self._again.popleft() if self._again else next(self._new, None)
+                if following is None:
+                    break
+                yield from self._start(*following)
+                self._admit()
+            if self._next is not None:
+                self._admit()
+            if not self._running and self._next is not None:
+                yield self._too_large()
+            elif not self._running:
+                return
+            yield from self._step()
+
+    def _start(self, index: int, request: Request | Mapping[str, torch.Tensor]) -> Iterator[Answer]:
+        """Prefill a request and choose its first token. Yields an answer where that is all of it."""
+        if not isinstance(request, Request):
+            request = Request(request)
+        started, is_out_of_memory = time.perf_counter(), False
+        waited_s = started - self._began
+        try:
+            running = self._prefilled(index, request, started, waited_s)
+            if not running.add(running.prompt.choice.choose(running.prompt.logits)):
+                self._next = running
+                return
+            answer = running.answer()
+        except torch.OutOfMemoryError as error:
+            if self._limits.on_oom == "raise":
+                raise
+            is_out_of_memory, answer = True, failed(index, torch.OutOfMemoryError(str(error)), waited_s)
+        except Exception as error:
+            answer = failed(index, error, waited_s)
+        # Behind the `except`, whose traceback would keep what did not fit alive.
+        if is_out_of_memory and self._make_room():
+            self._again.appendleft((index, request))
+            return
+        yield answer
+
+    @torch.no_grad()
+    def _prefilled(self, index: int, request: Request, started: float, waited_s: float) -> Running:
+        cache = self._new_cache()
+        with PositionRecorder(self._writer.decoder) as positions:
+            prompt = prefill(self._writer.model, request, self._options, cache)
+        position, self._axes = positions.next(cache.seen_tokens)
+        if self._after_prompt is not None:
+            self._after_prompt(index, cache)
+        held = 0 if self._cache is None else self._cache.nbytes
+        self.peak_kv_bytes = max(self.peak_kv_bytes, held + cache.nbytes)
+        ratios = [of_rows[0] for of_rows in cache.realised_ratios()]
+        kv_bytes = cache.nbytes - cache.room_nbytes
+        return Running(index, request, prompt, position, started, waited_s, cache, kv_bytes, ratios)
+
+    def _admit(self) -> None:
+        """Give the request that waits a slot, where there is one of its size."""
+        if self._next is None:
+            return
+        running, cache = self._next, self._next.cache
+        room = running.prompt.choice.room - 1
+        if self._cache is None:
+            self._cache, config = SlotCache(cache, self._is_fixed), running.prompt.config
+            if self._writer.model._valid_auto_compile_criteria({"past_key_values": self._cache}, config):
+                self._call = self._writer.model.get_compiled_call(config.compile_config)
+        sizes = self._cache.sizes_for(cache, room)
+        slots = self._slots_of(sizes, cache)
+        if len(self._running) >= slots:
+            return
+        if (slots, sizes) != (self._cache.slots, self._cache.sizes):
+            self._resize(slots, sizes)
+        slot = next(slot for slot in range(slots) if slot not in self._running)
+        self._cache.fill(slot, cache, room)
+        running.cache, self._next = None, None
+        self._running[slot] = running
+
+    def _slots_of(self, sizes: list[int], cache: CompressedCache) -> int:
+        """How many slots of that size there may be."""
+        if self._limits.kv_gb is None:
+            return self._most
+        fit = int(self._limits.kv_gb * 2**30 // self._cache.nbytes_for(cache, sizes))
+        return fit if self._most is None else min(fit, self._most)
+
+    def _resize(self, slots: int, sizes: list[int]) -> None:
+        self._cache.resize(slots, sizes)
+        self._running = dict(enumerate(self._running.values()))
+
+    @torch.no_grad()
+    def _step(self) -> Iterator[Answer]:
+        """Feed every running request's latest token; yields the answers that are done."""
+        chosen = None
+        try:
+            chosen, logits = self._fed()
+        except torch.OutOfMemoryError:
+            if self._limits.on_oom == "raise":
+                raise
+        if chosen is None:
+            self._cache.take_back()
+            yield from self._shrink()
+            return
+        self.steps += 1
+        done = []
+        for slot, running in list(self._running.items()):
+            running.position += 1
+            try:
+                choice = running.prompt.choice
+                token = chosen[slot] if choice.is_greedy else choice.choose(logits[slot])
+                if not running.add(token):
+                    continue
+                done.append(running.answer())
+            except Exception as error:
+                done.append(failed(running.index, error, running.waited_s))
+            self._free(slot)
+        yield from self._evict()
+        yield from done
+
+    def _fed(self) -> tuple[list[int], torch.Tensor]:
+        """The most likely next token of each slot, and the logits (slots, vocabulary)."""
+        ids, positions = [0] * self.slots, [0] * self.slots
+        for slot, running in self._running.items():
+            ids[slot], positions[slot] = running.prompt.choice.tokens[-1], running.position
+        device = self._writer.model.device
+        position_ids = torch.tensor(positions, device=device)[:, None]
+        if self._axes:
+            position_ids = position_ids.expand(self._axes, -1, -1)
+        output = self._call(
+            input_ids=torch.tensor(ids, device=device)[:, None],
+            position_ids=position_ids,
+            past_key_values=self._cache,
+            use_cache=True,
+            return_dict=True,
+        )
+        logits = output.logits[:, -1]
+        chosen = logits.argmax(-1).tolist()
+        self._cache.end_step()
+        self.peak_kv_bytes = max(self.peak_kv_bytes, self._cache.nbytes)
+        return chosen, logits
+
+    def _evict(self) -> Iterator[Answer]:
+        is_over = False
+        while not is_over and self._running:
+            try:
+                self._cache.evict()
+                is_over = True
+            except torch.OutOfMemoryError:
+                if self._limits.on_oom == "raise":
+                    raise
+            if not is_over:
+                yield from self._shrink()
+
+    def _free(self, slot: int) -> None:
+        self._cache.free(slot)
+        del self._running[slot]
+
+    # -- where memory does not suffice
+
+    def _too_large(self) -> Answer:
+        """Of the request that waits: no slot of its size fits."""
+        running, cache = self._next, self._next.cache
+        self._next = None
+        size = self._cache.nbytes_for(cache, self._cache.sizes_for(cache, running.prompt.choice.room - 1))
+        error = KVCompressError(
+            f"one slot takes {size / 2**30:.3g} GB for this request, with room for max_new_tokens="
+            f"{running.prompt.choice.room}, which is more than kv_gb={self._limits.kv_gb:.3g}"
+        )
+        return failed(running.index, error, running.waited_s)
+
+    def _shrink(self) -> Iterator[Answer]:
+        """Have fewer slots, behind the `except`, whose traceback would keep what did not fit alive. Where there is one
+        only, its request is given up."""
+        if not self._make_room():
+            ((slot, running),) = self._running.items()
+            self._free(slot)
+            error = torch.OutOfMemoryError("memory does not suffice for this request alone")
+            yield failed(running.index, error, running.waited_s)
+
+    def _make_room(self) -> bool:
+        """Halve the slots. Requests that lose theirs, the newest, begin anew later. False where nothing is left to give
+        up."""
+        if self.slots < 2:
+            has_slot = self._cache is not None and not self._running
+            if has_slot:
+                self._cache = None
+            return has_slot
+        self._most = self.slots // 2
+        for slot, running in reversed(list(self._running.items())[self._most :]):
+            self._free(slot)
+            self._again.appendleft((running.index, running.request))
+        self._resize(self._most, self._cache.sizes)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return True
+
+
+def failed(index: int, error: Exception, waited_s: float) -> Answer:
+    """Of a request that ended with an error."""
+    return Answer(index, torch.tensor([], dtype=torch.long), error, waited_s)

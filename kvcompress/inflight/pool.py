@@ -1,0 +1,193 @@
+"""Where one layer keeps the entries of many sequences at once: a slot for each.
+
+Each KV head of a slot is a segment of one flat buffer: entry i of head h in slot s lies in row `starts[s, h] + i`, and
+spare rows behind it wait for tokens to come. A decode step writes `slots * kv_heads` rows, wherever the segments end.
+
+- `SlotPool`: all segments are equally long, so that one masked attention call reads the buffer as it is.
+- `RaggedSlotPool`: heads differ in length (adaptive budgets), and share the rows of their slot; a decoded token attends
+  to the segments where they lie.
+"""
+
+import torch
+
+from ..kernels.ragged_decode import ragged_decode
+from ..scoring.layer_view import Kept
+
+
+class SlotPool:
+    """Args:
+    like: entries of one sequence, for shapes and types: `Kept` with a batch of one.
+    slots: sequences that fit.
+    rows: of the buffer for each slot, see `rows_for`.
+    is_fixed: whether every step has the same shapes; else attention is as long as the longest sequence.
+    knows_columns: whether the columns of the entries are kept too, for who chooses among them again.
+    """
+
+    decodes_in_place = False
+
+    def __init__(self, like: Kept, slots: int, rows: int, is_fixed: bool = False, knows_columns: bool = False):
+        self.slots, self.rows, self.is_fixed = slots, rows, is_fixed
+        self.heads, device = like.keys.shape[1], like.keys.device
+        # Attention multiplies by zero what no query may see: it must be finite.
+        self.keys = like.keys.new_zeros(slots * rows, like.keys.shape[3])
+        self.values = like.values.new_zeros(slots * rows, like.values.shape[3])
+        self.columns = torch.zeros(slots * rows, dtype=torch.int32, device=device) if knows_columns else None
+        self.sums = None if like.sums is None else like.sums.new_zeros(slots * rows)
+        first = torch.arange(slots * self.heads, device=device) * (rows // self.heads)
+        self.starts = first.view(slots, self.heads)
+        self.lengths = torch.zeros(slots, self.heads, dtype=torch.long, device=device)
+        self._places = torch.arange(rows, device=device)
+        if is_fixed:  # the graph writes into these: see `StaticStorage`
+            for buffer in (self.keys, self.values, self.columns, self.sums, self.lengths):
+                if buffer is not None:
+                    torch._dynamo.mark_static_address(buffer, guard=False)
+        self.steps = 0
+        self._placed: dict[int, list[int]] = {}  # of each slot in use: its heads' entries, less `steps` at that time
+
+    @staticmethod
+    def rows_for(counts: list[int], room: int) -> int:
+        """The rows that a slot needs for so many entries of each head and `room` tokens more."""
+        return len(counts) * (max(counts) + room)
+
+    def place(self, slots: list[int], kept: Kept, room: int) -> None:
+        """Let these slots hold a row of `kept` each, right-aligned and with -1 in unused places, and nothing else, with
+        room for `room` tokens."""
+        used = kept.indices >= 0
+        counts = used.sum(-1)
+        flat = counts.tolist()
+        at = torch.tensor(slots, device=self.starts.device)
+        for slot, of_heads in zip(slots, flat, strict=True):
+            self._placed[slot] = [count - self.steps for count in of_heads]
+            self._lay_out(slot, of_heads, room)
+        self.lengths[at] = counts
+        most = kept.indices.shape[2]
+        rows = self.starts[at][..., None] + self._places[:most] - (most - counts)[..., None]
+        used = used.flatten() if min(map(min, flat)) < most else slice(None)
+        rows = rows.flatten()[used]
+        self.keys.index_copy_(0, rows, kept.keys.flatten(0, 2)[used])
+        self.values.index_copy_(0, rows, kept.values.flatten(0, 2)[used])
+        if self.columns is not None:
+            self.columns.index_copy_(0, rows, kept.indices.flatten()[used].int())
+        if self.sums is not None:
+            self.sums.index_copy_(0, rows, kept.sums.flatten()[used])
+
+    def _lay_out(self, slot: int, counts: list[int], room: int) -> None:
+        """Decide where the segments of a slot begin."""
+
+    def free(self, slot: int) -> None:
+        """Forget what a slot holds."""
+        self.lengths[slot] = 0
+        del self._placed[slot]
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, columns: torch.Tensor, active: torch.Tensor) -> None:
+        """Write a token's states (slots, kv_heads, 1, head_dim) behind each sequence. `columns`: LongTensor (slots,);
+        `active`: bool (slots,), False where a slot is free: what is written there does not count."""
+        rows = (self.starts + self.lengths).flatten()
+        self.keys.index_copy_(0, rows, keys.reshape(-1, keys.shape[3]))
+        self.values.index_copy_(0, rows, values.reshape(-1, values.shape[3]))
+        if self.columns is not None:
+            self.columns.index_copy_(0, rows, columns.int().repeat_interleave(self.heads))
+        if self.sums is not None:
+            self.sums.index_fill_(0, rows, 0)
+        self.lengths.add_(active[:, None])
+        if not torch.compiler.is_compiling():
+            self.steps += 1
+
+    def take_back(self, steps: int) -> None:
+        """Be as after so many steps."""
+        self.steps = steps
+        for slot, placed in self._placed.items():
+            self.lengths[slot] = torch.tensor(placed, device=self.lengths.device) + steps
+
+    @property
+    def longest(self) -> int:
+        """Entries of the head that holds most."""
+        most = max((max(counts) for counts in self._placed.values()), default=1 - self.steps)
+        return max(most + self.steps, 1)
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (slots, kv_heads, length, head_dim), aligned to the left."""
+        keys, values = (part.view(self.slots, self.heads, -1, part.shape[1]) for part in (self.keys, self.values))
+        return keys[:, :, : self._shown], values[:, :, : self._shown]
+
+    def visible(self) -> torch.Tensor:
+        """bool (slots, kv_heads, length), False where `read` has no entry. A free slot shows one, for its softmax."""
+        return self._places[: self._shown] < self.lengths.clamp(min=1)[..., None]
+
+    @property
+    def _shown(self) -> int:
+        return self.rows // self.heads if self.is_fixed else self.longest
+
+    def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        raise TypeError("the entries of a SlotPool are read, not attended to where they lie")
+
+    def kept(self, slots: list[int]) -> Kept:
+        """What these slots hold, a row each, aligned to the right; columns only where they are known."""
+        at = torch.tensor(slots, device=self.starts.device)
+        lengths = self.lengths[at]
+        most = max(max(self._placed[slot]) for slot in slots) + self.steps
+        place = self._places[:most] - (most - lengths)[..., None]
+        rows = self.starts[at][..., None] + place.clamp(min=0)
+        columns = place if self.columns is None else self.columns[rows].long()
+        sums = None if self.sums is None else self.sums[rows]
+        return Kept(self.keys[rows], self.values[rows], columns.masked_fill(place < 0, -1), sums)
+
+    def resized(self, slots: int, rows: int, moves: dict[int, int]) -> "SlotPool":
+        """Another pool of this kind: its slot `moves[slot]` holds what `slot` does."""
+        held = self.kept(list(moves))
+        pool = type(self)(held, slots, rows, self.is_fixed, self.columns is not None)
+        pool.steps = self.steps
+        pool.place(list(moves.values()), held, room=0)
+        return pool
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.keys, self.values, self.columns, self.sums, self.starts, self.lengths)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+class RaggedSlotPool(SlotPool):
+    """As `SlotPool`, for heads that differ in length."""
+
+    decodes_in_place = True
+
+    def __init__(self, like: Kept, slots: int, rows: int, is_fixed: bool = False, knows_columns: bool = False):
+        super().__init__(like, slots, rows, is_fixed, knows_columns)
+        even = rows // self.heads
+        self._ends = [[even * (head + 1) for head in range(self.heads - 1)] + [rows] for _ in range(slots)]
+
+    @staticmethod
+    def rows_for(counts: list[int], room: int) -> int:
+        return sum(counts) + len(counts) * room
+
+    def _lay_out(self, slot: int, counts: list[int], room: int) -> None:
+        spare = (self.rows - sum(counts)) // self.heads
+        starts, ends, first = [], [], 0
+        for count in counts:
+            starts.append(slot * self.rows + first)
+            first += count + spare
+            ends.append(first)
+        ends[-1] = self.rows
+        self.starts[slot] = torch.tensor(starts, device=self.starts.device)
+        self._ends[slot] = ends
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        places = self._places[: self._shown]
+        rows = self.starts[..., None] + torch.where(places < self.lengths[..., None], places, 0)
+        return self.keys[rows], self.values[rows]
+
+    @property
+    def _shown(self) -> int:
+        return self.longest
+
+    def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Attention of one token's queries (slots, heads, 1, head_dim); the result has the same shape."""
+        sizes = []
+        for slot in range(self.slots):
+            placed, first = self._placed.get(slot), 0
+            for head, end in enumerate(self._ends[slot]):
+                length = 1 if placed is None else placed[head] + self.steps
+                sizes += [length, end - first - length]
+                first = end
+        lengths = self.lengths.clamp(min=1)
+        return ragged_decode(query, self.keys, self.values, self.starts, lengths, sizes, scaling)
