@@ -20,7 +20,7 @@ from ..policy.policy import Policy
 from ..scoring.layer_view import Kept
 from ..scoring.rotary import Rotary
 from .pages import CompressedPages
-from .request import LayerState, Request
+from .request import LayerState, PagedRequest
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Reading:
     """A prompt, or a chunk of one, at `tokens` of the batch; `slots`: where all of the prompt lies in the pages, None
     where more of it is to come."""
 
-    request: Request
+    request: PagedRequest
     tokens: slice
     slots: torch.Tensor | None
 
@@ -45,7 +45,7 @@ class Evicting:
         shift: from the columns of each to columns that end together, LongTensor (requests, 1, 1).
     """
 
-    requests: list[Request]
+    requests: list[PagedRequest]
     rows: torch.Tensor
     slots: torch.Tensor
     seen: list[int]
@@ -58,7 +58,7 @@ class Step:
     """What one forward pass does to its requests. `rows`: places of the decoded tokens in the batch."""
 
     reading: list[Reading]
-    decoding: list[Request]
+    decoding: list[PagedRequest]
     rows: torch.Tensor
     evicting: list[Evicting]
 
@@ -79,7 +79,7 @@ class Eviction:
 
     # -- what the pages say
 
-    def meet(self, state: RequestState) -> Request:
+    def meet(self, state: RequestState) -> PagedRequest:
         prompt, policy = state.initial_tokens, self.policy
         stored = policy.budget(len(prompt))
         answer = None if state.max_new_tokens is None else state.max_new_tokens - 1  # the last token is not fed
@@ -89,7 +89,7 @@ class Eviction:
             evicts_at = max(stored, policy.decode(length)) + policy.decode_interval
             most = evicts_at if most is None else min(most, evicts_at)
         layers = [LayerState(Memory(policy, 0)) for _ in self.pages.layer_indices]
-        return Request(prompt, most, layers)
+        return PagedRequest(prompt, most, layers)
 
     def plan(self, batch: list[FutureRequestState]) -> None:
         self.peak_pages = max(self.peak_pages, self.pages.pages_in_use)
@@ -119,7 +119,7 @@ class Eviction:
     def _tensor(self, numbers: list) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.long, device=self.pages.cache_tensor.device)
 
-    def _grouped(self, due: list[tuple[Request, int, list[int], int]]) -> list[Evicting]:
+    def _grouped(self, due: list[tuple[PagedRequest, int, list[int], int]]) -> list[Evicting]:
         """Those that are due, in groups of equal shapes; each request's counts as they are after its eviction."""
         groups = defaultdict(list)
         for request, row, slots, seen in due:

@@ -13,7 +13,7 @@ from transformers.generation.continuous_batching.cache_allocators import FULL_AT
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
-from .request import Request
+from .request import PagedRequest
 
 # What is overridden here, or called, with the parameters that it must have.
 CONTRACT = {
@@ -35,7 +35,7 @@ CONTRACT = {
 class Listener(Protocol):
     """Who compresses what the pages hold."""
 
-    def meet(self, state: RequestState) -> Request:
+    def meet(self, state: RequestState) -> PagedRequest:
         """The request that is about to get its first pages."""
 
     def plan(self, batch: list[FutureRequestState]) -> None:
@@ -49,7 +49,7 @@ class CompressedPages(FullAttentionCacheAllocator):
         requests: by request id, those that have met the pages and have not left.
     """
 
-    requests: dict[str, Request]
+    requests: dict[str, PagedRequest]
     _stored: Iterator[int]
 
     def announce(self, batch: list[FutureRequestState]) -> int:

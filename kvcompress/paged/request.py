@@ -26,7 +26,7 @@ class LayerState:
 
 
 @dataclass(eq=False)
-class Request:
+class PagedRequest:
     """One request.
 
     Attributes:
@@ -54,7 +54,7 @@ class Request:
         """Entries that it may still come to hold at once."""
         return max(self.most, len(self.prompt)) if self.is_reading else self.most
 
-    def fork(self) -> "Request":
+    def fork(self) -> "PagedRequest":
         """For a request that goes on from the same prompt, which is not yet all through."""
         twin = copy.copy(self)
         twin.layers = [LayerState(layer.memory.fork(), None, list(layer.queries)) for layer in self.layers]
