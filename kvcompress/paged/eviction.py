@@ -143,7 +143,6 @@ class Eviction:
 
     # -- what a layer says
 
-    @torch.compiler.disable
     def after_attention(self, module: torch.nn.Module, queries: torch.Tensor, scaling: float) -> None:
         """A layer has attended with the queries of all requests, (1, heads, tokens, head_dim)."""
         if module.layer_idx not in self.pages.layer_indices:
