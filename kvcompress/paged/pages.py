@@ -89,7 +89,9 @@ class CompressedPages(FullAttentionCacheAllocator):
         self.pool.free_blocks(self.index, table[needed:])
         del table[needed:]
 
-    def fork_blocks(self, source_request_id: str, dest_request_id: str, past_length: int):
+    def fork_blocks(
+        self, source_request_id: str, dest_request_id: str, past_length: int
+    ) -> tuple[list[int], list[int]]:
         self.requests[dest_request_id] = self.requests[source_request_id].fork()
         return super().fork_blocks(source_request_id, dest_request_id, past_length)
 
