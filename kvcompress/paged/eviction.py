@@ -19,6 +19,7 @@ from ..errors import KVCompressError
 from ..policy.policy import Policy
 from ..scoring.layer_view import Kept
 from ..scoring.rotary import Rotary
+from .attention import OwnEntries
 from .pages import CompressedPages
 from .request import LayerState, PagedRequest
 
@@ -55,12 +56,14 @@ class Evicting:
 
 @dataclass
 class Step:
-    """What one forward pass does to its requests. `rows`: places of the decoded tokens in the batch."""
+    """What one forward pass does to its requests. `rows`: places of the decoded tokens in the batch; `own`: their
+    requests' entries, where all tokens are decoded ones."""
 
     reading: list[Reading]
     decoding: list[PagedRequest]
     rows: torch.Tensor
     evicting: list[Evicting]
+    own: OwnEntries | None
 
 
 class Eviction:
@@ -94,6 +97,7 @@ class Eviction:
     def plan(self, batch: list[FutureRequestState]) -> None:
         self.peak_pages = max(self.peak_pages, self.pages.pages_in_use)
         reading, decoding, due, rows, start = [], [], [], [], 0
+        read = [self.pages.requests[future.state.request_id].stored + 1 for future in batch]
         for future in batch:
             request_id, stop = future.state.request_id, start + future.query_length
             request = self.pages.requests[request_id]
@@ -111,7 +115,8 @@ class Eviction:
                 request.stored, request.is_reading = self.policy.budget(request.stored), False
                 self.pages.free_rest(request_id)  # nobody gets them before this pass is over
             start = stop
-        self._step = Step(reading, decoding, self._tensor(rows), self._grouped(due))
+        own = None if reading else OwnEntries.of(read, self.pages.cache_tensor.device)
+        self._step = Step(reading, decoding, self._tensor(rows), self._grouped(due), own)
 
     def _slots(self, request_id: str, new: int) -> list[int]:
         return self.pages.get_read_indices(request_id, 0, new)
@@ -143,7 +148,10 @@ class Eviction:
 
     # -- what a layer says
 
-    @torch.compiler.disable
+    def own_entries(self, module: torch.nn.Module) -> OwnEntries | None:
+        """Of the pass under way, at a layer that is compressed and where all tokens are decoded ones; else None."""
+        return self._step.own if module.layer_idx in self.pages.layer_indices else None
+
     def after_attention(self, module: torch.nn.Module, queries: torch.Tensor, scaling: float) -> None:
         """A layer has attended with the queries of all requests, (1, heads, tokens, head_dim)."""
         if module.layer_idx not in self.pages.layer_indices:

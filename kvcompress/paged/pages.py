@@ -30,6 +30,7 @@ CONTRACT = {
         "use_padding",
     ),
 }
+ENDLESS = 2**31
 
 
 class Listener(Protocol):
@@ -52,11 +53,9 @@ class CompressedPages(FullAttentionCacheAllocator):
     requests: dict[str, PagedRequest]
     _stored: Iterator[int]
 
-    def announce(self, batch: list[FutureRequestState]) -> int:
-        """Which requests `get_seqlen_k`, which is not told, will be asked for. Returns the entries they have stored."""
-        stored = [self.requests[future.state.request_id].stored for future in batch]
-        self._stored = iter(stored)
-        return sum(stored)
+    def announce(self, batch: list[FutureRequestState]) -> None:
+        """Which requests `get_seqlen_k`, which is not told, will be asked for, in this order and once each."""
+        self._stored = iter([self.requests[future.state.request_id].stored for future in batch])
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
         return next(self._stored) + query_length
@@ -90,7 +89,9 @@ class CompressedPages(FullAttentionCacheAllocator):
         self.pool.free_blocks(self.index, table[needed:])
         del table[needed:]
 
-    def fork_blocks(self, source_request_id: str, dest_request_id: str, past_length: int):
+    def fork_blocks(
+        self, source_request_id: str, dest_request_id: str, past_length: int
+    ) -> tuple[list[int], list[int]]:
         self.requests[dest_request_id] = self.requests[source_request_id].fork()
         return super().fork_blocks(source_request_id, dest_request_id, past_length)
 
@@ -107,17 +108,28 @@ class CompressedPagedCache(PagedAttentionCache):
     pages: CompressedPages
 
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
-        if state.request_id not in self.pages.requests:
+        known = self.pages.requests.get(state.request_id)
+        is_new = known is None or known.prompt is not state.initial_tokens  # ids may come again
+        if is_new and state.request_id not in self.pages.block_table:
             self.pages.requests[state.request_id] = self.listener.meet(state)
-        return super().can_store_request_tokens(state, request_len, dry_run)
+        # All tokens that may come: layers with a sliding window reserve their pages for these, up to the window.
+        answer = ENDLESS if state.max_new_tokens is None else state.max_new_tokens
+        to_come = len(state.initial_tokens) + answer - state.current_len()
+        return super().can_store_request_tokens(state, max(request_len, to_come), dry_run)
 
 
 class CompressedIOs(ContinuousBatchingIOs):
     """The inputs of a forward pass."""
 
     def prepare_batch_tensors(self, requests_in_batch: list[FutureRequestState], **kwargs) -> None:
-        # What the scheduler counts is tokens, which would hold back requests that read fewer entries.
-        kwargs["max_kv_read"] = self.cache.pages.announce(requests_in_batch)
+        # Entries that are read, of the type of layer that reads most; the scheduler has counted none.
+        pages, reads = self.cache.pages, []
+        pages.announce(requests_in_batch)
+        for allocator in self.cache.cache_allocators.values():
+            lengths = [(future.state.position_offset, future.query_length) for future in requests_in_batch]
+            reads.append(sum(allocator.get_seqlen_k(past, new) - new for past, new in lengths))
+        kwargs["max_kv_read"] = max(reads)
+        pages.announce(requests_in_batch)
         super().prepare_batch_tensors(requests_in_batch, **kwargs)
         self.cache.listener.plan(requests_in_batch)
 
@@ -127,5 +139,7 @@ def adopt(cache: PagedAttentionCache, inputs: ContinuousBatchingIOs, listener: L
     pages = cache.cache_allocators[FULL_ATTENTION]
     pages.__class__, cache.__class__, inputs.__class__ = CompressedPages, CompressedPagedCache, CompressedIOs
     pages.requests, cache.pages, cache.listener = {}, pages, listener
-    cache.read_cache_limit = 0  # what requests read lies in their own pages, so it is bounded by these
+    # The scheduler would count tokens as entries that are read, and hold requests back. What is read lies in the
+    # requests' own pages, so their number bounds it.
+    cache.read_cache_limit = 0
     return pages

@@ -6,18 +6,18 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-import torch
 import transformers
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, ContinuousBatchingConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ..errors import KVCompressError
-from ..hooks.attention import PREFIX, base_attention
+from ..hooks.attention import PREFIX
 from ..hooks.model import text_decoder, unwrapped
 from ..hooks.rotary import rotary_embeddings, watch_rotary
 from ..policy.policy import Policy, make_policy
 from ..scoring.selection import ADAPTIVE
+from .attention import paged_attention
 
 PAGED_PREFIX = f"{PREFIX}paged_"
 
@@ -240,23 +240,3 @@ def _fixed(given: ContinuousBatchingConfig | None) -> ContinuousBatchingConfig:
     if config.safety_margin is None:
         config.safety_margin = 0.0  # free pages for those that run are not needed: they have theirs
     return config
-
-
-def paged_attention(
-    base: str,
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    cache: object = None,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """transformers' attention contract; query (1, heads, tokens, head_dim), those of all requests of the batch."""
-    attend = base_attention(base, module)
-    result = attend(module, query, key, value, attention_mask, scaling=scaling, cache=cache, **kwargs)
-    listener = getattr(cache, "listener", None)
-    if listener is not None:
-        listener.after_attention(module, query, query.shape[-1] ** -0.5 if scaling is None else scaling)
-    return result

@@ -18,6 +18,8 @@ from transformers.generation.continuous_batching import continuous_api
 import kvcompress
 from kvcompress import paged
 from kvcompress.errors import KVCompressError
+from kvcompress.hooks.attention import one_query_per_head
+from kvcompress.paged import attention
 from kvcompress.paged.session import check_policy
 from kvcompress.policy.policy import Policy, make_policy
 from kvcompress.scoring.merging import MERGES
@@ -176,33 +178,34 @@ LONG_ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("method", some(LONG_ANSWERS, few=["snapkv", "h2o"]))
+@pytest.mark.parametrize("method", some(LONG_ANSWERS, few=["h2o", "tova"]))
 def test_long_answers_are_evicted_again_and_again_as_alone(method):
     arguments = LONG_ANSWERS[method] | {"budget": 14, "decode_budget": 14}
     prompts = tuple(map(tuple, prompts_of(9, 26, 5)))
     check(FAMILIES["qwen2"].build(2), Case(method, tuple(arguments.items()), prompts, (36, 30, 36), 8, 9, 32))
 
 
-@pytest.mark.parametrize("attention", ["eager", "flash_attention_2"])
-def test_other_attention_implementations(attention, fake_flash_attn):
+@pytest.mark.parametrize("implementation", ["eager", "flash_attention_2"])
+def test_other_attention_implementations(implementation, fake_flash_attn):
     model = FAMILIES["qwen2"].build(2)
     arguments, prompts = {"budget": 9, "decode_budget": 9, "decode_interval": 2}, prompts_of(20, 7)
     expected = [alone(model, prompt, 12, "tova", **arguments) for prompt in prompts]
-    model.set_attn_implementation(attention)
+    model.set_attn_implementation(implementation)
     try:
         with paged.compress(model, "tova", **arguments):
             assert answers(model, pages_config(8, 9), prompts, [12, 12]) == expected
-        assert model.config._attn_implementation == attention
+        assert model.config._attn_implementation == implementation
     finally:
         model.set_attn_implementation("sdpa")
 
 
-def test_layers_with_a_sliding_window_stay_as_they_are():
+def test_layers_with_a_sliding_window_keep_their_pages():
     model = MORE_FAMILIES["gemma3"].build()
-    arguments, prompts = {"budget": 9, "decode_budget": 9, "decode_interval": 2}, prompts_of(20, 31)
-    expected = [alone(model, prompt, 9, "keydiff", **arguments) for prompt in prompts]
+    arguments, prompts, new = {"budget": 5, "decode_budget": 5, "decode_interval": 2}, prompts_of(6, 7, 6, 20), [16] * 4
+    expected = [alone(model, prompt, 16, "keydiff", **arguments) for prompt in prompts]
     with paged.compress(model, "keydiff", **arguments):
-        assert answers(model, pages_config(8, 12, 16), prompts, [9, 9]) == expected
+        for pages in (7, 9):  # two requests at once, and more; the windows are longer than what else is kept
+            assert answers(model, pages_config(4, pages, 16), prompts, new) == expected
 
 
 def test_the_same_prompt_twice_and_several_answers_to_one():
@@ -215,6 +218,19 @@ def test_the_same_prompt_twice_and_several_answers_to_one():
         found = model.generate_batch([prompt, prompt], two, continuous_batching_config=pages_config(8, 40, 32))
         assert [answer.generated_tokens for answer in found.values()] == [expected] * 4
         assert session.pages_in_use == 0
+
+
+def test_a_decoded_token_meets_the_entries_of_its_own_request_alone(monkeypatch):
+    model, met = FAMILIES["qwen2"].build(2), []
+
+    def noted(query, key, *rest):
+        met.append(key.shape)
+        return one_query_per_head(query, key, *rest)
+
+    monkeypatch.setattr(attention, "one_query_per_head", noted)
+    with paged.compress(model, "keydiff", budget=8, decode_budget=8, decode_interval=4):
+        answers(model, pages_config(4, 12), prompts_of(10, 20, 9), [9] * 3)
+    assert {(shape[0], shape[2]) for shape in met} == {(3, entries) for entries in (9, 10, 11, 12)}
 
 
 def test_as_many_requests_run_at_once_as_their_bounds_allow():

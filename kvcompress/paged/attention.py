@@ -1,0 +1,78 @@
+"""The attention function of a model whose continuous batching is compressed: the base implementation, then the word
+that a layer is done."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..hooks.attention import base_attention, has_plain_weights, one_query_per_head
+
+if TYPE_CHECKING:
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
+
+@dataclass(frozen=True)
+class OwnEntries:
+    """A batch of decoded tokens, and which of the entries that are read belong to the request of each.
+
+    Attributes:
+        places: among those entries, LongTensor (requests, most).
+        visible: bool (requests, 1, 1, most), False where a request has fewer.
+    """
+
+    places: torch.Tensor
+    visible: torch.Tensor
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device) -> "OwnEntries":
+        """Of requests with so many entries each, one behind the other."""
+        first = torch.tensor([0, *accumulate(lengths)][:-1], device=device)[:, None]
+        place, length = torch.arange(max(lengths), device=device), torch.tensor(lengths, device=device)[:, None]
+        return cls(first + place.minimum(length - 1), (place < length)[:, None, None])
+
+
+def paged_attention(
+    base: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    cache: "PagedAttentionCache | None" = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' attention contract; query (1, heads, tokens, head_dim), those of all requests of the batch."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    listener = getattr(cache, "listener", None)
+    own = None if listener is None or base != "sdpa" or not has_plain_weights(kwargs) else listener.own_entries(module)
+    if own is not None:
+        result = attend_to_own(module, query, key, value, scaling, cache, own, kwargs), None
+    else:
+        attend = base_attention(base, module)
+        result = attend(module, query, key, value, attention_mask, scaling=scaling, cache=cache, **kwargs)
+    if listener is not None:
+        listener.after_attention(module, query, scaling)
+    return result
+
+
+def attend_to_own(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    cache: "PagedAttentionCache",
+    own: OwnEntries,
+    kwargs: dict,
+) -> torch.Tensor:
+    """A decode step in which each token meets its own request's entries alone, (1, tokens, heads, head_dim). (Under
+    transformers' mask each meets those of all requests: the work grows with their square.)"""
+    requests, index = len(own.places), cache.pages.index
+    read = list(kwargs["read_index"])
+    read[index] = read[index][own.places].flatten()
+    states = cache.update(key, value, module.layer_idx, kwargs | {"read_index": read})
+    keys, values = (each[0].unflatten(1, (requests, -1)).transpose(0, 1) for each in states)
+    return one_query_per_head(query[0].transpose(0, 1).unsqueeze(2), keys, values, own.visible, scaling).transpose(0, 1)
