@@ -6,7 +6,8 @@ Measured as batches are: as if nothing of another cell were known.
 import copy
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import Literal
 
@@ -56,17 +57,23 @@ class UnderWay:
         saved_before_s: seconds that the run was spared before it, since tower or prefill were known.
         saved_s: the same up to the end of its prefill.
         aside_s: seconds behind its prefill that are not its own.
+        kept: what each layer stores, where that is noted.
     """
 
     asked: Asked
     inputs: BatchFeature
     vision_tokens: int
-    saved_before_s: float
     tower: VisionTower
     prompt: SharedPrompt
+    saved_before_s: float
     saved_s: float = 0.0
     aside_s: float = 0.0
-    kept: KeptSets | None = None
+    kept: KeptSets = field(default_factory=dict)
+
+    @property
+    def correction_s(self) -> float:
+        """What must be added to the seconds of its prefill to get those of one where nothing is known."""
+        return self.tower.correction_s + self.prompt.correction_s
 
 
 class Flight:
@@ -79,7 +86,8 @@ class Flight:
         self._answering, self._model = answering, answering.model
         self._asked, self._limits = asked, limits
         self._keeps = keeps and answering.has_cells
-        self._tower = VisionTower(self._model, {})
+        self._tower, self._prompt = VisionTower(self._model, {}), SharedPrompt(self._model, room=0)
+        self._is_spared = False  # whether any prefill did not run
         self._under_way: dict[int, UnderWay] = {}
         # Seconds so far: of the run; those of them in which it did not answer; those that it was spared.
         self._spent_s = self._aside_s = self._saved_s = 0.0
@@ -98,8 +106,8 @@ class Flight:
         with (
             self._tower,
             kvcompress.compress(self._model, of.method, of.ratio, of.budget, room, **of.options) as session,
+            closing(self._requests(chain([first], asked))) as requests,
         ):
-            requests = self._requests(chain([first], asked))
             self._flight = session.generate_many(requests, **vars(self._limits), after_prompt=self._after_prompt)
             while (answer := self._next()) is not None:
                 if answer.error is not None:
@@ -130,27 +138,42 @@ class Flight:
             self._aside_s += time.perf_counter() - start
             if each is None:
                 return
-            yield kvcompress.Request(dict(inputs), each.wanted.arguments, each.wanted.seed)
+            with self._prompt:
+                yield kvcompress.Request(dict(inputs), each.wanted.arguments, each.wanted.seed)
 
     def _begin(self, index: int, asked: Asked, inputs: BatchFeature) -> None:
         """The prefill of a request is next."""
-        answering = self._answering
+        answering, batch = self._answering, asked.batch
         self._tower.held = answering.held
-        self._tower.begin({} if self._flight.halved else answering.known_of_tower(asked.batch))
-        prompt = SharedPrompt(self._model, room=0)
+        self._forget()
+        if not self._flight.halved:
+            self._tower.begin(answering.known_of_tower(batch))
+        if self._keeps and not self._flight.halved:
+            room, tower = answering.batches.prompt_room, self._tower
+            self._prompt = SharedPrompt(self._model, batch.prompt_pass, room, lambda: tower.spent_s)
         vision_tokens = int(vision_token_mask(self._model.config, inputs["input_ids"]).sum())
-        self._under_way[index] = UnderWay(asked, inputs, vision_tokens, self._saved_s, self._tower, prompt)
+        self._under_way[index] = UnderWay(asked, inputs, vision_tokens, self._tower, self._prompt, self._saved_s)
+
+    def _forget(self) -> None:
+        """Nothing is known of the prefill that is next."""
+        self._tower.begin({})
+        self._prompt = SharedPrompt(self._model, room=0)
 
     def _after_prompt(self, index: int, cache: CompressedCache) -> None:
         """A request's prompt is stored; once more where it lost its slot and began anew."""
         synchronise(self._model.device)
-        start, answering, each = time.perf_counter(), self._answering, self._under_way[index]
+        start, each = time.perf_counter(), self._under_way[index]
+        each.tower, each.prompt = copy.copy(self._tower), self._prompt
+        self._forget()  # of one that begins anew
+        if each.prompt.is_known and not each.tower.calls:  # where the model's forward calls it, it was not asked
+            each.tower.calls = dict(each.tower.known)
         if self._keeps and not self._flight.halved:
-            answering.keep(each.asked.batch, self._tower, each.prompt)
-        each.tower = copy.copy(self._tower)
-        self._tower.begin({})  # of one that begins anew nothing is known
+            self._answering.keep(each.asked.batch, each.tower, each.prompt)
+        self._is_spared |= each.prompt.is_known
+        # What is kept is the store's: here it would be beyond its bounds.
         each.tower.calls = {call: replace(found, output=None) for call, found in each.tower.calls.items()}
-        self._saved_s += each.tower.correction_s
+        each.prompt.prompt_pass = each.prompt.known = None
+        self._saved_s += each.correction_s
         each.saved_s = self._saved_s
         if each.asked.notes_kept:
             each.kept = kept_sets(cache)
@@ -169,7 +192,7 @@ class Flight:
         peaks = [peak_memory(self._model.device) - self._answering.held]
         peaks += [call.peak_memory for call in each.tower.calls.values()]
         measured = Measurement(
-            ttft_s=answer.ttft_s + each.tower.correction_s - each.aside_s,
+            ttft_s=answer.ttft_s + each.correction_s - each.aside_s,
             tpot_s=tpot_s,
             tokens_in=[answer.tokens_in],
             tokens_out=[tokens_out],
@@ -189,12 +212,12 @@ class Flight:
             each.tower,
             each.prompt,
             each.inputs,
-            each.kept or {},
+            each.kept,
             InSlots(
                 answer.waited_s + each.saved_before_s,
                 flight.slots,
                 flight.peak_kv_bytes,
-                measured.peak_memory_bytes,
+                None if self._is_spared else measured.peak_memory_bytes,
                 flight.halved > 0,
             ),
         )

@@ -73,8 +73,9 @@ def test_images_and_videos_of_other_families(checkpoint, tmp_path, family):
 
 
 @pytest.mark.parametrize("cell", [{}, CELL, {"method": "adakv", "budget": 20}, {**CELL, "decode_budget": 16}])
-def test_cells_share_the_vision_tower_and_answers_do_not_depend_on_it(checkpoint, cell):
-    lm = load_lm(checkpoint("qwen2-vl"), slots=2, method="streamingllm", ratio=0.5)
+@pytest.mark.parametrize("gigabytes", [0, 1])
+def test_cells_share_tower_and_prefill_and_answers_do_not_depend_on_it(checkpoint, cell, gigabytes):
+    lm = load_lm(checkpoint("qwen2-vl"), slots=2, prompt_cache_gb=gigabytes)
     fresh = load_lm(checkpoint("qwen2-vl"))
     for each in (lm, fresh):
         each.set_cell(**cell)
@@ -84,7 +85,10 @@ def test_cells_share_the_vision_tower_and_answers_do_not_depend_on_it(checkpoint
         lm.reset_rows()
         found += lm.generate_until(asked(lm))
     assert first == second == fresh.generate_until(asked(fresh))
-    assert [row["vision_is_known"] for row in lm.gather_rows()] == [bool(doc["images"]) for doc in DOCS]
+    rows = lm.gather_rows()
+    assert [row["vision_is_known"] for row in rows] == [bool(doc["images"]) for doc in DOCS]
+    assert {row["prompt_is_known"] for row in rows} == {gigabytes == 1}
+    assert {row["peak_memory_bytes"] is None for row in rows} == {gigabytes == 1}
 
 
 def test_stop_strings_special_tokens_and_padding_are_as_ever(checkpoint):
