@@ -99,6 +99,7 @@ class InFlight:
     Attributes:
         slots: sequences that decode together at most; 0 before that is known.
         steps: decode steps so far.
+        tokens: of all answers so far, those under way included.
         halved: how often memory did not suffice, so that slots were given up.
         peak_kv_bytes: most bytes held for keys and values at one time: all slots, and the prompt that is being stored.
     """
@@ -118,7 +119,7 @@ class InFlight:
         self._writer, self._new_cache, self._options = writer, new_cache, options
         self._limits, self._most = limits, limits.slots
         self._is_fixed, self._after_prompt = is_fixed, after_prompt
-        self.steps = self.halved = self.peak_kv_bytes = 0
+        self.steps = self.tokens = self.halved = self.peak_kv_bytes = 0
         self._new = enumerate(requests)
         self._again: deque[tuple[int, Request]] = deque()  # those that lost their slot
         self._running: dict[int, Running] = {}  # by slot
@@ -172,6 +173,7 @@ class InFlight:
         waited_s = started - self._began
         try:
             running = self._prefilled(index, request, started, waited_s)
+            self.tokens += 1
             if not running.add(running.prompt.choice.choose(running.prompt.logits)):
                 self._next = running
                 return
@@ -248,6 +250,7 @@ class InFlight:
             yield from self._shrink()
             return
         self.steps += 1
+        self.tokens += len(self._running)
         done = []
         for slot, running in list(self._running.items()):
             running.position += 1

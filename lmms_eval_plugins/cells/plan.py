@@ -48,7 +48,7 @@ class Plan:
     @classmethod
     def of(cls, request: Request) -> "Plan":
         """Raises KVCompressError or UsageError for an unknown method, option or model argument, or a wrong value."""
-        from ..model.arguments import model_arguments, split_arguments
+        from ..model.arguments import model_arguments, split_arguments, without_none
         from ..model.generation import check_generation, check_one_sequence
 
         own, options = split_arguments(request.arguments, request.methods, ("budget", "metric", "filter"))
@@ -59,7 +59,7 @@ class Plan:
         check_one_sequence(arguments.slots, request.flags.gen_kwargs)
         settings = _run_settings(arguments, request.flags)
         data_root = request.flags.data_root or (DEFAULT_DATA_ROOT if DEFAULT_DATA_ROOT.is_dir() else None)
-        return cls(request, arguments, _cells(request, arguments, options, settings), settings, data_root)
+        return cls(request, arguments, _cells(request, arguments, without_none(options), settings), settings, data_root)
 
     def check_machine(self, processes: int) -> None:
         """Raises EvaluationFailed where this machine lacks a GPU that is needed, or the model and a way to get it."""
@@ -201,7 +201,8 @@ def _run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dic
 def _cells(
     request: Request, arguments: "ModelArguments", options: dict[str, Any], settings: dict[str, Any]
 ) -> list[tuple[Cell, dict[str, Any]]]:
-    """Tasks x methods x sizes. An option goes to every method that has it; `full` keeps all, so it has one size."""
+    """Tasks x methods x sizes. An option goes to every method that has it; `full` keeps all, so it has one size. So has
+    a method whose preset says how much is kept."""
     from kvcompress.methods import method_info
     from kvcompress.policy.options import all_options
     from kvcompress.policy.policy import check_tensor_parallel, make_policy
@@ -213,15 +214,17 @@ def _cells(
     for method in request.methods:
         info = method_info(method)
         defaults = all_options(info, options.get("scorer"))
-        policy = make_policy(info.name, 1.0, **{name: options[name] for name in options if name in defaults})
+        own = {name: value for name, value in options.items() if name in defaults}
+        policy = make_policy(info.name, 1.0 if sizes else None, **own)
         if arguments.tp_plan is not None:
             check_tensor_parallel(policy)
         check_slots(arguments.slots, policy.options)
         changed = {name: value for name, value in policy.options.items() if value != defaults[name]}
-        of_methods[info.name] = policy.options, changed
+        of_method = sizes or [{"ratio": policy.budget.ratio, "budget": policy.budget.entries}]
+        of_methods[info.name] = policy.options, changed, [{"ratio": 1.0}] if info.name == "full" else of_method
     return [
         (Cell(task, request.model, method, **size, options=changed, settings=settings), in_force)
         for task in request.tasks
-        for method, (in_force, changed) in of_methods.items()
-        for size in ([{"ratio": 1.0}] if method == "full" else sizes)
+        for method, (in_force, changed, of_method) in of_methods.items()
+        for size in of_method
     ]

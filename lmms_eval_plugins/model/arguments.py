@@ -263,7 +263,7 @@ def parse_arguments(**arguments: Any) -> tuple[ModelArguments, Compression]:
     and what is allowed: for unknown arguments and options, for arguments of other LLaVA wrappers that have no
     meaning here, and for values of the wrong kind.
     """
-    given = _without_none(arguments)
+    given = without_none(arguments)
     compression = {name: given.pop(name) for name in ("method", "ratio", "budget") if name in given}
     own, options = split_arguments(given, [compression.get("method")], ("pretrained", "method", "ratio", "budget"))
     model, first = model_arguments(**own), make_compression(**compression, **options)
@@ -304,7 +304,7 @@ def split_arguments(
 
 def model_arguments(**given: Any) -> ModelArguments:
     """The checked arguments of the model, those of other LLaVA wrappers among them. Raises KVCompressError."""
-    given = _without_none(given)
+    given = without_none(given)
     legacy = {name: _legacy_value(name, given.pop(name)) for name in LEGACY_ARGUMENTS if name in given}
     if "pretrained" not in given:
         raise KVCompressError(f"pretrained= is missing: a hub id, a local folder, or {TINY_MODEL!r}")
@@ -315,12 +315,17 @@ def make_compression(
     method: str | None = None, ratio: float | None = None, budget: int | None = None, **options: Any
 ) -> Compression:
     """A checked compression; `method=None` is `full`. Raises KVCompressError."""
-    size = _without_none({"method": method, "ratio": ratio, "budget": budget})
-    return validated(Compression, options=_without_none(options), **size)
+    size = without_none({"method": method, "ratio": ratio, "budget": budget})
+    return validated(Compression, options=without_none(options), **size)
 
 
-def _without_none(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if str(value).lower() != "none"}
+def without_none(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` without those that mean the default: None, and its name. `merge=none` is a value: no merging."""
+    return {
+        name: value
+        for name, value in values.items()
+        if str(value) != "None" and (name == "merge" or str(value).lower() != "none")
+    }
 
 
 def _legacy_value(name: str, value: Any) -> Any:

@@ -1,0 +1,270 @@
+"""Compression of what the pages hold: of a prompt when it is through, of an answer at every `decode_interval` tokens.
+
+All that is kept moves to the front of a request's pages. How many entries that is follows from lengths alone, so the
+pages are planned before the forward pass; which ones, each layer decides right after its attention.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
+
+from ..cache.choice import Choice
+from ..cache.memory import Memory
+from ..cache.new_tokens import NewTokens
+from ..cache.passes import Prefill
+from ..errors import KVCompressError
+from ..policy.policy import Policy
+from ..scoring.layer_view import Kept
+from ..scoring.rotary import Rotary
+from .pages import CompressedPages
+from .request import LayerState, PagedRequest
+
+
+@dataclass
+class Reading:
+    """A prompt, or a chunk of one, at `tokens` of the batch; `slots`: where all of the prompt lies in the pages, None
+    where more of it is to come."""
+
+    request: PagedRequest
+    tokens: slice
+    slots: torch.Tensor | None
+
+
+@dataclass
+class Evicting:
+    """Requests that are due at once, with as many entries each.
+
+    Attributes:
+        rows: places of their tokens in the batch, LongTensor (requests, 1).
+        slots: where their entries lie in the pages, LongTensor (requests, entries).
+        seen: tokens of each so far, evicted ones included.
+        kept: entries that stay of each.
+        shift: from the columns of each to columns that end together, LongTensor (requests, 1, 1).
+    """
+
+    requests: list[PagedRequest]
+    rows: torch.Tensor
+    slots: torch.Tensor
+    seen: list[int]
+    kept: list[int]
+    shift: torch.Tensor
+
+
+@dataclass
+class Step:
+    """What one forward pass does to its requests. `rows`: places of the decoded tokens in the batch."""
+
+    reading: list[Reading]
+    decoding: list[PagedRequest]
+    rows: torch.Tensor
+    evicting: list[Evicting]
+
+
+class Eviction:
+    """Of one manager's requests: listens to its pages, and to the attention of the layers.
+
+    Attributes:
+        peak_pages: most pages per layer that requests had at once.
+    """
+
+    def __init__(self, policy: Policy, config: PreTrainedConfig):
+        self.policy, self._config = policy, config
+        self.pages: CompressedPages | None = None
+        self._rotary: Rotary | None = None
+        self._step: Step | None = None
+        self.peak_pages = 0
+
+    # -- what the pages say
+
+    def meet(self, state: RequestState) -> PagedRequest:
+        prompt, policy = state.initial_tokens, self.policy
+        stored = policy.budget(len(prompt))
+        answer = None if state.max_new_tokens is None else state.max_new_tokens - 1  # the last token is not fed
+        most = None if answer is None else stored + answer
+        if policy.decode is not None:
+            length = len(prompt) + (answer or 0)
+            evicts_at = max(stored, policy.decode(length)) + policy.decode_interval
+            most = evicts_at if most is None else min(most, evicts_at)
+        layers = [LayerState(Memory(policy, 0)) for _ in self.pages.layer_indices]
+        return PagedRequest(prompt, most, layers)
+
+    def plan(self, batch: list[FutureRequestState]) -> None:
+        self.peak_pages = max(self.peak_pages, self.pages.pages_in_use)
+        reading, decoding, due, rows, start = [], [], [], [], 0
+        for future in batch:
+            request_id, stop = future.state.request_id, start + future.query_length
+            request = self.pages.requests[request_id]
+            if request.is_reading:
+                slots = self._slots(request_id, future.query_length) if future.has_new_token else None
+                reading.append(Reading(request, slice(start, stop), None if slots is None else self._tensor(slots)))
+            else:
+                decoding.append(request)
+                rows.append(start)
+                request.decoded += 1
+                if self.policy.decode is not None and request.decoded >= self.policy.decode_interval:
+                    due.append((request, start, self._slots(request_id, 1), future.state.position_offset))
+            request.stored += future.query_length
+            if request.is_reading and future.has_new_token:
+                request.stored, request.is_reading = self.policy.budget(request.stored), False
+                self.pages.free_rest(request_id)  # nobody gets them before this pass is over
+            start = stop
+        self._step = Step(reading, decoding, self._tensor(rows), self._grouped(due))
+
+    def _slots(self, request_id: str, new: int) -> list[int]:
+        return self.pages.get_read_indices(request_id, 0, new)
+
+    def _tensor(self, numbers: list) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=self.pages.cache_tensor.device)
+
+    def _grouped(self, due: list[tuple[PagedRequest, int, list[int], int]]) -> list[Evicting]:
+        """Those that are due, in groups of equal shapes; each request's counts as they are after its eviction."""
+        groups = defaultdict(list)
+        for request, row, slots, seen in due:
+            # Equal numbers of entries and of queries, and whether anything was evicted before.
+            groups[len(slots), min(seen, self.policy.query_window), seen > len(slots)].append(
+                (request, row, slots, seen)
+            )
+        evicting = []
+        for group in groups.values():
+            requests, rows, slots, seen = (list(part) for part in zip(*group, strict=True))
+            kept = [min(self.policy.decode(length), len(slots[0])) for length in seen]
+            for request, entries in zip(requests, kept, strict=True):
+                request.stored, request.decoded = entries, 0
+            shift = self._tensor([max(seen) - length for length in seen])[:, None, None]
+            evicting.append(Evicting(requests, self._tensor(rows)[:, None], self._tensor(slots), seen, kept, shift))
+        return evicting
+
+    def rotate(self, rotary: Rotary) -> None:
+        """Say how the pass rotates its queries, for a method that undoes it."""
+        self._rotary = rotary
+
+    # -- what a layer says
+
+    @torch.compiler.disable
+    def after_attention(self, module: torch.nn.Module, queries: torch.Tensor, scaling: float) -> None:
+        """A layer has attended with the queries of all requests, (1, heads, tokens, head_dim)."""
+        if module.layer_idx not in self.pages.layer_indices:
+            return
+        place = self.pages.layer_indices.index(module.layer_idx)
+        choice = Choice(self.policy, module.layer_idx, place, len(self.pages.layer_indices))
+        for reading in self._step.reading:
+            self._read(reading, choice, queries, scaling, module)
+        if self._step.decoding and self.policy.decode is not None and self.policy.query_window:
+            rows = self._step.rows
+            latest = choice.latest(queries[0, :, rows].transpose(0, 1).unsqueeze(2), self._rotary_at(rows[:, None]))
+            for request, query in zip(self._step.decoding, latest.split(1), strict=True):
+                request.layers[place].memory.remember(query)
+        for evicting in self._step.evicting:
+            self._evict(evicting, choice, scaling, module)
+
+    def _read(
+        self, reading: Reading, choice: Choice, queries: torch.Tensor, scaling: float, module: torch.nn.Module
+    ) -> None:
+        """Of a prompt that is through keep what is to be kept, of an earlier chunk the queries."""
+        request, layer = reading.request, reading.request.layers[choice.place]
+        if self._rotary is not None and choice.place == 0:
+            tokens = torch.arange(reading.tokens.start, reading.tokens.stop, device=queries.device)
+            request.rotary.append(self._rotary_at(tokens[None]))
+        if self.policy.query_window or self.policy.needs_sums:
+            own = queries[:, :, reading.tokens]
+            layer.queries.append(own.clone() if reading.slots is None else own)  # a view would keep all requests' alive
+        if reading.slots is None:
+            return
+        if request.tokens is None:
+            ids = torch.tensor([request.prompt])
+            request.tokens = NewTokens.of(self._config, self.policy.engine, True, 1, len(request.prompt), ids, None)
+        prefill = Prefill(choice, layer.memory, request.tokens, None)
+        prefill.update(*self._read_pages(choice, reading.slots[None]))
+        asked, layer.queries = torch.cat(layer.queries, dim=2) if layer.queries else None, []
+        prefill.after_attention(asked, scaling, module, self._joined(request.rotary))
+        kept = layer.memory.kept()
+        layer.memory.storage = None
+        if kept.indices.shape[2] < len(reading.slots):
+            self._put(choice, reading.slots[None], kept, [request.stored])
+        layer.columns = kept.indices[0]
+
+    def _evict(self, evicting: Evicting, choice: Choice, scaling: float, module: torch.nn.Module) -> None:
+        """Bring the requests' entries back to the decode budget, as `Decoding` does."""
+        layers = [request.layers[choice.place] for request in evicting.requests]
+        memories = [layer.memory for layer in layers]
+        keys, values = self._read_pages(choice, evicting.slots)
+        columns, end = torch.stack([layer.columns for layer in layers]) + evicting.shift, max(evicting.seen)
+        new = torch.arange(end - keys.shape[2] + columns.shape[2], end, device=keys.device)
+        sums = None
+        if self.policy.carries_sums:
+            sums = torch.nn.functional.pad(torch.cat([memory.sums for memory in memories]), (0, len(new)))
+        kept = Kept(keys, values, torch.cat([columns, new.expand(*columns.shape[:2], -1)], dim=2), sums)
+        queries = voters = None
+        if self.policy.query_window:
+            latest = [torch.cat(memory.latest_queries, dim=2)[:, :, -self.policy.query_window :] for memory in memories]
+            queries = torch.cat(latest)
+            voters, queries = choice.voters(queries), queries[:, :, -self.policy.decode_interval :]
+        view = choice.stored_view(
+            kept,
+            end,
+            evicting.seen,
+            [self.policy.decode(length) for length in evicting.seen],
+            tuple(request.tokens.row_seeds[0] for request in evicting.requests),
+            scaling,
+            module,
+            self._rotary_at(evicting.rows),
+            _together([memory.merge_threshold for memory in memories]),
+            _together([memory.noted for memory in memories]),
+        )
+        reduced = choice.reduce(kept, voters, queries, view, None)
+        if reduced.indices is not kept.indices:
+            self._put(choice, evicting.slots, reduced, evicting.kept)
+        for row, (layer, entries) in enumerate(zip(layers, evicting.kept, strict=True)):
+            layer.columns = reduced.indices[row, :, -entries:] - evicting.shift[row]
+            layer.memory.sums = None if reduced.sums is None else reduced.sums[row : row + 1, :, -entries:]
+            if reduced.indices is not kept.indices:
+                for name in ("merge_threshold", "noted"):
+                    part = getattr(reduced, name)
+                    setattr(layer.memory, name, None if part is None else part[row : row + 1])
+
+    # -- the pages of a layer
+
+    def _read_pages(self, choice: Choice, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (requests, kv_heads, entries, head_dim) at `slots` (requests, entries)."""
+        keys, values = self.pages._kv_token_views[choice.layer_idx]
+        return keys[slots].transpose(1, 2), values[slots].transpose(1, 2)
+
+    def _put(self, choice: Choice, slots: torch.Tensor, kept: Kept, entries: list[int]) -> None:
+        """Write the `entries` of each request that are kept to its first slots."""
+        wanted = torch.tensor(entries, device=slots.device)[:, None]
+        if not ((kept.indices >= 0).sum(-1) == wanted).all():
+            raise KVCompressError(
+                f"method {self.policy.method!r} keeps another number of entries in one KV head than in another, which "
+                "pages cannot hold"
+            )
+        for states, pages in zip((kept.keys, kept.values), self.pages._kv_token_views[choice.layer_idx], strict=True):
+            if len(set(entries)) == 1:
+                most = entries[0]
+                pages.index_copy_(0, slots[:, :most].flatten(), states[:, :, -most:].transpose(1, 2).flatten(0, 1))
+            else:
+                for row, most in enumerate(entries):
+                    pages.index_copy_(0, slots[row, :most], states[row, :, -most:].transpose(0, 1))
+
+    # -- rotary embeddings
+
+    def _rotary_at(self, tokens: torch.Tensor) -> Rotary | None:
+        """Of these tokens of the batch, LongTensor (rows, columns)."""
+        if self._rotary is None:
+            return None
+        names = ("cos", "sin", "positions", "least")
+        taken = {name: getattr(self._rotary, name) for name in names}
+        return replace(self._rotary, **{name: part[0, tokens] for name, part in taken.items() if part is not None})
+
+    @staticmethod
+    def _joined(chunks: list[Rotary]) -> Rotary | None:
+        if len(chunks) < 2:
+            return chunks[0] if chunks else None
+        names = [name for name in ("cos", "sin", "positions", "least") if getattr(chunks[0], name) is not None]
+        return replace(chunks[0], **{name: torch.cat([getattr(part, name) for part in chunks], 1) for name in names})
+
+
+def _together(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+    return None if parts[0] is None else torch.cat(parts)
