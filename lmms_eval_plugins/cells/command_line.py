@@ -124,6 +124,8 @@ def parse(argv: list[str]) -> Request:
         raise UsageError(f"{('MODEL', 'METHOD', 'RATIO')[len(words) - 1]} is missing; usage: {USAGE}")
     tasks, model, methods, ratio = words[:4]
     given = _arguments(words[4:])
+    if "slots" in given:
+        arguments.pop("batch_size", None)  # the demo's
     arguments |= given
     for argument, position in (("pretrained", "MODEL"), ("method", "METHOD"), ("ratio", "RATIO")):
         if argument in arguments:

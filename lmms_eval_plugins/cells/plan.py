@@ -49,13 +49,14 @@ class Plan:
     def of(cls, request: Request) -> "Plan":
         """Raises KVCompressError or UsageError for an unknown method, option or model argument, or a wrong value."""
         from ..model.arguments import model_arguments, split_arguments, without_none
-        from ..model.generation import check_generation
+        from ..model.generation import check_generation, check_one_sequence
 
         own, options = split_arguments(request.arguments, request.methods, ("budget", "metric", "filter"))
         for name in {"chat_template", "system_prompt"} & own.keys():  # text, or a file of the working directory
             own[name] = os.path.realpath(own[name]) if os.path.isfile(str(own[name])) else own[name]
         request.flags.gen_kwargs = check_generation(request.flags.gen_kwargs)
         arguments = model_arguments(pretrained=_local_or_hub(request.model), **own)
+        check_one_sequence(arguments.slots, request.flags.gen_kwargs)
         settings = _run_settings(arguments, request.flags)
         data_root = request.flags.data_root or (DEFAULT_DATA_ROOT if DEFAULT_DATA_ROOT.is_dir() else None)
         return cls(request, arguments, _cells(request, arguments, without_none(options), settings), settings, data_root)
@@ -82,7 +83,7 @@ class Plan:
         EvaluationFailed where its data or its judge is missing.
         """
         flags = self.request.flags
-        tasks = load_tasks(manager, name, self.data_root, lambda task: check_task(task, flags))
+        tasks = load_tasks(manager, name, self.data_root, lambda task: check_task(task, flags, self.arguments.slots))
         if len(tasks) > 1 and isinstance(flags.limit, float):
             # lmms-eval turns the fraction into a number on the first task and uses that for the others.
             raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
@@ -206,6 +207,8 @@ def _cells(
     from kvcompress.policy.options import all_options
     from kvcompress.policy.policy import check_tensor_parallel, make_policy
 
+    from ..model.arguments import check_slots
+
     sizes = [{"ratio": ratio} for ratio in request.ratios] + [{"budget": size} for size in request.budgets]
     of_methods = {}
     for method in request.methods:
@@ -215,6 +218,7 @@ def _cells(
         policy = make_policy(info.name, 1.0 if sizes else None, **own)
         if arguments.tp_plan is not None:
             check_tensor_parallel(policy)
+        check_slots(arguments.slots, policy.options)
         changed = {name: value for name, value in policy.options.items() if value != defaults[name]}
         of_method = sizes or [{"ratio": policy.budget.ratio, "budget": policy.budget.entries}]
         of_methods[info.name] = policy.options, changed, [{"ratio": 1.0}] if info.name == "full" else of_method
