@@ -1,4 +1,4 @@
-"""Random configurations of everything, each checked against the masked full cache and against its rows run alone.
+"""Random configurations of everything, each checked against the masked full cache, its rows run alone and in flight.
 
     python -m tests.fuzz --configurations 2000 --out runs/fuzz.jsonl
 
@@ -27,6 +27,7 @@ from kvcompress.policy.policy import make_policy
 from kvcompress.scoring.merging import MERGES
 from kvcompress.scoring.selection import ADAPTIVE
 from tests.support.families import FAMILIES
+from tests.support.in_flight import check_in_flight
 from tests.support.masked_reference import generate, only_attending_to
 from tests.support.strategies import METHODS, OPTIONS
 
@@ -77,6 +78,7 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         "seed": rng.randint(0, 10_000),
         "method": method,
         "options": options,
+        "slots": rng.choice([0, 0, 1, 2]),  # 0: not in flight
     }
 
 
@@ -129,6 +131,13 @@ def check(config: dict[str, Any]) -> None:
             for layer, solo_layer in zip(layers, solo[seen - columns + length], strict=True):
                 for head, solo_head in zip(layer[row], solo_layer[0], strict=True):
                     assert (head - (columns - length)).tolist() == solo_head.tolist(), "kept sets differ"
+    if config["slots"]:
+        options = dict(config["options"])
+        kind = options.pop("cache_implementation", "dynamic")
+        options |= {"cache_implementation": "static"} if "static" in kind else {}
+        requests = [family.solo(inputs, row) for row in range(len(config["lengths"]))]
+        new = [NEW - 2 * row for row in range(len(requests))]
+        check_in_flight(model, requests, new, config["method"], config["slots"], TOLERANCE, **options)
 
 
 def outcome(config: dict[str, Any]) -> dict[str, str]:

@@ -345,7 +345,7 @@ MUTATIONS = {
         "budget * self.num_layers, length)[self.place]",
         "budget * self.num_layers, length)[0]",
         "while decoding every layer takes the first layer's measured share",
-        (CORE + "cache/test_decode_eviction.py",),
+        (CORE + "cache/test_decode_eviction.py::test_while_decoding_a_layer_keeps_its_measured_share",),
     ),
     "question-not-kept": Mutation(
         "cache/scope.py",

@@ -15,6 +15,7 @@ from pydantic import PositiveInt
 from ..errors import KVCompressError, loading, unknown_name
 from ..files import check_output, replacing, write_text
 from ..policy.options import Fraction
+from . import throughput
 from .contenders import KVPressProcess, MethodSpec, Ours, Workload, make_contenders
 from .flags import Parser, PositiveNumber, Threads, device_name, flag, label, new_file
 from .grid import Results, decodes, largest_batch, measure_grid
@@ -78,6 +79,9 @@ def methods_of(names: list[str], ratios: list[float]) -> list[MethodSpec]:
 
 def main(arguments: list[str]) -> None:
     """Raises KVCompressError, before anything is loaded, for what is wrong."""
+    if arguments[:1] == ["throughput"]:
+        throughput.main(arguments[1:])
+        return
     given = parser().parse_args(arguments)
     origin, methods = source(given.model, given.shape), methods_of(given.methods, given.ratios)
     for peer in given.peers:

@@ -20,6 +20,7 @@ from ..cache.scope import States
 from ..device import peak_memory, reset_peak_memory
 from ..errors import KVCompressError
 from ..hooks.session import attach
+from ..methods import method_info
 from ..policy.policy import make_policy
 from .standalone import CLOCKS, decode, held_bytes, prompt_ids, read_prompt
 
@@ -78,7 +79,9 @@ class MethodSpec:
         policy = make_policy(name, ratio, **options)
         if policy.tokens is not None:
             raise KVCompressError(f"method {name!r} drops vision tokens, and the bench's prompts have none")
-        return cls(policy.method, ratio, {key: policy.options[key] for key in options})
+        published = method_info(policy.method).presets.get(options.pop("preset", None), {})
+        named = [key for key in {**published, **options} if key not in ("ratio", "budget")]
+        return cls(policy.method, ratio, {key: policy.options[key] for key in named})
 
     def __str__(self) -> str:
         options = "".join(f":{key}={value}" for key, value in self.options.items())
@@ -197,7 +200,7 @@ class KVPressProcess:
     """kvpress_worker.py under another Python; a context manager.
 
     Attributes:
-        presses: our names of the methods that it has.
+        presses: our names of the methods that it has -> the options with which ours choose as it does.
         versions: of kvpress, transformers and torch there.
     """
 
@@ -218,6 +221,10 @@ class KVPressProcess:
             self.__exit__(type(error))
             raise
         self.presses, self.versions = hello["presses"], hello["versions"]
+
+    def has(self, method: MethodSpec) -> bool:
+        """Whether kvpress has the method, and none of the given options makes ours another one than its own."""
+        return method.name in self.presses and method.options.items() <= self.presses[method.name].items()
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Send one message, wait for its reply. Raises KVCompressError where the process ended instead."""
@@ -278,6 +285,6 @@ def make_contenders(
         contenders.append(Ours(model, method))
         if compiled and method.is_static:
             contenders.append(Ours(model, method, compiled=True))
-        if process is not None and method.name in process.presses and not method.options:
+        if process is not None and process.has(method):
             contenders.append(KVPress(process, method))
     return {contender.name: contender for contender in contenders}

@@ -1,6 +1,7 @@
 """kvpress' side of the bench: a script for the Python of an environment that has kvpress, without kvcompress.
 
-Reads JSON lines: first {"source", "dtype", "device", "threads"}, answered by {"presses", "versions"}; then turns,
+Reads JSON lines: first {"source", "dtype", "device", "threads"}, answered by {"presses", "versions"}, where `presses`
+are our names of the methods that it has and `FORMS` of each; then turns,
 {"method", "ratio"} and a `Workload`'s fields, each answered by a turn's fields, or by {"error"} where memory
 ran out.
 """
@@ -33,6 +34,14 @@ PRESSES = {
     "snapkv": kvpress.SnapKVPress,
     "streamingllm": kvpress.StreamingLLMPress,
     "tova": kvpress.TOVAPress,
+}
+# The options with which ours choose as these do, where they are not our defaults.
+FORMS = {
+    "adakv": {"variant": "kvpress", "window_size": 64},
+    "lagkv": {"sinks": 4, "lag": 128},
+    "pyramidkv": {"variant": "kvpress", "window_size": 64},
+    "snapkv": {"window_size": 64},
+    "tova": {"variant": "kvpress"},
 }
 
 
@@ -84,7 +93,7 @@ def main() -> None:
     torch.set_num_threads(hello["threads"])
     model = load(hello["source"], hello["dtype"], torch.device(hello["device"]))
     versions = {name: version(name) for name in ("kvpress", "transformers", "torch")}
-    reply({"presses": sorted(PRESSES), "versions": versions})
+    reply({"presses": {name: FORMS.get(name, {}) for name in PRESSES}, "versions": versions})
     for line in sys.stdin:
         answer = {"error": "out of memory"}
         with suppress(torch.OutOfMemoryError):

@@ -103,10 +103,7 @@ class Choice:
         cluster, part = self.policy.cluster, self.candidates(states, view, context, sums)
         if sums is not None and context == view.lengths:  # those of a context are of the whole prompt's queries
             sums = cluster.carried(sums, view)
-        columns = torch.arange(part.keys.shape[2], device=part.keys.device).expand(part.keys.shape[:3])
-        if part.view.padding is not None:
-            columns = columns.masked_fill(pad_columns(part.view.padding, part.keys.shape[2]), -1)
-        return sums, cluster.note(Kept(part.keys, part.values, columns), part.keys, part.view)
+        return sums, self._note_of_all(part.keys, part.values, part.view)
 
     @property
     def waits(self) -> bool:
@@ -195,7 +192,7 @@ class Choice:
             shares: what the layers kept of the latest prompt, [layer][row], where that was measured.
 
         Returns:
-            What the cluster keeps; where that is everything, `kept` itself with its new sums.
+            What the cluster keeps; where that is everything, `kept` itself with its new sums and, of a chunk, its note.
         """
         entries = (kept.indices >= 0).sum(-1).amax(1).tolist()
         if self.policy.carries_sums:
@@ -205,6 +202,8 @@ class Choice:
         budgets = [min(share, held) for share, held in zip(self._shares(view, shares), entries, strict=True)]
         view = replace(view, lengths=entries, budgets=budgets, mean_budgets=tuple(view.budgets))
         if budgets == entries:
+            if view.stored.reading:  # what decoding will know of the prompt, whether or not its last chunk evicts
+                kept = replace(kept, noted=self._note_of_all(kept.keys, kept.values, view))
             return kept if kept.sums is None else replace(kept, sums=self.policy.cluster.carried(kept.sums, view))
         result = self.policy.cluster.update_kv(queries, kept.keys, kept.values, view)
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
@@ -261,6 +260,13 @@ class Choice:
 
     def _queries(self, candidates: Candidates) -> torch.Tensor:
         return self.unrotated(candidates.queries, candidates.view.rotary)
+
+    def _note_of_all(self, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor | None:
+        """`Kept.noted` of a choice that keeps every column."""
+        columns = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
+        if view.padding is not None:
+            columns = columns.masked_fill(pad_columns(view.padding, keys.shape[2]), -1)
+        return self.policy.cluster.note(Kept(keys, values, columns), keys, view)
 
     def _added(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView, block: int = 128) -> torch.Tensor:
         """What the latest queries add to each entry, a block of them at a time, so that memory is `block` rows."""

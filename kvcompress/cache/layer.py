@@ -50,6 +50,9 @@ def on_their_way(keys: torch.Tensor, layer: CacheLayerMixin) -> torch.Tensor:
 class CompressedLayer(CacheLayerMixin):
     """One layer: lets the cluster choose of each prompt, stores the choice, writes decoded tokens behind it.
 
+    Attributes:
+        scaling, module: of the layer's attention, as a prompt's pass gave them.
+
     A pass has two steps. `update` takes the new states and returns everything that is attended over; after the
     attention, `after_attention` compresses and stores. What either does depends on the pass under way: passes.py.
     """
@@ -72,6 +75,8 @@ class CompressedLayer(CacheLayerMixin):
         self.layer_idx, self.policy, self._room = layer_idx, policy, room
         self.choice = Choice(policy, layer_idx, place, num_layers)
         self._listener: Listener | None = None
+        self.scaling: float | None = None
+        self.module: torch.nn.Module | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -236,6 +241,8 @@ class CompressedLayer(CacheLayerMixin):
         if rotary is not None:  # it is where the first layer is
             rotary = rotary.to(queries.device)
 
+        if self.staged is not None:
+            self.scaling, self.module = scaling, module
         if self._listener is None or self.staged is None:
             self._pass = self._pass.after_attention(queries, scaling, module, rotary)
             return

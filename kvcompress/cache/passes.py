@@ -225,7 +225,8 @@ class LaterChunk(Prefill):
         if choice.policy.decode is not None:
             memory.remember(choice.latest(queries, states.rotary, tokens.padding))
         budgets = [choice.policy.budget(length) if length else 0 for length in log.lengths]
-        if budgets == log.lengths and memory.is_whole and not choice.policy.carries_sums:
+        is_unscored = choice.policy.decode is None and not choice.policy.carries_sums
+        if is_unscored and budgets == log.lengths and memory.is_whole:
             memory.settle_whole(tokens, keys, values, None)
             log.kept = torch.tensor(budgets, device=keys.device, dtype=torch.float32)
             return self.then
@@ -254,7 +255,8 @@ class LaterChunk(Prefill):
         voters = queries if choice.policy.cluster.unrotated_queries else choice.voters(queries)
         reduced = choice.reduce(both, voters, queries, view, log.shares)
         if reduced.indices is not both.indices:
-            memory.merge_threshold, memory.noted = reduced.merge_threshold, reduced.noted
+            memory.merge_threshold = reduced.merge_threshold
+        memory.noted = reduced.noted
         memory.put(reduced, seen)
         log.kept = (reduced.indices >= 0).sum(2).float().mean(1)
         return self.then
@@ -302,7 +304,8 @@ class Waiting(Pass):
 
     def finish(self, budgets: list[list[int]]) -> Pass:
         """Make the choice. `budgets`: entries kept of the evictable ones, [layer][row]."""
-        self.memory.log.shares = budgets
+        if self.choice.policy.layer_budget.is_measured:
+            self.memory.log.shares = budgets
         of_layer = budgets[self.choice.place]
         self.memory.settle(self.tokens, *self.choice.keep_scored(self.candidates, self.scores, of_layer))
         return self.then

@@ -5,6 +5,15 @@ import inspect
 import torch
 from transformers import PreTrainedModel
 
+_entered: list["PositionRecorder"] = []
+
+
+def note_positions(decoder: PreTrainedModel, position_ids: torch.Tensor | None) -> None:
+    """Tell who records the positions of a prompt in `decoder`, where that prompt does not pass through it."""
+    for recorder in _entered:
+        if recorder.decoder is decoder:
+            recorder.note(position_ids)
+
 
 class PositionRecorder:
     """Notes which positions a text decoder is given for one prompt, between `with` and its end.
@@ -14,22 +23,26 @@ class PositionRecorder:
     """
 
     def __init__(self, decoder: PreTrainedModel):
-        self._decoder = decoder
+        self.decoder = decoder
         self._names = list(inspect.signature(decoder.forward).parameters)
         self.position_ids: torch.Tensor | None = None
 
     def __enter__(self) -> "PositionRecorder":
         self._is_noted = False
-        self._hook = self._decoder.register_forward_pre_hook(self._note, with_kwargs=True)
+        self._hook = self.decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        _entered.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._hook.remove()
+        _entered.remove(self)
 
-    def _note(self, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> None:
+    def _before_forward(self, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> None:
+        self.note((dict(zip(self._names, args, strict=False)) | kwargs).get("position_ids"))
+
+    def note(self, position_ids: torch.Tensor | None) -> None:
         if not self._is_noted:  # further passes read parts of the prompt once more
-            self.position_ids = (dict(zip(self._names, args, strict=False)) | kwargs).get("position_ids")
-            self._is_noted = True
+            self.position_ids, self._is_noted = position_ids, True
 
     def next(self, seen: int) -> tuple[int, int]:
         """The position that follows, and on how many axes: 0 where a token has a single one. `seen`: tokens so far."""

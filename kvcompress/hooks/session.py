@@ -240,6 +240,7 @@ class Session:
         requests: Iterable[Request | Mapping[str, torch.Tensor]],
         slots: int | None = None,
         kv_gb: float | None = None,
+        static: bool = False,
         on_oom: Literal["halve", "raise"] = "halve",
         after_prompt: Callable[[int, CompressedCache], None] | None = None,
         **options: Any,
@@ -260,10 +261,11 @@ class Session:
                 Each is asked for when there is a slot for it.
             slots: sequences that decode together at most.
             kv_gb: gigabytes (2**30 bytes) for all slots, which says how many there are; `slots` is then an upper limit.
+            static: whether every decode step has the same shapes, so that it is one graph, which is then compiled where
+                `generate` would (on CUDA); also with `cache_implementation="static"`.
             on_oom: "halve" the slots where memory does not suffice, the newest requests beginning anew, or "raise".
             after_prompt: called with a request's index and its filled cache, before it has a slot.
-            options: of `generate`: `max_new_tokens`, `do_sample`, `stop_strings` (with `tokenizer`), ... With
-                `cache_implementation="static"` every step has the same shapes, and is compiled as `generate` would.
+            options: of `generate`: `max_new_tokens`, `do_sample`, `stop_strings` (with `tokenizer`), ...
 
         Raises:
             KVCompressError: for a wrong argument, or an engine option that requests in flight do not have.
@@ -284,7 +286,7 @@ class Session:
             lambda: CompressedCache(self.model.config, **new_cache),
             requests,
             Limits(slots, kv_gb, on_oom),
-            kind == "static",
+            static or kind == "static",
             after_prompt,
             options,
         )

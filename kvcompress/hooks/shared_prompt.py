@@ -22,6 +22,7 @@ from ..device import synchronise
 from ..errors import KVCompressError
 from ..scoring.rotary import Rotary
 from .model import text_decoder, unwrapped, writing_part
+from .positions import PositionRecorder, note_positions
 from .rotary import watch_rotary
 
 
@@ -54,6 +55,7 @@ class PromptPass:
     Attributes:
         inputs: what tells it from that of another batch: `input_ids`, `attention_mask` and the like.
         layers: in their order.
+        position_ids: that the text decoder was given; None where it counts by itself.
         rotary: how the queries were rotated; None where that is not known, and no method asks for it.
         output: what the model returned: the logits of what comes next.
         rope_deltas: of a model that counts an image's positions in its own way (Qwen2-VL), else None.
@@ -62,6 +64,7 @@ class PromptPass:
 
     inputs: dict[str, Any]
     layers: list[Attended]
+    position_ids: torch.Tensor | None
     rotary: Rotary | None
     output: ModelOutput
     rope_deltas: torch.Tensor | None
@@ -144,7 +147,8 @@ class SharedPrompt:
         notes = [_Note(layer, self.room / len(cache.layers)) for layer in cache.layers]
         elsewhere_s, start = self.elsewhere_s(), _now(self.model.device)
         try:
-            output = self._forward(**kwargs)
+            with PositionRecorder(text_decoder(self.model)) as positions:
+                output = self._forward(**kwargs)
         finally:
             for handle in [*handles, *notes]:
                 handle.remove()
@@ -155,6 +159,7 @@ class SharedPrompt:
             self.prompt_pass = PromptPass(
                 inputs,
                 [note.attended for note in notes],
+                positions.position_ids,
                 rotaries[0] if rotaries else None,
                 type(output)(logits=output.logits),
                 getattr(self.model.base_model, "rope_deltas", None),
@@ -164,6 +169,7 @@ class SharedPrompt:
 
     def _replay(self, cache: CompressedCache) -> ModelOutput:
         known, loading_s = self.known, 0.0
+        note_positions(text_decoder(self.model), known.position_ids)
         if known.rotary is not None:
             cache.rotate(known.rotary)
         if known.rope_deltas is not None:

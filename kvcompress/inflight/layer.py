@@ -118,7 +118,7 @@ class SlotLayer(CacheLayerMixin):
         self._memories: dict[int, Memory] = {}  # of the sequences in the slots, without their entries
         self._decoded: dict[int, int] = {}  # tokens of each since its latest eviction
         self._latest: torch.Tensor | None = None  # queries (slots, heads, window, head_dim), a ring
-        self._scaling, self._module = 1.0, None
+        self._scaling, self._module = like.scaling, like.module
 
     # -- slots
 
@@ -231,8 +231,6 @@ class SlotLayer(CacheLayerMixin):
         if self._latest is not None:
             latest = self.choice.latest(queries, self._slots.rotary)
             self._latest.index_copy_(2, self._slots.cursor.to(latest.device), latest.to(self._latest.dtype))
-        if self._module is None:
-            self._scaling, self._module = scaling, module
 
     def _hide(self, queries: torch.Tensor, scaling: float) -> None:
         slots, capacity = self._slots, self.storage.rows // self.storage.heads

@@ -99,6 +99,8 @@ class InFlight:
     Attributes:
         slots: sequences that decode together at most; 0 before that is known.
         steps: decode steps so far.
+        tokens: of all answers so far, those under way included.
+        halved: how often memory did not suffice, so that slots were given up.
         peak_kv_bytes: most bytes held for keys and values at one time: all slots, and the prompt that is being stored.
     """
 
@@ -117,7 +119,7 @@ class InFlight:
         self._writer, self._new_cache, self._options = writer, new_cache, options
         self._limits, self._most = limits, limits.slots
         self._is_fixed, self._after_prompt = is_fixed, after_prompt
-        self.steps = self.peak_kv_bytes = 0
+        self.steps = self.tokens = self.halved = self.peak_kv_bytes = 0
         self._new = enumerate(requests)
         self._again: deque[tuple[int, Request]] = deque()  # those that lost their slot
         self._running: dict[int, Running] = {}  # by slot
@@ -136,6 +138,11 @@ class InFlight:
     @property
     def slots(self) -> int:
         return 0 if self._cache is None else self._cache.slots
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all slots."""
+        return 0 if self._cache is None else self._cache.nbytes
 
     # -- the loop
 
@@ -166,6 +173,7 @@ class InFlight:
         waited_s = started - self._began
         try:
             running = self._prefilled(index, request, started, waited_s)
+            self.tokens += 1
             if not running.add(running.prompt.choice.choose(running.prompt.logits)):
                 self._next = running
                 return
@@ -242,6 +250,7 @@ class InFlight:
             yield from self._shrink()
             return
         self.steps += 1
+        self.tokens += len(self._running)
         done = []
         for slot, running in list(self._running.items()):
             running.position += 1
@@ -325,7 +334,7 @@ class InFlight:
             if has_slot:
                 self._cache = None
             return has_slot
-        self._most = self.slots // 2
+        self._most, self.halved = self.slots // 2, self.halved + 1
         for slot, running in reversed(list(self._running.items())[self._most :]):
             self._free(slot)
             self._again.appendleft((running.index, running.request))

@@ -182,6 +182,13 @@ class RaggedSlotPool(SlotPool):
 
     def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Attention of one token's queries (slots, heads, 1, head_dim); the result has the same shape."""
+        # Only a CPU needs every size on the host.
+        sizes = self._sizes() if query.device.type == "cpu" else [self.longest]
+        lengths = self.lengths.clamp(min=1)
+        return ragged_decode(query, self.keys, self.values, self.starts, lengths, sizes, scaling)
+
+    def _sizes(self) -> list[int]:
+        """Rows of the buffer, used and spare in turn, for every head of every slot."""
         sizes = []
         for slot in range(self.slots):
             placed, first = self._placed.get(slot), 0
@@ -189,5 +196,4 @@ class RaggedSlotPool(SlotPool):
                 length = 1 if placed is None else placed[head] + self.steps
                 sizes += [length, end - first - length]
                 first = end
-        lengths = self.lengths.clamp(min=1)
-        return ragged_decode(query, self.keys, self.values, self.starts, lengths, sizes, scaling)
+        return sizes

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 from ..cache.cache import CompressedCache
 from ..errors import KVCompressError
@@ -138,11 +138,11 @@ def prefill(model: PreTrainedModel, request: Request, options: Mapping[str, Any]
     found: list[Prompt] = []
 
     def first_step(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        choice = TokenChoice(input_ids, logits_processor, stopping_criteria, generation_config, request.seed)
         if len(input_ids) != 1:
             raise KVCompressError(
                 f"a request has a batch of {len(input_ids)}: give each sequence as a request of its own"
             )
-        choice = TokenChoice(input_ids, logits_processor, stopping_criteria, generation_config, request.seed)
         mask = kwargs.get("attention_mask")
         if mask is not None and not mask.all():
             raise KVCompressError("a request has pads: give each as it is alone, without any")
@@ -155,5 +155,17 @@ def prefill(model: PreTrainedModel, request: Request, options: Mapping[str, Any]
 
     device = model.device
     inputs = {name: value.to(device) if hasattr(value, "to") else value for name, value in request.inputs.items()}
-    model.generate(**inputs, **{**options, **request.options}, past_key_values=cache, custom_generate=first_step)
+    options = with_stop_strings({**options, **request.options})
+    model.generate(**inputs, **options, past_key_values=cache, custom_generate=first_step)
     return found[0]
+
+
+def with_stop_strings(options: dict[str, Any]) -> dict[str, Any]:
+    """`stop_strings` and `tokenizer` as a criterion: beside `custom_generate`, transformers loses the tokenizer."""
+    strings, tokenizer = options.pop("stop_strings", None), options.pop("tokenizer", None)
+    if strings is None:
+        return options
+    if tokenizer is None:
+        raise KVCompressError("stop_strings= needs tokenizer=, the model's")
+    criterion = StopStringCriteria(tokenizer, strings)
+    return {**options, "stopping_criteria": StoppingCriteriaList([*options.get("stopping_criteria", []), criterion])}

@@ -101,6 +101,7 @@ def make_policy(
             raise unknown_name(f"method {info.name!r} has no option", name, valid)
     preset = options.pop("preset", None)
     if preset is not None:
+        preset = str(preset)  # a command line reads 192 as a number
         if preset not in info.presets:
             raise unknown_name(f"method {info.name!r} has no preset", preset, info.presets)
         options = {**info.presets[preset], **options}

@@ -45,7 +45,7 @@ class Request:
 
     Attributes:
         ratios: fractions to keep; empty where `budgets` are given.
-        budgets: entries to keep per layer and head.
+        budgets: entries to keep per layer and head. Where both are empty, the `preset` in `arguments` says it.
         metric, filter: the task's metric and answer filter that stand in the table; None for the main ones.
         arguments: the `key=value` arguments, the model's and the methods'.
         flags: the flags by name.
@@ -124,6 +124,8 @@ def parse(argv: list[str]) -> Request:
         raise UsageError(f"{('MODEL', 'METHOD', 'RATIO')[len(words) - 1]} is missing; usage: {USAGE}")
     tasks, model, methods, ratio = words[:4]
     given = _arguments(words[4:])
+    if "slots" in given:
+        arguments.pop("batch_size", None)  # the demo's
     arguments |= given
     for argument, position in (("pretrained", "MODEL"), ("method", "METHOD"), ("ratio", "RATIO")):
         if argument in arguments:
@@ -138,11 +140,11 @@ def parse(argv: list[str]) -> Request:
     flags.overlays = flags.overlays or 0
     check_model(model)
 
-    has_budget = "budget" in arguments
-    if has_budget == (ratio != "-"):
-        raise UsageError("give either RATIO, or '-' for RATIO and budget=ENTRIES")
+    has_ratio, has_budget = ratio != "-", "budget" in arguments
+    if (has_ratio and has_budget) or not (has_ratio or has_budget or "preset" in arguments):
+        raise UsageError("give either RATIO, or '-' for RATIO and budget=ENTRIES, or a preset= that brings one")
     budgets = [_budget(item) for item in _items("budget", arguments.pop("budget"))] if has_budget else []
-    ratios = [] if has_budget else [_ratio(item) for item in _items("RATIO", ratio)]
+    ratios = [_ratio(item) for item in _items("RATIO", ratio)] if has_ratio else []
     metric, answer_filter = (str(arguments.pop(name)) if name in arguments else None for name in ("metric", "filter"))
     tasks, methods = _items("TASK", tasks), _items("METHOD", methods)
     return Request(tasks, model, methods, ratios, budgets, metric, answer_filter, arguments, flags)

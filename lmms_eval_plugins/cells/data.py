@@ -83,20 +83,22 @@ def checked_first(check: Callable[["Task"], None]) -> Iterator[None]:
         ConfigurableTask.download = download
 
 
-def check_task(task: "Task", flags: argparse.Namespace) -> None:
-    """Raises KVCompressError for a task that is not generated or has an unknown generation argument, EvaluationFailed
-    for one whose judge has no key. Needs no data."""
+def check_task(task: "Task", flags: argparse.Namespace, slots: int | str | None = None) -> None:
+    """Raises KVCompressError for a task that is not generated, has an unknown generation argument, or cannot be
+    answered in `slots` where these are given; EvaluationFailed for one whose judge has no key. Needs no data."""
     config = task.config
-    check_generation(config.task, config.output_type, {**(config.generation_kwargs or {}), **flags.gen_kwargs})
+    check_generation(config.task, config.output_type, {**(config.generation_kwargs or {}), **flags.gen_kwargs}, slots)
     if not flags.predict_only:
         check_judge(task)
 
 
-def check_generation(name: str, output_type: str, generation_kwargs: dict[str, Any]) -> None:
+def check_generation(
+    name: str, output_type: str, generation_kwargs: dict[str, Any], slots: int | str | None = None
+) -> None:
     """The part of `check_task` that is about the answers, for what the task's YAML says."""
     from kvcompress import KVCompressError
 
-    from ..model.generation import generation_of
+    from ..model.generation import check_one_sequence, generation_of
 
     if output_type not in GENERATED:
         is_likelihood = output_type in ("loglikelihood", "multiple_choice")
@@ -105,8 +107,12 @@ def check_generation(name: str, output_type: str, generation_kwargs: dict[str, A
             f"task {name!r} has output_type {output_type}, evaluated here are {', '.join(GENERATED)}"
             + (reason if is_likelihood else "")
         )
+    if slots is not None and output_type != "generate_until":
+        raise KVCompressError(
+            f"slots={slots!r} goes with tasks of a single round; task {name!r} has output_type {output_type}"
+        )
     try:
-        generation_of(generation_kwargs, max_new_tokens=1)
+        check_one_sequence(slots, generation_of(generation_kwargs, max_new_tokens=1).arguments)
     except KVCompressError as error:
         raise KVCompressError(f"task {name!r}: {error}") from None
 

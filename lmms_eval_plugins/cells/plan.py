@@ -48,17 +48,18 @@ class Plan:
     @classmethod
     def of(cls, request: Request) -> "Plan":
         """Raises KVCompressError or UsageError for an unknown method, option or model argument, or a wrong value."""
-        from ..model.arguments import model_arguments, split_arguments
-        from ..model.generation import check_generation
+        from ..model.arguments import model_arguments, split_arguments, without_none
+        from ..model.generation import check_generation, check_one_sequence
 
         own, options = split_arguments(request.arguments, request.methods, ("budget", "metric", "filter"))
         for name in {"chat_template", "system_prompt"} & own.keys():  # text, or a file of the working directory
             own[name] = os.path.realpath(own[name]) if os.path.isfile(str(own[name])) else own[name]
         request.flags.gen_kwargs = check_generation(request.flags.gen_kwargs)
         arguments = model_arguments(pretrained=_local_or_hub(request.model), **own)
+        check_one_sequence(arguments.slots, request.flags.gen_kwargs)
         settings = _run_settings(arguments, request.flags)
         data_root = request.flags.data_root or (DEFAULT_DATA_ROOT if DEFAULT_DATA_ROOT.is_dir() else None)
-        return cls(request, arguments, _cells(request, arguments, options, settings), settings, data_root)
+        return cls(request, arguments, _cells(request, arguments, without_none(options), settings), settings, data_root)
 
     def check_machine(self, processes: int) -> None:
         """Raises EvaluationFailed where this machine lacks a GPU that is needed, or the model and a way to get it."""
@@ -82,7 +83,7 @@ class Plan:
         EvaluationFailed where its data or its judge is missing.
         """
         flags = self.request.flags
-        tasks = load_tasks(manager, name, self.data_root, lambda task: check_task(task, flags))
+        tasks = load_tasks(manager, name, self.data_root, lambda task: check_task(task, flags, self.arguments.slots))
         if len(tasks) > 1 and isinstance(flags.limit, float):
             # lmms-eval turns the fraction into a number on the first task and uses that for the others.
             raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
@@ -200,24 +201,30 @@ def _run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dic
 def _cells(
     request: Request, arguments: "ModelArguments", options: dict[str, Any], settings: dict[str, Any]
 ) -> list[tuple[Cell, dict[str, Any]]]:
-    """Tasks x methods x sizes. An option goes to every method that has it; `full` keeps all, so it has one size."""
+    """Tasks x methods x sizes. An option goes to every method that has it; `full` keeps all, so it has one size. So has
+    a method whose preset says how much is kept."""
     from kvcompress.methods import method_info
     from kvcompress.policy.options import all_options
     from kvcompress.policy.policy import check_tensor_parallel, make_policy
+
+    from ..model.arguments import check_slots
 
     sizes = [{"ratio": ratio} for ratio in request.ratios] + [{"budget": size} for size in request.budgets]
     of_methods = {}
     for method in request.methods:
         info = method_info(method)
         defaults = all_options(info, options.get("scorer"))
-        policy = make_policy(info.name, 1.0, **{name: options[name] for name in options if name in defaults})
+        own = {name: value for name, value in options.items() if name in defaults}
+        policy = make_policy(info.name, 1.0 if sizes else None, **own)
         if arguments.tp_plan is not None:
             check_tensor_parallel(policy)
+        check_slots(arguments.slots, policy.options)
         changed = {name: value for name, value in policy.options.items() if value != defaults[name]}
-        of_methods[info.name] = policy.options, changed
+        of_method = sizes or [{"ratio": policy.budget.ratio, "budget": policy.budget.entries}]
+        of_methods[info.name] = policy.options, changed, [{"ratio": 1.0}] if info.name == "full" else of_method
     return [
         (Cell(task, request.model, method, **size, options=changed, settings=settings), in_force)
         for task in request.tasks
-        for method, (in_force, changed) in of_methods.items()
-        for size in ([{"ratio": 1.0}] if method == "full" else sizes)
+        for method, (in_force, changed, of_method) in of_methods.items()
+        for size in of_method
     ]

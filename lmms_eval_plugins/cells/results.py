@@ -11,6 +11,7 @@ A setting that differs from its default stands in the folder name, so different 
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -211,6 +212,19 @@ def write_text(path: Path, text: str) -> None:
     from kvcompress import files  # takes seconds, and a wrong command line is answered without it
 
     files.write_text(path, text)
+
+
+def number_of(value: Any, score_key: str) -> float:
+    """A question's score by one metric; `score_key`: where lmms-eval's scorers put it, among other things that they
+    return. NaN where that is no number."""
+    if isinstance(value, dict):
+        value = value.get(score_key)
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def score_key(cell: dict[str, Any], task: str) -> str:
+    """The `score_key` of a task, by the `configs` of a cell's results."""
+    return cell.get("configs", {}).get(task, {}).get("score_key") or "score"
 
 
 def load_cells(folder: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import sys
@@ -26,7 +27,7 @@ from .kept_tokens import IMAGES_FOLDER, write_kept_tokens
 from .machine import rank, say
 from .plan import Job
 from .progress import Grid
-from .results import dumps, incomplete_reason, new_cell, write_cell
+from .results import dumps, incomplete_reason, new_cell, number_of, score_key, write_cell
 from .scoring import JudgeWatch, scorers_watched
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ def score_cell(lm: "Answerer", job: Job, found: dict[str, Any], asked: int, keep
             "fingerprint": job.fingerprint,
             "n_questions": len({(sample["task"], sample["doc_id"]) for sample in samples}),
             "metric_questions": metric_questions(output["results"], samples),
+            "metric_tokens": metric_tokens(output, samples),
         }
         write_cell(folder, results, samples)
         if reason := incomplete_reason(Path(folder), job.fingerprint):
@@ -279,6 +281,28 @@ def metric_questions(scores: dict[str, dict[str, Any]], samples: list[dict[str, 
             if comma and metric in sample and answer_filter == sample["filter"]:
                 of_task[key] = of_task.get(key, 0) + 1
     return counts
+
+
+def metric_tokens(output: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """task -> `metric,filter` -> `tokens_out`, those of the answers to its questions, and `score`, the sum of their
+    scores above 0. Left out is a metric that has no number for some question that it is over."""
+    sums: dict[str, dict[str, dict[str, float]]] = {}
+    for sample in samples:
+        task = sample["task"]
+        of_task = sums.setdefault(task, {})
+        tokens_out = sum(row["tokens_out"] for row in sample.get("measurements", [sample["measurement"]]))
+        for key in output["results"].get(task, {}):
+            metric, comma, answer_filter = key.partition(",")
+            if comma and metric in sample and answer_filter == sample["filter"]:
+                score = number_of(sample[metric], score_key(output, task))
+                before = of_task.get(key, {"tokens_out": 0, "score": 0.0})
+                # A score that is no number makes the sum none.
+                score = before["score"] + (score if math.isnan(score) else max(score, 0.0))
+                of_task[key] = {"tokens_out": before["tokens_out"] + tokens_out, "score": score}
+    return {
+        task: {key: each for key, each in of_task.items() if not math.isnan(each["score"])}
+        for task, of_task in sums.items()
+    }
 
 
 def protocol(job: Job) -> dict[str, Any]:

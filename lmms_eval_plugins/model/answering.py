@@ -22,11 +22,29 @@ from .batches import Batch, BatchStore
 from .generation import Generation
 from .kept_tokens import KeptSets, kept_sets
 from .prompts import on_device
-from .vision_tower import VisionTower, tensor_bytes
+from .vision_tower import Encoded, VisionTower, tensor_bytes
 
 WARM_UP_TOKENS = 4
 # cache_implementation -> the same in the CPU's memory.
 OFFLOADED = {"dynamic": "offloaded", "static": "offloaded_static"}
+
+
+@dataclass(frozen=True)
+class InSlots:
+    """Of a request that was answered beside others, each in a slot.
+
+    Attributes:
+        waited_s: from the start of the run's first request to this one's.
+        slots: how many there were.
+        peak_kv_bytes, peak_memory_bytes: the run's, up to the request's end; of memory None where prefills are kept.
+        halved: whether memory did not suffice so far, and slots were given up.
+    """
+
+    waited_s: float
+    slots: int
+    peak_kv_bytes: int
+    peak_memory_bytes: int | None
+    halved: bool
 
 
 @dataclass(frozen=True)
@@ -36,9 +54,11 @@ class Answers:
     Attributes:
         texts: one per row.
         seconds: what generating them takes where vision tower and prefill run; `measured`: the like, in detail.
+            Of a request in flight: the seconds since the one that was done before it.
         tower, prompt: what of these ran now, and what was known.
         inputs: what was generated from, on the model's device.
         kept: what each layer stores; empty where that was not asked for.
+        in_slots: None for a batch.
     """
 
     texts: list[str]
@@ -48,14 +68,17 @@ class Answers:
     prompt: SharedPrompt
     inputs: BatchFeature
     kept: KeptSets
+    in_slots: InSlots | None = None
 
 
 class Answering:
     """One model, which answers batch after batch under the compression in force.
 
-    Args:
+    Attributes:
         tokenizer: decodes the answers; no other thread may use it meanwhile.
         batches: where a batch's vision features and prefill are kept, once another cell may follow.
+        is_warm: whether the cell had its warm-up.
+        has_cells: whether another cell may follow.
     """
 
     def __init__(
@@ -66,11 +89,11 @@ class Answering:
         compression: Compression,
     ):
         self.model, self.tokenizer, self.batches, self.compression = model, tokenizer, batches, compression
-        self._is_warm = self._has_cells = False
+        self.is_warm = self.has_cells = False
 
     def begin_cell(self, compression: Compression) -> None:
         """Answer under another compression from now on."""
-        self.compression, self._is_warm, self._has_cells = compression, False, True
+        self.compression, self.is_warm, self.has_cells = compression, False, True
 
     def answer(self, batch: Batch, wanted: Generation, notes_kept: bool = False) -> Answers:
         """Generate as `wanted`; before the first batch of a cell a few tokens more, as a warm-up.
@@ -79,22 +102,19 @@ class Answering:
         """
         kwargs = wanted.arguments
         inputs = on_device(batch.inputs, self.model.device)
-        # A method that looks at the tower makes it slower: neither its time nor another's is the other's.
-        tokens = self.compression.policy().tokens
-        watches_tower = tokens is not None and tokens.sees == "tower"
-        tower = VisionTower(self.model, {} if watches_tower else dict(batch.encoded), self._held)
+        tower = VisionTower(self.model, self.known_of_tower(batch), self.held)
         # The first batch of a cell runs its own prefill: its peak of memory is the cell's.
-        shares = self._has_cells and self._is_warm
+        shares = self.has_cells and self.is_warm
         prompt = SharedPrompt(
             self.model,
             batch.prompt_pass if shares else None,
             self.batches.prompt_room if shares else 0,
             lambda: tower.spent_s,
         )
-        if not self._is_warm:
+        if not self.is_warm:
             few = min(kwargs["max_new_tokens"], WARM_UP_TOKENS)
             self.generate(inputs, {**kwargs, "max_new_tokens": few}, VisionTower(self.model, tower.known), prompt)
-            self._is_warm = True
+            self.is_warm = True
         if wanted.seed is not None:
             torch.manual_seed(wanted.seed)
         synchronise(self.model.device)
@@ -102,12 +122,26 @@ class Answering:
         new, measured, kept = self.generate(inputs, kwargs, tower, prompt, notes_kept)
         synchronise(self.model.device)
         seconds = time.perf_counter() - start + tower.correction_s + prompt.correction_s
-        if self._has_cells:
-            self.batches.keep(batch, {} if watches_tower else tower.calls, prompt.prompt_pass)
-        texts = self._texts(new, measured.tokens_out, wanted.skip_special_tokens)
+        if self.has_cells:
+            self.keep(batch, tower, prompt)
+        texts = self.texts(new, measured.tokens_out, wanted.skip_special_tokens)
         return Answers(texts, seconds, measured, tower, prompt, inputs, kept)
 
-    def _texts(self, new: torch.LongTensor, lengths: list[int], skip_special_tokens: bool) -> list[str]:
+    @property
+    def _watches_tower(self) -> bool:
+        """A method that looks at the tower makes it slower: neither its time nor another's is the other's."""
+        tokens = self.compression.policy().tokens
+        return tokens is not None and tokens.sees == "tower"
+
+    def known_of_tower(self, batch: Batch) -> dict[tuple[str, int], Encoded]:
+        """What the vision tower gave for a batch in another cell."""
+        return {} if self._watches_tower else dict(batch.encoded)
+
+    def keep(self, batch: Batch, tower: VisionTower, prompt: SharedPrompt) -> None:
+        """Keep what other cells can use."""
+        self.batches.keep(batch, {} if self._watches_tower else tower.calls, prompt.prompt_pass)
+
+    def texts(self, new: torch.LongTensor, lengths: list[int], skip_special_tokens: bool) -> list[str]:
         """The answers (batch, new) as text; the token that ends one, and the pads behind it, are no part of it."""
         if skip_special_tokens:
             return self.tokenizer.batch_decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -174,7 +208,7 @@ class Answering:
         before = self.compression
         options = {**before.options, "cache_implementation": OFFLOADED[self._implementation]}
         self.compression = make_compression(before.method, before.ratio, before.budget, **options)
-        self._is_warm = False
+        self.is_warm = False
         try:
             yield
         finally:
@@ -185,6 +219,6 @@ class Answering:
         return self.compression.options.get("cache_implementation", "dynamic")
 
     @property
-    def _held(self) -> int:
+    def held(self) -> int:
         """Bytes that are kept for other cells, where the process's memory is counted: they are not a generation's."""
         return self.batches.nbytes if self.model.device.type == "cpu" else 0

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +29,7 @@ from kvcompress.methods import method_info
 from kvcompress.policy.options import all_options
 from kvcompress.policy.policy import Policy, make_policy
 
-from .batch_size import number_or_auto
+from .batch_size import number_of_slots, number_or_auto
 
 TINY_MODEL = "tiny"
 TINY_CHECKPOINT = Path(__file__).parents[1] / "tiny_vlm" / "checkpoint"
@@ -118,6 +118,11 @@ class ModelArguments(Arguments):
     max_batch_size: PositiveInt | None = Field(
         None, description="With `batch_size=auto`: the most prompts per generate call; default: 64."
     )
+    slots: Annotated[int | str | None, BeforeValidator(number_of_slots)] = Field(
+        None,
+        description="Requests that decode together, each with its own prefill; one that is done makes room for the "
+        "next. `auto`: as many as fit; default: batches of `batch_size`.",
+    )
     use_cache: Literal[True] = Field(True, description="Without a KV cache there is nothing to compress.")
     on_oom: Literal["raise", "halve_batch", "offload"] = Field(
         "raise",
@@ -126,8 +131,8 @@ class ModelArguments(Arguments):
     )
     look_ahead: NonNegativeInt | None = Field(
         None,
-        description="Batches that are prepared while the model answers; default: 2, and 0 at `batch_size=1`, where "
-        "nothing shall disturb the times of a question.",
+        description="Batches that are prepared while the model answers; default: 2, and 0 at `batch_size=1` without "
+        "`slots`, where nothing shall disturb the times of a question.",
     )
     vision_cache_gb: NonNegativeFloat = Field(
         4.0,
@@ -135,8 +140,8 @@ class ModelArguments(Arguments):
     )
     prompt_cache_gb: NonNegativeFloat | None = Field(
         None,
-        description="Memory for prefills, which other cells compress again; default: 4, and 0 at `batch_size=1`, "
-        "where each question's time and memory are measured in one piece.",
+        description="Memory for prefills, which other cells compress again; default: 4, and 0 at `batch_size=1` "
+        "without `slots`, where each question's time and memory are measured in one piece.",
     )
     max_new_tokens: PositiveInt = Field(128, description="Longest answer where the task does not set one.")
     max_frames_num: PositiveInt = Field(32, description="Most frames taken from a video, evenly spread.")
@@ -222,8 +227,22 @@ class ModelArguments(Arguments):
         return self
 
     @model_validator(mode="after")
+    def _check_slots(self) -> "ModelArguments":
+        if self.slots is None:
+            return self
+        if self.batch_size != 1:
+            raise KVCompressError(
+                f"slots={self.slots!r} does not go with batch_size={self.batch_size!r}: each request has a prefill of "
+                "its own; give one of the two"
+            )
+        if self.on_oom == "offload":
+            raise KVCompressError(f"on_oom='offload' does not go with slots={self.slots!r}: raise and halve_batch do")
+        return self
+
+    @model_validator(mode="after")
     def _check_tensor_parallel(self) -> "ModelArguments":
-        conflicts = {"device_map": None, "quantization": None, "on_oom": "raise"}  # and what goes with tp_plan
+        # With what goes with tp_plan.
+        conflicts = {"device_map": None, "quantization": None, "on_oom": "raise", "slots": None}
         for name, value in conflicts.items():
             if self.tp_plan is not None and getattr(self, name) != value:
                 raise KVCompressError(f"{name}={getattr(self, name)!r} does not go with tp_plan={self.tp_plan!r}")
@@ -244,10 +263,20 @@ def parse_arguments(**arguments: Any) -> tuple[ModelArguments, Compression]:
     and what is allowed: for unknown arguments and options, for arguments of other LLaVA wrappers that have no
     meaning here, and for values of the wrong kind.
     """
-    given = _without_none(arguments)
+    given = without_none(arguments)
     compression = {name: given.pop(name) for name in ("method", "ratio", "budget") if name in given}
     own, options = split_arguments(given, [compression.get("method")], ("pretrained", "method", "ratio", "budget"))
-    return model_arguments(**own), make_compression(**compression, **options)
+    model, first = model_arguments(**own), make_compression(**compression, **options)
+    check_slots(model.slots, first.options)
+    return model, first
+
+
+def check_slots(slots: int | str | None, options: Mapping[str, Any]) -> None:
+    """Raises KVCompressError where a compression with these options has no slots. `slots`: None where none are asked
+    for."""
+    kind = options.get("cache_implementation", "dynamic")
+    if slots is not None and kind not in ("dynamic", "static"):
+        raise KVCompressError(f"slots={slots!r} does not go with cache_implementation={kind!r}: dynamic and static do")
 
 
 def split_arguments(
@@ -275,7 +304,7 @@ def split_arguments(
 
 def model_arguments(**given: Any) -> ModelArguments:
     """The checked arguments of the model, those of other LLaVA wrappers among them. Raises KVCompressError."""
-    given = _without_none(given)
+    given = without_none(given)
     legacy = {name: _legacy_value(name, given.pop(name)) for name in LEGACY_ARGUMENTS if name in given}
     if "pretrained" not in given:
         raise KVCompressError(f"pretrained= is missing: a hub id, a local folder, or {TINY_MODEL!r}")
@@ -286,12 +315,17 @@ def make_compression(
     method: str | None = None, ratio: float | None = None, budget: int | None = None, **options: Any
 ) -> Compression:
     """A checked compression; `method=None` is `full`. Raises KVCompressError."""
-    size = _without_none({"method": method, "ratio": ratio, "budget": budget})
-    return validated(Compression, options=_without_none(options), **size)
+    size = without_none({"method": method, "ratio": ratio, "budget": budget})
+    return validated(Compression, options=without_none(options), **size)
 
 
-def _without_none(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if str(value).lower() != "none"}
+def without_none(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` without those that mean the default: None, and its name. `merge=none` is a value: no merging."""
+    return {
+        name: value
+        for name, value in values.items()
+        if str(value) != "None" and (name == "merge" or str(value).lower() != "none")
+    }
 
 
 def _legacy_value(name: str, value: Any) -> Any:

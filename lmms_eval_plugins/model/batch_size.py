@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from kvcompress import KVCompressError
 from kvcompress.errors import plain_number, shown
 
+MOST_SLOTS = 256
 MOST = 64  # prompts per batch, unless `max_batch_size` says otherwise
 # The part of the free memory that a batch may take. What is tried on a GPU is known to fit; a CPU's memory belongs to
 # other processes too, and a process that takes too much of it is killed.
@@ -61,15 +62,24 @@ class PeakOfTensors(TorchDispatchMode):
 
 
 def number_or_auto(value: Any) -> int | str:
-    """A number, `auto` or `auto:N`, as it was given on some command line. Raises KVCompressError."""
+    """A batch size, `auto` or `auto:N`, as it was given on some command line. Raises KVCompressError."""
     if isinstance(value, str) and re.fullmatch(r"auto(:[1-9][0-9]{0,5})?", value):
         return value
+    return _count("batch_size", value, "auto, nor auto:N")
+
+
+def number_of_slots(value: Any) -> int | str | None:
+    """A number of slots, or `auto`, as it was given on some command line. Raises KVCompressError."""
+    return value if value in (None, "auto") else _count("slots", value, "auto")
+
+
+def _count(name: str, value: Any, others: str) -> int:
     try:
         number = plain_number(value, int)
     except ValueError:
         number = None
     if not isinstance(number, int | float) or number < 1 or number != int(number):
-        raise KVCompressError(f"batch_size={shown(value)} is neither a positive number, nor auto, nor auto:N")
+        raise KVCompressError(f"{name}={shown(value)} is neither a positive number, nor {others}")
     return int(number)
 
 

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from transformers import GenerationConfig
 
+from kvcompress import KVCompressError
 from kvcompress.errors import unknown_name
+from kvcompress.inflight.request import ONE_SEQUENCE
 
 from .arguments import Arguments, validated
 
@@ -64,6 +66,14 @@ def check_generation(given: dict[str, Any]) -> dict[str, Any]:
         if name not in valid:
             raise unknown_name("there is no generation argument", name, valid)
     return validated(GenerationArguments, **given).model_dump(include=set(given))
+
+
+def check_one_sequence(slots: int | str | None, arguments: dict[str, Any]) -> None:
+    """Raises KVCompressError where these arguments of `generate` make a request several sequences, and requests are to
+    have `slots`."""
+    for name in ONE_SEQUENCE:
+        if slots is not None and (arguments.get(name) or 1) > 1:
+            raise KVCompressError(f"slots={slots!r} does not go with {name}={arguments[name]}: it has to be 1")
 
 
 @dataclass(frozen=True)

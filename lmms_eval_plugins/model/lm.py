@@ -9,7 +9,8 @@ while answering ends the run; an empty answer is one that the model gave. All ar
 import copy
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -28,11 +29,12 @@ from kvcompress import KVCompressError
 
 from .answer_store import AnswerStore, from_json, key_of, to_json
 from .answering import Answering, Answers
-from .arguments import Compression, ModelArguments, make_compression, parse_arguments
-from .batch_size import MOST, largest_batch, room_for_a_batch, searches
+from .arguments import Compression, ModelArguments, check_slots, make_compression, parse_arguments
+from .batch_size import MOST, MOST_SLOTS, largest_batch, room_for_a_batch, searches
 from .batches import Batch, BatchStore
 from .fewshot import FewShot
-from .generation import generation_of
+from .generation import Generation, check_one_sequence, generation_of
+from .in_flight import Asked, Flight, Limits
 from .kept_tokens import record
 from .loading import device_of, load
 from .look_ahead import ahead
@@ -135,7 +137,9 @@ class KVCompressLM(Answerer):
         self, method: str | None = None, ratio: float | None = None, budget: int | None = None, **options: Any
     ) -> None:
         """Use another compression from now on, on the same loaded model. Raises KVCompressError."""
-        self.answering.begin_cell(make_compression(method, ratio, budget, **options))
+        compression = make_compression(method, ratio, budget, **options)
+        check_slots(self.args.slots, compression.options)
+        self.answering.begin_cell(compression)
 
     def reset_rows(self) -> None:
         self.rows = []
@@ -151,35 +155,81 @@ class KVCompressLM(Answerer):
     # -- what lmms-eval asks for ----------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
-        """Answers in the order of the requests; batches hold requests of one kind of generation, longest text first."""
+        """Answers in the order of the requests, the longest prompts first: in batches of one kind of generation, or in
+        flight."""
         self.batches.begin(request.args[4] for request in requests)
+        counted = len(self.rows)
+        with self.progress_bar(len(requests)) as progress:
+            answer = self._answer_in_batches if self.args.slots is None else self._answer_in_flight
+            results, seconds = answer(requests, progress)
+        log_averages(self.rows[counted:], seconds)
+        if self.args.measurements_path is not None:
+            rows = self.gather_rows()
+            if self.rank == 0:
+                write_rows(rows, self.args.measurements_path)
+        return results
+
+    def _answer_in_batches(self, requests: list[Instance], progress: tqdm) -> tuple[list[GenerationResult], float]:
         order = Collator(
             requests,
             sort_fn=self._shortness,
             group_fn=lambda request: request.args[2],
             grouping=True,
         )
-        results, seconds, counted = [], 0.0, len(self.rows)
+        results, seconds = [], 0.0
         groups = self._in_batches(order)
-        with (
-            self.progress_bar(len(requests)) as progress,
-            ahead(lambda group: (group, self.prepare(group)), groups, self._look_ahead) as prepared,
-        ):
+        with ahead(lambda group: (group, self.prepare(group)), groups, self._look_ahead) as prepared:
             for group, batch in prepared:
                 answers, elapsed = self._answer_or_recall(group, batch)
                 results += answers
                 seconds += elapsed
                 progress.update(len(group))
-        log_averages(self.rows[counted:], seconds)
-        if self.args.measurements_path is not None:
-            rows = self.gather_rows()
-            if self.rank == 0:
-                write_rows(rows, self.args.measurements_path)
-        return order.get_original(results)
+        return order.get_original(results), seconds
+
+    def _answer_in_flight(self, requests: list[Instance], progress: tqdm) -> tuple[list[GenerationResult], float]:
+        for request in requests:
+            check_one_sequence(self.args.slots, self._wanted(request).arguments)
+        order = sorted(range(len(requests)), key=lambda place: self._shortness(requests[place]))
+        results: list[GenerationResult | None] = [None] * len(requests)
+        given: list[tuple[int, Batch] | None] = []  # place in `requests`, inputs; None once answered
+        elapsed = []
+
+        def done(place: int, result: GenerationResult, seconds: float) -> None:
+            results[place] = result
+            elapsed.append(seconds)
+            progress.update()
+
+        def asked(prepared: Iterator[tuple[int, Batch]]) -> Iterator[Asked]:
+            for place, batch in prepared:
+                request = requests[place]
+                if (known := self._recalled([request], batch)) is not None:
+                    (result,), seconds = known
+                    done(place, result, seconds)
+                    continue
+                given.append((place, batch))
+                wanted = self._wanted(request)
+                self._times_asked[question(request)] += 1
+                yield Asked(batch, wanted, self._has_overlay(request))
+
+        limits = self._limits([requests[place] for place in order])
+        with (
+            ahead(lambda place: (place, self.prepare([requests[place]])), order, self._look_ahead) as prepared,
+            closing(iter(Flight(self.answering, asked(prepared), limits))) as flight,
+        ):
+            for number, answers in flight:
+                place, batch = given[number]
+                given[number] = None
+                counted = len(self.rows)
+                (result,) = self._results([requests[place]], batch, answers)
+                self._store([requests[place]], batch, [result], self.rows[counted:], answers.seconds)
+                done(place, result, answers.seconds)
+        return results, sum(elapsed)
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[list[str]]:
         """The answers of all rounds of each request. A round's messages come from the task, which sees the answers so
         far and says when there are no more; each round is a prompt of its own, with a row of its own."""
+        if self.args.slots is not None:
+            raise KVCompressError(f"slots={self.args.slots!r} goes with tasks of a single round")
         results, counted, seconds = [], len(self.rows), 0.0
         self.batches.begin(request.args[4] for request in requests)
         with self.progress_bar(len(requests)) as progress:
@@ -210,8 +260,8 @@ class KVCompressLM(Answerer):
     # -- which requests are answered together ---------------------------------------------------------------------
 
     def _shortness(self, request: Instance) -> int:
-        """What sorts the longest first: by text, or where the size of a batch is looked for, by tokens."""
-        if isinstance(self.batch_size, int):
+        """What sorts the longest first: by text, or where what fits is looked for, by tokens."""
+        if not self._fits_itself:
             return -len(request.args[0])
         _, _, _, doc_id, task, _ = request.args
         if (task, doc_id) not in self._tokens:
@@ -238,7 +288,7 @@ class KVCompressLM(Answerer):
         key = key_of(requests, b"batch size")
         if self.answer_store is not None and self.answer_store.knows(key):
             return self.answer_store.get(key)
-        kwargs = generation_of(requests[0].args[2], self.args.max_new_tokens).arguments
+        kwargs = self._wanted(requests[0]).arguments
         size = largest_batch(
             lambda rows: self.answering.try_batch(self.prepare(requests[:rows], may_recall=False), kwargs),
             room=room_for_a_batch(self.device),
@@ -248,6 +298,18 @@ class KVCompressLM(Answerer):
         if self.answer_store is not None:
             self.answer_store.put(key, size)
         return size
+
+    def _limits(self, requests: list[Instance]) -> Limits:
+        """How many of these requests, longest first, decode together."""
+        on_oom, most = "halve" if self._on_oom == "halve_batch" else "raise", len(requests)
+        if self.args.slots != "auto":
+            return Limits(min(self.args.slots, most), on_oom=on_oom)
+        kwargs = self._wanted(requests[0]).arguments
+        one = self.answering.try_batch(self.prepare(requests[:1], may_recall=False), kwargs)
+        left = 0 if one is None else room_for_a_batch(self.device) - one
+        if left <= 0:
+            return Limits(1, on_oom=on_oom)
+        return Limits(min(MOST_SLOTS, most), left / 2**30, on_oom)
 
     # -- one batch, in the order of its way -----------------------------------------------------------------------
 
@@ -281,18 +343,34 @@ class KVCompressLM(Answerer):
 
     def _answer_or_recall(self, requests: list[Instance], batch: Batch) -> tuple[list[GenerationResult], float]:
         """The answers to requests, and the seconds that generating them takes, or took in an earlier run."""
-        if (key := self._recall_key(requests, batch.key)) is not None:
-            results, rows, seconds = from_json(self.answer_store.get(key))
-            self.rows += rows
-            return results, seconds
+        if (known := self._recalled(requests, batch)) is not None:
+            return known
         counted = len(self.rows)
         results, seconds = self._answer_within_memory(requests, batch)
-        if self.answer_store is not None and not any(map(self._has_overlay, requests)):
-            kwargs = generation_of(requests[0].args[2], self.args.max_new_tokens).arguments
-            if not kwargs["do_sample"]:  # else a question that is asked again gets another answer
-                key = key_of(requests, batch.key)
-                self.answer_store.put(key, to_json(results, self.rows[counted:], seconds))
+        self._store(requests, batch, results, self.rows[counted:], seconds)
         return results, seconds
+
+    def _recalled(self, requests: list[Instance], batch: Batch) -> tuple[list[GenerationResult], float] | None:
+        """An earlier run's answers, whose rows are added; None where there are none."""
+        if (key := self._recall_key(requests, batch.key)) is None:
+            return None
+        results, rows, seconds = from_json(self.answer_store.get(key))
+        self.rows += rows
+        return results, seconds
+
+    def _store(
+        self,
+        requests: list[Instance],
+        batch: Batch,
+        results: list[GenerationResult],
+        rows: list[dict[str, Any]],
+        seconds: float,
+    ) -> None:
+        """Keep answers for later runs, where that was asked for."""
+        if self.answer_store is None or any(map(self._has_overlay, requests)):
+            return
+        if not self._wanted(requests[0]).arguments["do_sample"]:  # else a question asked again gets another answer
+            self.answer_store.put(key_of(requests, batch.key), to_json(results, rows, seconds))
 
     def _answer_within_memory(self, requests: list[Instance], batch: Batch) -> tuple[list[GenerationResult], float]:
         """`_answer`, tried again as `on_oom` says when the device's memory does not suffice."""
@@ -326,23 +404,32 @@ class KVCompressLM(Answerer):
         """The answers to requests, and the seconds that generating them takes; adds the rows of counted requests."""
         if self.args.tp_plan is not None and self.world_size > 1:
             raise KVCompressError("tp_plan: lmms-eval would share the questions out; run lmms_eval_plugins.evaluate")
-        wanted = generation_of(requests[0].args[2], self.args.max_new_tokens)
-        if wanted.seed is not None:  # another one each time that a question is asked
-            wanted = replace(wanted, seed=wanted.seed + self._times_asked[question(requests[0])])
-        answers = self.answering.answer(batch, wanted, any(map(self._has_overlay, requests)))
+        answers = self.answering.answer(batch, self._wanted(requests[0]), any(map(self._has_overlay, requests)))
+        self._times_asked.update(map(question, requests))
+        return self._results(requests, batch, answers), answers.seconds
+
+    def _wanted(self, request: Instance) -> Generation:
+        wanted = generation_of(request.args[2], self.args.max_new_tokens)
+        if wanted.seed is None:
+            return wanted
+        # Another one each time that a question is asked.
+        return replace(wanted, seed=wanted.seed + self._times_asked[question(request)])
+
+    def _results(self, requests: list[Instance], batch: Batch, answers: Answers) -> list[GenerationResult]:
+        """What lmms-eval is told; adds the rows of counted requests."""
         results = []
         for place, request in enumerate(requests):
-            text, measured = _cut(answers.texts[place], wanted.until), answers.measured
-            self._times_asked[question(request)] += 1
+            until = generation_of(request.args[2], self.args.max_new_tokens).until
+            text, measured = _cut(answers.texts[place], until), answers.measured
             counts = TokenCounts(input_tokens=measured.tokens_in[place], output_tokens=measured.tokens_out[place])
             results.append(GenerationResult(text=text, token_counts=counts))
             self.cache_hook.add_partial("generate_until", (request.args[0], request.args[2]), text)
             if not request.metadata.get("__padding_only__"):
                 self.rows.append({**self._row(request, batch, answers, place), "answer": text})
-        return results, answers.seconds
+        return results
 
     def _row(self, request: Instance, batch: Batch, answers: Answers, place: int) -> dict[str, Any]:
-        row = row_of(request, answers, place)
+        row = {**row_of(request, answers, place), "rank": self.rank}
         if self._has_overlay(request):
             prompt = batch.prompts[place]
             row["survivors"] = record(self.model, self.chat, prompt, answers.inputs, answers.kept, place)
@@ -361,16 +448,25 @@ class KVCompressLM(Answerer):
     def _on_oom(self) -> str:
         """A size that was looked for may turn out too large: unless told otherwise, that batch is then halved."""
         is_default = "on_oom" not in self.args.model_fields_set
-        return "halve_batch" if is_default and not isinstance(self.batch_size, int) else self.args.on_oom
+        return "halve_batch" if is_default and self._fits_itself else self.args.on_oom
+
+    @property
+    def _fits_itself(self) -> bool:
+        """Whether it is looked for how much is answered together."""
+        return isinstance(self.batch_size, str) or self.args.slots == "auto"
+
+    @property
+    def _asks_one_by_one(self) -> bool:
+        return self.batch_size == 1 and self.args.slots is None
 
     @property
     def _look_ahead(self) -> int:
-        default = 0 if self.batch_size == 1 else LOOK_AHEAD
+        default = 0 if self._asks_one_by_one else LOOK_AHEAD
         return default if self.args.look_ahead is None else self.args.look_ahead
 
     @property
     def _prompt_cache_gb(self) -> float:
-        default = 0.0 if self.batch_size == 1 else PROMPT_CACHE_GB
+        default = 0.0 if self._asks_one_by_one else PROMPT_CACHE_GB
         return default if self.args.prompt_cache_gb is None else self.args.prompt_cache_gb
 
     def _own_progress_bar(self, total: int) -> tqdm:

@@ -15,6 +15,7 @@ from .answering import Answers
 
 # What a row holds in numbers, and `summarise` gives the spread of.
 QUANTITIES = (
+    "waited_s",
     "ttft_s",
     "vision_s",
     "tpot_s",
@@ -30,15 +31,25 @@ QUANTITIES = (
 
 
 def row_of(request: Instance, answers: Answers, place: int) -> dict[str, Any]:
-    """A request's measurements. Times and peak memory are the batch's; KV bytes are the row's share of it."""
+    """A request's measurements. Times and peak memory are the batch's; KV bytes are the row's share of it. A request in
+    flight is a batch of its own, but for the peaks, which are the run's."""
     _, _, _, doc_id, task, split = request.args
     measured, tower, prompt, batch_size = answers.measured, answers.tower, answers.prompt, len(answers.texts)
+    in_slots = answers.in_slots
+    if in_slots is None:
+        peak_kv_bytes = max(measured.kv_bytes_prompt, measured.kv_bytes_end)
+        # Where a pass is kept or was, other things lie in memory than where it just runs.
+        peak_memory_bytes = None if prompt.prompt_pass else measured.peak_memory_bytes
+    else:
+        peak_kv_bytes, peak_memory_bytes = in_slots.peak_kv_bytes, in_slots.peak_memory_bytes
     beams = len(measured.realised_ratios[0]) // batch_size
     return {
         "task": task,
         "doc_id": doc_id,
         "split": split,
         "batch_size": batch_size,
+        "slots": None if in_slots is None else in_slots.slots,
+        "waited_s": None if in_slots is None else in_slots.waited_s,
         "ttft_s": measured.ttft_s,
         "vision_s": tower.seconds,
         "vision_is_known": tower.is_known,
@@ -52,9 +63,11 @@ def row_of(request: Instance, answers: Answers, place: int) -> dict[str, Any]:
         "kv_held_bytes": (measured.kv_bytes_prompt - measured.kv_room_bytes) // batch_size,
         "kv_room_bytes": measured.kv_room_bytes // batch_size,
         "realised_ratio": [layer[place * beams] for layer in measured.realised_ratios],
-        # Where a pass is kept or was, other things lie in memory than where it just runs.
-        "peak_memory_bytes": None if prompt.prompt_pass else measured.peak_memory_bytes,
-        "on_oom": None,  # what was done where memory did not suffice
+        "peak_kv_bytes": peak_kv_bytes,
+        "peak_memory_bytes": peak_memory_bytes,
+        "share_s": answers.seconds / batch_size,
+        # What was done where memory did not suffice.
+        "on_oom": "halve_batch" if in_slots is not None and in_slots.halved else None,
     }
 
 
@@ -78,8 +91,9 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     For each of QUANTITIES: mean, median, p10 and p90 over the rows that have it (an answer of one token has no time
     per token, one without images no time of the vision tower), left out where none has. For the realised ratio: mean,
     least and most over rows (of each row's mean over layers), and the mean per layer. `samples` is the number of rows.
+    `answers_per_s` and `tokens_per_s` (of answers) are over the seconds of answering, `peak_kv_bytes` is the largest.
     """
-    summary: dict[str, Any] = {"samples": len(rows)}
+    summary: dict[str, Any] = {"samples": len(rows), **throughput(rows)}
     for name in QUANTITIES:
         values = [row[name] for row in rows if row.get(name) is not None]
         if values:
@@ -95,6 +109,22 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "per_layer": ratios.mean(0).tolist(),
         }
     return summary
+
+
+def throughput(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Answers and tokens per second of all processes together, and the most KV bytes that one of them held; empty for
+    no rows."""
+    if not rows:
+        return {}
+    of_ranks: dict[int, float] = {}
+    for row in rows:
+        of_ranks[row["rank"]] = of_ranks.get(row["rank"], 0.0) + row["share_s"]
+    seconds = max(of_ranks.values())
+    return {
+        "answers_per_s": len(rows) / seconds,
+        "tokens_per_s": sum(row["tokens_out"] for row in rows) / seconds,
+        "peak_kv_bytes": max(row["peak_kv_bytes"] for row in rows),
+    }
 
 
 def write_rows(rows: Iterable[dict[str, Any]], path: Path) -> None:

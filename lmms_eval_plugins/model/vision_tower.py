@@ -46,10 +46,14 @@ class VisionTower:
 
     def __init__(self, model: PreTrainedModel, known: dict[tuple[str, int], Encoded], held: int = 0):
         """`held`: bytes that are no part of the peak of memory."""
-        self.model, self.known, self.held = model.base_model, known, held
-        self.calls: dict[tuple[str, int], Encoded] = {}
-        self.spent_s = 0.0
+        self.model, self.held = model.base_model, held
         self._is_encoding = False
+        self.begin(known)
+
+    def begin(self, known: dict[tuple[str, int], Encoded]) -> None:
+        """Forget the calls so far: those of another generation come next."""
+        self.known, self.spent_s = known, 0.0
+        self.calls: dict[tuple[str, int], Encoded] = {}
 
     @property
     def seconds(self) -> float | None:

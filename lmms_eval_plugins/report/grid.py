@@ -16,6 +16,7 @@ from ..cells.results import RESULTS_FILE, DamagedFile, exact, read_cell
 from .headline import Headline, by_question, headline, seconds
 from .metrics import (
     area_under_curve,
+    fastest,
     loyalty,
     overall_generalisation,
     overall_performance,
@@ -122,7 +123,8 @@ def _against_full(group: pd.DataFrame) -> pd.DataFrame:
 
 
 def curves(grid: pd.DataFrame, points: float, lowest: float | None = None) -> pd.DataFrame:
-    """Area and smallest ratio of each series. The areas of one task begin at the same ratio.
+    """Area and smallest ratio of each series, and the answers per second of its fastest cell that costs at most
+    `points`, beside the full cache's. The areas of one task begin at the same ratio.
 
     Args:
         lowest: where the areas begin; the smallest ratio that all series of the task have where None.
@@ -130,7 +132,8 @@ def curves(grid: pd.DataFrame, points: float, lowest: float | None = None) -> pd
     rows = []
     for key, group in grid[grid["method"] != "full"].groupby(GROUP):
         start = group.groupby("series")["kept"].min().max() if lowest is None else lowest
-        scale = score_scale(grid[(grid[GROUP] == list(key)).all(axis=1)])
+        everything = grid[(grid[GROUP] == list(key)).all(axis=1)]
+        scale, full = score_scale(everything), everything[everything["method"] == "full"].iloc[0]
         for series, cells in group.groupby("series"):
             reaches = cells["kept"].min() <= start + 1e-9 and (start < 1 or lowest is not None)
             rows.append(
@@ -140,9 +143,14 @@ def curves(grid: pd.DataFrame, points: float, lowest: float | None = None) -> pd
                     "from": start,
                     "area": area_under_curve(cells["kept"], cells["relative"], start) if reaches else math.nan,
                     "points": points,
-                    "smallest": smallest_ratio(
-                        cells["kept"], cells["score"] * scale, cells["full"].iloc[0] * scale, points
+                    "smallest": smallest_ratio(cells["kept"], cells["score"] * scale, full["score"] * scale, points),
+                    "answers_per_s": fastest(
+                        cells["answers_per_s"].dropna(),
+                        (cells["score"] * scale)[cells["answers_per_s"].notna()],
+                        full["score"] * scale,
+                        points,
                     ),
+                    "full_answers_per_s": full["answers_per_s"],
                 }
             )
     return pd.DataFrame(rows)

@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..cells.results import number_of, score_key
+from .metrics import tokens_per_correct
+
 # What lmms-eval derives from a metric, and what stands for "no metric".
 DERIVED = re.compile(
     r"_stderr(_clt|_clustered)?$|_(expected_accuracy|consensus_accuracy|internal_variance|consistency_rate)$"
@@ -31,6 +34,7 @@ class Headline:
         score, stderr: None where lmms-eval computed none.
         questions: how many the metric is over; None where the cell does not say.
         tasks: whose results these are, more than one for a group that lmms-eval gives no score.
+        tokens_per_correct: tokens of all answers, over the sum of the scores; None where the cell does not say.
     """
 
     metric: str
@@ -39,6 +43,7 @@ class Headline:
     stderr: float | None
     questions: int | None
     tasks: tuple[str, ...]
+    tokens_per_correct: float | None = None
 
     @property
     def name(self) -> str:
@@ -57,7 +62,7 @@ def headline(cell: dict[str, Any], metric: str | None = None, metric_filter: str
     if own:
         return own[0]
     parts = [_candidates(cell, leaf, metric, metric_filter) for leaf in leaves(cell, task)]
-    return _of_group([part for part in parts if part])
+    return _of_group(cell, [part for part in parts if part])
 
 
 def by_question(
@@ -71,24 +76,13 @@ def by_question(
         if key not in lines or (found is not None and sample.get("filter") == found.filter):
             lines[key] = sample
     metric = found.metric if found else ""
-    return [(sample, _score(sample.get(metric), _score_key(cell, sample["task"]))) for sample in lines.values()]
+    return [(sample, number_of(sample.get(metric), score_key(cell, sample["task"]))) for sample in lines.values()]
 
 
 def seconds(sample: dict[str, Any]) -> float:
     """Of a question's answer, or of all its answers."""
     measured = sample.get("measurements", [sample["measurement"]])
     return sum(row["ttft_s"] + (row["tpot_s"] or 0) * (row["tokens_out"] - 1) for row in measured)
-
-
-def _score_key(cell: dict[str, Any], task: str) -> str:
-    """Where lmms-eval's scorers put the number of a question, among other things that they return of it."""
-    return cell.get("configs", {}).get(task, {}).get("score_key", "score")
-
-
-def _score(value: Any, score_key: str) -> float:
-    if isinstance(value, dict):
-        value = value.get(score_key)
-    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def leaves(cell: dict[str, Any], task: str) -> list[str]:
@@ -108,7 +102,8 @@ def _candidates(cell: dict[str, Any], task: str, metric: str | None, metric_filt
         if isinstance(value, int | float) and math.isfinite(value):
             stderr = scores.get(f"{name}_stderr,{after}")
             stderr = stderr if isinstance(stderr, int | float) and math.isfinite(stderr) else None
-            found.append(Headline(name, after, value, stderr, _questions(cell, task, key), (task,)))
+            questions, tokens = _questions(cell, task, key), _tokens_per_correct(cell, leaves(cell, task), key)
+            found.append(Headline(name, after, value, stderr, questions, (task,), tokens))
     names = [entry["metric"] for entry in cell.get("configs", {}).get(task, {}).get("metric_list") or []]
 
     def order(found: Headline) -> tuple[int, int, int]:
@@ -126,7 +121,15 @@ def _questions(cell: dict[str, Any], task: str, key: str) -> int | None:
     return sum(known) if known else None
 
 
-def _of_group(parts: list[list[Headline]]) -> Headline | None:
+def _tokens_per_correct(cell: dict[str, Any], tasks: Iterable[str], key: str) -> float | None:
+    """Of some tasks together; None where one of them does not say."""
+    sums = [cell.get("metric_tokens", {}).get(task, {}).get(key) for task in tasks]
+    if None in sums:
+        return None
+    return tokens_per_correct([each["tokens_out"] for each in sums], [each["score"] for each in sums])
+
+
+def _of_group(cell: dict[str, Any], parts: list[list[Headline]]) -> Headline | None:
     """The mean over the questions of several tasks, of the first metric that all of them have."""
     for first in parts[0] if parts else []:
         same = [
@@ -146,5 +149,6 @@ def _of_group(parts: list[list[Headline]]) -> Headline | None:
             stderr = math.hypot(*(weight * error for weight, error in zip(weights, errors, strict=True))) / total
         known = all(found.questions is not None for found in same)
         tasks = tuple(task for found in same for task in found.tasks)
-        return Headline(first.metric, first.filter, score, stderr, total if known else None, tasks)
+        tokens = _tokens_per_correct(cell, tasks, f"{first.metric},{first.filter}")
+        return Headline(first.metric, first.filter, score, stderr, total if known else None, tasks, tokens)
     return None

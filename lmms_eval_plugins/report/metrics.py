@@ -60,6 +60,16 @@ def speed_up(seconds: Numbers, full: Numbers) -> float:
     return float(np.sum(full) / np.sum(seconds))
 
 
+def tokens_per_correct(tokens: Numbers, scores: Numbers) -> float | None:
+    """Tokens of all answers, over the sum of the scores above 0; None where no answer is right.
+
+    As lmms-eval has it (`tokens_per_correct_answer`): with scores of 0 and 1, what a right answer costs, tokens of the
+    wrong ones included.
+    """
+    correct = float(np.maximum(np.asarray(scores, float), 0).sum())
+    return float(np.sum(tokens)) / correct if correct else None
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Mean score of A minus that of B on the same questions, with 95 % interval and two-sided p-value."""
@@ -122,6 +132,18 @@ def area_under_curve(ratios: Numbers, relative: Numbers, lowest: float) -> float
     y = np.append(np.interp(start, x, y), y[inside])
     x = np.append(start, x[inside])
     return float(np.sum(np.diff(x) * (y[1:] + y[:-1]) / 2) / -start)
+
+
+def on_front(speeds: Numbers, scores: Numbers) -> list[bool]:
+    """Whether each cell is on the front of speed and score: no other is as good in both, and better in one."""
+    cells = list(zip(speeds, scores, strict=True))
+    return [not any(a >= speed and b >= score and (a > speed or b > score) for a, b in cells) for speed, score in cells]
+
+
+def fastest(speeds: Numbers, scores: Numbers, full: float, points: float) -> float | None:
+    """The highest speed of a cell that costs at most `points` of the full cache's score; None where there is none."""
+    found = [speed for speed, score in zip(speeds, scores, strict=True) if score >= full - points - 1e-9]
+    return max(found, default=None)
 
 
 def smallest_ratio(ratios: Numbers, scores: Numbers, full: float, points: float) -> float:

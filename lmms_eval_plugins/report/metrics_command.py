@@ -83,10 +83,12 @@ def _cells_table(group: pd.DataFrame) -> Table:
     task, model, settings = group[GROUP].iloc[0]
     scale = score_scale(group)
     table = Table(title=f"{task}, {model}" + (f" ({settings})" if settings else ""))
-    for column in ("method", "ratio kept", group["metric"].iloc[0], "of full", "loyalty", "speed-up"):
+    metric, against_full = group["metric"].iloc[0], ("of full", "loyalty", "speed-up")
+    for column in ("method", "ratio kept", metric, *against_full, "answers/s", "tokens/correct"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for row in group.itertuples():
         values = [_percent(row.relative) + " %", _percent(row.loyalty) + " %", f"{row.speed_up:.2f}x"]
+        values += [_number(row.answers_per_s), _number(row.tokens_per_correct)]
         table.add_row(row.series, row.size, f"{scale * row.score:.1f}", *values)
     return table
 
@@ -97,8 +99,10 @@ def _curves_table(lines: pd.DataFrame) -> Table:
     table.add_column("method")
     table.add_column("area", justify="right")
     table.add_column(f"smallest ratio within {first['points']:g} points", justify="right")
+    table.add_column(f"answers/s within {first['points']:g} points", justify="right")
     for row in lines.itertuples():
-        table.add_row(row.series, _percent(row.area) + " %", f"{row.smallest:g}")
+        speed = _number(row.answers_per_s) + f" (full {_number(row.full_answers_per_s)})"
+        table.add_row(row.series, _percent(row.area) + " %", f"{row.smallest:g}", speed)
     return table
 
 
@@ -123,6 +127,10 @@ def _comparisons_table(comparisons: pd.DataFrame) -> Table:
         values = [str(row.questions), f"{row.difference:+.3f}", interval, f"{row.p_value:.4f}"]
         table.add_row(row.task, row.a, row.b, *values)
     return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if pd.isna(value) else f"{value:.1f}"
 
 
 def _percent(value: float, digits: int = 1) -> str:

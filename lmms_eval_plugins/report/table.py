@@ -1,7 +1,7 @@
 """The table and the plot of a folder of cells.
 
 Only cells with the same run settings (limit, dtype, ...) are comparable, so each set of settings gets its own
-table and plot, written beside the cells as `report[-key=value...].md` and `.png`.
+table and plots, written beside the cells as `report[-key=value...].md` and `.png`, and `throughput[-...].png`.
 """
 
 import re
@@ -22,6 +22,7 @@ from kvcompress.files import locked, replacing, write_text
 
 from ..cells.results import exact, load_cells, settings_name
 from .headline import headline
+from .metrics import on_front
 
 
 def cell_row(cell: dict[str, Any], metric: str | None = None, metric_filter: str | None = None) -> dict[str, Any]:
@@ -44,11 +45,16 @@ def cell_row(cell: dict[str, Any], metric: str | None = None, metric_filter: str
         "stderr": found.stderr if found else None,
         "ttft_s": median("ttft_s"),
         "tpot_s": median("tpot_s"),
+        "answers_per_s": efficiency.get("answers_per_s"),
+        "tokens_per_s": efficiency.get("tokens_per_s"),
+        "tokens_per_correct": found.tokens_per_correct if found else None,
         "kv_bytes": median("kv_held_bytes"),
         "kv_room_bytes": median("kv_room_bytes"),
+        "peak_kv_bytes": efficiency.get("peak_kv_bytes"),
         "samples": samples,
         "scored": samples if found is None or found.questions is None else found.questions,
         "batch_size": protocol["settings"].get("batch_size", 1),
+        "slots": protocol["settings"].get("slots"),
         "settings": settings_name(protocol["settings"]),
         "settings_text": ", ".join(f"{key}={value}" for key, value in sorted(protocol["settings"].items())),
     }
@@ -70,7 +76,8 @@ def score_scale(frame: pd.DataFrame) -> int:
 
 
 TABLE_COLUMNS = [
-    "method", "ratio kept", "{metric}", "TTFT", "per token", "KV cache", "room", "realised ratio", "questions",
+    "method", "ratio kept", "{metric}", "TTFT", "per token", "KV cache", "room", "answers/s", "tokens/correct",
+    "realised ratio", "questions",
 ]  # fmt: skip
 
 
@@ -85,7 +92,8 @@ def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
         realised = _number(row.realised, "{:.3f}")
         questions = str(row.samples) if row.scored == row.samples else f"{row.scored} of {row.samples}"
         kv = [_bytes(row.kv_bytes), _bytes(row.kv_room_bytes)]
-        rows.append([row.series, size, score, ttft, tpot, *kv, realised, questions])
+        speed, tokens = _number(row.answers_per_s, "{:.1f}"), _number(row.tokens_per_correct, "{:.1f}")
+        rows.append([row.series, size, score, ttft, tpot, *kv, speed, tokens, realised, questions])
     return header, rows
 
 
@@ -105,12 +113,15 @@ def _bytes(value: float | None) -> str:
 
 def note(frame: pd.DataFrame) -> str:
     """What the columns mean."""
-    batch_size = str(frame["batch_size"].iloc[0])  # `auto`: as many as fitted into memory
+    batch_size, slots = (str(frame[name].iloc[0]) for name in ("batch_size", "slots"))  # `auto`: as many as fitted
     of_batch = "" if batch_size == "1" else f", of a batch of {batch_size}"
+    if slots != "None":
+        of_batch = f", with slots={slots}: per token, other requests' prefills included"
     return (
         "Ratio: fraction of the prompt's KV entries that is kept; realised: as measured. TTFT: time to first token; "
         f"per token: time of each further one (medians{of_batch}). KV cache: bytes that hold keys, values and their "
-        "index after the prompt, per question (median); room: bytes allocated for the answer. A row that names no "
+        "index after the prompt, per question (median); room: bytes allocated for the answer. Answers/s: without "
+        "preparing prompts; tokens/correct: tokens of all answers over the sum of their scores. A row that names no "
         "other protocol: scope=prompt, ratio_of=prompt, first_token=full."
     )
 
@@ -184,6 +195,33 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
     plt.close(figure)
 
 
+def plot_throughput(frame: pd.DataFrame, title: str, path: Path) -> None:
+    """Score against answers per second; points named by method and ratio (or budget), their front in grey."""
+    frame, scale = frame[frame["score"].notna() & frame["answers_per_s"].notna()], score_scale(frame)
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    markers = iter("os^Dv<>pXP*hd" * 8)
+    for series, points in frame.groupby("series", sort=False):
+        is_full = points["method"].iloc[0] == "full"
+        style = {"marker": "*", "s": 130, "color": "black"} if is_full else {"marker": next(markers), "s": 36}
+        axes.scatter(points["answers_per_s"], scale * points["score"], label=plain(series), zorder=3, **style)
+    for row in frame.itertuples():
+        name = row.method if row.method == "full" else f"{row.method} {exact(row.size)}"
+        place = {"textcoords": "offset points", "xytext": (6, 4), "fontsize": 7}
+        axes.annotate(plain(name), (row.answers_per_s, scale * row.score), **place)
+    front = frame[on_front(frame["answers_per_s"], frame["score"])].sort_values("answers_per_s")
+    axes.plot(front["answers_per_s"], scale * front["score"], color="grey", linewidth=1.4, zorder=1, label="front")
+    axes.set_xlabel("answers per second")
+    axes.set_ylabel(plain(frame["metric"].iloc[0]) + (" (%)" if scale == 100 else ""))
+    axes.set_xlim(left=0, right=1.15 * frame["answers_per_s"].max())
+    axes.set_ylim(bottom=0)
+    axes.set_title(plain(title), fontsize=11)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)
+    with replacing(path) as draft:
+        figure.savefig(draft, dpi=150, format="png")
+    plt.close(figure)
+
+
 def report(
     folder: Path,
     settings: dict[str, Any] | None = None,
@@ -204,7 +242,7 @@ def report(
         FileNotFoundError: there is no finished cell.
     """
     # Where the output is no terminal, rich would fold the table to 80 columns.
-    console = console or Console(width=None if sys.stdout.isatty() else 120, markup=False, emoji=False)
+    console = console or Console(width=None if sys.stdout.isatty() else 140, markup=False, emoji=False)
     if not folder.is_dir():
         raise FileNotFoundError(f"{str(folder)!r} is not a folder with results")
     with locked(folder):  # of two runs in it, the last to report has read all cells
@@ -234,6 +272,9 @@ def _report(
         if frame["score"].notna().any():
             plot(frame, title, table_path.with_suffix(".png"))
             written.append(table_path.with_suffix(".png"))
+        if (frame["score"].notna() & frame["answers_per_s"].notna()).sum() > 1:
+            written.append(table_path.with_name("-".join(filter(None, ["throughput", name])) + ".png"))
+            plot_throughput(frame, title, written[-1])
     for path in written:
         console.print(f"written: {path}", soft_wrap=True, highlight=False)
     return written

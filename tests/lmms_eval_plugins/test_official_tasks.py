@@ -212,7 +212,7 @@ def score(doc, results):
         answer = requests.post(os.environ["JUDGE_URL"], json={"answer": results[0]}, timeout=5)
         answer.raise_for_status()
         return {"judged": 1.0}
-    except Exception:
+    except Exception:  # as lmms-eval's own scorers do: a judge that cannot be reached is a score of 0
         return {"judged": 0.0}
 """
 

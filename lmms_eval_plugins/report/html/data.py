@@ -15,7 +15,10 @@ from ..table import score_scale
 from .groups import Group
 
 MOST_QUESTIONS = 1000  # of a group on the page; the files with all samples have no such bound
-CELL_NUMBERS = ("ratio", "budget", "realised", "score", "stderr", "ttft_s", "tpot_s", "kv_bytes")
+CELL_NUMBERS = (
+    "ratio", "budget", "realised", "score", "stderr", "ttft_s", "tpot_s", "kv_bytes", "answers_per_s", "tokens_per_s",
+    "tokens_per_correct",
+)  # fmt: skip
 
 
 def page_data(groups: list[Group]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from ...cells.plan import Plan
 from ...cells.results import Cell
 from ...cells.run import load_model
 from ...model.lm import KVCompressLM
-from .data import data_url, mean_shares, overlay_data
+from .data import CELL_NUMBERS, data_url, mean_shares, overlay_data
 from .page import write_page
 
 TASK, DOC_ID = "show", 0
@@ -142,7 +142,7 @@ def write_html(path: Path, question: str, answers: list[dict[str, Any]]) -> None
                 images[rest["file"]] = data_url(base64.b64decode(image["jpeg"]))
             stored.append(rest)
         entries.append([{**one["entry"], "images": stored}])
-    numbers = dict.fromkeys(("budget", "score", "stderr", "ttft_s", "tpot_s", "kv_bytes", "same"))
+    numbers = dict.fromkeys((*CELL_NUMBERS, "same"))
     cells = [
         {
             **numbers,

@@ -22,6 +22,7 @@ from kvcompress.bench import cli, contenders, grid, report, standalone, timing
 from kvcompress.bench.contenders import KVPress, KVPressProcess, MethodSpec, Ours, Transformers, Turn, Workload
 from kvcompress.bench.models import SHAPES, source, weight_bytes_read
 from kvcompress.bench.timing import summary
+from kvcompress.policy.policy import make_policy
 from tests.support.clock import synchronised_reads
 
 MODEL = standalone.load({"config": SHAPES["tiny"]}, "float32", torch.device("cpu"))
@@ -454,7 +455,8 @@ def reply(message):
     print(json.dumps(message), flush=True)
 
 hello = json.loads(sys.stdin.readline())
-reply({"presses": ["full", "snapkv", "adakv"], "versions": {"kvpress": "9", "transformers": "8", "torch": "7"}})
+presses = {"full": {}, "snapkv": {"window_size": 64}, "adakv": {"variant": "kvpress", "window_size": 64}}
+reply({"presses": presses, "versions": {"kvpress": "9", "transformers": "8", "torch": "7"}})
 for line in sys.stdin:
     order = json.loads(line)
     if order["batch"] > 4:
@@ -475,11 +477,12 @@ def fake_worker(tmp_path, monkeypatch):
 
 
 def test_kvpress_takes_its_turns_beside_each_method_that_it_has(tmp_path, fake_worker):
-    methods = ["snapkv", "look-m", "adakv:window_size=4"]
+    methods = ["snapkv", "look-m", "adakv:window_size=4", "adakv:variant=kvpress"]
     content = bench(tmp_path, "--methods", *methods, "--kvpress-python", sys.executable, "--threads", "1")
-    assert [name for name in content["cells"][0]["ways"] if "kvpress" in name] == [
+    assert [name for name in content["cells"][0]["ways"] if name.startswith("kvpress")] == [
         "kvpress full",
         "kvpress snapkv@0.1",
+        "kvpress adakv:variant=kvpress@0.1",
     ]
     assert content["environment"]["kvpress"] == "9 (transformers 8, torch 7)"
     turn = content["cells"][0]["ways"]["kvpress snapkv@0.1"]["turns"][0]
@@ -489,7 +492,8 @@ def test_kvpress_takes_its_turns_beside_each_method_that_it_has(tmp_path, fake_w
     ratios = [100 / statistics.mean(turn["step_ms"]) for turn in ours]
     assert rows["snapkv@0.1"]["speedup_kvpress"]["median"] == pytest.approx(statistics.median(ratios))
     assert rows["kvpress snapkv@0.1"]["scoring_share"] is None
-    mean = rows["snapkv@0.1"]["speedup_kvpress"]["median"]  # `full` presses nothing
+    pair = [rows[name]["speedup_kvpress"]["median"] for name in ("snapkv@0.1", "adakv:variant=kvpress@0.1")]
+    mean = statistics.geometric_mean(pair)  # `full` presses nothing
     assert f"Decoding against kvpress, geometric mean: {mean:.2f}x" in (tmp_path / "bench.md").read_text()
 
 
@@ -568,7 +572,12 @@ def test_the_worker_replies_line_by_line_and_to_nothing_else(worker, monkeypatch
     replies = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert replies[0]["versions"] == {"kvpress": "9", "transformers": "8", "torch": "7"}
     named = "expected-attention full h2o keydiff knorm lagkv pyramidkv random snapkv streamingllm tova"
-    assert set(named.split()) <= {*replies[0]["presses"], "full"} <= {*kvcompress.list_methods(), "full"}
+    presses = replies[0]["presses"]
+    assert set(named.split()) <= {*presses, "full"} <= {*kvcompress.list_methods(), "full"}
+    for method, options in presses.items():
+        make_policy(method, None if method == "full" else 0.5, **options)
+    lagkv = MethodSpec.parse("lagkv:preset=kvpress", 0.5)
+    assert lagkv.options == presses["lagkv"]
     assert replies[2] == {"error": "out of memory"}
     for reply in (replies[1], replies[3]):
         assert len(reply["step_ms"]) == 2

@@ -245,6 +245,36 @@ def test_memory_stays_bounded_however_long_the_answer_is(method, interval):
     assert nbytes[80] == pytest.approx(nbytes[40], rel=0.3)  # spare room and remembered queries vary a little
 
 
+def test_while_decoding_a_layer_keeps_its_measured_share():
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [60])
+    sizes = []
+    for new in (1, 2):  # the first token is the prompt's, the second evicts
+        options = {"layer_budget": "sparsity", "decode_budget": 10, "decode_interval": 1}
+        with kvcompress.compress(model, "snapkv", budget=20, window_size=4, **options) as session:
+            generate(model, inputs, new)
+        sizes.append([len(session.cache.kept_indices(layer)[0][0]) for layer in range(3)])
+    prompt, answer = sizes
+    assert len(set(prompt)) == 3
+    assert sum(prompt) == 3 * 20
+    assert sum(answer) == 3 * 10
+    assert answer == pytest.approx([size / 2 for size in prompt], abs=1)
+
+
+def test_a_second_reading_is_no_measure_of_the_layers():
+    """A row that is kept whole is not read again where it is alone: its layers' shares are the rule's all the same."""
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [5, 16])
+    sizes = []
+    for prompts in (inputs, FAMILIES["qwen2"].solo(inputs, 0)):
+        options = {"layer_budget": "pyramid", "window_size": 1, "decode_budget": 3, "decode_interval": 8}
+        with kvcompress.compress(model, "kvzip", budget=5, sinks=0, **options) as session:
+            generate(model, prompts, 9)
+        sizes.append([sum(len(head) for head in session.cache.kept_indices(layer)[0]) for layer in range(3)])
+    assert sizes[0] == sizes[1]
+    assert len(set(sizes[1])) > 1
+
+
 def test_streamingllm_rolls_a_window_behind_its_sinks():
     model = FAMILIES["qwen2"].build()
     inputs = FAMILIES["qwen2"].inputs(model, [50])

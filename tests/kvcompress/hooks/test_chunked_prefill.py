@@ -184,6 +184,37 @@ def test_a_row_that_begins_in_a_later_chunk_of_its_batch_is_as_alone(method):
     assert kept[0] == kept[1]
 
 
+@pytest.mark.parametrize("method", ["h2o", "snapkv"])  # with sums that are carried on, and without
+def test_decoding_knows_of_the_last_chunk_of_a_row_that_is_kept_whole(method, monkeypatch):
+    """Alone no chunk of it evicts; beside a longer row its layer chooses anew."""
+    cluster = make_policy(method, budget=31).cluster
+    monkeypatch.setattr(type(cluster), "note", lambda self, kept, keys, view: (kept.indices >= 0).sum(2))
+    family = FAMILIES["qwen2"]
+    model = family.build()
+    inputs = family.inputs(model, [61, 20])
+    for prompts, entries in ((inputs, [31, 20]), (family.solo(inputs, 1), [20])):
+        with kvcompress.compress(model, method, budget=31, prefill_chunk=13, decode_budget=12) as session:
+            generate(model, prompts, 1)
+        for layer in session.cache.layers:
+            assert layer.memory.noted.tolist() == [[n, n] for n in entries]
+
+
+def test_a_row_that_is_kept_whole_through_its_chunks_is_evicted_while_decoding_as_alone():
+    family = FAMILIES["qwen2-vl"]
+    model = family.build()
+    inputs = family.inputs(model, [61, 20], [1, 0])
+    options = {"budget": 31, "layer_budget": "uniform", "decode_ratio": 0.3, "prefill_chunk": 13}
+    with kvcompress.compress(model, "prefixkv", **options) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    together = [layer[1] for layer in kept_of(session.cache)]
+    with kvcompress.compress(model, "prefixkv", **options) as session:
+        _, alone = generate(model, family.solo(inputs, 1), NEW, forced=tokens[1:])
+    torch.testing.assert_close(logits[1], alone[0], atol=TOLERANCE, rtol=0)
+    assert [[(head - 41).tolist() for head in layer] for layer in together] == [
+        [head.tolist() for head in layer[0]] for layer in kept_of(session.cache)
+    ]
+
+
 @pytest.mark.parametrize("method", some([name for name in METHODS if takes_chunks(name)], SOME_METHODS))
 def test_a_prompt_that_is_one_chunk_is_the_ordinary_prompt(method):
     family = FAMILIES["qwen2-vl"]

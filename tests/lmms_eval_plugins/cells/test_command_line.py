@@ -66,6 +66,7 @@ def test_flags_of_lmms_eval():
         ([*FOUR[:3], "window_size=8"], "'window_size=8' is not a number"),
         ([*FOUR[:3], "-"], "budget=ENTRIES"),
         ([*FOUR, "budget=64"], "budget=ENTRIES"),
+        ([*FOUR, "budget=64", "preset=paper"], "budget=ENTRIES"),
         ([*FOUR[:3], "-", "budget=0"], "budget='0' is not a whole number of at least 1"),
         ([*FOUR, "--lmit", "8"], "unknown flag '--lmit' (did you mean '--limit'?)"),
         ([*FOUR, "--limit", "-1"], "--limit: '-1' is neither"),

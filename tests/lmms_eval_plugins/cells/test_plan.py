@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcompress import KVCompressError
 from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.identity import fingerprint
 from lmms_eval_plugins.cells.plan import Plan
@@ -25,6 +26,31 @@ def test_cells_are_methods_times_ratios_and_full_runs_once():
 def test_budgets_make_cells_of_their_own():
     found = cells("tiny_textvqa", "tiny", "full,knorm", "-", "budget=64,128")
     assert [(cell.ratio, cell.budget) for cell in found] == [(1.0, None), (None, 64), (None, 128)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "folders"),
+    [
+        (["full,fastv", "-", "preset=k2-r50"], ["full-1", "fastv-0.5"]),  # as if 0.5 was given
+        (["sparsevlm", "-", "preset=192"], ["sparsevlm-budget=192"]),
+        (["cake", "-", "preset=qwen2.5-7b-128"], ["cake-budget=128-tau1=0.4-tau2=0.6"]),
+        (["fastv", "0.3,0.2", "preset=k2-r50"], ["fastv-0.3", "fastv-0.2"]),  # what is given goes first
+        (["fastv", "-", "preset=k2-r50", "budget=9"], ["fastv-budget=9"]),
+    ],
+)
+def test_a_preset_brings_what_is_kept_where_nothing_else_says_it(argv, folders):
+    assert [cell.folder(Path()).name for cell in cells(*FOUR[:2], *argv)] == folders
+
+
+@pytest.mark.parametrize("argv", [["snapkv", "-", "preset=paper"], ["knorm,fastv", "-", "preset=k2-r50"]])
+def test_a_preset_that_says_nothing_of_what_is_kept_needs_a_ratio(argv):
+    with pytest.raises(KVCompressError, match=r"needs ratio= \(fraction kept, in \(0, 1\]\) or budget="):
+        cells(*FOUR[:2], *argv)
+
+
+def test_none_is_the_default_of_an_option_too():
+    (cell,) = cells(*FOUR, "layer_budget=None", "preset=none", "window_size=8")
+    assert cell.options == {"window_size": 8}
 
 
 def test_every_task_of_a_list_gets_its_cells():

@@ -7,7 +7,7 @@ import lmms_eval.evaluator
 import torch
 
 from lmms_eval_plugins.cells.command_line import parse
-from lmms_eval_plugins.cells.run import as_one_process, environment, run_lmms_eval
+from lmms_eval_plugins.cells.run import as_one_process, environment, metric_tokens, run_lmms_eval
 from lmms_eval_plugins.model.arguments import ModelArguments
 
 FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]
@@ -23,6 +23,28 @@ def test_lmms_eval_is_told_the_model_arguments_that_were_given_and_the_flags(mon
     assert asked["model_args"] == {"pretrained": "m", "dtype": "float32"}
     assert (asked["tasks"], asked["limit"], asked["gen_kwargs"]) == (["tiny_textvqa"], 2, "top_k=3,num_beams=2")
     assert {asked[f"{name}_seed"] for name in ("random", "numpy_random", "torch_random", "fewshot_random")} == {7}
+
+
+def test_tokens_of_an_answer_count_for_each_metric_that_has_a_number_for_all_its_questions():
+    def line(doc_id, answer_filter, tokens, **scores):
+        measured = [{"tokens_out": count} for count in tokens]
+        more = {"measurements": measured} if len(measured) > 1 else {}
+        return {"task": "t", "doc_id": doc_id, "filter": answer_filter, "measurement": measured[-1], **more, **scores}
+
+    samples = [
+        line(0, "none", [3], acc=1.0, video={"score": 2}, text="no number"),
+        line(0, "strict", [3], acc=0.5),
+        line(1, "none", [4, 5], acc=-1.0, text=1.0),
+        line(1, "strict", [4, 5], acc=True),
+    ]
+    results = dict.fromkeys(("alias", "acc,none", "acc,strict", "acc_stderr,none", "video,none", "text,none"), 0.0)
+    assert metric_tokens({"results": {"t": results}, "configs": {"t": {}}}, samples) == {
+        "t": {
+            "acc,none": {"tokens_out": 12, "score": 1.0},
+            "acc,strict": {"tokens_out": 12, "score": 1.5},
+            "video,none": {"tokens_out": 3, "score": 2.0},
+        }
+    }
 
 
 def test_a_tensor_parallel_models_ranks_are_not_shared_out(monkeypatch):

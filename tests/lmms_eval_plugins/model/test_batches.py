@@ -169,7 +169,7 @@ def test_time_to_first_token_holds_the_towers_seconds_where_it_did_not_run(lm_of
     start = time.perf_counter()
     grid(lm, docs, [{}])
     first_s, start = time.perf_counter() - start, time.perf_counter()
-    lm.answering._is_warm, before = True, lm.compression
+    lm.answering.is_warm, before = True, lm.compression
     lm.generate_until(requests(lm, docs))
     assert time.perf_counter() - start < 0.5 < 1.0 < first_s  # it did not run
     assert lm.compression is before

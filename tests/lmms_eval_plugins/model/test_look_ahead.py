@@ -2,12 +2,11 @@
 
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from kvcompress import KVCompressError
-from lmms_eval_plugins.model.lm import LOOK_AHEAD, PROMPT_CACHE_GB, KVCompressLM
+from lmms_eval_plugins.model.lm import LOOK_AHEAD, PROMPT_CACHE_GB
 from lmms_eval_plugins.model.look_ahead import ahead
 from tests.support.checkpoints import image, load_lm, requests
 
@@ -36,14 +35,20 @@ def test_no_more_than_depth_are_prepared_ahead():
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "given", "ahead", "gigabytes"),
-    [(1, None, 0, 0.0), (2, None, LOOK_AHEAD, PROMPT_CACHE_GB), (1, 3, 3, 3), (2, 0, 0, 0)],
+    ("size", "given", "ahead", "gigabytes"),
+    [
+        ({"batch_size": 1}, None, 0, 0.0),
+        ({"batch_size": 2}, None, LOOK_AHEAD, PROMPT_CACHE_GB),
+        ({"slots": 2}, None, LOOK_AHEAD, PROMPT_CACHE_GB),
+        ({"batch_size": 1}, 3, 3, 3),
+        ({"batch_size": 2}, 0, 0, 0),
+        ({"slots": 2}, 0, 0, 0),
+    ],
 )
-def test_one_question_at_a_time_is_measured_alone_unless_asked_otherwise(batch_size, given, ahead, gigabytes):
-    args = SimpleNamespace(look_ahead=given, prompt_cache_gb=given)
-    lm = SimpleNamespace(batch_size=batch_size, args=args)
-    assert KVCompressLM._look_ahead.fget(lm) == ahead
-    assert KVCompressLM._prompt_cache_gb.fget(lm) == gigabytes
+def test_one_question_at_a_time_is_measured_alone_unless_asked_otherwise(checkpoint, size, given, ahead, gigabytes):
+    lm = load_lm(checkpoint("llama"), **size, look_ahead=given, prompt_cache_gb=given)
+    assert lm._look_ahead == ahead
+    assert lm._prompt_cache_gb == gigabytes
 
 
 def test_leaving_waits_for_the_call_under_way_and_begins_no_other():

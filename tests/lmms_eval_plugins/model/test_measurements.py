@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmms_eval_plugins.model.measurements import row_of, summarise, write_rows
+from lmms_eval_plugins.model.measurements import row_of, summarise, throughput, write_rows
 
 
 def test_a_failed_write_leaves_the_old_rows(tmp_path):
@@ -24,12 +24,15 @@ def test_a_row_of_a_batch_has_its_own_counts_and_its_share_of_the_bytes():
         kv_bytes_end=120, kv_room_bytes=30, peak_memory_bytes=999, realised_ratios=[[0.1, 0.1, 0.1, 0.2, 0.2, 0.2]],
     )  # fmt: skip
     tower, prompt = SimpleNamespace(seconds=0.25, is_known=True), SimpleNamespace(is_known=False, prompt_pass=None)
-    answers = SimpleNamespace(measured=measured, tower=tower, prompt=prompt, texts=["a", "b"], kept={})
+    answers = SimpleNamespace(
+        measured=measured, tower=tower, prompt=prompt, texts=["a", "b"], kept={}, seconds=3.0, in_slots=None
+    )
     row = row_of(SimpleNamespace(args=("?", None, {}, 5, "task", "test")), answers, 1)
     expected = {
         "task": "task", "doc_id": 5, "split": "test", "batch_size": 2, "ttft_s": 0.5, "vision_s": 0.25,
         "vision_is_known": True, "prompt_is_known": False, "tpot_s": 0.1, "tokens_in": 8, "tokens_out": 3,
         "vision_tokens": 4, "kv_bytes_prompt": 50, "kv_bytes_end": 60, "kv_room_bytes": 15, "realised_ratio": [0.2],
+        "share_s": 1.5, "slots": None, "waited_s": None, "peak_kv_bytes": 120, "peak_memory_bytes": 999,
     }  # fmt: skip
     assert {name: row[name] for name in expected} == expected
 
@@ -38,6 +41,7 @@ def test_summary_gives_the_spread_of_each_quantity():
     row = dict.fromkeys(
         ("tokens_in", "tokens_out", "vision_tokens", "kv_bytes_prompt", "kv_bytes_end", "peak_memory_bytes"), 4
     )
+    row |= {"rank": 0, "share_s": 1.0, "peak_kv_bytes": 4}
     rows = [
         {**row, "ttft_s": float(i), "tpot_s": None if i else 0.5, "realised_ratio": [0.1 * i, 0.3]} for i in range(11)
     ]
@@ -50,3 +54,12 @@ def test_summary_gives_the_spread_of_each_quantity():
     assert summary["realised_ratio"]["max"] == pytest.approx(0.65)
     assert summarise([]) == {"samples": 0}
     json.dumps(summary)
+
+
+def test_the_rate_of_a_run_is_over_the_slowest_ranks_seconds_and_its_peak_that_of_one():
+    rows = [
+        {"rank": rank, "share_s": seconds, "tokens_out": 3, "peak_kv_bytes": size}
+        for rank, seconds, size in [(0, 1.0, 10), (0, 0.5, 40), (1, 2.0, 30), (1, 1.0, 20)]
+    ]
+    assert throughput(rows) == pytest.approx({"answers_per_s": 4 / 3, "tokens_per_s": 4.0, "peak_kv_bytes": 40})
+    assert throughput([]) == {}

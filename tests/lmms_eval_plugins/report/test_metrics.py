@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from lmms_eval.models.model_utils.efficiency_metrics import build_efficiency_summary
 
 from kvcompress import KVCompressError
 from lmms_eval_plugins.report import metrics
@@ -94,3 +95,23 @@ def test_smallest_ratio_is_a_measured_one_above_which_all_are_good_enough():
     assert metrics.smallest_ratio(ratios, scores, full=80, points=0.5) == 0.5
     assert metrics.smallest_ratio(ratios, scores, full=80, points=0.1) == 1
     assert metrics.smallest_ratio(ratios, scores, full=80, points=20) == 0.05
+
+
+def test_tokens_per_correct_answer_are_lmms_evals():
+    tokens, scores = [3, 5, 4, 8], [1.0, 0.0, 0.5, -1.0]
+    samples = [
+        {"exact_match": score, "token_counts": [{"output_tokens": count}]}
+        for count, score in zip(tokens, scores, strict=True)
+    ]
+    expected = build_efficiency_summary({"samples": {"task": samples}})["overall"]["tokens_per_correct_answer"]
+    assert metrics.tokens_per_correct(tokens, scores) == expected == 20 / 1.5
+    assert metrics.tokens_per_correct([3], [0.0]) is None
+
+
+def test_the_front_of_speed_and_score_and_the_fastest_cell_at_equal_accuracy():
+    speeds, scores = [10, 30, 9, 31, 30], [90, 80, 85, 10, 79]
+    assert metrics.on_front(speeds, scores) == [True, True, False, True, False]
+    assert metrics.on_front([1, 1], [5, 5]) == [True, True]
+    assert metrics.fastest(speeds, scores, full=90, points=10) == 30
+    assert metrics.fastest(speeds, scores, full=90, points=9.9) == 10
+    assert metrics.fastest([], [], full=90, points=1) is None

@@ -30,9 +30,13 @@ def write_cell(root, method="snapkv", ratio=0.2, budget=None, settings=None, opt
         "task": TASK, "model": cell.model, "method": method, "ratio": ratio, "budget": budget,
         "settings": cell.settings, "changed_options": cell.options,
     }  # fmt: skip
-    efficiency = {name: {"median": value} for name, value in numbers.items()}
+    whole = {name: numbers.pop(name) for name in ("answers_per_s", "tokens_per_s") if name in numbers}
+    tokens = numbers.pop("tokens", None)
+    efficiency = {name: {"median": value} for name, value in numbers.items()} | whole
     efficiency["realised_ratio"] = {"mean": ratio}
     content = {"protocol": protocol, "results": {TASK: scores}, "efficiency": efficiency}
+    if tokens is not None:
+        content["metric_tokens"] = {TASK: {"exact_match,none": {"tokens_out": tokens, "score": 2.5}}}
     with results.new_cell(cell.folder(root)) as draft:
         results.write_cell(draft, content, [{}] * 7)
     return cell.folder(root).parent
@@ -46,10 +50,11 @@ def run(folder, settings=None):
 
 def test_table_shows_each_cells_numbers(tmp_path):
     folder = write_cell(
-        tmp_path, ttft_s=0.0421, tpot_s=0.0038, kv_bytes_prompt=2e6, kv_held_bytes=135.75 * 1024, kv_room_bytes=2048
-    )
+        tmp_path, ttft_s=0.0421, tpot_s=0.0038, kv_bytes_prompt=2e6, kv_held_bytes=135.75 * 1024, kv_room_bytes=2048,
+        answers_per_s=12.34, tokens=30,
+    )  # fmt: skip
     text, (file, _) = run(folder)
-    row = "| snapkv | 0.2 | 50.0 ± 2.0 | 42.1 ms | 3.8 ms | 135.8 KiB | 2.0 KiB | 0.200 | 7 |"
+    row = "| snapkv | 0.2 | 50.0 ± 2.0 | 42.1 ms | 3.8 ms | 135.8 KiB | 2.0 KiB | 12.3 | 12.0 | 0.200 | 7 |"
     assert row in file.read_text()
     assert "| method | ratio kept | exact_match |" in file.read_text()
     for value in row.split(" | ")[1:-1]:
@@ -95,7 +100,27 @@ def test_missing_numbers_are_dashes_and_no_plot_is_drawn(tmp_path):
     folder = write_cell(tmp_path, scores={"alias": TASK, "bypass,none": 999, "bypass_stderr,none": "N/A"})
     _, files = run(folder)
     assert [file.suffix for file in files] == [".md"]
-    assert "| snapkv | 0.2 | - | - | - | - | - | 0.200 | 7 |" in files[0].read_text()
+    assert "| snapkv | 0.2 | - | - | - | - | - | - | - | 0.200 | 7 |" in files[0].read_text()
+
+
+def test_the_throughput_plot_names_every_point_and_draws_the_front(tmp_path, monkeypatch):
+    cells = [
+        ("full", 1.0, 0.9, 10.0),
+        ("snapkv", 0.2, 0.8, 30.0),
+        ("snapkv", 0.5, 0.85, 9.0),
+        ("knorm", 0.2, 0.1, 31.0),
+    ]
+    for method, ratio, score, speed in cells:
+        folder = write_cell(tmp_path, method, ratio, scores={"exact_match,none": score}, answers_per_s=speed)
+    write_cell(tmp_path, "random", 0.2, scores={"exact_match,none": 0.5})  # of an earlier version, without a speed
+    figures = []
+    monkeypatch.setattr(table.plt, "close", figures.append)
+    _, files = run(folder)
+    assert [file.name for file in files] == ["report.md", "report.png", "throughput.png"]
+    (axes,) = figures[0].axes
+    assert {text.get_text() for text in axes.texts} == {"full", "snapkv 0.2", "snapkv 0.5", "knorm 0.2"}
+    (front,) = [line for line in axes.lines if line.get_label() == "front"]
+    assert front.get_xydata().tolist() == [[10, 90], [30, 80], [31, 10]]
 
 
 def test_sums_are_not_shown_in_percent(tmp_path):

@@ -71,6 +71,8 @@ function hint(element, text) {
 const cellsOf = (size) => group.cells.map((cell, index) => [cell, index]).filter(([cell]) => cell.method === "full" || cell.size === size);
 const sizeName = (size) => (size.startsWith("budget") ? size : percent(Number(size), Number(size) < 0.01 ? 1 : 0));
 
+const decimal = (value) => (value === null ? "-" : value.toFixed(1));
+
 // -- the table
 
 const COLUMNS = [
@@ -80,6 +82,8 @@ const COLUMNS = [
   ["same as full", (cell) => cell.same, (cell) => percent(cell.same, 0), "rare"],
   ["TTFT", (cell) => cell.ttft_s, (cell) => milliseconds(cell.ttft_s), "rare"],
   ["per token", (cell) => cell.tpot_s, (cell) => milliseconds(cell.tpot_s)],
+  ["answers/s", (cell) => cell.answers_per_s, (cell) => decimal(cell.answers_per_s), "rare"],
+  ["tokens/correct", (cell) => cell.tokens_per_correct, (cell) => decimal(cell.tokens_per_correct), "rare"],
   ["KV cache", (cell) => cell.kv_bytes, (cell) => bytes(cell.kv_bytes), "rare"],
   ["realised", (cell) => cell.realised, (cell) => (cell.realised === null ? "-" : cell.realised.toFixed(3)), "rare"],
   ["samples", (cell) => cell.samples, (cell) => cell.samples, "rare"],
@@ -136,7 +140,7 @@ function ticks(low, high, log) {
   return found;
 }
 
-function drawPlot(where, x, log, text, name) {
+function drawPlot(where, x, log, text, name, moreIsBetter) {
   const height = where.clientHeight, width = where.clientWidth;
   const points = group.cells.filter((cell) => !hidden.has(cell.series) && cell.score !== null && cell[x] !== null);
   where.replaceChildren();
@@ -167,7 +171,7 @@ function drawPlot(where, x, log, text, name) {
   drawing.append(svg("text", { x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, name));
   drawing.append(svg("text", { x: 0, y: 0, transform: `translate(11 ${(height - bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, group.metric + (group.scale === 100 ? " (%)" : "")));
   const front = [];
-  for (const cell of [...points].sort((a, b) => a[x] - b[x] || b.score - a.score))
+  for (const cell of [...points].sort((a, b) => (moreIsBetter ? b[x] - a[x] : a[x] - b[x]) || b.score - a.score))
     if (!front.length || cell.score > front[front.length - 1].score) front.push(cell);
   drawing.append(svg("polyline", { class: "front", points: front.map((cell) => `${along(cell[x])},${up(group.scale * cell.score)}`).join(" ") }));
   for (const series of group.series) {
@@ -193,7 +197,9 @@ function drawPlots() {
   const size = $("x-size").value, time = $("x-time").value;
   const label = (select) => select.selectedOptions[0].textContent;
   drawPlot($("plot-size"), size, true, size === "kv_bytes" ? bytes : (share) => String(Number((100 * share).toPrecision(2))) + " %", label($("x-size")));
-  drawPlot($("plot-time"), time, false, (s) => String(Number((1000 * s).toPrecision(3))) + " ms", label($("x-time")));
+  const isRate = time.endsWith("_per_s");
+  const timeText = (value) => (isRate ? String(Number(value.toPrecision(3))) : String(Number((1000 * value).toPrecision(3))) + " ms");
+  drawPlot($("plot-time"), time, false, timeText, label($("x-time")), isRate);
 }
 
 function drawLegend() {

@@ -1,0 +1,302 @@
+"""`python -m kvcompress bench throughput`: many requests whose answers differ in length, at equal KV memory.
+
+Who serves them: `generate` of transformers in padded batches and its continuous batching, both with the full cache, and
+requests in flight (`Session.generate_many`) with any method.
+"""
+
+import argparse
+import random
+import shlex
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from pydantic import NonNegativeInt, PositiveInt
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+from ..errors import KVCompressError, loading
+from ..files import check_output, write_text
+from ..hooks.session import compress
+from ..inflight.request import Request
+from .contenders import MethodSpec
+from .flags import Parser, PositiveNumber, Threads, device_name, flag, label, new_file
+from .grid import Results, release
+from .models import SHAPES, nbytes, source
+from .standalone import CLOCKS, held_bytes, load
+from .timing import environment, short, table
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: prompt tokens, and how many tokens its answer has."""
+
+    prompt: list[int]
+    new: int
+
+
+@dataclass
+class Served:
+    """What a contender did in its time.
+
+    Attributes:
+        seconds: of the clock that was asked for.
+        answers, tokens: answers that are complete; tokens of all answers, those under way included.
+        steps: decode steps (passes through the model); None where that is not known.
+        slots: sequences that decode together at most.
+        kv_bytes: most bytes held for keys and values at one time.
+    """
+
+    seconds: float
+    answers: int
+    tokens: int
+    steps: int | None
+    slots: int
+    kv_bytes: int
+
+
+class Contender(Protocol):
+    """Serves requests.
+
+    Attributes:
+        name: of its row.
+    """
+
+    name: str
+
+    def serve(self, requests: list[Asked], kv_bytes: int, clock: str, seconds: float) -> Served:
+        """With so many bytes for keys and values, until all are answered or the time is over."""
+
+
+class Padded:
+    """transformers' `generate`, batch after batch: each as large as fits, and as long as its longest answer. A batch
+    that was begun is finished."""
+
+    name = "transformers generate, padded batches"
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+
+    def serve(self, requests: list[Asked], kv_bytes: int, clock: str, seconds: float) -> Served:
+        entries = max(len(asked.prompt) for asked in requests) + max(asked.new for asked in requests)
+        batch = max(1, kv_bytes // (entries * entry_bytes(self.model)))
+        served = Served(0.0, 0, 0, 0, batch, 0)
+        start = CLOCKS[clock]()
+        for first in range(0, len(requests), batch):
+            together = requests[first : first + batch]
+            cache, longest = DynamicCache(config=self.model.config), max(asked.new for asked in together)
+            ids = torch.tensor([asked.prompt for asked in together], device=self.model.device)
+            self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=longest, do_sample=False
+            )
+            served.answers += len(together)
+            served.tokens += sum(asked.new for asked in together)
+            served.steps += longest
+            served.kv_bytes = max(served.kv_bytes, held_bytes(cache))
+            served.seconds = CLOCKS[clock]() - start
+            if served.seconds > seconds:
+                break
+        return served
+
+
+class Continuous:
+    """transformers' continuous batching: pages of the full cache, and a scheduler of its own."""
+
+    name = "transformers continuous batching"
+    PAGE = 16  # tokens
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+
+    def serve(self, requests: list[Asked], kv_bytes: int, clock: str, seconds: float) -> Served:
+        from transformers import ContinuousBatchingConfig
+
+        blocks = kv_bytes // (self.PAGE * entry_bytes(self.model))
+        config = ContinuousBatchingConfig(
+            page_size=self.PAGE, num_blocks=blocks, max_batch_tokens=1024, allow_block_sharing=False
+        )
+        longest = max(asked.new for asked in requests)
+        wanted = GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        so_far, done = {}, 0
+        start = CLOCKS[clock]()
+        with self.model.continuous_batching_context_manager(
+            generation_config=wanted, continuous_batching_config=config, block=False
+        ) as manager:
+            for asked in requests:
+                manager.add_request(asked.prompt, max_new_tokens=asked.new, streaming=True)
+            while done < len(requests) and CLOCKS[clock]() - start < seconds:
+                result = manager.get_result(timeout=1.0)
+                if result is None:
+                    if not manager.is_running():
+                        raise KVCompressError("transformers' continuous batching ended by itself; see its log above")
+                    continue
+                so_far[result.request_id] = len(result.generated_tokens)
+                done += result.is_finished()
+            passed = CLOCKS[clock]() - start
+        return Served(passed, done, sum(so_far.values()), None, 0, blocks * self.PAGE * entry_bytes(self.model))
+
+
+class InSlots:
+    """Requests in flight, with a method; one that is no `full` has `decode_budget` entries, prompts included."""
+
+    def __init__(self, model: PreTrainedModel, method: MethodSpec, decode_budget: int):
+        self.model, self.method, self.name = model, method, str(replace(method, ratio=None))
+        self.budget = None if method.name == "full" else decode_budget
+
+    def serve(self, requests: list[Asked], kv_bytes: int, clock: str, seconds: float) -> Served:
+        prompts = (
+            Request({"input_ids": torch.tensor([asked.prompt])}, {"max_new_tokens": asked.new}) for asked in requests
+        )
+        options = {} if self.budget is None else {"decode_budget": self.budget}
+        with compress(self.model, self.method.name, budget=self.budget, **options, **self.method.options) as session:
+            run = session.generate_many(prompts, slots=len(requests), kv_gb=kv_bytes / 2**30, do_sample=False)
+            answers, start = 0, CLOCKS[clock]()
+            for answer in run:
+                if answer.error is not None:
+                    raise answer.error
+                answers += 1
+                if CLOCKS[clock]() - start > seconds:
+                    break
+            passed = CLOCKS[clock]() - start
+        return Served(passed, answers, run.tokens, run.steps, run.slots, run.peak_kv_bytes)
+
+
+def entry_bytes(model: PreTrainedModel) -> int:
+    """Bytes that a token takes in the full cache."""
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
+
+
+PEERS: dict[str, type[Contender]] = {"padded": Padded, "continuous": Continuous}
+
+
+def workload(vocabulary: int, count: int, prompt: int, least: int, most: int, seed: int) -> list[Asked]:
+    """Requests of `prompt` random tokens each, with answers of `least` to `most` tokens, all lengths equally likely."""
+    draws = random.Random(seed)
+    # Of the lower half of the vocabulary, as image placeholders have high ids.
+    return [
+        Asked([draws.randrange(vocabulary // 2) for _ in range(prompt)], draws.randint(least, most))
+        for _ in range(count)
+    ]
+
+
+def parser() -> argparse.ArgumentParser:
+    this = Parser(
+        prog="python -m kvcompress bench throughput",
+        description="Answers and tokens per second at equal KV memory: requests in flight with compressed caches, "
+        "beside transformers' padded batches and continuous batching with the full cache.",
+    )
+    this.add_argument("model", nargs="?", type=label, help="hub id or local path")
+    this.add_argument(
+        "--shape", type=label, help=f"in place of a model, random weights in the shape of one: {', '.join(SHAPES)}"
+    )
+    this.add_argument(
+        "--methods",
+        nargs="+",
+        type=label,
+        metavar="NAME[:OPTION=VALUE...]",
+        default=["full", "r-kv", "snapkv", "adakv", "streamingllm"],
+    )
+    this.add_argument(
+        "--decode-budget", type=flag(PositiveInt), default=128, help="entries per layer and KV head, of every method"
+    )
+    this.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    this.add_argument("--requests", type=flag(PositiveInt), default=96)
+    this.add_argument("--prompt", type=flag(PositiveInt), default=512, help="tokens of each prompt")
+    this.add_argument(
+        "--answers",
+        nargs=2,
+        type=flag(PositiveInt),
+        default=[64, 1024],
+        metavar=("LEAST", "MOST"),
+        help="tokens of an answer",
+    )
+    this.add_argument("--seed", type=flag(NonNegativeInt), default=0)
+    this.add_argument("--kv-gb", type=flag(PositiveNumber), default=0.345, help="GiB for keys and values")
+    this.add_argument(
+        "--minutes", type=flag(PositiveNumber), default=float("inf"), help="each contender stops after these"
+    )
+    this.add_argument("--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu")
+    this.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], default=None, help="default: bfloat16 on CUDA"
+    )
+    this.add_argument("--threads", type=flag(Threads), default=torch.get_num_threads())
+    this.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: the process's own time")
+    this.add_argument("--out", type=new_file, default=Path("throughput"), help="without a suffix: .json and .md")
+    this.add_argument("--resume", action="store_true", help="keep the contenders that are in the .json")
+    return this
+
+
+def main(arguments: list[str]) -> None:
+    """Raises KVCompressError, before anything is loaded, for what is wrong."""
+    given = parser().parse_args(arguments)
+    origin, (least, most) = source(given.model, given.shape), given.answers
+    if least > most:
+        raise KVCompressError(f"--answers {least} {most}: the least is more than the most")
+    methods = [MethodSpec.parse(name, None if name.split(":")[0] == "full" else 1.0) for name in given.methods]
+    check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
+    where = torch.device(given.device)
+    dtype = given.dtype or ("bfloat16" if where.type == "cuda" else "float32")
+    torch.set_num_threads(given.threads)
+    with loading(given.model or given.shape):
+        model = load(origin, dtype, where)
+    model.generation_config.eos_token_id = None  # every answer is as long as it is asked for
+    names = ("decode_budget", "requests", "prompt", "answers", "seed", "kv_gb", "minutes", "clock", "device", "threads")
+    content = {
+        "command": shlex.join(["python", "-m", "kvcompress", "bench", "throughput", *arguments]),
+        "settings": {
+            "model": given.model or f"shape {given.shape}",
+            "dtype": dtype,
+            **{name: getattr(given, name) for name in names},
+        },
+        "environment": environment(where),
+        "weight_bytes": sum(nbytes(weight) for weight in model.parameters()),
+    }
+    results = Results(given.out.with_suffix(".json"), content, given.resume, parts=("served",))
+    requests = workload(
+        model.config.get_text_config().vocab_size, given.requests, given.prompt, least, most, given.seed
+    )
+    contenders = [PEERS[name](model) for name in given.peers]
+    contenders += [InSlots(model, method, given.decode_budget) for method in methods]
+    few = [Asked(asked.prompt, 4) for asked in requests[:2]]
+    for contender in contenders:
+        if results.has("served", name=contender.name):
+            continue
+        print(contender.name, flush=True)
+        contender.serve(few, int(given.kv_gb * 2**30), given.clock, float("inf"))  # a warm-up
+        served = contender.serve(requests, int(given.kv_gb * 2**30), given.clock, 60 * given.minutes)
+        results.add("served", {"name": contender.name, **asdict(served)})
+        release()
+    text = markdown(results.content)
+    write_text(given.out.with_suffix(".md"), text)
+    print(text)
+
+
+def markdown(content: dict[str, Any]) -> str:
+    """The table, and what was measured."""
+    settings, rows = content["settings"], []
+    rate = {served["name"]: served["tokens"] / served["seconds"] for served in content["served"]}
+    for served in content["served"]:
+        name = served["name"]
+        rows.append(
+            [
+                name,
+                served["slots"] or "",
+                f"{rate[name]:.1f}",
+                *(f"{rate[name] / rate[peer.name]:.2f}" if peer.name in rate else "" for peer in PEERS.values()),
+                short(60 * served["answers"] / served["seconds"]),
+                f"{served['kv_bytes'] / 1e6:.0f}",
+            ]
+        )
+    header = ["", "slots", "tokens/s", "x padded", "x continuous", "answers/min", "peak KV, MB"]
+    least, most = settings["answers"]
+    return (
+        f"# Throughput at equal KV memory\n\n`{content['command']}`\n\n"
+        f"{settings['model']}, {settings['dtype']}: {settings['requests']} requests of {settings['prompt']} prompt "
+        f"tokens, answers of {least} to {most} (seed {settings['seed']}), {settings['kv_gb']:g} GiB for keys and "
+        f"values; methods other than full keep {settings['decode_budget']} entries per layer and KV head. "
+        "Tokens of answers under way when the time was over count; padded batches are finished.\n\n"
+        + table(header, rows)
+        + f"\nMade on {', '.join(f'{name} {value}' for name, value in content['environment'].items())}.\n"
+    )

@@ -1,0 +1,397 @@
+"""Requests in flight: each gets the tokens that it gets alone, whatever the others are."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
+
+import kvcompress
+from kvcompress import KVCompressError, Request
+from kvcompress.inflight.layer import SlotLayer
+from tests.support.examples import examples, paired, some
+from tests.support.families import FAMILIES, MORE_FAMILIES
+from tests.support.in_flight import check_in_flight
+from tests.support.strategies import METHODS, SOME_METHODS, cases
+
+NEW = (5, 9, 1, 7, 3)
+EVICTING = {"decode_budget": 12, "decode_interval": 3}
+
+
+def requests_of(family: str, lengths=(40, 23, 61, 35, 50)) -> tuple[torch.nn.Module, list[dict]]:
+    made = (FAMILIES | MORE_FAMILIES)[family]
+    model = made.build()
+    images = [i % 2 if made.is_vlm else 0 for i in range(len(lengths))]
+    return model, [made.inputs(model, [n], [k], seed=n) for n, k in zip(lengths, images, strict=True)]
+
+
+@given(data=st.data())
+@examples(12)
+def test_a_requests_logits_are_those_that_it_gets_alone(data):
+    case = data.draw(cases(data.draw(st.sampled_from(list(FAMILIES))), max_batch=4))
+    ties = {"knorm", "vnorm", "keydiff", "cur", "infinipot-v"}  # rounding may decide otherwise
+    method = "snapkv" if case.method in ties else case.method
+    options = dict(case.options) if method == case.method else {}
+    if data.draw(st.booleans()):
+        options |= {"decode_budget": data.draw(st.integers(1, 40)), "decode_interval": data.draw(st.integers(1, 6))}
+    images = case.images or [0] * len(case.lengths)
+    pairs = zip(case.lengths, images, strict=True)
+    requests = [case.family.inputs(case.model, [n], [k] if k else None, case.seed) for n, k in pairs]
+    new = [data.draw(st.integers(1, 9)) for _ in requests]
+    slots = data.draw(st.integers(1, 3))
+    check_in_flight(case.model, requests, new, method, slots, ratio=None if method == "full" else case.ratio, **options)
+
+
+@pytest.mark.parametrize(("method", "family"), some(paired(METHODS, list(FAMILIES)), SOME_METHODS))
+def test_every_method_evicts_in_flight_as_alone(method, family):
+    model, requests = requests_of(family)
+    ties = method in ("knorm", "vnorm", "keydiff", "cur", "infinipot-v")
+    check_in_flight(model, requests, NEW, method, 1 if ties else 2, ratio=0.3, **EVICTING)
+
+
+@pytest.mark.parametrize(
+    "method", some(sorted(kvcompress.list_methods().keys() - {*METHODS, "full"}), ["fastv", "dycoke"])
+)
+def test_token_methods_in_flight_are_as_alone(method):
+    model, requests = requests_of("qwen2-vl" if method != "visionzip" else "llava-1.5")
+    # Of images dycoke drops none; its second stage hides, by what a layer before attends to.
+    options = {"ratio": 1.0, "layer": 1} if method == "dycoke" else {"ratio": 0.5}
+    check_in_flight(model, requests[1::2], NEW[1::2], method, 2, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"first_token": "compressed"},
+        {"first_token": "compressed", **EVICTING},
+        {"prefill_chunk": 16},
+        {"scope": "context", "context_tokens": 20},
+        {"head_budget": "adaptive", **EVICTING},
+        {"head_budget": "adaptive", "cache_implementation": "static"},
+        {"cache_implementation": "static"},
+        {"layer_budget": "pyramid", **EVICTING},
+        {"merge": "pivot", **EVICTING},
+        {"decode_ratio": 0.2, "decode_interval": 2},
+    ],
+    ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
+)
+def test_every_option_of_the_engine_works_in_flight(options):
+    model, requests = requests_of("qwen2-vl")
+    check_in_flight(model, requests, NEW, "snapkv", 2, ratio=0.3, **options)
+
+
+@pytest.mark.parametrize("family", some([*FAMILIES, *MORE_FAMILIES], ["gemma3", "qwen3-vl", "qwen2.5-vl"]))
+def test_every_family_answers_in_flight_or_says_why_not(family):
+    refused = {"mllama": "cross-attention", "minicpm-v": "LinearAttentionLayer"}
+    model, requests = requests_of(family)
+    if family in refused:
+        with pytest.raises(KVCompressError, match=refused[family]):
+            check_in_flight(model, requests[:1], NEW[:1], "snapkv", 2, ratio=0.3)
+        return
+    check_in_flight(model, requests, NEW, "snapkv", 2, ratio=0.3)
+    check_in_flight(model, requests, NEW, "full", 3)
+
+
+def test_adaptive_heads_are_read_in_place_and_by_eager_attention():
+    model, requests = requests_of("qwen2")
+    model.set_attn_implementation("eager")
+    try:
+        check_in_flight(model, requests, NEW, "adakv", 2, ratio=0.3, **EVICTING)
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+def answers_of(model, requests, slots=2, method="snapkv", ratio=0.3, session_options=None, **options):
+    with kvcompress.compress(model, method, ratio, **(session_options or {})) as session:
+        return sorted(session.generate_many(requests, slots=slots, **options), key=lambda answer: answer.index)
+
+
+def alone(model, inputs, method="snapkv", ratio=0.3, **options) -> list[int]:
+    with kvcompress.compress(model, method, ratio):
+        return model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def test_an_answer_ends_with_its_end_token_and_its_slot_is_taken_at_once():
+    model, requests = requests_of("qwen2")
+    full = [alone(model, inputs, max_new_tokens=12, do_sample=False) for inputs in requests]
+    ends = full[0][3]
+    with kvcompress.compress(model, "snapkv", 0.3) as session:
+        run = session.generate_many(requests, slots=2, max_new_tokens=12, do_sample=False, eos_token_id=ends)
+        answers = {answer.index: answer.tokens.tolist() for answer in run}
+    for index, tokens in enumerate(full):
+        stop = tokens.index(ends) + 1 if ends in tokens else 12
+        assert answers[index] == tokens[:stop]
+    fed = sum(len(tokens) - 1 for tokens in answers.values())
+    assert fed / 2 <= run.steps < fed  # two at a time, as long as there are two
+
+
+def test_answers_come_as_soon_as_they_are_done_and_requests_are_asked_for_when_there_is_a_slot():
+    model, requests = requests_of("qwen2")
+    asked = []
+
+    def source():
+        for index, inputs in enumerate(requests):
+            asked.append(index)
+            yield Request(inputs, {"max_new_tokens": (30, 2, 3, 4, 5)[index]})
+
+    with kvcompress.compress(model, "snapkv", 0.3) as session:
+        run = session.generate_many(source(), slots=2, do_sample=False)
+        assert next(run).index == 1
+        assert asked == [0, 1]
+        assert [answer.index for answer in run] == [2, 3, 4, 0]
+    assert [answer.index for answer in answers_of(model, [], max_new_tokens=3)] == []
+
+
+def test_sampling_with_a_seed_draws_what_generate_draws_alone():
+    model, requests = requests_of("qwen2-vl")
+    how = {"do_sample": True, "temperature": 1.5, "top_k": 40, "max_new_tokens": 8}
+    expected = []
+    for seed, inputs in enumerate(requests):
+        torch.manual_seed(seed)
+        expected.append(alone(model, inputs, **how))
+    found = answers_of(model, [Request(inputs, seed=seed) for seed, inputs in enumerate(requests)], **how)
+    assert [answer.tokens.tolist() for answer in found] == expected
+    assert len({tuple(tokens) for tokens in expected}) == len(expected)
+
+
+def test_processors_and_stop_strings_are_transformers_own():
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    model, requests = requests_of("qwen2")
+    words = {**{f"w{i} ": i for i in range(127)}, "abcdef": 127}  # transformers looks how it joins words by that one
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0 ")))
+    free = alone(model, requests[0], max_new_tokens=10, do_sample=False)
+    how = {"do_sample": False, "max_new_tokens": 10, "repetition_penalty": 1.7, "no_repeat_ngram_size": 2}
+    expected = [alone(model, inputs, **how) for inputs in requests]
+    assert [answer.tokens.tolist() for answer in answers_of(model, requests, **how)] == expected
+    stop = {"stop_strings": [f"w{free[4]} "], "tokenizer": tokenizer, "max_new_tokens": 10, "do_sample": False}
+    expected = [alone(model, inputs, **stop) for inputs in requests]
+    assert len(expected[0]) == free.index(free[4]) + 1
+    found = answers_of(model, requests, **stop)
+    assert [(answer.error, answer.tokens.tolist()) for answer in found] == [(None, tokens) for tokens in expected]
+
+
+class Fails(LogitsProcessor):
+    """Raises at the n-th token."""
+
+    def __init__(self, at: int):
+        self.left = at
+
+    def __call__(self, input_ids, scores):
+        self.left -= 1
+        if not self.left:
+            raise ValueError("this request is bad")
+        return scores
+
+
+def test_a_bad_request_ends_with_its_own_error_and_disturbs_no_other():
+    model, requests = requests_of("qwen2")
+    expected = [alone(model, inputs, max_new_tokens=8, do_sample=False) for inputs in requests]
+    ids = requests[0]["input_ids"]
+    bad = [
+        {"input_ids": torch.cat([ids, ids]), "attention_mask": torch.ones(2, ids.shape[1])},
+        {"input_ids": ids, "attention_mask": torch.cat([torch.zeros(1, 3), torch.ones(1, ids.shape[1] - 3)], 1)},
+        {"input_ids": ids, "no_such_input": 1},
+        Request({"input_ids": ids}, {"num_beams": 2}),
+        Request({"input_ids": ids}, {"logits_processor": LogitsProcessorList([Fails(1)])}),
+        Request({"input_ids": ids}, {"logits_processor": LogitsProcessorList([Fails(3)])}),
+        {"input_ids": ids + 10**6},
+    ]
+    mixed = [each for pair in itertools.zip_longest(bad, requests) for each in pair if each is not None]
+    found = answers_of(model, mixed, max_new_tokens=8, do_sample=False)
+    right = [
+        answer.tokens.tolist() for answer, asked in zip(found, mixed, strict=True) if any(asked is r for r in requests)
+    ]
+    assert right == expected
+    errors = {id(bad[i]): i for i in range(len(bad))}
+    said = {errors[id(asked)]: str(a.error) for a, asked in zip(found, mixed, strict=True) if id(asked) in errors}
+    for index, words in enumerate(["batch of 2", "pads", "no_such_input", "num_beams=2"]):
+        assert words in said[index]
+    assert said[4] == said[5] == "this request is bad"
+    assert all(answer.error is None or not len(answer.tokens) for answer in found)
+
+
+def test_memory_is_bounded_by_slots_times_budget_and_room():
+    model, requests = requests_of("qwen2", lengths=[60, 33, 47, 58, 21, 40])
+    with kvcompress.compress(model, "r-kv", budget=16, decode_budget=16, decode_interval=4) as session:
+        run = session.generate_many(requests, slots=3, max_new_tokens=40, do_sample=False)
+        assert len(list(run)) == 6
+    config = model.config
+    entry = 2 * config.num_key_value_heads * config.head_dim * 4 if hasattr(config, "head_dim") else 2 * 2 * 16 * 4
+    entries = (16 + 4 + 1) * entry + 8 * 4 * 16 * 4 + (16 + 4) * 2 * 4  # with the latest queries and the columns
+    one_prompt = (16 + 4) * entry + 8 * 4 * 16 * 4 + 60 * 16
+    assert run.peak_kv_bytes <= config.num_hidden_layers * (3 * entries + one_prompt + 200)
+
+
+@pytest.mark.parametrize("method", ["snapkv", "adakv"])
+def test_kv_gb_says_how_many_slots_there_are_and_holds(method):
+    model, requests = requests_of("qwen2", lengths=[30, 31, 29, 30, 64, 28, 30])
+    limit = 120_000
+    with kvcompress.compress(model, method, 0.5) as session:
+        run = session.generate_many(requests, kv_gb=limit / 2**30, max_new_tokens=20, do_sample=False)
+        slots, most, answers = [], 0, []
+        for answer in run:
+            answers.append(answer)
+            slots.append(run.slots)
+            most = max(most, run._cache.nbytes)
+    assert [answer.error for answer in answers] == [None] * 7
+    assert most <= limit * 1.01  # starts and lengths of the slots are not counted
+    assert slots[0] > slots[-1] > 1  # the longer prompt needs larger ones
+    expected = [alone(model, inputs, method, 0.5, max_new_tokens=20, do_sample=False) for inputs in requests]
+    assert {answer.index: answer.tokens.tolist() for answer in answers} == dict(enumerate(expected))
+
+
+def test_a_request_that_kv_gb_cannot_hold_says_so_and_the_others_are_answered():
+    model, requests = requests_of("qwen2", lengths=[20, 120, 22])
+    found = answers_of(model, requests, None, "full", None, kv_gb=40_000 / 2**30, max_new_tokens=4, do_sample=False)
+    assert [answer.error is None for answer in found] == [True, False, True]
+    assert "more than kv_gb=" in str(found[1].error)
+
+
+@pytest.mark.parametrize("where", ["prefill", "step", "eviction"])
+def test_where_memory_does_not_suffice_the_slots_are_halved_and_no_token_changes(monkeypatch, where):
+    model, requests = requests_of("qwen2", lengths=[40, 23, 61, 35, 50, 30])
+    evicting = {"method": "snapkv", "ratio": 0.3, **EVICTING}
+    expected = []
+    for inputs in requests:
+        with kvcompress.compress(model, **evicting):
+            out = model.generate(**inputs, max_new_tokens=10, do_sample=False)
+        expected.append(out[0, inputs["input_ids"].shape[1] :].tolist())
+    left = [7]
+
+    def failing(original):
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if left[0] == 0:
+                raise torch.OutOfMemoryError("no more")
+            return original(*args, **kwargs)
+
+        return call
+
+    target = {"prefill": "fill", "step": "update", "eviction": "_evict"}[where]
+    if where == "prefill":
+        left[0] = 3
+        monkeypatch.setattr("kvcompress.inflight.loop.prefill", failing(kvcompress.inflight.loop.prefill))
+    else:
+        monkeypatch.setattr(SlotLayer, target, failing(getattr(SlotLayer, target)))
+    with kvcompress.compress(model, **evicting) as session:
+        run = session.generate_many(requests, slots=4, max_new_tokens=10, do_sample=False)
+        found = {answer.index: answer for answer in run}
+    assert left[0] <= 0
+    assert run.slots == {"prefill": 2, "step": 2, "eviction": 2}[where]
+    assert [found[i].tokens.tolist() for i in range(6)] == expected
+    left[0] = 3
+    with kvcompress.compress(model, **evicting) as session, pytest.raises(torch.OutOfMemoryError):
+        list(session.generate_many(requests, slots=4, max_new_tokens=10, do_sample=False, on_oom="raise"))
+
+
+def test_a_request_alone_that_memory_does_not_hold_ends_with_that_error(monkeypatch):
+    model, requests = requests_of("qwen2")
+    original = kvcompress.inflight.loop.prefill
+
+    def prefill(model, request, *args):
+        if request.inputs["input_ids"].shape[1] > 55:
+            raise torch.OutOfMemoryError("no more")
+        return original(model, request, *args)
+
+    monkeypatch.setattr("kvcompress.inflight.loop.prefill", prefill)
+    found = answers_of(model, requests, slots=4, max_new_tokens=6, do_sample=False)
+    assert [type(answer.error) for answer in found] == [
+        type(None),
+        type(None),
+        torch.OutOfMemoryError,
+        type(None),
+        type(None),
+    ]
+    assert [len(answer.tokens) for answer in found] == [6, 6, 0, 6, 6]
+
+
+@pytest.mark.parametrize("evicting", [{}, {"decode_budget": 12, "decode_interval": 3}], ids=["keeping", "evicting"])
+def test_a_step_is_one_graph_and_filling_or_freeing_a_slot_compiles_nothing(evicting):
+    model, requests = requests_of("qwen2", lengths=[40, 23, 61, 35, 50])
+    how = {"slots": 2, "max_new_tokens": 8, "do_sample": False}
+    expected = answers_of(model, requests, session_options={"budget": 12, **evicting}, ratio=None, **how)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config = CompileConfig(fullgraph=True, dynamic=False, backend="eager", mode="default")  # transformers' own path
+    config._compile_all_devices = True
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = answers_of(
+            model,
+            requests,
+            session_options={"budget": 12, **evicting},
+            ratio=None,
+            static=True,
+            compile_config=config,
+            **how,
+        )
+    del model._compiled_call
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert [answer.tokens.tolist() for answer in found] == [answer.tokens.tolist() for answer in expected]
+
+
+def test_what_an_answer_says_of_its_cost_is_its_own():
+    model, requests = requests_of("qwen2-vl")
+    held = {}
+    with kvcompress.compress(model, "snapkv", 0.3) as session:
+        run = session.generate_many(
+            requests,
+            slots=2,
+            max_new_tokens=4,
+            do_sample=False,
+            after_prompt=lambda index, cache: held.update({index: cache.kept_indices(0)}),
+        )
+        answers = sorted(run, key=lambda answer: answer.index)
+    for answer, inputs in zip(answers, requests, strict=True):
+        length = inputs["input_ids"].shape[1]
+        assert answer.tokens_in == length
+        assert answer.realised_ratios == pytest.approx([0.3] * 3, abs=1 / length)
+        kept = len(held[answer.index][0][0])
+        assert kept == int(0.3 * length + 0.5)
+        assert answer.kv_bytes_prompt == 3 * kept * 2 * (2 * 16 * 4 + 4)  # layers, heads, keys and values, index
+        assert min(answer.ttft_s, answer.tpot_s) > 0
+    assert answers[0].waited_s < 0.01 < answers[-1].waited_s
+    assert run.tokens == 4 * 5
+    assert run.peak_kv_bytes > 0
+
+
+def test_a_wrong_argument_is_one_line_before_anything_runs():
+    model, requests = requests_of("qwen2")
+    with kvcompress.compress(model, "snapkv", 0.3) as session:
+        for wrong, said in [
+            ({}, "give slots="),
+            ({"slots": 0}, "slots=0"),
+            ({"slots": True}, "slots=True"),
+            ({"kv_gb": 0.0}, "kv_gb=0.0"),
+            ({"slots": 2, "on_oom": "wait"}, "on_oom='wait'"),
+        ]:
+            with pytest.raises(KVCompressError, match=said):
+                session.generate_many(requests, **wrong)
+    offloaded = kvcompress.compress(model, "snapkv", 0.3, cache_implementation="offloaded")
+    with offloaded as session, pytest.raises(KVCompressError, match="'offloaded'; dynamic and static do"):
+        session.generate_many(requests, slots=2)
+    with kvcompress.attach(model) as session, pytest.raises(KVCompressError, match="need compress"):
+        session.generate_many(requests, slots=2)
+
+
+def test_a_session_that_was_left_answers_no_more():
+    model, requests = requests_of("qwen2")
+    with kvcompress.compress(model, "snapkv", 0.3) as session:
+        run = session.generate_many(requests, slots=2, max_new_tokens=4, do_sample=False)
+        next(run)
+    with pytest.raises(KVCompressError, match="was left while requests were in flight"):
+        list(run)
+
+
+def test_the_sessions_cache_stays_that_of_the_latest_prompt_and_generate_goes_on_working():
+    model, requests = requests_of("qwen2")
+    expected = alone(model, requests[0], max_new_tokens=5, do_sample=False)
+    with kvcompress.compress(model, "snapkv", 0.3) as session:
+        list(session.generate_many(requests, slots=2, max_new_tokens=4, do_sample=False))
+        again = model.generate(**requests[0], max_new_tokens=5, do_sample=False)
+        assert again[0, requests[0]["input_ids"].shape[1] :].tolist() == expected
+        assert isinstance(session.cache, kvcompress.CompressedCache)

@@ -1,0 +1,206 @@
+"""slots=: requests in flight have the answers that they get one by one, and rows of their own."""
+
+import time
+
+import pytest
+import torch
+
+from lmms_eval_plugins.model import in_flight
+from lmms_eval_plugins.model import lm as lm_module
+from lmms_eval_plugins.model.answer_store import AnswerStore
+from lmms_eval_plugins.model.batch_size import MOST_SLOTS
+from tests.support.checkpoints import image, load_lm, requests, write_video
+
+CELL = {"method": "snapkv", "ratio": 0.5, "window_size": 4}
+DOCS = [{"text": "what word is on the red sign?" * (n % 3), "images": [image(n)] * (n % 2)} for n in range(5)]
+DOCS[0]["text"] = "hello"
+
+
+def texts(results) -> list[str]:
+    return [result.text for result in results]
+
+
+def asked(lm, docs=DOCS, **kwargs):
+    """Requests that end after different numbers of tokens."""
+    made = requests(lm, docs, **kwargs)
+    for number, request in enumerate(made):
+        request.args[2].setdefault("max_new_tokens", 1 + 3 * number % 8)
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    """Answers and rows, one by one."""
+    lm = load_lm(checkpoint("qwen2-vl"), **CELL)
+    return lm.generate_until(asked(lm)), lm.gather_rows()
+
+
+@pytest.mark.parametrize(("slots", "ahead"), [(1, 0), (3, 2), (16, 2), ("auto", 0)])
+def test_answers_and_what_was_kept_are_those_of_one_by_one(checkpoint, alone, slots, ahead):
+    lm = load_lm(checkpoint("qwen2-vl"), slots=slots, look_ahead=ahead, **CELL)
+    expected, rows = alone
+    assert lm.generate_until(asked(lm)) == expected
+    same = ("doc_id", "tokens_in", "tokens_out", "vision_tokens", "kv_held_bytes", "answer", "batch_size", "split")
+    for row, other in zip(lm.gather_rows(), rows, strict=True):
+        assert [row[name] for name in same] == [other[name] for name in same]
+        assert row["realised_ratio"] == pytest.approx(other["realised_ratio"])
+        assert row.keys() == other.keys()
+
+
+def test_rows_say_how_long_each_waited_and_what_all_slots_held(checkpoint):
+    lm = load_lm(checkpoint("qwen2-vl"), slots=2, look_ahead=0, **CELL)
+    start = time.perf_counter()
+    lm.generate_until(asked(lm))
+    wall, rows = time.perf_counter() - start, lm.gather_rows()
+    waited = [row["waited_s"] for row in rows]
+    assert min(waited) < 0.1 * max(waited)
+    assert all(row["ttft_s"] > 0 and row["share_s"] >= 0 for row in rows)
+    assert [row["tpot_s"] is None for row in rows] == [row["tokens_out"] == 1 for row in rows]
+    assert {row["slots"] for row in rows if row["tokens_out"] > 1} == {2}
+    long = max(rows, key=lambda row: row["peak_kv_bytes"])
+    assert long["peak_kv_bytes"] >= 2 * min(row["kv_bytes_end"] for row in rows if row["tokens_out"] > 1)
+    assert max(waited) < wall
+    assert 0.5 * max(waited) < sum(row["share_s"] for row in rows) < wall  # preparing is no part of it
+
+
+@pytest.mark.parametrize("family", ["llava-onevision", "qwen3-vl", "internvl"])
+def test_images_and_videos_of_other_families(checkpoint, tmp_path, family):
+    video = write_video(tmp_path / "a.mp4")
+    docs = [*DOCS[:3], {"text": "which of the two?", "images": [image(1), image(2, 64, 64)]}]
+    docs += [{"text": "in either clip?", "videos": [video, video]}]
+    one, many = (load_lm(checkpoint(family), max_new_tokens=4, **CELL, **size) for size in ({}, {"slots": 3}))
+    assert many.generate_until(requests(many, docs)) == one.generate_until(requests(one, docs))
+
+
+@pytest.mark.parametrize("cell", [{}, CELL, {"method": "adakv", "budget": 20}, {**CELL, "decode_budget": 16}])
+@pytest.mark.parametrize("gigabytes", [0, 1])
+def test_cells_share_tower_and_prefill_and_answers_do_not_depend_on_it(checkpoint, cell, gigabytes):
+    lm = load_lm(checkpoint("qwen2-vl"), slots=2, prompt_cache_gb=gigabytes)
+    fresh = load_lm(checkpoint("qwen2-vl"))
+    for each in (lm, fresh):
+        each.set_cell(**cell)
+    first, second = [], []
+    for found in (first, second):
+        lm.set_cell(**cell)
+        lm.reset_rows()
+        found += lm.generate_until(asked(lm))
+    assert first == second == fresh.generate_until(asked(fresh))
+    rows = lm.gather_rows()
+    assert [row["vision_is_known"] for row in rows] == [bool(doc["images"]) for doc in DOCS]
+    assert {row["prompt_is_known"] for row in rows} == {gigabytes == 1}
+    assert {row["peak_memory_bytes"] is None for row in rows} == {gigabytes == 1}
+
+
+def test_stop_strings_special_tokens_and_padding_are_as_ever(checkpoint):
+    one, many = load_lm(checkpoint("llama")), load_lm(checkpoint("llama"), slots=2)
+    docs = [{"text": "hello"}, {"text": "you"}, {"text": "and you"}]
+    (whole, *_) = texts(one.generate_until(requests(one, docs, max_new_tokens=20)))
+    one.reset_rows()
+    wanted = {"until": [whole[4:6]], "max_new_tokens": 20, "skip_special_tokens": False, "padding": 1}
+    assert many.generate_until(requests(many, docs, **wanted)) == one.generate_until(requests(one, docs, **wanted))
+    assert [row["doc_id"] for row in many.gather_rows()] == [0, 1]
+    assert many.gather_rows()[0]["answer"] == whole.split(whole[4:6])[0]
+
+
+def test_a_seed_draws_what_it_draws_alone_and_each_repetition_has_the_next(checkpoint):
+    sampled = {"do_sample": True, "temperature": 1.0, "max_new_tokens": 12, "seed": 7}
+    found = []
+    for slots in (None, 1, 3):
+        lm = load_lm(checkpoint("llama"), slots=slots)
+        found.append(texts(lm.generate_until(requests(lm, [{"text": "a question"}, {"text": "hm"}], **sampled) * 2)))
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] != found[0][2]
+
+
+def test_answers_of_an_earlier_run_are_taken_again(checkpoint, tmp_path, monkeypatch):
+    lm = load_lm(checkpoint("qwen2-vl"), slots=2, **CELL)
+    given, original = [], in_flight.Flight._begin
+    monkeypatch.setattr(in_flight.Flight, "_begin", lambda *args: given.append(args) or original(*args))
+    lm.answer_store = AnswerStore(tmp_path, {"cell": 1})
+    expected = lm.generate_until(asked(lm, DOCS[:3]))
+    first, given[:] = lm.gather_rows(), []
+    lm.reset_rows()
+    assert lm.generate_until(asked(lm, DOCS[:3])) == expected
+    assert (lm.gather_rows(), given) == (first, [])
+    lm.reset_rows()
+    assert lm.generate_until(asked(lm))[:3] == expected  # some from the store, others in flight
+    assert len(given) == 2
+    assert [row["doc_id"] for row in lm.gather_rows()] == [0, 1, 2, 3, 4]
+
+
+def test_overlays_are_those_of_one_by_one(checkpoint):
+    found = []
+    for slots in (None, 2):
+        lm = load_lm(checkpoint("qwen2-vl"), slots=slots, **CELL)
+        lm.overlays = 2
+        lm.generate_until(asked(lm))
+        found.append([row.get("survivors") for row in lm.gather_rows()])
+    assert found[0] == found[1]
+    assert [each is not None for each in found[0]] == [True, True, False, False, False]
+
+
+def test_an_error_ends_the_run_and_leaves_the_model_usable(checkpoint, monkeypatch):
+    lm = load_lm(checkpoint("llama"), slots=2)
+    docs = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
+    expected = lm.generate_until(requests(lm, docs))
+    with monkeypatch.context() as patch:
+        patch.setattr(lm.model, "generate", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            lm.generate_until(requests(lm, docs))
+    with monkeypatch.context() as patch:
+        patch.setattr(lm, "_results", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            lm.generate_until(requests(lm, docs))
+    assert lm.generate_until(requests(lm, docs)) == expected
+
+
+@pytest.mark.parametrize(("on_oom", "halved"), [("raise", False), ("halve_batch", True)])
+def test_where_memory_does_not_suffice_slots_are_halved_or_the_run_ends(checkpoint, monkeypatch, on_oom, halved):
+    lm = load_lm(checkpoint("llama"), slots=4, on_oom=on_oom, method="snapkv", ratio=0.5)
+    docs = [{"text": f"question {n}"} for n in range(5)]
+    expected = lm.generate_until(requests(lm, docs))
+    lm.reset_rows()
+    forward = lm.model.forward
+
+    def limited(*args, input_ids, **kwargs):
+        if len(input_ids) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*args, input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(lm.model, "forward", limited)
+    if not halved:
+        with pytest.raises(torch.OutOfMemoryError):
+            lm.generate_until(requests(lm, docs))
+        return
+    assert lm.generate_until(requests(lm, docs)) == expected
+    assert {row["on_oom"] for row in lm.rows} == {"halve_batch"}
+    assert {row["slots"] for row in lm.rows} == {2}
+
+
+def test_auto_takes_what_is_left_beside_one_request(checkpoint, monkeypatch):
+    lm = load_lm(checkpoint("qwen2-vl"), slots="auto", look_ahead=0, **CELL)
+    made = asked(lm)
+    monkeypatch.setattr(lm.answering, "try_batch", lambda batch, kwargs: 1000)
+    for room, slots, kv_bytes in ((2**40, len(DOCS), 2**40 - 1000), (1000, 1, None), (999, 1, None)):
+        monkeypatch.setattr(lm_module, "room_for_a_batch", lambda device, room=room: room)
+        limits = lm._limits(made)
+        assert (limits.slots, limits.on_oom) == (slots, "halve")
+        assert limits.kv_gb == (None if kv_bytes is None else kv_bytes / 2**30)
+    monkeypatch.setattr(lm_module, "room_for_a_batch", lambda device: 2**40)
+    assert lm._limits(made * MOST_SLOTS).slots == MOST_SLOTS
+    lm.generate_until(made)
+    slot = max(row["kv_bytes_end"] for row in lm.rows)
+    lm.reset_rows()
+    monkeypatch.setattr(lm_module, "room_for_a_batch", lambda device: 1000 + int(2.5 * slot))
+    lm.generate_until(made)
+    assert max(row["slots"] for row in lm.rows) == 2
+
+
+def test_what_does_not_go_with_slots_is_refused_in_one_line(checkpoint):
+    lm = load_lm(checkpoint("llama"), slots=2)
+    with pytest.raises(Exception, match="slots=2 does not go with num_beams=3: it has to be 1"):
+        lm.generate_until(requests(lm, [{"text": "hello"}], num_beams=3))
+    with pytest.raises(Exception, match="slots=2 does not go with cache_implementation='quantized'"):
+        lm.set_cell("snapkv", 0.5, cache_implementation="quantized")
+    with pytest.raises(Exception, match="slots=2 goes with tasks of a single round"):
+        lm.generate_until_multi_round(requests(lm, [{"text": "hello"}]))
