@@ -1,12 +1,13 @@
 """`python -m kvcompress bench throughput`: many requests whose answers differ in length, at equal KV memory.
 
-Who serves them: `generate` of transformers in padded batches and its continuous batching, both with the full cache, and
-requests in flight (`Session.generate_many`) with any method.
+Who serves them: `generate` of transformers in padded batches and its continuous batching, both with the full cache;
+the latter with a method inside it (`kvcompress.paged`); requests in flight (`Session.generate_many`) with any method.
 """
 
 import argparse
 import random
 import shlex
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ import torch
 from pydantic import NonNegativeInt, PositiveInt
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
+from .. import paged
 from ..errors import KVCompressError, loading
 from ..files import check_output, write_text
 from ..hooks.session import compress
@@ -100,13 +102,19 @@ class Padded:
 
 
 class Continuous:
-    """transformers' continuous batching: pages of the full cache, and a scheduler of its own."""
+    """transformers' continuous batching: pages, and a scheduler of its own. The cache is the full one or, with a
+    method, compressed in its pages to `decode_budget` entries, prompts included."""
 
     name = "transformers continuous batching"
     PAGE = 16  # tokens
 
-    def __init__(self, model: PreTrainedModel):
-        self.model = model
+    def __init__(self, model: PreTrainedModel, method: MethodSpec | None = None, decode_budget: int | None = None):
+        self.model, self._inside = model, nullcontext()
+        if method is not None:
+            self.name = f"{replace(method, ratio=None)}, in transformers continuous batching"
+            self._inside = paged.compress(
+                model, method.name, budget=decode_budget, decode_budget=decode_budget, **method.options
+            )
 
     def serve(self, requests: list[Asked], kv_bytes: int, clock: str, seconds: float) -> Served:
         from transformers import ContinuousBatchingConfig
@@ -119,9 +127,12 @@ class Continuous:
         wanted = GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0)
         so_far, done = {}, 0
         start = CLOCKS[clock]()
-        with self.model.continuous_batching_context_manager(
-            generation_config=wanted, continuous_batching_config=config, block=False
-        ) as manager:
+        with (
+            self._inside,
+            self.model.continuous_batching_context_manager(
+                generation_config=wanted, continuous_batching_config=config, block=False
+            ) as manager,
+        ):
             for asked in requests:
                 manager.add_request(asked.prompt, max_new_tokens=asked.new, streaming=True)
             while done < len(requests) and CLOCKS[clock]() - start < seconds:
@@ -130,6 +141,8 @@ class Continuous:
                     if not manager.is_running():
                         raise KVCompressError("transformers' continuous batching ended by itself; see its log above")
                     continue
+                if result.error is not None:
+                    raise KVCompressError(f"transformers' continuous batching: {result.error}")
                 so_far[result.request_id] = len(result.generated_tokens)
                 done += result.is_finished()
             passed = CLOCKS[clock]() - start
@@ -193,7 +206,7 @@ def parser() -> argparse.ArgumentParser:
     )
     this.add_argument(
         "--methods",
-        nargs="+",
+        nargs="*",
         type=label,
         metavar="NAME[:OPTION=VALUE...]",
         default=["full", "r-kv", "snapkv", "adakv", "streamingllm"],
@@ -202,6 +215,14 @@ def parser() -> argparse.ArgumentParser:
         "--decode-budget", type=flag(PositiveInt), default=128, help="entries per layer and KV head, of every method"
     )
     this.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    this.add_argument(
+        "--paged",
+        nargs="*",
+        type=label,
+        metavar="NAME[:OPTION=VALUE...]",
+        default=[],
+        help="methods inside transformers' continuous batching",
+    )
     this.add_argument("--requests", type=flag(PositiveInt), default=96)
     this.add_argument("--prompt", type=flag(PositiveInt), default=512, help="tokens of each prompt")
     this.add_argument(
@@ -235,6 +256,7 @@ def main(arguments: list[str]) -> None:
     if least > most:
         raise KVCompressError(f"--answers {least} {most}: the least is more than the most")
     methods = [MethodSpec.parse(name, None if name.split(":")[0] == "full" else 1.0) for name in given.methods]
+    in_pages = [MethodSpec.parse(name, 1.0) for name in given.paged]
     check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
     where = torch.device(given.device)
     dtype = given.dtype or ("bfloat16" if where.type == "cuda" else "float32")
@@ -258,6 +280,7 @@ def main(arguments: list[str]) -> None:
         model.config.get_text_config().vocab_size, given.requests, given.prompt, least, most, given.seed
     )
     contenders = [PEERS[name](model) for name in given.peers]
+    contenders += [Continuous(model, method, given.decode_budget) for method in in_pages]
     contenders += [InSlots(model, method, given.decode_budget) for method in methods]
     few = [Asked(asked.prompt, 4) for asked in requests[:2]]
     for contender in contenders:

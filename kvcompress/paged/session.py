@@ -158,7 +158,7 @@ class PagedSession:
         del self.model.init_continuous_batching
         for manager in self._managers:
             if manager.is_running():
-                manager.stop(block=True)
+                manager.stop(block=True, hard_stop=True)
         self.model.destroy_cached_continuous_batching_manager()
         for hook in self._hooks:
             hook.remove()

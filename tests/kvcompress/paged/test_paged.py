@@ -267,11 +267,11 @@ def wait_until(holds, seconds: float = 10.0) -> None:
 
 def test_leaving_restores_the_model_and_stops_its_managers():
     model = FAMILIES["qwen2"].build(2)
-    with paged.compress(model, "tova", 0.5, decode_budget=8):
+    with paged.compress(model, "tova", 0.5, decode_budget=8) as session:
         manager = model.init_continuous_batching(GREEDY, pages_config(4, 20))
         manager.start()
-        manager.add_request(prompts_of(8)[0])
-        wait_until(lambda: manager.batch_processor is not None)
+        manager.add_request(prompts_of(8)[0], max_new_tokens=100_000)
+        wait_until(lambda: session.pages_in_use > 0)
     assert not manager.is_running()
     assert "init_continuous_batching" not in vars(model)
     assert model.config._attn_implementation == "sdpa"
