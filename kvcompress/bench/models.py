@@ -30,6 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llava-onevision-7b-lm": _qwen2(3584, 18944, 28, 28, 4, 152128, False),
     "qwen2-0.5b": _qwen2(896, 4864, 24, 14, 2, 151936, True),
     "qwen2-7b": _qwen2(3584, 18944, 28, 28, 4, 152064, False),
+    "llama-3-8b": {**_qwen2(4096, 14336, 32, 32, 8, 128256, False), "model_type": "llama"},
     "smollm2-135m": {
         **_qwen2(576, 1536, 30, 9, 3, 49152, True),
         "model_type": "llama",

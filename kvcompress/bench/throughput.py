@@ -152,8 +152,9 @@ class Continuous:
 class InSlots:
     """Requests in flight, with a method; one that is no `full` has `decode_budget` entries, prompts included."""
 
-    def __init__(self, model: PreTrainedModel, method: MethodSpec, decode_budget: int):
+    def __init__(self, model: PreTrainedModel, method: MethodSpec, decode_budget: int, is_static: bool):
         self.model, self.method, self.name = model, method, str(replace(method, ratio=None))
+        self.is_static = is_static
         self.budget = None if method.name == "full" else decode_budget
 
     def serve(self, requests: list[Asked], kv_bytes: int, clock: str, seconds: float) -> Served:
@@ -162,12 +163,15 @@ class InSlots:
         )
         options = {} if self.budget is None else {"decode_budget": self.budget}
         with compress(self.model, self.method.name, budget=self.budget, **options, **self.method.options) as session:
-            run = session.generate_many(prompts, slots=len(requests), kv_gb=kv_bytes / 2**30, do_sample=False)
+            run = session.generate_many(
+                prompts, len(requests), kv_gb=kv_bytes / 2**30, static=self.is_static, do_sample=False
+            )
             answers, start = 0, CLOCKS[clock]()
-            for answer in run:
-                if answer.error is not None:
-                    raise answer.error
-                answers += 1
+            for done in run.by_step():
+                for answer in done:
+                    if answer.error is not None:
+                        raise answer.error
+                answers += len(done)
                 if CLOCKS[clock]() - start > seconds:
                     break
             passed = CLOCKS[clock]() - start
@@ -192,6 +196,11 @@ def workload(vocabulary: int, count: int, prompt: int, least: int, most: int, se
         Asked([draws.randrange(vocabulary // 2) for _ in range(prompt)], draws.randint(least, most))
         for _ in range(count)
     ]
+
+
+def gigabytes(text: str) -> float | None:
+    """None for `auto`."""
+    return None if text == "auto" else flag(PositiveNumber)(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -234,7 +243,12 @@ def parser() -> argparse.ArgumentParser:
         help="tokens of an answer",
     )
     this.add_argument("--seed", type=flag(NonNegativeInt), default=0)
-    this.add_argument("--kv-gb", type=flag(PositiveNumber), default=0.345, help="GiB for keys and values")
+    this.add_argument(
+        "--kv-gb", type=gigabytes, default=0.345, help="GiB for keys and values; on CUDA auto: 0.8 of what is free"
+    )
+    this.add_argument(
+        "--static", action="store_true", help="requests in flight in steps of one shape, compiled on CUDA"
+    )
     this.add_argument(
         "--minutes", type=flag(PositiveNumber), default=float("inf"), help="each contender stops after these"
     )
@@ -260,11 +274,16 @@ def main(arguments: list[str]) -> None:
     check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
     where = torch.device(given.device)
     dtype = given.dtype or ("bfloat16" if where.type == "cuda" else "float32")
+    if given.kv_gb is None and where.type != "cuda":
+        raise KVCompressError("--kv-gb auto asks a CUDA device what is free; on a CPU give a number")
     torch.set_num_threads(given.threads)
     with loading(given.model or given.shape):
         model = load(origin, dtype, where)
+    if given.kv_gb is None:
+        given.kv_gb = 0.8 * torch.cuda.mem_get_info(where)[0] / 2**30
     model.generation_config.eos_token_id = None  # every answer is as long as it is asked for
-    names = ("decode_budget", "requests", "prompt", "answers", "seed", "kv_gb", "minutes", "clock", "device", "threads")
+    names = ("decode_budget", "requests", "prompt", "answers", "seed", "kv_gb", "static", "minutes")
+    names += ("clock", "device", "threads")
     content = {
         "command": shlex.join(["python", "-m", "kvcompress", "bench", "throughput", *arguments]),
         "settings": {
@@ -281,7 +300,7 @@ def main(arguments: list[str]) -> None:
     )
     contenders = [PEERS[name](model) for name in given.peers]
     contenders += [Continuous(model, method, given.decode_budget) for method in in_pages]
-    contenders += [InSlots(model, method, given.decode_budget) for method in methods]
+    contenders += [InSlots(model, method, given.decode_budget, given.static) for method in methods]
     few = [Asked(asked.prompt, 4) for asked in requests[:2]]
     for contender in contenders:
         if results.has("served", name=contender.name):

@@ -133,7 +133,21 @@ class InFlight:
         return self
 
     def __next__(self) -> Answer:
-        return next(self._answers)
+        while (answer := next(self._answers)) is None:
+            pass
+        return answer
+
+    def by_step(self) -> Iterator[list[Answer]]:
+        """After each decode step the answers that were done since the one before."""
+        done = []
+        for answer in self._answers:
+            if answer is not None:
+                done.append(answer)
+                continue
+            yield done
+            done = []
+        if done:
+            yield done
 
     @property
     def slots(self) -> int:
@@ -146,7 +160,8 @@ class InFlight:
 
     # -- the loop
 
-    def _generate(self) -> Iterator[Answer]:
+    def _generate(self) -> Iterator[Answer | None]:
+        """The answers, and None after each step."""
         self._began = time.perf_counter()
         while True:
             if not self._writer.is_connected():
@@ -164,6 +179,7 @@ class InFlight:
             elif not self._running:
                 return
             yield from self._step()
+            yield None
 
     def _start(self, index: int, request: Request | Mapping[str, torch.Tensor]) -> Iterator[Answer]:
         """Prefill a request and choose its first token. Yields an answer where that is all of it."""
