@@ -77,7 +77,7 @@ def score_scale(frame: pd.DataFrame) -> int:
 
 TABLE_COLUMNS = [
     "method", "ratio kept", "{metric}", "TTFT", "per token", "KV cache", "room", "answers/s", "tokens/correct",
-    "realised ratio", "questions",
+    "realised", "questions",
 ]  # fmt: skip
 
 
@@ -197,29 +197,47 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
 
 def plot_throughput(frame: pd.DataFrame, title: str, path: Path) -> None:
     """Score against answers per second; points named by method and ratio (or budget), their front in grey."""
-    frame, scale = frame[frame["score"].notna() & frame["answers_per_s"].notna()], score_scale(frame)
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    frame = frame[frame["score"].notna() & frame["answers_per_s"].notna()]
+    frame = frame.assign(shown=score_scale(frame) * frame["score"].astype(float))
+    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
     markers = iter("os^Dv<>pXP*hd" * 8)
     for series, points in frame.groupby("series", sort=False):
         is_full = points["method"].iloc[0] == "full"
         style = {"marker": "*", "s": 130, "color": "black"} if is_full else {"marker": next(markers), "s": 36}
-        axes.scatter(points["answers_per_s"], scale * points["score"], label=plain(series), zorder=3, **style)
-    for row in frame.itertuples():
-        name = row.method if row.method == "full" else f"{row.method} {exact(row.size)}"
-        place = {"textcoords": "offset points", "xytext": (6, 4), "fontsize": 7}
-        axes.annotate(plain(name), (row.answers_per_s, scale * row.score), **place)
+        axes.scatter(points["answers_per_s"], points["shown"], label=plain(series), zorder=3, **style)
     front = frame[on_front(frame["answers_per_s"], frame["score"])].sort_values("answers_per_s")
-    axes.plot(front["answers_per_s"], scale * front["score"], color="grey", linewidth=1.4, zorder=1, label="front")
+    axes.plot(front["answers_per_s"], front["shown"], color="grey", linewidth=1.4, zorder=1, label="front")
     axes.set_xlabel("answers per second")
-    axes.set_ylabel(plain(frame["metric"].iloc[0]) + (" (%)" if scale == 100 else ""))
-    axes.set_xlim(left=0, right=1.15 * frame["answers_per_s"].max())
-    axes.set_ylim(bottom=0)
+    axes.set_ylabel(plain(frame["metric"].iloc[0]) + (" (%)" if score_scale(frame) == 100 else ""))
+    axes.set_xlim(0.8 * frame["answers_per_s"].min(), 1.2 * frame["answers_per_s"].max())
+    axes.set_ylim(bottom=min(0, frame["shown"].min()) - 0.04 * frame["shown"].max())
     axes.set_title(plain(title), fontsize=11)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=9)
+    figure.legend(loc="outside lower center", fontsize=8, ncols=2)
+    figure.draw_without_rendering()  # lays it out, so that it is known where the points are
+    _name_points(axes, frame)
     with replacing(path) as draft:
         figure.savefig(draft, dpi=150, format="png")
     plt.close(figure)
+
+
+def _name_points(axes: plt.Axes, frame: pd.DataFrame) -> None:
+    """Write the cells' names beside their points, each below what stands there already."""
+    size, taken = 7, []
+    for row in frame.sort_values("shown", ascending=False).itertuples():
+        name = row.method if row.method == "full" else f"{row.method} {exact(row.size)}"
+        x, y = axes.transData.transform((row.answers_per_s, row.shown)) * 72 / axes.figure.dpi  # in points, as the text
+        width, below = 0.6 * size * len(name), 0.0
+        while any(abs(y - below - up) < 1.1 * size and x < right and left < x + width for left, right, up in taken):
+            below += 1
+        taken.append((x, x + width, y - below))
+        axes.annotate(
+            plain(name),
+            (row.answers_per_s, row.shown),
+            textcoords="offset points",
+            xytext=(8, -below - size / 3),
+            fontsize=size,
+        )
 
 
 def report(

@@ -6,6 +6,7 @@ import pytest
 
 from kvcompress import KVCompressError
 from lmms_eval_plugins.cells.command_line import parse
+from lmms_eval_plugins.cells.data import check_generation
 from lmms_eval_plugins.cells.identity import fingerprint
 from lmms_eval_plugins.cells.plan import Plan
 
@@ -111,3 +112,33 @@ def test_a_long_system_prompt_is_text_and_its_folder_has_a_name(tmp_path):
     assert folders[0] != folders[1]
     for folder in folders:
         folder.mkdir(parents=True)
+
+
+def test_slots_are_a_setting_of_the_cell_and_take_the_place_of_the_demos_batches():
+    (cell,) = cells(*FOUR, "slots=4")
+    assert cell.settings == {"slots": 4}
+    assert {cell.settings.get("batch_size") for cell in cells("slots=auto")} == {None}
+    assert {cell.settings["batch_size"] for cell in cells()} == {4}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--gen_kwargs", "num_beams=2"], "slots=4 does not go with num_beams=2: it has to be 1"),
+        (["cache_implementation=quantized"], "slots=4 does not go with cache_implementation='quantized'"),
+        (["batch_size=4"], "slots=4 does not go with batch_size=4"),
+        (["--batch_size", "4"], "slots=4 does not go with batch_size=4"),
+    ],
+)
+def test_what_does_not_go_with_slots_is_refused_before_anything_is_loaded(argv, message):
+    with pytest.raises(KVCompressError, match=message):
+        cells(*FOUR, "slots=4", *argv)
+
+
+def test_a_task_that_does_not_go_with_slots_is_refused_before_its_data_is_loaded():
+    check_generation("t", "generate_until_multi_round", {"num_beams": 2})
+    check_generation("t", "generate_until", {"num_beams": 1}, slots=4)
+    with pytest.raises(KVCompressError, match="slots=4 goes with tasks of a single round; task 't' has output"):
+        check_generation("t", "generate_until_multi_round", {}, slots=4)
+    with pytest.raises(KVCompressError, match="task 't': slots=4 does not go with num_beams=2"):
+        check_generation("t", "generate_until", {"num_beams": 2}, slots=4)

@@ -72,7 +72,16 @@ def test_images_and_videos_of_other_families(checkpoint, tmp_path, family):
     assert many.generate_until(requests(many, docs)) == one.generate_until(requests(one, docs))
 
 
-@pytest.mark.parametrize("cell", [{}, CELL, {"method": "adakv", "budget": 20}, {**CELL, "decode_budget": 16}])
+@pytest.mark.parametrize(
+    "cell",
+    [
+        {},
+        CELL,
+        {**CELL, "cache_implementation": "static"},
+        {"method": "adakv", "budget": 20},
+        {**CELL, "decode_budget": 16},
+    ],
+)
 @pytest.mark.parametrize("gigabytes", [0, 1])
 def test_cells_share_tower_and_prefill_and_answers_do_not_depend_on_it(checkpoint, cell, gigabytes):
     lm = load_lm(checkpoint("qwen2-vl"), slots=2, prompt_cache_gb=gigabytes)

@@ -1,0 +1,78 @@
+"""`python -m kvcompress bench throughput`: everyone answers the same requests, in the memory that was given."""
+
+import json
+
+import pytest
+
+from kvcompress.__main__ import main
+from kvcompress.bench.throughput import workload
+
+QUICK = ["--shape", "tiny", "--requests", "5", "--prompt", "20", "--answers", "3", "12", "--kv-gb", "0.00005"]
+ENTRY = 2 * 2 * 2 * 16 * 4  # bytes of a token: keys and values, layers, KV heads, channels, fp32
+
+
+def bench(tmp_path, *arguments: str) -> dict:
+    out = ["--device", "cpu", "--out", str(tmp_path / "throughput")]
+    assert main(["bench", "throughput", *QUICK, "--decode-budget", "8", *out, *arguments]) == 0
+    return json.loads((tmp_path / "throughput.json").read_text())
+
+
+def test_all_answer_the_same_requests_within_the_memory(tmp_path):
+    content = bench(tmp_path, "--peers", "padded", "--methods", "full", "knorm:decode_interval=4", "adakv")
+    asked = workload(512, 5, 20, 3, 12, 0)
+    limit = int(0.00005 * 2**30)
+    by_name = {served["name"]: served for served in content["served"]}
+    assert list(by_name) == ["transformers generate, padded batches", "full", "knorm:decode_interval=4", "adakv"]
+    for served in by_name.values():
+        assert served["answers"] == 5
+        assert served["tokens"] == sum(each.new for each in asked)
+        assert served["seconds"] > 0
+    longest = 20 + max(each.new for each in asked)
+    padded = by_name["transformers generate, padded batches"]
+    assert padded["slots"] == limit // (longest * ENTRY) == 3
+    assert padded["steps"] == max(each.new for each in asked[:3]) + max(each.new for each in asked[3:])
+    assert padded["kv_bytes"] <= limit
+    assert by_name["full"]["slots"] == 3
+    assert by_name["knorm:decode_interval=4"]["slots"] == 5 > by_name["full"]["slots"]
+    text = (tmp_path / "throughput.md").read_text()
+    assert "| full | 3 |" in text
+    assert "5 requests of 20 prompt tokens, answers of 3 to 12 (seed 0)" in text
+
+
+def test_a_run_that_was_cut_goes_on_with_who_is_missing(tmp_path, capsys):
+    first = bench(tmp_path, "--peers", "padded", "--methods", "full")
+    capsys.readouterr()
+    second = bench(tmp_path, "--peers", "padded", "--methods", "full", "streamingllm", "--resume")
+    assert second["served"][:2] == first["served"]
+    assert capsys.readouterr().out.splitlines()[0] == "streamingllm"
+
+
+def test_who_is_out_of_time_stops(tmp_path):
+    content = bench(tmp_path, "--peers", "padded", "--methods", "full", "--minutes", "1e-9")
+    padded, full = content["served"]
+    assert (padded["answers"], full["answers"]) == (3, 1)  # a batch; an answer
+    assert full["tokens"] > 3
+
+
+@pytest.mark.slow
+def test_transformers_continuous_batching_takes_part(tmp_path):
+    content = bench(tmp_path, "--peers", "continuous", "--methods", "full")
+    assert content["served"][0]["answers"] == 5
+    assert content["served"][0]["tokens"] == content["served"][1]["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--answers", "9", "3"], "--answers 9 3: the least is more than the most"),
+        (["--methods", "snapk"], "no method 'snapk'"),
+        (["--methods", "fastv"], "drops vision tokens"),
+        (["--peers", "vllm"], "invalid choice"),
+        (["--requests", "0"], "--requests"),
+        (["--shape", "huge"], "no shape 'huge'"),
+    ],
+)
+def test_what_is_wrong_is_one_line_before_anything_is_loaded(tmp_path, capsys, wrong, said):
+    assert main(["bench", "throughput", *QUICK, "--out", str(tmp_path / "throughput"), *wrong]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
