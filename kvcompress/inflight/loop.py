@@ -166,7 +166,7 @@ class InFlight:
         while True:
             if not self._writer.is_connected():
                 raise KVCompressError("kvcompress.compress(...) was left while requests were in flight")
-            while self._next is None and (self._cache is None or len(self._running) < self.slots):
+            while self._next is None and len(self._running) < max(self.slots, 1):
                 following = self._again.popleft() if self._again else next(self._new, None)
                 if following is None:
                     break
@@ -174,20 +174,25 @@ class InFlight:
                 self._admit()
             if self._next is not None:
                 self._admit()
-            if not self._running and self._next is not None:
+            if self._running:
+                yield from self._step()
+                yield None
+            elif self._next is not None:
                 yield self._too_large()
-            elif not self._running:
+            else:
                 return
-            yield from self._step()
-            yield None
 
     def _start(self, index: int, request: Request | Mapping[str, torch.Tensor]) -> Iterator[Answer]:
         """Prefill a request and choose its first token. Yields an answer where that is all of it."""
-        if not isinstance(request, Request):
+        if isinstance(request, Mapping):
             request = Request(request)
         started, is_out_of_memory = time.perf_counter(), False
         waited_s = started - self._began
         try:
+            if not isinstance(request, Request):
+                raise KVCompressError(
+                    f"a request is a mapping of model inputs or a Request, not a {type(request).__name__}"
+                )
             running = self._prefilled(index, request, started, waited_s)
             self.tokens += 1
             if not running.add(running.prompt.choice.choose(running.prompt.logits)):

@@ -200,6 +200,7 @@ def test_a_bad_request_ends_with_its_own_error_and_disturbs_no_other():
         Request({"input_ids": ids}, {"logits_processor": LogitsProcessorList([Fails(1)])}),
         Request({"input_ids": ids}, {"logits_processor": LogitsProcessorList([Fails(3)])}),
         {"input_ids": ids + 10**6},
+        "input_ids",
     ]
     mixed = [each for pair in itertools.zip_longest(bad, requests) for each in pair if each is not None]
     found = answers_of(model, mixed, max_new_tokens=8, do_sample=False)
@@ -212,6 +213,7 @@ def test_a_bad_request_ends_with_its_own_error_and_disturbs_no_other():
     for index, words in enumerate(["batch of 2", "pads", "no_such_input", "num_beams=2"]):
         assert words in said[index]
     assert said[4] == said[5] == "this request is bad"
+    assert "not a str" in said[7]
     assert all(answer.error is None or not len(answer.tokens) for answer in found)
 
 
@@ -245,11 +247,12 @@ def test_kv_gb_says_how_many_slots_there_are_and_holds(method):
     assert {answer.index: answer.tokens.tolist() for answer in answers} == dict(enumerate(expected))
 
 
-def test_a_request_that_kv_gb_cannot_hold_says_so_and_the_others_are_answered():
-    model, requests = requests_of("qwen2", lengths=[20, 120, 22])
+@pytest.mark.parametrize("lengths", [[20, 120, 22], [120, 20, 22], [20, 22, 120]])
+def test_a_request_that_kv_gb_cannot_hold_says_so_and_the_others_are_answered(lengths):
+    model, requests = requests_of("qwen2", lengths=lengths)
     found = answers_of(model, requests, None, "full", None, kv_gb=40_000 / 2**30, max_new_tokens=4, do_sample=False)
-    assert [answer.error is None for answer in found] == [True, False, True]
-    assert "more than kv_gb=" in str(found[1].error)
+    assert [answer.error is None for answer in found] == [length < 100 for length in lengths]
+    assert "more than kv_gb=" in str(found[lengths.index(120)].error)
 
 
 @pytest.mark.parametrize("where", ["prefill", "step", "eviction"])
