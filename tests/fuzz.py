@@ -131,7 +131,7 @@ def check(config: dict[str, Any]) -> None:
             for layer, solo_layer in zip(layers, solo[seen - columns + length], strict=True):
                 for head, solo_head in zip(layer[row], solo_layer[0], strict=True):
                     assert (head - (columns - length)).tolist() == solo_head.tolist(), "kept sets differ"
-    if config["slots"]:
+    if config.get("slots"):
         options = dict(config["options"])
         kind = options.pop("cache_implementation", "dynamic")
         options |= {"cache_implementation": "static"} if "static" in kind else {}

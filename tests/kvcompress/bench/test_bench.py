@@ -357,7 +357,7 @@ def test_when_the_time_is_over_no_further_cell_is_begun(tmp_path, monkeypatch, c
     [
         (
             ["--shape", "qwen2-8b"],
-            "there is no shape 'qwen2-8b' (did you mean 'qwen2-7b'?); valid: llava-onevision-7b-lm",
+            "there is no shape 'qwen2-8b' (did you mean 'qwen2-7b'?); valid: llama-3-8b",
         ),
         (["--shape", "tiny", "some/model"], "give either a model or --shape, not 'some/model' and 'tiny'"),
         ([], "give either a model or --shape, not None and None"),
