@@ -55,14 +55,12 @@ class SlotCache(Cache):
         return self._slots.held
 
     def sizes_for(self, cache: CompressedCache, room: int) -> Sizes:
-        """What a slot needs for a compressed prompt with `room` tokens to come; at least what every slot has."""
-        pairs = zip(self.layers, cache.layers, self.sizes, strict=True)
-        return [max(size, ours.rows_for(theirs, room)) for ours, theirs, size in pairs]
+        """What a slot needs for a compressed prompt with `room` tokens to come."""
+        return [ours.rows_for(theirs, room) for ours, theirs in zip(self.layers, cache.layers, strict=True)]
 
-    def nbytes_for(self, cache: CompressedCache, sizes: Sizes) -> int:
-        """Bytes of a slot of that size; `cache` says of which types."""
-        pairs = zip(self.layers, cache.layers, sizes, strict=True)
-        return sum(ours.nbytes_for(theirs, size) for ours, theirs, size in pairs)
+    def nbytes_for(self, sizes: Sizes) -> int:
+        """Bytes of a slot of that size."""
+        return sum(layer.nbytes_for(size) for layer, size in zip(self.layers, sizes, strict=True))
 
     def resize(self, slots: int, sizes: Sizes) -> None:
         """Have so many slots of that size. There must be one for each sequence; those in use come first then."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..cache.joined import JoinedMemory
 from ..cache.layer import CompressedLayer, on_their_way
 from ..cache.memory import Memory
 from ..cache.passes import evict
 from ..scoring.rotary import Rotary
-from .joined import JoinedMemory
 from .pool import RaggedSlotPool, SlotPool
 
 
@@ -70,7 +70,7 @@ class SlotLayer(DecodingLayer):
     """A layer with full attention."""
 
     def __init__(self, like: CompressedLayer, slots: Slots, is_fixed: bool):
-        """`like`: the layer in any cache of this policy; `is_fixed`: whether every step has the same shapes."""
+        """`like`: the layer in any filled cache of this policy; `is_fixed`: whether every step has the same shapes."""
         self.keys = self.values = None  # transformers' names; the entries are in `storage`
         self.layer_idx, self.policy, self.choice = like.layer_idx, like.policy, like.choice
         self._slots, self._is_fixed, self._hiding = slots, is_fixed, like.hiding
@@ -81,6 +81,10 @@ class SlotLayer(DecodingLayer):
         self._decoded: dict[int, int] = {}  # tokens of each since its latest eviction
         self._latest: torch.Tensor | None = None  # queries (slots, heads, window, head_dim), a ring
         self._scaling, self._module = like.scaling, like.module
+        kept, latest = like.memory.kept(), like.memory.latest_queries[:1]
+        self._fixed_nbytes = self.policy.query_window * sum(queries[:, :, :1].nbytes for queries in latest)
+        self._row_nbytes = kept.keys[:, :1, :1].nbytes + kept.values[:, :1, :1].nbytes
+        self._row_nbytes += 4 * self._knows_columns + 4 * (kept.sums is not None)
 
     # -- slots
 
@@ -93,13 +97,9 @@ class SlotLayer(DecodingLayer):
             room = min(room, most - held + self.policy.decode_interval)
         return self._pool_type.rows_for(counts, room)
 
-    def nbytes_for(self, layer: CompressedLayer, rows: int) -> int:
+    def nbytes_for(self, rows: int) -> int:
         """Bytes of a slot with so many rows."""
-        kept = layer.memory.kept()
-        row = kept.keys.shape[3] * kept.keys.element_size() + kept.values.shape[3] * kept.values.element_size()
-        row += 4 * self._knows_columns + 4 * (kept.sums is not None)
-        latest = sum(queries[:, :, :1].nbytes for queries in layer.memory.latest_queries[:1])
-        return rows * row + self.policy.query_window * latest
+        return self._fixed_nbytes + rows * self._row_nbytes
 
     @property
     def _knows_columns(self) -> bool:
@@ -115,7 +115,7 @@ class SlotLayer(DecodingLayer):
             self.storage.steps = self._slots.steps
         if self.policy.decode is not None:
             room = 0  # evictions make their own
-        self.storage.place([slot], kept, room)
+        self.storage.place([slot], kept, (kept.indices >= 0).sum(-1).tolist(), room)
         self._remember(slot, memory.latest_queries)
         memory.storage, memory.sums, memory.latest_queries = None, None, []
         self._memories[slot], self._decoded[slot] = memory, memory.decoded
@@ -242,6 +242,6 @@ class SlotLayer(DecodingLayer):
             if rows > self.storage.rows:  # heads shared out their budget in another way than so far
                 moves = {slot: slot for slot in self._memories}
                 self.storage = self.storage.resized(self.storage.slots, rows, moves)
-            self.storage.place(slots, left, room=0)
+            self.storage.place(slots, left, counts, room=0)
         for slot in slots:
             self._decoded[slot] = 0

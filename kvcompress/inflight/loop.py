@@ -38,6 +38,7 @@ class Running:
     started: float
     waited_s: float
     cache: CompressedCache | None  # until it has a slot
+    sizes: list[int] = field(default_factory=list)  # of the slot that it needs
     kv_bytes_prompt: int = 0
     realised_ratios: list[float] = field(default_factory=list)
     first_at: float = 0.0
@@ -101,7 +102,6 @@ class InFlight:
         steps: decode steps so far.
         tokens: of all answers so far, those under way included.
         halved: how often memory did not suffice, so that slots were given up.
-        peak_kv_bytes: most bytes held for keys and values at one time: all slots, and the prompt that is being stored.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class InFlight:
         self._writer, self._new_cache, self._options = writer, new_cache, options
         self._limits, self._most = limits, limits.slots
         self._is_fixed, self._after_prompt = is_fixed, after_prompt
-        self.steps = self.tokens = self.halved = self.peak_kv_bytes = 0
+        self.steps = self.tokens = self.halved = self._peak_kv_bytes = 0
         self._new = enumerate(requests)
         self._again: deque[tuple[int, Request]] = deque()  # those that lost their slot
         self._running: dict[int, Running] = {}  # by slot
@@ -157,6 +157,11 @@ class InFlight:
     def kv_bytes(self) -> int:
         """Bytes of all slots."""
         return 0 if self._cache is None else self._cache.nbytes
+
+    @property
+    def peak_kv_bytes(self) -> int:
+        """Most bytes held for keys and values at one time: all slots, and the prompt that is being stored."""
+        return max(self._peak_kv_bytes, self.kv_bytes)
 
     # -- the loop
 
@@ -219,24 +224,27 @@ class InFlight:
         position, self._axes = positions.next(cache.seen_tokens)
         if self._after_prompt is not None:
             self._after_prompt(index, cache)
-        held = 0 if self._cache is None else self._cache.nbytes
-        self.peak_kv_bytes = max(self.peak_kv_bytes, held + cache.nbytes)
+        self._peak_kv_bytes = max(self._peak_kv_bytes, self.kv_bytes + cache.nbytes)
         ratios = [of_rows[0] for of_rows in cache.realised_ratios()]
         kv_bytes = cache.nbytes - cache.room_nbytes
-        return Running(index, request, prompt, position, started, waited_s, cache, kv_bytes, ratios)
+        return Running(index, request, prompt, position, started, waited_s, cache, [], kv_bytes, ratios)
 
     def _admit(self) -> None:
         """Give the request that waits a slot, where there is one of its size."""
         if self._next is None:
             return
         running, cache = self._next, self._next.cache
-        room = running.prompt.choice.room - 1
         if self._cache is None:
             self._cache, config = SlotCache(cache, self._is_fixed), running.prompt.config
             if self._writer.model._valid_auto_compile_criteria({"past_key_values": self._cache}, config):
                 self._call = self._writer.model.get_compiled_call(config.compile_config)
-        sizes = self._cache.sizes_for(cache, room)
-        slots = self._slots_of(sizes, cache)
+        room = running.prompt.choice.room - 1
+        if not running.sizes:
+            running.sizes = self._cache.sizes_for(cache, room)
+        sizes = [max(pair) for pair in zip(running.sizes, self._cache.sizes, strict=True)]
+        slots = self._slots_of(sizes)
+        if not slots and not self._running:  # nobody needs the size that slots have
+            sizes, slots = running.sizes, self._slots_of(running.sizes)
         if len(self._running) >= slots:
             return
         if (slots, sizes) != (self._cache.slots, self._cache.sizes):
@@ -246,14 +254,15 @@ class InFlight:
         running.cache, self._next = None, None
         self._running[slot] = running
 
-    def _slots_of(self, sizes: list[int], cache: CompressedCache) -> int:
+    def _slots_of(self, sizes: list[int]) -> int:
         """How many slots of that size there may be."""
         if self._limits.kv_gb is None:
             return self._most
-        fit = int(self._limits.kv_gb * 2**30 // self._cache.nbytes_for(cache, sizes))
+        fit = int(self._limits.kv_gb * 2**30 // self._cache.nbytes_for(sizes))
         return fit if self._most is None else min(fit, self._most)
 
     def _resize(self, slots: int, sizes: list[int]) -> None:
+        self._peak_kv_bytes = self.peak_kv_bytes
         self._cache.resize(slots, sizes)
         self._running = dict(enumerate(self._running.values()))
 
@@ -306,7 +315,6 @@ class InFlight:
         logits = output.logits[:, -1]
         chosen = logits.argmax(-1).tolist()
         self._cache.end_step()
-        self.peak_kv_bytes = max(self.peak_kv_bytes, self._cache.nbytes)
         return chosen, logits
 
     def _evict(self) -> Iterator[Answer]:
@@ -329,9 +337,8 @@ class InFlight:
 
     def _too_large(self) -> Answer:
         """Of the request that waits: no slot of its size fits."""
-        running, cache = self._next, self._next.cache
-        self._next = None
-        size = self._cache.nbytes_for(cache, self._cache.sizes_for(cache, running.prompt.choice.room - 1))
+        running, self._next = self._next, None
+        size = self._cache.nbytes_for(running.sizes)
         error = KVCompressError(
             f"one slot takes {size / 2**30:.3g} GB for this request, with room for max_new_tokens="
             f"{running.prompt.choice.room}, which is more than kv_gb={self._limits.kv_gb:.3g}"
@@ -353,7 +360,7 @@ class InFlight:
         if self.slots < 2:
             has_slot = self._cache is not None and not self._running
             if has_slot:
-                self._cache = None
+                self._peak_kv_bytes, self._cache = self.peak_kv_bytes, None
             return has_slot
         self._most, self.halved = self.slots // 2, self.halved + 1
         for slot, running in reversed(list(self._running.items())[self._most :]):

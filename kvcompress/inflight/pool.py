@@ -49,20 +49,18 @@ class SlotPool:
         """The rows that a slot needs for so many entries of each head and `room` tokens more."""
         return len(counts) * (max(counts) + room)
 
-    def place(self, slots: list[int], kept: Kept, room: int) -> None:
+    def place(self, slots: list[int], kept: Kept, counts: list[list[int]], room: int) -> None:
         """Let these slots hold a row of `kept` each, right-aligned and with -1 in unused places, and nothing else, with
-        room for `room` tokens."""
-        used = kept.indices >= 0
-        counts = used.sum(-1)
-        flat = counts.tolist()
+        room for `room` tokens. `counts`: of each row, its heads' entries."""
         at = torch.tensor(slots, device=self.starts.device)
-        for slot, of_heads in zip(slots, flat, strict=True):
+        for slot, of_heads in zip(slots, counts, strict=True):
             self._placed[slot] = [count - self.steps for count in of_heads]
             self._lay_out(slot, of_heads, room)
-        self.lengths[at] = counts
+        lengths = torch.tensor(counts, device=self.starts.device)
+        self.lengths[at] = lengths
         most = kept.indices.shape[2]
-        rows = self.starts[at][..., None] + self._places[:most] - (most - counts)[..., None]
-        used = used.flatten() if min(map(min, flat)) < most else slice(None)
+        rows = self.starts[at][..., None] + self._places[:most] - (most - lengths)[..., None]
+        used = (kept.indices >= 0).flatten() if min(map(min, counts)) < most else slice(None)
         rows = rows.flatten()[used]
         self.keys.index_copy_(0, rows, kept.keys.flatten(0, 2)[used])
         self.values.index_copy_(0, rows, kept.values.flatten(0, 2)[used])
@@ -118,9 +116,6 @@ class SlotPool:
     def _shown(self) -> int:
         return self.rows // self.heads if self.is_fixed else self.longest
 
-    def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        raise TypeError("the entries of a SlotPool are read, not attended to where they lie")
-
     def kept(self, slots: list[int]) -> Kept:
         """What these slots hold, a row each, aligned to the right; columns only where they are known."""
         at = torch.tensor(slots, device=self.starts.device)
@@ -137,7 +132,8 @@ class SlotPool:
         held = self.kept(list(moves))
         pool = type(self)(held, slots, rows, self.is_fixed, self.columns is not None)
         pool.steps = self.steps
-        pool.place(list(moves.values()), held, room=0)
+        counts = [[placed + self.steps for placed in self._placed[slot]] for slot in moves]
+        pool.place(list(moves.values()), held, counts, room=0)
         return pool
 
     @property

@@ -13,6 +13,7 @@ class SlidingSlotLayer(DecodingLayer):
     def __init__(self, like: DynamicSlidingWindowLayer, layer_idx: int, slots: Slots):
         self.keys = self.values = None
         self.layer_idx, self.window, self._slots = layer_idx, like.sliding_window, slots
+        self._row_nbytes = like.keys[:, :, :1].nbytes + like.values[:, :, :1].nbytes
         self.counts: torch.Tensor | None = None  # tokens of each slot so far
         self._placed: dict[int, int] = {}  # the same of each slot in use, less the steps at that time
 
@@ -21,8 +22,8 @@ class SlidingSlotLayer(DecodingLayer):
     def rows_for(self, layer: DynamicSlidingWindowLayer, room: int) -> int:
         return self.window
 
-    def nbytes_for(self, layer: DynamicSlidingWindowLayer, rows: int) -> int:
-        return rows * (layer.keys[:, :, :1].nbytes + layer.values[:, :, :1].nbytes)
+    def nbytes_for(self, rows: int) -> int:
+        return rows * self._row_nbytes
 
     def fill(self, slot: int, layer: DynamicSlidingWindowLayer, rows: int, room: int) -> None:
         if self.counts is None:

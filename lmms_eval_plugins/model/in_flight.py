@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
-from typing import Literal
 
 from transformers import BatchFeature
 
@@ -17,6 +16,7 @@ import kvcompress
 from kvcompress.cache.cache import CompressedCache
 from kvcompress.device import peak_memory, reset_peak_memory, synchronise
 from kvcompress.hooks.shared_prompt import SharedPrompt
+from kvcompress.inflight.loop import Limits
 from kvcompress.inflight.request import Answer
 from kvcompress.measure import Measurement
 from kvcompress.scoring.vision import vision_token_mask
@@ -27,15 +27,6 @@ from .generation import Generation
 from .kept_tokens import KeptSets, kept_sets
 from .prompts import on_device
 from .vision_tower import VisionTower
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How many requests decode together; see `kvcompress.Session.generate_many`."""
-
-    slots: int
-    kv_gb: float | None = None
-    on_oom: Literal["halve", "raise"] = "raise"
 
 
 @dataclass(frozen=True)

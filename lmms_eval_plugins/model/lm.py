@@ -25,6 +25,7 @@ from tqdm import tqdm
 from transformers import BatchFeature
 
 from kvcompress import KVCompressError
+from kvcompress.inflight.loop import Limits
 
 from .answer_store import AnswerStore, from_json, key_of, to_json
 from .answerer import Answerer, question
@@ -34,7 +35,7 @@ from .batch_size import MOST, MOST_SLOTS, largest_batch, room_for_a_batch, searc
 from .batches import Batch, BatchStore
 from .fewshot import FewShot
 from .generation import Generation, check_one_sequence, generation_of
-from .in_flight import Asked, Flight, Limits
+from .in_flight import Asked, Flight
 from .kept_tokens import record
 from .loading import device_of, load
 from .look_ahead import ahead
@@ -268,9 +269,7 @@ class KVCompressLM(Answerer):
         kwargs = self._wanted(requests[0]).arguments
         one = self.answering.try_batch(self.prepare(requests[:1], may_recall=False), kwargs)
         left = 0 if one is None else room_for_a_batch(self.device) - one
-        if left <= 0:
-            return Limits(1, on_oom=on_oom)
-        return Limits(min(MOST_SLOTS, most), left / 2**30, on_oom)
+        return Limits(1, None, on_oom) if left <= 0 else Limits(min(MOST_SLOTS, most), left / 2**30, on_oom)
 
     # -- one batch, in the order of its way -----------------------------------------------------------------------
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from ..cache.memory import Memory, SequenceLog
 from ..policy.policy import Policy
 from ..scoring.layer_view import Kept
+from .memory import Memory, SequenceLog
 
 
 class JoinedMemory(Memory):
