@@ -12,9 +12,10 @@ from transformers import PreTrainedConfig
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 from ..cache.choice import Choice
+from ..cache.joined import JoinedMemory
 from ..cache.memory import Memory
 from ..cache.new_tokens import NewTokens
-from ..cache.passes import Prefill
+from ..cache.passes import Prefill, evict
 from ..errors import KVCompressError
 from ..policy.policy import Policy
 from ..scoring.layer_view import Kept
@@ -43,7 +44,6 @@ class Evicting:
         slots: where their entries lie in the pages, LongTensor (requests, entries).
         seen: tokens of each so far, evicted ones included.
         kept: entries that stay of each.
-        shift: from the columns of each to columns that end together, LongTensor (requests, 1, 1).
     """
 
     requests: list[PagedRequest]
@@ -51,7 +51,6 @@ class Evicting:
     slots: torch.Tensor
     seen: list[int]
     kept: list[int]
-    shift: torch.Tensor
 
 
 @dataclass
@@ -138,8 +137,7 @@ class Eviction:
             kept = [min(self.policy.decode(length), len(slots[0])) for length in seen]
             for request, entries in zip(requests, kept, strict=True):
                 request.stored, request.decoded = entries, 0
-            shift = self._tensor([max(seen) - length for length in seen])[:, None, None]
-            evicting.append(Evicting(requests, self._tensor(rows)[:, None], self._tensor(slots), seen, kept, shift))
+            evicting.append(Evicting(requests, self._tensor(rows)[:, None], self._tensor(slots), seen, kept))
         return evicting
 
     def rotate(self, rotary: Rotary) -> None:
@@ -199,39 +197,24 @@ class Eviction:
         layers = [request.layers[choice.place] for request in evicting.requests]
         memories = [layer.memory for layer in layers]
         keys, values = self._read_pages(choice, evicting.slots)
-        columns, end = torch.stack([layer.columns for layer in layers]) + evicting.shift, max(evicting.seen)
-        new = torch.arange(end - keys.shape[2] + columns.shape[2], end, device=keys.device)
-        sums = None
+        before = torch.stack([layer.columns for layer in layers])
+        new = torch.arange(before.shape[2] - keys.shape[2], 0, device=keys.device)
+        new = new + torch.tensor(evicting.seen, device=keys.device)[:, None, None]
+        sums = queries = None
         if self.policy.carries_sums:
-            sums = torch.nn.functional.pad(torch.cat([memory.sums for memory in memories]), (0, len(new)))
-        kept = Kept(keys, values, torch.cat([columns, new.expand(*columns.shape[:2], -1)], dim=2), sums)
-        queries = voters = None
-        if self.policy.query_window:
-            latest = [torch.cat(memory.latest_queries, dim=2)[:, :, -self.policy.query_window :] for memory in memories]
-            queries = torch.cat(latest)
-            voters, queries = choice.voters(queries), queries[:, :, -self.policy.decode_interval :]
-        view = choice.stored_view(
-            kept,
-            end,
-            evicting.seen,
-            [self.policy.decode(length) for length in evicting.seen],
-            tuple(request.tokens.row_seeds[0] for request in evicting.requests),
-            scaling,
-            module,
-            self._rotary_at(evicting.rows),
-            _together([memory.merge_threshold for memory in memories]),
-            _together([memory.noted for memory in memories]),
-        )
-        reduced = choice.reduce(kept, voters, queries, view, None)
-        if reduced.indices is not kept.indices:
-            self._put(choice, evicting.slots, reduced, evicting.kept)
+            sums = torch.nn.functional.pad(torch.cat([memory.sums for memory in memories]), (0, new.shape[2]))
+        held = Kept(keys, values, torch.cat([before, new.expand(*before.shape[:2], -1)], dim=2), sums)
+        if window := self.policy.query_window:
+            queries = torch.cat([torch.cat(memory.latest_queries, dim=2)[:, :, -window:] for memory in memories])
+        joined = JoinedMemory(self.policy, memories, evicting.seen, held, queries, self.policy.decode_interval)
+        all_of_it = joined.result
+        evict(choice, joined, scaling, module, self._rotary_at(evicting.rows))
+        left = joined.give_back(memories)
+        if joined.result is not all_of_it:
+            self._put(choice, evicting.slots, left, evicting.kept)
         for row, (layer, entries) in enumerate(zip(layers, evicting.kept, strict=True)):
-            layer.columns = reduced.indices[row, :, -entries:] - evicting.shift[row]
-            layer.memory.sums = None if reduced.sums is None else reduced.sums[row : row + 1, :, -entries:]
-            if reduced.indices is not kept.indices:
-                for name in ("merge_threshold", "noted"):
-                    part = getattr(reduced, name)
-                    setattr(layer.memory, name, None if part is None else part[row : row + 1])
+            layer.columns = left.indices[row, :, -entries:]
+            layer.memory.sums = None if left.sums is None else left.sums[row : row + 1, :, -entries:]
 
     # -- the pages of a layer
 
@@ -272,7 +255,3 @@ class Eviction:
             return chunks[0] if chunks else None
         names = [name for name in ("cos", "sin", "positions", "least") if getattr(chunks[0], name) is not None]
         return replace(chunks[0], **{name: torch.cat([getattr(part, name) for part in chunks], 1) for name in names})
-
-
-def _together(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
-    return None if parts[0] is None else torch.cat(parts)
