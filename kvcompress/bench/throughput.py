@@ -112,9 +112,7 @@ class Continuous:
         self.model, self._inside = model, nullcontext()
         if method is not None:
             self.name = f"{replace(method, ratio=None)}, in transformers continuous batching"
-            self._inside = paged.compress(
-                model, method.name, budget=decode_budget, decode_budget=decode_budget, **method.options
-            )
+            self._inside = paged.compress(model, method.name, **sizes(method, decode_budget))
 
     def serve(self, requests: list[Asked], kv_bytes: int, clock: str, seconds: float) -> Served:
         from transformers import ContinuousBatchingConfig
@@ -155,14 +153,13 @@ class InSlots:
     def __init__(self, model: PreTrainedModel, method: MethodSpec, decode_budget: int, is_static: bool):
         self.model, self.method, self.name = model, method, str(replace(method, ratio=None))
         self.is_static = is_static
-        self.budget = None if method.name == "full" else decode_budget
+        self.options = method.options if method.name == "full" else sizes(method, decode_budget)
 
     def serve(self, requests: list[Asked], kv_bytes: int, clock: str, seconds: float) -> Served:
         prompts = (
             Request({"input_ids": torch.tensor([asked.prompt])}, {"max_new_tokens": asked.new}) for asked in requests
         )
-        options = {} if self.budget is None else {"decode_budget": self.budget}
-        with compress(self.model, self.method.name, budget=self.budget, **options, **self.method.options) as session:
+        with compress(self.model, self.method.name, **self.options) as session:
             run = session.generate_many(
                 prompts, len(requests), kv_gb=kv_bytes / 2**30, static=self.is_static, do_sample=False
             )
@@ -176,6 +173,12 @@ class InSlots:
                     break
             passed = CLOCKS[clock]() - start
         return Served(passed, answers, run.tokens, run.steps, run.slots, run.peak_kv_bytes)
+
+
+def sizes(method: MethodSpec, decode_budget: int) -> dict[str, Any]:
+    """The method's options, with as many entries for the prompt as while decoding: its own `decode_budget`, or this."""
+    options = {"decode_budget": decode_budget, **method.options}
+    return {"budget": options["decode_budget"], **options}
 
 
 def entry_bytes(model: PreTrainedModel) -> int:
@@ -221,7 +224,10 @@ def parser() -> argparse.ArgumentParser:
         default=["full", "r-kv", "snapkv", "adakv", "streamingllm"],
     )
     this.add_argument(
-        "--decode-budget", type=flag(PositiveInt), default=128, help="entries per layer and KV head, of every method"
+        "--decode-budget",
+        type=flag(PositiveInt),
+        default=128,
+        help="entries per layer and KV head, of each method that names no other",
     )
     this.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     this.add_argument(
@@ -337,8 +343,8 @@ def markdown(content: dict[str, Any]) -> str:
         f"# Throughput at equal KV memory\n\n`{content['command']}`\n\n"
         f"{settings['model']}, {settings['dtype']}: {settings['requests']} requests of {settings['prompt']} prompt "
         f"tokens, answers of {least} to {most} (seed {settings['seed']}), {settings['kv_gb']:g} GiB for keys and "
-        f"values; methods other than full keep {settings['decode_budget']} entries per layer and KV head. "
-        "Tokens of answers under way when the time was over count; padded batches are finished.\n\n"
+        f"values; methods other than full keep {settings['decode_budget']} entries per layer and KV head, or their "
+        "decode_budget. Tokens of answers under way when the time was over count; padded batches are finished.\n\n"
         + table(header, rows)
         + f"\nMade on {', '.join(f'{name} {value}' for name, value in content['environment'].items())}.\n"
     )

@@ -2,7 +2,8 @@
 
 - `loop.py`: the requests' way, from a prefill to an answer. Begin here.
 - `request.py`: what is asked, and how its tokens are chosen.
-- `cache.py`, `layer.py`: the cache of a decode step over all slots, and its layers.
+- `cache.py`, `layer.py`, `sliding.py`: the cache of a decode step over all slots, and its layers.
+- `joined.py`: several sequences as one batch, for an eviction.
 - `pool.py`: where a layer's entries lie.
 """
 

@@ -7,7 +7,8 @@ from ..cache.cache import LAYER_NAMES, CompressedCache
 from ..cache.layer import CompressedLayer
 from ..errors import KVCompressError
 from ..scoring.rotary import Rotary
-from .layer import SlidingSlotLayer, SlotLayer, Slots
+from .layer import DecodingLayer, SlotLayer, Slots
+from .sliding import SlidingSlotLayer
 
 Sizes = list[int]  # rows of a slot, in each layer
 
@@ -32,7 +33,7 @@ class SlotCache(Cache):
             layers=[self._layer(layer_idx, layer, is_fixed) for layer_idx, layer in enumerate(like.layers)]
         )
 
-    def _layer(self, layer_idx: int, like: object, is_fixed: bool) -> SlotLayer:
+    def _layer(self, layer_idx: int, like: object, is_fixed: bool) -> DecodingLayer:
         if isinstance(like, CompressedLayer):
             return SlotLayer(like, self._slots, is_fixed)
         if type(like) is DynamicSlidingWindowLayer:

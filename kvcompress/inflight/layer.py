@@ -1,17 +1,16 @@
 """One layer of a `SlotCache`: what many sequences hold, a slot for each, and their evictions while decoding."""
 
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from ..cache.layer import CompressedLayer, on_their_way
-from ..cache.memory import Memory, SequenceLog
+from ..cache.memory import Memory
 from ..cache.passes import evict
-from ..policy.policy import Policy
-from ..scoring.layer_view import Kept
 from ..scoring.rotary import Rotary
+from .joined import JoinedMemory
 from .pool import RaggedSlotPool, SlotPool
 
 
@@ -38,74 +37,37 @@ class Slots:
     hidden: torch.Tensor | None = None
 
 
-class JoinedMemory(Memory):
-    """The memories of several sequences as one left-padded batch, for one eviction.
+class DecodingLayer(CacheLayerMixin):
+    """What transformers and our attention function ask of any layer of a `SlotCache`, where each step is a token of
+    every slot. Speaks with the latter as a `CompressedLayer` does while decoding."""
 
-    Attributes:
-        result: what is held, columns counted from the left of the batch.
-        shift: LongTensor (rows, 1, 1), columns by which each row is moved to the right.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        memories: list[Memory],
-        seen: list[int],
-        held: Kept,
-        queries: torch.Tensor | None = None,
-        decoded: int = 0,
-    ):
-        """`seen`: tokens of each sequence; `held`: a row for each, in its own columns; `queries`: the latest of each,
-        (rows, heads, some, head_dim), NaN where it has none; `decoded`: tokens since its latest eviction."""
-        super().__init__(policy, None)
-        self._length = max(seen)
-        self.shift = torch.tensor([self._length - each for each in seen], device=held.indices.device)[:, None, None]
-        self.result = replace(held, indices=torch.where(held.indices < 0, -1, held.indices + self.shift))
-        self.latest_queries, self.decoded = [] if queries is None else [queries], decoded
-        logs, first = [memory.log for memory in memories], memories[0]
-        self.log = SequenceLog(self._length, list(seen), row_seeds=tuple(log.row_seeds[0] for log in logs))
-        if logs[0].shares is not None:
-            self.log.shares = [[log.shares[layer][0] for log in logs] for layer in range(len(logs[0].shares))]
-        self.log.vision, self.log.has_vision = logs[0].vision, logs[0].has_vision
-        for name in ("merge_threshold", "noted"):
-            if getattr(first, name) is not None:
-                setattr(self, name, torch.cat([getattr(memory, name) for memory in memories]))
-        self.rotary, self.attended = first.rotary, first.attended
-
-    @staticmethod
-    def kind(memory: Memory) -> tuple:
-        """Memories of one kind can be joined."""
-        noted = None if memory.noted is None else memory.noted.shape[1:]
-        alone = id(memory) if memory.rotary is not None else None  # the positions of a prompt are its own
-        return memory.log.shares is None, memory.merge_threshold is None, noted, alone
-
-    @property
-    def length(self) -> int:
-        return self._length
-
-    def kept(self) -> Kept:
-        return self.result
-
-    def put(self, kept: Kept, seen: int, uniform: bool = False) -> None:
-        self.result = kept
-
-    def give_back(self, memories: list[Memory]) -> Kept:
-        """Tell each sequence's memory what was noted; returns what is left, in its own columns."""
-        for row, memory in enumerate(memories):
-            for name in ("merge_threshold", "noted"):
-                value = getattr(self, name)
-                setattr(memory, name, None if value is None else value[row : row + 1])
-        indices = self.result.indices
-        result = replace(self.result, indices=torch.where(indices < 0, -1, indices - self.shift))
-        return result if self.sums is None else replace(result, sums=self.sums)
-
-
-class SlotLayer(CacheLayerMixin):
-    """A layer with full attention. Speaks with our attention function as a `CompressedLayer` does while decoding."""
-
-    is_sliding = is_first_prompt = wants_sums = False
+    is_sliding = is_first_prompt = wants_sums = decodes_in_place = False
     has_fixed_shapes = True  # as the attention function means it: one query under a mask
-    is_initialized = True
+    is_initialized = is_compileable = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """There is nothing to do: a slot is filled before a step."""
+
+    def get_seq_length(self) -> int:
+        return 1  # positions are given with every step; this only says that it is not the first
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length + 1, 0
+
+    def count(self) -> None:
+        """A step is over."""
+
+    def evict(self) -> None:
+        """Bring the sequences whose turn it is back to the decode budget."""
+
+
+class SlotLayer(DecodingLayer):
+    """A layer with full attention."""
 
     def __init__(self, like: CompressedLayer, slots: Slots, is_fixed: bool):
         """`like`: the layer in any cache of this policy; `is_fixed`: whether every step has the same shapes."""
@@ -220,6 +182,10 @@ class SlotLayer(CacheLayerMixin):
         return self._hiding is not None and self.layer_idx >= self._hiding.first_layer
 
     @property
+    def is_compileable(self) -> bool:
+        return self._is_fixed and self._hiding is None
+
+    @property
     def decodes_in_place(self) -> bool:
         return self.storage.decodes_in_place and not self._is_hiding
 
@@ -247,14 +213,12 @@ class SlotLayer(CacheLayerMixin):
         self.storage.take_back(self._slots.steps)
 
     def count(self) -> None:
-        """A step is over."""
         self.storage.steps = self._slots.steps  # which a compiled graph does not count
         for slot in self._decoded:
             self._decoded[slot] += 1
 
     @torch.no_grad()
     def evict(self) -> None:
-        """Bring the sequences whose turn it is back to the decode budget."""
         interval, together = self.policy.decode_interval, defaultdict(list)
         for slot, decoded in self._decoded.items():
             if decoded >= interval:
@@ -281,96 +245,3 @@ class SlotLayer(CacheLayerMixin):
             self.storage.place(slots, left, room=0)
         for slot in slots:
             self._decoded[slot] = 0
-
-    # -- what transformers asks of a layer
-
-    @property
-    def is_compileable(self) -> bool:
-        return self._is_fixed and self._hiding is None
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """There is nothing to do: a slot is filled before a step."""
-
-    def get_seq_length(self) -> int:
-        return 1  # positions are given with every step; this only says that it is not the first
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length + 1, 0
-
-
-class SlidingSlotLayer(SlotLayer):
-    """A layer with sliding windows: each slot is a ring of as many entries as the window has."""
-
-    def __init__(self, like: DynamicSlidingWindowLayer, layer_idx: int, slots: Slots):
-        self.keys = self.values = None
-        self.layer_idx, self.window, self._slots = layer_idx, like.sliding_window, slots
-        self.counts: torch.Tensor | None = None  # tokens of each slot so far
-        self._placed: dict[int, int] = {}  # the same of each slot in use, less the steps at that time
-
-    is_sliding, decodes_in_place, is_compileable = True, False, True
-
-    def rows_for(self, layer: DynamicSlidingWindowLayer, room: int) -> int:
-        return self.window
-
-    def nbytes_for(self, layer: DynamicSlidingWindowLayer, rows: int) -> int:
-        return rows * (layer.keys[:, :, :1].nbytes + layer.values[:, :, :1].nbytes)
-
-    def fill(self, slot: int, layer: DynamicSlidingWindowLayer, rows: int, room: int) -> None:
-        if self.counts is None:
-            _, heads, _, head_dim = layer.keys.shape
-            slots = len(self._slots.seen)
-            self.keys = layer.keys.new_zeros(slots, heads, self.window, head_dim)
-            self.values = layer.values.new_zeros(slots, heads, self.window, layer.values.shape[3])
-            self.counts = torch.zeros(slots, dtype=torch.long, device=layer.keys.device)
-        seen, held = layer.cumulative_length, layer.keys.shape[2]
-        places = torch.arange(seen - held, seen, device=self.keys.device) % self.window
-        self.keys[slot, :, places], self.values[slot, :, places] = layer.keys[0], layer.values[0]
-        self.counts[slot], self._placed[slot] = seen, seen - self._slots.steps
-
-    def free(self, slot: int) -> None:
-        self.counts[slot] = 0
-        del self._placed[slot]
-
-    def resize(self, slots: int, rows: int, moves: dict[int, int]) -> None:
-        if not moves:
-            self.counts = None
-            return
-        for name in ("keys", "values", "counts"):
-            before = getattr(self, name)
-            after = before.new_zeros(slots, *before.shape[1:])
-            after[list(moves.values())] = before[list(moves)]
-            setattr(self, name, after)
-        self._placed = {new: self._placed[old] for old, new in moves.items()}
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.counts is None else self.keys.nbytes + self.values.nbytes
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        with torch.no_grad():
-            places = (self.counts % self.window)[:, None, None, None].expand_as(key_states)
-            self.keys.scatter_(2, places, key_states)
-            self.values.scatter_(2, places[..., :1].expand_as(value_states), value_states)
-            self.counts.add_(self._slots.active.to(self.counts.device))
-        return on_their_way(self.keys, self), self.values
-
-    def mask(self, query_length: int) -> torch.Tensor:
-        places = torch.arange(self.window, device=self.counts.device)
-        return (places < self.counts.clamp(min=1)[:, None])[:, None, None]
-
-    def after_attention(self, queries: torch.Tensor, scaling: float, module: torch.nn.Module) -> None:
-        """There is nothing to choose."""
-
-    def take_back(self) -> None:
-        for slot, placed in self._placed.items():
-            self.counts[slot] = placed + self._slots.steps
-
-    def count(self) -> None:
-        """Nothing is evicted."""
-
-    evict = count

@@ -31,8 +31,9 @@ from .results import dumps, incomplete_reason, new_cell, number_of, score_key, w
 from .scoring import JudgeWatch, scorers_watched
 
 if TYPE_CHECKING:
+    from ..model.answerer import Answerer
     from ..model.arguments import ModelArguments
-    from ..model.lm import Answerer, KVCompressLM
+    from ..model.lm import KVCompressLM
 
 
 SEED_ARGUMENTS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")

@@ -7,8 +7,8 @@ import torch
 from accelerate import Accelerator
 from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
 
+from .answerer import Answerer, question
 from .arguments import ModelArguments
-from .lm import Answerer, question
 
 
 class AnsweredLM(Answerer):

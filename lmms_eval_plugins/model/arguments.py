@@ -31,6 +31,10 @@ from kvcompress.policy.policy import Policy, make_policy
 
 from .batch_size import number_of_slots, number_or_auto
 
+# Where times are not those of single questions:
+LOOK_AHEAD = 2  # batches
+PROMPT_CACHE_GB = 4.0
+
 TINY_MODEL = "tiny"
 TINY_CHECKPOINT = Path(__file__).parents[1] / "tiny_vlm" / "checkpoint"
 
@@ -160,6 +164,30 @@ class ModelArguments(Arguments):
     system_prompt: str | None = Field(None, description="Text, or a file with the text, of a system message.")
     measurements_path: Path | None = Field(None, description="JSONL file for one measurement row per sample.")
     legacy: dict[str, Any] = Field(default_factory=dict, exclude=True)
+
+    @property
+    def fits_itself(self) -> bool:
+        """Whether it is looked for how much is answered together."""
+        return isinstance(self.batch_size, str) or self.slots == "auto"
+
+    @property
+    def on_oom_in_force(self) -> str:
+        """A size that was looked for may turn out too large: unless told otherwise, it is then halved."""
+        return "halve_batch" if self.fits_itself and "on_oom" not in self.model_fields_set else self.on_oom
+
+    @property
+    def batches_ahead(self) -> int:
+        """`look_ahead`, with its default."""
+        return self._of_many(LOOK_AHEAD, 0) if self.look_ahead is None else self.look_ahead
+
+    @property
+    def gb_for_prompts(self) -> float:
+        """`prompt_cache_gb`, with its default."""
+        return self._of_many(PROMPT_CACHE_GB, 0.0) if self.prompt_cache_gb is None else self.prompt_cache_gb
+
+    def _of_many(self, many: float, one: float) -> float:
+        """`one` where times are those of single questions."""
+        return one if self.batch_size == 1 and self.slots is None else many
 
     @field_validator("device", "device_map")
     @classmethod

@@ -92,6 +92,12 @@ class Generation:
     seed: int | None = None
     skip_special_tokens: bool = True
 
+    def cut(self, text: str) -> str:
+        """An answer up to the first of the strings that end it."""
+        for stop in filter(None, self.until):
+            text = text.split(stop, 1)[0]
+        return text
+
 
 def generation_of(task_kwargs: dict[str, Any], max_new_tokens: int) -> Generation:
     """A task's generation kwargs (with those of `--gen_kwargs`), as they are understood here.

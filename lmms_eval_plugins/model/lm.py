@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
-from lmms_eval.api.model import lmms
 from lmms_eval.protocol import ChatMessages
 from lmms_eval.utils import Collator
 from loguru import logger
@@ -28,8 +27,9 @@ from transformers import BatchFeature
 from kvcompress import KVCompressError
 
 from .answer_store import AnswerStore, from_json, key_of, to_json
+from .answerer import Answerer, question
 from .answering import Answering, Answers
-from .arguments import Compression, ModelArguments, check_slots, make_compression, parse_arguments
+from .arguments import Compression, check_slots, make_compression, parse_arguments
 from .batch_size import MOST, MOST_SLOTS, largest_batch, room_for_a_batch, searches
 from .batches import Batch, BatchStore
 from .fewshot import FewShot
@@ -42,46 +42,7 @@ from .measurements import log_averages, row_of, write_rows
 from .media import digest
 from .prompts import ChatProcessor
 
-# Where times are not those of single questions:
-LOOK_AHEAD = 2  # batches
-PROMPT_CACHE_GB = 4.0
-
-
-class Answerer(lmms):
-    """What the evaluation of a cell needs of a model that lmms-eval asks.
-
-    Attributes:
-        args: the model arguments.
-        rows: one measurement per counted request.
-        when_answered: called when every request of an evaluation is answered, before lmms-eval scores the answers.
-    """
-
-    is_simple = False
-    args: ModelArguments
-    rows: list[dict[str, Any]]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.when_answered: Callable[[], None] = lambda: None
-
-    @property
-    def batch_size(self) -> int | str:
-        return self.args.batch_size
-
-    def gather_rows(self) -> list[dict[str, Any]]:
-        """The rows of all ranks, the same list on each, sorted by task and document. All ranks must call it."""
-        raise NotImplementedError
-
-    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        raise NotImplementedError(
-            "--model kvcompress answers generate_until tasks only: a likelihood over a given answer is computed in one "
-            "prefill, which KV compression does not change"
-        )
-
-    def clean(self) -> None:
-        """lmms-eval calls this when all is answered, to free the model. It stays: one model serves several evaluations.
-        See `KVCompressLM.unload`."""
-        self.when_answered()
+Answered = tuple[list[GenerationResult], float]  # and the seconds that it took
 
 
 class KVCompressLM(Answerer):
@@ -111,9 +72,9 @@ class KVCompressLM(Answerer):
             self._world_size = 1  # the processes are one model: each gives the same answer to every question
         self.chat = ChatProcessor(self.args, self.processor, self.model.dtype)
         self.tokenizer = self.chat.tokenizer
-        self.batches = BatchStore(int(self.args.vision_cache_gb * 2**30), int(self._prompt_cache_gb * 2**30))
+        self.batches = BatchStore(int(self.args.vision_cache_gb * 2**30), int(self.args.gb_for_prompts * 2**30))
         # The thread that looks ahead tokenises meanwhile: the two must not share a tokenizer.
-        decoder = copy.deepcopy(self.tokenizer) if self._look_ahead else self.tokenizer
+        decoder = copy.deepcopy(self.tokenizer) if self.args.batches_ahead else self.tokenizer
         self.answering = Answering(self.model, decoder, self.batches, compression)
         self.rows: list[dict[str, Any]] = []
         self._times_asked: Counter[tuple[str, int]] = Counter()
@@ -169,7 +130,7 @@ class KVCompressLM(Answerer):
                 write_rows(rows, self.args.measurements_path)
         return results
 
-    def _answer_in_batches(self, requests: list[Instance], progress: tqdm) -> tuple[list[GenerationResult], float]:
+    def _answer_in_batches(self, requests: list[Instance], progress: tqdm) -> Answered:
         order = Collator(
             requests,
             sort_fn=self._shortness,
@@ -178,7 +139,7 @@ class KVCompressLM(Answerer):
         )
         results, seconds = [], 0.0
         groups = self._in_batches(order)
-        with ahead(lambda group: (group, self.prepare(group)), groups, self._look_ahead) as prepared:
+        with ahead(lambda group: (group, self.prepare(group)), groups, self.args.batches_ahead) as prepared:
             for group, batch in prepared:
                 answers, elapsed = self._answer_or_recall(group, batch)
                 results += answers
@@ -186,7 +147,7 @@ class KVCompressLM(Answerer):
                 progress.update(len(group))
         return order.get_original(results), seconds
 
-    def _answer_in_flight(self, requests: list[Instance], progress: tqdm) -> tuple[list[GenerationResult], float]:
+    def _answer_in_flight(self, requests: list[Instance], progress: tqdm) -> Answered:
         for request in requests:
             check_one_sequence(self.args.slots, self._wanted(request).arguments)
         order = sorted(range(len(requests)), key=lambda place: self._shortness(requests[place]))
@@ -213,7 +174,7 @@ class KVCompressLM(Answerer):
 
         limits = self._limits([requests[place] for place in order])
         with (
-            ahead(lambda place: (place, self.prepare([requests[place]])), order, self._look_ahead) as prepared,
+            ahead(lambda place: (place, self.prepare([requests[place]])), order, self.args.batches_ahead) as prepared,
             closing(iter(Flight(self.answering, asked(prepared), limits))) as flight,
         ):
             for number, answers in flight:
@@ -221,7 +182,7 @@ class KVCompressLM(Answerer):
                 given[number] = None
                 counted = len(self.rows)
                 (result,) = self._results([requests[place]], batch, answers)
-                self._store([requests[place]], batch, [result], self.rows[counted:], answers.seconds)
+                self._store([requests[place]], batch, ([result], answers.seconds), self.rows[counted:])
                 done(place, result, answers.seconds)
         return results, sum(elapsed)
 
@@ -261,7 +222,7 @@ class KVCompressLM(Answerer):
 
     def _shortness(self, request: Instance) -> int:
         """What sorts the longest first: by text, or where what fits is looked for, by tokens."""
-        if not self._fits_itself:
+        if not self.args.fits_itself:
             return -len(request.args[0])
         _, _, _, doc_id, task, _ = request.args
         if (task, doc_id) not in self._tokens:
@@ -301,7 +262,7 @@ class KVCompressLM(Answerer):
 
     def _limits(self, requests: list[Instance]) -> Limits:
         """How many of these requests, longest first, decode together."""
-        on_oom, most = "halve" if self._on_oom == "halve_batch" else "raise", len(requests)
+        on_oom, most = "halve" if self.args.on_oom_in_force == "halve_batch" else "raise", len(requests)
         if self.args.slots != "auto":
             return Limits(min(self.args.slots, most), on_oom=on_oom)
         kwargs = self._wanted(requests[0]).arguments
@@ -341,16 +302,16 @@ class KVCompressLM(Answerer):
         key = key_of(requests, prompts)
         return key if self.answer_store.knows(key) else None
 
-    def _answer_or_recall(self, requests: list[Instance], batch: Batch) -> tuple[list[GenerationResult], float]:
+    def _answer_or_recall(self, requests: list[Instance], batch: Batch) -> Answered:
         """The answers to requests, and the seconds that generating them takes, or took in an earlier run."""
         if (known := self._recalled(requests, batch)) is not None:
             return known
         counted = len(self.rows)
-        results, seconds = self._answer_within_memory(requests, batch)
-        self._store(requests, batch, results, self.rows[counted:], seconds)
-        return results, seconds
+        answered = self._answer_within_memory(requests, batch)
+        self._store(requests, batch, answered, self.rows[counted:])
+        return answered
 
-    def _recalled(self, requests: list[Instance], batch: Batch) -> tuple[list[GenerationResult], float] | None:
+    def _recalled(self, requests: list[Instance], batch: Batch) -> Answered | None:
         """An earlier run's answers, whose rows are added; None where there are none."""
         if (key := self._recall_key(requests, batch.key)) is None:
             return None
@@ -358,23 +319,16 @@ class KVCompressLM(Answerer):
         self.rows += rows
         return results, seconds
 
-    def _store(
-        self,
-        requests: list[Instance],
-        batch: Batch,
-        results: list[GenerationResult],
-        rows: list[dict[str, Any]],
-        seconds: float,
-    ) -> None:
+    def _store(self, requests: list[Instance], batch: Batch, answered: Answered, rows: list[dict[str, Any]]) -> None:
         """Keep answers for later runs, where that was asked for."""
         if self.answer_store is None or any(map(self._has_overlay, requests)):
             return
         if not self._wanted(requests[0]).arguments["do_sample"]:  # else a question asked again gets another answer
-            self.answer_store.put(key_of(requests, batch.key), to_json(results, rows, seconds))
+            self.answer_store.put(key_of(requests, batch.key), to_json(answered[0], rows, answered[1]))
 
-    def _answer_within_memory(self, requests: list[Instance], batch: Batch) -> tuple[list[GenerationResult], float]:
+    def _answer_within_memory(self, requests: list[Instance], batch: Batch) -> Answered:
         """`_answer`, tried again as `on_oom` says when the device's memory does not suffice."""
-        wanted = self._on_oom
+        wanted = self.args.on_oom_in_force
         try:
             return self._answer(requests, batch)
         except torch.OutOfMemoryError:
@@ -400,7 +354,7 @@ class KVCompressLM(Answerer):
             row["on_oom"] = wanted
         return results, seconds
 
-    def _answer(self, requests: list[Instance], batch: Batch) -> tuple[list[GenerationResult], float]:
+    def _answer(self, requests: list[Instance], batch: Batch) -> Answered:
         """The answers to requests, and the seconds that generating them takes; adds the rows of counted requests."""
         if self.args.tp_plan is not None and self.world_size > 1:
             raise KVCompressError("tp_plan: lmms-eval would share the questions out; run lmms_eval_plugins.evaluate")
@@ -419,21 +373,17 @@ class KVCompressLM(Answerer):
         """What lmms-eval is told; adds the rows of counted requests."""
         results = []
         for place, request in enumerate(requests):
-            until = generation_of(request.args[2], self.args.max_new_tokens).until
-            text, measured = _cut(answers.texts[place], until), answers.measured
+            text, measured = self._wanted(request).cut(answers.texts[place]), answers.measured
             counts = TokenCounts(input_tokens=measured.tokens_in[place], output_tokens=measured.tokens_out[place])
             results.append(GenerationResult(text=text, token_counts=counts))
             self.cache_hook.add_partial("generate_until", (request.args[0], request.args[2]), text)
-            if not request.metadata.get("__padding_only__"):
-                self.rows.append({**self._row(request, batch, answers, place), "answer": text})
+            if request.metadata.get("__padding_only__"):
+                continue
+            self.rows.append({**row_of(request, answers, place), "rank": self.rank, "answer": text})
+            if self._has_overlay(request):
+                kept = record(self.model, self.chat, batch.prompts[place], answers.inputs, answers.kept, place)
+                self.rows[-1]["survivors"] = kept
         return results
-
-    def _row(self, request: Instance, batch: Batch, answers: Answers, place: int) -> dict[str, Any]:
-        row = {**row_of(request, answers, place), "rank": self.rank}
-        if self._has_overlay(request):
-            prompt = batch.prompts[place]
-            row["survivors"] = record(self.model, self.chat, prompt, answers.inputs, answers.kept, place)
-        return row
 
     # -- small things ---------------------------------------------------------------------------------------------
 
@@ -444,46 +394,7 @@ class KVCompressLM(Answerer):
     def _has_overlay(self, request: Instance) -> bool:
         return request.args[3] < self.overlays
 
-    @property
-    def _on_oom(self) -> str:
-        """A size that was looked for may turn out too large: unless told otherwise, that batch is then halved."""
-        is_default = "on_oom" not in self.args.model_fields_set
-        return "halve_batch" if is_default and self._fits_itself else self.args.on_oom
-
-    @property
-    def _fits_itself(self) -> bool:
-        """Whether it is looked for how much is answered together."""
-        return isinstance(self.batch_size, str) or self.args.slots == "auto"
-
-    @property
-    def _asks_one_by_one(self) -> bool:
-        return self.batch_size == 1 and self.args.slots is None
-
-    @property
-    def _look_ahead(self) -> int:
-        default = 0 if self._asks_one_by_one else LOOK_AHEAD
-        return default if self.args.look_ahead is None else self.args.look_ahead
-
-    @property
-    def _prompt_cache_gb(self) -> float:
-        default = 0.0 if self._asks_one_by_one else PROMPT_CACHE_GB
-        return default if self.args.prompt_cache_gb is None else self.args.prompt_cache_gb
-
     def _own_progress_bar(self, total: int) -> tqdm:
         of = self.compression
         kept = f"budget {of.budget}" if of.budget else f"{of.ratio or 1:g}"
         return tqdm(total=total, desc=f"{of.method} {kept}", disable=self.rank != 0)
-
-
-def question(request: Instance) -> tuple[str, int]:
-    """Its task, and its number there."""
-    _, _, _, doc_id, task, _ = request.args
-    return task, doc_id
-
-
-def _cut(text: str, until: list[str]) -> str:
-    """The text up to the first of the stop strings."""
-    for stop in until:
-        if stop:
-            text = text.split(stop, 1)[0]
-    return text

@@ -39,6 +39,14 @@ def test_all_answer_the_same_requests_within_the_memory(tmp_path):
     assert "5 requests of 20 prompt tokens, answers of 3 to 12 (seed 0)" in text
 
 
+def test_a_method_may_name_its_own_budget(tmp_path):
+    names = ["knorm:decode_interval=4", "knorm:decode_interval=4:decode_budget=4"]
+    content = bench(tmp_path, "--kv-gb", "0.00002", "--peers", "--methods", *names)
+    large, small = content["served"]
+    assert [large["name"], small["name"]] == names
+    assert small["slots"] > large["slots"]
+
+
 def test_a_run_that_was_cut_goes_on_with_who_is_missing(tmp_path, capsys):
     first = bench(tmp_path, "--peers", "padded", "--methods", "full")
     capsys.readouterr()

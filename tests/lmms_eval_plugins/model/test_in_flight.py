@@ -1,5 +1,6 @@
 """slots=: requests in flight have the answers that they get one by one, and rows of their own."""
 
+import functools
 import time
 
 import pytest
@@ -98,6 +99,32 @@ def test_cells_share_tower_and_prefill_and_answers_do_not_depend_on_it(checkpoin
     assert [row["vision_is_known"] for row in rows] == [bool(doc["images"]) for doc in DOCS]
     assert {row["prompt_is_known"] for row in rows} == {gigabytes == 1}
     assert {row["peak_memory_bytes"] is None for row in rows} == {gigabytes == 1}
+
+
+def test_times_are_those_of_a_run_in_which_each_prefill_runs(checkpoint, monkeypatch):
+    lm, slow = load_lm(checkpoint("qwen2-vl"), slots=2), 0.03
+    forward, slept = lm.model.forward, []
+
+    @functools.wraps(forward)  # `generate` reads the signature
+    def slow_prefill(*args, input_ids, **kwargs):
+        if input_ids.shape[1] > 1:
+            slept.append(time.sleep(slow))
+        return forward(*args, input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(lm.model, "forward", slow_prefill)
+    for known in (False, True):
+        lm.set_cell(**CELL)
+        lm.reset_rows()
+        slept.clear()
+        lm.generate_until(asked(lm))
+        assert len(slept) == 1 + (0 if known else len(DOCS))  # the warm-up
+        rows = sorted(lm.rows, key=lambda row: row["waited_s"])
+        assert {row["prompt_is_known"] for row in rows} == {known}
+        assert all(row["ttft_s"] > slow for row in rows)
+        assert all(row["waited_s"] > slow * place for place, row in enumerate(rows))
+        assert sum(row["share_s"] for row in rows) > slow * len(rows)
+        longest = max(rows, key=lambda row: row["tokens_out"])  # which waits for others' prefills meanwhile
+        assert longest["tpot_s"] * (longest["tokens_out"] - 1) > slow
 
 
 def test_stop_strings_special_tokens_and_padding_are_as_ever(checkpoint):

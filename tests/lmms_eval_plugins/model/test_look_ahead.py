@@ -6,7 +6,7 @@ import time
 import pytest
 
 from kvcompress import KVCompressError
-from lmms_eval_plugins.model.lm import LOOK_AHEAD, PROMPT_CACHE_GB
+from lmms_eval_plugins.model.arguments import LOOK_AHEAD, PROMPT_CACHE_GB, ModelArguments
 from lmms_eval_plugins.model.look_ahead import ahead
 from tests.support.checkpoints import image, load_lm, requests
 
@@ -45,10 +45,10 @@ def test_no_more_than_depth_are_prepared_ahead():
         ({"slots": 2}, 0, 0, 0),
     ],
 )
-def test_one_question_at_a_time_is_measured_alone_unless_asked_otherwise(checkpoint, size, given, ahead, gigabytes):
-    lm = load_lm(checkpoint("llama"), **size, look_ahead=given, prompt_cache_gb=given)
-    assert lm._look_ahead == ahead
-    assert lm._prompt_cache_gb == gigabytes
+def test_one_question_at_a_time_is_measured_alone_unless_asked_otherwise(size, given, ahead, gigabytes):
+    args = ModelArguments(pretrained="m", **size, look_ahead=given, prompt_cache_gb=given)
+    assert args.batches_ahead == ahead
+    assert args.gb_for_prompts == gigabytes
 
 
 def test_leaving_waits_for_the_call_under_way_and_begins_no_other():

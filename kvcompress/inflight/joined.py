@@ -1,0 +1,71 @@
+"""Several sequences' memories as one batch, so that they are evicted from together."""
+
+from dataclasses import replace
+
+import torch
+
+from ..cache.memory import Memory, SequenceLog
+from ..policy.policy import Policy
+from ..scoring.layer_view import Kept
+
+
+class JoinedMemory(Memory):
+    """The memories of several sequences as one left-padded batch, for one eviction.
+
+    Attributes:
+        result: what is held, columns counted from the left of the batch.
+        shift: LongTensor (rows, 1, 1), columns by which each row is moved to the right.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        memories: list[Memory],
+        seen: list[int],
+        held: Kept,
+        queries: torch.Tensor | None = None,
+        decoded: int = 0,
+    ):
+        """`seen`: tokens of each sequence; `held`: a row for each, in its own columns; `queries`: the latest of each,
+        (rows, heads, some, head_dim), NaN where it has none; `decoded`: tokens since its latest eviction."""
+        super().__init__(policy, None)
+        self._length = max(seen)
+        self.shift = torch.tensor([self._length - each for each in seen], device=held.indices.device)[:, None, None]
+        self.result = replace(held, indices=torch.where(held.indices < 0, -1, held.indices + self.shift))
+        self.latest_queries, self.decoded = [] if queries is None else [queries], decoded
+        logs, first = [memory.log for memory in memories], memories[0]
+        self.log = SequenceLog(self._length, list(seen), row_seeds=tuple(log.row_seeds[0] for log in logs))
+        if logs[0].shares is not None:
+            self.log.shares = [[log.shares[layer][0] for log in logs] for layer in range(len(logs[0].shares))]
+        self.log.vision, self.log.has_vision = logs[0].vision, logs[0].has_vision
+        for name in ("merge_threshold", "noted"):
+            if getattr(first, name) is not None:
+                setattr(self, name, torch.cat([getattr(memory, name) for memory in memories]))
+        self.rotary, self.attended = first.rotary, first.attended
+
+    @staticmethod
+    def kind(memory: Memory) -> tuple:
+        """Memories of one kind can be joined."""
+        noted = None if memory.noted is None else memory.noted.shape[1:]
+        alone = id(memory) if memory.rotary is not None else None  # the positions of a prompt are its own
+        return memory.log.shares is None, memory.merge_threshold is None, noted, alone
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def kept(self) -> Kept:
+        return self.result
+
+    def put(self, kept: Kept, seen: int, uniform: bool = False) -> None:
+        self.result = kept
+
+    def give_back(self, memories: list[Memory]) -> Kept:
+        """Tell each sequence's memory what was noted; returns what is left, in its own columns."""
+        for row, memory in enumerate(memories):
+            for name in ("merge_threshold", "noted"):
+                value = getattr(self, name)
+                setattr(memory, name, None if value is None else value[row : row + 1])
+        indices = self.result.indices
+        result = replace(self.result, indices=torch.where(indices < 0, -1, indices - self.shift))
+        return result if self.sums is None else replace(result, sums=self.sums)
