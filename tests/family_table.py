@@ -58,12 +58,17 @@ OTHER_METHODS = tuple(
     and info.cls.__module__.startswith("kvcompress.")
     and name not in ("full", *METHODS, *EXTRAS)
 )
-HYBRID = ("gemma3", "gemma4", "mllama", "minicpm-v", "qwen3.5")
-REFUSED = {(name, extra) for name in HYBRID for extra in EXTRAS} - {("gemma3", "kvzip"), ("gemma4", "kvzip")}
+HYBRID = ("gemma3", "gemma4", "gemma4-e2b", "mllama", "minicpm-v", "qwen3.5")
+REFUSED = {(name, extra) for name in HYBRID for extra in EXTRAS} - {
+    ("gemma3", "kvzip"),
+    ("gemma4", "kvzip"),
+    ("gemma4-e2b", "kvzip"),
+}
 BOTH_WAYS = "cannot cut one of queries and keys, as models make where an image's tokens see each other both ways"
 CHUNKS_REFUSED = {
     "gemma3": BOTH_WAYS,
     "gemma4": BOTH_WAYS,
+    "gemma4-e2b": BOTH_WAYS,
     "molmo2": BOTH_WAYS,
     "mllama": "layers all have full attention or sliding windows: mllama has others (cross-attention)",
     "minicpm-v": "layers all have full attention or sliding windows: minicpmv4_6 has others (LinearAttentionLayer)",
@@ -96,6 +101,7 @@ TITLES = {
     "pixtral": "Pixtral",
     "mistral3": "Mistral Small 3.1 (Mistral 3)",
     "gemma4": "Gemma 4",
+    "gemma4-e2b": "Gemma 4 E2B, E4B",
     "molmo2": "Molmo 2 (not in transformers 5.14)",
     "qwen3-omni": "Qwen3-Omni (thinker)",
     "qwen2-audio": "Qwen2-Audio (recordings as images)",

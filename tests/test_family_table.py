@@ -8,7 +8,6 @@ from transformers import (
     AutoModelForCausalLM,
     CodeGenConfig,
     DynamicCache,
-    Gemma4Config,
     GPTNeoConfig,
     GraniteConfig,
     MistralConfig,
@@ -303,21 +302,6 @@ def test_dropping_frames_is_refused_where_a_prompt_does_not_tell_them(name):
 def test_methods_that_look_at_the_tower_are_refused_where_it_rotates_its_queries():
     with pytest.raises(kvcompress.KVCompressError, match="no access to the vision tower's attention of a pixtral"):
         kvcompress.compress(MORE_FAMILIES["pixtral"].build(), "visionzip", 0.5)
-
-
-def test_a_gemma_4_whose_last_layers_share_keys_is_an_error(monkeypatch):
-    def shared(text: dict) -> Gemma4Config:
-        config = MORE_FAMILIES["gemma4"].make_config(text)
-        config.text_config.num_kv_shared_layers = 2
-        return config
-
-    monkeypatch.setitem(families.MORE_FAMILIES, "gemma4-shared", Family("gemma4-shared", shared, "gemma4", layers=4))
-    model = families.MORE_FAMILIES["gemma4-shared"].build()
-    with (
-        kvcompress.compress(model, "snapkv", 0.5),
-        pytest.raises(kvcompress.KVCompressError, match="models whose layers share keys are not supported"),
-    ):
-        generate(model, families.MORE_FAMILIES["gemma4-shared"].inputs(model, [20]), 2)
 
 
 def test_a_llava_onevision_from_the_original_layout_is_the_model_that_was_saved():

@@ -728,7 +728,7 @@ def _mistral3(text: dict) -> Mistral3Config:
     )
 
 
-def _gemma4(text: dict) -> Gemma4Config:
+def _gemma4(text: dict, **more: object) -> Gemma4Config:
     """Every other layer sees the last 12 tokens only; the others have longer and fewer KV heads, whose values are their
     keys before rotation; each layer has embeddings of its own."""
     kinds = ["sliding_attention", "full_attention"]
@@ -744,6 +744,7 @@ def _gemma4(text: dict) -> Gemma4Config:
             "vocab_size_per_layer_input": VOCAB_SIZE,
             "hidden_size_per_layer_input": 8,
             "use_bidirectional_attention": "vision",
+            **more,
         },
         vision_config={
             "hidden_size": VISION_HIDDEN,
@@ -764,6 +765,11 @@ def _gemma4(text: dict) -> Gemma4Config:
         eoi_token_id=VISION_END,
         tie_word_embeddings=False,
     )
+
+
+def _gemma4_e2b(text: dict) -> Gemma4Config:
+    """The last two layers have no keys of their own, and an image is seen causally."""
+    return _gemma4(text, num_kv_shared_layers=2, use_bidirectional_attention=None, attention_k_eq_v=False)
 
 
 def _molmo2(text: dict) -> PreTrainedConfig:
@@ -883,6 +889,7 @@ LISTED_FAMILIES: dict[str, Family] = {
         Family("pixtral", _pixtral, "pixtral"),
         Family("mistral3", _mistral3, "mistral3"),
         Family("gemma4", _gemma4, "gemma4", layers=4, video=True),
+        Family("gemma4-e2b", _gemma4_e2b, "gemma4", layers=6, video=True),
         Family("molmo2", _molmo2, "molmo2", video=True, needs="Molmo2Config"),
         Family("qwen3-omni", _qwen3_omni, "qwen3-omni", video=True),
         Family("qwen2-audio", _qwen2_audio, "audio"),
