@@ -49,13 +49,13 @@ def prune(
         What undoes it. None of it is left in the model once all are removed.
     """
     layers, method = getattr(decoder, "layers", None), cache.policy.method
-    if layers is None or len(layers) != len(cache.layers):
-        raise KVCompressError(f"method {method!r} finds no decoder layers in {type(decoder).__name__}")
     if len(cache.compressed_layers) != len(cache.layers):
         raise KVCompressError(
             f"method {method!r} needs a model whose layers all have full attention: {cache.config.model_type} has "
             "sliding windows or the like"
         )
+    if layers is None or len(layers) != len(cache.layers):
+        raise KVCompressError(f"method {method!r} finds no decoder layers in {type(decoder).__name__}")
     pruning = Pruning(base, cache)
     if not pruning.is_needed:
         return []
