@@ -17,7 +17,7 @@ import torch
 import kvcompress
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.hooks.model import text_decoder
-from tests.support.families import FAMILIES, MORE_FAMILIES, Family
+from tests.support.families import FAMILIES, LISTED_FAMILIES, MORE_FAMILIES, Family
 from tests.support.masked_reference import Kept, generate, only_attending_to
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
@@ -44,7 +44,7 @@ KINDS = TEXTS | IMAGES | VIDEOS
 CHUNK = 7  # cuts images
 CHUNKS = "prefill_chunk"
 # What asks more of a model than attention over a cache, and the families whose layers do not all give that: sliding
-# windows (Gemma 3), cross-attention (Llama 3.2 Vision), linear attention (MiniCPM-V).
+# windows (Gemma 3 and 4), cross-attention (Llama 3.2 Vision), linear attention (MiniCPM-V, Qwen3.5).
 EXTRAS: dict[str, dict[str, object]] = {
     "first_token=compressed": {"method": "snapkv", "first_token": "compressed"},
     "kvzip": {"method": "kvzip"},
@@ -58,14 +58,24 @@ OTHER_METHODS = tuple(
     and info.cls.__module__.startswith("kvcompress.")
     and name not in ("full", *METHODS, *EXTRAS)
 )
-HYBRID = ("gemma3", "mllama", "minicpm-v")
-REFUSED = {(name, extra) for name in HYBRID for extra in EXTRAS} - {("gemma3", "kvzip")}
+HYBRID = ("gemma3", "gemma4", "gemma4-e2b", "mllama", "minicpm-v", "qwen3.5")
+REFUSED = {(name, extra) for name in HYBRID for extra in EXTRAS} - {
+    ("gemma3", "kvzip"),
+    ("gemma4", "kvzip"),
+    ("gemma4-e2b", "kvzip"),
+}
+BOTH_WAYS = "cannot cut one of queries and keys, as models make where an image's tokens see each other both ways"
 CHUNKS_REFUSED = {
-    "gemma3": "cannot cut the attention masks that this model makes for its text decoder",
+    "gemma3": BOTH_WAYS,
+    "gemma4": BOTH_WAYS,
+    "gemma4-e2b": BOTH_WAYS,
+    "molmo2": BOTH_WAYS,
     "mllama": "layers all have full attention or sliding windows: mllama has others (cross-attention)",
     "minicpm-v": "layers all have full attention or sliding windows: minicpmv4_6 has others (LinearAttentionLayer)",
+    "qwen3.5": "layers all have full attention or sliding windows: qwen3_5 has others (LinearAttentionLayer)",
 }
 ALL_FAMILIES = FAMILIES | MORE_FAMILIES
+ROWS = FAMILIES | LISTED_FAMILIES  # those that this transformers lacks too
 TITLES = {
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3",
@@ -86,6 +96,14 @@ TITLES = {
     "gemma3": "Gemma 3",
     "mllama": "Llama 3.2 Vision",
     "minicpm-v": "MiniCPM-V 4.6",
+    "qwen3.5": "Qwen3.5",
+    "glm4v": "GLM-4.1V",
+    "pixtral": "Pixtral",
+    "mistral3": "Mistral Small 3.1 (Mistral 3)",
+    "gemma4": "Gemma 4",
+    "gemma4-e2b": "Gemma 4 E2B, E4B",
+    "molmo2": "Molmo 2 (not in transformers 5.14)",
+    "qwen3-omni": "Qwen3-Omni (thinker)",
     "qwen2-audio": "Qwen2-Audio (recordings as images)",
 }
 
@@ -264,7 +282,7 @@ def entries_held(session: kvcompress.Session) -> Iterator[list[int]]:
 def expected() -> dict[tuple[str, str], str]:
     """(family, column) -> the cell, when every check of it passes."""
     cells = {}
-    for name, family in ALL_FAMILIES.items():
+    for name, family in ROWS.items():
         for kind in KINDS:
             cells[name, kind] = f"all {len(METHODS)}" if kind in kinds_of(family) else ""
         cells[name, OTHERS] = f"all {len(OTHER_METHODS)}"

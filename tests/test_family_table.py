@@ -1,5 +1,7 @@
 """Every model family, and the table in docs/families.md that says what was checked on which."""
 
+import copy
+
 import pytest
 import torch
 from transformers import (
@@ -11,6 +13,8 @@ from transformers import (
     MistralConfig,
     MptConfig,
     Olmo2Config,
+    Qwen3OmniMoeConfig,
+    Qwen3OmniMoeForConditionalGeneration,
     VipLlavaConfig,
 )
 
@@ -97,10 +101,12 @@ def test_prompts_in_chunks_are_those_in_one_piece_everywhere(family, kind):
     check_chunks(ALL_FAMILIES[family], kind)
 
 
-def test_a_gemma_3_without_images_takes_chunks_through_its_sliding_windows(monkeypatch):
-    text_only = Family("gemma3-text", lambda text: families.MORE_FAMILIES["gemma3"].make_config(text).text_config)
-    monkeypatch.setitem(families.MORE_FAMILIES, "gemma3-text", text_only)
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+def test_a_gemma_without_images_takes_chunks_through_its_sliding_windows(name, monkeypatch):
+    text_only = Family(f"{name}-text", lambda text: MORE_FAMILIES[name].make_config(text).text_config, layers=4)
+    monkeypatch.setitem(families.MORE_FAMILIES, text_only.name, text_only)
     check_chunks(text_only, "text, batch of 3")
+    check_extra(text_only, "kvzip")
 
 
 def test_the_table_is_what_the_checks_would_write():
@@ -109,7 +115,7 @@ def test_the_table_is_what_the_checks_would_write():
 
 
 def test_every_family_has_a_row():
-    assert set(family_table.TITLES) == set(ALL_FAMILIES)
+    assert set(family_table.TITLES) == set(family_table.ROWS)
 
 
 def test_a_failing_check_shows_in_the_table(monkeypatch):
@@ -126,7 +132,7 @@ def test_a_failing_check_shows_in_the_table(monkeypatch):
     assert cells["gemma3", "kvzip"] == cells["qwen2-vl", "prefill_chunk"] == "no"
     assert cells["qwen2-vl", "video"] == "none"
     assert cells["mllama", "other methods"].split(", ") == [name for name in OTHER_METHODS if name != "cake"]
-    assert {column for column in wanted if cells[column] != wanted[column]} == {
+    assert {column for column in wanted if column[0] in ALL_FAMILIES and cells[column] != wanted[column]} == {
         ("qwen3", "text"),
         ("qwen3", "text, batch of 3"),
         ("gemma3", "kvzip"),
@@ -262,6 +268,42 @@ def test_the_frames_of_a_llava_next_video_are_known():
     assert frame_tokens(family.build().config, ids, None) == (1,)
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("qwen3.5", 4), ("glm4v", 4), ("gemma4", 4), ("qwen3-omni", 4), ("molmo2", 0)]
+)
+def test_the_frames_of_a_video_are_known_or_known_to_be_unknown(name, tokens):
+    if name not in ALL_FAMILIES:
+        pytest.skip("not in this transformers")
+    inputs = ALL_FAMILIES[name].video_inputs()
+    config = ALL_FAMILIES[name].build().config
+    assert frame_tokens(config, inputs["input_ids"], inputs.get("video_grid_thw")) == (tokens,)
+
+
+@pytest.mark.parametrize("name", ["pixtral", "mistral3"])
+def test_the_lines_of_an_image_are_no_frames(name):
+    model = ALL_FAMILIES[name].build()
+    inputs = ALL_FAMILIES[name].inputs(model, [40], [2])
+    assert frame_tokens(model.config, inputs["input_ids"], None) == (0,)
+
+
+@pytest.mark.parametrize("name", ["pixtral", "glm4v", "molmo2"])
+def test_dropping_frames_is_refused_where_a_prompt_does_not_tell_them(name):
+    if name not in ALL_FAMILIES:
+        pytest.skip("not in this transformers")
+    family = ALL_FAMILIES[name]
+    inputs = family.video_inputs() if family.video else family.inputs(family.build(), [40], [2])
+    with (
+        kvcompress.compress(family.build(), "dycoke", 0.5, layer=1),
+        pytest.raises(kvcompress.KVCompressError, match=r"the frames of a video are not known in a \w+ model"),
+    ):
+        generate(family.build(), inputs, 2)
+
+
+def test_methods_that_look_at_the_tower_are_refused_where_it_rotates_its_queries():
+    with pytest.raises(kvcompress.KVCompressError, match="no access to the vision tower's attention of a pixtral"):
+        kvcompress.compress(MORE_FAMILIES["pixtral"].build(), "visionzip", 0.5)
+
+
 def test_a_llava_onevision_from_the_original_layout_is_the_model_that_was_saved():
     saved, loaded = (ALL_FAMILIES[name].build() for name in ("llava-onevision", "llava-onevision-original"))
     assert saved is not loaded
@@ -272,7 +314,23 @@ def test_a_llava_onevision_from_the_original_layout_is_the_model_that_was_saved(
         assert getattr(loaded.config, name) == getattr(saved.config, name)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "minicpm-v"])
+def test_compression_finds_the_thinker_in_a_whole_qwen3_omni():
+    family = MORE_FAMILIES["qwen3-omni"]
+    thinker, inputs = family.build(), family.inputs(family.build(), [40], [1])
+    config = Qwen3OmniMoeConfig(thinker_config=copy.deepcopy(thinker.config), enable_audio_output=False)
+    whole = Qwen3OmniMoeForConditionalGeneration(config).eval()
+    whole.thinker.load_state_dict(thinker.state_dict())
+    with kvcompress.compress(thinker, "snapkv", 0.3) as alone:
+        generate(thinker, inputs, 3)
+    with kvcompress.compress(whole, "snapkv", 0.3) as session:
+        whole.generate(**inputs, thinker_max_new_tokens=3, thinker_eos_token_id=None, return_audio=False)
+    kept, expected = kept_of(session.cache), kept_of(alone.cache)
+    assert [[head.tolist() for head in layer[0]] for layer in kept] == [
+        [head.tolist() for head in layer[0]] for layer in expected
+    ]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "minicpm-v", "qwen3.5"])
 def test_bytes_count_the_states_of_every_layer(name):
     family = ALL_FAMILIES[name]
     model = family.build()

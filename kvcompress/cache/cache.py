@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import KVCompressError
@@ -20,6 +20,7 @@ from .layer import CompressedLayer
 from .new_tokens import NewTokens, check_past
 from .scope import evictable
 
+WITHOUT_KEYS = getattr(cache_utils, "DummyLayer", ())  # of a layer that attends to another's
 LAYER_NAMES = {DynamicLayer: "cross-attention", DynamicSlidingWindowLayer: "sliding windows"}  # not compressed
 
 
@@ -101,18 +102,19 @@ class CompressedCache(DynamicCache):
             self.layers[layer_idx] = layer
         self.compressed_layers = [self.layers[layer_idx] for layer_idx in full_attention]
         compressed = len(full_attention)
-        if compressed < len(self.layers):
+        others = [layer for layer in self.layers if not isinstance(layer, (CompressedLayer, WITHOUT_KEYS))]
+        if others:
             _say_once(
-                f"{config.model_type}: {len(self.layers) - compressed} of {len(self.layers)} layers have no full "
+                f"{config.model_type}: {len(others)} of {len(others) + compressed} layers have no full "
                 "attention (sliding windows and the like); they keep transformers' own cache, uncompressed"
             )
-            self._check_other_layers()
+            self._check_other_layers({type(layer) for layer in others})
         if not compressed:
             raise KVCompressError(f"a {config.model_type} model has no layer with full attention: nothing to compress")
 
-    def _check_other_layers(self) -> None:
-        """Raises KVCompressError where something is asked for that layers of transformers' own cannot do."""
-        others = {type(layer) for layer in self.layers if not isinstance(layer, CompressedLayer)}
+    def _check_other_layers(self, others: set[type]) -> None:
+        """Raises KVCompressError where something is asked for that layers of transformers' own, of these types, cannot
+        do."""
         engine, what = self.policy.engine, None
         if engine.first_token == "compressed":
             what, wanted = "first_token='compressed', which feeds a token twice,", "full attention"

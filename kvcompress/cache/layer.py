@@ -23,13 +23,27 @@ Listener = Callable[[States, Callable[[], None]], None]
 
 class LayerKeys(torch.Tensor):
     """Keys on their way from a layer of ours to our attention function, which takes `plain` in their place. An
-    attention that knows nothing of compression would misread them, so that whatever else touches them raises."""
+    attention that knows nothing of compression would misread them, so that whatever else touches them raises.
+
+    A model may give them to later layers too, which have no keys of their own (Gemma 3n and 4). These attend as their
+    layer did, which may have compressed them since.
+
+    Attributes:
+        is_first_prompt, in_place: what their layer said of the pass.
+        mask: what it attended under, see `Pass.mask`, unless one of the two.
+    """
 
     plain: torch.Tensor
     kv_layer: CacheLayerMixin
+    is_first_prompt: bool
+    in_place: bool
+    mask: torch.Tensor | None
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
+        is_moved = func is torch.Tensor.to and isinstance(args[0], cls) and not kwargs
+        if is_moved and args[1:] == (args[0].plain.device,):  # some models do this on the way to a layer without keys
+            return args[0]
         raise KVCompressError(
             "a layer's compressed keys reached an attention that is not kvcompress's: set_attn_implementation was "
             "called, or kvcompress.compress(...) left, in the middle of a forward pass"
@@ -42,7 +56,8 @@ def on_their_way(keys: torch.Tensor, layer: CacheLayerMixin) -> torch.Tensor:
         keys = keys.view_as(keys)
     else:
         plain, keys = keys, keys.as_subclass(LayerKeys)
-        keys.plain = plain
+        keys.plain, keys.mask = plain, None
+        keys.is_first_prompt, keys.in_place = layer.is_first_prompt, layer.decodes_in_place
     keys.kv_layer = layer
     return keys
 

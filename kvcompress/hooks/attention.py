@@ -67,16 +67,12 @@ def compressed_attention(
     if layer is None:  # a layer that keeps transformers' own storage
         check_came_through(module)
         return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if isinstance(key, LayerKeys):
-        key = key.plain
-    if getattr(module, "layer_idx", layer.layer_idx) != layer.layer_idx:
-        raise KVCompressError(
-            f"layer {module.layer_idx} attends to the keys of layer {layer.layer_idx}: models whose layers share keys "
-            "are not supported"
-        )
+    given, key = key, key.plain if isinstance(key, LayerKeys) else key
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if getattr(module, "layer_idx", layer.layer_idx) != layer.layer_idx:
+        return attend_to_others(base, attend, module, query, given, value, attention_mask, scaling=scaling, **kwargs)
     if not layer.is_first_prompt:
-        result = attend_to_kept(base, attend, module, query, key, value, layer, scaling=scaling, **kwargs)
+        result = attend_to_kept(base, attend, module, query, key, value, layer, given, scaling=scaling, **kwargs)
     elif layer.wants_sums and can_sum_on_the_way(base, module, query, attention_mask, kwargs):
         output, sums = attention_with_sums(query, key, value, scaling)
         query.column_sums = Noted(key, scaling, sums)
@@ -110,15 +106,42 @@ def can_sum_on_the_way(base: str, module: torch.nn.Module, query, mask, kwargs: 
     return is_plain and query.device.type == "cpu" and query.dtype == torch.float32 and not query.requires_grad
 
 
-def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, key, value, layer, **kwargs):
-    """The base implementation over what a layer kept, under the layer's mask; arguments and result as above."""
+def attend_to_others(base: str, attend: Callable, module: torch.nn.Module, query, given, value, mask, **kwargs):
+    """The base implementation in a layer without keys of its own, which is `given` those of a layer before it; a model
+    may leave out queries of a prompt that nobody reads. `mask`: the model's; else as above."""
+    if not isinstance(given, LayerKeys):
+        raise KVCompressError("a model whose layers share keys cannot be compiled while its cache is compressed")
+    key, queries = given.plain, query.shape[2]
+    if given.is_first_prompt:
+        if mask is None and 1 < queries < key.shape[2]:
+            mask = torch.ones(queries, key.shape[2], dtype=torch.bool, device=key.device)
+            mask = base_mask_format(base, mask.tril(key.shape[2] - queries)[None, None], query.dtype)
+        return attend(module, query, key, value, mask, **kwargs)
+    if given.in_place:  # over what there is now
+        return attend_to_kept(base, attend, module, query, key, value, given.kv_layer, given, **kwargs)
+    mask = None if given.mask is None else given.mask[:, :, -queries:]
+    return attend_under(base, attend, module, query, key, value, mask, **kwargs)
+
+
+def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, key, value, layer, given, **kwargs):
+    """The base implementation over what a layer kept, under the layer's mask, which `given` then has; else as above."""
     if layer.decodes_in_place:
         if can_decode_in_place(base, kwargs):
             return layer.storage.decode(query, kwargs["scaling"]).transpose(1, 2), None
         key, value = layer.storage.read()
     mask = layer.mask(query.shape[2])  # (batch, 1 or kv_heads, queries, keys)
     if base == "sdpa" and layer.has_fixed_shapes and query.shape[2] == 1 and not kwargs.get("dropout"):
-        return one_query_per_head(query, key, value, mask, kwargs["scaling"]), None
+        result = one_query_per_head(query, key, value, mask, kwargs["scaling"]), None
+    else:
+        result = attend_under(base, attend, module, query, key, value, mask, **kwargs)
+    if isinstance(given, LayerKeys):
+        given.mask = mask
+    return result
+
+
+def attend_under(base: str, attend: Callable, module: torch.nn.Module, query, key, value, mask, **kwargs):
+    """The base implementation under a mask of one or all KV heads, bool (batch, 1 or kv_heads, queries, keys) or None;
+    else as above."""
     if mask is None or mask.shape[1] == 1:
         return attend(module, query, key, value, base_mask_format(base, mask, query.dtype), **kwargs)
     batch, kv_heads = key.shape[:2]

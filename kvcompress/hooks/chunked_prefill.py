@@ -63,16 +63,14 @@ def columns_of(kwargs: dict, start: int, stop: int, columns: int) -> dict:
     for name, value in kwargs.items():
         if name in BY_COLUMN and value is not None:
             value = value[..., start:stop]
-        elif name in ("inputs_embeds", "visual_pos_masks") and value is not None:
+        elif name in ("inputs_embeds", "per_layer_inputs", "visual_pos_masks") and value is not None:
             value = value[:, start:stop]
         elif name == "attention_mask" and value is not None:
-            if isinstance(value, dict):
-                raise KVCompressError(
-                    "prefill_chunk= cannot cut the attention masks that this model makes for its text decoder, where "
-                    "an image's tokens may see each other both ways"
-                )
             if not isinstance(value, torch.Tensor) or value.ndim != 2:
-                raise KVCompressError("prefill_chunk= needs a 2-D attention mask (batch, tokens), left-padded, or none")
+                raise KVCompressError(
+                    "prefill_chunk= needs a 2-D attention mask (batch, tokens), left-padded, or none: it cannot cut "
+                    "one of queries and keys, as models make where an image's tokens see each other both ways"
+                )
             value = value[:, : value.shape[1] - columns + stop]
         elif name == "deepstack_visual_embeds" and value is not None:
             vision = kwargs["visual_pos_masks"]  # packed: one line per True, row by row

@@ -3,20 +3,21 @@
 import inspect
 import sys
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..errors import KVCompressError
-from ..scoring.rotary import Rotary, rotate_half
+from ..scoring.rotary import Pairs, Rotary, interleaved, rotate_half
 
 
 def rotary_embeddings(decoder: PreTrainedModel) -> list[torch.nn.Module]:
     """The modules that compute cos and sin for a decoder's attention layers.
 
-    Raises KVCompressError where there are none, where a layer goes without, or where the model pairs channels in
-    another way than (i, i + half).
+    Raises KVCompressError where there are none, where a layer goes without or is rotated as others are not, or where
+    it is not known which channels the model pairs.
     """
     name = type(decoder).__name__
     modules = [module for key, module in decoder.named_modules() if key.split(".")[-1] == "rotary_emb"]
@@ -24,16 +25,50 @@ def rotary_embeddings(decoder: PreTrainedModel) -> list[torch.nn.Module]:
         raise KVCompressError(f"{name} has no rotary position embedding: a method that foresees queries needs one")
     if any(getattr(module, "use_rope", True) in (False, 0) for module in decoder.modules()):
         raise KVCompressError(f"{name} has layers without rotary embedding: a method that foresees queries needs them")
-    theirs = getattr(sys.modules[type(decoder).__module__], "rotate_half", None)
-    probe = torch.arange(4.0)
-    if theirs is None or not torch.equal(theirs(probe), rotate_half(probe)):
-        raise KVCompressError(f"{name} rotates queries in a way that is not known: it cannot be undone")
+    if len(set(getattr(decoder, "rope_types", ()))) > 1:
+        raise KVCompressError(f"{name} rotates layers in several ways: a method that foresees queries needs one")
+    channel_pairs(decoder)
     return modules
+
+
+def channel_pairs(decoder: PreTrainedModel) -> Pairs:
+    """Which channels a decoder turns together. Raises KVCompressError where that is not known."""
+    module = sys.modules[type(decoder).__module__]
+    pairs = _tried(getattr(module, "apply_rotary_pos_emb", None), getattr(module, "rotate_half", None))
+    if pairs is None:
+        name = type(decoder).__name__
+        raise KVCompressError(f"{name} rotates queries in a way that is not known: it cannot be undone")
+    return pairs
+
+
+@cache
+def _tried(apply: Callable | None, rotate: Callable | None) -> Pairs | None:
+    """By what a modelling file's `apply_rotary_pos_emb` does to two pairs; its `rotate_half`, where it has none."""
+    states, angles = torch.arange(1.0, 5), torch.tensor([5.0, 7, 5, 7])  # the angles of two pairs in the usual order
+    names = [] if apply is None else list(inspect.signature(apply).parameters)
+    count = names.index("cos") if "cos" in names else 0  # of what it turns: queries and keys, or one of them
+    if count and names[count + 1 : count + 2] == ["sin"]:
+        turned = apply(*[states[None, None, None]] * count, torch.zeros(1, 1, 4), angles[None, None])
+        turned = (turned if isinstance(turned, torch.Tensor) else turned[0]).flatten()
+    elif rotate is not None:
+        turned = rotate(states) * angles
+    else:
+        return None
+    neighbours = torch.tensor([-2.0, 1, -4, 3])
+    for pairs, expected in (
+        (Pairs(), rotate_half(states) * angles),
+        (Pairs(are_interleaved=True), neighbours * interleaved(angles)),
+        (Pairs(are_interleaved=True, angles_interleaved=True), neighbours * angles),
+    ):
+        if torch.equal(turned, expected):
+            return pairs
+    return None
 
 
 def watch_rotary(decoder: PreTrainedModel, receive: Callable[[Rotary], None]) -> list[RemovableHandle]:
     """Call `receive` in each forward pass of a decoder, before its first layer, with how its full attention layers
     are rotated, until the returned handles are removed. Raises as `rotary_embeddings`."""
+    modules, pairs = rotary_embeddings(decoder), channel_pairs(decoder)
 
     def after(module: torch.nn.Module, args: tuple, kwargs: dict, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         names = list(inspect.signature(module.forward).parameters)
@@ -41,6 +76,6 @@ def watch_rotary(decoder: PreTrainedModel, receive: Callable[[Rotary], None]) ->
         layer_type = call.get("layer_type")
         if layer_type in (None, "full_attention"):
             states, positions = call[names[0]], call["position_ids"]
-            receive(Rotary.of(decoder.config, module, states, positions, output, layer_type))
+            receive(Rotary.of(decoder.config, module, states, positions, output, layer_type, pairs))
 
-    return [module.register_forward_hook(after, with_kwargs=True) for module in rotary_embeddings(decoder)]
+    return [module.register_forward_hook(after, with_kwargs=True) for module in modules]

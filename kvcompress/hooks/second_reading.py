@@ -1,6 +1,7 @@
 """For methods that read the context a second time: the model is fed its own prompt again, on its full cache, and every
 layer notes which entries that needs. Nothing of the second pass is stored."""
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -12,19 +13,21 @@ from ..scoring.windows import pad_columns
 
 @dataclass(frozen=True)
 class DecoderInputs:
-    """What a prompt gave to the text decoder: embeddings (batch, columns, hidden), with the image features in them, and
-    position ids (batch, columns) or (axes, batch, columns), None where the decoder counts columns."""
+    """What a prompt gave to the text decoder: embeddings (batch, columns, hidden), with the image features in them;
+    position ids (batch, columns) or (axes, batch, columns), None where the decoder counts columns; and embeddings for
+    each layer (batch, columns, layers, size), None where it has none (Gemma 3n and 4 do)."""
 
     embeddings: torch.Tensor
     position_ids: torch.Tensor | None
+    by_layer: torch.Tensor | None = None
 
     @classmethod
     def of(cls, decoder: PreTrainedModel, kwargs: dict) -> "DecoderInputs":
         """From the keyword arguments of the decoder's forward pass."""
-        embeddings = kwargs.get("inputs_embeds")
+        embeddings, by_layer = kwargs.get("inputs_embeds"), kwargs.get("per_layer_inputs")
         if embeddings is None:
-            embeddings = decoder.get_input_embeddings()(kwargs["input_ids"])
-        return cls(embeddings, kwargs.get("position_ids"))
+            embeddings, by_layer = embedded(decoder, kwargs["input_ids"])
+        return cls(embeddings, kwargs.get("position_ids"), by_layer)
 
     def following(self, seen: int, pads: torch.Tensor) -> torch.Tensor:
         """Position ids of tokens of text behind the prompt, in the shape of the prompt's own; `pads` (batch, tokens)
@@ -38,6 +41,16 @@ class DecoderInputs:
         return last + steps
 
 
+def embedded(decoder: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The `embeddings` and `by_layer` of tokens (batch, columns)."""
+    embeddings = decoder.get_input_embeddings()(ids)
+    by_layer = None
+    if getattr(decoder, "hidden_size_per_layer_input", 0):
+        names = inspect.signature(decoder.get_per_layer_inputs).parameters
+        by_layer = decoder.get_per_layer_inputs(*[ids, embeddings][: len(names)])
+    return embeddings, by_layer
+
+
 @torch.no_grad()
 def read_again(decoder: PreTrainedModel, inputs: DecoderInputs, cache: CompressedCache) -> None:
     """Feed the prompt that waits in the cache once more, chunk by chunk; each layer scores its entries."""
@@ -45,15 +58,17 @@ def read_again(decoder: PreTrainedModel, inputs: DecoderInputs, cache: Compresse
     if not waiting:
         return
     cluster, part = cache.policy.cluster, waiting[0].waiting.candidates
-    embeddings = inputs.embeddings
+    embeddings, by_layer = inputs.embeddings, inputs.by_layer
+    rows = torch.arange(len(embeddings), device=embeddings.device)[:, None]
     if part.source is not None:
-        embeddings = embeddings.gather(1, part.source[..., None].expand(-1, -1, embeddings.shape[2]))
+        embeddings = embeddings[rows, part.source]
+        by_layer = None if by_layer is None else by_layer[rows, part.source]
     columns = part.keys.shape[2]
     pads = torch.zeros(len(embeddings), columns, dtype=torch.bool, device=embeddings.device)
     if part.view.padding is not None:
         pads = pad_columns(part.view.padding, columns)[:, 0]
     ids = torch.tensor(cluster.instruction, dtype=torch.long, device=embeddings.device)
-    instruction = decoder.get_input_embeddings()(ids).expand(len(embeddings), -1, -1)
+    instruction = embedded(decoder, ids.expand(len(embeddings), -1))
     # Chunks are counted from each row's first token behind its sinks: a row is cut as it would be alone.
     first = pads.sum(1, keepdim=True)
     behind = columns - int(first.min()) - cluster.sinks
@@ -64,14 +79,16 @@ def read_again(decoder: PreTrainedModel, inputs: DecoderInputs, cache: Compresse
         scored = torch.cat([sinks, chunk], dim=1)
         missing = scored >= columns  # shorter rows end earlier
         scored = scored.clamp(max=columns - 1)
-        rows = scored[:, cluster.sinks :, None].expand(-1, -1, embeddings.shape[2])
-        fed = torch.cat([instruction, embeddings.gather(1, rows)], dim=1)
+        read = scored[:, cluster.sinks :]
+        fed = {"inputs_embeds": torch.cat([instruction[0], embeddings[rows, read]], dim=1)}
+        if by_layer is not None:
+            fed["per_layer_inputs"] = torch.cat([instruction[1], by_layer[rows, read]], dim=1)
         fed_pads = torch.nn.functional.pad(missing[:, cluster.sinks :], (len(ids), 0))
         for layer in waiting:
             layer.read_again(scored.to(layer.device), missing.to(layer.device), cluster.sinks)
         with cache.other_layers_unchanged():  # sliding windows must not slide over it
             decoder(
-                inputs_embeds=fed,
+                **fed,
                 position_ids=inputs.following(cache.seen_tokens, fed_pads),
                 past_key_values=cache,
                 use_cache=True,

@@ -49,13 +49,13 @@ def prune(
         What undoes it. None of it is left in the model once all are removed.
     """
     layers, method = getattr(decoder, "layers", None), cache.policy.method
-    if layers is None or len(layers) != len(cache.layers):
-        raise KVCompressError(f"method {method!r} finds no decoder layers in {type(decoder).__name__}")
     if len(cache.compressed_layers) != len(cache.layers):
         raise KVCompressError(
             f"method {method!r} needs a model whose layers all have full attention: {cache.config.model_type} has "
             "sliding windows or the like"
         )
+    if layers is None or len(layers) != len(cache.layers):
+        raise KVCompressError(f"method {method!r} finds no decoder layers in {type(decoder).__name__}")
     pruning = Pruning(base, cache)
     if not pruning.is_needed:
         return []
@@ -130,6 +130,7 @@ class Pruning:
             hidden, rest = (args[0], args[1:]) if args else (kwargs["hidden_states"], ())
             if index in self.stages:
                 hidden = self._choose(index, hidden)
+                self.mask = self._mask(kwargs.get("attention_mask"))
             self.hidden = hidden
             embeddings = tuple(self._left(part) for part in kwargs["position_embeddings"])
             # Gaps between position ids would look like several packed sequences to flash attention; rotation comes
@@ -175,17 +176,23 @@ class Pruning:
         self.padding = None
         if min(lengths) < left:
             self.padding = left - torch.tensor(lengths, device=order.device)[:, None]
-        self.mask = self._mask(left)
         columns = torch.where(used, self.source, -1)
         self.cache.begin(replace(self.whole, source=columns, padding=self.padding), first_layer=index)
         return hidden
 
-    def _mask(self, left: int) -> torch.Tensor | None:
-        """bool (batch, 1, left, left), True = attend; None where the base is causal by itself and nothing is padded."""
-        device = self.source.device
-        if self.padding is None and self.base != "eager":
+    def _mask(self, whole: torch.Tensor | dict | None) -> torch.Tensor | None:
+        """bool (batch, 1, left, left), True = attend; None where the base is causal by itself and nothing is padded.
+        `whole`: the mask of all columns. One of queries and keys says all (Molmo 2's vision tokens see each other both
+        ways), any other is causal."""
+        left, device = self.source.shape[1], self.source.device
+        if isinstance(whole, torch.Tensor) and whole.ndim == 4:
+            visible = whole[:, 0] if whole.dtype == torch.bool else whole[:, 0] == 0
+            visible = visible.to(device).expand(len(self.rows), -1, -1)
+            mask = visible[self.rows[..., None], self.source[..., None], self.source[:, None]][:, None]
+        elif self.padding is None and self.base != "eager":
             return None
-        mask = torch.ones(left, left, dtype=torch.bool, device=device).tril()[None, None]
+        else:
+            mask = torch.ones(left, left, dtype=torch.bool, device=device).tril()[None, None]
         if self.padding is None:
             return mask
         itself = torch.eye(left, dtype=torch.bool, device=device)  # a pad query sees itself, so its softmax is defined

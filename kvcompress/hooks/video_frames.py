@@ -10,8 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import KVCompressError
-from ..scoring.vision import vision_token_mask
+from ..scoring.vision import vision_token_mask, writes_lines
 from .vision_tower import Replacement
+
+# They write the frames of a video with the tokens of images.
+FRAMES_AS_IMAGES = ("glm4v", "glm4v_moe", "glm46v", "molmo2")
 
 
 class FrameRecorder:
@@ -47,14 +50,20 @@ class FrameRecorder:
         return None if rows is None else self.grids[[video for row in rows for video in row]]
 
     def take(self, input_ids: torch.Tensor) -> dict[str, list[list[torch.Tensor]]]:
-        """`frames` of `Tokens` for a prompt (batch, columns)."""
+        """`frames` of `Tokens` for a prompt (batch, columns). Raises KVCompressError where they are not known."""
+        config = self.model.config
+        if writes_lines(config) or config.model_type in FRAMES_AS_IMAGES:
+            raise KVCompressError(
+                f"the frames of a video are not known in a {config.model_type} model, whose prompts do not tell them "
+                "from images or their lines"
+            )
         if self.frames_are_images:
             return {"frames": [_equal_spans(row) for row in vision_token_mask(self.model.config, input_ids)]}
         is_video = self._is_video(input_ids)
         rows = self._by_row(is_video)
         if rows is None:
             raise KVCompressError(
-                f"it is not known how this {self.model.config.model_type} model laid out the prompt's "
+                f"it is not known how this {config.model_type} model laid out the prompt's "
                 f"{int(is_video.sum())} video tokens: they must be encoded in the same kvcompress.compress(...)"
             )
         frames = []

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..errors import KVCompressError
-from ..scoring.vision import vision_token_mask
+from ..scoring.vision import vision_token_mask, writes_lines
 from ..tokens.base import TokenMethod, Tower
 
 FAMILIES = ("llava", "llava_next", "llava_onevision")  # an image token is a patch of the tower, or a mean of some
@@ -31,9 +31,10 @@ class TowerRecorder:
         """`method.tower_layer` is an index into the tower's layers. Raises KVCompressError where the tower is not
         seen."""
         layer = method.tower_layer
-        if model.config.model_type not in FAMILIES:
+        kind = "pixtral" if writes_lines(model.config) else model.config.model_type
+        if kind not in FAMILIES:
             raise KVCompressError(
-                f"there is no access to the vision tower's attention of a {model.config.model_type} model; "
+                f"there is no access to the vision tower's attention of a {kind} model; "
                 f"there is for {', '.join(FAMILIES)}"
             )
         self.model = model.base_model

@@ -25,6 +25,11 @@ class SlotCache(Cache):
 
     def __init__(self, like: CompressedCache, is_fixed: bool = False):
         """`like`: the filled cache of any of the sequences; `is_fixed`: whether every step has the same shapes."""
+        if getattr(like.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
+            raise KVCompressError(
+                f"requests in flight need layers with keys of their own: some of {like.config.model_type} attend to "
+                "those of others"
+            )
         self.policy, self.config, self.sizes = like.policy, like.config, [0] * len(like.layers)
         self._device = like.compressed_layers[0].device
         nothing = torch.zeros(0, dtype=torch.long, device=self._device)

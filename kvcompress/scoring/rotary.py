@@ -1,7 +1,8 @@
 """The rotary position embedding of a forward pass: undone for queries that are there, foreseen for those to come.
 
-RoPE turns each pair of channels (i, i + half) of a query by position * inv_freq[i]. What the model really applied is
-taken from its rotary embedding's output, so M-RoPE, scaled frequencies and padding need no formula of their own.
+RoPE turns each pair of channels of a query by position * inv_freq[i]: in most models (i, i + half), in some
+(2 i, 2 i + 1). What the model really applied is taken from its rotary embedding's output, so M-RoPE, scaled frequencies
+and padding need no formula of their own.
 """
 
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ class Rotary:
         least: the same with the least of the three, None where a token has one position.
         inv_freq: (rotated / 2,), radians per position.
         scaling: factor in cos and sin, other than 1 with YaRN and the like.
+        is_interleaved: whether neighbouring channels are a pair; cos and sin are in the other order all the same.
     """
 
     cos: torch.Tensor
@@ -31,6 +33,7 @@ class Rotary:
     inv_freq: torch.Tensor
     scaling: float = 1.0
     least: torch.Tensor | None = None
+    is_interleaved: bool = False
 
     @classmethod
     def of(
@@ -41,18 +44,22 @@ class Rotary:
         positions: torch.Tensor,
         output: tuple[torch.Tensor, torch.Tensor],
         layer_type: str | None = None,
+        pairs: "Pairs | None" = None,
     ) -> "Rotary":
         """From a call of a decoder's rotary embedding: the text model's config, the module, its arguments `states`
         (batch, columns, hidden) and `positions` ((3,) 1 or batch, columns), its output (cos, sin), and, where it
-        serves several types of layers, which one."""
+        serves several types of layers, which one. `pairs`: of channels, None for the usual ones."""
+        pairs = pairs or Pairs()
         prefix = "" if layer_type is None else f"{layer_type}_"
         least = None
         if positions.ndim == 3:
             positions, least = positions.amax(0), positions.amin(0).expand(len(states), -1)
         cos, sin = (_merged_axes(config, angle).expand(len(states), -1, -1) for angle in output)
+        if pairs.angles_interleaved:
+            cos, sin = (angle[..., ::2].repeat(1, 1, 2) for angle in (cos, sin))
         inv_freq = getattr(module, f"{prefix}inv_freq")
         scaling = getattr(module, f"{prefix}attention_scaling", 1.0)
-        return cls(cos, sin, positions.expand(len(states), -1), inv_freq, scaling, least)
+        return cls(cos, sin, positions.expand(len(states), -1), inv_freq, scaling, least, pairs.are_interleaved)
 
     def to(self, device: torch.device) -> "Rotary":
         """On the device of a layer, where the layers are on several."""
@@ -89,9 +96,9 @@ class Rotary:
         """Rotated keys (batch, kv_heads, entries, head_dim) as if their tokens stood `by` positions (batch, kv_heads,
         entries) later, on every axis."""
         angles = (by[..., None].float() * self.inv_freq.float()).repeat(1, 1, 1, 2)
-        turned, rest = keys.float().split([angles.shape[-1], keys.shape[-1] - angles.shape[-1]], dim=-1)
+        turned, rest = self._split(keys, angles.shape[-1])
         turned = turned * angles.cos() + rotate_half(turned) * angles.sin()
-        return torch.cat([turned, rest], dim=-1).to(keys.dtype)
+        return self._joined(turned, rest).to(keys.dtype)
 
     def without_pads(self, padding: torch.Tensor) -> "Rotary":
         """With -1 as the position of the pads, padding (batch, 1), so that no text follows them."""
@@ -102,10 +109,10 @@ class Rotary:
     def unrotated(self, queries: torch.Tensor) -> torch.Tensor:
         """Queries of the last columns, (batch, heads, queries, head_dim), as they were before it, in fp32."""
         cos, sin = (angle[:, None, -queries.shape[2] :].float() for angle in (self.cos, self.sin))
-        turned, rest = queries.float().split([cos.shape[-1], queries.shape[-1] - cos.shape[-1]], dim=-1)
+        turned, rest = self._split(queries, cos.shape[-1])
         # The transposed rotation; cos and sin are of the model's precision, so their squares do not sum to exactly 1.
         turned = (turned * cos - rotate_half(turned) * sin) / (cos.square() + sin.square())
-        return torch.cat([turned, rest], dim=-1)
+        return self._joined(turned, rest)
 
     def mean_rotation(self, count: int, head_dim: int, padding: torch.Tensor | None = None) -> torch.Tensor:
         """The mean rotation matrix over the `count` text positions that follow each row's last,
@@ -118,14 +125,46 @@ class Rotary:
         unit = torch.eye(head_dim, device=positions.device)
         rotation = unit.repeat(len(positions), 1, 1)
         unit = unit[:rotated, :rotated]
-        rotation[:, :rotated, :rotated] = cos * unit + sin * rotate_half(unit).T
+        turn = cos * unit + sin * rotate_half(unit).T
+        if self.is_interleaved:
+            turn = interleaved(interleaved(turn).mT).mT
+        rotation[:, :rotated, :rotated] = turn
         return rotation
+
+    def _split(self, states: torch.Tensor, rotated: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Channels of states (..., head_dim) in fp32: the rotated ones, so that (i, i + half) is a pair; the rest."""
+        turned, rest = states.float().split([rotated, states.shape[-1] - rotated], dim=-1)
+        if self.is_interleaved:
+            turned = torch.cat([turned[..., ::2], turned[..., 1::2]], dim=-1)
+        return turned, rest
+
+    def _joined(self, turned: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        """What `_split` took apart."""
+        return torch.cat([interleaved(turned) if self.is_interleaved else turned, rest], dim=-1)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Which channels a model turns together, and how its rotary embedding orders the angles.
+
+    Attributes:
+        are_interleaved: pairs are (2 i, 2 i + 1), not (i, i + half).
+        angles_interleaved: cos and sin have each pair's angle at 2 i and 2 i + 1, not at i and i + half.
+    """
+
+    are_interleaved: bool = False
+    angles_interleaved: bool = False
 
 
 def rotate_half(states: torch.Tensor) -> torch.Tensor:
     """(a, b) -> (-b, a) for the two halves of the last dimension."""
     first, second = states.chunk(2, dim=-1)
     return torch.cat([-second, first], dim=-1)
+
+
+def interleaved(states: torch.Tensor) -> torch.Tensor:
+    """The two halves of the last dimension, alternating."""
+    return torch.stack(states.chunk(2, dim=-1), dim=-1).flatten(-2)
 
 
 def _merged_axes(config: PreTrainedConfig, angle: torch.Tensor) -> torch.Tensor:

@@ -27,9 +27,10 @@ def frame_tokens(
     """How many vision tokens each frame has, per row of `input_ids`; 0 where that is unknown.
 
     Known are: videos of the Qwen-VL family, from the `video_grid_thw` (videos, 3) that their processor gives; the
-    video of LLaVA-OneVision and LLaVA-NeXT-Video, from the config; and rows with several spans of vision tokens of one
-    length, each of which is a frame (InternVL; also several images of one size). Where a row's frames differ in size,
-    or where images stand beside its video, they are unknown.
+    video of LLaVA-OneVision and LLaVA-NeXT-Video, from the config; of Gemma 4, from the spans; and rows with several
+    spans of vision tokens of one length, each of which is a frame (InternVL, GLM-4.1V; also several images of one
+    size). Where a row's frames differ in size, or where images stand beside its video, they are unknown; so they are
+    in models that write an image as several spans (Pixtral, Mistral 3, Molmo 2).
     """
     vision = vision_token_mask(config, input_ids).cpu()
     video_ids = [value for name in VIDEO_ID_NAMES if (value := getattr(config, name, None)) is not None]
@@ -44,7 +45,9 @@ def frame_tokens(
             sizes.add(size)
             left -= frames * size
         if of_video != sum(spans):  # images, alone or beside a video
-            sizes = set(spans) if not of_video and len(spans) > 1 else set()
+            sizes = set(spans) if not of_video and len(spans) > 1 and not writes_lines(config) else set()
+        elif config.model_type == "gemma4":
+            sizes = set(spans)
         elif config.model_type in ("llava_onevision", "llava_next_video") and len(spans) == 1:
             side = config.vision_config.image_size // config.vision_config.patch_size
             if config.model_type == "llava_onevision":
@@ -53,6 +56,11 @@ def frame_tokens(
                 sizes = {(side // config.spatial_pool_stride) ** 2}
         result.append(sizes.pop() if len(sizes) == 1 else 0)
     return tuple(result)
+
+
+def writes_lines(config: PreTrainedConfig) -> bool:
+    """Whether each line of patches of an image is a span of vision tokens of its own (Pixtral, Mistral 3)."""
+    return getattr(getattr(config, "vision_config", None), "model_type", None) == "pixtral"
 
 
 def _grid_sizes(config: PreTrainedConfig, video_grid_thw: torch.Tensor) -> list[tuple[int, int]]:

@@ -8,9 +8,9 @@ from .names import task_folders, task_kinds
 KINDS = ("tasks", "methods", "models")
 # Model types that docs/families.md has tests of; transformers knows more.
 TESTED = (
-    "gemma3", "idefics3", "internvl", "llama", "llava", "llava_next", "llava_next_video", "llava_onevision",
-    "minicpmv4_6", "mistral", "mllama", "qwen2", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3", "qwen3_vl",
-    "qwen3_vl_moe", "smolvlm",
+    "gemma3", "gemma4", "glm4v", "idefics3", "internvl", "llama", "llava", "llava_next", "llava_next_video",
+    "llava_onevision", "minicpmv4_6", "mistral", "mistral3", "mllama", "molmo2", "qwen2", "qwen2_5_vl", "qwen2_audio",
+    "qwen2_vl", "qwen3", "qwen3_5", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 from kvcompress.scoring.vision import VIDEO_ID_NAMES, vision_token_mask
 
 # Their processors scale a whole image to a grid of patches, which are merged into tokens row by row.
-GRID_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+GRID_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v")
 # Their vision tower sees square tiles, and a projector makes the patches' features into tokens.
 TILE_FAMILIES = ("llava", "llava_next", "llava_onevision", "internvl")
 MARK = 1000.0  # in the channel that tells a patch from a newline

@@ -7,22 +7,27 @@ model.generate(**inputs)
 model(**family.solo(inputs, row=0))                            # row 0 alone, without its padding
 
 FAMILIES are those that the property tests draw from; MORE_FAMILIES have the same interface and tests of their own
-(tests/test_family_table.py).
+(tests/test_family_table.py), those of LISTED_FAMILIES that this transformers has.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Gemma3Config,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Glm4vConfig,
     Idefics3Config,
     InternVLConfig,
     LlamaConfig,
@@ -31,8 +36,10 @@ from transformers import (
     LlavaNextVideoConfig,
     LlavaOnevisionConfig,
     MiniCPMV4_6Config,
+    Mistral3Config,
     MistralConfig,
     MllamaConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -40,7 +47,9 @@ from transformers import (
     Qwen2AudioForConditionalGeneration,
     Qwen2Config,
     Qwen2VLConfig,
+    Qwen3_5Config,
     Qwen3Config,
+    Qwen3OmniMoeThinkerConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
     SmolVLMConfig,
@@ -52,7 +61,7 @@ HEAD_DIM = 16
 VOCAB_SIZE = 128
 VISION_HIDDEN = 32
 # Ids below FIRST_TEXT are special. Greedy decoding never picks them: their logits are zero (see _randomize).
-PAD, IMAGE, VIDEO, VISION_START, VISION_END, FIRST_TEXT = 0, 1, 2, 3, 4, 8
+PAD, IMAGE, VIDEO, VISION_START, VISION_END, LINE_BREAK, UNUSED, FIRST_TEXT = 0, 1, 2, 3, 4, 5, 6, 8
 
 LEADING_TEXT = 3  # text tokens before the first image
 MIN_TRAILING_TEXT = 2  # text tokens after the last image, at least
@@ -85,15 +94,23 @@ FRAMES = 4  # of every video
 TOKENS_PER_IMAGE = {
     "qwen": QWEN_TOKENS,
     "qwen3": QWEN_TOKENS,
+    "qwen3-omni": QWEN_TOKENS,
+    "glm4v": QWEN_TOKENS,
     "internvl": INTERNVL_TOKENS,
     "llava-next": LLAVA_ANYRES_TOKENS,
     "small": SMALL_TOKENS,
+    "pixtral": SMALL_TOKENS,
+    "mistral3": SMALL_TOKENS,
     "gemma3": SMALL_TOKENS,
+    "gemma4": SMALL_TOKENS,
+    "molmo2": SMALL_TOKENS,
     "idefics": SMALL_TOKENS,
     "minicpm": SMALL_TOKENS,
     "mllama": 1,  # cross-attention sees the image; the decoder sees a mark
     "audio": AUDIO_TOKENS,
 }
+
+TYPED = ("qwen", "qwen3", "glm4v", "gemma4", "molmo2")  # formats whose inputs say which tokens are an image's
 
 
 @dataclass(frozen=True)
@@ -102,7 +119,8 @@ class Family:
 
     name: key in FAMILIES or MORE_FAMILIES; make_config: text settings -> config of the whole model;
     image_format: which tensors hold the images (recordings for "audio"): "" or "llava" or a key of TOKENS_PER_IMAGE;
-    layers: of the decoder, unless `build` is asked for another number; video: whether it takes videos.
+    layers: of the decoder, unless `build` is asked for another number; video: whether it takes videos;
+    needs: a class that not every supported transformers has.
     """
 
     name: str
@@ -110,6 +128,7 @@ class Family:
     image_format: str = ""
     layers: int = 3
     video: bool = False
+    needs: str = "PreTrainedModel"
 
     @property
     def is_vlm(self) -> bool:
@@ -158,7 +177,7 @@ class Family:
             input_ids[i, width - len(row) :] = row
             attention_mask[i, width - len(row) :] = 1
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-        if self.image_format.startswith("qwen"):
+        if self.image_format in TYPED:
             inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
         if self.image_format == "gemma3":
             inputs["token_type_ids"] = (input_ids == IMAGE).long()
@@ -173,13 +192,22 @@ class Family:
         generator = torch.Generator().manual_seed(0)
         order = torch.randperm(VOCAB_SIZE - FIRST_TEXT, generator=torch.Generator().manual_seed(1))
         words = (order[:20] + FIRST_TEXT).tolist()
-        patch = 16 if self.image_format == "qwen3" else 14
+        patch = 16 if self.image_format.startswith("qwen3") else 14
         pixels, size = (FRAMES * 16, 3 * 2 * patch * patch), {"video_grid_thw": torch.tensor([[FRAMES, 4, 4]])}
         if self.image_format == "qwen3":  # a time stamp before each frame
             frames = [[stamp, VISION_START, *[VIDEO] * 4] for stamp in words[6 : 6 + FRAMES]]
             video, after = [token for frame in frames for token in frame], words[6 + FRAMES :]
-        elif self.image_format == "qwen":
+        elif self.image_format == "glm4v":  # the tokens of its images, and a time stamp behind each frame
+            frames = [[VISION_START, *[IMAGE] * 4, VISION_END, stamp] for stamp in words[6 : 6 + FRAMES]]
+            video, after = [token for frame in frames for token in frame], words[6 + FRAMES :]
+        elif self.image_format in ("qwen", "qwen3-omni"):
             video, after = [VISION_START, *[VIDEO] * (4 * FRAMES)], words[6:]
+            if self.image_format == "qwen3-omni":
+                video, size = [*video, VISION_END], size | {"video_second_per_grid": torch.ones(1)}
+        elif self.image_format in ("gemma4", "molmo2"):
+            token = VIDEO if self.image_format == "gemma4" else IMAGE  # Molmo 2: as those of its images
+            frames = [[stamp, VISION_START, *[token] * SMALL_TOKENS, VISION_END] for stamp in words[6 : 6 + FRAMES]]
+            video, after = [token for frame in frames for token in frame], words[6 + FRAMES :]
         elif self.image_format == "minicpm":
             video, after = [VIDEO] * (SMALL_TOKENS * FRAMES), words[6:]
             height, width = MINICPM_GRID
@@ -190,8 +218,11 @@ class Family:
             pixels, size = (1, FRAMES, 3, LLAVA_TILE, LLAVA_TILE), {}
         ids = torch.tensor([[*words[:6], *video, *after]])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if self.image_format.startswith("qwen"):
-            inputs["mm_token_type_ids"] = 2 * (ids == VIDEO).int()
+        if self.image_format in TYPED:
+            kind = 1 if self.image_format == "molmo2" else 2
+            inputs["mm_token_type_ids"] = kind * ((ids == IMAGE) | (ids == VIDEO)).int()
+        if self.image_format in ("gemma4", "molmo2"):
+            return inputs | self._patches(FRAMES, generator, is_video=True)
         return inputs | {"pixel_values_videos": torch.randn(pixels, generator=generator)} | size
 
     def solo(self, inputs: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
@@ -217,6 +248,8 @@ class Family:
             else:
                 per_image = tensor.shape[0] // int(images.sum())  # Qwen-VL has one row of pixels per patch
                 solo[name] = tensor[first * per_image : last * per_image]
+                if name == "image_token_pooling":  # says which patches of the batch's
+                    solo[name] = solo[name] - solo[name].min()
         return solo
 
     def _row(self, length: int, images: int, generator: torch.Generator) -> torch.Tensor:
@@ -232,12 +265,18 @@ class Family:
 
         if not images:
             return text(length)
-        image = torch.tensor([VISION_START, *[IMAGE] * self.image_tokens(images), VISION_END])
+        image = torch.tensor([VISION_START, *self._image(images), VISION_END])
         parts = [text(LEADING_TEXT)]
         for _ in range(images):
             parts += [image, text(1)]
         taken = sum(len(part) for part in parts)
         return torch.cat([*parts, text(max(length - taken, MIN_TRAILING_TEXT - 1))])
+
+    def _image(self, images: int) -> list[int]:
+        """Token ids of one of a row's `images` images, without its marks."""
+        if self.image_format in ("pixtral", "mistral3"):  # two lines
+            return [IMAGE, IMAGE, LINE_BREAK, IMAGE, IMAGE]
+        return [IMAGE] * self.image_tokens(images)
 
     def _pixels(self, images: Sequence[int], generator: torch.Generator) -> dict[str, torch.Tensor]:
         """The tensors that the family's processor would make of all the batch's images."""
@@ -256,6 +295,11 @@ class Family:
             return {"pixel_values": noise(count, 3, INTERNVL_IMAGE, INTERNVL_IMAGE)}
         if self.image_format in ("small", "gemma3"):
             return {"pixel_values": noise(count, 3, SMALL_IMAGE, SMALL_IMAGE)}
+        if self.image_format in ("pixtral", "mistral3"):
+            side = SMALL_IMAGE if self.image_format == "pixtral" else 2 * SMALL_IMAGE  # merged 2 x 2
+            return {"pixel_values": noise(count, 3, side, side), "image_sizes": torch.tensor([[side, side]] * count)}
+        if self.image_format in ("gemma4", "molmo2"):
+            return self._patches(count, generator)
         if self.image_format == "llava-next":
             sizes = torch.tensor([LLAVA_IMAGE_SIZE] * count)
             return {"pixel_values": noise(count, 3, 3, LLAVA_TILE, LLAVA_TILE), "image_sizes": sizes}
@@ -279,11 +323,31 @@ class Family:
                 "aspect_ratio_mask": shown.long()[..., None],
             }
         frames, height, width = QWEN_GRID
-        patch = 16 if self.image_format == "qwen3" else 14
+        patch = 16 if self.image_format.startswith("qwen3") else 14
         return {
             "pixel_values": noise(count * frames * height * width, 3 * 2 * patch * patch),
             "image_grid_thw": torch.tensor([QWEN_GRID] * count),
         }
+
+    def _patches(self, count: int, generator: torch.Generator, is_video: bool = False) -> dict[str, torch.Tensor]:
+        """`count` images, or one video of as many frames, of 4 x 4 patches that are pooled 2 x 2."""
+        pixels = torch.randn(count, 16, 3 * (SMALL_IMAGE // 4) ** 2, generator=generator)
+        places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(1)  # (x, y)
+        if self.image_format == "gemma4":
+            places = places.expand(count, -1, -1)
+            if not is_video:
+                return {"pixel_values": pixels, "image_position_ids": places}
+            if "num_frames_per_video" in inspect.signature(Gemma4ForConditionalGeneration.forward).parameters:
+                frames = torch.tensor([count])
+                return {"pixel_values_videos": pixels, "video_position_ids": places, "num_frames_per_video": frames}
+            return {"pixel_values_videos": pixels[None], "video_position_ids": places[None]}
+        patches = torch.arange(count * 16).view(count, 2, 2, 2, 2)  # image, rows, row in the pool, columns, column
+        pools = patches.transpose(2, 3).reshape(count * SMALL_TOKENS, 4)
+        if is_video:
+            grids = torch.tensor([[count, 2, 2]])
+            return {"pixel_values_videos": pixels, "video_token_pooling": pools, "video_grids": grids}
+        grids = torch.tensor([[2, 2, 0, 0]] * count)
+        return {"pixel_values": pixels, "image_token_pooling": pools, "image_grids": grids}
 
 
 def _cross_attention_mask(input_ids: torch.Tensor, attention_mask: torch.Tensor, images: int) -> torch.Tensor:
@@ -577,19 +641,8 @@ def _mllama(text: dict) -> MllamaConfig:
 
 def _minicpm_v(text: dict) -> MiniCPMV4_6Config:
     """The language model is Qwen3.5: every other layer here is a linear attention, which has no keys to evict."""
-    kinds = ["linear_attention", "full_attention"]
     return MiniCPMV4_6Config(
-        text_config={
-            "model_type": "qwen3_5_text",
-            **text,
-            "head_dim": HEAD_DIM,
-            "layer_types": [kinds[i % 2] for i in range(text["num_hidden_layers"])],
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "rope_parameters": _mrope(2, 1, 1, partial_rotary_factor=0.5),
-        },
+        text_config=_qwen3_5_text(text),
         vision_config={
             "hidden_size": VISION_HIDDEN,
             "intermediate_size": 64,
@@ -602,6 +655,188 @@ def _minicpm_v(text: dict) -> MiniCPMV4_6Config:
         image_size=MINICPM_PATCH * MINICPM_GRID[0],
         image_token_id=IMAGE,
         video_token_id=VIDEO,
+    )
+
+
+def _qwen3_5(text: dict) -> Qwen3_5Config:
+    """Every other layer is a linear attention (a gated delta net)."""
+    return Qwen3_5Config(
+        text_config=_qwen3_5_text(text),
+        vision_config={
+            "depth": 2,
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": text["hidden_size"],
+            "num_position_embeddings": 64,
+        },
+        **_qwen_vl_ids(),
+    )
+
+
+def _qwen3_5_text(text: dict) -> dict:
+    kinds = ["linear_attention", "full_attention"]
+    return {
+        "model_type": "qwen3_5_text",
+        **text,
+        "head_dim": HEAD_DIM,
+        "layer_types": [kinds[i % 2] for i in range(text["num_hidden_layers"])],
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "rope_parameters": _mrope(2, 1, 1, partial_rotary_factor=0.5),
+    }
+
+
+def _glm4v(text: dict) -> Glm4vConfig:
+    """Rotates neighbouring channels, half of them."""
+    return Glm4vConfig(
+        text_config={**text, "rope_parameters": _mrope(2, 1, 1, partial_rotary_factor=0.5)},
+        vision_config={
+            "depth": 2,
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "image_size": 112,
+            "out_hidden_size": text["hidden_size"],
+        },
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        image_start_token_id=VISION_START,
+        image_end_token_id=VISION_END,
+    )
+
+
+def _pixtral(text: dict) -> LlavaConfig:
+    return LlavaConfig(
+        text_config={"model_type": "mistral", "sliding_window": None, **text, "head_dim": HEAD_DIM},
+        vision_config=_small_tower("pixtral", image_size=2 * SMALL_IMAGE),
+        image_token_index=IMAGE,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+
+
+def _mistral3(text: dict) -> Mistral3Config:
+    return Mistral3Config(
+        text_config={"model_type": "mistral", "sliding_window": None, **text, "head_dim": HEAD_DIM},
+        vision_config=_small_tower("pixtral", image_size=2 * SMALL_IMAGE),
+        image_token_index=IMAGE,
+        spatial_merge_size=2,
+        tie_word_embeddings=False,
+    )
+
+
+def _gemma4(text: dict, **more: object) -> Gemma4Config:
+    """Every other layer sees the last 12 tokens only; the others have longer and fewer KV heads, whose values are their
+    keys before rotation; each layer has embeddings of its own."""
+    kinds = ["sliding_attention", "full_attention"]
+    return Gemma4Config(
+        text_config={
+            **text,
+            "head_dim": HEAD_DIM,
+            "global_head_dim": 2 * HEAD_DIM,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "sliding_window": 12,
+            "layer_types": [kinds[i % 2] for i in range(text["num_hidden_layers"])],
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 8,
+            "use_bidirectional_attention": "vision",
+            **more,
+        },
+        vision_config={
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": SMALL_IMAGE // 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 16,
+        },
+        audio_config=None,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        audio_token_id=UNUSED,
+        boi_token_id=VISION_START,
+        eoi_token_id=VISION_END,
+        tie_word_embeddings=False,
+    )
+
+
+def _gemma4_e2b(text: dict) -> Gemma4Config:
+    """The last two layers have no keys of their own, and an image is seen causally."""
+    return _gemma4(text, num_kv_shared_layers=2, use_bidirectional_attention=None, attention_k_eq_v=False)
+
+
+def _molmo2(text: dict) -> PreTrainedConfig:
+    """Vision tokens, of one image or several, see each other both ways."""
+    return transformers.Molmo2Config(
+        text_config={**text, "head_dim": HEAD_DIM, "additional_vocab_size": 0},
+        vision_config={
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "image_size": [SMALL_IMAGE, SMALL_IMAGE],
+            "patch_size": SMALL_IMAGE // 4,
+        },
+        adapter_config={
+            "vision_feature_layer": [-1, 0],
+            "hidden_size": VISION_HIDDEN,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 64,
+            "text_hidden_size": text["hidden_size"],
+        },
+        image_patch_id=IMAGE,
+        image_start_token_id=VISION_START,
+        image_end_token_id=VISION_END,
+    )
+
+
+def _qwen3_omni(text: dict) -> Qwen3OmniMoeThinkerConfig:
+    """The thinker, which writes the text."""
+    return Qwen3OmniMoeThinkerConfig(
+        text_config={
+            **text,
+            "head_dim": HEAD_DIM,
+            "rope_parameters": _mrope(3, 3, 2, mrope_interleaved=True),
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+        vision_config={
+            "depth": 3,
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": text["hidden_size"],
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        audio_config={
+            "num_mel_bins": MEL_BINS,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 64,
+            "d_model": VISION_HIDDEN,
+            "output_dim": text["hidden_size"],
+            "max_source_positions": 100,
+            "downsample_hidden_size": 16,
+        },
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        audio_token_id=UNUSED,
+        audio_start_token_id=UNUSED + 1,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
     )
 
 
@@ -634,7 +869,7 @@ FAMILIES: dict[str, Family] = {
     )
 }
 SOME_FAMILIES = ["qwen2", "llava-onevision", "qwen2.5-vl"]  # text only, plain positions, M-RoPE
-MORE_FAMILIES: dict[str, Family] = {
+LISTED_FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         Family("qwen3", _qwen3),
@@ -649,7 +884,16 @@ MORE_FAMILIES: dict[str, Family] = {
         Family("gemma3", _gemma3, "gemma3", layers=4),
         Family("mllama", _mllama, "mllama", layers=4),
         Family("minicpm-v", _minicpm_v, "minicpm", layers=4, video=True),
+        Family("qwen3.5", _qwen3_5, "qwen3", layers=4, video=True),
+        Family("glm4v", _glm4v, "glm4v", video=True),
+        Family("pixtral", _pixtral, "pixtral"),
+        Family("mistral3", _mistral3, "mistral3"),
+        Family("gemma4", _gemma4, "gemma4", layers=4, video=True),
+        Family("gemma4-e2b", _gemma4_e2b, "gemma4", layers=6, video=True),
+        Family("molmo2", _molmo2, "molmo2", video=True, needs="Molmo2Config"),
+        Family("qwen3-omni", _qwen3_omni, "qwen3-omni", video=True),
         Family("qwen2-audio", _qwen2_audio, "audio"),
     )
 }
+MORE_FAMILIES = {name: family for name, family in LISTED_FAMILIES.items() if hasattr(transformers, family.needs)}
 VLM_FAMILIES: dict[str, Family] = {name: family for name, family in FAMILIES.items() if family.is_vlm}

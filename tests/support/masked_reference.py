@@ -22,23 +22,29 @@ def only_attending_to(model: torch.nn.Module, kept: Kept | dict[int, Kept]) -> I
     model's mask says. Where entries are evicted while decoding, `kept` is a dictionary: columns seen before a pass ->
     what was kept of them."""
 
+    before_pass = {}  # of each layer with keys: columns before this pass
+
     def attention(module, query, key, value, attention_mask, scaling, **kwargs):
-        if not isinstance(kept, dict) and kept[module.layer_idx] is None:
+        source = keys_of(module)
+        if not isinstance(kept, dict) and kept[source] is None:
             plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
             return plain(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         groups = query.shape[1] // key.shape[1]
-        first = key.shape[2] - query.shape[2]  # columns before this pass
+        if source == module.layer_idx:
+            before_pass[source] = key.shape[2] - query.shape[2]
+        first = before_pass[source]
+        new = key.shape[2] - first  # a layer without keys may have queries of the last of them only
         visible = torch.zeros(*key.shape[:3], dtype=torch.bool, device=key.device)
         now = kept[first] if isinstance(kept, dict) and first else kept
-        for row, heads in enumerate(now[module.layer_idx] if first else []):
+        for row, heads in enumerate(now[source] if first else []):
             for head, columns in enumerate(heads):
                 visible[row, head, columns[columns < first].to(key.device)] = True
         visible = visible[:, :, None].repeat(1, 1, query.shape[2], 1)
-        visible[..., first:] = torch.ones(query.shape[2], query.shape[2], device=key.device).tril().bool()
+        visible[..., first:] = torch.ones(new, new, device=key.device).tril().bool()[-query.shape[2] :]
         visible = visible.repeat_interleave(groups, 1)
         if attention_mask is not None:  # of a first prompt it says all: Gemma 3's images look at themselves both ways
             visible = visible & attention_mask if first else attention_mask.expand_as(visible).clone()
-        visible[..., first:] |= torch.eye(query.shape[2], dtype=torch.bool, device=key.device)  # pads: no NaN
+        visible[..., first:] |= torch.eye(new, dtype=torch.bool, device=key.device)[-query.shape[2] :]  # pads: no NaN
         logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
         weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
         return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
@@ -52,6 +58,16 @@ def only_attending_to(model: torch.nn.Module, kept: Kept | dict[int, Kept]) -> I
         yield
     finally:
         config._attn_implementation = before
+
+
+def keys_of(module: torch.nn.Module) -> int:
+    """The layer whose keys an attention is given: in Gemma 3n and 4 the last layers have none of their own."""
+    config = module.config
+    first = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
+    if module.layer_idx < first:
+        return module.layer_idx
+    kinds = config.layer_types
+    return max(layer_idx for layer_idx in range(first) if kinds[layer_idx] == kinds[module.layer_idx])
 
 
 class Force(LogitsProcessor):

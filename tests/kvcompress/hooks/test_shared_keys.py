@@ -1,4 +1,4 @@
-"""Models some of whose layers attend to the keys of an earlier layer (gemma3n)."""
+"""Models some of whose layers attend to the keys of an earlier layer (Gemma 3n; Gemma 4 is in the family table)."""
 
 import pytest
 import torch
@@ -6,9 +6,12 @@ from transformers import Gemma3nTextConfig
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nForCausalLM
 
 import kvcompress
+from tests.family_table import kept_of
+from tests.support.masked_reference import generate, only_attending_to
 
 
-def test_a_model_whose_layers_share_keys_is_one_clear_error():
+@pytest.fixture(scope="module")
+def model() -> Gemma3nForCausalLM:
     config = Gemma3nTextConfig(
         vocab_size=64,
         vocab_size_per_layer_input=64,
@@ -28,8 +31,47 @@ def test_a_model_whose_layers_share_keys_is_one_clear_error():
         eos_token_id=None,
         pad_token_id=0,
     )
-    model, ids = Gemma3nForCausalLM(config).eval(), torch.arange(10, 40)[None]
-    said = r"layer 2 attends to the keys of layer 1: .* not supported"
-    with kvcompress.compress(model, "snapkv", 0.5), pytest.raises(kvcompress.KVCompressError, match=said):
-        model.generate(ids, max_new_tokens=2, do_sample=False)
-    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, 32), "outside it is as before"
+    with torch.random.fork_rng():
+        model = Gemma3nForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.ndim >= 2:
+            weight.data.normal_(std=weight[0].numel() ** -0.5, generator=generator)
+    return model.requires_grad_(False)
+
+
+OPTIONS = {
+    "uniform": {},
+    "ragged": {"head_budget": "adaptive"},
+    "static": {"cache_implementation": "static", "max_new_tokens": 6},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("lengths", [(30,), (30, 19)])
+def test_layers_without_keys_see_what_the_layer_whose_keys_they_get_kept(model, lengths, options):
+    ids = torch.stack([torch.arange(10, 40).roll(row) for row in range(len(lengths))])
+    mask = torch.stack([torch.arange(30) >= 30 - length for length in lengths]).long()
+    inputs = {"input_ids": ids * mask, "attention_mask": mask}
+    _, plain = generate(model, inputs, 5)
+    with kvcompress.compress(model, "snapkv", 0.3, window_size=4, **options) as session:
+        tokens, logits = generate(model, inputs, 5)
+    kept = kept_of(session.cache)
+    assert [layer is not None for layer in kept[:2]] == [True, True]
+    with only_attending_to(model, kept):
+        _, expected = generate(model, inputs, 5, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert (logits - plain).abs().max() > 0.01
+
+
+def test_later_prompts_and_evictions_while_decoding_go_through_shared_keys(model):
+    ids = torch.arange(10, 40)[None]
+    with kvcompress.compress(model, "snapkv", 1.0, window_size=4) as session:
+        model(ids[:, :20])
+        with session.reuse() as cache:
+            output = model(ids[:, 20:], past_key_values=cache)
+    torch.testing.assert_close(output.logits, model(ids).logits[:, 20:], atol=1e-4, rtol=0)
+    for options in ({}, {"head_budget": "adaptive"}, {"first_token": "compressed"}, {"prefill_chunk": 7}):
+        with kvcompress.compress(model, "snapkv", 0.5, window_size=4, decode_budget=8, decode_interval=2, **options):
+            _, logits = generate(model, {"input_ids": ids}, 9)
+        assert logits.isfinite().all()

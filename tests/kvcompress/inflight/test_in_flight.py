@@ -82,9 +82,10 @@ def test_every_option_of_the_engine_works_in_flight(options):
     check_in_flight(model, requests, NEW, "snapkv", 2, ratio=0.3, **options)
 
 
-@pytest.mark.parametrize("family", some([*FAMILIES, *MORE_FAMILIES], ["gemma3", "qwen3-vl", "qwen2.5-vl"]))
+@pytest.mark.parametrize("family", some([*FAMILIES, *MORE_FAMILIES], ["gemma4", "qwen3-vl", "qwen2.5-vl", "qwen3.5"]))
 def test_every_family_answers_in_flight_or_says_why_not(family):
-    refused = {"mllama": "cross-attention", "minicpm-v": "LinearAttentionLayer"}
+    linear = "LinearAttentionLayer"
+    refused = {"mllama": "cross-attention", "minicpm-v": linear, "qwen3.5": linear, "gemma4-e2b": "keys of their own"}
     model, requests = requests_of(family)
     if family in refused:
         with pytest.raises(KVCompressError, match=refused[family]):

@@ -1,12 +1,17 @@
 """Queries without their rotation, on every family, and the rotation of positions to come."""
 
+import sys
+
 import pytest
 import torch
+import transformers
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -18,9 +23,9 @@ from transformers import (
 import kvcompress
 from kvcompress.clusters.expected_attention import ExpectedAttentionKVCluster
 from kvcompress.hooks.model import text_decoder
-from kvcompress.hooks.rotary import watch_rotary
+from kvcompress.hooks.rotary import rotary_embeddings, watch_rotary
 from kvcompress.scoring.rotary import Rotary
-from tests.support.families import FAMILIES, HEAD_DIM, VLM_FAMILIES
+from tests.support.families import FAMILIES, HEAD_DIM, MORE_FAMILIES, VLM_FAMILIES
 
 TINY = {
     "vocab_size": 64,
@@ -185,13 +190,64 @@ def test_scaled_cos_and_sin_are_undone_and_foreseen(given):
     ("model", "message"),
     [
         (lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32)), "has no rotary position"),
-        (lambda: CohereForCausalLM(CohereConfig(**TINY)), "rotates queries in a way that is not known"),
         (lambda: SmolLM3ForCausalLM(SmolLM3Config(**TINY, no_rope_layers=[1, 0])), "layers without rotary embedding"),
     ],
 )
 def test_a_model_whose_rotation_cannot_be_undone_is_an_error_at_once(model, message):
     with pytest.raises(kvcompress.KVCompressError, match=message):
         kvcompress.compress(model(), "expected-attention", 0.5)
+
+
+def test_a_rotation_of_other_pairs_of_channels_is_an_error_at_once(monkeypatch):
+    model = LlamaForCausalLM(LlamaConfig(**TINY))
+    module = sys.modules[type(model).__module__]
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q * cos + q.flip(-1) * sin, k))
+    with pytest.raises(kvcompress.KVCompressError, match="LlamaModel rotates queries in a way that is not known"):
+        kvcompress.compress(model, "expected-attention", 0.5)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Molmo2Config"), reason="transformers has no Molmo 2 yet")
+def test_layers_that_are_rotated_in_several_ways_are_an_error_at_once():
+    config = MORE_FAMILIES["molmo2"].build().config.get_text_config().to_dict()
+    config = transformers.AutoConfig.for_model(**config | {"rope_scaling_layers": [0]})
+    model = transformers.AutoModel.from_config(config)
+    with pytest.raises(kvcompress.KVCompressError, match="Molmo2TextModel rotates layers in several ways"):
+        rotary_embeddings(model)
+
+
+PAIRED = {
+    "neighbours": lambda: Glm4ForCausalLM(Glm4Config(**TINY, head_dim=HEAD_DIM)),  # half of the channels
+    "neighbours, angles too": lambda: CohereForCausalLM(CohereConfig(**TINY, use_qk_norm=False)),
+    "neighbours, three axes": lambda: MORE_FAMILIES["glm4v"].build(),
+}
+
+
+@pytest.mark.parametrize("make", PAIRED.values(), ids=PAIRED)
+def test_pairs_of_neighbouring_channels_are_turned_as_the_model_turns_them(make, given):
+    """Back for the queries of the prompt, forth for those to come and for keys that move."""
+    model = make().eval()
+    expected = []
+    hooks = unrotated_by_hooks(model, expected)
+    with torch.no_grad(), kvcompress.compress(model, "expected-attention", 0.5):
+        model(torch.arange(8, 28)[None])
+    for hook in hooks:
+        hook.remove()
+    queries, view = given[0]
+    torch.testing.assert_close(queries, expected[0], atol=2e-5, rtol=0)
+    decoder = text_decoder(model)
+    apply = sys.modules[type(decoder).__module__].apply_rotary_pos_emb
+
+    def turned(states: torch.Tensor, position: int) -> torch.Tensor:
+        position_ids = torch.full((1, 1), position)
+        if model.config.model_type == "glm4v":
+            position_ids = position_ids.expand(3, 1, 1)
+        return apply(states, states, *decoder.rotary_emb(states, position_ids=position_ids))[0]
+
+    state = expected[0][:, :, :1]
+    foreseen = view.rotary.mean_rotation(1, HEAD_DIM)[0]
+    torch.testing.assert_close(state @ foreseen.T, turned(state, 20), atol=1e-5, rtol=0)
+    moved = view.rotary.moved(turned(state, 4), torch.full(state.shape[:3], 7))
+    torch.testing.assert_close(moved, turned(state, 11), atol=1e-5, rtol=0)
 
 
 def test_nothing_watches_the_rotary_embedding_between_prompt_passes():

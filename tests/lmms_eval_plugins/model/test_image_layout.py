@@ -10,6 +10,7 @@ from PIL import Image
 from transformers import (
     AutoModelForImageTextToText,
     CLIPImageProcessor,
+    Glm4vImageProcessor,
     GotOcr2ImageProcessor,
     LlavaConfig,
     LlavaNextConfig,
@@ -21,7 +22,7 @@ from transformers import (
 
 from lmms_eval_plugins.model.image_layout import layouts, painted, strips
 from tests.support.checkpoints import image, load_lm, requests
-from tests.support.families import FAMILIES, FIRST_TEXT, IMAGE, VIDEO
+from tests.support.families import FAMILIES, FIRST_TEXT, IMAGE, MORE_FAMILIES, VIDEO
 
 SIDE = 32  # of a tile in pixels; 8 x 8 patches
 PINPOINTS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE], [SIDE, 3 * SIDE], [3 * SIDE, SIDE]]
@@ -69,7 +70,10 @@ def build(name):
         size = {"height": 24, "width": 24}
         return FAMILIES[name].build(), GotOcr2ImageProcessor(size=size, crop_to_patches=True, max_patches=6)
     bounds = {"shortest_edge": 56 * 56, "longest_edge": 168 * 168}
-    return FAMILIES[name].build(), Qwen2VLImageProcessor(size=bounds, patch_size=16 if name == "qwen3-vl" else 14)
+    model = (FAMILIES | MORE_FAMILIES)[name].build()
+    if name == "glm4v":
+        return model, Glm4vImageProcessor(size=bounds)
+    return model, Qwen2VLImageProcessor(size=bounds, patch_size=model.config.vision_config.patch_size)
 
 
 @torch.no_grad()
@@ -99,6 +103,8 @@ CASES = [
         "qwen2-vl",
         "qwen2.5-vl",
         "qwen3-vl",
+        "qwen3.5",
+        "glm4v",
     )
     for size in ((120, 80), (60, 150))
 ]

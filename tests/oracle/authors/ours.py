@@ -83,7 +83,7 @@ class SecondReading:
     cache: kvcompress.CompressedCache
 
     def get_input_embeddings(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda ids: ids[:, None].float()
+        return lambda ids: ids[..., None].float()
 
     def __call__(self, inputs_embeds: torch.Tensor, **kwargs: object) -> None:
         tokens = inputs_embeds[0, :, 0].long()
