@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,9 +11,11 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, BatchFeature
 
 from lmms_eval_plugins.tiny_vlm.dataset import Example
+from lmms_eval_plugins.tiny_vlm.regimes import Shown, read_all
 from lmms_eval_plugins.tiny_vlm.signs import POST_PROMPT
 
-MAX_NEW_TOKENS = 8  # the longest answer has four, and the end
+MAX_NEW_TOKENS = 8  # the longest answer about one picture has four, and the end
+MAX_TOKENS_OF_REGIMES = 100
 
 
 class Reader:
@@ -56,8 +59,32 @@ class Reader:
             texts += self.processor.batch_decode(new, skip_special_tokens=True)
         return texts
 
+    @torch.no_grad()
+    def answers_to(self, prompts: list[Shown]) -> list[str]:
+        """Answers to prompts of the regimes, with one question each; one prompt at a time."""
+        texts = []
+        for shown in prompts:
+            inputs = self.shown_inputs(shown)
+            output = self.model.generate(**inputs, max_new_tokens=MAX_TOKENS_OF_REGIMES, do_sample=False)
+            texts.append(self.processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+        return texts
 
-def by_kind(examples: list[Example], answers: list[str]) -> dict[str, float]:
+    def shown_inputs(self, shown: Shown) -> BatchFeature:
+        """What the model takes for one prompt of a regime."""
+        post_prompt = "" if shown.question.kind in read_all.KINDS else POST_PROMPT
+        content = [{"type": "image"}] * len(shown.pictures) + [{"type": "video"}] * (shown.frames is not None)
+        content.append({"type": "text", "text": shown.text + shown.question.text.capitalize() + post_prompt})
+        message = {"role": "user", "content": content}
+        text = self.processor.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        media = {}
+        if shown.pictures:
+            media["images"] = [[Image.fromarray(picture) for picture in shown.pictures]]
+        if shown.frames is not None:
+            media |= {"videos": [shown.frames], "do_sample_frames": False}
+        return self.processor(text=[text], return_tensors="pt", **media).to(self.model.device, self.model.dtype)
+
+
+def by_kind(examples: Sequence[Example | Shown], answers: list[str]) -> dict[str, float]:
     """Percent of exact answers, in all ("all") and for each kind of question."""
     scores = defaultdict(list)
     for example, answer in zip(examples, answers, strict=True):

@@ -5,22 +5,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from random import Random
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lmms_eval_plugins.tiny_vlm.modeling import (
-    PackedBatch,
-    Packer,
-)
+from lmms_eval_plugins.tiny_vlm.packing import PackedBatch, Packer
 from lmms_eval_plugins.tiny_vlm.signs import (
     COLOR_KIND,
     PATCH,
+    PROMPT_WORDS,
     draw_packed_scene,
     draw_scene,
     questions,
 )
+
+if TYPE_CHECKING:
+    from lmms_eval_plugins.tiny_vlm.editions import Mixture
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,16 @@ class Stage:
     learning_rate: float = 2e-3
     tower_scale: float = 1.0  # the tower's and projector's share of the learning rate
     decay_from: float = 0.6  # of the stage, until when the learning rate is constant
+    avoided: tuple[str, ...] = PROMPT_WORDS  # that never stand on a sign
+
+    @property
+    def is_of_tower(self) -> bool:
+        """Whether the language model has no part in it."""
+        return self.name == "vision"
+
+    def data(self, seed: int, packer: Packer, parts: int) -> StageData:
+        """Step -> `parts` batches."""
+        return StageData(self, seed, packer, parts)
 
 
 STAGES = (
@@ -104,7 +116,7 @@ class StageData(Dataset):
         scenes, asked = [], []
         for _ in range(self.stage.images // self.parts):
             packed = rng.random() < self.stage.packed_share
-            scene = draw_packed_scene(rng, jitter) if packed else draw_scene(rng)
+            scene = draw_packed_scene(rng, jitter) if packed else draw_scene(rng, avoided=self.stage.avoided)
             possible = [
                 question
                 for question in questions(scene.signs)
@@ -117,7 +129,7 @@ class StageData(Dataset):
         return self.packer.batch(pixels.contiguous(), asked, labels, post_prompt, self.stage.base_view)
 
 
-def learning_rate(stage: Stage, step: int) -> float:
+def learning_rate(stage: Stage | Mixture, step: int) -> float:
     """Linear warm-up, constant, cosine to LAST_LEARNING_RATE of the peak."""
     warm_up = min(1.0, (step + 1) / WARM_UP)
     past = max(0.0, step / stage.steps - stage.decay_from) / max(1 - stage.decay_from, 1e-9)
@@ -125,5 +137,5 @@ def learning_rate(stage: Stage, step: int) -> float:
     return stage.learning_rate * warm_up * cosine
 
 
-def scaled(stages: tuple[Stage, ...], scale: float) -> tuple[Stage, ...]:
+def scaled(stages: tuple[Stage | Mixture, ...], scale: float) -> tuple[Stage | Mixture, ...]:
     return tuple(replace(stage, steps=max(2, round(stage.steps * scale))) for stage in stages)

@@ -121,10 +121,10 @@ def read_examples(file: Path) -> list[Example]:
     return examples
 
 
-def write_table(table: pa.Table, file: Path) -> None:
+def write_table(table: pa.Table, file: Path, compression: str = "snappy") -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(".tmp")
-    pq.write_table(table, temporary)
+    pq.write_table(table, temporary, compression=compression)
     os.replace(temporary, file)
 
 

@@ -1,4 +1,4 @@
-"""The tiny LLaVA-OneVision: configuration, tokenizer, processor, and the packed sequence it is trained on.
+"""The tiny LLaVA-OneVision: configuration, tokenizer, processor.
 
 Model, tokenizer and processor are transformers' own classes. A 156 x 156 image is one anyres tile, so the
 prompt holds it twice, as the base view (169 tokens) and as the grid view (13 rows of 13 and a newline, 182
@@ -8,15 +8,12 @@ tokens), like any image of the tower's own size in LLaVA-OneVision. Larger image
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
     LlavaOnevisionProcessor,
@@ -24,14 +21,14 @@ from transformers import (
     Qwen2Config,
     SiglipVisionConfig,
 )
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from lmms_eval_plugins.tiny_vlm.signs import GRID, PATCH, POST_PROMPT, PROMPT_WORDS, SIDE, Question
+from lmms_eval_plugins.tiny_vlm.signs import FRAME_GRID, GRID, PATCH, PROMPT_WORDS, SIDE
 
 PINPOINTS = [[SIDE, SIDE], [SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]
 BASE_TOKENS = GRID * GRID
 GRID_TOKENS = GRID * (GRID + 1)
 IMAGE_TOKENS = BASE_TOKENS + GRID_TOKENS
+FRAME_TOKENS = FRAME_GRID * FRAME_GRID
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -41,20 +38,19 @@ CHAT_TEMPLATE = (
     "{% endif %}{{ '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-IGNORED = -100
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE over lower case: each prompt word is one token, all else is spelled byte by byte.
+def build_tokenizer(words: Sequence[str] = PROMPT_WORDS, longest: int = 2048) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over lower case: each of `words` is one token, all else is spelled byte by byte.
 
-    So a word on a sign costs one token per character, in questions and in answers.
+    So a word on a sign costs one token per character, in questions and in answers. `longest`: tokens of a prompt.
     """
-    words = "|".join(map(re.escape, PROMPT_WORDS))
+    pattern = "|".join(map(re.escape, words))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(rf" ?(?<![a-z])(?:{words})(?![a-z])|[\s\S]"), "isolated"),
+            pre_tokenizers.Split(Regex(rf" ?(?<![a-z])(?:{pattern})(?![a-z])|[\s\S]"), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -66,14 +62,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         min_frequency=1,
         show_progress=False,
     )
-    tokenizer.train_from_iterator([f"{word} {word}" for word in PROMPT_WORDS], trainer)
+    tokenizer.train_from_iterator([f"{word} {word}" for word in words], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         extra_special_tokens=["<|im_start|>", "<image>", "<video>"],
         padding_side="left",
-        model_max_length=2048,
+        model_max_length=longest,
     )
 
 
@@ -95,7 +91,7 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> LlavaOnevisionConfig:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=2048,
+        max_position_embeddings=tokenizer.model_max_length,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -150,178 +146,3 @@ def _sinusoids(width: int) -> Tensor:
     angle = torch.arange(GRID)[:, None] * frequencies
     columns = torch.cat((angle.sin(), angle.cos()), -1).expand(GRID, GRID, -1)
     return torch.cat((columns.transpose(0, 1), columns), -1).flatten(0, 1)
-
-
-@dataclass
-class PackedBatch:
-    """Several questions about each image in one sequence; T is the longest row's length.
-
-    Rows begin with the image, `image_start` tokens in; it ends at `image_end`. Without its base view it has only
-    the GRID_TOKENS of the grid view: half the work, for the earlier part of the training.
-
-    pixels (B, 3, SIDE, SIDE) uint8; ids, segments, positions and targets (B, T): `segments` is 0 for the image
-    prefix, the question's number from 1, -1 for padding; `targets` holds the next token where it belongs to an
-    answer, else IGNORED; labels (B, len(LABELS), GRID, GRID); kinds[row][question] as in `signs`.
-    """
-
-    pixels: Tensor
-    ids: Tensor
-    segments: Tensor
-    positions: Tensor
-    targets: Tensor
-    labels: Tensor
-    kinds: list[list[str]]
-    image_start: int
-    image_end: int
-
-    def to(self, device: torch.device) -> PackedBatch:
-        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
-
-
-class Packer:
-    """Turns images with questions into a PackedBatch."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.tokenizer = tokenizer
-        self.start, self.end = self.encode("<|im_start|>user "), self.encode("\n")
-        self.image = tokenizer.convert_tokens_to_ids("<image>")
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def segment(self, question: Question, post_prompt: bool) -> tuple[list[int], list[int]]:
-        """ids and targets of one question with its answer, as the chat template lays them out."""
-        prompt = question.text + (POST_PROMPT if post_prompt else "")
-        asked = self.encode(f"{prompt}<|im_end|><|im_start|>assistant\n")
-        answer = self.encode(f"{question.answer}<|im_end|>")
-        targets = [IGNORED] * (len(asked) - 1) + answer + [IGNORED]
-        return asked + answer, targets
-
-    def batch(
-        self,
-        pixels: Tensor,
-        asked: list[list[Question]],
-        labels: Tensor,
-        post_prompt: bool,
-        base_view: bool = True,
-    ) -> PackedBatch:
-        image_tokens = IMAGE_TOKENS if base_view else GRID_TOKENS
-        prefix = [*self.start, *[self.image] * image_tokens, *self.end]
-        rows = []
-        for questions in asked:
-            ids, targets = list(prefix), [IGNORED] * len(prefix)
-            segments, positions = [0] * len(ids), list(range(len(ids)))
-            for number, question in enumerate(questions, start=1):
-                segment_ids, segment_targets = self.segment(question, post_prompt)
-                ids += segment_ids
-                targets += segment_targets
-                segments += [number] * len(segment_ids)
-                positions += range(len(prefix), len(prefix) + len(segment_ids))
-            rows.append((ids, segments, positions, targets))
-        fills = (self.tokenizer.pad_token_id, -1, 0, IGNORED)
-        longest = max(len(row[0]) for row in rows)
-        ids, segments, positions, targets = (
-            torch.tensor([row[i] + [fill] * (longest - len(row[i])) for row in rows]) for i, fill in enumerate(fills)
-        )
-        kinds = [[question.kind for question in questions] for questions in asked]
-        image_start = len(self.start)
-        image_end = image_start + image_tokens
-        return PackedBatch(pixels, ids, segments, positions, targets, labels, kinds, image_start, image_end)
-
-
-def project(model: LlavaOnevisionForConditionalGeneration, pixels: Tensor) -> Tensor:
-    """(B, 3, SIDE, SIDE) uint8 -> (B, GRID * GRID, width): one language-model embedding per patch."""
-    pixels = pixels.float() / 127.5 - 1  # the image processor's rescaling and normalisation
-    tower = model.model.vision_tower(pixels, output_hidden_states=True)
-    return model.model.multi_modal_projector(tower.hidden_states[-1])  # before the tower's last norm
-
-
-def packed_forward(
-    model: LlavaOnevisionForConditionalGeneration, batch: PackedBatch
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The model over packed rows: each question sees the image and itself, at the positions it has alone.
-
-    Returns the projected features of the patches (B, GRID * GRID, width), and the language model's hidden
-    states: the embeddings, then each layer's output, the last one normalised; (B, T, width) each.
-    """
-    inner = model.model
-    features = project(model, batch.pixels)
-    # Base view and grid view show the same pixels, so the tower runs once; the grid view has a newline after
-    # each row.
-    newline = inner.image_newline.to(features.dtype).expand(len(features), GRID, 1, -1)
-    image = torch.cat((features.unflatten(1, (GRID, GRID)), newline), 2).flatten(1, 2)
-    if batch.image_end - batch.image_start == IMAGE_TOKENS:
-        image = torch.cat((features, image), 1)
-    text = inner.language_model.embed_tokens(batch.ids)
-    embeddings = torch.cat((text[:, : batch.image_start], image.to(text.dtype), text[:, batch.image_end :]), 1)
-    output = inner.language_model(
-        inputs_embeds=embeddings,
-        attention_mask=question_mask(batch.segments),
-        position_ids=batch.positions,
-        output_hidden_states=True,
-        use_cache=False,
-    )
-    return features, output.hidden_states
-
-
-def question_mask(segments: Tensor) -> Tensor:
-    """(B, 1, T - prefix, T) bool: what the tokens after the image prefix may attend to."""
-    prefix = int((segments[0] == 0).sum())
-    length = segments.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
-    key, query = segments[:, None, :], segments[:, prefix:, None]
-    return (causal[prefix:] & ((key == 0) | (key == query)))[:, None]
-
-
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    **kwargs,
-) -> tuple[Tensor, None]:
-    """Causal over the image prefix and `question_mask` for the rest; everything to everything without a mask.
-
-    Plain matrix products: on a CPU at these lengths twice as fast, backward included, as the fused kernels.
-    """
-
-    def attend(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-        length, groups = query.shape[2], query.shape[1] // key.shape[1]
-        query = (query * scaling).unflatten(1, (-1, groups)).flatten(2, 3)  # groups of one KV head side by side
-        scores = query @ key.transpose(2, 3)
-        if mask is not None:
-            scores = (scores.unflatten(2, (groups, length)) + mask).flatten(2, 3)
-        output = scores.softmax(-1).to(value.dtype) @ value[:, :, : key.shape[2]]
-        return output.unflatten(2, (groups, length)).flatten(1, 2)
-
-    if attention_mask is None:
-        output = attend(query, key, None)
-    else:
-        after = attention_mask.shape[2]
-        prefix = query.shape[2] - after
-        causal = torch.full((prefix, prefix), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
-        rest = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, -torch.inf)
-        first = attend(query[:, :, :prefix], key[:, :, :prefix], causal)
-        output = torch.cat((first, attend(query[:, :, prefix:], key, rest[:, :, None])), 2)
-    return output.transpose(1, 2), None
-
-
-AttentionInterface.register("packed", packed_attention)
-AttentionMaskInterface.register("packed", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-
-
-def answer_logits(
-    model: LlavaOnevisionForConditionalGeneration, hidden: Tensor, batch: PackedBatch
-) -> tuple[Tensor, Tensor]:
-    """Logits (N, vocabulary) at the N places with a target, and those targets (N)."""
-    here = batch.targets != IGNORED
-    return F.linear(hidden[here].float(), model.lm_head.weight.float()), batch.targets[here]
-
-
-def grid_view(hidden: Tensor, batch: PackedBatch) -> Tensor:
-    """The hidden states of the grid view's patches, newlines left out: (B, GRID * GRID, width)."""
-    rows = hidden[:, batch.image_end - GRID_TOKENS : batch.image_end].unflatten(1, (GRID, GRID + 1))
-    return rows[:, :, :GRID].flatten(1, 2)

@@ -8,6 +8,8 @@ over a number, and with plain text, boxes, a gradient and noise around them. Eve
 from __future__ import annotations
 
 import string
+from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -18,6 +20,7 @@ from PIL import Image, ImageDraw, ImageFont
 PATCH = 12  # pixels; also the pitch of the text, so that each character's centre has a patch of its own
 GRID = 13  # patches per side
 SIDE = PATCH * GRID  # pixels
+FRAME_GRID = 7  # patches per side that LLaVA-OneVision's pooling leaves of a video's frame of GRID * GRID
 
 DIGITS = string.digits
 LETTERS = "".join(c for c in string.ascii_lowercase if c not in "io")  # i and o look like 1 and 0 in capitals
@@ -44,6 +47,7 @@ HEADLINE_KINDS = ("c2n", "c2w", "w2n", "n2w")  # answers of two to four characte
 COLOR_KIND = "t2c"  # the answer is a colour: one token
 
 MARGIN = 2  # pixels of background around a sign's text
+MOST_NOISE = 6.0  # standard deviation, of 255
 FONT_SIZES = (12, 13)
 STROKE = 3  # eighths of a pixel, on either side
 LABELS = ("glyph", "color", "index", "last", "left", "above")
@@ -98,15 +102,25 @@ def questions(signs: list[Sign]) -> list[Question]:
     return found
 
 
-def draw_scene(rng: Random) -> Scene:
-    """A scene to ask about: colours and texts are unique, no text is the beginning of another."""
-    canvas = _Canvas(rng)
+def draw_scene(
+    rng: Random,
+    counts: tuple[int, int] = (4, 6),
+    taken: list[str] | None = None,
+    avoided: Collection[str] = PROMPT_WORDS,
+    noise: float = MOST_NOISE,
+) -> Scene:
+    """A scene to ask about: colours and texts are unique, no text is the beginning of another.
+
+    `counts`: fewest and most signs. `taken`: texts of other scenes, which get those of this one too. `avoided`: words
+    that never stand on a sign. `noise`: its largest standard deviation, of 255.
+    """
+    canvas = Canvas(rng)
     canvas.gradient()
     canvas.boxes(rng.randint(0, 5))
-    taken: list[str] = []
+    taken = [] if taken is None else taken
     signs = []
-    for color in rng.sample(list(COLORS), rng.randint(4, 6)):
-        word, number = _new_text(rng, LETTERS, taken), _new_text(rng, DIGITS, taken)
+    for color in rng.sample(list(COLORS), rng.randint(*counts)):
+        word, number = new_text(rng, LETTERS, taken, avoided), new_text(rng, DIGITS, taken)
         lines = rng.choice([(word,), (number,), (word, number), (word, number)])
         place = canvas.free_place(lines)
         if place is None:
@@ -115,31 +129,31 @@ def draw_scene(rng: Random) -> Scene:
         taken += lines
         signs.append(Sign(color, lines))
     for _ in range(rng.randint(0, 2)):  # text without a sign
-        text = _new_text(rng, CHARACTERS, taken, shortest=1)
+        text = new_text(rng, CHARACTERS, taken, avoided, shortest=1)
         place = canvas.free_place((text,))
         if place is not None:
             canvas.write(place, (text,), None)
             taken.append(text)
-    canvas.noise()
+    canvas.noise(noise)
     return Scene(canvas.bytes(), signs, canvas.labels)
 
 
-def draw_packed_scene(rng: Random, jitter: int = PATCH // 2) -> Scene:
+def draw_packed_scene(rng: Random, jitter: int = PATCH // 2, grid: int = GRID) -> Scene:
     """As many signs as fit, colours repeating: dense supervision for the vision tower, no questions.
 
     Text lies up to `jitter` pixels off the patch grid: 0 is the easiest to read, PATCH // 2 is anywhere.
     """
-    canvas = _Canvas(rng)
+    canvas = Canvas(rng, grid)
     canvas.gradient()
     down = rng.randint(-jitter, jitter)
     row = 1
-    while row < GRID - 1:
-        height = 2 if rng.random() < 0.4 and row < GRID - 2 else 1
+    while row < grid - 1:
+        height = 2 if rng.random() < 0.4 and row < grid - 2 else 1
         right = rng.randint(-jitter, jitter)
         column = rng.randint(1, 2)
         while True:
             width = rng.randint(1, 4)
-            if column + width >= GRID:
+            if column + width >= grid:
                 break
             lengths = [width] + [rng.randint(1, width) for _ in range(height - 1)]
             lines = tuple("".join(rng.choices(CHARACTERS, k=length)) for length in lengths)
@@ -151,51 +165,72 @@ def draw_packed_scene(rng: Random, jitter: int = PATCH // 2) -> Scene:
     return Scene(canvas.bytes(), [], canvas.labels)
 
 
-def _new_text(rng: Random, alphabet: str, taken: list[str], shortest: int = 2) -> str:
+def new_text(
+    rng: Random,
+    alphabet: str,
+    taken: Sequence[str],
+    avoided: Collection[str] = PROMPT_WORDS,
+    shortest: int = 2,
+    longest: int = 4,
+) -> str:
+    """A text that is no word of `avoided`, begins none of `taken` and has none of them as its beginning."""
     while True:
-        text = "".join(rng.choices(alphabet, k=rng.randint(shortest, 4)))
+        text = "".join(rng.choices(alphabet, k=rng.randint(shortest, longest)))
         clashes = any(text.startswith(other) or other.startswith(text) for other in taken)
-        if not clashes and text not in PROMPT_WORDS:
+        if not clashes and text not in avoided:
             return text
 
 
-class _Canvas:
-    """Float pixels under construction, with the patch labels of what has been written so far."""
+class Canvas:
+    """Float pixels under construction, with the patch labels of what has been written so far.
 
-    def __init__(self, rng: Random) -> None:
-        self.rng = rng
+    `grid`: characters that fit side by side; the canvas has PATCH * grid pixels per side.
+    """
+
+    def __init__(self, rng: Random, grid: int = GRID) -> None:
+        self.rng, self.grid, self.side = rng, grid, PATCH * grid
         level = rng.randint(120, 190)
-        self.pixels = np.empty((SIDE, SIDE, 3), np.float32)
+        self.pixels = np.empty((self.side, self.side, 3), np.float32)
         self.pixels[:] = [level + rng.randint(-15, 15) for _ in range(3)]
-        self.labels = np.zeros((len(LABELS), GRID, GRID), np.int64)
+        self.labels = np.zeros((len(LABELS), grid, grid), np.int64)
         self.occupied: list[tuple[int, int, int, int]] = []
 
     def gradient(self) -> None:
-        ramp = np.linspace(-1, 1, SIDE, dtype=np.float32)
+        ramp = np.linspace(-1, 1, self.side, dtype=np.float32)
         self.pixels += ramp[None, :, None] * self.rng.uniform(-25, 25)
         self.pixels += ramp[:, None, None] * self.rng.uniform(-25, 25)
 
     def boxes(self, count: int) -> None:
         for _ in range(count):
-            x, y = self.rng.randint(0, SIDE - 10), self.rng.randint(0, SIDE - 10)
+            x, y = self.rng.randint(0, self.side - 10), self.rng.randint(0, self.side - 10)
             width, height = self.rng.randint(5, 70), self.rng.randint(3, 40)
             self.pixels[y : y + height, x : x + width] += self.rng.uniform(-22, 22)
 
-    def noise(self) -> None:
+    def copy(self) -> Canvas:
+        """The same pixels and labels, to be written on alone."""
+        other = copy(self)
+        other.pixels, other.labels, other.occupied = self.pixels.copy(), self.labels.copy(), list(self.occupied)
+        return other
+
+    def noise(self, most: float = MOST_NOISE) -> None:
         x, y = self.rng.randint(0, SIDE), self.rng.randint(0, SIDE)
-        self.pixels += _noise()[y : y + SIDE, x : x + SIDE] * np.float32(self.rng.uniform(0, 6))
+        self.pixels += _noise()[y : y + self.side, x : x + self.side] * np.float32(self.rng.uniform(0, most))
 
     def bytes(self) -> np.ndarray:
         return np.clip(self.pixels, 0, 255).astype(np.uint8)
 
-    def free_place(self, lines: tuple[str, ...]) -> tuple[int, int] | None:
-        """Top left corner of the text of a new sign, anywhere on the canvas; None when no place was found."""
+    def free_place(self, lines: tuple[str, ...], apart: Sequence[int] = ()) -> tuple[int, int] | None:
+        """Top left corner of the text of a new sign, anywhere on the canvas; None when no place was found.
+
+        `apart`: left edges from which that of the new sign is to be at least a patch away.
+        """
         width, height = PATCH * max(map(len, lines)), PATCH * len(lines)
         for _ in range(60):
-            x = self.rng.randint(MARGIN, SIDE - MARGIN - width)
-            y = self.rng.randint(MARGIN, SIDE - MARGIN - height)
+            x = self.rng.randint(MARGIN, self.side - MARGIN - width)
+            y = self.rng.randint(MARGIN, self.side - MARGIN - height)
             box = (x - MARGIN, y - MARGIN, x + width + MARGIN, y + height + MARGIN)
-            if not any(_overlap(box, other) for other in self.occupied):
+            near = any(abs(x - left) < PATCH for left in apart)
+            if not near and not any(_overlap(box, other) for other in self.occupied):
                 self.occupied.append(box)
                 return x, y
         return None

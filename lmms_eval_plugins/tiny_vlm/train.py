@@ -1,8 +1,8 @@
 """Train the tiny vision-language model from nothing: `python -m lmms_eval_plugins.tiny_vlm.train --out DIR`.
 
-Four stages follow one another in one run: `vision` teaches the tower to read characters, `align` teaches the
-first layers of the language model where a character stands, `questions` teaches it to answer, `prompts` to answer
-the prompts as they are in use. The same command
+Stages follow one another in one run: `vision` teaches the tower to read characters, `align` teaches the first layers of
+the language model where a character stands, `questions` and `pairs` teach it to answer, `prompts` to answer the prompts
+as they are in use. `editions.py` has those of the second edition. The same command
 continues after a cut: DIR/state.pt holds all that the next step depends on. The curve is in DIR/log.jsonl; at
 the end the model is in DIR/checkpoint and its accuracy on fresh questions in DIR/accuracy.json.
 """
@@ -24,29 +24,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import LlavaOnevisionForConditionalGeneration
+from transformers import LlavaOnevisionForConditionalGeneration, PreTrainedTokenizerFast
 
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader, by_kind
-from lmms_eval_plugins.tiny_vlm.curriculum import (
-    STAGES,
-    Stage,
-    StageData,
-    learning_rate,
-    scaled,
-)
+from lmms_eval_plugins.tiny_vlm.curriculum import Stage, learning_rate, scaled
 from lmms_eval_plugins.tiny_vlm.dataset import draw_examples
+from lmms_eval_plugins.tiny_vlm.editions import EDITIONS, Mixture
 from lmms_eval_plugins.tiny_vlm.export import export
-from lmms_eval_plugins.tiny_vlm.modeling import (
+from lmms_eval_plugins.tiny_vlm.modeling import build_model, build_tokenizer
+from lmms_eval_plugins.tiny_vlm.packing import (
     IGNORED,
     PackedBatch,
     Packer,
     answer_logits,
-    build_model,
-    build_tokenizer,
-    grid_view,
+    frame_patches,
     packed_forward,
-    project,
+    picture_patches,
+    visual_features,
 )
+from lmms_eval_plugins.tiny_vlm.regimes.dataset import draw_asked
+from lmms_eval_plugins.tiny_vlm.regimes.shown import ORDINALS
 from lmms_eval_plugins.tiny_vlm.signs import (
     CHARACTERS,
     COLOR_KIND,
@@ -57,6 +54,7 @@ from lmms_eval_plugins.tiny_vlm.signs import (
 
 LOG_EVERY = 25  # steps
 FRESH_QUESTIONS = 500  # that the finished model is asked
+FRESH_PROMPTS = 100  # of each regime, one at a time
 NONE_WEIGHT = 0.1  # of a patch without a character in the reading losses
 
 
@@ -78,6 +76,9 @@ class Probes(nn.Module):
         self.last = nn.Linear(width, 2)
         self.left = nn.Linear(width, width)
         self.above = nn.Linear(width, width)
+        self.ordinals = [packer.encode(f" {ordinal}")[0] for ordinal in ORDINALS]
+        self.no_context = nn.Linear(width, 1)
+        self.context = nn.Linear(width, width)
 
     def _tied(self, states: Tensor, tokens: list[int], none: Tensor) -> Tensor:
         """(..., 1 + len(tokens)) logits: "none" first, then the tokens."""
@@ -109,12 +110,35 @@ class Probes(nn.Module):
         here = target["glyph"] > 0
         total, metrics = 0.0, {}
         for layer, name, head in ((1, "left", self.left), (2, "above", self.above)):
-            states = grid_view(hidden[layer], batch)[here].float()
+            states = picture_patches(hidden[layer], batch)[here].float()
             states = F.rms_norm(states, states.shape[-1:])
             none = self.none(states)[:, 1 + layer : 2 + layer]
             logits = self._tied(head(states), self.characters, none)
             total = total + F.cross_entropy(logits, target[name][here])
             metrics[name] = _accuracy(logits, target[name][here], target[name][here] > 0)
+        return total, metrics
+
+    def context_loss(self, hidden: tuple[Tensor, ...], batch: PackedBatch) -> tuple[Tensor | float, dict[str, float]]:
+        """After the second layer: on which of several pictures a character stands, and which colour the sign before
+        the present one of a video had."""
+        asked = []
+        rows = len(batch.ids)
+        if batch.view == "base":
+            glyph = batch.labels[:, LABELS.index("glyph")].flatten(1)
+            number = torch.arange(1, 1 + len(glyph) // rows, device=glyph.device).repeat(rows)[:, None].expand_as(glyph)
+            asked.append(("which", self.ordinals, picture_patches(hidden[2], batch), glyph, number))
+        if batch.frames is not None:
+            glyph = batch.frame_labels[:, LABELS.index("glyph")].flatten(1)[batch.frame_index]
+            before = batch.before[..., None].expand_as(glyph)
+            asked.append(("before", self.colors, frame_patches(hidden[2], batch), glyph, before))
+        total, metrics = 0.0, {}
+        for name, tokens, states, glyph, target in asked:
+            states = states[glyph > 0].float()
+            states = F.rms_norm(states, states.shape[-1:])
+            logits = self._tied(self.context(states), tokens, self.no_context(states))
+            target = target[glyph > 0]
+            total = total + F.cross_entropy(logits, target)
+            metrics[name] = _accuracy(logits, target, target > 0)
         return total, metrics
 
 
@@ -123,7 +147,7 @@ def _accuracy(logits: Tensor, target: Tensor, where: Tensor) -> float:
 
 
 def build_optimizers(
-    model: LlavaOnevisionForConditionalGeneration, probes: Probes, stage: Stage
+    model: LlavaOnevisionForConditionalGeneration, probes: Probes, stage: Stage | Mixture
 ) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the networks, AdamW for embeddings, norms, biases and probes."""
     tower = {id(p) for m in (model.model.vision_tower, model.model.multi_modal_projector) for p in m.parameters()}
@@ -145,16 +169,24 @@ def build_optimizers(
 class Trainer:
     """Model, probes, optimizers and the place in the curriculum, with all of it on disk for a later run."""
 
-    def __init__(self, out: Path, stages: tuple[Stage, ...], seed: int, device: torch.device, workers: int):
+    def __init__(
+        self,
+        out: Path,
+        stages: tuple[Stage | Mixture, ...],
+        seed: int,
+        device: torch.device,
+        workers: int,
+        tokenizer: PreTrainedTokenizerFast | None = None,
+    ):
         self.out, self.stages, self.seed, self.device, self.workers = out, stages, seed, device, workers
-        self.tokenizer = build_tokenizer()
+        self.tokenizer = tokenizer or build_tokenizer()
         self.packer = Packer(self.tokenizer)
         self.model = build_model(self.tokenizer, seed).to(device)
         self.model.set_attn_implementation("packed")
         self.probes = Probes(self.model.get_input_embeddings(), self.packer).to(device)
         self.parameters = [*self.model.parameters(), *self.probes.parameters()]
-        # On a CPU each batch is halved over two threads with one core each: nothing but the sum of their
-        # gradients waits for a busy core.
+        # On a CPU two threads with one core each share the batches of a step: nothing but the sum of their gradients
+        # waits for a busy core. A stage about single pictures halves its batch for them.
         self.parts = 1 if device.type == "cuda" else 2
         self.pool = ThreadPoolExecutor(self.parts)
         self.stage_number, self.step, self.seconds = 0, 0, 0.0
@@ -164,6 +196,7 @@ class Trainer:
     def save(self) -> None:
         state = {
             "seed": self.seed,
+            "tokens": len(self.tokenizer),
             "stages": [asdict(stage) for stage in self.stages],
             "place": (self.stage_number, self.step, self.seconds),
             "model": self.model.state_dict(),
@@ -180,8 +213,9 @@ class Trainer:
         self.stage_number, self.step, self.seconds = state["place"]
         done = self.stage_number + 1
         stages = [asdict(stage) for stage in self.stages]
-        if (state["seed"], state["stages"][:done]) != (self.seed, stages[:done]):
-            made = f"seed {state['seed']} and {state['stages'][:done]}"
+        made_with = (state["seed"], state["tokens"], state["stages"][:done])
+        if made_with != (self.seed, len(self.tokenizer), stages[:done]):
+            made = "seed {}, {} tokens and {}".format(*made_with)
             raise ValueError(f"{self.state_file} was made with {made}; give another --out")
         self.model.load_state_dict(state["model"])
         self.probes.load_state_dict(state["probes"])
@@ -217,8 +251,8 @@ class Trainer:
             self.save()
         return True
 
-    def _batches(self, stage: Stage) -> Iterator[list[PackedBatch]]:
-        data = StageData(stage, self.seed, self.packer, self.parts)
+    def _batches(self, stage: Stage | Mixture) -> Iterator[list[PackedBatch]]:
+        data = stage.data(self.seed, self.packer, self.parts)
         loader = DataLoader(
             data,
             batch_size=None,
@@ -229,45 +263,62 @@ class Trainer:
         )
         return iter(loader)
 
-    def _train_step(self, stage: Stage, batches: list[PackedBatch]) -> dict[str, float]:
+    def _train_step(self, stage: Stage | Mixture, batches: list[PackedBatch]) -> dict[str, float]:
         rate = learning_rate(stage, self.step)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["scale"]
-        metrics = list(self.pool.map(lambda batch: self._backward(stage, batch), batches))
+        done = list(self.pool.map(lambda batch: self._gradients(stage, batch), batches))
+        # Summed in the order of the batches, whichever was done first: the same step again gives the same weights.
+        for parameter, *parts in zip(self.parameters, *(gradients for gradients, _ in done), strict=True):
+            given = [part / len(batches) for part in parts if part is not None]
+            parameter.grad = sum(given[1:], given[0]) if given else None
         norm = nn.utils.clip_grad_norm_(self.parameters, 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
         merged = defaultdict(list, norm=[norm.item()])
-        for part in metrics:
+        for _, part in done:
             for name, values in part.items():
                 merged[name] += values
         return merged
 
-    def _backward(self, stage: Stage, batch: PackedBatch) -> dict[str, list[float]]:
-        """Add the gradient of this part of the batch; returns what to log, as lists to be averaged."""
+    def _gradients(
+        self, stage: Stage | Mixture, batch: PackedBatch
+    ) -> tuple[list[Tensor | None], dict[str, list[float]]]:
+        """Of the loss of one batch, by parameter; and what to log, as lists to be averaged."""
         batch = batch.to(self.device)
+        hidden = None
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
-            if stage.name == "vision":
-                features, hidden = project(self.model, batch.pixels), None
+            if stage.is_of_tower:
+                features, frame_features = visual_features(self.model, batch)
             else:
-                features, hidden = packed_forward(self.model, batch)
-        loss, metrics = self.probes.vision_loss(features, batch.labels)
-        metrics["vision_loss"] = loss.item()
-        scores = {}
+                features, frame_features, hidden = packed_forward(self.model, batch)
+        loss = torch.zeros((), device=self.device)
+        metrics: dict[str, list[float]] = {}
+        for prefix, seen, labels in (("", features, batch.labels), ("frame_", frame_features, batch.frame_labels)):
+            if seen is not None:
+                reading, accuracies = self.probes.vision_loss(seen, labels)
+                loss = loss + reading
+                accuracies["vision_loss"] = reading.item()
+                metrics |= {prefix + name: [value] for name, value in accuracies.items()}
         if hidden is not None:
-            position, seen = self.probes.position_loss(hidden, batch)
-            loss = 0.3 * loss + 0.5 * position
-            metrics |= {"position_loss": position.item(), **seen}
+            loss = 0.3 * loss
+            if features is not None:
+                position, accuracies = self.probes.position_loss(hidden, batch)
+                loss = loss + 0.5 * position
+                metrics |= {name: [value] for name, value in accuracies.items()}
+                metrics["position_loss"] = [position.item()]
+            context, accuracies = self.probes.context_loss(hidden, batch)
+            loss = loss + 0.5 * context
+            metrics |= {name: [value] for name, value in accuracies.items()}
         if stage.questions:
             logits, targets = answer_logits(self.model, hidden[-1], batch)
             answer = F.cross_entropy(logits, targets)
             loss = loss + answer
-            metrics["answer_loss"] = answer.item()
-            scores = _question_scores(logits.argmax(-1) == targets, batch)
-        (loss / self.parts).backward()
-        return {**{name: [value] for name, value in metrics.items()}, **scores}
+            metrics["answer_loss"] = [answer.item()]
+            metrics |= _question_scores(logits.argmax(-1) == targets, batch)
+        return list(torch.autograd.grad(loss, self.parameters, allow_unused=True)), metrics
 
     def _forget_rows_after_state(self) -> None:
         """Drop the log rows of the steps between the saved state and the cut: they are about to be done again."""
@@ -320,6 +371,7 @@ class _Averages:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for state, log and the finished model")
+    parser.add_argument("--edition", type=int, choices=EDITIONS, default=1, help="see editions.py")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--scale", type=float, default=1.0, help="length of all stages, as a share of the recipe's")
@@ -333,7 +385,10 @@ def main() -> None:
         torch.set_num_threads(1)  # per part of the batch, see Trainer
         os.nice(arguments.nice)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(arguments.out, scaled(STAGES, arguments.scale), arguments.seed, device, arguments.workers)
+    edition = EDITIONS[arguments.edition]
+    tokenizer = build_tokenizer(edition.words, edition.longest)
+    stages = scaled(edition.stages, arguments.scale)
+    trainer = Trainer(arguments.out, stages, arguments.seed, device, arguments.workers, tokenizer)
     if trainer.state_file.exists():
         trainer.resume()
     if not trainer.run(deadline=time.monotonic() + 60 * arguments.max_minutes):
@@ -341,8 +396,11 @@ def main() -> None:
         return
     export(trainer.model, trainer.tokenizer, arguments.out / "checkpoint")
     examples = draw_examples(FRESH_QUESTIONS, (*HEADLINE_KINDS, COLOR_KIND), "fresh")
-    answers = Reader(arguments.out / "checkpoint", device=arguments.device).answers(examples)
-    accuracy = {"questions": len(examples), "percent": by_kind(examples, answers)}
+    reader = Reader(arguments.out / "checkpoint", device=arguments.device)
+    accuracy = {"questions": len(examples), "percent": by_kind(examples, reader.answers(examples))}
+    for regime in edition.regimes:
+        prompts = draw_asked(regime, FRESH_PROMPTS, "fresh")
+        accuracy[regime] = {"questions": len(prompts), "percent": by_kind(prompts, reader.answers_to(prompts))}
     (arguments.out / "accuracy.json").write_text(json.dumps(accuracy) + "\n", encoding="utf-8")
     print(json.dumps(accuracy))
 

@@ -26,15 +26,8 @@ from lmms_eval_plugins.tiny_vlm.dataset import (
     textvqa_table,
 )
 from lmms_eval_plugins.tiny_vlm.export import export
-from lmms_eval_plugins.tiny_vlm.modeling import (
-    IGNORED,
-    IMAGE_TOKENS,
-    Packer,
-    build_model,
-    build_processor,
-    build_tokenizer,
-    packed_forward,
-)
+from lmms_eval_plugins.tiny_vlm.modeling import IMAGE_TOKENS, build_model, build_processor, build_tokenizer
+from lmms_eval_plugins.tiny_vlm.packing import IGNORED, Packer, packed_forward
 from lmms_eval_plugins.tiny_vlm.signs import COLOR_KIND, GRID, HEADLINE_KINDS, PATCH, POST_PROMPT, SIDE
 from lmms_eval_plugins.tiny_vlm.train import Trainer
 
@@ -74,9 +67,9 @@ def test_no_question_has_two_answers():
 
 def test_signs_lie_anywhere_not_only_near_the_patch_grid(monkeypatch):
     places = []
-    write = signs._Canvas.write
+    write = signs.Canvas.write
     monkeypatch.setattr(
-        signs._Canvas, "write", lambda self, place, *rest: (places.append(place), write(self, place, *rest))
+        signs.Canvas, "write", lambda self, place, *rest: (places.append(place), write(self, place, *rest))
     )
     for seed in range(200):
         signs.draw_scene(Random(seed))
@@ -88,8 +81,8 @@ def test_signs_lie_anywhere_not_only_near_the_patch_grid(monkeypatch):
 @pytest.mark.parametrize("jitter", [0, 3])
 def test_packed_signs_fill_the_picture_and_lie_up_to_the_jitter_off_the_grid(monkeypatch, jitter):
     drawn = []
-    write = signs._Canvas.write
-    monkeypatch.setattr(signs._Canvas, "write", lambda self, *given: (drawn.append(given[:2]), write(self, *given)))
+    write = signs.Canvas.write
+    monkeypatch.setattr(signs.Canvas, "write", lambda self, *given: (drawn.append(given[:2]), write(self, *given)))
     off = [set(), set()]
     for seed in range(40):
         drawn.clear()
@@ -120,7 +113,7 @@ def test_a_scene_with_fewer_questions_than_a_stage_asks_is_asked_all(tokenizer):
 
 
 def test_labels_name_the_character_under_each_patch():
-    canvas = signs._Canvas(Random(0))
+    canvas = signs.Canvas(Random(0))
     canvas.write((2 * PATCH + 5, 3 * PATCH + 5), ("ab", "7"), "blue")
     glyph, color, index, last, left, above = canvas.labels
     places = list(zip(*np.nonzero(glyph), strict=True))
@@ -172,10 +165,10 @@ def test_packed_questions_have_the_logits_of_separate_prompts(tokenizer):
     asked = [signs.questions(scene.signs)[:count] for scene, count in zip(scenes, (3, 5), strict=True)]
     pixels = torch.from_numpy(np.stack([scene.pixels for scene in scenes])).permute(0, 3, 1, 2)
     batch = packer.batch(pixels, asked, torch.zeros(2, 6, GRID, GRID, dtype=torch.long), post_prompt=True)
-    prefix = batch.image_end + len(packer.end)
+    prefix = batch.prefix
     model.set_attn_implementation("packed")
     with torch.no_grad():
-        _, hidden = packed_forward(model, batch)
+        _, _, hidden = packed_forward(model, batch)
     model.set_attn_implementation("sdpa")
     for row, number in ((0, 3), (1, 1), (1, 5)):
         question = asked[row][number - 1]
@@ -250,7 +243,7 @@ def test_a_question_counts_as_right_where_every_token_of_its_answer_is(tokenizer
         return 100.0 * torch.nn.functional.one_hot(targets, len(tokenizer)).float(), targets
 
     monkeypatch.setattr(train, "answer_logits", perfect)
-    logged = short_trainer(tmp_path)._backward(SHORT_STAGES[2], batch)
+    _, logged = short_trainer(tmp_path)._gradients(SHORT_STAGES[2], batch)
     assert {kind: logged[kind] for kind in kinds} == all_right
 
 

@@ -1,0 +1,49 @@
+"""Prompts and scores of the bundled tasks with long answers, several pictures, video and long texts."""
+
+from difflib import SequenceMatcher
+from hashlib import blake2b
+from os import replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.constants import HF_HOME
+from PIL import Image
+
+CLIPS = Path(HF_HOME) / "tiny_video"  # beside what lmms-eval unpacks of other video tasks
+
+
+def doc_to_visual(doc: dict[str, Any]) -> list[Image.Image | str]:
+    """The pictures, and the name of the video's file, which is written where it is not there yet."""
+    visuals: list[Image.Image | str] = [image.convert("RGB") for image in doc["image_list"] or ()]
+    video = doc["video"]
+    if video and video["bytes"]:
+        file = CLIPS / f"{blake2b(video['bytes'], digest_size=8).hexdigest()}-{video['path']}"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            temporary = file.with_suffix(".tmp")
+            temporary.write_bytes(video["bytes"])
+            replace(temporary, file)
+        visuals.append(str(file))
+    return visuals
+
+
+def doc_to_text(doc: dict[str, Any], lmms_eval_specific_kwargs: dict[str, str]) -> str:
+    kwargs = lmms_eval_specific_kwargs
+    return f"{kwargs['pre_prompt']}{doc['context']}{doc['question'].capitalize()}{kwargs['post_prompt']}"
+
+
+def process_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    return {"exact_match": float(_plain(results[0]) == _plain(doc["answer"]))}
+
+
+def process_long_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """Besides, the share of the signs that were read without a mistake, in their order; signs that are not there
+    count as mistakes."""
+    read, there = (_plain(answer).split(", ") for answer in (results[0], doc["answer"]))
+    matches = SequenceMatcher(None, read, there, autojunk=False).get_matching_blocks()
+    share = sum(match.size for match in matches) / max(len(read), len(there))
+    return {**process_results(doc, results), "signs_read": share}
+
+
+def _plain(answer: str) -> str:
+    return answer.strip().rstrip(".").lower()

@@ -1,0 +1,208 @@
+"""The two editions of the tiny model: which words it knows, how long its prompts are, which stages it learns in.
+
+The first is the bundled checkpoint. The second begins with the first four stages of the first, then learns to read the
+frames of videos, and then long answers, several pictures, videos and long texts together, from short to long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from lmms_eval_plugins.tiny_vlm.curriculum import STAGES, Stage
+from lmms_eval_plugins.tiny_vlm.packing import PackedBatch, Packer, View
+from lmms_eval_plugins.tiny_vlm.regimes import REGIMES, WORDS, Shown
+from lmms_eval_plugins.tiny_vlm.regimes.pack import in_turn, pack
+from lmms_eval_plugins.tiny_vlm.regimes.video import JITTER
+from lmms_eval_plugins.tiny_vlm.signs import (
+    FRAME_GRID,
+    PROMPT_WORDS,
+    draw_packed_scene,
+    draw_scene,
+    questions,
+)
+
+Range = tuple[int, int]  # fewest and most
+
+
+@dataclass(frozen=True)
+class Part:
+    """One batch of a step: rows of one regime and one size, as many as make about `tokens`, but one at least.
+
+    `ranges`: arguments of the regime's `draw`. The one in SIZES is drawn once for all rows.
+    """
+
+    regime: str
+    tokens: int
+    questions: int = 0  # per row at most
+    ranges: dict[str, Range] = field(default_factory=dict)
+    picture_share: float = 0.0  # of the batches with a text, those with a picture too
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """One leg of the curriculum in which each step has a batch of every part."""
+
+    name: str
+    steps: int
+    parts: tuple[Part, ...]
+    view: View = "grid"  # of single pictures
+    jitter_grows_until: float = 0.0  # of the stage: from signs on the frames' grid to JITTER pixels off it
+    post_prompt_share: float = 0.0  # of the batches; never where every sign is read
+    learning_rate: float = 1.5e-3
+    tower_scale: float = 0.1  # the tower's and projector's share of the learning rate
+    decay_from: float = 1.0  # of the stage, until when the learning rate is constant
+
+    @property
+    def is_of_tower(self) -> bool:
+        """Whether the language model has no part in it."""
+        return not any(part.questions for part in self.parts)
+
+    @property
+    def questions(self) -> int:
+        return max(part.questions for part in self.parts)
+
+    def data(self, seed: int, packer: Packer, parts: int) -> MixtureData:
+        """Step -> a batch of each part; `parts` is of the other kind of stage."""
+        return MixtureData(self, seed, packer)
+
+
+@dataclass(frozen=True)
+class Edition:
+    stages: tuple[Stage | Mixture, ...]
+    words: tuple[str, ...]
+    longest: int  # tokens of a prompt with its answer
+    regimes: tuple[str, ...] = ()  # that it answers besides questions about one picture
+
+
+def _draw_signs(rng: Random) -> Shown:
+    """A picture with the questions of the first edition."""
+    scene = draw_scene(rng, avoided=WORDS)
+    return Shown(questions(scene.signs), [scene.pixels], [scene.labels])
+
+
+def _draw_packed_picture(rng: Random) -> Shown:
+    scene = draw_packed_scene(rng)
+    return Shown([], [scene.pixels], [scene.labels])
+
+
+def _draw_packed_frame(rng: Random, jitter: int) -> Shown:
+    scene = draw_packed_scene(rng, jitter, FRAME_GRID)
+    return Shown([], frames=scene.pixels[None], frame_labels=scene.labels[None], before=np.zeros(1, np.int64))
+
+
+DRAWN: dict[str, Callable[..., Shown]] = {
+    "signs": _draw_signs,
+    "packed_picture": _draw_packed_picture,
+    "packed_frame": _draw_packed_frame,
+    **REGIMES,
+}
+SIZES = {"multi_image": "pictures", "video": "frames", "needle": "tokens"}
+JITTERED = ("packed_frame", "video")
+
+
+class MixtureData(Dataset):
+    """Step -> that step's batches, one of each part. Each step has its own seed, as in `curriculum.StageData`."""
+
+    def __init__(self, stage: Mixture, seed: int, packer: Packer) -> None:
+        self.stage, self.seed, self.packer = stage, seed, packer
+
+    def __len__(self) -> int:
+        return self.stage.steps
+
+    def __getitem__(self, step: int) -> list[PackedBatch]:
+        grown = step / max(1, self.stage.jitter_grows_until * self.stage.steps)
+        jitter = min(JITTER, int(grown * (JITTER + 1)))
+        rng = Random(f"{self.seed}/{self.stage.name}/{step}")
+        return [self._batch(rng, part, jitter) for part in self.stage.parts]
+
+    def _batch(self, rng: Random, part: Part, jitter: int) -> PackedBatch:
+        options: dict[str, object] = dict(part.ranges)
+        if size := part.ranges.get(SIZES.get(part.regime, "")):
+            options[SIZES[part.regime]] = (rng.randint(*size),) * 2
+        if part.regime == "needle":
+            options["picture_share"] = float(rng.random() < part.picture_share)
+        if part.regime in JITTERED:
+            options["jitter"] = jitter
+        post_prompt = rng.random() < self.stage.post_prompt_share and part.regime != "read_all"
+
+        def row() -> Shown:
+            shown = DRAWN[part.regime](rng, **options)
+            return replace(shown, questions=in_turn(rng, shown.questions, part.questions))
+
+        first = row()
+        length = pack(self.packer, [first], post_prompt, self.stage.view).ids.shape[1]
+        rows = [first, *(row() for _ in range(part.tokens // length - 1))]
+        return pack(self.packer, rows, post_prompt, self.stage.view)
+
+
+def _mixture(name: str, tokens: int, ranges: dict[str, dict[str, Range]], **options: object) -> Mixture:
+    """All regimes, with `tokens` each and half of that for questions about one picture."""
+    parts = (
+        Part("needle", tokens, 16, ranges["needle"], picture_share=0.3),
+        Part("video", tokens, 10, ranges["video"]),
+        Part("multi_image", tokens, 12, ranges["multi_image"]),
+        Part("read_all", tokens, 1, ranges["read_all"]),
+        Part("signs", tokens // 2, 8),
+    )
+    return Mixture(name, parts=parts, **options)
+
+
+SECOND_STAGES = (
+    *(replace(stage, avoided=WORDS) for stage in STAGES[:4]),
+    Mixture(
+        "frames",
+        steps=2000,
+        parts=(Part("packed_frame", 1800), Part("packed_picture", 1200)),
+        jitter_grows_until=0.4,
+        tower_scale=1.0,
+        decay_from=0.6,
+    ),
+    _mixture(
+        "short",
+        2048,
+        {
+            "needle": {"tokens": (100, 500)},
+            "video": {"frames": (8, 12), "signs": (3, 4)},
+            "multi_image": {"pictures": (2, 3), "signs": (2, 3)},
+            "read_all": {"signs": (2, 5), "tokens": (8, 96)},
+        },
+        steps=5000,
+        tower_scale=0.3,
+        post_prompt_share=0.3,
+    ),
+    _mixture(
+        "longer",
+        3072,
+        {
+            "needle": {"tokens": (250, 1500)},
+            "video": {"frames": (8, 20), "signs": (3, 6)},
+            "multi_image": {"pictures": (2, 4), "signs": (2, 4)},
+            "read_all": {"signs": (3, 7), "tokens": (16, 96)},
+        },
+        steps=4000,
+        post_prompt_share=0.5,
+    ),
+    _mixture(
+        "full",
+        4096,
+        {
+            "needle": {"tokens": (500, 4096)},
+            "video": {"frames": (8, 32), "signs": (3, 8)},
+            "multi_image": {"pictures": (2, 6), "signs": (2, 4)},
+            "read_all": {"signs": (4, 8), "tokens": (24, 96)},
+        },
+        steps=2500,
+        view="both",
+        post_prompt_share=0.7,
+        decay_from=0.2,
+    ),
+)
+EDITIONS = {
+    1: Edition(STAGES, PROMPT_WORDS, longest=2048),
+    2: Edition(SECOND_STAGES, WORDS, longest=8192, regimes=tuple(REGIMES)),
+}

@@ -1,0 +1,22 @@
+"""Prompts beyond one picture with a short answer: long answers, several pictures, video, long texts.
+
+Each file draws one regime from a `random.Random`: same seed, same prompt. `REGIMES` has them by name.
+"""
+
+from lmms_eval_plugins.tiny_vlm.regimes import multi_image, needle, read_all, video
+from lmms_eval_plugins.tiny_vlm.regimes.shown import WORDS, Shown
+
+REGIMES = {
+    "read_all": read_all.draw,
+    "multi_image": multi_image.draw,
+    "video": video.draw,
+    "needle": needle.draw,
+}
+KINDS = {  # of question, in turn in an evaluation set; a tenth of the needle's ask each kind of a picture
+    "read_all": read_all.KINDS,
+    "multi_image": multi_image.KINDS,
+    "video": video.KINDS,
+    "needle": (*needle.KINDS * 3, *needle.PICTURE_KINDS),
+}
+
+__all__ = ["KINDS", "REGIMES", "WORDS", "Shown"]

@@ -1,0 +1,143 @@
+"""The bundled questions of each regime: `python -m lmms_eval_plugins.tiny_vlm.regimes.dataset`.
+
+It rebuilds the parquet files of the tasks `tiny_read_all`, `tiny_multi_image`, `tiny_video` and `tiny_needle`, byte for
+byte the same on the same Pillow, PyAV and pyarrow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import av
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from lmms_eval_plugins.tasks import BUNDLED_TASKS
+from lmms_eval_plugins.tiny_vlm.dataset import write_table
+from lmms_eval_plugins.tiny_vlm.regimes import KINDS, REGIMES, Shown
+from lmms_eval_plugins.tiny_vlm.signs import Question
+
+QUESTIONS = 500  # of each regime
+WEBP_QUALITY = 75
+CLIP_FPS = 4
+CLIP_QUALITY = "24"  # x264's constant rate factor: lower is better and larger
+MEDIA = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+# MuirBench's columns, with the context of MMLongBench and a video where those have a file name.
+SCHEMA = pa.schema(
+    {
+        "idx": pa.string(),
+        "task": pa.string(),
+        "context": pa.string(),
+        "question": pa.string(),
+        "answer": pa.string(),
+        "image_list": pa.list_(MEDIA),
+        "video": MEDIA,
+    }
+)
+VALUE = "Value"
+FEATURES = {
+    **{name: {"dtype": "string", "_type": VALUE} for name in ("idx", "task", "context", "question", "answer")},
+    "image_list": {"_type": "List", "feature": {"_type": "Image"}},
+    # Not decoded by `datasets`: the model's side takes a file and chooses the frames.
+    "video": {"bytes": {"dtype": "binary", "_type": VALUE}, "path": {"dtype": "string", "_type": VALUE}},
+}
+
+
+def file_of(regime: str) -> Path:
+    return BUNDLED_TASKS / f"tiny_{regime}" / "questions.parquet"
+
+
+def draw_asked(regime: str, count: int, name: str) -> list[Shown]:
+    """`count` prompts with one question each, its kinds in turn; `name` is the seed (training's seeds differ)."""
+    prompts: list[Shown] = []
+    attempt = 0
+    while len(prompts) < count:
+        rng = Random(f"{name}/{regime}/{attempt}")
+        attempt += 1
+        shown = REGIMES[regime](rng)
+        kind = KINDS[regime][len(prompts) % len(KINDS[regime])]
+        possible = [question for question in shown.questions if question.kind == kind]
+        if possible:
+            prompts.append(replace(shown, questions=[rng.choice(possible)]))
+    return prompts
+
+
+def table_of(regime: str, prompts: Sequence[Shown]) -> pa.Table:
+    rows = []
+    for number, shown in enumerate(prompts):
+        (question,) = shown.questions
+        name = f"{regime}-{number:04d}"
+        rows.append(
+            {
+                "idx": name,
+                "task": question.kind,
+                "context": shown.text,
+                "question": question.text,
+                "answer": question.answer,
+                "image_list": [
+                    {"bytes": webp(pixels), "path": f"{name}-{place}.webp"}
+                    for place, pixels in enumerate(shown.pictures)
+                ],
+                "video": None if shown.frames is None else {"bytes": mp4(shown.frames), "path": f"{name}.mp4"},
+            }
+        )
+    features = json.dumps({"info": {"features": FEATURES}})
+    return pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata({"huggingface": features}))
+
+
+def webp(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "WEBP", quality=WEBP_QUALITY, method=6)
+    return file.getvalue()
+
+
+def mp4(frames: np.ndarray) -> bytes:
+    """H.264 with whole colours: signs are small, and halved colours would run into each other."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=CLIP_FPS, options={"crf": CLIP_QUALITY, "preset": "slow"})
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv444p"
+        stream.thread_count = 1  # the number of threads changes the bytes
+        for pixels in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def read_asked(file: Path) -> list[Shown]:
+    """The prompts of a bundled file, with the pixels as they are after compression."""
+    return [_shown(row) for row in pq.read_table(file).to_pylist()]
+
+
+def _shown(row: dict[str, Any]) -> Shown:
+    pictures = [
+        np.asarray(Image.open(io.BytesIO(picture["bytes"])).convert("RGB")) for picture in row["image_list"] or ()
+    ]
+    frames = None
+    if row["video"] is not None:
+        with av.open(io.BytesIO(row["video"]["bytes"])) as container:
+            frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    question = Question(row["task"], row["question"], row["answer"])
+    return Shown([question], pictures, frames=frames, text=row["context"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.parse_args()
+    for regime in REGIMES:
+        write_table(table_of(regime, draw_asked(regime, QUESTIONS, "validation")), file_of(regime), "zstd")
+        print(f"{file_of(regime)}: {QUESTIONS} questions, {file_of(regime).stat().st_size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Two to six pictures. Colours repeat between them, texts do not."""
+
+from __future__ import annotations
+
+from random import Random
+
+from lmms_eval_plugins.tiny_vlm.regimes.shown import ORDINALS, WORDS, Shown
+from lmms_eval_plugins.tiny_vlm.signs import Question, draw_scene
+
+KINDS = ("p2n", "p2w", "t2p")  # picture and colour to number or word; text to picture
+
+
+def draw(rng: Random, pictures: tuple[int, int] = (2, 6), signs: tuple[int, int] = (2, 4)) -> Shown:
+    """That many pictures with that many signs each."""
+    taken: list[str] = []
+    scenes = [draw_scene(rng, signs, taken, WORDS, noise=2) for _ in range(rng.randint(*pictures))]
+    questions = []
+    for ordinal, scene in zip(ORDINALS, scenes, strict=False):
+        for sign in scene.signs:
+            where = f"is on the {sign.color} sign of the {ordinal} picture?"
+            if sign.number:
+                questions.append(Question("p2n", f"what number {where}", sign.number))
+            if sign.word:
+                questions.append(Question("p2w", f"what word {where}", sign.word))
+            # The first token, which compression cannot change, says nothing yet.
+            which = f"on which picture is the {sign.color} sign with {sign.lines[-1]}?"
+            questions.append(Question("t2p", which, f"the {ordinal} picture"))
+    return Shown(questions, [scene.pixels for scene in scenes], [scene.labels for scene in scenes])

@@ -1,0 +1,77 @@
+"""From what regimes show to a batch for training."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.transforms.v2.functional import InterpolationMode, resize
+
+from lmms_eval_plugins.tiny_vlm.packing import PackedBatch, Packer, View
+from lmms_eval_plugins.tiny_vlm.regimes.shown import Shown
+from lmms_eval_plugins.tiny_vlm.signs import GRID, LABELS, SIDE, Question
+
+
+def pack(packer: Packer, prompts: list[Shown], post_prompt: bool, view: View = "both") -> PackedBatch:
+    """One row for each prompt, with all its questions.
+
+    All prompts must show the same number of pictures and of frames. `view` is of a single picture: several stand in
+    the prompt in their base view alone, as in LLaVA-OneVision.
+    """
+    pictures = len(prompts[0].pictures)
+    frames = 0 if prompts[0].frames is None else len(prompts[0].frames)
+    view = "base" if pictures > 1 else view
+    prefixes = [packer.prefix(pictures, view, frames, shown.text) for shown in prompts]
+    asked = [shown.questions for shown in prompts]
+    prefix, ids, segments, positions, targets = packer.rows(prefixes, asked, post_prompt)
+    batch = PackedBatch(
+        pixels=_pixels([picture for shown in prompts for picture in shown.pictures]),
+        ids=ids,
+        segments=segments,
+        positions=positions,
+        targets=targets,
+        labels=_labels([labels for shown in prompts for labels in shown.picture_labels], GRID),
+        kinds=[[question.kind for question in questions] for questions in asked],
+        prefix=prefix,
+        view=view,
+        image=packer.image,
+        video=packer.video,
+    )
+    if frames:
+        different, index = [], []
+        for shown in prompts:
+            for place, pixels in enumerate(shown.frames):
+                if place == 0 or not np.array_equal(pixels, shown.frames[place - 1]):
+                    different.append((pixels, shown.frame_labels[place]))
+                index.append(len(different) - 1)
+        batch.frames = enlarged(_pixels([pixels for pixels, _ in different]))
+        batch.frame_labels = torch.from_numpy(np.stack([labels for _, labels in different]))
+        batch.frame_index = torch.tensor(index).unflatten(0, (len(prompts), frames))
+        batch.before = torch.from_numpy(np.stack([shown.before for shown in prompts]))
+    return batch
+
+
+def enlarged(frames: Tensor) -> Tensor:
+    """(M, 3, height, width) uint8 -> (M, 3, SIDE, SIDE), as LLaVA-OneVision's video processor does it."""
+    return resize(frames, [SIDE, SIDE], interpolation=InterpolationMode.BICUBIC, antialias=True)
+
+
+def in_turn(rng: Random, questions: list[Question], count: int) -> list[Question]:
+    """At most `count` of the questions, the kinds in turn, so that rare ones are asked as well."""
+    by_kind: dict[str, list[Question]] = {}
+    for question in rng.sample(questions, len(questions)):
+        by_kind.setdefault(question.kind, []).append(question)
+    ranked = [(place, question) for group in by_kind.values() for place, question in enumerate(group)]
+    return [question for _, question in sorted(ranked, key=lambda pair: pair[0])][:count]
+
+
+def _pixels(pictures: list[np.ndarray]) -> Tensor:
+    """(N, 3, height, width) uint8."""
+    stacked = np.stack(pictures) if pictures else np.zeros((0, SIDE, SIDE, 3), np.uint8)
+    return torch.from_numpy(stacked).permute(0, 3, 1, 2).contiguous()
+
+
+def _labels(labels: list[np.ndarray], grid: int) -> Tensor:
+    return torch.from_numpy(np.stack(labels) if labels else np.zeros((0, len(LABELS), grid, grid), np.int64))

@@ -1,0 +1,42 @@
+"""Long answers: every sign of a picture, from left to right."""
+
+from __future__ import annotations
+
+from random import Random
+
+from lmms_eval_plugins.tiny_vlm.regimes.shown import WORDS, Shown
+from lmms_eval_plugins.tiny_vlm.signs import COLORS, DIGITS, LETTERS, Canvas, Question, Sign, new_text
+
+KINDS = ("read",)
+QUESTION = "read every sign from left to right."
+TOKENS = (24, 96)  # fewest and most of an answer, its end included
+
+
+def draw(rng: Random, signs: tuple[int, int] = (4, 8), tokens: tuple[int, int] = TOKENS) -> Shown:
+    """A picture with that many signs, whose left edges are at least a patch apart, and its one question."""
+    while True:
+        canvas = Canvas(rng)
+        canvas.gradient()
+        canvas.boxes(rng.randint(0, 3))
+        taken: list[str] = []
+        placed: dict[int, Sign] = {}  # by left edge
+        for color in rng.sample(list(COLORS), rng.randint(*signs)):
+            word, number = new_text(rng, LETTERS, taken, WORDS), new_text(rng, DIGITS, taken)
+            lines = rng.choice([(word,), (number,), (word, number), (word, number)])
+            place = canvas.free_place(lines, apart=list(placed))
+            if place is None:
+                continue
+            canvas.write(place, lines, color)
+            taken += lines
+            placed[place[0]] = Sign(color, lines)
+        ordered = [placed[left] for left in sorted(placed)]
+        if tokens[0] <= answer_tokens(ordered) <= tokens[1]:
+            break
+    canvas.noise(most=2)
+    answer = ", ".join(" ".join((sign.color, *sign.lines)) for sign in ordered)
+    return Shown([Question("read", QUESTION, answer)], [canvas.bytes()], [canvas.labels])
+
+
+def answer_tokens(signs: list[Sign]) -> int:
+    """One for each colour with the space before it, each character, each space, each comma, and for the end."""
+    return sum(2 + sum(1 + len(line) for line in sign.lines) for sign in signs)
