@@ -333,7 +333,7 @@ def test_a_log_says_what_is_measured_and_how_far_it_is(tmp_path, monkeypatch, ca
     out, err = capsys.readouterr()
     line = next(line for line in out.splitlines() if line.startswith("measuring "))
     assert line.startswith("measuring tiny_textvqa with tiny: 2 cells of 2 questions; device=cpu (")
-    for part in ("dtype=bfloat16", "attn_implementation=sdpa", "batch_size=1", "limit=2"):
+    for part in ("dtype=float32", "attn_implementation=sdpa", "batch_size=1", "limit=2"):
         assert part in line.split()
     progress = [line for line in err.splitlines() if line.startswith("cell ")]
     assert [line.split(" · ")[:2] for line in progress] == [

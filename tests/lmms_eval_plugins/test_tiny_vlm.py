@@ -219,7 +219,7 @@ def test_training_that_was_cut_after_every_step_ends_with_the_same_weights(tmp_p
     else:
         pytest.fail("four steps, one at a time, did not finish")
     expected = dict(whole.model.named_parameters())
-    assert all(torch.equal(value, expected[name]) for name, value in cut.model.named_parameters())
+    assert all(torch.equal(value, expected[name].float()) for name, value in cut.model.named_parameters())
     whole_log, cut_log = (
         [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
         for name in ("whole", "cut")
@@ -299,7 +299,7 @@ def test_an_exported_model_answers_as_the_trained_one(tmp_path, tokenizer):
 def test_the_shipped_checkpoint_loads_with_no_key_missing_or_unexpected():
     model, info = AutoModelForImageTextToText.from_pretrained(CHECKPOINT, output_loading_info=True)
     assert not any(info.values()), info
-    assert model.dtype == torch.bfloat16
+    assert model.dtype == torch.float32
     assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) < 15e6
 
 

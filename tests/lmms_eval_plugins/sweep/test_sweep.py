@@ -162,11 +162,11 @@ def test_trials_that_share_a_model_load_it_once(tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "load_model", lambda arguments: loaded.append(arguments) or load(arguments))
     monkeypatch.setattr(trial, "evaluate_cell", lambda lm, job: evaluated.append((lm.model.dtype, job.cell.method)))
     evaluator = trial.Evaluator()
-    for changes in ({}, {"ratio": 0.5}, {"method": "full"}, {"dtype": "float32"}):
+    for changes in ({}, {"ratio": 0.5}, {"method": "full"}, {"dtype": "bfloat16"}):
         evaluator.evaluate({**TRIAL, **changes}, tmp_path)
-    assert [arguments.dtype for arguments in loaded] == ["auto", "float32"]
-    bfloat16 = [(torch.bfloat16, method) for method in ("snapkv", "snapkv", "full")]
-    assert evaluated == [*bfloat16, (torch.float32, "snapkv")]
+    assert [arguments.dtype for arguments in loaded] == ["auto", "bfloat16"]
+    float32 = [(torch.float32, method) for method in ("snapkv", "snapkv", "full")]
+    assert evaluated == [*float32, (torch.bfloat16, "snapkv")]
 
 
 def test_a_trial_that_fails_marks_its_run_as_failed(tmp_path, offline, capsys):
