@@ -28,7 +28,7 @@ def assert_rows_equal_their_solo_runs(family: Family, lengths, images, new=NEW):
         solo = generate(family, model, alone, new)
         assert torch.equal(solo.sequences[0, -new:], batch.sequences[row, -new:])
         for unpadded, padded in zip(solo.logits, batch.logits, strict=True):
-            torch.testing.assert_close(unpadded[0], padded[row], atol=1e-4, rtol=0)
+            torch.testing.assert_close(unpadded[0], padded[row], atol=family.rounding, rtol=0)
 
 
 @families

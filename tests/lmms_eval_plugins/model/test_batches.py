@@ -160,24 +160,24 @@ def test_time_to_first_token_holds_the_towers_seconds_where_it_did_not_run(lm_of
     base = type(lm.model.base_model)
     original = base.get_image_features
 
+    ran = []
+
     @functools.wraps(original)
     def slow(self, *args, **kwargs):
+        ran.append(self)
         time.sleep(0.5)
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(base, "get_image_features", slow)
-    start = time.perf_counter()
     grid(lm, docs, [{}])
-    first_s, start = time.perf_counter() - start, time.perf_counter()
-    lm.answering.is_warm, before = True, lm.compression
+    lm.answering.is_warm, before, ran_before = True, lm.compression, len(ran)
     lm.generate_until(requests(lm, docs))
-    assert time.perf_counter() - start < 0.5 < 1.0 < first_s  # it did not run
+    assert len(ran) == ran_before > 0  # it did not run
     assert lm.compression is before
     (row, known) = lm.rows
     assert (row["vision_is_known"], known["vision_is_known"]) == (False, True)
     assert known["vision_s"] == row["vision_s"] > 0.5
     assert known["ttft_s"] > known["vision_s"]
-    assert known["ttft_s"] == pytest.approx(row["ttft_s"], abs=0.3)
 
 
 def test_peak_memory_is_that_of_the_tower_where_it_would_be_higher(lm_of_tiny):
