@@ -16,8 +16,7 @@ from lmms_eval_plugins.tiny_vlm.modeling import build_processor
 def export(model: LlavaOnevisionForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """bf16 safetensors, config, generation config, tokenizer and processor, replaced as a whole.
 
-    The configuration says float32: a CPU computes this model in it faster than in bf16, and an answer alone is then
-    the same as in a batch.
+    The configuration says float32, in which an answer alone is the same as in a batch.
     """
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
