@@ -105,7 +105,8 @@ def method_code(method: str) -> str:
 
 
 def cells_of(task: Task, methods: list[str]) -> list[Cell]:
-    """A method that drops vision tokens before they are cached has nothing to do where there are none."""
+    """Of each method what its protocol asks, but for those that have nothing to do there: what drops vision tokens
+    before they are cached, where there are none, and where a budget holds while decoding."""
     cells = []
     for protocol in task.protocols:
         for method in methods:
@@ -117,6 +118,9 @@ def cells_of(task: Task, methods: list[str]) -> list[Cell]:
             elif not task.has_images:
                 continue
             columns = (FULL,) if method == "full" else protocol.columns
+            takes = {"budget", *all_options(info)}
+            if any(not takes.issuperset(column.options) for column in columns):
+                continue
             cells += [Cell(protocol, method, column, options) for column in columns]
     return cells
 

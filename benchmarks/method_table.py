@@ -59,24 +59,26 @@ Rows = dict[str, dict[str, Estimate]]  # method -> title of a column -> accuracy
 
 
 def rows_of(protocol: Protocol, cells: list[Cell], answers: Answers, questions: int) -> Rows:
-    """`full` and `random` first, then by mean accuracy over the columns; only methods with answers in every one."""
+    """`full` and `random` first, then by mean accuracy over the columns; what has not answered in all of them last."""
     rows: Rows = {}
     cells = [cell for cell in cells if cell.protocol == protocol]
-    missing = {cell.method for cell in cells if not len(answers.of(cell, questions))}
     for cell in cells:
-        if cell.method not in missing:
+        if len(answers.of(cell, questions)) and cell.key not in answers.refused:
             rows.setdefault(cell.method, {})[cell.column.title] = Estimate.of(answers.of(cell, questions))
 
-    def place(method: str) -> tuple[bool, bool, float, str]:
+    def place(method: str) -> tuple[bool, bool, bool, float, str]:
         mean = sum(estimate.mean for estimate in rows[method].values()) / len(rows[method])
-        return method != "full", method != "random", -mean, method
+        is_whole = method == "full" or len(rows[method]) == len(protocol.columns)
+        return method != "full", method != "random", not is_whole, -mean, method
 
     return {method: rows[method] for method in sorted(rows, key=place)}
 
 
 def is_below_random(rows: Rows, method: str, title: str) -> bool:
     """Whether random answers significantly more of the same questions: one-sided sign test, p < 0.05."""
-    return "random" in rows and sign_test(rows["random"][title].right, rows[method][title].right) < 0.05
+    if title not in rows[method] or title not in rows.get("random", {}):
+        return False
+    return sign_test(rows["random"][title].right, rows[method][title].right) < 0.05
 
 
 def sign_test(better: np.ndarray, worse: np.ndarray) -> float:
@@ -98,14 +100,14 @@ def markdown(rows: Rows, columns: tuple[Column, ...], questions: int) -> str:
         if method == "full":
             lines.append([name, *[""] * len(titles), str(row[FULL.title])])
             continue
-        cells = [f"{row[title]}{' ▼' if is_below_random(rows, method, title) else ''}" for title in titles]
+        cells = [f"{row.get(title, '')}{' ▼' if is_below_random(rows, method, title) else ''}" for title in titles]
         mean = sum(estimate.mean for estimate in row.values()) / len(row)
-        lines.append([name, *cells, f"{mean:.1f}"])
+        lines.append([name, *cells, f"{mean:.1f}" if len(row) == len(titles) else ""])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def report(task: Task, tables: list[tuple[Protocol, Rows]], missing: dict[str, str]) -> str:
-    """The Markdown file; `missing`: why a method is not in every table."""
+    """The Markdown file; `missing`: why a method is not in every column."""
     window = f", but with a window of {task.window_size} queries" if task.window_size else ""
     settings = (
         f"Accuracy (%) on {task.questions} questions with 95 % bootstrap intervals, by {task.kept}, sorted by "
@@ -119,7 +121,7 @@ def report(task: Task, tables: list[tuple[Protocol, Rows]], missing: dict[str, s
     for protocol, rows in tables:
         text += f"\n## {protocol.title}\n\n{markdown(rows, protocol.columns, task.questions)}"
     return text + "".join(
-        f"\n{wrapped(f'Not in every table: {method} ({why}).')}" for method, why in sorted(missing.items())
+        f"\n{wrapped(f'Not in every column: {method} ({why}).')}" for method, why in sorted(missing.items())
     )
 
 
@@ -162,10 +164,12 @@ def plot(tables: list[tuple[Protocol, Rows]], kept: str, path: Path) -> None:
             places = range(len(titles), 0, -1)  # what keeps most stands first in a table and last in a plot
             axis.axhline(rows["full"][FULL.title].mean, color=color, linestyle=":", linewidth=0.8)
             axis.plot(places, [rows["random"][title].mean for title in titles], color=color, alpha=0.3, linestyle="--")
-            row = [rows[method][title] for title in titles]
+            axis.set_xticks(places, titles)
+            there = {place: rows[method].get(title) for place, title in zip(places, titles, strict=True)}
+            places = [place for place, cell in there.items() if cell]
+            row = [there[place] for place in places]
             axis.fill_between(places, [cell.low for cell in row], [cell.high for cell in row], color=color, alpha=0.15)
             axis.plot(places, [cell.mean for cell in row], color=color, marker=".", label=protocol.title)
-            axis.set_xticks(places, titles)
         axis.set_ylim(-3, 103)
         axis.tick_params(labelsize=7)
     handles, labels = axes.flat[0].get_legend_handles_labels()
@@ -189,8 +193,8 @@ def tables(arguments: argparse.Namespace) -> Iterator[Path]:
         if not arguments.tables_only:
             compute(task, [cell for cell in cells if cell.method in asked], answers)
         rows = [(protocol, rows_of(protocol, cells, answers, task.questions)) for protocol in task.protocols]
-        unanswered = [cell for cell in cells if not len(answers.of(cell, task.questions))]
-        why = {cell.method: answers.refused.get(cell.key, "not answered yet") for cell in unanswered}
+        why = {cell.method: "not answered yet" for cell in cells if not len(answers.of(cell, task.questions))}
+        why |= {cell.method: answers.refused[cell.key] for cell in cells if cell.key in answers.refused}
         text = report(task, rows, why)
         write_text(base.with_suffix(".md"), text)
         if arguments.out == RESULTS:

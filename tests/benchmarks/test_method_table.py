@@ -1,5 +1,7 @@
 """The table of all methods: only what is missing is computed, and what is worse than random is marked."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -129,6 +131,26 @@ def test_a_refusal_is_reported_and_not_tried_again(task, tmp_path, monkeypatch):
     compute(task, cells, Answers(answers.path, "even"))
     assert set(Answers(answers.path, "even").refused.values()) == {"videos only"}
     assert rows_of(PROTOCOL, cells, answers, task.questions) == {}
+
+
+def test_a_method_that_is_refused_in_one_column_has_the_others(task, tmp_path):
+    answers, cells = Answers(tmp_path / "answers.json", "even"), cells_of(task, ["knorm", "tova"])
+    for cell in cells:
+        answers.add(cell, [True, cell.method == "tova", False, False])
+    answers.refuse(cells[3], kvcompress.KVCompressError("too few"))
+    lines = markdown(rows_of(PROTOCOL, cells, answers, 4), BY_RATIO, 4).splitlines()[2:]
+    assert [line.split(" | ")[0] for line in lines] == ["| tova", "| knorm"]
+    assert [len(cell.strip()) > 0 for cell in lines[1].split("|")[2:-1]] == [True, True, True, False, False]
+
+
+def test_a_table_of_decode_budgets_asks_every_method_that_evicts_while_decoding(task, tmp_path):
+    budgets = (Column("8 / 2", None, {"budget": 8, "decode_budget": 8, "decode_interval": 2}),)
+    task = replace(task, protocols=(Protocol("decode budgets", {}, budgets),), new_tokens=6, has_images=True)
+    cells = cells_of(task, ["full", "knorm", "fastv"])
+    assert [(cell.method, cell.column.title) for cell in cells] == [("full", "full"), ("knorm", "8 / 2")]
+    answers = Answers(tmp_path / "answers.json", "even")
+    compute(task, cells, answers)
+    assert all(len(answers.of(cell, 4)) == 4 for cell in cells)
 
 
 def test_the_interval_is_the_bootstrap_over_questions():
