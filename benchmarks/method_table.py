@@ -361,7 +361,10 @@ def tiny(questions: int) -> Task:
     return Task(
         name="tiny",
         title="Methods on the bundled model, `tiny_textvqa`",
-        identity=_hash(HEADLINE.read_bytes(), (TINY_CHECKPOINT / "model.safetensors").read_bytes()),
+        identity=_hash(
+            HEADLINE.read_bytes(),
+            *((TINY_CHECKPOINT / file).read_bytes() for file in ("model.safetensors", "config.json")),
+        ),
         model=reader.model,
         questions=len(examples),
         batch_size=25,

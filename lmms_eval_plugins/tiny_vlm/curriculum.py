@@ -1,11 +1,9 @@
-"""The curriculum of the tiny model: its stages, their learning rates, and what is drawn for each step."""
+"""The curriculum of the tiny model: its stages, and what is drawn for each step."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,9 +18,6 @@ from lmms_eval_plugins.tiny_vlm.signs import (
     draw_scene,
     questions,
 )
-
-if TYPE_CHECKING:
-    from lmms_eval_plugins.tiny_vlm.editions import Mixture
 
 
 @dataclass(frozen=True)
@@ -92,8 +87,6 @@ STAGES = (
         decay_from=0.1,
     ),
 )
-WARM_UP = 60  # steps
-LAST_LEARNING_RATE = 0.02  # of the peak
 
 
 class StageData(Dataset):
@@ -127,15 +120,3 @@ class StageData(Dataset):
         pixels = torch.from_numpy(np.stack([scene.pixels for scene in scenes])).permute(0, 3, 1, 2)
         labels = torch.from_numpy(np.stack([scene.labels for scene in scenes]))
         return self.packer.batch(pixels.contiguous(), asked, labels, post_prompt, self.stage.base_view)
-
-
-def learning_rate(stage: Stage | Mixture, step: int) -> float:
-    """Linear warm-up, constant, cosine to LAST_LEARNING_RATE of the peak."""
-    warm_up = min(1.0, (step + 1) / WARM_UP)
-    past = max(0.0, step / stage.steps - stage.decay_from) / max(1 - stage.decay_from, 1e-9)
-    cosine = LAST_LEARNING_RATE + (1 - LAST_LEARNING_RATE) * 0.5 * (1 + math.cos(math.pi * past))
-    return stage.learning_rate * warm_up * cosine
-
-
-def scaled(stages: tuple[Stage | Mixture, ...], scale: float) -> tuple[Stage | Mixture, ...]:
-    return tuple(replace(stage, steps=max(2, round(stage.steps * scale))) for stage in stages)

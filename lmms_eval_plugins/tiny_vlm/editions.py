@@ -6,6 +6,7 @@ frames of videos, and then long answers, several pictures, videos and long texts
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -26,6 +27,8 @@ from lmms_eval_plugins.tiny_vlm.signs import (
     questions,
 )
 
+WARM_UP = 60  # steps
+LAST_LEARNING_RATE = 0.02  # of the peak
 Range = tuple[int, int]  # fewest and most
 
 
@@ -206,3 +209,15 @@ EDITIONS = {
     1: Edition(STAGES, PROMPT_WORDS, longest=2048),
     2: Edition(SECOND_STAGES, WORDS, longest=8192, regimes=tuple(REGIMES)),
 }
+
+
+def learning_rate(stage: Stage | Mixture, step: int) -> float:
+    """Linear warm-up, constant, cosine to LAST_LEARNING_RATE of the peak."""
+    warm_up = min(1.0, (step + 1) / WARM_UP)
+    past = max(0.0, step / stage.steps - stage.decay_from) / max(1 - stage.decay_from, 1e-9)
+    cosine = LAST_LEARNING_RATE + (1 - LAST_LEARNING_RATE) * 0.5 * (1 + math.cos(math.pi * past))
+    return stage.learning_rate * warm_up * cosine
+
+
+def scaled(stages: tuple[Stage | Mixture, ...], scale: float) -> tuple[Stage | Mixture, ...]:
+    return tuple(replace(stage, steps=max(2, round(stage.steps * scale))) for stage in stages)

@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader
 from transformers import LlavaOnevisionForConditionalGeneration, PreTrainedTokenizerFast
 
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader, by_kind
-from lmms_eval_plugins.tiny_vlm.curriculum import Stage, learning_rate, scaled
+from lmms_eval_plugins.tiny_vlm.curriculum import Stage
 from lmms_eval_plugins.tiny_vlm.dataset import draw_examples
-from lmms_eval_plugins.tiny_vlm.editions import EDITIONS, Mixture
+from lmms_eval_plugins.tiny_vlm.editions import EDITIONS, Mixture, learning_rate, scaled
 from lmms_eval_plugins.tiny_vlm.export import export
 from lmms_eval_plugins.tiny_vlm.modeling import build_model, build_tokenizer
 from lmms_eval_plugins.tiny_vlm.packing import (
@@ -37,113 +37,19 @@ from lmms_eval_plugins.tiny_vlm.packing import (
     PackedBatch,
     Packer,
     answer_logits,
-    frame_patches,
     packed_forward,
-    picture_patches,
     visual_features,
 )
+from lmms_eval_plugins.tiny_vlm.probes import Probes
 from lmms_eval_plugins.tiny_vlm.regimes.dataset import draw_asked
-from lmms_eval_plugins.tiny_vlm.regimes.shown import ORDINALS
 from lmms_eval_plugins.tiny_vlm.signs import (
-    CHARACTERS,
     COLOR_KIND,
-    COLORS,
     HEADLINE_KINDS,
-    LABELS,
 )
 
 LOG_EVERY = 25  # steps
 FRESH_QUESTIONS = 500  # that the finished model is asked
 FRESH_PROMPTS = 100  # of each regime, one at a time
-NONE_WEIGHT = 0.1  # of a patch without a character in the reading losses
-
-
-class Probes(nn.Module):
-    """Training-time heads over the patches; the exported model does not contain them.
-
-    Characters and colours are read off with the language model's own token embeddings, so that the projector
-    learns to speak its language.
-    """
-
-    def __init__(self, embeddings: nn.Embedding, packer: Packer) -> None:
-        super().__init__()
-        width = embeddings.embedding_dim
-        self.embeddings = [embeddings]  # in a list: not a submodule, it belongs to the model
-        self.characters = [packer.encode(character)[0] for character in CHARACTERS]
-        self.colors = [packer.encode(f" {color}")[0] for color in COLORS]
-        self.none = nn.Linear(width, 4)
-        self.index = nn.Linear(width, 5)
-        self.last = nn.Linear(width, 2)
-        self.left = nn.Linear(width, width)
-        self.above = nn.Linear(width, width)
-        self.ordinals = [packer.encode(f" {ordinal}")[0] for ordinal in ORDINALS]
-        self.no_context = nn.Linear(width, 1)
-        self.context = nn.Linear(width, width)
-
-    def _tied(self, states: Tensor, tokens: list[int], none: Tensor) -> Tensor:
-        """(..., 1 + len(tokens)) logits: "none" first, then the tokens."""
-        logits = F.linear(states, F.normalize(self.embeddings[0].weight[tokens].float(), dim=-1))
-        return torch.cat((none, logits), -1)
-
-    def vision_loss(self, features: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """Read character, colour and place in the line off each patch. labels (B, len(LABELS), GRID, GRID)."""
-        target = dict(zip(LABELS, labels.flatten(2).unbind(1), strict=True))
-        features = features.float()
-        none = self.none(features)
-        weight = torch.where(target["glyph"] > 0, 1.0, NONE_WEIGHT)
-
-        def loss(logits: Tensor, name: str) -> Tensor:
-            each = F.cross_entropy(logits.flatten(0, 1), target[name].flatten(), reduction="none")
-            return (each * weight.flatten()).sum() / weight.sum()
-
-        glyph = self._tied(features, self.characters, none[..., :1])
-        color = self._tied(features, self.colors, none[..., 1:2])
-        place = loss(self.index(features), "index") + loss(self.last(features), "last")
-        return loss(glyph, "glyph") + loss(color, "color") + 0.5 * place, {
-            "glyph": _accuracy(glyph, target["glyph"], target["glyph"] > 0),
-            "color": _accuracy(color, target["color"], target["color"] > 0),
-        }
-
-    def position_loss(self, hidden: tuple[Tensor, ...], batch: PackedBatch) -> tuple[Tensor, dict[str, float]]:
-        """Name the character to the left after the first layer and the one above after the second."""
-        target = dict(zip(LABELS, batch.labels.flatten(2).unbind(1), strict=True))
-        here = target["glyph"] > 0
-        total, metrics = 0.0, {}
-        for layer, name, head in ((1, "left", self.left), (2, "above", self.above)):
-            states = picture_patches(hidden[layer], batch)[here].float()
-            states = F.rms_norm(states, states.shape[-1:])
-            none = self.none(states)[:, 1 + layer : 2 + layer]
-            logits = self._tied(head(states), self.characters, none)
-            total = total + F.cross_entropy(logits, target[name][here])
-            metrics[name] = _accuracy(logits, target[name][here], target[name][here] > 0)
-        return total, metrics
-
-    def context_loss(self, hidden: tuple[Tensor, ...], batch: PackedBatch) -> tuple[Tensor | float, dict[str, float]]:
-        """After the second layer: on which of several pictures a character stands, and which colour the sign before
-        the present one of a video had."""
-        asked = []
-        rows = len(batch.ids)
-        if batch.view == "base":
-            glyph = batch.labels[:, LABELS.index("glyph")].flatten(1)
-            number = torch.arange(1, 1 + len(glyph) // rows, device=glyph.device).repeat(rows)[:, None].expand_as(glyph)
-            asked.append(("which", self.ordinals, picture_patches(hidden[2], batch), glyph, number))
-        if batch.frames is not None:
-            glyph = batch.frame_labels[:, LABELS.index("glyph")].flatten(1)[batch.frame_index]
-            before = batch.before[..., None].expand_as(glyph)
-            asked.append(("before", self.colors, frame_patches(hidden[2], batch), glyph, before))
-        total, metrics = 0.0, {}
-        for name, tokens, states, glyph, target in asked:
-            states = states[glyph > 0].float()
-            states = F.rms_norm(states, states.shape[-1:])
-            logits = self._tied(self.context(states), tokens, self.no_context(states))
-            target = target[glyph > 0]
-            total = total + F.cross_entropy(logits, target)
-            metrics[name] = _accuracy(logits, target, target > 0)
-        return total, metrics
-
-
-def _accuracy(logits: Tensor, target: Tensor, where: Tensor) -> float:
-    return (logits.argmax(-1) == target)[where].float().mean().item()
 
 
 def build_optimizers(

@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText
 import kvcompress
 from lmms_eval_plugins.tiny_vlm import CHECKPOINT, signs, train
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader, by_kind
-from lmms_eval_plugins.tiny_vlm.curriculum import STAGES, Stage, StageData, scaled
+from lmms_eval_plugins.tiny_vlm.curriculum import STAGES, Stage, StageData
 from lmms_eval_plugins.tiny_vlm.dataset import (
     COLOR,
     HEADLINE,
@@ -25,6 +25,7 @@ from lmms_eval_plugins.tiny_vlm.dataset import (
     read_examples,
     textvqa_table,
 )
+from lmms_eval_plugins.tiny_vlm.editions import scaled
 from lmms_eval_plugins.tiny_vlm.export import export
 from lmms_eval_plugins.tiny_vlm.modeling import IMAGE_TOKENS, build_model, build_processor, build_tokenizer
 from lmms_eval_plugins.tiny_vlm.packing import IGNORED, Packer, packed_forward
