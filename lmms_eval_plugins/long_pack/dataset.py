@@ -176,7 +176,7 @@ doc_to_target: answer
 process_results: !function lmms_eval_plugins.tasks.long_pack.needle_results
 lmms_eval_specific_kwargs:
   default:
-    pre_prompt: "Answer the question about the text and the pictures above.\\n"
+    pre_prompt: "\\n\\nAnswer the question about the text and the pictures above.\\n"
     post_prompt: "\\nAnswer briefly, with a name or a number."
 """
         + _tail(pack, "needle", "mmlongbench_acc")

@@ -18,6 +18,7 @@ KINDS = ("retrieval_text", "retrieval_image", "which_image", "counting", "reason
 CODES = range(1_000_000, 10_000_000)  # seven digits: two tokens or more with every tokenizer
 MOST_COUNTED = 6
 SHAPES = (3, 5)  # fewest and most of a picture
+BREAK = "\n\n"  # between paragraphs, and after a picture
 CARDS = "A small white card is pasted into some of the pictures"
 LONGEST_CARD = [max(NAMES, key=len).upper(), "0000000"]
 
@@ -138,7 +139,7 @@ class Haystack:
     def _prompt(self, question: Question, paragraphs: dict[int, list[str]], pictures: dict[int, Canvas]) -> Prompt:
         """The haystack with some of its paragraphs and pictures replaced."""
         texts = [
-            f"{' '.join(paragraphs.get(place, paragraph))}\n\nPicture {place + 1}:\n"
+            f"{BREAK if place else ''}{' '.join(paragraphs.get(place, paragraph))}{BREAK}Picture {place + 1}:\n"
             for place, paragraph in enumerate(self.paragraphs)
         ]
         images = [pictures[place].webp() if place in pictures else self._file(place) for place in range(self.length)]

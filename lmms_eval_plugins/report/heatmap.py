@@ -94,8 +94,8 @@ def draw(table: pd.DataFrame, x: str, y: str, title: str, path: Path) -> None:
         len(panels), columns, figsize=(width * columns + 1, height * len(panels) + 0.6), squeeze=False
     )
     figure.set_layout_engine("constrained")
-    is_share = table["score"].between(0, 1).all()
-    limits = (0, 1) if is_share else (table["score"].min(), table["score"].max())
+    scale = 100 if table["score"].between(0, 1).all() else 1
+    limits = (0, 100) if scale == 100 else (table["score"].min(), table["score"].max())
     image = None
     for row, (series, sizes) in zip(axes, panels.items(), strict=True):
         for place, axis in enumerate(row):
@@ -103,9 +103,9 @@ def draw(table: pd.DataFrame, x: str, y: str, title: str, path: Path) -> None:
                 axis.set_axis_off()
                 continue
             cells = table[(table["series"] == series) & (table["size"] == sizes[place])]
-            grid = cells.pivot(index=y, columns=x, values="score").reindex(index=ys, columns=xs)
+            grid = scale * cells.pivot(index=y, columns=x, values="score").reindex(index=ys, columns=xs)
             image = axis.imshow(grid, vmin=limits[0], vmax=limits[1], cmap="viridis", aspect="auto")
-            _write_values(axis, grid, limits, 100 if is_share else 1)
+            _write_values(axis, grid, limits)
             axis.set_xticks(range(len(xs)), [_short(value) for value in xs], fontsize=8)
             axis.set_yticks(range(len(ys)), [_short(value) for value in ys], fontsize=8)
             axis.set_title(plain(series if series == "full" else f"{series} {sizes[place]}"), fontsize=8)
@@ -118,13 +118,13 @@ def draw(table: pd.DataFrame, x: str, y: str, title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def _write_values(axis: plt.Axes, grid: pd.DataFrame, limits: tuple[float, float], scale: int) -> None:
+def _write_values(axis: plt.Axes, grid: pd.DataFrame, limits: tuple[float, float]) -> None:
     middle = sum(limits) / 2
     for row, values in enumerate(grid.to_numpy()):
         for column, value in enumerate(values):
             if not math.isnan(value):
                 color = "black" if value > middle else "white"
-                axis.text(column, row, f"{scale * value:.0f}", ha="center", va="center", fontsize=7, color=color)
+                axis.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=7, color=color)
 
 
 def _short(value: Any) -> str:
