@@ -160,6 +160,7 @@ def _set_up_processor(args: ModelArguments, processor: Any) -> None:
             "chat_template=plain to send the task's text as it is"
         )
     getattr(processor, "tokenizer", processor).padding_side = "left"
+    _set_up_video(args, processor)
     if args.min_pixels is None and args.max_pixels is None and args.image_resize is None:
         return
     image_processor = getattr(processor, "image_processor", None)
@@ -174,6 +175,25 @@ def _set_up_processor(args: ModelArguments, processor: Any) -> None:
     size = image_processor.size
     image_processor.size = type(size)(
         shortest_edge=args.min_pixels or size["shortest_edge"], longest_edge=args.max_pixels or size["longest_edge"]
+    )
+
+
+def _set_up_video(args: ModelArguments, processor: Any) -> None:
+    """The bounds of a video's area, in place."""
+    if args.video_min_pixels is None and args.video_max_pixels is None:
+        return
+    video_processor = getattr(processor, "video_processor", None)
+    size = getattr(video_processor, "size", None) or {}
+    # Processors that scale by area make tokens of merged patches; elsewhere the two names are lengths of edges.
+    kinds = getattr(getattr(video_processor, "valid_kwargs", None), "__annotations__", {})
+    if "merge_size" not in kinds or not size.get("shortest_edge") or not size.get("longest_edge"):
+        raise KVCompressError(
+            f"video_min_pixels and video_max_pixels have no meaning for {args.pretrained}: its "
+            f"{type(processor).__name__} does not scale videos by area"
+        )
+    video_processor.size = type(size)(
+        shortest_edge=args.video_min_pixels or size["shortest_edge"],
+        longest_edge=args.video_max_pixels or size["longest_edge"],
     )
 
 

@@ -35,7 +35,7 @@ class ChatProcessor:
     def read(self, messages: ChatMessages, task: str) -> ChatPrompt:
         """A question's messages with their images and videos read. Raises KVCompressError where the model has no use
         for them; `task` is for its message."""
-        prompt = read_messages(messages, self.args.max_frames_num)
+        prompt = read_messages(messages, self.args.max_frames_num, self.args.video_fps)
         if not self.has_vision and (prompt.images or prompt.videos):
             raise KVCompressError(
                 f"task {task!r} shows images or videos, but {self.args.pretrained} is a text-only model"

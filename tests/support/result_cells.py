@@ -1,5 +1,6 @@
 """Cells on disk, as an evaluation leaves them, from answers written by hand."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ def write_answers(
     model: str = "m",
     nested: bool = False,
     protocol: dict[str, Any] | None = None,
+    docs: Sequence[dict[str, Any]] | None = None,
 ) -> Path:
     """Write a cell whose answers are the letters of `answers`, each right where `truth` has the same.
 
     The first token of an answer takes `seconds`, each further one half of that. `nested`: the score of a question lies
-    among other things, as video tasks return it. `protocol`: more of it. Returns the folder of the cell's model.
+    among other things, as video tasks return it. `protocol`: more of it. `docs`: what the task's documents hold.
+    Returns the folder of the cell's model.
     """
     cell = Cell(task, model, method, ratio, budget, options or {}, settings or {})
     scores = [float(answer == right) for answer, right in zip(answers, truth, strict=True)]
@@ -44,6 +47,7 @@ def write_answers(
             "filtered_resps": [answer],
             "acc": {"videoID": "v", "score": score} if nested else score,
             "measurement": measured,
+            **({"doc": docs[n]} if docs else {}),
         }
         for n, (answer, score) in enumerate(zip(answers, scores, strict=True))
     ]
