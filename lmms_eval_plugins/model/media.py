@@ -28,12 +28,14 @@ class ChatPrompt:
     images: RGB images in the order of their placeholders.
     videos: uint8 arrays (frames, height, width, 3), in the order of their placeholders.
     video_metadata: one per video: which frames were taken, at which rate (Qwen3-VL writes timestamps from it).
+    written: the whole prompt, where a harness has written it itself: no chat template is applied any more.
     """
 
     conversation: list[dict[str, Any]]
     images: list[Image.Image] = field(default_factory=list)
     videos: list[np.ndarray] = field(default_factory=list)
     video_metadata: list[VideoMetadata] = field(default_factory=list)
+    written: str | None = None
 
 
 def read_messages(messages: ChatMessages, max_frames_num: int, video_fps: float | None = None) -> ChatPrompt:
@@ -64,9 +66,11 @@ def read_messages(messages: ChatMessages, max_frames_num: int, video_fps: float 
     return prompt
 
 
-def digest(messages: ChatMessages) -> bytes:
-    """Of all that `read_messages` reads, so that equal digests mean equal prompts. A video counts by its file's name,
-    size and date, which costs no decoding."""
+def digest(messages: ChatMessages | str) -> bytes:
+    """Of all that `read_messages` reads, so that equal digests mean equal prompts; of a prompt that is written already,
+    its text. A video counts by its file's name, size and date, which costs no decoding."""
+    if isinstance(messages, str):
+        return hashlib.blake2b(messages.encode(errors="surrogatepass"), digest_size=16, person=b"written").digest()
     found = hashlib.blake2b(digest_size=16)
     for message in messages.messages:
         found.update(repr(message.role).encode())
