@@ -46,10 +46,10 @@ def run(plan: Plan, argv: list[str]) -> int:
     join_processes()
     quiet(flags.verbosity)
     log = CellLog(plan)
-    jobs, failures, manager = [], TaskFailures(plan.request.tasks), plan.manager()
+    jobs, failures, managers = [], TaskFailures(plan.request.tasks), plan.managers()
     for task in plan.request.tasks:
         with failures.noted(task, EvaluationFailed):
-            jobs += plan.jobs_of(task, manager)
+            jobs += plan.jobs_of(task, managers)
     if rank() == 0:
         check_folders(jobs)
     todo = {job.folder: reason for job in jobs if (reason := job.todo)}
@@ -70,13 +70,13 @@ def run(plan: Plan, argv: list[str]) -> int:
                 log(job)
     unanswered = [job for job, kept in zip(pending, answers, strict=True) if kept is None]
     if unanswered := [job for job in unanswered if job.cell.task not in failures.reasons]:
-        evaluate_cells(load_model(plan.arguments), unanswered, failures, log)
+        evaluate_cells(load_model(plan.arguments, plan.needs_template), unanswered, failures, log)
     if rank() == 0:
         from .report.table import report
 
         complete = [job for job in jobs if job.incomplete is None]
-        for folder in dict.fromkeys(job.folder.parent for job in complete):
-            report(folder, plan.settings, metric=plan.request.metric, metric_filter=plan.request.filter)
+        for folder, settings in {job.folder.parent: job.cell.settings for job in complete}.items():
+            report(folder, settings, metric=plan.request.metric, metric_filter=plan.request.filter)
         if flags.show_config:
             for job in {job.cell.task: job for job in complete}.values():
                 show_config(job.folder)

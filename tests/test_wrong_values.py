@@ -40,6 +40,8 @@ COMMANDS = {
     "reproduce": (f"{PLUGIN}.reproduce.__main__", "parser", ["tiny"], f"{PLUGIN}.reproduce.__main__.run_all"),
     "metrics": (f"{PLUGIN}.report.metrics_command", "parser", ["."], f"{PLUGIN}.report.metrics_command.load_grid"),
     "table": (f"{PLUGIN}.report.__main__", "parser", ["."], f"{PLUGIN}.report.__main__.report"),
+    "heatmap": (f"{PLUGIN}.report.heatmap", "parser", ["."], f"{PLUGIN}.report.heatmap.question_rows"),
+    "long_pack": (f"{PLUGIN}.long_pack.__main__", "parser", ["--out", "x"], f"{PLUGIN}.long_pack.__main__.write"),
     "report": (
         f"{PLUGIN}.report.html.report_command",
         "parser",

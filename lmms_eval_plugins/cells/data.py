@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lmms_eval.tasks import TaskManager
 
 DEFAULT_DATA_ROOT = Path("data")
+LIKELIHOODS = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")
 GENERATED = ("generate_until", "generate_until_multi_round", "generate_until_agentic")  # the output types
 
 
@@ -98,14 +99,12 @@ def check_generation(
     """The part of `check_task` that is about the answers, for what the task's YAML says."""
     from kvcompress import KVCompressError
 
-    from ..model.generation import check_one_sequence, generation_of
+    from ..model.generation import NO_LIKELIHOOD, check_one_sequence, generation_of
 
     if output_type not in GENERATED:
-        is_likelihood = output_type in ("loglikelihood", "multiple_choice")
-        reason = "; a likelihood is computed in one prefill, which KV compression does not change"
         raise KVCompressError(
             f"task {name!r} has output_type {output_type}, evaluated here are {', '.join(GENERATED)}"
-            + (reason if is_likelihood else "")
+            + (f"; {NO_LIKELIHOOD}" if output_type in LIKELIHOODS else "")
         )
     if slots is not None and output_type != "generate_until":
         raise KVCompressError(

@@ -57,8 +57,9 @@ def add_evaluator_flags(parser: argparse.ArgumentParser) -> None:
         const=True,
         type=label,
         metavar="NAME",
-        help="always on; NAME picks one of the checkpoint's templates, as chat_template=NAME does",
+        help="always on, but for lm-eval's tasks; NAME picks one of the checkpoint's templates, as chat_template=NAME",
     )
+    add("--metadata", type=_metadata, default={}, metavar="JSON", help="for lm-eval's tasks that make their prompts")
     add("--fewshot_as_multiturn", action="store_true", help="examples as turns of a chat, with their images")
     add(
         "--reasoning_tags",
@@ -115,6 +116,16 @@ def _reasoning_tags(text: str) -> str:
     except (ValueError, TypeError, RecursionError):
         pass
     raise argparse.ArgumentTypeError(f"{shown(text)} is neither none nor a JSON list of pairs of tags")
+
+
+def _metadata(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f'{shown(text)} is no JSON object, such as {{"max_seq_lengths": [2048]}}')
+    return found
 
 
 def _timezone(text: str) -> str:

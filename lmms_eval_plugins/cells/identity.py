@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import CodeType
@@ -63,7 +63,9 @@ def task_identity(task: "Task") -> str:
     """Hash of how a task asks and scores: its settings, and the files of the functions and classes that they name."""
     sources = set()
 
-    def named(value: Any) -> str:
+    def named(value: Any) -> Any:
+        if is_dataclass(value):
+            return vars(value)
         value = getattr(value, "func", value)  # of a partial
         if callable(value):
             with contextlib.suppress(TypeError, OSError):  # a builtin has no file
@@ -74,13 +76,16 @@ def task_identity(task: "Task") -> str:
         if not _is_library(cls):
             named(cls)
     settings = {key: value for key, value in vars(task.config).items() if not key.startswith("dataset_")}
+    if isinstance(settings.get("metadata"), dict):  # lm-eval notes there where the task's file is
+        settings["metadata"] = {key: value for key, value in settings["metadata"].items() if key != "config_source"}
     text = json.dumps(settings, default=named)
     code = sorted(code_identity(Path(source)) for source in sources if source and os.path.isfile(source))
     return hashlib.sha256(repr((text, code)).encode()).hexdigest()[:16]
 
 
 def _is_library(cls: type) -> bool:
-    return cls.__module__ in ("abc", "builtins", "typing") or cls.__module__.startswith("lmms_eval.api.")
+    harnesses = ("lmms_eval.api.", "lm_eval.api.")
+    return cls.__module__ in ("abc", "builtins", "typing") or cls.__module__.startswith(harnesses)
 
 
 def class_identity(cls: type, but_packages: tuple[str, ...]) -> str:
@@ -147,4 +152,4 @@ def own_code(root: Path) -> str:
     """
     plugin = root / "lmms_eval_plugins"
     cells = [file for file in sorted((plugin / "cells").rglob("*.py")) if file.name not in WITHOUT_EFFECT]
-    return code_identity(root / "kvcompress", plugin / "model", plugin / "tasks", *cells)
+    return code_identity(root / "kvcompress", plugin / "model", plugin / "tasks", plugin / "text", *cells)

@@ -3,7 +3,7 @@
 import re
 
 from .errors import UsageError, nearest
-from .names import task_folders, task_kinds
+from .names import LM_EVAL, installed_tasks, lm_eval_tasks, task_folders, task_kinds
 
 KINDS = ("tasks", "methods", "models")
 # Model types that docs/families.md has tests of; transformers knows more.
@@ -28,12 +28,11 @@ def show_list(argv: list[str]) -> None:
 
 
 def tasks() -> list[str]:
-    """Bundled tasks, then lmms-eval's tasks, groups and tags."""
-    return [
-        f"{name:<40} {kind}, {origin}"
-        for origin, folder in task_folders().items()
-        for name, kind in sorted(task_kinds(folder).items())
-    ]
+    """Bundled tasks, then lmms-eval's tasks, groups and tags, then lm-eval's, where that is installed."""
+    kinds = {origin: task_kinds(folder) for origin, folder in task_folders().items()}
+    shared = installed_tasks() & lm_eval_tasks().keys()
+    kinds["lm-eval"] = {LM_EVAL * (name in shared) + name: kind for name, (kind, _) in lm_eval_tasks().items()}
+    return [f"{name:<40} {kind}, {origin}" for origin, found in kinds.items() for name, kind in sorted(found.items())]
 
 
 def methods() -> list[str]:

@@ -15,6 +15,9 @@ from .flag_types import shown
 from .yaml_files import read_yaml
 
 PLUGIN = Path(__file__).parents[1]
+# Stands before the name of a task of lm-evaluation-harness, where lmms-eval has one of that name, too.
+LM_EVAL = "lm-eval/"
+LM_EVAL_PACKAGE = "lm-eval[ruler,longbench]"
 # A key of a task file with its value: a scalar, or a list, in a line or below.
 TASK_KEYS = re.compile(r"^[\"']?(task|group|tag|include)[\"']?[ \t]*:[ \t]*(.*(?:\n[ \t]*[-#].*)*)", re.MULTILINE)
 REGISTERED = re.compile(rb"^@(?:kvcompress\.)?register_method\((.)([^\"']*)", re.MULTILINE)
@@ -24,15 +27,44 @@ ARGUMENTS = re.compile(rb"^    (?:(\w+): |\"(\w+)\": )", re.MULTILINE)
 
 def check_tasks(names: Iterable[str], include_path: Path | None = None) -> None:
     """Raises UsageError for a task that nobody knows, and for a file of `include_path` that cannot be read."""
-    known = installed_tasks()
     if include_path is not None:
         for file in sorted(include_path.rglob("*.yaml")):
             read_yaml(file, "task file")
-        known = known | task_kinds(include_path).keys()
+    own = _own(include_path)
     for name in names:
-        if name not in known:
-            hint = nearest(name, known) or "; list them with: scripts/run_eval.sh list tasks"
+        if not is_lm_eval(name, include_path):
+            continue
+        plain = name.removeprefix(LM_EVAL)
+        check_lm_eval(f"unknown task {shown(name)}{nearest(name, installed_tasks() | own)}; ")
+        if plain not in lm_eval_tasks() and (plain == name or plain not in own):
+            known = lm_eval_tasks().keys() if plain != name else installed_tasks() | own | lm_eval_tasks().keys()
+            hint = nearest(plain, known) or "; list them with: scripts/run_eval.sh list tasks"
             raise UsageError(f"unknown task {shown(name)}{hint}")
+
+
+def check_lm_eval(before: str = "") -> None:
+    """Raises UsageError where lm-evaluation-harness is not installed; `before`: the beginning of its line."""
+    if lm_eval_folder() is None:
+        raise UsageError(
+            f"{before}lm-evaluation-harness, whose tasks run here too, is not installed: "
+            f"{sys.executable} -m pip install '{LM_EVAL_PACKAGE}'"
+        )
+
+
+def is_lm_eval(name: str, include_path: Path | None = None) -> bool:
+    """Whether a task is lm-evaluation-harness's: its name says so, or neither lmms-eval nor this package has it."""
+    return name.startswith(LM_EVAL) or (name not in installed_tasks() and name not in _own(include_path))
+
+
+def canonical(name: str, include_path: Path | None = None) -> str:
+    """A task's one name: `lm-eval/` stands only where it is needed."""
+    plain = name.removeprefix(LM_EVAL)
+    return plain if is_lm_eval(plain, include_path) else name
+
+
+def _own(include_path: Path | None) -> frozenset[str]:
+    """The tasks of a folder that the user named."""
+    return frozenset() if include_path is None else frozenset(task_kinds(include_path))
 
 
 def check_names(request: Request) -> None:
@@ -53,6 +85,21 @@ def check_names(request: Request) -> None:
     for argument in request.arguments:
         if argument not in arguments and (near := nearest(argument, arguments)):
             raise UsageError(f"there is no argument {shown(argument)}{near}")
+
+
+def lm_eval_folder() -> Path | None:
+    """Where the tasks of lm-evaluation-harness are; None where it is not installed."""
+    return _package("lm_eval") / "tasks" if importlib.util.find_spec("lm_eval") else None
+
+
+@cache
+def lm_eval_tasks() -> dict[str, tuple[str, Path]]:
+    """Name -> `task`, `group` or `tag`, and a file that defines it, of lm-evaluation-harness; empty where it is not
+    installed."""
+    found: dict[str, tuple[str, Path]] = {}
+    for file in [] if lm_eval_folder() is None else _files(lm_eval_folder(), ending=".yaml"):
+        found.update({name: (kind, file) for name, kind in defined_in(file).items()})
+    return found
 
 
 @cache

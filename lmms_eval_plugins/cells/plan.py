@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..text.run import applies_template
+from ..text.tasks import TextTask, TextTasks, text_identity
 from .command_line import BUNDLED_MODEL, DEFAULT_SEEDS, Request
 from .data import DEFAULT_DATA_ROOT, check_choice, check_task, data_identity, find_tasks, limited, load_tasks
 from .errors import UsageError
@@ -15,6 +17,7 @@ from .inspection import check_integrity, set_examples, write_out
 from .kept_answers import KeptAnswers, read_kept_answers
 from .kept_tokens import kept_tokens_damage, overlays_asked
 from .machine import check_device, check_model_is_local, is_offline, rank
+from .names import canonical, is_lm_eval
 from .results import Cell, incomplete_reason
 
 if TYPE_CHECKING:
@@ -51,6 +54,8 @@ class Plan:
         from ..model.arguments import model_arguments, split_arguments, without_none
         from ..model.generation import check_generation, check_one_sequence
 
+        tasks = [canonical(name, request.flags.include_path) for name in request.tasks]
+        request = replace(request, tasks=list(dict.fromkeys(tasks)))
         own, options = split_arguments(request.arguments, request.methods, ("budget", "metric", "filter"))
         for name in {"chat_template", "system_prompt"} & own.keys():  # text, or a file of the working directory
             own[name] = os.path.realpath(own[name]) if os.path.isfile(str(own[name])) else own[name]
@@ -67,23 +72,33 @@ class Plan:
         if is_offline():
             check_model_is_local(self.arguments)
 
-    def manager(self) -> "TaskManager":
-        """lmms-eval's, which knows the tasks. Raises KVCompressError or UsageError for an unknown one."""
-        return find_tasks(self.request.tasks, self.request.flags.include_path)
+    def managers(self) -> "Managers":
+        """Those that know the tasks. Raises KVCompressError or UsageError for an unknown one, and where lm-eval is not
+        installed that has one."""
+        include_path = self.request.flags.include_path
+        text = [name for name in self.request.tasks if self.is_text(name)]
+        others = [name for name in self.request.tasks if name not in text]
+        metadata = {"pretrained": self.arguments.pretrained, **self.request.flags.metadata}
+        return Managers(
+            find_tasks(others, include_path) if others else None,
+            TextTasks(text, include_path, metadata) if text else None,
+        )
 
     def jobs(self) -> list["Job"]:
-        """A job for every cell; the tasks' data is loaded. Raises as `manager` and `jobs_of`."""
-        manager = self.manager()
-        return [job for name in self.request.tasks for job in self.jobs_of(name, manager)]
+        """A job for every cell; the tasks' data is loaded. Raises as `managers` and `jobs_of`."""
+        managers = self.managers()
+        return [job for name in self.request.tasks for job in self.jobs_of(name, managers)]
 
-    def jobs_of(self, name: str, manager: "TaskManager") -> list["Job"]:
+    def jobs_of(self, name: str, managers: "Managers") -> list["Job"]:
         """A job for every cell of one task; its data is loaded.
 
         Raises KVCompressError or UsageError for a task that is not generated, or lacks what is asked for;
         EvaluationFailed where its data or its judge is missing.
         """
-        flags = self.request.flags
-        tasks = load_tasks(manager, name, self.data_root, lambda task: check_task(task, flags, self.arguments.slots))
+        flags, slots = self.request.flags, self.arguments.slots
+        if self.is_text(name):
+            return self._text_jobs(name, managers.lm_eval)
+        tasks = load_tasks(managers.lmms_eval, name, self.data_root, lambda task: check_task(task, flags, slots))
         if len(tasks) > 1 and isinstance(flags.limit, float):
             # lmms-eval turns the fraction into a number on the first task and uses that for the others.
             raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
@@ -99,19 +114,58 @@ class Plan:
             check_integrity(tasks, flags, self.data_root)
         if flags.write_out and rank() == 0:
             write_out(tasks, flags, self.data_root, self.arguments)
+        return self._jobs(name, data, definitions, counts, managers.lmms_eval)
+
+    @property
+    def needs_template(self) -> bool:
+        """Whether the model has to have a chat template: lmms-eval's tasks come as conversations."""
+        return not all(map(self.is_text, self.request.tasks)) or applies_template(self.arguments, self.request.flags)
+
+    def is_text(self, name: str) -> bool:
+        """Whether a task is asked and scored by lm-evaluation-harness."""
+        return is_lm_eval(name, self.request.flags.include_path)
+
+    def _text_jobs(self, name: str, manager: TextTasks) -> list["Job"]:
+        flags = self.request.flags
+        loaded = manager.load(name, self.data_root, flags)
+        tasks = loaded.tasks
+        check_choice(name, list(tasks.values()), self.request.metric, self.request.filter)
+        data = {leaf: text_identity(task) for leaf, task in tasks.items()}
+        definitions = {leaf: task_identity(task) for leaf, task in tasks.items()}
+        counts = {leaf: limited(len(task.eval_docs), flags.limit) for leaf, task in tasks.items()}
+        return self._jobs(name, data, definitions, counts, loaded)
+
+    def _jobs(
+        self,
+        name: str,
+        data: dict[str, list[str]],
+        definitions: dict[str, str],
+        counts: dict[str, int],
+        asked: "TaskManager | TextTask",
+    ) -> list["Job"]:
+        """A job for every cell of one task. `data`, `definitions`, `counts`: of each leaf task, what tells its data and
+        the task itself from others, and how many of its questions are asked."""
         return [
             Job(
                 cell,
                 options,
-                cell.folder(flags.output_path.resolve()),
+                cell.folder(self.request.flags.output_path.resolve()),
                 fingerprint(cell, self.arguments, options, data, definitions),
                 sum(counts.values()),
-                manager,
+                asked,
                 self,
             )
             for cell, options in self.cells
             if cell.task == name
         ]
+
+
+@dataclass(frozen=True)
+class Managers:
+    """Where the tasks of each harness are found; None where none of them is asked for."""
+
+    lmms_eval: "TaskManager | None"
+    lm_eval: TextTasks | None
 
 
 @dataclass(frozen=True)
@@ -123,7 +177,7 @@ class Job:
         folder: where the results are or will be.
         fingerprint: what the numbers depend on.
         questions: how many there are.
-        manager: lmms-eval's, which knows the cell's task.
+        asked: the cell's task of lm-eval; or lmms-eval's manager, which knows the cell's task.
         plan: what the cell belongs to.
     """
 
@@ -132,7 +186,7 @@ class Job:
     folder: Path
     fingerprint: dict[str, Any]
     questions: int
-    manager: "TaskManager"
+    asked: "TaskManager | TextTask"
     plan: Plan
 
     @property
@@ -198,6 +252,14 @@ def _run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dic
     return settings
 
 
+def text_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dict[str, Any]:
+    """The settings of a run that change answers to lm-eval's tasks alone."""
+    settings = {"metadata": flags.metadata} if flags.metadata else {}
+    if arguments.chat_template is None and applies_template(arguments, flags):
+        settings["apply_chat_template"] = True
+    return settings
+
+
 def _cells(
     request: Request, arguments: "ModelArguments", options: dict[str, Any], settings: dict[str, Any]
 ) -> list[tuple[Cell, dict[str, Any]]]:
@@ -222,8 +284,10 @@ def _cells(
         changed = {name: value for name, value in policy.options.items() if value != defaults[name]}
         of_method = sizes or [{"ratio": policy.budget.ratio, "budget": policy.budget.entries}]
         of_methods[info.name] = policy.options, changed, [{"ratio": 1.0}] if info.name == "full" else of_method
+    of_text = text_settings(arguments, request.flags)
+    own = {task: of_text if is_lm_eval(task, request.flags.include_path) else {} for task in request.tasks}
     return [
-        (Cell(task, request.model, method, **size, options=changed, settings=settings), in_force)
+        (Cell(task, request.model, method, **size, options=changed, settings={**settings, **own[task]}), in_force)
         for task in request.tasks
         for method, (in_force, changed, of_method) in of_methods.items()
         for size in of_method

@@ -19,6 +19,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..text.run import evaluate_text
+from ..text.tasks import TextTask
 from .data import filter_names, limited, working_directory
 from .errors import EvaluationFailed
 from .failures import TaskFailures
@@ -76,7 +78,7 @@ def evaluate_cell(lm: "KVCompressLM", job: Job) -> None:
     lm.overlays = asked
     flags = job.plan.request.flags
     lm.few_shot = FewShot(flags.seed[3], flags.fewshot_as_multiturn)
-    found = environment(lm)
+    found = environment(lm, isinstance(job.asked, TextTask))
     identity = json.loads(dumps({"fingerprint": job.fingerprint, "environment": found}))
     lm.answer_store = None if flags.use_cache is None else AnswerStore(flags.use_cache, identity, rank())
     lm.reset_rows()
@@ -118,7 +120,10 @@ def score_cell(lm: "Answerer", job: Job, found: dict[str, Any], asked: int, keep
 
             lm.when_answered = answered
             with named_failure(job, watch):
-                output = run_lmms_eval(lm, job, folder)
+                if isinstance(job.asked, TextTask):
+                    output = evaluate_text(lm, job.asked, job.plan.request.flags)
+                else:
+                    output = run_lmms_eval(lm, job, folder)
         rows = lm.gather_rows()
         if unanswered := of_all_ranks(list(watch.unanswered.values())):
             raise EvaluationFailed(
@@ -188,7 +193,7 @@ def run_lmms_eval(lm: "Answerer", job: Job, folder: Path | str) -> dict[str, Any
             model=lm,
             model_args=lm.args.model_dump(mode="json", exclude_defaults=True),
             tasks=[job.cell.task],
-            task_manager=job.manager,
+            task_manager=job.asked,
             batch_size=lm.batch_size,
             device=str(lm.device),
             limit=flags.limit,
@@ -317,12 +322,15 @@ def protocol(job: Job) -> dict[str, Any]:
     }
 
 
-def environment(lm: "KVCompressLM") -> dict[str, Any]:
+def environment(lm: "KVCompressLM", has_lm_eval: bool = False) -> dict[str, Any]:
+    """`has_lm_eval`: whether lm-eval asks and scores."""
     import torch
+
+    packages = (*PACKAGES, "lm-eval") if has_lm_eval else PACKAGES
 
     on_gpu = lm.device.type == "cuda"
     return {
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "versions": {name: importlib.metadata.version(name) for name in packages},
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(lm.device) if on_gpu else f"{lm.device.type} ({platform.machine()})",
         "threads": torch.get_num_threads(),
@@ -332,8 +340,9 @@ def environment(lm: "KVCompressLM") -> dict[str, Any]:
     }
 
 
-def load_model(arguments: "ModelArguments") -> "KVCompressLM":
-    """Raises EvaluationFailed where transformers cannot find, read or place the checkpoint."""
+def load_model(arguments: "ModelArguments", needs_template: bool = True) -> "KVCompressLM":
+    """Raises EvaluationFailed where transformers cannot find, read or place the checkpoint; KVCompressError where it
+    needs a chat template and has none."""
     import torch
 
     from ..model.arguments import TINY_MODEL, ModelArguments
@@ -343,7 +352,7 @@ def load_model(arguments: "ModelArguments") -> "KVCompressLM":
         # Its layers are too small to share: two threads mostly wait for each other, on a busy machine for seconds.
         torch.set_num_threads(1)
     try:
-        return KVCompressLM(**arguments.model_dump(exclude_unset=True))
+        return KVCompressLM(needs_template, **arguments.model_dump(exclude_unset=True))
     except (OSError, ImportError) as error:
         message = " ".join(str(error).split())
         raise EvaluationFailed(f"model {arguments.pretrained} could not be loaded: {message[:500]}") from error

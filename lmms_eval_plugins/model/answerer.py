@@ -7,6 +7,7 @@ from lmms_eval.api.instance import Instance
 from lmms_eval.api.model import lmms
 
 from .arguments import ModelArguments
+from .generation import NO_LIKELIHOOD
 
 
 class Answerer(lmms):
@@ -35,10 +36,7 @@ class Answerer(lmms):
         raise NotImplementedError
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        raise NotImplementedError(
-            "--model kvcompress answers generate_until tasks only: a likelihood over a given answer is computed in one "
-            "prefill, which KV compression does not change"
-        )
+        raise NotImplementedError(f"--model kvcompress answers generate_until tasks only: {NO_LIKELIHOOD}")
 
     def clean(self) -> None:
         """lmms-eval calls this when all is answered, to free the model. It stays: one model serves several evaluations.

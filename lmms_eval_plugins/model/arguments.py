@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     ValidationError,
     ValidationInfo,
@@ -149,6 +150,13 @@ class ModelArguments(Arguments):
     )
     max_new_tokens: PositiveInt = Field(128, description="Longest answer where the task does not set one.")
     max_frames_num: PositiveInt = Field(32, description="Most frames taken from a video, evenly spread.")
+    video_fps: PositiveFloat | None = Field(
+        None, description="Frames per second taken from a video, up to `max_frames_num`."
+    )
+    video_min_pixels: PositiveInt | None = Field(
+        None, description="Smallest area of video, where it is scaled by area."
+    )
+    video_max_pixels: PositiveInt | None = Field(None, description="Largest area of video, where it is scaled by area.")
     min_pixels: PositiveInt | None = Field(None, description="Smallest image area, where the processor scales.")
     max_pixels: PositiveInt | None = Field(None, description="Largest image area, where the processor scales.")
     image_resize: Literal["qwen_vl_utils"] | None = Field(

@@ -17,6 +17,10 @@ from .arguments import Arguments, validated
 IGNORED_GENERATION_KEYS = ("image_aspect_ratio", "visual_cot", "max_agentic_steps")
 STOP_STRING_KEYS = ("until", "stop_sequences", "stop_strings")  # lmms-eval's, vLLM's, transformers'
 DEFAULT_UNTIL = ["\n\n"]  # what lmms-eval fills in where a task names no stop string
+NO_LIKELIHOOD = (
+    "a likelihood is computed in one prefill of a given answer, which KV compression does not change: no token is "
+    "generated from the compressed cache"
+)
 
 
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -58,8 +58,9 @@ class KVCompressLM(Answerer):
         batch_sizes: what was found for `batch_size=auto` in the last evaluation, in the order of the batches.
     """
 
-    def __init__(self, **arguments: Any):
-        """`arguments` as in docs/model-args.md. Raises KVCompressError for a wrong one, before anything is loaded."""
+    def __init__(self, needs_template: bool = True, **arguments: Any):
+        """`arguments` as in docs/model-args.md; `needs_template`: whether there has to be a chat template. Raises
+        KVCompressError for a wrong one, before anything is loaded."""
         super().__init__()
         self.args, compression = parse_arguments(**arguments)
         # Starts the process group where there are several processes. Without cpu=True a machine without GPU counts as
@@ -68,7 +69,7 @@ class KVCompressLM(Answerer):
         if torch.distributed.is_initialized():
             self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.device = device_of(self.args, self.world_size)
-        self.model, self.processor = load(self.args, self.device)
+        self.model, self.processor = load(self.args, self.device, needs_template)
         if self.args.tp_plan is not None:
             self._world_size = 1  # the processes are one model: each gives the same answer to every question
         self.chat = ChatProcessor(self.args, self.processor, self.model.dtype)
@@ -276,14 +277,14 @@ class KVCompressLM(Answerer):
     def prepare(
         self,
         requests: list[Instance],
-        messages: list[list[dict[str, Any]]] | None = None,
+        messages: list[list[dict[str, Any]] | str] | None = None,
         may_recall: bool = True,
     ) -> Batch:
         """What the model needs to answer requests; `messages` in place of their own. Runs in the background: it touches
         neither the model nor the device. `may_recall`: a batch that was answered in an earlier run has no inputs."""
         if messages is None:
             messages = [self._messages(request) for request in requests]
-        chats = [ChatMessages(messages=each) for each in messages]
+        chats = [each if isinstance(each, str) else ChatMessages(messages=each) for each in messages]
         key = b"".join(digest(chat) for chat in chats)
         if may_recall and self._recall_key(requests, key) is not None:
             return Batch(key, BatchFeature())
@@ -386,7 +387,7 @@ class KVCompressLM(Answerer):
 
     # -- small things ---------------------------------------------------------------------------------------------
 
-    def _messages(self, request: Instance) -> list[dict[str, Any]]:
+    def _messages(self, request: Instance) -> list[dict[str, Any]] | str:
         _, doc_to_messages, _, doc_id, task, split = request.args
         return self.few_shot.messages(doc_to_messages, self.task_dict[task][split][doc_id], doc_id)
 

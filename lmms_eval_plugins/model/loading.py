@@ -52,8 +52,9 @@ def device_of(args: ModelArguments, world_size: int) -> torch.device:
     return device
 
 
-def load(args: ModelArguments, device: torch.device) -> tuple[Any, Any]:
-    """The model in eval mode, and its processor (the tokenizer, for a text-only model)."""
+def load(args: ModelArguments, device: torch.device, needs_template: bool = True) -> tuple[Any, Any]:
+    """The model in eval mode, and its processor (the tokenizer, for a text-only model). Raises KVCompressError where a
+    chat template is needed and there is none."""
     settings = {"dtype": args.dtype, "device_map": args.device_map or str(device)}
     if args.tp_plan is not None:
         processes = torch.distributed.get_world_size()
@@ -65,19 +66,19 @@ def load(args: ModelArguments, device: torch.device) -> tuple[Any, Any]:
         check_checkpoint(args.pretrained, raw_config, args.quantization, settings["device_map"])
     if args.quantization is not None:
         settings["quantization_config"] = quantization_config(args.quantization, settings["device_map"], args.dtype)
-    config, processor = load_processor(args)
+    config, processor = load_processor(args, needs_template)
     with loading(args.pretrained):
         model = _read(args, raw_config, config, processor, settings)
     _set_end_tokens(model, getattr(processor, "tokenizer", processor))
     return model.eval(), processor
 
 
-def load_processor(args: ModelArguments) -> tuple[PreTrainedConfig, Any]:
+def load_processor(args: ModelArguments, needs_template: bool = True) -> tuple[PreTrainedConfig, Any]:
     """The model's config, and the processor as `load` gives it; no weights are read."""
     with loading(args.pretrained):
         config, processor = _read_processor(args, _raw_config(args))
     _check_llava_onevision(args, config)
-    _set_up_processor(args, processor)
+    _set_up_processor(args, processor, needs_template)
     return config, processor
 
 
@@ -139,7 +140,7 @@ def _check_llava_onevision(args: ModelArguments, config: PreTrainedConfig) -> No
             raise KVCompressError(f"{name} has no meaning for a {config.model_type} model, only for llava_onevision")
 
 
-def _set_up_processor(args: ModelArguments, processor: Any) -> None:
+def _set_up_processor(args: ModelArguments, processor: Any, needs_template: bool) -> None:
     """Chat template, padding side and image size, in place."""
     if args.chat_template == "plain":
         if hasattr(processor, "tokenizer"):
@@ -154,12 +155,13 @@ def _set_up_processor(args: ModelArguments, processor: Any) -> None:
         else:
             others = f", nor one of the checkpoint's: {', '.join(named)}" if named else ": the checkpoint names none"
             raise KVCompressError(f"chat_template={args.chat_template!r} is neither a file nor 'plain'{others}")
-    if processor.chat_template is None:
+    if processor.chat_template is None and needs_template:
         raise KVCompressError(
             f"{args.pretrained} has no chat template: give chat_template=FILE (Jinja), or, for a text-only model, "
             "chat_template=plain to send the task's text as it is"
         )
     getattr(processor, "tokenizer", processor).padding_side = "left"
+    _set_up_video(args, processor)
     if args.min_pixels is None and args.max_pixels is None and args.image_resize is None:
         return
     image_processor = getattr(processor, "image_processor", None)
@@ -174,6 +176,25 @@ def _set_up_processor(args: ModelArguments, processor: Any) -> None:
     size = image_processor.size
     image_processor.size = type(size)(
         shortest_edge=args.min_pixels or size["shortest_edge"], longest_edge=args.max_pixels or size["longest_edge"]
+    )
+
+
+def _set_up_video(args: ModelArguments, processor: Any) -> None:
+    """The bounds of a video's area, in place."""
+    if args.video_min_pixels is None and args.video_max_pixels is None:
+        return
+    video_processor = getattr(processor, "video_processor", None)
+    size = getattr(video_processor, "size", None) or {}
+    # Processors that scale by area make tokens of merged patches; elsewhere the two names are lengths of edges.
+    kinds = getattr(getattr(video_processor, "valid_kwargs", None), "__annotations__", {})
+    if "merge_size" not in kinds or not size.get("shortest_edge") or not size.get("longest_edge"):
+        raise KVCompressError(
+            f"video_min_pixels and video_max_pixels have no meaning for {args.pretrained}: its "
+            f"{type(processor).__name__} does not scale videos by area"
+        )
+    video_processor.size = type(size)(
+        shortest_edge=args.video_min_pixels or size["shortest_edge"],
+        longest_edge=args.video_max_pixels or size["longest_edge"],
     )
 
 

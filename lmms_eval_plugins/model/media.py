@@ -28,15 +28,17 @@ class ChatPrompt:
     images: RGB images in the order of their placeholders.
     videos: uint8 arrays (frames, height, width, 3), in the order of their placeholders.
     video_metadata: one per video: which frames were taken, at which rate (Qwen3-VL writes timestamps from it).
+    written: the whole prompt, where a harness has written it itself: no chat template is applied any more.
     """
 
     conversation: list[dict[str, Any]]
     images: list[Image.Image] = field(default_factory=list)
     videos: list[np.ndarray] = field(default_factory=list)
     video_metadata: list[VideoMetadata] = field(default_factory=list)
+    written: str | None = None
 
 
-def read_messages(messages: ChatMessages, max_frames_num: int) -> ChatPrompt:
+def read_messages(messages: ChatMessages, max_frames_num: int, video_fps: float | None = None) -> ChatPrompt:
     """Splits one document's lmms-eval messages into a conversation and its media.
 
     Raises KVCompressError for audio, for clips cut out of a video, and for anything that is not an image or a
@@ -54,7 +56,7 @@ def read_messages(messages: ChatMessages, max_frames_num: int) -> ChatPrompt:
             elif part.type == "video":
                 if part.start_time is not None or part.end_time is not None:
                     raise KVCompressError("clips (start_time, end_time) of a video are not supported, only whole files")
-                frames, metadata = read_video(part.url, max_frames_num)
+                frames, metadata = read_video(part.url, max_frames_num, video_fps)
                 prompt.videos.append(frames)
                 prompt.video_metadata.append(metadata)
             else:
@@ -64,9 +66,11 @@ def read_messages(messages: ChatMessages, max_frames_num: int) -> ChatPrompt:
     return prompt
 
 
-def digest(messages: ChatMessages) -> bytes:
-    """Of all that `read_messages` reads, so that equal digests mean equal prompts. A video counts by its file's name,
-    size and date, which costs no decoding."""
+def digest(messages: ChatMessages | str) -> bytes:
+    """Of all that `read_messages` reads, so that equal digests mean equal prompts; of a prompt that is written already,
+    its text. A video counts by its file's name, size and date, which costs no decoding."""
+    if isinstance(messages, str):
+        return hashlib.blake2b(messages.encode(errors="surrogatepass"), digest_size=16, person=b"written").digest()
     found = hashlib.blake2b(digest_size=16)
     for message in messages.messages:
         found.update(repr(message.role).encode())
@@ -84,8 +88,11 @@ def digest(messages: ChatMessages) -> bytes:
     return found.digest()
 
 
-def read_video(path: str | Path, max_frames_num: int) -> tuple[np.ndarray, VideoMetadata]:
-    """Takes at most `max_frames_num` frames, evenly spread from the first to the last.
+def read_video(
+    path: str | Path, max_frames_num: int, video_fps: float | None = None
+) -> tuple[np.ndarray, VideoMetadata]:
+    """Takes at most `max_frames_num` frames, evenly spread from the first to the last; with `video_fps` at most so many
+    per second, but at least one.
 
     Returns uint8 frames (frames, height, width, 3) and what was taken. Only the frames that are kept are converted
     and held, so the length of the file does not matter for memory.
@@ -100,7 +107,12 @@ def read_video(path: str | Path, max_frames_num: int) -> tuple[np.ndarray, Video
         fps = float(stream.average_rate) if stream.average_rate else None
     if total == 0:
         raise KVCompressError(f"{path} holds no video frame")
-    wanted = np.linspace(0, total - 1, min(total, max_frames_num), dtype=int)
+    count = min(total, max_frames_num)
+    if video_fps is not None:
+        if fps is None:
+            raise KVCompressError(f"video_fps={video_fps:g}: {path} does not say how many frames a second it has")
+        count = max(1, min(count, round(total / fps * video_fps)))
+    wanted = np.linspace(0, total - 1, count, dtype=int)
     with av.open(str(path)) as container:
         container.streams.video[0].thread_type = "AUTO"
         frames, taken = [], []

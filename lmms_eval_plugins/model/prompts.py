@@ -32,10 +32,12 @@ class ChatProcessor:
         names = [name for name in vars(processor) if name.endswith("_token")] if self.has_vision else []
         self._placeholders = sorted({str(getattr(processor, name)) for name in names} - {"", "None"})
 
-    def read(self, messages: ChatMessages, task: str) -> ChatPrompt:
-        """A question's messages with their images and videos read. Raises KVCompressError where the model has no use
-        for them; `task` is for its message."""
-        prompt = read_messages(messages, self.args.max_frames_num)
+    def read(self, messages: ChatMessages | str, task: str) -> ChatPrompt:
+        """A question's messages with their images and videos read, or a prompt that is written already. Raises
+        KVCompressError where the model has no use for media; `task` is for its message."""
+        if isinstance(messages, str):
+            return ChatPrompt(conversation=[], written=self._escaped(messages))
+        prompt = read_messages(messages, self.args.max_frames_num, self.args.video_fps)
         if not self.has_vision and (prompt.images or prompt.videos):
             raise KVCompressError(
                 f"task {task!r} shows images or videos, but {self.args.pretrained} is a text-only model"
@@ -43,7 +45,7 @@ class ChatProcessor:
         if self.args.image_resize is not None:
             patch_size = self.processor.image_processor.patch_size
             prompt.images = [resize_with_qwen_vl_utils(image, patch_size) for image in prompt.images]
-        if system := _text(self.args.system_prompt or ""):
+        if system := text_of(self.args.system_prompt or ""):
             others = prompt.conversation
             if others and others[0]["role"] == "system":
                 others = others[1:]
@@ -64,11 +66,16 @@ class ChatProcessor:
 
         Raises KVCompressError where the template is wrong, or refuses the conversation.
         """
+        return self.templated(prompt.conversation) if prompt.written is None else prompt.written
+
+    def templated(self, conversation: list[dict[str, Any]], starts_answer: bool = False) -> str:
+        """A conversation, as in `ChatPrompt`, as the chat template writes it. `starts_answer`: its last message is the
+        beginning of the answer."""
         try:
             return self.processor.apply_chat_template(
-                prompt.conversation if self.has_vision else _as_strings(prompt.conversation),
+                conversation if self.has_vision else _as_strings(conversation),
                 tokenize=False,
-                add_generation_prompt=True,
+                **({"continue_final_message": True} if starts_answer else {"add_generation_prompt": True}),
             )
         except TemplateError as error:
             which = self.args.chat_template or f"of {self.args.pretrained}"
@@ -79,7 +86,10 @@ class ChatProcessor:
         texts = [self.text(prompt) for prompt in prompts]
         arguments: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
         # A chat template writes the begin-of-sequence token where the model wants one.
-        is_plain, bos = self.args.chat_template == "plain", self.tokenizer.bos_token
+        bos = self.tokenizer.bos_token
+        is_plain = self.args.chat_template == "plain"
+        if prompts[0].written is not None:  # plain text, or a template's
+            is_plain = not (bos and texts[0].startswith(bos))
         if not is_plain and (not self.has_vision or (bos and texts[0].startswith(bos))):
             arguments["add_special_tokens"] = False
         if any(prompt.images for prompt in prompts):
@@ -101,7 +111,8 @@ def on_device(inputs: BatchFeature, device: torch.device) -> BatchFeature:
     return BatchFeature(dict(inputs)).to(device)
 
 
-def _text(text_or_file: str) -> str:
+def text_of(text_or_file: str) -> str:
+    """An argument that is a text, or a file with it."""
     return Path(text_or_file).read_text(encoding="utf-8").strip() if os.path.isfile(text_or_file) else text_or_file
 
 

@@ -39,7 +39,7 @@ def load_grid(
         metric, metric_filter: the task's metric and answer filter that are compared; the main ones where None.
 
     Returns:
-        A frame with one row per cell. Its columns are those of `table.cell_row`, and `task`, `model`, `kept` (the
+        A frame with one row per cell. Its columns are those of `table.cell_row`, and `model`, `kept` (the
         ratio, or the realised one of a budget), `size` (the same as text: `0.2`, `budget=64`), `full` (the full cache's
         score), `relative`, `loyalty`, `speed_up`, `questions` (see `question_frame`).
         A line for what is left out: a damaged cell, or a set of settings that has no cell of the full cache to compare
@@ -65,7 +65,7 @@ def load_grid(
                 raise KVCompressError(f"{file.parent} has no score (was it run with --predict_only?)")
             row["kept"] = row["realised"] if row["ratio"] is None else row["ratio"]
             row["size"] = f"budget={row['budget']}" if row["ratio"] is None else exact(row["ratio"])
-            row |= {"task": cell["protocol"]["task"], "model": cell["protocol"]["model"]}
+            row["model"] = cell["protocol"]["model"]
             questions = question_frame(cell, samples, headline(cell, metric, metric_filter))
             rows.append({**row, "questions": questions})
     if not rows:

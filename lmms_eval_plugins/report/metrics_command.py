@@ -14,7 +14,8 @@ from ..cells.errors import exit_code
 from ..cells.flag_types import folder, fraction, label, number, whole
 from ..cells.results import dumps
 from .grid import GROUP, compare, curves, load_grid, overall
-from .table import score_scale
+from .short_answers import warning
+from .table import print_warning, score_scale
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,13 +48,17 @@ def show_metrics(argv: list[str]) -> None:
         comparisons = compare(grid, *flags.compare, flags.resamples, flags.seed)
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
+    warnings = [line for _, group in grid.groupby(GROUP) if (line := warning(group))]
     if flags.json:
         frames = {"cells": grid.drop(columns="questions"), "curves": lines, "overall": summary, "compared": comparisons}
-        print(dumps({name: _records(frame) for name, frame in frames.items()}, indent=2))
+        records = {name: _records(frame) for name, frame in frames.items()}
+        print(dumps({**records, "warnings": warnings}, indent=2))
         return
     console = Console(width=None if sys.stdout.isatty() else 140, markup=False, emoji=False)
     for table in terminal_tables(grid, lines, summary, comparisons):
         console.print(table)
+    for line in warnings:
+        print_warning(console, line)
 
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:

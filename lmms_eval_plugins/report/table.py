@@ -23,6 +23,7 @@ from kvcompress.files import locked, replacing, write_text
 from ..cells.results import exact, load_cells, settings_name
 from .headline import headline
 from .metrics import on_front
+from .short_answers import too_short, warning
 
 
 def cell_row(cell: dict[str, Any], metric: str | None = None, metric_filter: str | None = None) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def cell_row(cell: dict[str, Any], metric: str | None = None, metric_filter: str
         return efficiency.get(quantity, {}).get("median")
 
     return {
+        "task": protocol["task"],
         "series": protocol["method"] + options,
         "method": protocol["method"],
         "ratio": protocol["ratio"],
@@ -48,6 +50,8 @@ def cell_row(cell: dict[str, Any], metric: str | None = None, metric_filter: str
         "answers_per_s": efficiency.get("answers_per_s"),
         "tokens_per_s": efficiency.get("tokens_per_s"),
         "tokens_per_correct": found.tokens_per_correct if found else None,
+        "tokens_out": median("tokens_out"),
+        "too_short": too_short(cell),
         "kv_bytes": median("kv_held_bytes"),
         "kv_room_bytes": median("kv_room_bytes"),
         "peak_kv_bytes": efficiency.get("peak_kv_bytes"),
@@ -141,7 +145,12 @@ def markdown_table(header: list[str], rows: list[list[str]], alignment: list[str
 def markdown(frame: pd.DataFrame, title: str) -> str:
     header, rows = table_rows(frame)
     table = markdown_table(header, rows, ["---", *["---:"] * (len(header) - 1)])
-    return f"# {markdown_text(title)}\n\n{table}\n{note(frame)}\n"
+    return f"# {markdown_text(title)}\n\n{table}\n{markdown_note(frame)}"
+
+
+def markdown_note(frame: pd.DataFrame) -> str:
+    """What stands under a table: the note, and a warning where answers are too short to show compression."""
+    return "\n\n".join(filter(None, [note(frame), markdown_text(warning(frame))])) + "\n"
 
 
 def terminal_table(frame: pd.DataFrame, title: str) -> Table:
@@ -152,6 +161,12 @@ def terminal_table(frame: pd.DataFrame, title: str) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def print_warning(console: Console, line: str) -> None:
+    """Print a line that must not be overlooked, if there is one."""
+    if line:
+        console.print(line, style="yellow", soft_wrap=True, highlight=False)
 
 
 def plain(text: str) -> str:
@@ -286,6 +301,7 @@ def _report(
         table_path = folder / ("-".join(filter(None, ["report", name])) + ".md")
         write_text(table_path, markdown(frame, title))
         console.print(terminal_table(frame, title))
+        print_warning(console, warning(frame))
         written.append(table_path)
         if frame["score"].notna().any():
             plot(frame, title, table_path.with_suffix(".png"))

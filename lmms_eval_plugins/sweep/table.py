@@ -9,7 +9,16 @@ from rich.table import Table
 
 from kvcompress.files import write_text
 
-from ..report.table import cell_row, markdown_table, markdown_text, note, table_rows
+from ..report.short_answers import warning
+from ..report.table import (
+    cell_row,
+    markdown_note,
+    markdown_table,
+    markdown_text,
+    note,
+    print_warning,
+    table_rows,
+)
 from .runner import Sweep, model_parameters
 from .trial import FLAGS, read_results, trial_values
 
@@ -30,8 +39,9 @@ def write_table(sweep: Sweep, console: Console | None = None) -> None:
         for line in lines:
             terminal.add_row(*line)
         console.print(terminal)
+        print_warning(console, warning(rows))
         text += f"\n## {markdown_text(task)}\n\n{markdown_table(header, lines, ['---'] * len(header))}"
-        text += f"\n{note(rows)}\n"
+        text += f"\n{markdown_note(rows)}"
     path = sweep.folder / "report.md"
     write_text(path, text)
     console.print(f"written: {path}", soft_wrap=True, highlight=False)
@@ -45,7 +55,7 @@ def trial_rows(sweep: Sweep) -> pd.DataFrame:
         if trial.is_told and folder not in rows:
             results = read_results(folder)
             value = trial_values(results)[sweep.config.metric]
-            rows[folder] = {**cell_row(results), "trial": trial, "value": value, "task": results["protocol"]["task"]}
+            rows[folder] = {**cell_row(results), "trial": trial, "value": value}
     frame = pd.DataFrame(list(rows.values()), columns=None if rows else ["task"])
     if sweep.config.method == "grid" or not rows:
         return frame

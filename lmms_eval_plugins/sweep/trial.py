@@ -124,15 +124,15 @@ class Evaluator:
         elif answers := job.kept_answers:
             score_again(job, answers)
         else:
-            evaluate_cell(self._model(plan.arguments), job)
+            evaluate_cell(self._model(plan.arguments, plan.needs_template), job)
         return job.folder
 
-    def _model(self, arguments: "ModelArguments") -> "KVCompressLM":
+    def _model(self, arguments: "ModelArguments", needs_template: bool) -> "KVCompressLM":
         if self._lm is None or arguments != self._arguments:
             if self._lm is not None:
                 self._lm.unload()
                 self._lm = None
-            self._lm, self._arguments = load_model(arguments), arguments
+            self._lm, self._arguments = load_model(arguments, needs_template), arguments
         return self._lm
 
 

@@ -8,6 +8,8 @@ import pytest
 from kvcompress.bench.cli import parser as bench
 from kvcompress.bench.speech.command import parser as speech
 from lmms_eval_plugins.cells.command_line import flag_parser
+from lmms_eval_plugins.long_pack.__main__ import parser as long_pack
+from lmms_eval_plugins.report.heatmap import parser as heatmap
 from lmms_eval_plugins.report.html.report_command import parser as report
 from lmms_eval_plugins.report.html.show import parser as show
 from lmms_eval_plugins.report.metrics_command import parser as metrics
@@ -15,12 +17,12 @@ from lmms_eval_plugins.reproduce.__main__ import parser as reproduce
 from lmms_eval_plugins.sweep.__main__ import run_parser as sweep
 
 PARSERS = {"bench": bench, "speech": speech, "run_eval": flag_parser, "report": report, "show": show}
-PARSERS |= {"metrics": metrics, "reproduce": reproduce, "sweep": sweep}
+PARSERS |= {"metrics": metrics, "reproduce": reproduce, "sweep": sweep, "heatmap": heatmap, "long_pack": long_pack}
 
 
 @pytest.mark.parametrize("command", PARSERS)
 def test_a_default_is_the_one_that_its_help_names(command):
     for option in PARSERS[command]()._actions:
-        named = re.search(r"\(([\w./]+)\)$", option.help or "")
+        named = re.search(r"\(([\w./,]+)\)$", option.help or "")
         if named and option.default not in (None, argparse.SUPPRESS):
             assert str(option.default) == named[1], option.option_strings

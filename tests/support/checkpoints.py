@@ -209,10 +209,10 @@ def load_lm(pretrained: str = "tiny", fresh: bool = False, **arguments: Any) -> 
     Each is new, but several share the model and the processor: `fresh` for a test that changes one of the two.
     """
 
-    def load(args: ModelArguments, device: torch.device) -> tuple[Any, Any]:
+    def load(args: ModelArguments, device: torch.device, needs_template: bool) -> tuple[Any, Any]:
         key = repr(args.model_copy(update=dict.fromkeys(NOT_LOADED)))
         if fresh or key not in _loaded:
-            found = loading.load(args, device)
+            found = loading.load(args, device, needs_template)
             return found if fresh else _loaded.setdefault(key, found)
         return _loaded[key]
 

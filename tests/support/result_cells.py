@@ -1,5 +1,6 @@
 """Cells on disk, as an evaluation leaves them, from answers written by hand."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +22,39 @@ def write_answers(
     budget: int | None = None,
     model: str = "m",
     nested: bool = False,
+    protocol: dict[str, Any] | None = None,
+    docs: Sequence[dict[str, Any]] | None = None,
 ) -> Path:
     """Write a cell whose answers are the letters of `answers`, each right where `truth` has the same.
 
     The first token of an answer takes `seconds`, each further one half of that. `nested`: the score of a question lies
-    among other things, as video tasks return it. Returns the folder of the cell's model.
+    among other things, as video tasks return it. `protocol`: more of it. `docs`: what the task's documents hold.
+    Returns the folder of the cell's model.
     """
     cell = Cell(task, model, method, ratio, budget, options or {}, settings or {})
     scores = [float(answer == right) for answer, right in zip(answers, truth, strict=True)]
-    protocol = {
+    whole = {
         "task": task, "model": model, "method": method, "ratio": ratio, "budget": budget,
-        "settings": cell.settings, "changed_options": cell.options,
+        "settings": cell.settings, "changed_options": cell.options, **(protocol or {}),
     }  # fmt: skip
     measured = {"ttft_s": seconds, "tpot_s": seconds / 2 if tokens > 1 else None, "tokens_out": tokens}
+    measured |= {"tokens_in": 100, "vision_tokens": 50, "kv_bytes_prompt": 4096}
     samples = [
         {
             "task": task,
             "doc_id": n,
+            "input": f"What is {n}?",
             "filtered_resps": [answer],
             "acc": {"videoID": "v", "score": score} if nested else score,
             "measurement": measured,
+            **({"doc": docs[n]} if docs else {}),
         }
         for n, (answer, score) in enumerate(zip(answers, scores, strict=True))
     ]
     content = {
-        "protocol": protocol,
+        "protocol": whole,
         "results": {task: {"acc,none": sum(scores) / len(scores), "acc_stderr,none": 0.1}},
-        "efficiency": {"realised_ratio": {"mean": ratio or 0.3}},
+        "efficiency": {"realised_ratio": {"mean": ratio or 0.3}, "tokens_out": {"median": tokens}},
     }
     with results.new_cell(cell.folder(root)) as draft:
         results.write_cell(draft, content, samples)

@@ -42,6 +42,8 @@ def wrong_for_flag(action: argparse.Action) -> list[str]:
             "_gen_kwargs": ["x", "=1", "a=1,a=2"],
             "seeds": [*NOTHING, "-1", "1.5", "1,2", "1,2,3,x", str(2**32)],
         }[kind]
+    if kind == "task_name":
+        return [*UNPRINTABLE, "7", "A", "a-b", "a b", "../a", LONG]
     if kind == "device_name":
         return [*NOTHING, "gpu", "meta", "cuda:x", "cuda:-1"]
     if kind == "folder":

@@ -11,6 +11,7 @@ from ...cells.errors import leave_out
 from ...cells.kept_tokens import IMAGES_FOLDER, read_kept_tokens, shares
 from ...cells.results import DamagedFile, exact
 from ..metrics import loyalty
+from ..short_answers import warning
 from ..table import score_scale
 from .groups import Group
 
@@ -70,6 +71,7 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
         "title": group.title,
         "metric": frame["metric"].iloc[0] or "score",
         "scale": score_scale(frame),
+        "warning": warning(frame),
         "cells": cells,
         "all_questions": samples[["task", "doc_id"]].drop_duplicates().shape[0] if len(samples) else 0,
         "questions": questions,

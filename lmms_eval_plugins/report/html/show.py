@@ -169,6 +169,7 @@ def write_html(path: Path, question: str, answers: list[dict[str, Any]]) -> None
         "title": f"{model}, one question",
         "metric": "score",
         "scale": 100,
+        "warning": "",
         "cells": cells,
         "all_questions": 1,
         "questions": [asked],

@@ -7,6 +7,7 @@ import pandas as pd
 from kvcompress.files import replacing, write_text
 
 from ...cells.results import exact
+from ..short_answers import warning
 from ..table import markdown, markdown_table, markdown_text, note, score_scale, table_rows
 from .groups import Group, cells_table, samples_table
 
@@ -56,7 +57,7 @@ def latex_group(group: Group) -> str:
     """The same two tables in LaTeX, with booktabs' rules."""
     header, rows = table_rows(group.frame)
     return (
-        latex(pd.DataFrame(rows, columns=header), f"{group.title}. {note(group.frame)}")
+        latex(pd.DataFrame(rows, columns=header), f"{group.title}. {note(group.frame)} {warning(group.frame)}".strip())
         + "\n"
         + latex(by_size(group), f"{group.title}: {header[2]} by what is kept.")
     )

@@ -17,7 +17,7 @@ def test_lmms_eval_is_told_the_model_arguments_that_were_given_and_the_flags(mon
     asked = {}
     monkeypatch.setattr(lmms_eval.evaluator, "simple_evaluate", lambda **given: asked.update(given))
     plan = SimpleNamespace(request=parse([*FOUR, "--limit", "2", "--seed", "7", "--gen_kwargs", "top_k=3,num_beams=2"]))
-    job = SimpleNamespace(plan=plan, manager=None, cell=SimpleNamespace(task="tiny_textvqa"))
+    job = SimpleNamespace(plan=plan, asked=None, cell=SimpleNamespace(task="tiny_textvqa"))
     lm = SimpleNamespace(args=ModelArguments(pretrained="m", dtype="float32"), batch_size=1, device="cpu")
     run_lmms_eval(lm, job, "folder")
     assert asked["model_args"] == {"pretrained": "m", "dtype": "float32"}

@@ -55,6 +55,13 @@ def test_frames_are_spread_evenly_from_first_to_last(tmp_path, name, most, taken
     assert (metadata.total_num_frames, metadata.fps, metadata.duration) == (12, 4, 3)
 
 
+@pytest.mark.parametrize(("fps", "most", "taken"), [(2, 64, 6), (2, 4, 4), (0.01, 64, 1), (30, 64, 12), (None, 64, 12)])
+def test_frames_per_second_are_at_most_those_asked_for(tmp_path, fps, most, taken):
+    frames, metadata = read_video(write_video(tmp_path / "a.mp4", frames=12, fps=4), most, fps)
+    assert len(frames) == taken
+    assert metadata.frames_indices == list(np.linspace(0, 11, taken, dtype=int))
+
+
 def test_frames_of_an_mp4_are_those_that_lmms_eval_reads(tmp_path):
     path = write_video(tmp_path / "a.mp4", frames=30)
     assert np.array_equal(read_video(path, 8)[0], lmms_eval_read_video(path, num_frm=8, backend="pyav"))

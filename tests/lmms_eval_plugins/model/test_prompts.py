@@ -91,6 +91,29 @@ def test_max_pixels_bounds_the_image_where_the_processor_scales_by_area(checkpoi
     assert tokens[1] < tokens[0] < tokens[2]
 
 
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl"])
+def test_frames_and_area_of_a_video_are_bounded(checkpoint, tmp_path, family):
+    clip = write_video(tmp_path / "a.mp4", frames=12, fps=4)
+    patches = []
+    for bounds in (
+        {},
+        {"video_fps": 1},
+        {"video_max_pixels": 1500, "video_min_pixels": 1},
+        {"video_min_pixels": 90000},
+    ):
+        lm = load_lm(checkpoint(family), **({"max_frames_num": 12, "video_max_pixels": 90000} | bounds))
+        inputs = lm.prepare(requests(lm, [{"text": "?", "videos": [clip]}])).inputs
+        patches.append(inputs["video_grid_thw"].prod().item())
+    whole, slow, small, large = patches
+    assert slow < whole
+    assert small < whole < large
+
+
+def test_area_of_a_video_is_no_argument_where_nothing_scales_by_it(checkpoint):
+    with pytest.raises(KVCompressError, match="video_min_pixels and video_max_pixels have no meaning for"):
+        load_lm(checkpoint("llava-onevision"), video_max_pixels=100)
+
+
 @pytest.mark.parametrize("family", ["llava-onevision", "qwen2-vl"])
 def test_a_placeholder_in_a_tasks_text_is_text(checkpoint, family):
     """It stands for no image, whether the question has one or none."""

@@ -56,11 +56,12 @@ def root(tmp_path_factory):
         cell = Cell(TASK, "org/model", method, ratio, settings={"limit": QUESTIONS})
         protocol = {
             "task": TASK, "model": cell.model, "method": method, "ratio": ratio, "budget": None,
-            "settings": cell.settings, "changed_options": {},
+            "settings": cell.settings, "changed_options": {}, "scope": "prompt", "first_token": "full",
         }  # fmt: skip
         efficiency = {name: {"median": SPEED[ratio]} for name in ("ttft_s", "tpot_s")}
         efficiency |= {
             "kv_held_bytes": {"median": 1e6 * ratio},
+            "tokens_out": {"median": 1},
             "realised_ratio": {"mean": ratio, "per_layer": [ratio] * LAYERS},
         }
         scores = {"alias": TASK, "exact_match,none": score, "exact_match_stderr,none": 0.05}
@@ -292,6 +293,8 @@ def test_the_page_works_in_a_browser(browser, report, width):
     page.click("#cells-table th:nth-child(3)")
     assert [float(text.split()[0]) for text in column(page, 3)] == scores[::-1]
     assert page.get_attribute("#cells-table th:nth-child(3)", "aria-sort") == "ascending"
+
+    assert page.inner_text("#cells-warning").startswith(f"{TASK}: the median answer has 1 token. With first_token=full")
 
     # Plots: a point per cell; the front is what nothing beats; a method can be hidden.
     assert page.locator("#plot-size circle.point").count() == 5

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -108,8 +109,19 @@ def test_tasks_and_metrics_of_shipped_files_are_lmms_evals(name):
     tasks = {benchmark.task: benchmark.metric for benchmark in config.benchmarks if benchmark.task}
     manager = task_manager(list(tasks))
     for task, metric in tasks.items():
-        text = Path(manager.task_index[task]["yaml_path"]).read_text()
+        text = task_files(manager, task)
         assert f"metric: {metric}" in text or ("official: textvqa/" in text and metric == "exact_match")
+        assert "output_type: multiple_choice" not in text  # a likelihood, which is not evaluated
+
+
+def task_files(manager, task):
+    """The text of a task's file with the one that it includes; of a group, of its tasks' files."""
+    path = Path(manager.task_index[task]["yaml_path"])
+    text = path.read_text()
+    if "group:" in text:
+        return "\n".join(task_files(manager, each) for each in re.findall(r"^ *- (\w+)$", text, flags=re.MULTILINE))
+    included = re.findall(r"^include: *(\S+)$", text, flags=re.MULTILINE)
+    return text + "".join((path.parent / name).read_text() for name in included)
 
 
 def test_effivlm_bench_is_the_whole_figure_with_its_variants():

@@ -464,6 +464,8 @@ function show(index) {
   $("samples").hidden = group.questions.length < 2;
   const options = [...group.labels].filter(([series, name]) => series !== name).map(([series]) => series);
   $("cells-lead").textContent = `${group.cells.length} cells. Choose a column to sort by it.` + (options.length ? ` Options: ${options.join("; ")}.` : "");
+  $("cells-warning").textContent = group.warning;
+  $("cells-warning").hidden = !group.warning;
   $("budgets-lead").textContent = heads ? `One row per layer, one column per KV head: the mean over ${keys.length} question${keys.length > 1 ? "s" : ""}.` : "One row per layer, the mean over all questions. (Run with --overlays N to see KV heads apart.)";
   $("survivors-lead").textContent = "Patches of the image and words of the prompt that are still in the KV cache when the answer is done; what was evicted is dark or pale.";
   const names = keys.map((key) => [key, (group.questions.find((one) => one.key === key)?.q ?? key).split("\n")[0].slice(0, 90)]);

@@ -1,0 +1,136 @@
+"""Write generated long tasks for lmms-eval: `python -m lmms_eval_plugins.long_pack --out DIR [--lengths 4,16,64] ...`.
+
+Needles among many pictures (NAME_needle) and documents of many pages (NAME_document), drawn from a seed. They run with
+`./scripts/run_eval.sh NAME_needle MODEL METHOD RATIO --include_path DIR`; docs/long-pack.md says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ..cells.command_line import Parser
+from ..cells.errors import UsageError, exit_code, nearest
+from ..cells.flag_types import number, path, shown, whole
+from .dataset import DATA_FILE, KINDS, Pack, write
+from .documents import MOST_PAGES, check_page
+from .needles import smallest_picture
+from .prompts import Look
+
+NAME = re.compile(r"[a-z][a-z0-9_]{0,39}", re.ASCII)
+MOST_PIXELS = 8192  # of a side
+
+
+def items(convert: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """A comma list, each item once."""
+
+    def listed(text: str) -> tuple[Any, ...]:
+        return tuple(dict.fromkeys(convert(item.strip()) for item in text.split(",")))
+
+    return listed
+
+
+def kind(text: str) -> str:
+    if text not in KINDS:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is none of {', '.join(KINDS)}{nearest(text, KINDS)}")
+    return text
+
+
+def size(text: str) -> tuple[int, int]:
+    sides = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text, re.ASCII)
+    if not sides or not all(1 <= int(side) <= MOST_PIXELS for side in sides.groups()):
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not a size in pixels, WIDTHxHEIGHT, with sides of at most {MOST_PIXELS}"
+        )
+    return int(sides[1]), int(sides[2])
+
+
+def task_name(text: str) -> str:
+    if not NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not a name of small letters, digits and _, at most 40, a letter first"
+        )
+    return text
+
+
+def parser() -> argparse.ArgumentParser:
+    this = Parser(
+        prog="python -m lmms_eval_plugins.long_pack",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog=f"kinds: {', '.join(KINDS)}",
+    )
+    add, pack, look = this.add_argument, Pack(), Look()
+    lengths, depths = (",".join(f"{value:g}" for value in values) for values in (pack.lengths, pack.depths))
+    picture_size, page_size = ("{}x{}".format(*sides) for sides in (look.picture_size, look.page_size))
+    add("--out", type=path, required=True, metavar="DIR", help="folder for the tasks' folders, made where missing")
+    add("--seed", type=whole(), default=pack.seed, help=f"same seed, same bytes ({pack.seed})")
+    add("--name", type=task_name, default=pack.name, help=f"what the tasks' names begin with ({pack.name})")
+    add("--lengths", type=items(whole(2, 4096)), default=lengths, help=f"pictures or pages of a prompt ({lengths})")
+    add("--questions", type=whole(1), default=pack.questions, help=f"of each kind and length ({pack.questions})")
+    add(
+        "--depths",
+        type=items(number(0, 1)),
+        default=depths,
+        help=f"of the needle, in turn; 0 is the first picture or page, 1 the last ({depths})",
+    )
+    add("--kinds", type=items(kind), default=KINDS, help="of questions, all of those below if not given")
+    add("--picture-size", type=size, default=picture_size, metavar="WxH", help=f"in pixels ({picture_size})")
+    add("--page-size", type=size, default=page_size, metavar="WxH", help=f"in pixels ({page_size})")
+    add("--font-px", type=whole(6, 512), default=look.font_px, help=f"text's height in pixels ({look.font_px})")
+    add("--words", type=whole(1, 10_000), default=look.words, help=f"of text before each picture ({look.words})")
+    add(
+        "--distractors",
+        type=whole(0, 20),
+        default=look.distractors,
+        help=f"most needles of the same form with other names ({look.distractors})",
+    )
+    return this
+
+
+def pack_of(argv: list[str]) -> tuple[Pack, argparse.Namespace]:
+    """What the command line asks for. Raises UsageError."""
+    flags = parser().parse_args(argv)
+    look = Look(flags.picture_size, flags.page_size, flags.font_px, flags.words, flags.distractors)
+    pack = Pack(flags.seed, flags.name, flags.lengths, flags.questions, flags.depths, flags.kinds, look)
+    smallest = smallest_picture(look.font_px)
+    if "needle" in pack.tasks() and any(side < least for side, least in zip(look.picture_size, smallest, strict=True)):
+        raise UsageError(
+            f"--picture-size {flags.picture_size[0]}x{flags.picture_size[1]} holds no card with text of --font-px "
+            f"{look.font_px}: that needs {smallest[0]}x{smallest[1]} pixels"
+        )
+    if "document" in pack.tasks():
+        if max(pack.lengths) > MOST_PAGES:
+            raise UsageError(f"--lengths {max(pack.lengths)}: a document has at most {MOST_PAGES} pages (--kinds)")
+        check_page(look, max(pack.lengths))
+    return pack, flags
+
+
+def command(argv: list[str]) -> None:
+    """Write the tasks. Raises UsageError or KVCompressError."""
+    pack, flags = pack_of(argv)
+    from kvcompress.files import check_output  # takes seconds, and a wrong flag is answered without it
+
+    check_output(flags.out)
+    names = {}
+    for file, count in write(pack, flags.out):
+        names[file] = count
+        if sys.stderr.isatty():
+            print(f"\r{file.stem}: {count} questions", end="\r", file=sys.stderr, flush=True)
+    for file, count in names.items():
+        print(f"written: {file}, {count} questions, {(file.parent / DATA_FILE).stat().st_size / 1e6:.1f} MB")
+    tasks = ",".join(file.stem for file in names)
+    print(f"run: ./scripts/run_eval.sh {tasks} MODEL full,snapkv 0.2 --include_path {flags.out}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code; every error ends with one line on stderr."""
+    return exit_code(command, argv, "tasks")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

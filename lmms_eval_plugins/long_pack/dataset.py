@@ -1,0 +1,198 @@
+"""The generated questions as lmms-eval tasks: for each a folder with a YAML and a parquet file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lmms_eval_plugins.long_pack import documents, needles
+from lmms_eval_plugins.long_pack.documents import Document
+from lmms_eval_plugins.long_pack.needles import Haystack
+from lmms_eval_plugins.long_pack.prompts import Look, Prompt
+
+MEDIA = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+SCHEMA = pa.schema(
+    {
+        "idx": pa.string(),
+        "kind": pa.string(),
+        "length": pa.int64(),
+        "depth": pa.float64(),
+        "places": pa.list_(pa.int64()),
+        "question": pa.string(),
+        "answer": pa.string(),
+        "answer_format": pa.string(),
+        "texts": pa.list_(pa.string()),
+        "image_list": pa.list_(MEDIA),
+    }
+)
+MOST_DICTIONARY_BYTES = 2**30  # of one row group: an image that several questions show is then stored once
+DATA_FILE = "questions.parquet"
+MAKERS: dict[str, tuple[tuple[str, ...], Callable[..., Haystack | Document]]] = {
+    "needle": (needles.KINDS, Haystack),
+    "document": (documents.KINDS, Document),
+}
+KINDS = tuple(kind for kinds, _ in MAKERS.values() for kind in kinds)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """What is generated. The same values give the same bytes, on the same Pillow and pyarrow.
+
+    Attributes:
+        name: what the names of the tasks begin with.
+        lengths: pictures or pages of a prompt.
+        questions: of each kind and length.
+        depths: of the needle, in turn; 0 is the first picture or page, 1 the last.
+    """
+
+    seed: int = 0
+    name: str = "long"
+    lengths: tuple[int, ...] = (4, 16, 64)
+    questions: int = 20
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    kinds: tuple[str, ...] = KINDS
+    look: Look = field(default_factory=Look)
+
+    def tasks(self) -> dict[str, tuple[str, ...]]:
+        """`needle`, `document`, or both -> their kinds that are asked for."""
+        asked = {task: tuple(kind for kind in kinds if kind in self.kinds) for task, (kinds, _) in MAKERS.items()}
+        return {task: kinds for task, kinds in asked.items() if kinds}
+
+    def groups(self, task: str) -> Iterator[list[Prompt]]:
+        """Prompts that share their images, a question of each kind. Lengths and depths come in turn."""
+        kinds = self.tasks()[task]
+        for number in range(self.questions):
+            for length in self.lengths:
+                depth = self.depths[number % len(self.depths)]
+                made = MAKERS[task][1](f"{self.seed}/{task}/{length}/{number}", length, depth, self.look)
+                yield [made.prompt(kind) for kind in kinds]
+
+
+def write(pack: Pack, folder: Path) -> Iterator[tuple[Path, int]]:
+    """Write the tasks' folders; yields each task's YAML, and how many questions are written so far."""
+    from kvcompress.files import replacing, write_text  # takes seconds, and a wrong flag is answered without it
+
+    for task in pack.tasks():
+        name = f"{pack.name}_{task}"
+        file, count = folder / name / f"{name}.yaml", 0
+        with (
+            replacing(folder / name / DATA_FILE) as draft,
+            pq.ParquetWriter(
+                draft,
+                _schema(),
+                compression="zstd",
+                use_dictionary=True,
+                dictionary_pagesize_limit=MOST_DICTIONARY_BYTES,
+            ) as writer,
+        ):
+            for group in pack.groups(task):
+                writer.write_table(table_of(group, count))
+                count += len(group)
+                yield file, count
+        write_text(file, YAMLS[task](pack, name))
+
+
+def table_of(prompts: list[Prompt], first: int) -> pa.Table:
+    """Rows of the parquet file, numbered from `first`."""
+    rows = []
+    for number, prompt in enumerate(prompts, first):
+        question = prompt.question
+        images = [{"bytes": image, "path": f"{place}.webp"} for place, image in enumerate(prompt.images, 1)]
+        rows.append(
+            {
+                "idx": f"{number:06d}",
+                "kind": question.kind,
+                "length": question.length,
+                "depth": question.depth,
+                "places": list(question.places),
+                "question": question.text,
+                "answer": question.answer,
+                "answer_format": question.answer_format,
+                "texts": prompt.texts,
+                "image_list": images,
+            }
+        )
+    return pa.Table.from_pylist(rows, schema=_schema())
+
+
+def _schema() -> pa.Schema:
+    """With what `datasets` reads the columns' types from; without it images would load as structs."""
+
+    def value(kind: pa.DataType) -> dict[str, object]:
+        if pa.types.is_list(kind):
+            return {
+                "_type": "List",
+                "feature": {"_type": "Image"} if kind.value_type == MEDIA else value(kind.value_type),
+            }
+        return {"dtype": "float64" if kind == pa.float64() else str(kind), "_type": "Value"}
+
+    features = {column.name: value(column.type) for column in SCHEMA}
+    return SCHEMA.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+
+
+def _head(pack: Pack, name: str, task: str) -> str:
+    size = pack.look.picture_size if task == "needle" else pack.look.page_size
+    what = "pictures" if task == "needle" else "pages"
+    count = pack.questions * len(pack.lengths) * len(pack.tasks()[task])
+    lengths = ", ".join(map(str, pack.lengths))
+    return f"""# {count} generated questions about {lengths} {what} of {size[0]} x {size[1]} pixels, seed {pack.seed}.
+# Written by python -m lmms_eval_plugins.long_pack; docs/long-pack.md has its kinds and columns.
+task: {name}
+dataset_path: parquet
+dataset_kwargs:
+  data_files:
+    test: {DATA_FILE}
+test_split: test
+"""
+
+
+def _tail(pack: Pack, task: str, metric: str) -> str:
+    metrics = "".join(
+        f"  - metric: {each}\n    aggregation: mean\n    higher_is_better: true\n"
+        for each in (metric, *pack.tasks()[task])
+    )
+    return f"""generation_kwargs:
+  max_new_tokens: 32
+  do_sample: false
+metric_list:
+{metrics}metadata:
+  version: 1.0
+"""
+
+
+def _needle_yaml(pack: Pack, name: str) -> str:
+    return (
+        _head(pack, name, "needle")
+        + """output_type: generate_until
+doc_to_visual: !function lmms_eval_plugins.tasks.long_pack.doc_to_visual
+doc_to_text: !function lmms_eval_plugins.tasks.long_pack.doc_to_text
+doc_to_messages: !function lmms_eval_plugins.tasks.long_pack.doc_to_messages
+doc_to_target: answer
+process_results: !function lmms_eval_plugins.tasks.long_pack.needle_results
+lmms_eval_specific_kwargs:
+  default:
+    pre_prompt: "\\n\\nAnswer the question about the text and the pictures above.\\n"
+    post_prompt: "\\nAnswer briefly, with a name or a number."
+"""
+        + _tail(pack, "needle", "mmlongbench_acc")
+    )
+
+
+def _document_yaml(pack: Pack, name: str) -> str:
+    return (
+        _head(pack, name, "document")
+        + """class: !function lmms_eval_plugins.tasks.official.OfficialTask
+official: mmlongbench_doc/mmlongbench_doc.yaml
+doc_to_visual: !function lmms_eval_plugins.tasks.long_pack.doc_to_visual
+process_results: !function lmms_eval_plugins.tasks.long_pack.document_results
+"""
+        + _tail(pack, "document", "mmlongbench_doc_acc")
+    )
+
+
+YAMLS = {"needle": _needle_yaml, "document": _document_yaml}

@@ -1,0 +1,38 @@
+"""lm-evaluation-harness's own command, with `--model kvcompress`:
+
+    python -m lmms_eval_plugins.text run --model kvcompress --model_args pretrained=ID,method=snapkv,ratio=0.2 \\
+        --tasks gsm8k
+
+Releases of lm-eval that read the entry-point group `lm_eval.models` find the model themselves, as `lm-eval run`.
+"""
+
+import sys
+
+from ..cells.errors import UsageError, fail
+from ..cells.names import check_lm_eval
+
+MODEL = "lmms_eval_plugins.text.model:KVCompressTextLM"
+
+
+def main() -> int:
+    """The exit code: 2 where lm-eval is not installed, or an argument is wrong."""
+    try:
+        check_lm_eval()
+    except UsageError as error:
+        return fail(error, 2)
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import model_registry
+
+    from kvcompress import KVCompressError
+
+    if "kvcompress" not in model_registry:
+        model_registry.register("kvcompress", target=MODEL)
+    try:
+        cli_evaluate()
+    except KVCompressError as error:
+        return fail(error, 2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The lm-eval model `kvcompress`: prompts of lm-evaluation-harness, answered by the model that answers lmms-eval's.
+
+    python -m lmms_eval_plugins.text run --model kvcompress --model_args pretrained=ID,method=snapkv,ratio=0.2 ...
+
+lm-eval hands over prompts as text: with its examples, and written by the checkpoint's chat template where
+`--apply_chat_template` is given. They are tokenized as lm-eval's own `hf` model does it.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lmms_eval.api.instance import Instance as Request
+
+from kvcompress import KVCompressError
+
+from ..model.answerer import Answerer
+from ..model.arguments import without_none
+from ..model.generation import NO_LIKELIHOOD
+from ..model.lm import KVCompressLM
+from ..model.loading import load_processor
+from ..model.prompts import ChatProcessor
+
+MAX_NEW_TOKENS = 256  # where neither the task nor `max_new_tokens=` says it: as lm-eval's `hf` model
+DEFAULT_DEVICE = "cuda:0"  # what lm-eval's command says where nobody did; without a GPU its `hf` model takes the CPU
+SPLIT = "eval"  # lm-eval does not say which of a task's splits a question is from
+
+
+class AskedByLmEval(LM):
+    """What lm-eval asks of a model, asked of one that lmms-eval asks, in its words.
+
+    Attributes:
+        answerer: the model.
+    """
+
+    def __init__(self, answerer: Answerer):
+        super().__init__()
+        self.answerer = answerer
+        self._chat: ChatProcessor | None = getattr(answerer, "chat", None)
+        self._device = answerer.device
+        self._world_size = answerer.world_size
+        # The ranks of a tensor-parallel model are one model, and each answers every question.
+        self._rank = answerer.rank if answerer.world_size > 1 else 0
+
+    # -- answers --------------------------------------------------------------------------------------------------
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        """The answers, in the order of the requests."""
+        args, times = self.answerer.args, Counter()
+        most = args.max_new_tokens if "max_new_tokens" in args.model_fields_set else MAX_NEW_TOKENS
+        asked = []
+        for request in requests:
+            times[id(request)] += 1
+            # So that all ranks have as many, lm-eval asks a rank's last question again.
+            is_padding = times[id(request)] > (request.repeats or 1)
+            asked.append(_request(request, most, is_padding))
+        self.answerer.task_dict = {request.task_name: {SPLIT: Documents()} for request in requests}
+        results = self.answerer.generate_until(asked)
+        self.answerer.clean()
+        return [result.text for result in results]
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        raise KVCompressError(f"--model kvcompress answers generate_until tasks only: {NO_LIKELIHOOD}")
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+        return self.loglikelihood(requests)
+
+    # -- prompts --------------------------------------------------------------------------------------------------
+
+    @property
+    def chat(self) -> ChatProcessor:
+        """Of the checkpoint; read from disk where the answers are those of an earlier run."""
+        if self._chat is None:
+            self._chat = ChatProcessor(self.answerer.args, load_processor(self.answerer.args)[1])
+        return self._chat
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as the checkpoint's chat template writes it; without `add_generation_prompt` its last message
+        is the beginning of the answer. Raises KVCompressError where the template refuses it."""
+        if self.chat.processor.chat_template is None:
+            raise KVCompressError(f"{self.answerer.args.pretrained} has no chat template: give chat_template=FILE")
+        parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in chat_history]
+        return self.chat.templated(parts, starts_answer=not add_generation_prompt)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template's text, for lm-eval's records."""
+        return str(self.chat.processor.chat_template) if chat_template else None
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For lm-eval's cache of requests."""
+        return self.answerer.args.pretrained.replace("/", "__")
+
+    # -- several processes ----------------------------------------------------------------------------------------
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks behind one another: (ranks * elements)."""
+        found = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        torch.distributed.all_gather(found, tensor)
+        return torch.stack(found).flatten()
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        found = [None] * self.world_size
+        torch.distributed.all_gather_object(found, obj)
+        return found if self.rank == dst else None
+
+    def barrier(self) -> None:
+        torch.distributed.barrier()
+
+
+class KVCompressTextLM(AskedByLmEval):
+    """`--model kvcompress` of lm-eval's own command. `arguments` as in docs/model-args.md."""
+
+    def __init__(self, **arguments: Any):
+        if arguments.get("device") == DEFAULT_DEVICE and not torch.cuda.is_available():
+            del arguments["device"]
+        super().__init__(KVCompressLM(needs_template=False, **without_none(arguments)))
+
+
+class Documents(dict):
+    """Every question's document: nothing, since its prompt is written already."""
+
+    def __missing__(self, doc_id: int) -> dict[str, Any]:
+        return {}
+
+
+def _request(request: Instance, most: int, is_padding: bool) -> Request:
+    """lm-eval's request as lmms-eval makes them."""
+    prompt, kwargs = request.args[:2]
+    metadata = {"task": request.task_name, "doc_id": request.doc_id, "repeats": request.repeats}
+    if is_padding:
+        metadata["__padding_only__"] = True
+
+    def written(document: dict[str, Any]) -> str:
+        return prompt
+
+    arguments = (prompt, written, generation_kwargs(kwargs, most), request.doc_id, request.task_name, SPLIT)
+    return Request(request_type="generate_until", arguments=arguments, idx=request.idx, metadata=metadata)
+
+
+def generation_kwargs(given: dict[str, Any], most: int) -> dict[str, Any]:
+    """lm-eval's generation kwargs in transformers' names; `most`: new tokens where they do not say how many."""
+    kwargs = dict(normalize_gen_kwargs(given, most))
+    stops, new_tokens = kwargs.pop("until", []), kwargs.pop("max_gen_toks")
+    return {**kwargs, "stop_strings": stops, "max_new_tokens": new_tokens}

@@ -1,0 +1,111 @@
+"""The heat map says what the cells' questions say."""
+
+import pandas as pd
+import pytest
+
+from lmms_eval_plugins.report import heatmap
+from tests.support.result_cells import write_answers
+
+# Two lengths at two depths, twice each, and a question without a depth.
+DOCS = [
+    {"length": length, "depth": depth, "kind": kind, "texts": ["not a column"]}
+    for kind in ("image", "text")
+    for length in (4, 16)
+    for depth in (0.0, 1.0)
+] + [{"length": 16, "depth": None, "kind": "image", "texts": []}]
+TRUTH = "abcdabcda"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_answers(tmp_path, "long_needle", "full", 1.0, TRUTH, TRUTH, docs=DOCS)
+    write_answers(tmp_path, "long_needle", "snapkv", 0.5, "xbcdxbcda", TRUTH, docs=DOCS)
+    return write_answers(tmp_path, "long_needle", "snapkv", 0.2, "xbxdabxdx", TRUTH, docs=DOCS)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What is drawn; a figure takes long."""
+    found = []
+    monkeypatch.setattr(heatmap, "draw", lambda table, x, y, title, path: (found.append(table), path.touch()))
+    return found
+
+
+def scores(table, series, size):
+    own = table[(table["series"] == series) & (table["size"] == size)]
+    return {(row.length, row.depth): (row.score, row.questions) for row in own.itertuples()}
+
+
+def test_each_cell_has_the_mean_of_its_questions_at_each_length_and_depth(folder, drawn, capsys):
+    assert heatmap.main([str(folder)]) == 0
+    (table,) = drawn
+    assert scores(table, "full", "1") == {(n, d): (1.0, 2) for n in (4, 16) for d in (0.0, 1.0)}
+    assert scores(table, "snapkv", "0.5") == {(4, 0.0): (0, 2), (4, 1.0): (1, 2), (16, 0.0): (1, 2), (16, 1.0): (1, 2)}
+    assert scores(table, "snapkv", "0.2")[4, 0.0] == (0.5, 2)
+    assert scores(table, "snapkv", "0.2")[16, 0.0] == (0.0, 2)
+    out = capsys.readouterr().out
+    assert "3 of 27 answers have no length or no depth: not in the figure" in out
+    by_length, by_depth = (out.split(f"acc by {name}")[1].split("└")[0] for name in ("length", "depth"))
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in by_length.splitlines() if "│" in line]
+    assert lines == [
+        ["full", "1", "100.0", "100.0", "100.0"],
+        ["snapkv", "0.5", "50.0", "100.0", "77.8"],
+        ["snapkv", "0.2", "75.0", "40.0", "55.6"],
+    ]
+    assert "25.0" in by_depth  # (0, 1, 0, 0) at depth 0
+    stored = pd.read_csv(folder / "heatmap-length-depth.csv")
+    pd.testing.assert_frame_equal(stored, table.astype({"size": float}), check_dtype=False)
+
+
+def test_questions_are_chosen_by_a_column_and_other_columns_tabulated(folder, drawn):
+    assert heatmap.main([str(folder), "--where", "kind=text"]) == 0
+    assert set(drawn[0]["questions"]) == {1}
+    assert heatmap.main([str(folder), "--x", "kind", "--y", "length"]) == 0
+    own = drawn[1][(drawn[1]["size"] == "0.5") & (drawn[1]["kind"] == "image")]
+    assert list(zip(own["length"], own["score"], own["questions"], strict=True)) == [(4, 0.5, 2), (16, 1.0, 3)]
+    names = {"heatmap-length-depth-kind-text.png", "heatmap-kind-length.png"}
+    assert {file.name for file in folder.glob("*.png")} == names
+
+
+def test_cells_with_other_settings_have_a_figure_of_their_own(folder, drawn):
+    root = folder.parents[1]
+    write_answers(root, "long_needle", "full", 1.0, "xxxxxxxxx", TRUTH, docs=DOCS, settings={"limit": 9})
+    assert heatmap.main([str(folder)]) == 0
+    assert [set(table["score"]) == {0.0} for table in drawn] == [False, True]
+    assert (folder / "heatmap-length-depth-limit=9.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["--x", "lenght"], 2, "the task's questions have no column 'lenght' (did you mean 'length'?)"),
+        (["--x", "texts"], 2, "the task's questions have no column 'texts'"),
+        (["--where", "kind"], 2, "--where: 'kind' is not COLUMN=VALUE"),
+        (["--where", "kind=video"], 2, "--where kind='video': no question has that"),
+        (["--metric", "anls"], 1, "no finished cell with a score per question"),
+    ],
+)
+def test_what_is_not_there_is_one_line(argv, code, message, folder, drawn, capsys):
+    assert heatmap.main([str(folder), *argv]) == code
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not drawn
+
+
+def test_a_column_with_too_many_values_is_refused(tmp_path, drawn, capsys):
+    count = heatmap.MOST_VALUES + 1
+    docs = [{"length": n, "depth": 0.5} for n in range(count)]
+    folder = write_answers(tmp_path, "t", "full", 1.0, "a" * count, "a" * count, docs=docs)
+    assert heatmap.main([str(folder)]) == 2
+    assert f"column 'length' has {count} different values" in capsys.readouterr().err
+
+
+def test_the_figure_has_a_panel_for_each_cell_with_its_scores(folder, monkeypatch):
+    figures = []
+    monkeypatch.setattr(heatmap.plt, "close", figures.append)
+    assert heatmap.main([str(folder)]) == 0
+    (figure,) = figures
+    panels = {axis.get_title(): [text.get_text() for text in axis.texts] for axis in figure.axes if axis.get_title()}
+    assert panels == {
+        "full": ["100"] * 4, "snapkv 0.5": ["0", "100", "100", "100"], "snapkv 0.2": ["50", "0", "100", "100"],
+    }  # fmt: skip
+    assert (folder / "heatmap-length-depth.png").read_bytes()[:4] == b"\x89PNG"
