@@ -23,6 +23,7 @@ import transformers
 
 import kvcompress
 from lmms_eval_plugins.cells.results import write_text
+from lmms_eval_plugins.report.metrics import headroom
 
 from .method_cells import FULL, Answers, Cell, Column, Protocol, Task, cells_of, compute
 from .method_tasks import TASKS
@@ -55,21 +56,23 @@ class Estimate:
         return f"{self.mean:.0f} [{self.low:.0f}, {self.high:.0f}]"
 
 
+RULERS = ("full", "hindsight", "random")  # that methods are read against, in this order
 Rows = dict[str, dict[str, Estimate]]  # method -> title of a column -> accuracy
 
 
 def rows_of(protocol: Protocol, cells: list[Cell], answers: Answers, questions: int) -> Rows:
-    """`full` and `random` first, then by mean accuracy over the columns; what has not answered in all of them last."""
+    """The rulers first, then by mean accuracy over the columns; what has not answered in all of them last."""
     rows: Rows = {}
     cells = [cell for cell in cells if cell.protocol == protocol]
     for cell in cells:
         if len(answers.of(cell, questions)) and cell.key not in answers.refused:
             rows.setdefault(cell.method, {})[cell.column.title] = Estimate.of(answers.of(cell, questions))
 
-    def place(method: str) -> tuple[bool, bool, bool, float, str]:
+    def place(method: str) -> tuple[int, bool, float, str]:
         mean = sum(estimate.mean for estimate in rows[method].values()) / len(rows[method])
         is_whole = method == "full" or len(rows[method]) == len(protocol.columns)
-        return method != "full", method != "random", not is_whole, -mean, method
+        ruler = RULERS.index(method) if method in RULERS else len(RULERS)
+        return ruler, not is_whole, -mean, method
 
     return {method: rows[method] for method in sorted(rows, key=place)}
 
@@ -90,19 +93,30 @@ def sign_test(better: np.ndarray, worse: np.ndarray) -> float:
     return sum(math.comb(decided, tosses) for tosses in range(wins, decided + 1)) / 2**decided
 
 
+def headroom_of(rows: Rows, method: str) -> str:
+    """`metrics.headroom` over all columns together, in percent; empty where a column of one of the three is missing."""
+    three = [rows.get(name, {}) for name in (method, "random", "hindsight")]
+    if any(row.keys() != rows[method].keys() for row in three):
+        return ""
+    asked = min(estimate.questions for row in three for estimate in row.values())
+    found = headroom(*(np.sum([estimate.right[:asked] for estimate in row.values()], axis=0) for row in three))
+    return "" if found is None else f"{100 * found.part:.0f} [{100 * found.low:.0f}, {100 * found.high:.0f}]"
+
+
 def markdown(rows: Rows, columns: tuple[Column, ...], questions: int) -> str:
     titles = [column.title for column in columns]
-    lines = [["method", *titles, "mean"], ["---"] + ["---:"] * (len(titles) + 1)]
+    lines = [["method", *titles, "mean", "headroom"], ["---"] + ["---:"] * (len(titles) + 2)]
     for method, row in rows.items():
         fewer = min(estimate.questions for estimate in row.values())
-        name = f"**{method}**" if method in ("full", "random") else method
+        name = f"**{method}**" if method in RULERS else method
         name += f" ({fewer} questions)" if fewer < questions else ""
         if method == "full":
-            lines.append([name, *[""] * len(titles), str(row[FULL.title])])
+            lines.append([name, *[""] * len(titles), str(row[FULL.title]), ""])
             continue
         cells = [f"{row.get(title, '')}{' ▼' if is_below_random(rows, method, title) else ''}" for title in titles]
         mean = sum(estimate.mean for estimate in row.values()) / len(row)
-        lines.append([name, *cells, f"{mean:.1f}" if len(row) == len(titles) else ""])
+        is_whole = len(row) == len(titles)
+        lines.append([name, *cells, *((f"{mean:.1f}", headroom_of(rows, method)) if is_whole else ("", ""))])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -112,7 +126,8 @@ def report(task: Task, tables: list[tuple[Protocol, Rows]], missing: dict[str, s
     settings = (
         f"Accuracy (%) on {task.questions} questions with 95 % bootstrap intervals, by {task.kept}, sorted by "
         "the mean. ▼: random answers significantly more of the same questions (sign test, p < 0.05). Methods with "
-        f"their published defaults{window}."
+        f"their published defaults{window}. Headroom (%): how far a method has come from `random` to "
+        "`hindsight`, which knows the answer, over all columns."
     )
     text = (
         f"# {task.title}\n\n{wrapped(settings)}Made by `python -m benchmarks.method_table {task.name}`, "
@@ -147,7 +162,7 @@ def plot(tables: list[tuple[Protocol, Rows]], kept: str, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     methods = list(dict.fromkeys(method for _, rows in tables for method in rows))
-    methods = [method for method in methods if method not in ("full", "random")]
+    methods = [method for method in methods if method not in RULERS]
     columns = 6
     height = -(-len(methods) // columns)
     figure, axes = plt.subplots(
@@ -184,7 +199,7 @@ def plot(tables: list[tuple[Protocol, Rows]], kept: str, path: Path) -> None:
 def tables(arguments: argparse.Namespace) -> Iterator[Path]:
     """Compute and write the tables; yields the file of each."""
     methods = list(kvcompress.list_methods())
-    asked = {"full", "random", *(arguments.methods or methods)}
+    asked = {*RULERS, *(arguments.methods or methods)}
     for name in arguments.tasks or TASKS:
         task = TASKS[name](arguments.questions)
         cells = cells_of(task, methods)
@@ -207,7 +222,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tasks", nargs="*", choices=[[], *TASKS], help="default: both")
     parser.add_argument("--questions", type=int, default=100, help="per task (default: 100)")
-    parser.add_argument("--methods", nargs="+", metavar="NAME", help="that are answered besides full and random (all)")
+    parser.add_argument(
+        "--methods", nargs="+", metavar="NAME", help="that are answered besides full, hindsight and random (all)"
+    )
     parser.add_argument("--tables-only", action="store_true", help="of the answers that are there")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()

@@ -140,7 +140,7 @@ def test_a_method_that_is_refused_in_one_column_has_the_others(task, tmp_path):
     answers.refuse(cells[3], kvcompress.KVCompressError("too few"))
     lines = markdown(rows_of(PROTOCOL, cells, answers, 4), BY_RATIO, 4).splitlines()[2:]
     assert [line.split(" | ")[0] for line in lines] == ["| tova", "| knorm"]
-    assert [len(cell.strip()) > 0 for cell in lines[1].split("|")[2:-1]] == [True, True, True, False, False]
+    assert [len(cell.strip()) > 0 for cell in lines[1].split("|")[2:-1]] == [True, True, True, False, False, False]
 
 
 def test_a_table_of_decode_budgets_asks_every_method_that_evicts_while_decoding(task, tmp_path):
@@ -151,6 +151,17 @@ def test_a_table_of_decode_budgets_asks_every_method_that_evicts_while_decoding(
     answers = Answers(tmp_path / "answers.json", "even")
     compute(task, cells, answers)
     assert all(len(answers.of(cell, 4)) == 4 for cell in cells)
+
+
+def test_headroom_is_over_all_columns_between_random_and_hindsight(tmp_path):
+    answers, cells = Answers(tmp_path / "answers.json", "even"), []
+    for method, rights in {"hindsight": [90, 70, 60, 40], "random": [50, 30, 20, 0], "tova": [80, 50, 40, 10]}.items():
+        for column, right in zip(BY_RATIO, rights, strict=True):
+            cells.append(Cell(PROTOCOL, method, column))
+            answers.add(cells[-1], [True] * right + [False] * (100 - right))
+    lines = markdown(rows_of(PROTOCOL, cells, answers, 100), BY_RATIO, 100).splitlines()[2:]
+    assert [line.split("|")[1].strip() for line in lines] == ["**hindsight**", "**random**", "tova"]
+    assert [line.split("|")[-2].split(" [")[0].strip() for line in lines] == ["100", "0", "50"]
 
 
 def test_the_interval_is_the_bootstrap_over_questions():
