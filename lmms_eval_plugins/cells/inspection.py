@@ -21,7 +21,7 @@ MOST_NAMED = 3  # questions that are named when several cannot be read
 def set_examples(task: "Task", flags: argparse.Namespace) -> None:
     """Give a task the number of examples that the command line asks for, as lmms-eval does when it runs.
 
-    Raises UsageError where lmms-eval would show none without a word.
+    Raises UsageError where lmms-eval would show none without a word, EvaluationFailed where it has none to show.
     """
     name, config, asked = task.config.task, task.config, flags.num_fewshot
     if asked:
@@ -36,6 +36,11 @@ def set_examples(task: "Task", flags: argparse.Namespace) -> None:
             )
     if asked is not None and config.num_fewshot != 0:
         task.set_config("num_fewshot", asked)
+    if task.config.num_fewshot and not hasattr(task, "sampler"):
+        raise EvaluationFailed(
+            f"the file of task {name!r} asks for {task.config.num_fewshot} examples and names none (fewshot_config), "
+            "so lmms-eval has none to show; --num_fewshot 0 asks for none"
+        )
     if flags.fewshot_as_multiturn and not (task.config.num_fewshot and hasattr(task, "sampler")):
         raise UsageError(
             f"--fewshot_as_multiturn: task {name!r} has no examples to show; --num_fewshot N asks for some"

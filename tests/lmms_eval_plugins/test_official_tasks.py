@@ -1,6 +1,5 @@
 """lmms-eval's own tasks, untouched, with local data: what they ask for is understood, and what they score is shown."""
 
-import contextlib
 import http.server
 import json
 import os
@@ -20,33 +19,14 @@ from kvcompress import KVCompressError
 from lmms_eval_plugins import evaluate, tasks
 from lmms_eval_plugins.cells import data
 from lmms_eval_plugins.cells.processes import COMMAND
+from lmms_eval_plugins.model.answering import Answering
 from lmms_eval_plugins.tasks.judges import judge_of
 from lmms_eval_plugins.tiny_vlm import dataset
-from tests.support.official_tasks import TASKS, config_of, write_data
+from tests import official_tasks_page
+from tests.support.official_runs import run
+from tests.support.official_tasks import TASKS, local_data
 
 OUTPUT_TYPES = {"loglikelihood", "multiple_choice", "generate_visual_cot"}  # not evaluated here
-
-
-def index_of(*names):
-    """A task manager that has indexed the folders of these tasks only: 1900 YAMLs take seconds."""
-    folders = sorted({str(tasks.task_names(TASKS)[name].parent) for name in names})
-    return lmms_eval.tasks.TaskManager(include_defaults=False, include_path=[*folders, str(tasks.BUNDLED_TASKS)])
-
-
-@contextlib.contextmanager
-def local_data(root, *names):
-    """Inside, the tasks and the groups beside them are known, and their data lies below `root`."""
-    if not (root / "data").exists():
-        write_data(names, root / "data", root / "hf")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tasks, "task_manager", lambda wanted, model_name=None: index_of(*names))
-        patch.setenv("HF_HOME", str(root / "hf"))
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.chdir(root)
-        lmms_eval.api.task._resolve_hf_datasets_cache_dir.cache_clear()
-        yield
-    lmms_eval.api.task._resolve_hf_datasets_cache_dir.cache_clear()
 
 
 def read(folder):
@@ -54,7 +34,6 @@ def read(folder):
     return json.loads((folder / "results.json").read_text(encoding="utf-8")), [json.loads(line) for line in lines]
 
 
-GREEDY = ["--gen_kwargs", "max_new_tokens=3,do_sample=false"]
 ARGUMENTS = ["tiny", "full", "1", "--data-root", "data", "--gen_kwargs", "max_new_tokens=3", "--num_fewshot", "0"]
 CELL = "full-1-data=data-gen_kwargs=max_new_tokens=3-num_fewshot=0"
 
@@ -121,6 +100,14 @@ def test_a_group_without_a_score_of_its_own_has_that_of_its_tasks(finished):
     assert row.startswith(f"| full | 1 | {100 * score:.1f} ")
     assert row.endswith("| 6 |")
     assert len(list(folder.glob("*.png"))) == 1
+
+
+def test_a_task_that_asks_for_examples_which_lmms_eval_cannot_show_is_named(finished, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "load_model", None)
+    with local_data(finished, *FINISHED):
+        assert evaluate.main(["gsm8k", "tiny", "full", "1", "--data-root", "data"]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: the file of task 'gsm8k' asks for 5 examples and names none (fewshot_config), so")
 
 
 # -- what is known before the data
@@ -356,24 +343,53 @@ def test_all_rounds_and_all_repetitions_of_a_question_are_kept(tmp_path):
             assert len(set(sample["answers"])) > 1
 
 
-# -- many
+# -- many, in docs/official-tasks.md
 
-MANY = ("ai2d", "chartqa", "docvqa_val", "infovqa_val", "mmstar", "ocrbench", "pope", "realworldqa", "textvqa_val",
-        "vqav2_val", "microvqa", "hrbench4k", "mme", "mmmu_val", "mmbench_en_test", "hallusion_bench_image",
-        "nocaps_val", "coco2017_cap_val", "flickr30k_test", "refcoco_bbox_val", "openai_math_train")  # fmt: skip
+PUBLISHED = official_tasks_page.load()
+SHAPES = {
+    "one image": lambda facts: facts["images"] == [1, 1],
+    "several images": lambda facts: facts["images"][0] > 1,
+    "a video": lambda facts: facts["videos"][0] > 0,
+    "text alone": lambda facts: facts["images"] == facts["videos"] == [0, 0],
+    "rounds": lambda facts: facts["rounds"][0] > 1,
+    "a group": lambda facts: facts["tasks"] > 1,
+    "examples": lambda facts: facts["shots"] > 0,
+}
+
+
+def test_the_page_is_what_its_command_writes():
+    page = official_tasks_page.PAGE.read_text(encoding="utf-8")
+    assert page == official_tasks_page.render(PUBLISHED), "run python -m tests.official_tasks_page"
+    assert set(PUBLISHED["runs"]) == {*official_tasks_page.COMMANDS, *official_tasks_page.FAILING}
+
+
+def test_at_least_25_tasks_of_all_shapes_answer_alike_alone_and_in_a_padded_batch():
+    runs = {command: PUBLISHED["runs"][command] for command in official_tasks_page.COMMANDS}
+    assert all(facts["equal_answers"] and facts["equal_scores"] for facts in runs.values())
+    scored = [command for command, facts in runs.items() if facts["metric"] and facts["padded"] and facts["batch"] == 3]
+    assert len(scored) >= 25
+    for shape, has in SHAPES.items():
+        assert any(has(facts) for facts in runs.values()), shape
+    of_text = [command for command, facts in runs.items() if SHAPES["text alone"](facts)]
+    assert {command.split()[0] for command in of_text} == {"gsm8k", "mmlu_pro_law", "openai_math_train"}
+    alone = [command for command, facts in runs.items() if not facts["padded"]]
+    assert all(runs[command]["rounds"][1] > 1 for command in alone), alone
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", [*MANY, "seedbench", "muirbench", "videomme", "gsm8k", "scienceqa"])
-def test_a_padded_batch_answers_as_single_questions_do(task, tmp_path):
-    with local_data(tmp_path, task):
-        answers = []
-        for batch_size in ("1", "3"):
-            argv = [task, *ARGUMENTS, "--predict_only", "dtype=float32", "--output_path", batch_size]
-            # Sampled by one generator, the rows of a batch are other draws than single questions.
-            assert evaluate.main([*argv, f"batch_size={batch_size}", *GREEDY]) == 0
-            (cell,) = Path(batch_size, task, "tiny").glob("full*")
-            _, samples = read(cell)
-            answers.append([sample["answers"] for sample in samples])
-        assert answers[0] == answers[1]
-        assert config_of(task)["task"] == task
+@pytest.mark.parametrize("command", [*official_tasks_page.COMMANDS, *official_tasks_page.FAILING])
+def test_the_record_is_what_a_run_gives(command, tmp_path):
+    assert run(command, tmp_path) == PUBLISHED["runs"][command]
+
+
+@pytest.mark.slow
+def test_what_differs_in_a_batch_is_seen(monkeypatch, tmp_path):
+    """One answer that depends on its batch, and the task counts as unequal."""
+    texts = Answering.texts
+
+    def other_texts(self, new, lengths, skips):
+        return [text + "!" * (len(new) > 1) for text in texts(self, new, lengths, skips)]
+
+    monkeypatch.setattr(Answering, "texts", other_texts)
+    facts = run("textvqa_val", tmp_path)
+    assert (facts["batch"], facts["padded"], facts["equal_answers"]) == (3, True, False)
