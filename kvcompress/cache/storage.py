@@ -251,6 +251,7 @@ class RaggedStorage(Storage):
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         _, rows = self._rows()
+        rows = rows.clamp(max=len(self.keys) - 1)  # an empty segment without room may begin behind the buffer's end
         return self.keys[rows], self.values[rows]
 
     def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:

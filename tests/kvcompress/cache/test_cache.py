@@ -7,6 +7,8 @@ import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 import kvcompress
+from kvcompress.cache.storage import RaggedStorage
+from kvcompress.scoring.layer_view import Kept
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate
 
@@ -227,3 +229,14 @@ def test_room_is_what_decoding_uses_up(method, options):
             model(input_ids=token, attention_mask=mask, past_key_values=cache)
             assert cache.room_nbytes == (9 - step) * per_token
         assert cache.nbytes == held
+
+
+def test_the_last_head_may_keep_nothing_and_have_no_room():
+    """Its segment then begins where the buffer ends."""
+    keys = torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(0))
+    indices = torch.tensor([[[0, 1, 2], [-1, -1, -1]]])
+    storage = RaggedStorage(Kept(keys, keys + 1, indices), torch.tensor([[3, 0]]), [3, 0], room=0)
+    read = storage.read()
+    assert torch.equal(read[0][0, 0], keys[0, 0])
+    assert torch.equal(read[1][0, 0], keys[0, 0] + 1)
+    assert storage.visible().tolist() == [[[True] * 3, [False] * 3]]
