@@ -21,18 +21,21 @@ class LookingAhead(Pass):
     def __init__(self, waiting: Waiting):
         super().__init__(waiting.choice, waiting.memory)
         self.waiting, states = waiting, waiting.states
-        self._queries, self._keys, self._values = [states.queries], states.keys, states.values
-        batch, columns = len(states.keys), states.keys.shape[2]
-        self._before = torch.ones(batch, 1, columns, dtype=torch.bool, device=states.keys.device)  # what all may see
+        keys, values, batch = states.keys, states.values, len(states.keys)
+        self._before = torch.ones(batch, 1, keys.shape[2], dtype=torch.bool, device=keys.device)  # what all may see
         if waiting.tokens.padding is not None:
-            self._before = ~pad_columns(waiting.tokens.padding.to(states.keys.device), columns)
+            self._before = ~pad_columns(waiting.tokens.padding.to(keys.device), keys.shape[2])
         if self.memory.storage is not None:  # a prompt on a filled cache
             old = self.memory.storage.read()
-            self._keys, self._values = torch.cat([old[0], self._keys], 2), torch.cat([old[1], self._values], 2)
+            keys, values = torch.cat([old[0], keys], 2), torch.cat([old[1], values], 2)
             stored = self.memory.storage.visible()
             if stored is None:
                 stored = self._before.new_ones(batch, 1, old[0].shape[2])
             self._before = torch.cat([stored, self._before.expand(-1, stored.shape[1], -1)], dim=2)
+        # The answer is written behind a copy of the prompt, so that a token copies nothing but itself.
+        room = self.choice.policy.cluster.answer_tokens
+        self._keys, self._values = (torch.nn.functional.pad(part, (0, 0, 0, room)) for part in (keys, values))
+        self._queries = [states.queries]
         self.pads = self._before.new_zeros(batch, 0)
 
     @property
@@ -40,8 +43,9 @@ class LookingAhead(Pass):
         return self.waiting.length + self.pads.shape[1]
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
-        self._keys, self._values = torch.cat([self._keys, keys], 2), torch.cat([self._values, values], 2)
-        return self._keys, self._values
+        end = self._before.shape[2] + self.pads.shape[1]
+        self._keys[:, :, end - 1 : end], self._values[:, :, end - 1 : end] = keys, values
+        return self._keys[:, :, :end], self._values[:, :, :end]
 
     def mask(self, query_length: int) -> torch.Tensor:
         """The latest query's; a pad sees itself, so that its softmax is defined."""
@@ -58,21 +62,21 @@ class LookingAhead(Pass):
     def finish(self) -> Waiting:
         """Let the cluster judge; the prompt waits on."""
         states, candidates = self.waiting.states, self.waiting.candidates
-        del self.waiting.states
+        self.waiting.states = None
         tokens = self.pads.shape[1]
+        end = self._before.shape[2]
         # The prompt's last query sees no token of the answer, and each of these those before it and itself.
         causal = self.pads.new_ones(1 + tokens, tokens).tril(-1)
         visible = self._visible(causal & ~self.pads[:, None])
         votes = torch.nn.functional.pad(~self.pads, (1, 0), value=True)
         answer = Answer(
             torch.cat(self._queries, 2),
-            self._keys,
-            self._values,
+            self._keys[:, :, : end + tokens],
+            self._values[:, :, : end + tokens],
             visible & votes[:, None, :, None],
             states.scaling,
             states.module,
         )
-        end = self._keys.shape[2] - tokens
         received = self.choice.policy.cluster.foresee(answer)[..., end - states.keys.shape[2] : end]
         if candidates.source is not None:
             received = received.gather(2, candidates.source[:, None].expand(-1, received.shape[1], -1))

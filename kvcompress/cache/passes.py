@@ -270,13 +270,13 @@ class Waiting(Pass):
         candidates: what is chosen among.
         scores: of their columns, None before a second reading.
         measured: what the rule for layer budgets wants to know, None where it wants nothing.
-        states: of the whole prompt, with its last query alone; there where it will be answered.
+        states: of the whole prompt, with its last query alone; None where it will not be answered.
     """
 
     def __init__(self, prompt: Prefill, candidates: Candidates, states: States):
         super().__init__(prompt.choice, prompt.memory)
-        if prompt.choice.policy.cluster.second_pass == "answer":
-            self.states = replace(states, queries=states.queries[:, :, -1:])
+        is_answered = prompt.choice.policy.cluster.second_pass == "answer"
+        self.states = replace(states, queries=states.queries[:, :, -1:]) if is_answered else None
         self.tokens, self.then, self.candidates = prompt.tokens, prompt.then, candidates
         self.scores = self.measured = None
         self._length = prompt.first + prompt.tokens.columns

@@ -30,8 +30,9 @@ def look_ahead(
             f"method {cache.policy.method!r} lets the model answer first: {type(model).__name__} has no logits"
         )
     ends = model.generation_config.eos_token_id
-    ends = torch.tensor([] if ends is None else ends, dtype=torch.long, device=logits.device)
-    seen, tokens = cache.seen_tokens, logits[:, -1:].argmax(-1)
+    device = inputs.embeddings.device  # a model on several devices has its logits on another
+    ends = torch.tensor([] if ends is None else ends, dtype=torch.long, device=device)
+    seen, tokens = cache.seen_tokens, logits[:, -1:].argmax(-1).to(device)
     over = torch.zeros_like(tokens, dtype=torch.bool)
     pads = over[:, :0]
     for layer in waiting:
@@ -52,6 +53,6 @@ def look_ahead(
                 past_key_values=cache,
                 use_cache=True,
             )
-            tokens = head(output.last_hidden_state[:, -1:]).argmax(-1)
+            tokens = head(output.last_hidden_state[:, -1:]).argmax(-1).to(device)
     for layer in waiting:
         layer.looked_ahead()

@@ -42,7 +42,7 @@ class Evicting:
     Attributes:
         rows: places of their tokens in the batch, LongTensor (requests, 1).
         slots: where their entries lie in the pages, LongTensor (requests, entries).
-        seen: tokens of each so far, evicted ones included.
+        seen: tokens of each so far, evicted ones included; `ends`: the same, LongTensor (requests, 1, 1).
         kept: entries that stay of each.
     """
 
@@ -50,6 +50,7 @@ class Evicting:
     rows: torch.Tensor
     slots: torch.Tensor
     seen: list[int]
+    ends: torch.Tensor
     kept: list[int]
 
 
@@ -137,7 +138,8 @@ class Eviction:
             kept = [min(self.policy.decode(length), len(slots[0])) for length in seen]
             for request, entries in zip(requests, kept, strict=True):
                 request.stored, request.decoded = entries, 0
-            evicting.append(Evicting(requests, self._tensor(rows)[:, None], self._tensor(slots), seen, kept))
+            ends = self._tensor(seen)[:, None, None]
+            evicting.append(Evicting(requests, self._tensor(rows)[:, None], self._tensor(slots), seen, ends, kept))
         return evicting
 
     def rotate(self, rotary: Rotary) -> None:
@@ -198,8 +200,7 @@ class Eviction:
         memories = [layer.memory for layer in layers]
         keys, values = self._read_pages(choice, evicting.slots)
         before = torch.stack([layer.columns for layer in layers])
-        new = torch.arange(before.shape[2] - keys.shape[2], 0, device=keys.device)
-        new = new + torch.tensor(evicting.seen, device=keys.device)[:, None, None]
+        new = evicting.ends + torch.arange(before.shape[2] - keys.shape[2], 0, device=keys.device)
         sums = queries = None
         if self.policy.carries_sums:
             sums = torch.nn.functional.pad(torch.cat([memory.sums for memory in memories]), (0, new.shape[2]))

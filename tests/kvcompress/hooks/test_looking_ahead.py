@@ -91,6 +91,18 @@ def test_an_answer_that_ends_is_foreseen_to_its_end_alone_and_in_a_batch(monkeyp
     assert kept[1] != [[head.tolist() for head in session.cache.kept_indices(layer)[0]] for layer in range(3)]
 
 
+def test_where_the_answer_ends_at_once_the_prompts_last_token_chooses(monkeypatch):
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [LENGTH])
+    weights, _, answer = of_answer(model, inputs, TOKENS)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", int(answer[0]))
+    with kvcompress.compress(model, "hindsight", budget=12, answer_tokens=TOKENS) as session:
+        model(**inputs)
+    for layer, of_layer in enumerate(weights):
+        best = of_layer[:, 0, :LENGTH].unflatten(0, (2, -1)).mean(1).topk(12).indices.sort().values
+        assert [head.tolist() for head in session.cache.kept_indices(layer)[0]] == best.tolist()
+
+
 def test_the_answer_sees_the_question_behind_a_context_that_is_compressed_alone():
     model = FAMILIES["qwen2"].build()
     inputs = FAMILIES["qwen2"].inputs(model, [LENGTH])

@@ -1,6 +1,8 @@
 """Queries without their rotation, on every family, and the rotation of positions to come."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -53,9 +55,11 @@ def given(monkeypatch) -> list[tuple]:
     return calls
 
 
-def unrotated_by_hooks(model: torch.nn.Module, calls: list) -> list:
-    """Hooks that note each layer's queries before their rotation: the output of q_norm, or of q_proj without one."""
-    hooks = []
+@contextmanager
+def unrotated_by_hooks(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """A list that fills with each layer's queries before their rotation: the output of q_norm, or of q_proj without
+    one."""
+    calls, hooks = [], []
     for module in model.modules():
         if hasattr(module, "q_proj") and hasattr(module, "layer_idx"):
             source = getattr(module, "q_norm", module.q_proj)
@@ -64,7 +68,9 @@ def unrotated_by_hooks(model: torch.nn.Module, calls: list) -> list:
                 calls.append(output.reshape(*output.shape[:2], -1, HEAD_DIM).transpose(1, 2))
 
             hooks.append(source.register_forward_hook(note))
-    return hooks
+    yield calls
+    for hook in hooks:
+        hook.remove()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -75,12 +81,8 @@ def test_unrotated_queries_are_those_before_the_rotary_embedding(family, scope, 
     inputs = family.inputs(model, [50, 31], [1, 2] if family.is_vlm else None)
     real = inputs["attention_mask"].bool()
     options = {"scope": "context", "context_tokens": -7} if scope == "context" else {}
-    expected = []
-    hooks = unrotated_by_hooks(model, expected)
-    with kvcompress.compress(model, "expected-attention", 0.5, **options):
+    with unrotated_by_hooks(model) as expected, kvcompress.compress(model, "expected-attention", 0.5, **options):
         model(**inputs)
-    for hook in hooks:
-        hook.remove()
     assert len(given) == len(expected) == 3
     for (ours, prompt), theirs in zip(given, expected, strict=True):
         for row, length in enumerate(prompt.lengths):
@@ -153,12 +155,8 @@ def test_gemma3_with_a_rotary_embedding_per_type_of_layer_gives_the_full_layers_
         layer_types=["sliding_attention", "full_attention"],
     )
     model = Gemma3ForCausalLM(config).eval()
-    expected = []
-    hooks = unrotated_by_hooks(model, expected)
-    with torch.no_grad(), kvcompress.compress(model, "expected-attention", 0.5):
+    with torch.no_grad(), unrotated_by_hooks(model) as expected, kvcompress.compress(model, "expected-attention", 0.5):
         model(torch.arange(1, 21)[None])
-    for hook in hooks:
-        hook.remove()
     assert len(given) == 1
     torch.testing.assert_close(given[0][0], expected[1].transpose(1, 2), atol=1e-5, rtol=0)
 
@@ -173,12 +171,8 @@ def test_scaled_cos_and_sin_are_undone_and_foreseen(given):
         rope_parameters=rope,
     )
     model = LlamaForCausalLM(config).eval()
-    expected = []
-    hooks = unrotated_by_hooks(model, expected)
-    with torch.no_grad(), kvcompress.compress(model, "expected-attention", 0.5):
+    with torch.no_grad(), unrotated_by_hooks(model) as expected, kvcompress.compress(model, "expected-attention", 0.5):
         model(torch.arange(1, 21)[None])
-    for hook in hooks:
-        hook.remove()
     queries, prompt = given[0]
     torch.testing.assert_close(queries, expected[0], atol=1e-5, rtol=0)
     rotation = prompt.rotary.mean_rotation(1, HEAD_DIM)[0]
@@ -226,12 +220,8 @@ PAIRED = {
 def test_pairs_of_neighbouring_channels_are_turned_as_the_model_turns_them(make, given):
     """Back for the queries of the prompt, forth for those to come and for keys that move."""
     model = make().eval()
-    expected = []
-    hooks = unrotated_by_hooks(model, expected)
-    with torch.no_grad(), kvcompress.compress(model, "expected-attention", 0.5):
+    with torch.no_grad(), unrotated_by_hooks(model) as expected, kvcompress.compress(model, "expected-attention", 0.5):
         model(torch.arange(8, 28)[None])
-    for hook in hooks:
-        hook.remove()
     queries, view = given[0]
     torch.testing.assert_close(queries, expected[0], atol=2e-5, rtol=0)
     decoder = text_decoder(model)
