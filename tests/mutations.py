@@ -422,6 +422,27 @@ MUTATIONS = {
             + "tokens/test_tokens.py::test_visionzip_keeps_dominant_tokens_and_merges_the_others_into_contextual_ones",
         ),
     ),
+    "evs-first-frame": Mutation(
+        "tokens/evs.py",
+        "now, then = (tokens.hidden[row, places].float() for places in (columns, before))",
+        "now, then = (tokens.hidden[row, places].float() for places in (columns, frames[0]))",
+        "EVS compares each frame with the first, not with the one before",
+        (CORE + "tokens/test_tokens.py::test_evs_keeps_the_first_frame_and_what_has_changed_since_the_frame_before",),
+    ),
+    "farthest-from-the-latest": Mutation(
+        "tokens/divprune.py",
+        "apart = torch.minimum(apart, distances) if step else distances",
+        "apart = distances",
+        "DivPrune keeps what is far from the latest token that was chosen, not from all",
+        (CORE + "tokens/test_diversity.py", "tests/oracle/authors/test_token_methods.py"),
+    ),
+    "kernel-of-one-side": Mutation(
+        "tokens/cdpruner.py",
+        "chosen = most_diverse(relevance[:, None] * states[columns], budget)",
+        "chosen = most_diverse(relevance[:, None].sqrt() * states[columns], budget)",
+        "CDPruner's kernel has the relevance of one of its two tokens only",
+        (CORE + "tokens/test_diversity.py", "tests/oracle/authors/test_token_methods.py"),
+    ),
     "newline-between-videos": Mutation(
         "hooks/video_frames.py",
         "columns = columns[count * size + rest :]",

@@ -59,7 +59,7 @@ def prune(
     pruning = Pruning(base, cache)
     if not pruning.is_needed:
         return []
-    watch = {"attention": None, "tower": tower, "frames": frames}[cache.policy.tokens.sees]
+    watch = {"tower": tower, "frames": frames}.get(cache.policy.tokens.sees)
     if watch is not None:  # images are encoded by the time that the first decoder layer runs
         pruning.look = partial(watch.take, input_ids)
     elif cache.policy.tokens.sees == "tower":

@@ -12,6 +12,8 @@ from ..methods import Method
 from ..scoring.selection import top_indices
 from ..scoring.windows import pad_columns
 
+Sees = Literal["embeddings", "attention", "tower", "frames"]
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -95,11 +97,11 @@ class TokenMethod(Method, ABC):
     that is kept; all else stays. Kept tokens keep their positions.
 
     Attributes:
-        sees: what the choice is made from: `attention`: that of the decoder layer before it; `tower`: that of the
-            vision tower; `frames`: the embeddings of a video's frames.
+        sees: what the choice is made from: `embeddings`: the prompt's; `attention`: that of the decoder layer before
+            it; `tower`: that of the vision tower; `frames`: the embeddings of a video's frames.
     """
 
-    sees: ClassVar[Literal["attention", "tower", "frames"]] = "attention"
+    sees: ClassVar[Sees] = "attention"
 
     @property
     def sets_budgets(self) -> bool:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -30,10 +31,11 @@ LENGTHS, IMAGES = [40, 26, 61, 9], [1, 1, 2, 0]
 METHODS = sorted(
     name
     for name, info in kvcompress.list_methods().items()
-    if issubclass(info.cls, kvcompress.TokenMethod) and name != "dycoke"  # which is for video
+    if issubclass(info.cls, kvcompress.TokenMethod) and info.cls.sees != "frames"  # which are for video
 )
 CASES = [(method, family) for family in VLM_FAMILIES for method in ("fastv", "sparsevlm")]
-CASES += [("visionzip", "llava-onevision"), ("prumerge+", "llava-onevision")]
+CASES += [(method, "llava-onevision") for method in ("visionzip", "prumerge+")]
+CASES += [(method, family) for family in ("qwen2.5-vl", "internvl") for method in ("divprune", "cdpruner")]
 
 
 def budget(ratio: float, tokens: int) -> int:
@@ -662,7 +664,7 @@ def test_sparsevlm_recycles_the_best_of_what_it_drops_into_clusters():
     torch.testing.assert_close(merged.double(), expected, atol=1e-6, rtol=0)
 
 
-# -- DyCoke: videos
+# -- DyCoke and EVS: videos
 
 VIDEO_FAMILIES = {"llava-onevision": 1, "qwen2-vl": 12, "qwen2.5-vl": 12, "qwen3-vl": 12, "internvl": 9}  # per frame
 
@@ -729,6 +731,59 @@ def test_dycoke_keeps_every_fourth_frame_and_what_is_new_in_the_others(family, r
             stays += [columns[f][i] for i in new]
         shown = {c for frame in columns for c in frame}
         assert [c for c in kept[0][row] if c in shown] == sorted(stays)
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.7, 1.0])
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+def test_evs_keeps_the_first_frame_and_what_has_changed_since_the_frame_before(family, ratio):
+    frames = [8, 8] if family == "llava-onevision" else [7, 5]
+    model, inputs, of_frames = video_batch(family, frames)
+    with entering(model, 0) as states:
+        _, full_logits = generate(model, inputs, NEW)
+    with kvcompress.compress(model, "evs", ratio) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    if ratio == 1:
+        assert torch.equal(logits, full_logits)
+        return
+    for row, columns in enumerate(of_frames):
+        newline = int(family == "llava-onevision")
+        n = budget(ratio, sum(map(len, columns)) + newline) - newline
+        likeness = {
+            now: torch.cosine_similarity(states[0][row, now].double(), states[0][row, then].double(), dim=0).item()
+            for before, frame in pairwise(columns)
+            for then, now in zip(before, frame, strict=True)
+        }
+        stays = [*columns[0], *sorted(likeness, key=likeness.get)[: n - len(columns[0])]]
+        shown = {c for frame in columns for c in frame}
+        assert [c for c in kept[0][row] if c in shown] == sorted(stays)
+
+
+def test_evs_decodes_rows_of_different_length_as_each_alone():
+    model, inputs, _ = video_batch("qwen2.5-vl", [7, 5])
+    with kvcompress.compress(model, "evs", preset="q70"):
+        tokens, logits = generate(model, inputs, NEW)
+    model, solo, _ = video_batch("qwen2.5-vl", [7])
+    with kvcompress.compress(model, "evs", preset="q70"):
+        _, alone = generate(model, solo, NEW, forced=tokens[:1])
+    torch.testing.assert_close(logits[0], alone[0], atol=TOLERANCE, rtol=0)
+
+
+def test_evs_cannot_keep_less_than_the_first_frame_and_says_so():
+    model, inputs, _ = video_batch("qwen2-vl", [4])
+    with kvcompress.compress(model, "evs", 0.25) as session:
+        generate(model, inputs, 1)
+    vision = inputs["mm_token_type_ids"][0].bool()
+    assert [c for c in kept_columns(session.cache)[0][0] if vision[c]] == vision.nonzero()[:12, 0].tolist()
+    error = kvcompress.KVCompressError
+    with kvcompress.compress(model, "evs", 0.2), pytest.raises(error, match=r"cannot keep 10 of .* stay, 12 tok"):
+        generate(model, inputs, 1)
+    model, inputs = batch("qwen2-vl", [40], [1])
+    with kvcompress.compress(model, "evs", 0.5), pytest.raises(error, match="cannot keep 6 of its 12 vision tokens"):
+        generate(model, inputs, 1)
 
 
 @contextmanager
