@@ -429,6 +429,25 @@ MUTATIONS = {
         "EVS compares each frame with the first, not with the one before",
         (CORE + "tokens/test_tokens.py::test_evs_keeps_the_first_frame_and_what_has_changed_since_the_frame_before",),
     ),
+    "fused-without-the-first": Mutation(
+        "tokens/framefusion.py",
+        "hidden[columns[~goes]] = (sums / into.bincount()[:, None]).to(hidden.dtype)",
+        "hidden[columns[~goes]] = (sums / into.bincount().sub(1).clamp(min=1)[:, None]).to(hidden.dtype)",
+        "FrameFusion's mean does not count the token that stays",
+        (CORE + "tokens/test_tokens.py::test_framefusion_merges_runs_of_like_tokens_at_a_place_into_their_mean",),
+    ),
+    "fused-without-a-look-back": Mutation(
+        "tokens/framefusion.py",
+        "return [(budget * num_layers - held) / (num_layers - layer) for layer, held in enumerate(before)]",
+        "return [float(budget) for layer, held in enumerate(before)]",
+        "FrameFusion forgets what the layers before have held: more stays than was asked for",
+        (
+            CORE
+            + "tokens/test_tokens.py::test_framefusion_prunes_by_the_attention_of_the_layer_before_where_nothing_is_"
+            "alike",
+            "tests/oracle/authors/test_token_methods.py",
+        ),
+    ),
     "farthest-from-the-latest": Mutation(
         "tokens/divprune.py",
         "apart = torch.minimum(apart, distances) if step else distances",

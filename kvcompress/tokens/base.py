@@ -60,6 +60,8 @@ class Tokens:
         tower: for `sees="tower"`: that of the vision tower.
         frames: for `sees="frames"`: of each row, of each video, the columns of its frames' tokens (frames, tokens).
         prepared: what `TokenMethod.prepare` returned, of the tokens that are left.
+        counts: of each row, the vision tokens of the prompt, and those that each choice so far has left.
+        num_layers: the model's decoder layers.
     """
 
     vision: torch.Tensor
@@ -70,6 +72,8 @@ class Tokens:
     tower: Tower | None = None
     frames: list[list[torch.Tensor]] | None = None
     prepared: torch.Tensor | None = None
+    counts: list[list[int]] | None = None
+    num_layers: int = 0
 
     @property
     def real(self) -> torch.Tensor:
@@ -145,9 +149,9 @@ class TokenMethod(Method, ABC):
         """How much each token is worth, (batch, tokens) in fp32. What stands at text and pads does not matter."""
 
     def choose(self, scores: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """The vision tokens that stay, bool (batch, tokens), `tokens.budgets[row]` of them in each row (at most so many
-        where the method `sets_budgets`); and the hidden states (batch, tokens, hidden_size), changed where something is
-        merged into those that stay."""
+        """The vision tokens that stay, bool (batch, tokens), `tokens.budgets[row]` of them in each row (another number
+        where the method `sets_budgets`, or shares its budget out over layers as it goes); and the hidden states
+        (batch, tokens, hidden_size), changed where something is merged into those that stay."""
         return tokens.best(scores), tokens.hidden
 
 
