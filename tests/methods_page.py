@@ -19,7 +19,7 @@ CHECKED_BY = {
     **dict.fromkeys(("knorm", "kvzip", "lagkv", "look-m", "meda", "mixkv", "prefixkv", "pyramidkv", "r-kv"), AUTHORS),
     **dict.fromkeys(("snapkv", "streamingllm", "tgv-kv", "tova"), AUTHORS),
     **dict.fromkeys(("cdpruner", "divprune", "dycoke", "evs", "fastv", "framefusion"), AUTHORS),
-    **dict.fromkeys(("prumerge+", "sparsevlm", "visionzip"), AUTHORS),
+    **dict.fromkeys(("prumerge+", "sparsevlm", "visionzip", "vispruner"), AUTHORS),
     **dict.fromkeys(("cur", "expected-attention", "keydiff"), KVPRESS),
     **dict.fromkeys(("aircache", "full", "random", "sagekv", "simlayerkv", "vl-cache", "vnorm"), FORMULA),
 }

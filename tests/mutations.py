@@ -448,6 +448,13 @@ MUTATIONS = {
             "tests/oracle/authors/test_token_methods.py",
         ),
     ),
+    "duplicates-stay": Mutation(
+        "tokens/vispruner.py",
+        "order = likeness.argsort(descending=True, stable=True)",
+        "order = likeness.argsort(descending=False, stable=True)",
+        "VisPruner drops the most distinct, not the duplicates",
+        (CORE + "tokens/test_tokens.py::test_vispruner_keeps_what_the_tower_looks_at_and_what_has_no_duplicate",),
+    ),
     "farthest-from-the-latest": Mutation(
         "tokens/divprune.py",
         "apart = torch.minimum(apart, distances) if step else distances",

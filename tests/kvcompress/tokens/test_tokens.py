@@ -35,7 +35,7 @@ METHODS = sorted(
     if issubclass(info.cls, kvcompress.TokenMethod) and info.cls.sees != "frames"  # which are for video
 )
 CASES = [(method, family) for family in VLM_FAMILIES for method in ("fastv", "sparsevlm")]
-CASES += [(method, "llava-onevision") for method in ("visionzip", "prumerge+")]
+CASES += [(method, "llava-onevision") for method in ("visionzip", "prumerge+", "vispruner")]
 CASES += [(method, family) for family in ("qwen2.5-vl", "internvl") for method in ("divprune", "cdpruner")]
 
 
@@ -385,7 +385,8 @@ def test_a_preset_brings_its_budget_unless_one_is_given():
 
 def test_the_tower_s_layers_are_those_of_the_released_code():
     methods = kvcompress.list_methods()
-    assert [methods[name].options["tower_layer"] for name in ("visionzip", "prumerge+")] == [-2, -1]
+    layers = {name: info.options["tower_layer"] for name, info in methods.items() if "tower_layer" in info.options}
+    assert layers == {"visionzip": -2, "prumerge+": -1, "vispruner": -2}
 
 
 # -- what the vision tower looks at
@@ -460,7 +461,9 @@ def run(method: str, ratio: float, **options: object) -> tuple:
 UNMERGED = {"neighbours": 0, "extra_token": False}
 
 
-@pytest.mark.parametrize(("method", "options"), [("visionzip", {"contextual": 0.0}), ("prumerge+", UNMERGED)])
+@pytest.mark.parametrize(
+    ("method", "options"), [("visionzip", {"contextual": 0.0}), ("prumerge+", UNMERGED), ("vispruner", {})]
+)
 @pytest.mark.parametrize("ratio", [0.1, 0.5])
 def test_without_merging_they_equal_the_full_model_in_which_dropped_tokens_are_hidden(method, options, ratio):
     model, inputs = batch("llava-onevision")
@@ -503,6 +506,32 @@ def test_visionzip_keeps_dominant_tokens_and_merges_the_others_into_contextual_o
             merged = features[row, others].mean(0) if others else 0.0
             expected[target] = projected(model, features[row, target] + merged)
         torch.testing.assert_close(reached[row, -len(stays) :].double(), expected[stays], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("important", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.9])
+def test_vispruner_keeps_what_the_tower_looks_at_and_what_has_no_duplicate(ratio, important):
+    model, inputs, kept, embeddings, reached = run("vispruner", ratio, important=important)
+    received, _, features = tower_reference(model, inputs, -2)
+    real = inputs["attention_mask"].bool()
+    for row, vision in enumerate(vision_of(inputs)):
+        columns, patches = vision.nonzero()[:, 0].tolist(), (received[row] > -math.inf).nonzero()[:, 0].tolist()
+        n = budget(ratio, len(columns))
+        order = sorted(patches, key=lambda c, row=row: received[row, c], reverse=True)
+        first = int(n * important)
+        stays, rest = set(order[:first]), order[first:]
+        while first < n < first + len(rest):
+            some, others = rest[::2], rest[1::2]
+            likeness = {c: torch.cosine_similarity(features[row, [c]], features[row, others]).max() for c in some}
+            some = sorted(some, key=likeness.get, reverse=True)[min(8, first + len(rest) - n) :]
+            rest = [*some, *others]
+        if first < n:
+            stays |= set(rest)
+        newlines = [c for c in columns if c not in patches]
+        stays |= set(newlines[len(newlines) - max(n - len(patches), 0) :])
+        everything = sorted([*stays, *(real[row] & ~vision).nonzero()[:, 0].tolist()])
+        assert kept[row] == everything
+        assert torch.equal(reached[row, -len(everything) :], embeddings[row, everything])
 
 
 @pytest.mark.parametrize("variant", ["code", "heads"])
@@ -1024,7 +1053,7 @@ def test_frames_are_known_also_where_generate_encodes_the_video_before_the_model
     assert kept[0] == kept[1] == kept[2]
 
 
-@pytest.mark.parametrize("method", ["visionzip", "prumerge+"])
+@pytest.mark.parametrize("method", ["visionzip", "prumerge+", "vispruner"])
 def test_what_the_tower_saw_of_an_earlier_image_is_not_taken_for_the_present_one(method):
     model, inputs = batch("llava-onevision", [40], [1])
     without = {name: inputs[name] for name in ("input_ids", "attention_mask")}  # the image's tokens, no pixels
