@@ -102,7 +102,7 @@ def compare(words: list[str], limit: int, clock: str) -> tuple[list[dict[str, An
             output = simple_evaluate(
                 model=loop,
                 tasks=[job.cell.task],
-                task_manager=job.manager,
+                task_manager=job.asked,
                 limit=request.flags.limit,
                 batch_size=1,
                 verbosity="ERROR",

@@ -28,7 +28,8 @@ from tests.oracle.authors.ours import of, ours, share
 from tests.oracle.authors.recording import Recording
 from tests.oracle.authors.states import DECODED, RATIOS, states
 
-from . import method_table
+from . import method_cells, method_tasks
+from .method_table import RESULTS
 
 STATES = ("smollm2", "smollm2_image", "tiny")  # the first that a method was recorded on
 PAGE = Path(__file__).parent.parent / "docs" / "differences.md"
@@ -112,15 +113,17 @@ def variants() -> dict[str, list[str]]:
 
 def variants_table(questions: int, answers: Path) -> str:
     """Accuracy of each variant on the bundled model, and what it keeps in common with the default."""
-    task = method_table.tiny(questions)
-    kept = method_table.Answers(answers, task.identity)
+    task = method_tasks.tiny(questions)
+    kept = method_cells.Answers(answers, task.identity)
     cells = {}
     for method, names in variants().items():
-        window = method_table.cells_of(task, [method])[0].options
+        window = method_cells.cells_of(task, [method])[0].options
         for name, ratio in product(names, VARIANT_RATIOS):
             options = {**window, "variant": name}
-            cells[method, name, ratio] = method_table.Cell(task.protocols[0], method, ratio, options)
-    method_table.compute(task, list(cells.values()), kept)
+            cells[method, name, ratio] = method_cells.Cell(
+                task.protocols[0], method, method_cells.Column.of(ratio), options
+            )
+    method_cells.compute(task, list(cells.values()), kept)
     wide = [f"accuracy at {ratio:g}" for ratio in VARIANT_RATIOS] + [f"kept at {ratio:g}" for ratio in VARIANT_RATIOS]
     lines = [f"| method | variant | {' | '.join(wide)} |", "|---|---|" + "---:|" * len(wide)]
     for method, names in variants().items():
@@ -166,7 +169,7 @@ def main() -> None:
     if "fidelity" in wanted:
         put("fidelity", markdown(list(rows())))
     if "variants" in wanted:
-        put("variants", variants_table(arguments.questions, method_table.RESULTS / "variants.json"))
+        put("variants", variants_table(arguments.questions, RESULTS / "variants.json"))
 
 
 if __name__ == "__main__":

@@ -9,18 +9,12 @@ has changed, more questions. Then it writes tables (.md) and plots (.png), and t
 """
 
 import argparse
-import hashlib
-import inspect
-import json
 import math
 import platform
 import re
 import textwrap
-import time
-from abc import ABC
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -28,171 +22,15 @@ import torch
 import transformers
 
 import kvcompress
-from kvcompress.clusters.base import KVCluster, make_cluster
-from kvcompress.hooks.shared_prompt import PromptPass, SharedPrompt
-from kvcompress.methods import Method
-from kvcompress.policy.options import all_options
-from kvcompress.tokens import TokenMethod
-from lmms_eval_plugins.cells.identity import code_identity
 from lmms_eval_plugins.cells.results import write_text
-from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT
-from lmms_eval_plugins.tiny_vlm.accuracy import MAX_NEW_TOKENS, Reader
-from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, read_examples
+from lmms_eval_plugins.report.metrics import headroom
 
-from .retrieval import CONTEXT_TOKENS, draw_examples, load_smollm2
+from .method_cells import FULL, Answers, Cell, Column, Protocol, Task, cells_of, compute
+from .method_tasks import TASKS
 
-RATIOS = (0.5, 0.2, 0.1, 0.05)
 RESAMPLES = 10_000
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "methods-compared.md"
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """What is compressed, and when: the same options for every method."""
-
-    name: str
-    options: dict[str, object]
-
-    @property
-    def title(self) -> str:
-        return f"{self.name}: `{' '.join(f'{name}={value}' for name, value in self.options.items())}`"
-
-
-@dataclass(frozen=True)
-class Task:
-    """Questions in batches: the model's inputs for some of them, and which answers to them are right.
-
-    `identity`: hash of the questions and of the model; answers of another one are not used.
-    `window_size`: what takes the place of the published window in every method that observes the prompt's last queries;
-    None: nothing does.
-    """
-
-    name: str
-    title: str
-    identity: str
-    model: transformers.PreTrainedModel
-    questions: int
-    batch_size: int
-    new_tokens: int
-    inputs: Callable[[slice], dict[str, torch.Tensor]]
-    right: Callable[[slice, torch.Tensor], list[bool]]
-    protocols: tuple[Protocol, ...]
-    has_images: bool
-    window_size: int | None = None
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One number of a table. `ratio` None is the full cache."""
-
-    protocol: Protocol
-    method: str
-    ratio: float | None
-    options: dict[str, object] = field(default_factory=dict)
-
-    @property
-    def key(self) -> str:
-        """All that the answers depend on besides the task: with the method's own code."""
-        options = json.dumps({**self.options, **self.protocol.options}, sort_keys=True)
-        code = method_code(self.method)
-        return f"{self.protocol.name} {self.method} {self.ratio} {options} {code}"
-
-
-@cache
-def method_code(method: str) -> str:
-    """Hash of the files that define the method: its class and those that it derives from. Taken once: a file that
-    changes later is not what runs."""
-    parents = set(kvcompress.list_methods()[method].cls.__mro__) - {Method, KVCluster, TokenMethod, ABC, object}
-    return code_identity(*sorted({Path(inspect.getfile(cls)) for cls in parents}))
-
-
-def cells_of(task: Task, methods: list[str]) -> list[Cell]:
-    """A method that drops vision tokens before they are cached has nothing to do where there are none."""
-    cells = []
-    for protocol in task.protocols:
-        for method in methods:
-            info, options = kvcompress.list_methods()[method], {}
-            if issubclass(info.cls, KVCluster):
-                window = info.options.get("window_size")
-                if task.window_size and window and make_cluster(method).query_window == window:
-                    options["window_size"] = task.window_size
-            elif not task.has_images:
-                continue
-            ratios = (None,) if method == "full" else RATIOS
-            cells += [Cell(protocol, method, ratio, options) for ratio in ratios]
-    return cells
-
-
-# ---- answers
-
-
-class Answers:
-    """A JSON file, written whenever something is added: which questions each cell has answered rightly, as text of 0
-    and 1, key -> "1101..."; and the cells that the library refuses, key -> message.
-
-    What the file holds of another `identity` (see `Task`) is forgotten.
-    """
-
-    def __init__(self, path: Path, identity: str):
-        self.path, self.identity = path, identity
-        stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        is_ours = stored.get("task") == identity
-        self.right: dict[str, str] = stored["right"] if is_ours else {}
-        self.refused: dict[str, str] = stored["refused"] if is_ours else {}
-
-    def add(self, cell: Cell, right: list[bool]) -> None:
-        self.right[cell.key] = self.right.get(cell.key, "") + "".join(str(int(one)) for one in right)
-        self._write()
-
-    def refuse(self, cell: Cell, error: kvcompress.KVCompressError) -> None:
-        self.refused[cell.key] = str(error)
-        self._write()
-
-    def _write(self) -> None:
-        stored = {"task": self.identity, "right": self.right, "refused": self.refused}
-        write_text(self.path, json.dumps(stored, indent=0, sort_keys=True) + "\n")
-
-    def of(self, cell: Cell, questions: int) -> np.ndarray:
-        return np.array([int(one) for one in self.right.get(cell.key, "")[:questions]])
-
-
-def compute(task: Task, cells: list[Cell], answers: Answers) -> None:
-    """Answer what is missing, batch by batch: the batch's prefill once, then each cell from there."""
-    for start in range(0, task.questions, task.batch_size):
-        batch = slice(start, min(start + task.batch_size, task.questions))
-        missing = [
-            cell for cell in cells if len(answers.of(cell, task.questions)) == start and cell.key not in answers.refused
-        ]
-        if not missing:
-            continue
-        inputs, began, known = task.inputs(batch), time.monotonic(), None
-        for cell in missing:
-            try:
-                tokens, known = answer(task, cell, inputs, known)
-                answers.add(cell, task.right(batch, tokens))
-            except kvcompress.KVCompressError as error:  # such as a method for videos that is given an image
-                answers.refuse(cell, error)
-        seconds = time.monotonic() - began
-        print(f"{task.name}: questions {start} to {batch.stop}: {len(missing)} cells in {seconds:.0f} s", flush=True)
-
-
-def answer(
-    task: Task, cell: Cell, inputs: dict[str, torch.Tensor], known: PromptPass | None
-) -> tuple[torch.Tensor, PromptPass | None]:
-    """The first tokens of each answer, (batch, at most task.new_tokens); and the prefill, once it is known."""
-    # Options that the method does not take (`full` compresses nothing) are left out.
-    takes = all_options(kvcompress.list_methods()[cell.method])
-    options = {name: value for name, value in cell.protocol.options.items() if name in takes} | cell.options
-    with (
-        SharedPrompt(task.model, known) as shared,
-        kvcompress.compress(task.model, cell.method, cell.ratio, **options),
-    ):
-        ids = task.model.generate(**inputs, max_new_tokens=task.new_tokens, do_sample=False)
-    return ids[:, inputs["input_ids"].shape[1] :], shared.prompt_pass or known
-
-
-# ---- tables
 
 
 @dataclass(frozen=True)
@@ -218,30 +56,32 @@ class Estimate:
         return f"{self.mean:.0f} [{self.low:.0f}, {self.high:.0f}]"
 
 
-Rows = dict[str, dict[float | None, Estimate]]  # method -> ratio -> accuracy
+RULERS = ("full", "hindsight", "random")  # that methods are read against, in this order
+Rows = dict[str, dict[str, Estimate]]  # method -> title of a column -> accuracy
 
 
 def rows_of(protocol: Protocol, cells: list[Cell], answers: Answers, questions: int) -> Rows:
-    """`full` and `random` first, then by mean accuracy over the ratios; only methods with answers at every ratio."""
+    """The rulers first, then by mean accuracy over the columns; what has not answered in all of them last."""
     rows: Rows = {}
     cells = [cell for cell in cells if cell.protocol == protocol]
-    missing = {cell.method for cell in cells if not len(answers.of(cell, questions))}
     for cell in cells:
-        if cell.method not in missing:
-            rows.setdefault(cell.method, {})[cell.ratio] = Estimate.of(answers.of(cell, questions))
+        if len(answers.of(cell, questions)) and cell.key not in answers.refused:
+            rows.setdefault(cell.method, {})[cell.column.title] = Estimate.of(answers.of(cell, questions))
 
-    def place(method: str) -> tuple[bool, bool, float, str]:
+    def place(method: str) -> tuple[int, bool, float, str]:
         mean = sum(estimate.mean for estimate in rows[method].values()) / len(rows[method])
-        return method != "full", method != "random", -mean, method
+        is_whole = method == "full" or len(rows[method]) == len(protocol.columns)
+        ruler = RULERS.index(method) if method in RULERS else len(RULERS)
+        return ruler, not is_whole, -mean, method
 
     return {method: rows[method] for method in sorted(rows, key=place)}
 
 
-def is_below_random(rows: Rows, method: str, ratio: float | None) -> bool:
+def is_below_random(rows: Rows, method: str, title: str) -> bool:
     """Whether random answers significantly more of the same questions: one-sided sign test, p < 0.05."""
-    if "random" not in rows or ratio is None:
+    if title not in rows[method] or title not in rows.get("random", {}):
         return False
-    return sign_test(rows["random"][ratio].right, rows[method][ratio].right) < 0.05
+    return sign_test(rows["random"][title].right, rows[method][title].right) < 0.05
 
 
 def sign_test(better: np.ndarray, worse: np.ndarray) -> float:
@@ -253,37 +93,50 @@ def sign_test(better: np.ndarray, worse: np.ndarray) -> float:
     return sum(math.comb(decided, tosses) for tosses in range(wins, decided + 1)) / 2**decided
 
 
-def markdown(rows: Rows, questions: int) -> str:
-    lines = [["method", *(f"{ratio:g}" for ratio in RATIOS), "mean"], ["---"] + ["---:"] * (len(RATIOS) + 1)]
+def headroom_of(rows: Rows, method: str) -> str:
+    """`metrics.headroom` over all columns together, in percent; empty where a column of one of the three is missing."""
+    three = [rows.get(name, {}) for name in (method, "random", "hindsight")]
+    if any(row.keys() != rows[method].keys() for row in three):
+        return ""
+    asked = min(estimate.questions for row in three for estimate in row.values())
+    found = headroom(*(np.sum([estimate.right[:asked] for estimate in row.values()], axis=0) for row in three))
+    return "" if found is None else f"{100 * found.part:.0f} [{100 * found.low:.0f}, {100 * found.high:.0f}]"
+
+
+def markdown(rows: Rows, columns: tuple[Column, ...], questions: int) -> str:
+    titles = [column.title for column in columns]
+    lines = [["method", *titles, "mean", "headroom"], ["---"] + ["---:"] * (len(titles) + 2)]
     for method, row in rows.items():
         fewer = min(estimate.questions for estimate in row.values())
-        name = f"**{method}**" if method in ("full", "random") else method
+        name = f"**{method}**" if method in RULERS else method
         name += f" ({fewer} questions)" if fewer < questions else ""
         if method == "full":
-            lines.append([name, *[""] * len(RATIOS), str(row[None])])
+            lines.append([name, *[""] * len(titles), str(row[FULL.title]), ""])
             continue
-        cells = [f"{row[ratio]}{' ▼' if is_below_random(rows, method, ratio) else ''}" for ratio in RATIOS]
+        cells = [f"{row.get(title, '')}{' ▼' if is_below_random(rows, method, title) else ''}" for title in titles]
         mean = sum(estimate.mean for estimate in row.values()) / len(row)
-        lines.append([name, *cells, f"{mean:.1f}"])
+        is_whole = len(row) == len(titles)
+        lines.append([name, *cells, *((f"{mean:.1f}", headroom_of(rows, method)) if is_whole else ("", ""))])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def report(task: Task, tables: dict[str, Rows], missing: dict[str, str]) -> str:
-    """The Markdown file; `missing`: why a method is not in every table."""
+def report(task: Task, tables: list[tuple[Protocol, Rows]], missing: dict[str, str]) -> str:
+    """The Markdown file; `missing`: why a method is not in every column."""
     window = f", but with a window of {task.window_size} queries" if task.window_size else ""
     settings = (
-        f"Accuracy (%) on {task.questions} questions with 95 % bootstrap intervals, by the ratio kept, sorted by the "
-        "mean. ▼: random answers significantly more of the same questions (sign test, p < 0.05). Methods with their "
-        f"published defaults{window}."
+        f"Accuracy (%) on {task.questions} questions with 95 % bootstrap intervals, by {task.kept}, sorted by "
+        "the mean. ▼: random answers significantly more of the same questions (sign test, p < 0.05). Methods with "
+        f"their published defaults{window}. Headroom (%): how far a method has come from `random` to "
+        "`hindsight`, which knows the answer, over all columns."
     )
     text = (
         f"# {task.title}\n\n{wrapped(settings)}Made by `python -m benchmarks.method_table {task.name}`, "
         f"{platform.machine()} CPU, torch {torch.__version__}, transformers {transformers.__version__}.\n"
     )
-    for title, rows in tables.items():
-        text += f"\n## {title}\n\n{markdown(rows, task.questions)}"
+    for protocol, rows in tables:
+        text += f"\n## {protocol.title}\n\n{markdown(rows, protocol.columns, task.questions)}"
     return text + "".join(
-        f"\n{wrapped(f'Not in every table: {method} ({why}).')}" for method, why in sorted(missing.items())
+        f"\n{wrapped(f'Not in every column: {method} ({why}).')}" for method, why in sorted(missing.items())
     )
 
 
@@ -300,15 +153,16 @@ def put_into_page(page: Path, name: str, report: str) -> None:
     write_text(page, f"{before}{begin}\n{deeper}\n{end}{after}")
 
 
-def plot(tables: dict[str, Rows], path: Path) -> None:
-    """A panel per method, with random (grey) and the full cache (dotted) behind it; a colour per table."""
+def plot(tables: list[tuple[Protocol, Rows]], kept: str, path: Path) -> None:
+    """A panel per method, with random (dashed) and the full cache (dotted) behind it; a colour per table. The tables
+    have the same number of columns."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    methods = list(dict.fromkeys(method for rows in tables.values() for method in rows))
-    methods = [method for method in methods if method not in ("full", "random")]
+    methods = list(dict.fromkeys(method for _, rows in tables for method in rows))
+    methods = [method for method in methods if method not in RULERS]
     columns = 6
     height = -(-len(methods) // columns)
     figure, axes = plt.subplots(
@@ -318,110 +172,34 @@ def plot(tables: dict[str, Rows], path: Path) -> None:
         axis.set_visible(False)
     for axis, method in zip(axes.flat, methods, strict=False):
         axis.set_title(method, fontsize=9)
-        for number, (title, rows) in enumerate(tables.items()):
+        for number, (protocol, rows) in enumerate(tables):
             if method not in rows:
                 continue
-            color = f"C{number}"
-            axis.axhline(rows["full"][None].mean, color=color, linestyle=":", linewidth=0.8)
-            axis.plot(RATIOS, [rows["random"][ratio].mean for ratio in RATIOS], color=color, alpha=0.3, linestyle="--")
-            row = [rows[method][ratio] for ratio in RATIOS]
-            axis.fill_between(RATIOS, [cell.low for cell in row], [cell.high for cell in row], color=color, alpha=0.15)
-            axis.plot(RATIOS, [cell.mean for cell in row], color=color, marker=".", label=title)
-        axis.set_xscale("log")
-        axis.set_xticks(RATIOS, [f"{ratio:g}" for ratio in RATIOS])
-        axis.minorticks_off()
+            color, titles = f"C{number}", [column.title for column in protocol.columns]
+            places = range(len(titles), 0, -1)  # what keeps most stands first in a table and last in a plot
+            axis.axhline(rows["full"][FULL.title].mean, color=color, linestyle=":", linewidth=0.8)
+            axis.plot(places, [rows["random"][title].mean for title in titles], color=color, alpha=0.3, linestyle="--")
+            axis.set_xticks(places, titles)
+            there = {place: rows[method].get(title) for place, title in zip(places, titles, strict=True)}
+            places = [place for place, cell in there.items() if cell]
+            row = [there[place] for place in places]
+            axis.fill_between(places, [cell.low for cell in row], [cell.high for cell in row], color=color, alpha=0.15)
+            axis.plot(places, [cell.mean for cell in row], color=color, marker=".", label=protocol.title)
         axis.set_ylim(-3, 103)
         axis.tick_params(labelsize=7)
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=len(tables), fontsize=8, frameon=False)
-    figure.supxlabel("ratio kept; dashed: random, dotted: full cache", fontsize=8, y=0.35 / (1.9 * height))
+    figure.supxlabel(f"{kept}; dashed: random, dotted: full cache", fontsize=8, y=0.35 / (1.9 * height))
     figure.supylabel("accuracy (%)", fontsize=8)
     figure.tight_layout(rect=(0.01, 0.5 / (1.9 * height), 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-# ---- the two tasks
-
-QUERY_AWARE = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"})
-
-
-def _hash(*parts: bytes) -> str:
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
-
-
-def tiny(questions: int) -> Task:
-    reader = Reader(TINY_CHECKPOINT)
-    examples = read_examples(HEADLINE)[:questions]
-
-    def right(batch: slice, new: torch.Tensor) -> list[bool]:
-        texts = reader.processor.batch_decode(new, skip_special_tokens=True)
-        return [text.strip() == one.question.answer for text, one in zip(texts, examples[batch], strict=True)]
-
-    return Task(
-        name="tiny",
-        title="Methods on the bundled model, `tiny_textvqa`",
-        identity=_hash(
-            HEADLINE.read_bytes(),
-            *((TINY_CHECKPOINT / file).read_bytes() for file in ("model.safetensors", "config.json")),
-        ),
-        model=reader.model,
-        questions=len(examples),
-        batch_size=25,
-        new_tokens=MAX_NEW_TOKENS,
-        inputs=lambda batch: reader.inputs(examples[batch]),
-        right=right,
-        protocols=(QUERY_AWARE,),
-        has_images=True,
-        window_size=8,
-    )
-
-
-def smollm2(questions: int) -> Task:
-    model, tokenizer = load_smollm2()
-    examples = draw_examples(questions)
-
-    def ids(text: str) -> list[int]:
-        return tokenizer(text)["input_ids"]
-
-    question_tokens = len(ids(examples[0].question))  # the same for all
-    prompts = [ids(one.context)[-CONTEXT_TOKENS:] + ids(one.question) for one in examples]
-    expected = [ids(one.answer) for one in examples]
-
-    def inputs(batch: slice) -> dict[str, torch.Tensor]:
-        return dict(tokenizer.pad({"input_ids": prompts[batch]}, return_tensors="pt"))
-
-    def right(batch: slice, new: torch.Tensor) -> list[bool]:
-        return [row[: len(one)] == one for row, one in zip(new.tolist(), expected[batch], strict=True)]
-
-    return Task(
-        name="smollm2",
-        title="Methods on SmolLM2-135M, retrieval from a text",
-        identity=_hash(repr((draw_examples(20), CONTEXT_TOKENS, model.dtype)).encode()),
-        model=model,
-        questions=len(examples),
-        batch_size=20,
-        new_tokens=max(map(len, expected)),
-        inputs=inputs,
-        right=right,
-        protocols=(
-            QUERY_AWARE,
-            Protocol(
-                "query-agnostic",
-                {"scope": "context", "context_tokens": -question_tokens, "first_token": "compressed"},
-            ),
-        ),
-        has_images=False,
-    )
-
-
-TASKS = {"tiny": tiny, "smollm2": smollm2}
-
-
 def tables(arguments: argparse.Namespace) -> Iterator[Path]:
     """Compute and write the tables; yields the file of each."""
     methods = list(kvcompress.list_methods())
-    asked = {"full", "random", *(arguments.methods or methods)}
+    asked = {*RULERS, *(arguments.methods or methods)}
     for name in arguments.tasks or TASKS:
         task = TASKS[name](arguments.questions)
         cells = cells_of(task, methods)
@@ -429,14 +207,14 @@ def tables(arguments: argparse.Namespace) -> Iterator[Path]:
         answers = Answers(base.with_suffix(".json"), task.identity)
         if not arguments.tables_only:
             compute(task, [cell for cell in cells if cell.method in asked], answers)
-        rows = {protocol.title: rows_of(protocol, cells, answers, task.questions) for protocol in task.protocols}
-        unanswered = [cell for cell in cells if not len(answers.of(cell, task.questions))]
-        why = {cell.method: answers.refused.get(cell.key, "not answered yet") for cell in unanswered}
+        rows = [(protocol, rows_of(protocol, cells, answers, task.questions)) for protocol in task.protocols]
+        why = {cell.method: "not answered yet" for cell in cells if not len(answers.of(cell, task.questions))}
+        why |= {cell.method: answers.refused[cell.key] for cell in cells if cell.key in answers.refused}
         text = report(task, rows, why)
         write_text(base.with_suffix(".md"), text)
         if arguments.out == RESULTS:
             put_into_page(PAGE, name, text)
-        plot(rows, base.with_suffix(".png"))
+        plot(rows, task.kept, base.with_suffix(".png"))
         yield base.with_suffix(".md")
 
 
@@ -444,7 +222,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tasks", nargs="*", choices=[[], *TASKS], help="default: both")
     parser.add_argument("--questions", type=int, default=100, help="per task (default: 100)")
-    parser.add_argument("--methods", nargs="+", metavar="NAME", help="that are answered besides full and random (all)")
+    parser.add_argument(
+        "--methods", nargs="+", metavar="NAME", help="that are answered besides full, hindsight and random (all)"
+    )
     parser.add_argument("--tables-only", action="store_true", help="of the answers that are there")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()

@@ -21,7 +21,7 @@ CHECKED_BY = {
     **dict.fromkeys(("cdpruner", "divprune", "dycoke", "evs", "fastv", "framefusion"), AUTHORS),
     **dict.fromkeys(("prumerge+", "sparsevlm", "visionzip", "vispruner"), AUTHORS),
     **dict.fromkeys(("cur", "expected-attention", "keydiff"), KVPRESS),
-    **dict.fromkeys(("aircache", "full", "random", "sagekv", "simlayerkv", "vl-cache", "vnorm"), FORMULA),
+    **dict.fromkeys(("aircache", "full", "hindsight", "random", "sagekv", "simlayerkv", "vl-cache", "vnorm"), FORMULA),
 }
 
 INTRODUCTION = """\
@@ -47,7 +47,8 @@ The tables name what checks the method's own selection besides:
 - *kvpress*: the same with [kvpress](https://github.com/NVIDIA/kvpress), where the method has its home;
 - *formula*: a plain reference, float64, loops, written from the paper, in `tests/oracle/`. No code was released, or
   what runs by default is nobody's: `simlayerkv`'s published rule is `variant="code"`, which its authors' code checks;
-  `full` has the logits of the plain model bit for bit, `random` its distribution.
+  `full` has the logits of the plain model bit for bit, `random` its distribution, and `hindsight` is held against
+  the model's own attention weights.
 
 Related pages: where a method differs from its paper ([differences.md](differences.md)), what vision-language methods
 do on any prompt ([vision-methods.md](vision-methods.md)), all methods compared on two small models

@@ -478,8 +478,8 @@ MUTATIONS = {
     ),
     "mrope-behind-an-image": Mutation(
         "hooks/second_reading.py",
-        "last = last.amax(0, keepdim=True).expand_as(last)",
-        "last = last[:1].expand_as(last)",
+        "axes.amax(0, keepdim=True).expand_as(axes)",
+        "axes[:1].expand_as(axes)",
         "what is read again goes on behind an image's time, not its largest position",
         (CORE + "hooks/test_second_reading.py",),
     ),

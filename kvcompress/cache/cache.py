@@ -120,7 +120,7 @@ class CompressedCache(DynamicCache):
             what, wanted = "first_token='compressed', which feeds a token twice,", "full attention"
         elif others != {DynamicSlidingWindowLayer}:
             wanted = "full attention or sliding windows"
-            if self.policy.cluster.second_pass:
+            if self.policy.cluster.second_pass == "context":
                 what = f"method {self.policy.method!r}, which reads the prompt twice,"
             elif engine.prefill_chunk is not None:
                 what = f"prefill_chunk={engine.prefill_chunk}, which feeds the prompt piece by piece,"

@@ -10,6 +10,7 @@ from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
 from .choice import Choice
 from .hiding import Hiding
+from .looking_ahead import LookingAhead
 from .memory import Memory
 from .new_tokens import NewTokens
 from .passes import Decoding, LaterChunk, Pass, Prefill, Rereading, Waiting
@@ -148,6 +149,18 @@ class CompressedLayer(CacheLayerMixin):
     def read_again(self, columns: torch.Tensor, missing: torch.Tensor, sinks: int) -> None:
         """The model is about to read columns of the prompt that waits once more; arguments as in `Rereading`."""
         self._pass = Rereading(self.waiting, columns, missing, sinks)
+
+    def look_ahead(self) -> None:
+        """The model is about to answer the prompt that waits, token by token."""
+        self._pass = LookingAhead(self.waiting)
+
+    def foresees(self, pads: torch.Tensor) -> None:
+        """The next token of the answer is about to reach this layer; `pads` as in `LookingAhead`."""
+        self._pass.pads = pads
+
+    def looked_ahead(self) -> None:
+        """The answer is over."""
+        self._pass = self._pass.finish()
 
     def finish(self, budgets: list[list[int]]) -> None:
         """Make the choice that waited for all layers. `budgets`: entries kept of the evictable ones, [layer][row]."""

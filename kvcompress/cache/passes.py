@@ -4,6 +4,7 @@
 - `LaterChunk`: a later chunk of a prompt in chunks. What is stored and the chunk are chosen from together.
 - `Waiting`: between two passes, a prompt whose choice needs all layers.
 - `Rereading`: the prompt that waits is read a second time.
+- `looking_ahead.LookingAhead`: the prompt that waits is answered.
 - `Decoding`: a token, written behind what is stored; now and then, an eviction.
 """
 
@@ -207,7 +208,7 @@ class Prefill(Pass):
         if max(tokens.context) == 0:
             memory.settle(tokens, candidates.with_sums(candidates.question), uniform=False)
         elif choice.waits:
-            return Waiting(self, candidates)
+            return Waiting(self, candidates, states)
         else:
             memory.settle(tokens, *choice.keep(candidates))
         return self.then
@@ -269,10 +270,13 @@ class Waiting(Pass):
         candidates: what is chosen among.
         scores: of their columns, None before a second reading.
         measured: what the rule for layer budgets wants to know, None where it wants nothing.
+        states: of the whole prompt, with its last query alone; there where it will be answered.
     """
 
-    def __init__(self, prompt: Prefill, candidates: Candidates):
+    def __init__(self, prompt: Prefill, candidates: Candidates, states: States):
         super().__init__(prompt.choice, prompt.memory)
+        if prompt.choice.policy.cluster.second_pass == "answer":
+            self.states = replace(states, queries=states.queries[:, :, -1:])
         self.tokens, self.then, self.candidates = prompt.tokens, prompt.then, candidates
         self.scores = self.measured = None
         self._length = prompt.first + prompt.tokens.columns

@@ -2,7 +2,7 @@
 
 import warnings
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -29,7 +29,9 @@ class KVCluster(Method):
     decode_interval: ClassVar[int] = 16  # decode steps from one eviction to the next, where decoding evicts
     # What the method needs, or cannot do:
     whole_prompt: ClassVar[bool] = False  # chooses by the whole prompt, question included: not chunk by chunk
-    second_pass: ClassVar[bool] = False  # the prompt is read again; has the options `chunk_size` and `instruction`
+    # What is read before the choice: the `context` again (options `chunk_size`, `sinks`, `instruction`), or the full
+    # cache's `answer` (option `answer_tokens`, method `foresee`).
+    second_pass: ClassVar[Literal["", "context", "answer"]] = ""
     unrotated_queries: ClassVar[bool] = False  # `score` gets queries before RoPE; `view.rotary` rotates those to come
     mixes_heads: ClassVar[bool] = False  # a KV head's choice depends on other heads' states: no tensor parallel
 

@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from ..errors import KVCompressError
 from ..methods import register_method
 from ..scoring.layer_view import Kept, LayerView
+from ..scoring.projection import output_projection
 from ..scoring.selection import ADAPTIVE, ranks
 from .snapkv import WindowKVCluster
 
@@ -25,18 +25,7 @@ def projected_norm(values: torch.Tensor, module: torch.nn.Module | None) -> torc
     Returns:
         (batch, kv_heads, keys) in fp32.
     """
-    projection = getattr(module, "o_proj", None)
-    weight = getattr(projection, "weight", None)
-    if hasattr(weight, "to_local"):  # tensor parallel: the columns of this process's heads
-        weight = weight.to_local()
-    # Quantized weights are tensors of a type of their own, whatever dtype they say that they have.
-    if not isinstance(projection, torch.nn.Linear) or type(weight) not in (torch.Tensor, torch.nn.Parameter):
-        raise KVCompressError(
-            f"method 'criticalkv' needs an attention with a linear, unquantized o_proj, not a {type(module).__name__} "
-            f"with o_proj={type(projection).__name__}, weight={type(weight).__name__}"
-        )
-    weight = weight.float().unflatten(1, (values.shape[1], -1, values.shape[3]))
-    weight = weight.permute(2, 1, 3, 0)  # (groups, kv_heads, head_dim, hidden)
+    weight = output_projection(module, values.shape[1], values.shape[3], "criticalkv")
     norms = [
         torch.stack([(block.float() @ of_group).abs().sum(-1) for of_group in weight]).mean(0)
         for block in values.split(BLOCK, dim=2)

@@ -28,7 +28,7 @@ class KVzipKVCluster(KVCluster):
     window_size: PositiveInt = 32
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2505.23416"
-    second_pass: ClassVar[bool] = True
+    second_pass: ClassVar[str] = "context"
     layer_budget: ClassVar[str] = "global"
     head_budget: ClassVar[str] = "adaptive"
     safeguard: ClassVar[float] = 0.0

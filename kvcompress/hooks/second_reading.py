@@ -37,7 +37,9 @@ class DecoderInputs:
             return seen - 1 + steps
         last = self.position_ids.amax(-1, keepdim=True)
         if last.ndim == 3:  # several axes: behind an image, text goes on from the largest
-            last = last.amax(0, keepdim=True).expand_as(last)
+            counted = int(len(last) == 4)  # transformers numbers the columns before the three axes of M-RoPE
+            axes = last[counted:]
+            last = torch.cat([last[:counted], axes.amax(0, keepdim=True).expand_as(axes)])
         return last + steps
 
 

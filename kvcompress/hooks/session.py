@@ -22,6 +22,7 @@ from ..inflight.request import Request
 from ..policy.policy import make_policy
 from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
+from .looking_ahead import look_ahead
 from .model import attention_config, check_cache, check_heads, text_decoder, unwrapped, writing_part
 from .rotary import rotary_embeddings, watch_rotary
 from .second_reading import DecoderInputs, read_again
@@ -173,7 +174,7 @@ class Session:
     def _after_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict, output: Any) -> Any:
         """The forward pass is over; `output` is None where it raised."""
         try:
-            return None if output is None else self._finish(kwargs["past_key_values"], kwargs)
+            return None if output is None else self._finish(kwargs["past_key_values"], kwargs, output)
         finally:
             if not torch.compiler.is_compiling():
                 self._leave_thread()
@@ -198,13 +199,15 @@ class Session:
             self._end_pass()
             self._alone = None
 
-    def _finish(self, cache: CompressedCache, kwargs: dict) -> Any:
+    def _finish(self, cache: CompressedCache, kwargs: dict, output: Any) -> Any:
         """Finish a prompt. For `first_token="compressed"`: feed its last token again, on what was kept."""
         self._end_pass()
         if cache.is_prompt:
-            if cache.policy.cluster.second_pass:
+            if cache.policy.cluster.second_pass == "context":
                 read_again(self._decoder, self._decoder_inputs, cache)
-                del self._decoder_inputs
+            elif cache.policy.cluster.second_pass == "answer":
+                look_ahead(self.model, self._decoder, self._decoder_inputs, getattr(output, "logits", None), cache)
+            self._decoder_inputs = None
             cache.finish()
         cache.end()
         if not cache.is_prompt or cache.policy.engine.first_token == "full":

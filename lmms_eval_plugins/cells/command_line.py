@@ -103,9 +103,10 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     flags, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         check_known(unknown[0], list(parser._option_string_actions))
-    bare = "--apply_chat_template"
-    if isinstance(flags.apply_chat_template, str) and bare in argv and 0 < sum("=" not in w for w in flags.words) < 4:
-        # It took one of the four words for its NAME.
+    bare, name = "--apply_chat_template", flags.apply_chat_template
+    is_short = 0 < sum("=" not in word for word in flags.words) < 4
+    if isinstance(name, str) and bare in argv and (is_short or "=" in name):
+        # It took one of the four words, or a key=value, for its NAME.
         place = argv.index(bare)
         flags = _parsed([*argv[:place], *argv[place + 1 :]])
         flags.apply_chat_template = True

@@ -352,7 +352,7 @@ def load_model(arguments: "ModelArguments", needs_template: bool = True) -> "KVC
         # Its layers are too small to share: two threads mostly wait for each other, on a busy machine for seconds.
         torch.set_num_threads(1)
     try:
-        return KVCompressLM(needs_template, **arguments.model_dump(exclude_unset=True))
+        return KVCompressLM(needs_template=needs_template, **arguments.model_dump(exclude_unset=True))
     except (OSError, ImportError) as error:
         message = " ".join(str(error).split())
         raise EvaluationFailed(f"model {arguments.pretrained} could not be loaded: {message[:500]}") from error

@@ -15,8 +15,10 @@ from ..cells.errors import UsageError
 from ..cells.results import RESULTS_FILE, DamagedFile, exact, read_cell
 from .headline import Headline, by_question, headline, seconds
 from .metrics import (
+    Headroom,
     area_under_curve,
     fastest,
+    headroom,
     loyalty,
     overall_generalisation,
     overall_performance,
@@ -114,12 +116,27 @@ def _against_full(group: pd.DataFrame) -> pd.DataFrame:
                 f"{row.task}: {row.series} at {row.size} answered other questions than the full cache"
             )
     questions = group["questions"]
+    bounds = [group[group["method"] == name] for name in ("random", "hindsight")]
+    headrooms = [_headroom(row, bounds) for row in group.itertuples()]
     return group.drop(columns="is_full").assign(
         full=first["score"],
         relative=relative_scores(group["score"], [first["score"]]),
         loyalty=[loyalty(list(cell["answer"]), list(full["answer"])) for cell in questions],
         speed_up=[speed_up(cell["seconds"], full["seconds"]) for cell in questions],
+        headroom=[found.part if found else math.nan for found in headrooms],
+        headroom_low=[found.low if found else math.nan for found in headrooms],
+        headroom_high=[found.high if found else math.nan for found in headrooms],
     )
+
+
+def _headroom(row: Any, bounds: list[pd.DataFrame]) -> Headroom | None:
+    """Of one cell, between those of random and hindsight at the same size. None where there is not one of each, or
+    where the metric is no number per question."""
+    between = [cells[cells["size"] == row.size]["questions"] for cells in bounds]
+    if row.method == "full" or any(len(found) != 1 for found in between):
+        return None
+    scores = [questions["score"] for questions in (row.questions, *(found.iloc[0] for found in between))]
+    return None if any(of_cell.isna().any() for of_cell in scores) else headroom(*scores)
 
 
 def curves(grid: pd.DataFrame, points: float, lowest: float | None = None) -> pd.DataFrame:

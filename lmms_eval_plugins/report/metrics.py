@@ -106,6 +106,48 @@ def paired_bootstrap(a: Numbers, b: Numbers, resamples: int = 10_000, seed: int 
     return Comparison(len(a), float(observed), float(low), float(high), (extreme + 1) / (resamples + 1))
 
 
+@dataclass(frozen=True)
+class Headroom:
+    """The part of the way from `random` to `hindsight` that a method has gone, with 95 % interval: 0 is as good as
+    random, 1 as good as knowing the answer."""
+
+    part: float
+    low: float
+    high: float
+
+
+def headroom(scores: Numbers, random: Numbers, hindsight: Numbers, resamples: int = 10_000) -> Headroom | None:
+    """(mean of scores - mean of random) / (mean of hindsight - mean of random), all of the same questions at the same
+    ratio. None where hindsight is not above random, so that there is no way to go.
+
+    The interval is the percentiles 2.5 and 97.5 over questions drawn again, with replacement, the three together; draws
+    without a way are left out.
+
+    Raises:
+        KVCompressError: not the same number of questions.
+    """
+    if not len(scores) == len(random) == len(hindsight):
+        raise KVCompressError(
+            f"headroom compares the same questions, not {len(scores)}, {len(random)} and {len(hindsight)}"
+        )
+    three = np.stack([scores, random, hindsight]).astype(float)
+
+    def part(drawn: np.ndarray) -> np.ndarray:
+        own, lowest, highest = three[:, drawn].mean(-1)
+        way = np.where(highest > lowest, highest - lowest, np.nan)
+        return (own - lowest) / way
+
+    questions, generator = three.shape[1], np.random.default_rng(0)
+    observed = part(np.arange(questions)[None])[0]
+    if np.isnan(observed):
+        return None
+    at_once = max(1, 1_000_000 // questions)
+    counts = [min(at_once, resamples - start) for start in range(0, resamples, at_once)]
+    parts = [part(generator.integers(questions, size=(count, questions))) for count in counts]
+    low, high = np.nanpercentile(np.concatenate(parts), [2.5, 97.5])
+    return Headroom(float(observed), float(low), float(high))
+
+
 # -- over the ratios of one method
 
 

@@ -89,11 +89,16 @@ def _cells_table(group: pd.DataFrame) -> Table:
     scale = score_scale(group)
     table = Table(title=f"{task}, {model}" + (f" ({settings})" if settings else ""))
     metric, against_full = group["metric"].iloc[0], ("of full", "loyalty", "speed-up")
-    for column in ("method", "ratio kept", metric, *against_full, "answers/s", "tokens/correct"):
+    has_headroom = group["headroom"].notna().any()  # only where `random` and `hindsight` are in the grid
+    columns = ["method", "ratio kept", metric, *(["headroom"] if has_headroom else []), *against_full]
+    for column in (*columns, "answers/s", "tokens/correct"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for row in group.itertuples():
         values = [_percent(row.relative) + " %", _percent(row.loyalty) + " %", f"{row.speed_up:.2f}x"]
         values += [_number(row.answers_per_s), _number(row.tokens_per_correct)]
+        if has_headroom:
+            interval = f"[{_percent(row.headroom_low, 0)}, {_percent(row.headroom_high, 0)}] %"
+            values.insert(0, "-" if pd.isna(row.headroom) else f"{_percent(row.headroom, 0)} {interval}")
         table.add_row(row.series, row.size, f"{scale * row.score:.1f}", *values)
     return table
 

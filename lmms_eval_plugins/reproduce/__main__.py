@@ -109,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "name",
         type=label,
-        help="a file of configs/reproduce (effivlm_bench, vl_cache, look_m, snapkv, video, tiny, ...) or a path",
+        help="a file of configs/reproduce (effivlm_bench, vl_cache, snapkv, reasoning, video, tiny, ...) or a path",
     )
     add("--limit", type=count_or_fraction, metavar="N", help="questions per task")
     add(

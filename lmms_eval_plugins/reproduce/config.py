@@ -38,7 +38,8 @@ class PaperModel(_Strict):
 
 class Benchmark(_Strict):
     name: str = Field(description="As in the paper and in the reference.")
-    task: str | None = Field(description="A task of lmms-eval; null where it cannot be run here.")
+    task: str | None = Field(description="A task of lmms-eval or lm-eval; null where it cannot be run here.")
+    flags: list[str] = Field(default_factory=list, description="Flags of run_eval.sh for this task alone.")
     metric: str | None = Field(None, description="The task's metric; its first number where null.")
     scale: PositiveFloat = Field(100, le=MOST, description="The paper's score for a score of 1.")
     needs: str | None = Field(None, description="Why `task` is null.")

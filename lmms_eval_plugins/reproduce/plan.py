@@ -46,12 +46,14 @@ class Run:
     Attributes:
         cells: what it computes.
         argv: its arguments; `request` and `arguments` are these as it reads them.
+        asks_lm_eval: whether its task is lm-evaluation-harness's.
     """
 
     cells: list[PlannedCell]
     argv: list[str]
     request: Request
     arguments: ModelArguments
+    asks_lm_eval: bool
 
 
 def parse_only(text: str, config: Reproduction) -> dict[str, set[str]]:
@@ -155,7 +157,7 @@ def _run(cells: list[PlannedCell], extra: list[str]) -> Run:
     if budgets:
         given["budget"] = ",".join(budgets)
     argv = [task, model.pretrained, ",".join(methods), ",".join(ratios) or "-"]
-    argv += [*(f"{name}={value}" for name, value in given.items()), *extra]
+    argv += [*(f"{name}={value}" for name, value in given.items()), *cells[0].benchmark.flags, *extra]
     request = parse(argv)
     asked = Plan.of(request)
     found = {(own.method, own.ratio, own.budget): (own, options) for own, options in asked.cells}
@@ -163,4 +165,4 @@ def _run(cells: list[PlannedCell], extra: list[str]) -> Run:
     for cell in cells:
         own = found[method_info(cell.method.method).name, cell.size.get("ratio"), cell.size.get("budget")]
         placed.append(dataclasses.replace(cell, asked=own, folder=own[0].folder(request.flags.output_path)))
-    return Run(placed, argv, request, asked.arguments)
+    return Run(placed, argv, request, asked.arguments, any(map(asked.is_text, asked.request.tasks)))

@@ -4,6 +4,7 @@ import functools
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from ..cells import machine
 from ..cells.errors import EvaluationFailed
+from ..cells.names import LM_EVAL_PACKAGE, lm_eval_folder
 from ..cells.processes import evaluation
 from .plan import PlannedCell, Run
 
@@ -19,6 +21,8 @@ def cannot_run(cell: PlannedCell, run: Run | None) -> str | None:
     """Why a cell is not even tried; None where it is."""
     if run is None:
         return f"needs {cell.benchmark.needs or cell.model.needs}"
+    if run.asks_lm_eval and lm_eval_folder() is None:
+        return f"needs lm-evaluation-harness: {sys.executable} -m pip install '{LM_EVAL_PACKAGE}'"
     if cell.model.gpu and run.arguments.device is None and not torch.cuda.is_available():
         return "needs a GPU, and torch sees none (device=cpu tries without)"
     if machine.needs_hub(run.request) and not _hub_is_there():

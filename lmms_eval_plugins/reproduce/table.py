@@ -18,7 +18,7 @@ from .plan import PlannedCell
 
 SUFFIXES = (".md", ".csv")  # of the table's files
 CONFIDENCE = 1.96  # standard errors on either side: 95 %
-COLUMNS = ["method", "ratio", "ours", "theirs", "difference", "inside both errors", "note"]
+COLUMNS = ["method", "ratio", "ours", "theirs", "difference", "tokens/correct", "inside both errors", "note"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Row:
     Attributes:
         margin: half of our 95 % interval.
         inside: whether the difference is at most margin and reading error together.
+        tokens_per_correct: tokens of our answers, over the sum of their scores.
         note: why there is no result, or the number of questions.
     """
 
@@ -42,16 +43,17 @@ class Row:
     reading_error: float | None
     difference: float | None
     inside: bool | None
+    tokens_per_correct: float | None
     note: str
 
 
 def row(cell: PlannedCell, reference: dict[tuple[str, ...], tuple[float, float]], reason: str) -> Row:
     """A cell beside its reference; `reason` stands where it has no result."""
     theirs, reading_error = reference.get(cell.key, (None, None))
-    ours, stderr, margin, note = None, None, None, reason
+    ours, stderr, margin, tokens, note = None, None, None, None, reason
     if cell.folder is not None and (cell.folder / RESULTS_FILE).is_file():
         try:
-            ours, stderr, questions = read_score(cell)
+            ours, stderr, questions, tokens = read_score(cell)
         except DamagedFile as error:
             note = str(error)
         else:
@@ -60,11 +62,12 @@ def row(cell: PlannedCell, reference: dict[tuple[str, ...], tuple[float, float]]
     inside = None
     if difference is not None and margin is not None:
         inside = abs(difference) <= margin + reading_error
-    return Row(*cell.key, ours, stderr, margin, theirs, reading_error, difference, inside, note)
+    return Row(*cell.key, ours, stderr, margin, theirs, reading_error, difference, inside, tokens, note)
 
 
-def read_score(cell: PlannedCell) -> tuple[float, float | None, int]:
-    """Our score and standard error in the paper's scale, and the number of questions. Raises DamagedFile."""
+def read_score(cell: PlannedCell) -> tuple[float, float | None, int, float | None]:
+    """Our score and standard error in the paper's scale, the number of questions, and tokens per correct answer. Raises
+    DamagedFile."""
     results = read_results(cell.folder)
     scores, scale = results["results"].get(cell.benchmark.task, {}), cell.benchmark.scale
     found = headline(results, cell.benchmark.metric)
@@ -74,7 +77,8 @@ def read_score(cell: PlannedCell) -> tuple[float, float | None, int]:
             f"{cell.folder}: the task's scores have no {wanted}: {', '.join(scores) or 'none at all'}"
         )
     stderr = None if found.stderr is None else scale * found.stderr
-    return scale * found.score, stderr, results.get("n_questions", results["n_samples"])
+    questions = results.get("n_questions", results["n_samples"])
+    return scale * found.score, stderr, questions, found.tokens_per_correct
 
 
 def interval(stderr: float | None, questions: int, scale: float) -> float | None:
@@ -114,7 +118,7 @@ def markdown(config: Reproduction, rows: list[Row]) -> str:
         part = list(part)
         lines += [f"## {model}, {benchmark}", ""]
         lines += [remarks[benchmark], ""] if remarks[benchmark] else []
-        lines += [f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * 4 + " --- | --- |"]
+        lines += [f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * 5 + " --- | --- |"]
         lines += [f"| {' | '.join(map(_cell, _shown_row(row)))} |" for row in part]
         lines += ["", *_trend(part)]
     return "\n".join(lines).rstrip() + "\n"
@@ -132,7 +136,8 @@ def _shown_row(row: Row) -> list[str]:
     ours = "missing" if row.ours is None else number(row.ours, row.stderr)
     difference = "-" if row.difference is None else f"{row.difference:+.1f}"
     inside = {None: "-", True: "yes", False: "no"}[row.inside]
-    return [row.method, row.ratio, ours, number(row.theirs, row.reading_error), difference, inside, row.note]
+    theirs, tokens = number(row.theirs, row.reading_error), number(row.tokens_per_correct)
+    return [row.method, row.ratio, ours, theirs, difference, tokens, inside, row.note]
 
 
 def _trend(rows: list[Row]) -> list[str]:

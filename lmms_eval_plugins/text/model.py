@@ -6,7 +6,6 @@ lm-eval hands over prompts as text: with its examples, and written by the checkp
 `--apply_chat_template` is given. They are tokenized as lm-eval's own `hf` model does it.
 """
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -41,26 +40,25 @@ class AskedByLmEval(LM):
         self.answerer = answerer
         self._chat: ChatProcessor | None = getattr(answerer, "chat", None)
         self._device = answerer.device
-        self._world_size = answerer.world_size
-        # The ranks of a tensor-parallel model are one model, and each answers every question.
-        self._rank = answerer.rank if answerer.world_size > 1 else 0
 
     # -- answers --------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """The answers, in the order of the requests."""
-        args, times = self.answerer.args, Counter()
+        args, rank, ranks = self.answerer.args, self.answerer.rank, self.answerer.world_size
         most = args.max_new_tokens if "max_new_tokens" in args.model_fields_set else MAX_NEW_TOKENS
-        asked = []
-        for request in requests:
-            times[id(request)] += 1
-            # So that all ranks have as many, lm-eval asks a rank's last question again.
-            is_padding = times[id(request)] > (request.repeats or 1)
-            asked.append(_request(request, most, is_padding))
+        asked = [_request(request, most) for request in requests]
         self.answerer.task_dict = {request.task_name: {SPLIT: Documents()} for request in requests}
-        results = self.answerer.generate_until(asked)
+        # lm-eval sees one process: its draws of examples would depend on how many there are. So we share out.
+        places = range(rank, len(asked), ranks) if ranks > 1 else range(len(asked))
+        results = self.answerer.generate_until([asked[place] for place in places])
+        answers = dict(zip(places, (result.text for result in results), strict=True))
+        if ranks > 1:
+            of_ranks: list[dict[int, str]] = [{} for _ in range(ranks)]
+            torch.distributed.all_gather_object(of_ranks, answers)
+            answers = {place: text for each in of_ranks for place, text in each.items()}
         self.answerer.clean()
-        return [result.text for result in results]
+        return [answers[place] for place in range(len(asked))]
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         raise KVCompressError(f"--model kvcompress answers generate_until tasks only: {NO_LIKELIHOOD}")
@@ -94,22 +92,6 @@ class AskedByLmEval(LM):
         """For lm-eval's cache of requests."""
         return self.answerer.args.pretrained.replace("/", "__")
 
-    # -- several processes ----------------------------------------------------------------------------------------
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensors of all ranks behind one another: (ranks * elements)."""
-        found = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        torch.distributed.all_gather(found, tensor)
-        return torch.stack(found).flatten()
-
-    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        found = [None] * self.world_size
-        torch.distributed.all_gather_object(found, obj)
-        return found if self.rank == dst else None
-
-    def barrier(self) -> None:
-        torch.distributed.barrier()
-
 
 class KVCompressTextLM(AskedByLmEval):
     """`--model kvcompress` of lm-eval's own command. `arguments` as in docs/model-args.md."""
@@ -127,12 +109,10 @@ class Documents(dict):
         return {}
 
 
-def _request(request: Instance, most: int, is_padding: bool) -> Request:
+def _request(request: Instance, most: int) -> Request:
     """lm-eval's request as lmms-eval makes them."""
     prompt, kwargs = request.args[:2]
     metadata = {"task": request.task_name, "doc_id": request.doc_id, "repeats": request.repeats}
-    if is_padding:
-        metadata["__padding_only__"] = True
 
     def written(document: dict[str, Any]) -> str:
         return prompt

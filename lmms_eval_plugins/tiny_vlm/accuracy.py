@@ -64,24 +64,27 @@ class Reader:
         """Answers to prompts of the regimes, with one question each; one prompt at a time."""
         texts = []
         for shown in prompts:
-            inputs = self.shown_inputs(shown)
+            inputs = self.shown_inputs([shown])
             output = self.model.generate(**inputs, max_new_tokens=MAX_TOKENS_OF_REGIMES, do_sample=False)
             texts.append(self.processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
         return texts
 
-    def shown_inputs(self, shown: Shown) -> BatchFeature:
-        """What the model takes for one prompt of a regime."""
-        post_prompt = "" if shown.question.kind in read_all.KINDS else POST_PROMPT
-        content = [{"type": "image"}] * len(shown.pictures) + [{"type": "video"}] * (shown.frames is not None)
-        content.append({"type": "text", "text": shown.text + shown.question.text.capitalize() + post_prompt})
-        message = {"role": "user", "content": content}
-        text = self.processor.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    def shown_inputs(self, prompts: list[Shown]) -> BatchFeature:
+        """What the model takes for prompts of one regime, left-padded; all of them have pictures, or none has."""
+        texts = []
+        for shown in prompts:
+            post_prompt = "" if shown.question.kind in read_all.KINDS else POST_PROMPT
+            content = [{"type": "image"}] * len(shown.pictures) + [{"type": "video"}] * (shown.frames is not None)
+            content.append({"type": "text", "text": shown.text + shown.question.text.capitalize() + post_prompt})
+            message = {"role": "user", "content": content}
+            texts.append(self.processor.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
         media = {}
-        if shown.pictures:
-            media["images"] = [[Image.fromarray(picture) for picture in shown.pictures]]
-        if shown.frames is not None:
-            media |= {"videos": [shown.frames], "do_sample_frames": False}
-        return self.processor(text=[text], return_tensors="pt", **media).to(self.model.device, self.model.dtype)
+        if prompts[0].pictures:
+            media["images"] = [[Image.fromarray(picture) for picture in shown.pictures] for shown in prompts]
+        if prompts[0].frames is not None:
+            media |= {"videos": [shown.frames for shown in prompts], "do_sample_frames": False}
+        inputs = self.processor(text=texts, return_tensors="pt", padding=True, **media)
+        return inputs.to(self.model.device, self.model.dtype)
 
 
 def by_kind(examples: Sequence[Example | Shown], answers: list[str]) -> dict[str, float]:

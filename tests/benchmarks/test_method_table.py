@@ -1,23 +1,15 @@
 """The table of all methods: only what is missing is computed, and what is worse than random is marked."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import kvcompress
-from benchmarks import method_table
-from benchmarks.method_table import (
-    RATIOS,
-    Answers,
-    Cell,
-    Estimate,
-    Protocol,
-    Task,
-    cells_of,
-    compute,
-    markdown,
-    rows_of,
-    sign_test,
-)
+from benchmarks import method_cells, method_table
+from benchmarks.method_cells import BY_RATIO, FULL, RATIOS, Answers, Cell, Column, Protocol, Task, cells_of, compute
+from benchmarks.method_table import Estimate, markdown, rows_of, sign_test
+from benchmarks.method_tasks import TASKS
 from benchmarks.retrieval import OPENING, draw_examples
 from tests.support.families import FAMILIES
 
@@ -50,8 +42,8 @@ def test_a_second_run_computes_only_what_is_missing(task, tmp_path, monkeypatch)
     compute(task, cells_of(task, ["full", "knorm"]), Answers(file, "even"))
     before = Answers(file, "even").right
     asked = []
-    answer = method_table.answer
-    monkeypatch.setattr(method_table, "answer", lambda *given: asked.append(given[1]) or answer(*given))
+    answer = method_cells.answer
+    monkeypatch.setattr(method_cells, "answer", lambda *given: asked.append(given[1]) or answer(*given))
     cells = cells_of(task, ["full", "knorm", "random"])
     compute(task, cells, Answers(file, "even"))
     assert {cell.method for cell in asked} == {"random"}
@@ -62,7 +54,7 @@ def test_a_second_run_computes_only_what_is_missing(task, tmp_path, monkeypatch)
 
 
 def test_answers_to_other_questions_are_forgotten(tmp_path):
-    file, cell = tmp_path / "answers.json", Cell(PROTOCOL, "knorm", 0.5)
+    file, cell = tmp_path / "answers.json", Cell(PROTOCOL, "knorm", Column.of(0.5))
     Answers(file, "even").add(cell, [True, False])
     assert Answers(file, "even").of(cell, 2).tolist() == [1, 0]
     assert Answers(file, "odd").of(cell, 2).tolist() == []
@@ -72,14 +64,14 @@ def test_an_interrupted_run_goes_on_where_it_was(task, tmp_path, monkeypatch):
     cells = cells_of(task, ["full", "knorm", "random"])
     whole, cut = Answers(tmp_path / "whole.json", "even"), Answers(tmp_path / "cut.json", "even")
     compute(task, cells, whole)
-    answer, left = method_table.answer, iter(range(5))
+    answer, left = method_cells.answer, iter(range(5))
 
     def interrupted(*given):
         next(left)  # StopIteration stands for the cut
         return answer(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(method_table, "answer", interrupted)
+        patch.setattr(method_cells, "answer", interrupted)
         with pytest.raises(StopIteration):
             compute(task, cells, cut)
     compute(task, cells, Answers(tmp_path / "cut.json", "even"))
@@ -87,27 +79,27 @@ def test_an_interrupted_run_goes_on_where_it_was(task, tmp_path, monkeypatch):
 
 
 def test_a_cell_is_another_when_its_options_its_protocol_or_its_methods_code_change(monkeypatch):
-    cell = Cell(PROTOCOL, "snapkv", 0.5)
-    assert cell.key == Cell(PROTOCOL, "snapkv", 0.5).key
+    cell = Cell(PROTOCOL, "snapkv", Column.of(0.5))
+    assert cell.key == Cell(PROTOCOL, "snapkv", Column.of(0.5)).key
     others = [
-        Cell(PROTOCOL, "snapkv", 0.2),
-        Cell(PROTOCOL, "snapkv", 0.5, {"window_size": 8}),
-        Cell(Protocol("query-aware", {"scope": "context"}), "snapkv", 0.5),
+        Cell(PROTOCOL, "snapkv", Column.of(0.2)),
+        Cell(PROTOCOL, "snapkv", Column.of(0.5), {"window_size": 8}),
+        Cell(Protocol("query-aware", {"scope": "context"}), "snapkv", Column.of(0.5)),
     ]
     assert cell.key not in [other.key for other in others]
     key = cell.key
     with monkeypatch.context() as patch:
-        patch.setattr(method_table, "code_identity", lambda *files: "another")
+        patch.setattr(method_cells, "code_identity", lambda *files: "another")
         assert cell.key == key  # what this process runs is what it imported
-        method_table.method_code.cache_clear()
+        method_cells.method_code.cache_clear()
         assert cell.key != key
-    method_table.method_code.cache_clear()
+    method_cells.method_code.cache_clear()
 
 
 def test_methods_that_share_no_prompt_pass_run_their_own(task, tmp_path):
     answers, cells = Answers(tmp_path / "answers.json", "even"), cells_of(task, ["full", "random", "kvzip"])
     compute(task, cells, answers)
-    table = markdown(rows_of(PROTOCOL, cells, answers, task.questions), task.questions)
+    table = markdown(rows_of(PROTOCOL, cells, answers, task.questions), BY_RATIO, task.questions)
     assert "| kvzip |" in table
     assert "| **random** |" in table
 
@@ -116,7 +108,9 @@ def test_fewer_questions_of_a_method_are_named_in_its_row(task, tmp_path):
     answers, cells = Answers(tmp_path / "answers.json", "even"), cells_of(task, ["knorm"])
     for cell in cells:
         answers.add(cell, [True, False])
-    assert "| knorm (2 questions) |" in markdown(rows_of(PROTOCOL, cells, answers, task.questions), task.questions)
+    assert "| knorm (2 questions) |" in markdown(
+        rows_of(PROTOCOL, cells, answers, task.questions), BY_RATIO, task.questions
+    )
 
 
 def test_the_sign_test_counts_only_questions_that_one_of_the_two_answered():
@@ -132,11 +126,42 @@ def test_a_refusal_is_reported_and_not_tried_again(task, tmp_path, monkeypatch):
 
     answers, cells = Answers(tmp_path / "answers.json", "even"), cells_of(task, ["knorm"])
     with monkeypatch.context() as patch:
-        patch.setattr(method_table, "answer", refuse)
+        patch.setattr(method_cells, "answer", refuse)
         compute(task, cells, answers)
     compute(task, cells, Answers(answers.path, "even"))
     assert set(Answers(answers.path, "even").refused.values()) == {"videos only"}
     assert rows_of(PROTOCOL, cells, answers, task.questions) == {}
+
+
+def test_a_method_that_is_refused_in_one_column_has_the_others(task, tmp_path):
+    answers, cells = Answers(tmp_path / "answers.json", "even"), cells_of(task, ["knorm", "tova"])
+    for cell in cells:
+        answers.add(cell, [True, cell.method == "tova", False, False])
+    answers.refuse(cells[3], kvcompress.KVCompressError("too few"))
+    lines = markdown(rows_of(PROTOCOL, cells, answers, 4), BY_RATIO, 4).splitlines()[2:]
+    assert [line.split(" | ")[0] for line in lines] == ["| tova", "| knorm"]
+    assert [len(cell.strip()) > 0 for cell in lines[1].split("|")[2:-1]] == [True, True, True, False, False, False]
+
+
+def test_a_table_of_decode_budgets_asks_every_method_that_evicts_while_decoding(task, tmp_path):
+    budgets = (Column("8 / 2", None, {"budget": 8, "decode_budget": 8, "decode_interval": 2}),)
+    task = replace(task, protocols=(Protocol("decode budgets", {}, budgets),), new_tokens=6, has_images=True)
+    cells = cells_of(task, ["full", "knorm", "fastv"])
+    assert [(cell.method, cell.column.title) for cell in cells] == [("full", "full"), ("knorm", "8 / 2")]
+    answers = Answers(tmp_path / "answers.json", "even")
+    compute(task, cells, answers)
+    assert all(len(answers.of(cell, 4)) == 4 for cell in cells)
+
+
+def test_headroom_is_over_all_columns_between_random_and_hindsight(tmp_path):
+    answers, cells = Answers(tmp_path / "answers.json", "even"), []
+    for method, rights in {"hindsight": [90, 70, 60, 40], "random": [50, 30, 20, 0], "tova": [80, 50, 40, 10]}.items():
+        for column, right in zip(BY_RATIO, rights, strict=True):
+            cells.append(Cell(PROTOCOL, method, column))
+            answers.add(cells[-1], [True] * right + [False] * (100 - right))
+    lines = markdown(rows_of(PROTOCOL, cells, answers, 100), BY_RATIO, 100).splitlines()[2:]
+    assert [line.split("|")[1].strip() for line in lines] == ["**hindsight**", "**random**", "tova"]
+    assert [line.split("|")[-2].split(" [")[0].strip() for line in lines] == ["100", "0", "50"]
 
 
 def test_the_interval_is_the_bootstrap_over_questions():
@@ -154,10 +179,10 @@ def test_the_table_is_sorted_and_marks_what_is_worse_than_random(tmp_path):
     rights = {"full": 90, "random": 50, "knorm": 20, "snapkv": 80, "tova": 49}
     cells = []
     for method, right in rights.items():
-        for ratio in (None,) if method == "full" else RATIOS:
-            cells.append(Cell(PROTOCOL, method, ratio))
+        for column in (FULL,) if method == "full" else BY_RATIO:
+            cells.append(Cell(PROTOCOL, method, column))
             answers.add(cells[-1], [True] * right + [False] * (100 - right))
-    lines = markdown(rows_of(PROTOCOL, cells, answers, 100), 100).splitlines()[2:]
+    lines = markdown(rows_of(PROTOCOL, cells, answers, 100), BY_RATIO, 100).splitlines()[2:]
     assert [line.split(" | ")[0] for line in lines] == ["| **full**", "| **random**", "| snapkv", "| tova", "| knorm"]
     assert [line.count("▼") for line in lines] == [0, 0, 0, 0, len(RATIOS)]
 
@@ -185,7 +210,7 @@ def test_a_report_takes_the_place_of_the_last_one_in_the_page(tmp_path):
         assert text.endswith("\n\nend\n")
 
 
-@pytest.mark.parametrize("name", method_table.TASKS)
+@pytest.mark.parametrize("name", TASKS)
 def test_the_docs_page_has_a_place_for_each_table(name):
     text = method_table.PAGE.read_text(encoding="utf-8")
     assert text.count(f"<!-- {name}: made by benchmarks/method_table.py -->\n") == 1

@@ -182,7 +182,7 @@ def test_packed_questions_of_a_regime_have_the_logits_of_separate_prompts(regime
     reader.model.set_attn_implementation("sdpa")
     for row, shown in enumerate(prompts):
         number = len(shown.questions)
-        inputs = reader.shown_inputs(replace(shown, questions=shown.questions[-1:]))
+        inputs = reader.shown_inputs([replace(shown, questions=shown.questions[-1:])])
         answer = packer.encode(f"{shown.questions[-1].answer}<|im_end|>")
         inputs["input_ids"] = torch.cat((inputs["input_ids"], torch.tensor([answer])), 1)
         inputs.pop("attention_mask")

@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, list]] = {
         "pooling": ["avg", "max"],
         "variant": ["paper", "kvpress"],
     },
+    "hindsight": {"by": ["attention", "output"], "answer_tokens": [2, 5], "window_size": [1, 32]},
     "kvzip": {"chunk_size": [7, 2000], "sinks": [0, 4], "instruction": [(), (9, 11, 13)], "window_size": [1, 32]},
     "look-m": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
     "prefixkv": {"sinks": [0, 4, 9], "distance": [1, 25]},

@@ -93,6 +93,9 @@ def test_what_is_read_again_goes_on_behind_the_largest_position_of_any_axis():
     pads = torch.tensor([[True, False, False]])
     following = DecoderInputs(torch.zeros(1, 5, 4), positions).following(5, pads)
     assert following.tolist() == [[[7, 8, 9]]] * 3
+    numbered = torch.cat([torch.arange(10, 15)[None, None], positions])  # as transformers has it: columns first
+    following = DecoderInputs(torch.zeros(1, 5, 4), numbered).following(5, pads)
+    assert following.tolist() == [[[14, 15, 16]], *[[[7, 8, 9]]] * 3]
     assert DecoderInputs(torch.zeros(1, 5, 4), positions[0]).following(5, pads).tolist() == [[2, 3, 4]]
     assert DecoderInputs(torch.zeros(1, 5, 4), None).following(5, pads).tolist() == [[4, 5, 6]]
 

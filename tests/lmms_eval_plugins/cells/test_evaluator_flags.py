@@ -94,6 +94,7 @@ def test_flags_that_are_model_arguments_by_another_name():
         ["--apply_chat_template", *FOUR],
         [*FOUR[:2], "--apply_chat_template", *FOUR[2:], "window_size=8"],
         [*FOUR, "--apply_chat_template"],
+        [*FOUR, "--apply_chat_template", "window_size=8"],
         ["--apply_chat_template", "--limit", "2", *FOUR],
     ],
 )

@@ -41,6 +41,21 @@ def test_cells_say_share_loyalty_and_speed_up(grid, capsys):
     assert cells["one", "full", "1"]["loyalty"] == 1
 
 
+def test_headroom_stands_where_random_and_hindsight_have_the_same_ratio(grid, capsys):
+    for ratio, answers in ((0.25, "axxx"), (0.5, "axxx")):
+        write(grid[0].parents[1], "one", "random", ratio, answers)
+    assert "headroom" not in command(capsys, grid[0])[1]
+    write(grid[0].parents[1], "one", "hindsight", 0.25, "abcx")
+    _, text, _ = command(capsys, grid[0], "--json")
+    parts = {(cell["series"], cell["size"]): cell["headroom"] for cell in json.loads(text)["cells"]}
+    assert parts["knorm", "0.25"] == 0.5
+    assert parts["snapkv", "0.25"] == 1.5
+    assert parts["hindsight", "0.25"] == 1
+    assert parts["random", "0.25"] == 0
+    assert parts["knorm", "0.5"] is parts["full", "1"] is None
+    assert "50 [" in re.search(r"knorm.*0\.25.*", command(capsys, grid[0])[1])[0]
+
+
 def test_damaged_cells_are_left_out_and_named(grid, capsys):
     (grid[0] / "knorm-0.5" / "results.json").write_text("null")
     (grid[0] / "snapkv-0.25" / "samples.jsonl").write_text("")

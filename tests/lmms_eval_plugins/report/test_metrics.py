@@ -115,3 +115,25 @@ def test_the_front_of_speed_and_score_and_the_fastest_cell_at_equal_accuracy():
     assert metrics.fastest(speeds, scores, full=90, points=10) == 30
     assert metrics.fastest(speeds, scores, full=90, points=9.9) == 10
     assert metrics.fastest([], [], full=90, points=1) is None
+
+
+def test_headroom_is_the_part_of_the_way_from_random_to_hindsight():
+    random, hindsight = [0, 0, 1, 0], [1, 1, 1, 1]
+    assert metrics.headroom([1, 0, 1, 0], random, hindsight).part == pytest.approx(1 / 3)
+    assert metrics.headroom(random, random, hindsight) == metrics.Headroom(0, 0, 0)
+    assert metrics.headroom(hindsight, random, hindsight) == metrics.Headroom(1, 1, 1)
+    assert metrics.headroom([0, 0, 0, 0], random, hindsight).part == pytest.approx(-1 / 3)
+    assert metrics.headroom([1, 1, 1, 1], hindsight, random) is None
+    assert metrics.headroom(random, random, random) is None
+    with pytest.raises(KVCompressError, match="same questions, not 3, 4 and 4"):
+        metrics.headroom([1, 1, 1], random, hindsight)
+
+
+def test_the_interval_of_headroom_draws_the_questions_of_all_three_together():
+    """Every draw of these has the same part, whatever questions it has; apart they would scatter."""
+    hindsight = np.array([0.2, 1.0, 0.6, 0.4, 0.8] * 4)
+    found = metrics.headroom(hindsight / 2, np.zeros(20), hindsight)
+    assert [found.part, found.low, found.high] == pytest.approx([0.5] * 3)
+    right = np.array([1, 0, 1, 1, 0, 0, 1, 0, 1, 0] * 10)
+    wide = metrics.headroom(right, np.zeros(100), np.ones(100))
+    assert (wide.part, wide.low, wide.high) == pytest.approx((0.5, 0.4, 0.6), abs=0.01)

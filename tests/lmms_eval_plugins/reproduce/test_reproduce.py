@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from lmms_eval_plugins import evaluate
+from lmms_eval_plugins.cells import names
 from lmms_eval_plugins.cells.errors import UsageError
 from lmms_eval_plugins.cells.identity import fingerprint
 from lmms_eval_plugins.cells.plan import Plan
@@ -44,8 +45,10 @@ MINIMAL = {
 
 
 @pytest.fixture
-def configuration(tmp_path):
-    """Writes a configuration with changes, and its reference."""
+def configuration(tmp_path, monkeypatch):
+    """Writes a configuration with changes, and its reference. lmms-eval seems to have its tasks."""
+    installed = names.installed_tasks() | {"one", "two"}
+    monkeypatch.setattr(names, "installed_tasks", lambda: installed)
 
     def write_file(values=None, **changes):
         if values is not None:
@@ -102,12 +105,16 @@ def test_shipped_files_are_valid_and_every_reference_value_has_its_cell(name):
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_tasks_and_metrics_of_shipped_files_are_lmms_evals(name):
+def test_tasks_and_metrics_of_shipped_files_are_a_harness_s(name):
     from lmms_eval_plugins.tasks import task_manager
 
     config, _ = load_config(name)
     tasks = {benchmark.task: benchmark.metric for benchmark in config.benchmarks if benchmark.task}
-    manager = task_manager(list(tasks))
+    of_text = {task: tasks.pop(task) for task in list(tasks) if names.is_lm_eval(task)}
+    for task, metric in of_text.items() if names.lm_eval_folder() else ():
+        _, file = names.lm_eval_tasks()[task]
+        assert re.search(f'metric: "?{metric}', file.read_text())
+    manager = task_manager(list(tasks)) if tasks else None
     for task, metric in tasks.items():
         text = task_files(manager, task)
         assert f"metric: {metric}" in text or ("official: textvqa/" in text and metric == "exact_match")
@@ -122,6 +129,25 @@ def task_files(manager, task):
         return "\n".join(task_files(manager, each) for each in re.findall(r"^ *- (\w+)$", text, flags=re.MULTILINE))
     included = re.findall(r"^include: *(\S+)$", text, flags=re.MULTILINE)
     return text + "".join((path.parent / name).read_text() for name in included)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "reasoning"])
+def test_grids_of_text_dry_run_with_and_without_lm_eval(name, monkeypatch, capsys):
+    monkeypatch.setattr(names, "lm_eval_folder", lambda: None)
+    assert main([name, "--dry-run", "device=cpu"]) == 0
+    assert "needs lm-evaluation-harness: " in capsys.readouterr().out
+    for module in (names, run):
+        monkeypatch.setattr(module, "lm_eval_folder", lambda: Path("installed"))
+    assert main([name, "--dry-run", "device=cpu"]) == 0
+    assert "lm-evaluation-harness" not in capsys.readouterr().out
+
+
+def test_the_flags_of_a_benchmark_are_those_of_its_calls():
+    _, runs = plan(load_config("reasoning")[0], {}, ["device=cpu"])
+    templates = {call.cells[0].benchmark.name: call.request.flags.apply_chat_template for call in runs}
+    assert templates == {"AIME24": True, "MATH-500": None}
+    assert {call.request.flags.gen_kwargs.get("max_new_tokens") for call in runs} == {None, 16384}
+    assert {cell.asked[1].get("decode_budget") for call in runs for cell in call.cells} == {None, 2048, 1024, 512}
 
 
 def test_effivlm_bench_is_the_whole_figure_with_its_variants():
@@ -316,7 +342,7 @@ def test_a_failed_call_stops_nothing_else_and_stands_in_the_table(configuration,
     assert len(executed) == 2
     rows, text = table(tmp_path / "results")
     assert rows["Two", "KNorm", 0.5]["note"] == "failed: model 'm' could not be loaded"
-    assert "| KNorm | 0.5 | missing | - | - | - | failed: model 'm' could not be loaded |" in text
+    assert "| KNorm | 0.5 | missing | - | - | - | - | failed: model 'm' could not be loaded |" in text
 
 
 def test_ctrl_c_ends_with_the_table_of_what_is_there(configuration, executed, tmp_path, capsys):
@@ -402,12 +428,12 @@ def test_ours_beside_theirs_with_difference_and_both_errors(configuration, tmp_p
     assert (far["ours"], far["stderr"], far["theirs"], far["reading_error"]) == (75, 10, 95, 0.5)
     assert (far["difference"], far["inside"]) == (-20, True)  # 1.96 * 10 + 0.5 = 20.1
     assert (near["difference"], near["inside"], near["source"]) == (-19, True, "read from the figure")
-    assert "| KNorm | 0.5 | 75.0 ± 10.0 | 95.0 ± 0.5 | -20.0 | yes | 4 questions |" in text
+    assert "| KNorm | 0.5 | 75.0 ± 10.0 | 95.0 ± 0.5 | -20.0 | - | yes | 4 questions |" in text
     assert "6 cells, 3 with a result; 3 of 3 inside both errors" in text
     assert "**Theirs: read from the figure.**" in text
     assert "Rank correlation of ours and theirs over 3 cells: 1.00." in text
     assert "Another split." in text
-    assert "| Full | 1 | missing | - | - | - | needs a judge |" in text
+    assert "| Full | 1 | missing | - | - | - | - | needs a judge |" in text
 
 
 def test_a_difference_beyond_both_errors_is_outside(configuration, tmp_path):

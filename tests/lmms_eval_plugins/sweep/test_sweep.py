@@ -153,13 +153,13 @@ def test_a_trial_offline_logs_all_that_lmms_eval_leaves_out(tmp_path, offline):
 def test_a_trial_that_is_complete_on_disk_is_only_logged(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     first = trial.run_trial(TRIAL, tmp_path)
-    monkeypatch.setattr(trial, "load_model", lambda arguments: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(trial, "load_model", lambda *given: pytest.fail("a model was loaded"))
     assert trial.run_trial(TRIAL, tmp_path) == first
 
 
 def test_trials_that_share_a_model_load_it_once(tmp_path, monkeypatch):
     loaded, load, evaluated = [], trial.load_model, []
-    monkeypatch.setattr(trial, "load_model", lambda arguments: loaded.append(arguments) or load(arguments))
+    monkeypatch.setattr(trial, "load_model", lambda *given: loaded.append(given[0]) or load(*given))
     monkeypatch.setattr(trial, "evaluate_cell", lambda lm, job: evaluated.append((lm.model.dtype, job.cell.method)))
     evaluator = trial.Evaluator()
     for changes in ({}, {"ratio": 0.5}, {"method": "full"}, {"dtype": "bfloat16"}):

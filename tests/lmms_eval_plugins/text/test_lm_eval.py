@@ -216,16 +216,6 @@ def request(number, prompt, kwargs, repeats=1):
     return Instance("generate_until", {}, (prompt, kwargs), 0, metadata=("t", number, repeats))
 
 
-def test_what_lm_eval_asks_again_so_that_ranks_have_as_many_is_not_measured(checkpoint):
-    from lmms_eval_plugins.text.model import AskedByLmEval
-
-    lm = load_lm(checkpoint("llama"))
-    one, two = (request(number, f"Question {number} " * 8, {"until": []}) for number in (0, 1))
-    answers = AskedByLmEval(lm).generate_until([one, two, two])
-    assert answers[1] == answers[2]
-    assert [row["doc_id"] for row in lm.rows] == [0, 1]
-
-
 def test_new_tokens_are_lm_evals_256_unless_someone_says_otherwise(checkpoint):
     from lmms_eval_plugins.text.model import AskedByLmEval, generation_kwargs
 

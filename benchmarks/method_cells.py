@@ -1,0 +1,191 @@
+"""Accuracy of methods on a task: which cells its tables have, and the answers, computed once and kept in a file."""
+
+import inspect
+import json
+import time
+from abc import ABC
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+import kvcompress
+from kvcompress.clusters.base import KVCluster, make_cluster
+from kvcompress.hooks.shared_prompt import PromptPass, SharedPrompt
+from kvcompress.methods import Method
+from kvcompress.policy.options import all_options
+from kvcompress.tokens import TokenMethod
+from lmms_eval_plugins.cells.identity import code_identity
+from lmms_eval_plugins.cells.results import write_text
+
+RATIOS = (0.5, 0.2, 0.1, 0.05)
+
+
+@dataclass(frozen=True)
+class Column:
+    """What one column of a table keeps: a share of the prompt, or what its options say, such as a decode budget."""
+
+    title: str
+    ratio: float | None = None
+    options: dict[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, ratio: float) -> "Column":
+        return cls(f"{ratio:g}", ratio)
+
+
+BY_RATIO = tuple(map(Column.of, RATIOS))
+FULL = Column("full")
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What is compressed, and when: the same options for every method, and a table's columns."""
+
+    name: str
+    options: dict[str, object]
+    columns: tuple[Column, ...] = BY_RATIO
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}: `{' '.join(f'{name}={value}' for name, value in self.options.items())}`"
+
+
+@dataclass(frozen=True)
+class Task:
+    """Questions in batches: the model's inputs for some of them, and which answers to them are right.
+
+    `identity`: hash of the questions and of the model; answers of another one are not used.
+    `window_size`: what takes the place of the published window in every method that observes the prompt's last queries;
+    None: nothing does.
+    """
+
+    name: str
+    title: str
+    identity: str
+    model: transformers.PreTrainedModel
+    questions: int
+    batch_size: int
+    new_tokens: int
+    inputs: Callable[[slice], dict[str, torch.Tensor]]
+    right: Callable[[slice, torch.Tensor], list[bool]]
+    protocols: tuple[Protocol, ...]
+    has_images: bool
+    window_size: int | None = None
+    kept: str = "the ratio kept"  # what the columns say
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of a table."""
+
+    protocol: Protocol
+    method: str
+    column: Column
+    options: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """All that the answers depend on besides the task: with the method's own code."""
+        options = json.dumps({**self.options, **self.column.options, **self.protocol.options}, sort_keys=True)
+        code = method_code(self.method)
+        return f"{self.protocol.name} {self.method} {self.column.ratio} {options} {code}"
+
+
+@cache
+def method_code(method: str) -> str:
+    """Hash of the files that define the method: its class and those that it derives from. Taken once: a file that
+    changes later is not what runs."""
+    parents = set(kvcompress.list_methods()[method].cls.__mro__) - {Method, KVCluster, TokenMethod, ABC, object}
+    return code_identity(*sorted({Path(inspect.getfile(cls)) for cls in parents}))
+
+
+def cells_of(task: Task, methods: list[str]) -> list[Cell]:
+    """Of each method what its protocol asks, but for those that have nothing to do there: what drops vision tokens
+    before they are cached, where there are none, and where a budget holds while decoding."""
+    cells = []
+    for protocol in task.protocols:
+        for method in methods:
+            info, options = kvcompress.list_methods()[method], {}
+            if issubclass(info.cls, KVCluster):
+                window = info.options.get("window_size")
+                if task.window_size and window and make_cluster(method).query_window == window:
+                    options["window_size"] = task.window_size
+            elif not task.has_images:
+                continue
+            columns = (FULL,) if method == "full" else protocol.columns
+            takes = {"budget", *all_options(info)}
+            if any(not takes.issuperset(column.options) for column in columns):
+                continue
+            cells += [Cell(protocol, method, column, options) for column in columns]
+    return cells
+
+
+class Answers:
+    """A JSON file, written whenever something is added: which questions each cell has answered rightly, as text of 0
+    and 1, key -> "1101..."; and the cells that the library refuses, key -> message.
+
+    What the file holds of another `identity` (see `Task`) is forgotten.
+    """
+
+    def __init__(self, path: Path, identity: str):
+        self.path, self.identity = path, identity
+        stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        is_ours = stored.get("task") == identity
+        self.right: dict[str, str] = stored["right"] if is_ours else {}
+        self.refused: dict[str, str] = stored["refused"] if is_ours else {}
+
+    def add(self, cell: Cell, right: list[bool]) -> None:
+        self.right[cell.key] = self.right.get(cell.key, "") + "".join(str(int(one)) for one in right)
+        self._write()
+
+    def refuse(self, cell: Cell, error: kvcompress.KVCompressError) -> None:
+        self.refused[cell.key] = str(error)
+        self._write()
+
+    def _write(self) -> None:
+        stored = {"task": self.identity, "right": self.right, "refused": self.refused}
+        write_text(self.path, json.dumps(stored, indent=0, sort_keys=True) + "\n")
+
+    def of(self, cell: Cell, questions: int) -> np.ndarray:
+        return np.array([int(one) for one in self.right.get(cell.key, "")[:questions]])
+
+
+def compute(task: Task, cells: list[Cell], answers: Answers) -> None:
+    """Answer what is missing, batch by batch: the batch's prefill once, then each cell from there."""
+    for start in range(0, task.questions, task.batch_size):
+        batch = slice(start, min(start + task.batch_size, task.questions))
+        missing = [
+            cell for cell in cells if len(answers.of(cell, task.questions)) == start and cell.key not in answers.refused
+        ]
+        if not missing:
+            continue
+        inputs, began, known = task.inputs(batch), time.monotonic(), None
+        for cell in missing:
+            try:
+                tokens, known = answer(task, cell, inputs, known)
+                answers.add(cell, task.right(batch, tokens))
+            except kvcompress.KVCompressError as error:  # such as a method for videos that is given an image
+                answers.refuse(cell, error)
+        seconds = time.monotonic() - began
+        print(f"{task.name}: questions {start} to {batch.stop}: {len(missing)} cells in {seconds:.0f} s", flush=True)
+
+
+def answer(
+    task: Task, cell: Cell, inputs: dict[str, torch.Tensor], known: PromptPass | None
+) -> tuple[torch.Tensor, PromptPass | None]:
+    """The first tokens of each answer, (batch, at most task.new_tokens); and the prefill, once it is known."""
+    # Options that the method does not take (`full` compresses nothing) are left out.
+    takes = all_options(kvcompress.list_methods()[cell.method])
+    options = {name: value for name, value in cell.protocol.options.items() if name in takes}
+    options |= {**cell.column.options, **cell.options}
+    with (
+        SharedPrompt(task.model, known) as shared,
+        kvcompress.compress(task.model, cell.method, cell.column.ratio, **options),
+    ):
+        ids = task.model.generate(**inputs, max_new_tokens=task.new_tokens, do_sample=False)
+    return ids[:, inputs["input_ids"].shape[1] :], shared.prompt_pass or known

@@ -1,0 +1,97 @@
+"""What the table of methods asks: the bundled model, and a small pretrained language model."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT
+from lmms_eval_plugins.tiny_vlm.accuracy import MAX_NEW_TOKENS, Reader
+from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, Example, read_examples
+
+from .method_cells import Protocol, Task
+from .retrieval import CONTEXT_TOKENS, draw_examples, load_smollm2
+
+QUERY_AWARE = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"})
+DEFINE_MODEL = ("model.safetensors", "config.json")  # files of the bundled checkpoint
+
+
+def _hash(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+
+def _hash_with_model(questions: Path) -> str:
+    return _hash(*(file.read_bytes() for file in (questions, *(TINY_CHECKPOINT / name for name in DEFINE_MODEL))))
+
+
+def _exact(reader: Reader, asked: Sequence[Example]) -> Callable[[slice, torch.Tensor], list[bool]]:
+    def right(batch: slice, new: torch.Tensor) -> list[bool]:
+        texts = reader.processor.batch_decode(new, skip_special_tokens=True)
+        return [text.strip() == one.question.answer for text, one in zip(texts, asked[batch], strict=True)]
+
+    return right
+
+
+def tiny(questions: int) -> Task:
+    """One picture, an answer of a few tokens."""
+    reader = Reader(TINY_CHECKPOINT)
+    examples = read_examples(HEADLINE)[:questions]
+    return Task(
+        name="tiny",
+        title="Methods on the bundled model, `tiny_textvqa`",
+        identity=_hash_with_model(HEADLINE),
+        model=reader.model,
+        questions=len(examples),
+        batch_size=25,
+        new_tokens=MAX_NEW_TOKENS,
+        inputs=lambda batch: reader.inputs(examples[batch]),
+        right=_exact(reader, examples),
+        protocols=(QUERY_AWARE,),
+        has_images=True,
+        window_size=8,
+    )
+
+
+def smollm2(questions: int) -> Task:
+    model, tokenizer = load_smollm2()
+    examples = draw_examples(questions)
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text)["input_ids"]
+
+    question_tokens = len(ids(examples[0].question))  # the same for all
+    prompts = [ids(one.context)[-CONTEXT_TOKENS:] + ids(one.question) for one in examples]
+    expected = [ids(one.answer) for one in examples]
+
+    def inputs(batch: slice) -> dict[str, torch.Tensor]:
+        return dict(tokenizer.pad({"input_ids": prompts[batch]}, return_tensors="pt"))
+
+    def right(batch: slice, new: torch.Tensor) -> list[bool]:
+        return [row[: len(one)] == one for row, one in zip(new.tolist(), expected[batch], strict=True)]
+
+    return Task(
+        name="smollm2",
+        title="Methods on SmolLM2-135M, retrieval from a text",
+        identity=_hash(repr((draw_examples(20), CONTEXT_TOKENS, model.dtype)).encode()),
+        model=model,
+        questions=len(examples),
+        batch_size=20,
+        new_tokens=max(map(len, expected)),
+        inputs=inputs,
+        right=right,
+        protocols=(
+            QUERY_AWARE,
+            Protocol(
+                "query-agnostic",
+                {"scope": "context", "context_tokens": -question_tokens, "first_token": "compressed"},
+            ),
+        ),
+        has_images=False,
+    )
+
+
+TASKS = {
+    "tiny": tiny,
+    "smollm2": smollm2,
+}

@@ -1,0 +1,85 @@
+"""The pass of a prompt that is answered before its choice is made: `hindsight`."""
+
+from dataclasses import replace
+
+import torch
+
+from ..scoring.looking_ahead import Answer
+from ..scoring.rotary import Rotary
+from ..scoring.windows import pad_columns
+from .passes import KeysAndValues, Pass, Waiting
+
+
+class LookingAhead(Pass):
+    """A prompt that waits is answered, token by token, on its full cache. The answer is attended to as if it were
+    stored, and is gone in the end; the cluster says what each entry was worth to it.
+
+    Attributes:
+        pads: bool (batch, tokens), of the answers so far, the token under way included: True behind the end of one.
+    """
+
+    def __init__(self, waiting: Waiting):
+        super().__init__(waiting.choice, waiting.memory)
+        self.waiting, states = waiting, waiting.states
+        self._queries, self._keys, self._values = [states.queries], states.keys, states.values
+        batch, columns = len(states.keys), states.keys.shape[2]
+        self._before = torch.ones(batch, 1, columns, dtype=torch.bool, device=states.keys.device)  # what all may see
+        if waiting.tokens.padding is not None:
+            self._before = ~pad_columns(waiting.tokens.padding.to(states.keys.device), columns)
+        if self.memory.storage is not None:  # a prompt on a filled cache
+            old = self.memory.storage.read()
+            self._keys, self._values = torch.cat([old[0], self._keys], 2), torch.cat([old[1], self._values], 2)
+            stored = self.memory.storage.visible()
+            if stored is None:
+                stored = self._before.new_ones(batch, 1, old[0].shape[2])
+            self._before = torch.cat([stored, self._before.expand(-1, stored.shape[1], -1)], dim=2)
+        self.pads = self._before.new_zeros(batch, 0)
+
+    @property
+    def length(self) -> int:
+        return self.waiting.length + self.pads.shape[1]
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
+        self._keys, self._values = torch.cat([self._keys, keys], 2), torch.cat([self._values, values], 2)
+        return self._keys, self._values
+
+    def mask(self, query_length: int) -> torch.Tensor:
+        """The latest query's; a pad sees itself, so that its softmax is defined."""
+        answer = ~self.pads[:, None]
+        answer[..., -1] = True
+        return self._visible(answer)
+
+    def after_attention(
+        self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
+    ) -> Pass:
+        self._queries.append(queries)
+        return self
+
+    def finish(self) -> Waiting:
+        """Let the cluster judge; the prompt waits on."""
+        states, candidates = self.waiting.states, self.waiting.candidates
+        del self.waiting.states
+        tokens = self.pads.shape[1]
+        # The prompt's last query sees no token of the answer, and each of these those before it and itself.
+        causal = self.pads.new_ones(1 + tokens, tokens).tril(-1)
+        visible = self._visible(causal & ~self.pads[:, None])
+        votes = torch.nn.functional.pad(~self.pads, (1, 0), value=True)
+        answer = Answer(
+            torch.cat(self._queries, 2),
+            self._keys,
+            self._values,
+            visible & votes[:, None, :, None],
+            states.scaling,
+            states.module,
+        )
+        end = self._keys.shape[2] - tokens
+        received = self.choice.policy.cluster.foresee(answer)[..., end - states.keys.shape[2] : end]
+        if candidates.source is not None:
+            received = received.gather(2, candidates.source[:, None].expand(-1, received.shape[1], -1))
+        candidates.view = replace(candidates.view, received=received)
+        return self.waiting
+
+    def _visible(self, answer: torch.Tensor) -> torch.Tensor:
+        """bool (batch, 1 or kv_heads, queries, keys); `answer` (batch, queries, tokens): what each sees of it."""
+        before = self._before[:, :, None].expand(-1, -1, answer.shape[1], -1)
+        return torch.cat([before, answer[:, None].expand(-1, before.shape[1], -1, -1)], dim=-1)

@@ -1,0 +1,21 @@
+"""The output projection of an attention module, by heads."""
+
+import torch
+
+from ..errors import KVCompressError
+
+
+def output_projection(module: torch.nn.Module | None, kv_heads: int, head_dim: int, method: str) -> torch.Tensor:
+    """What each query head's output is multiplied with, (groups, kv_heads, head_dim, hidden) in fp32: the weight of the
+    module's `o_proj`. Raises KVCompressError where it has no such weight, in the name of `method`."""
+    projection = getattr(module, "o_proj", None)
+    weight = getattr(projection, "weight", None)
+    if hasattr(weight, "to_local"):  # tensor parallel: the columns of this process's heads
+        weight = weight.to_local()
+    # Quantized weights are tensors of a type of their own, whatever dtype they say that they have.
+    if not isinstance(projection, torch.nn.Linear) or type(weight) not in (torch.Tensor, torch.nn.Parameter):
+        raise KVCompressError(
+            f"method '{method}' needs an attention with a linear, unquantized o_proj, not a {type(module).__name__} "
+            f"with o_proj={type(projection).__name__}, weight={type(weight).__name__}"
+        )
+    return weight.float().unflatten(1, (kv_heads, -1, head_dim)).permute(2, 1, 3, 0)
