@@ -422,6 +422,53 @@ MUTATIONS = {
             + "tokens/test_tokens.py::test_visionzip_keeps_dominant_tokens_and_merges_the_others_into_contextual_ones",
         ),
     ),
+    "evs-first-frame": Mutation(
+        "tokens/evs.py",
+        "now, then = (tokens.hidden[row, places].float() for places in (columns, before))",
+        "now, then = (tokens.hidden[row, places].float() for places in (columns, frames[0]))",
+        "EVS compares each frame with the first, not with the one before",
+        (CORE + "tokens/test_tokens.py::test_evs_keeps_the_first_frame_and_what_has_changed_since_the_frame_before",),
+    ),
+    "fused-without-the-first": Mutation(
+        "tokens/framefusion.py",
+        "hidden[columns[~goes]] = (sums / into.bincount()[:, None]).to(hidden.dtype)",
+        "hidden[columns[~goes]] = (sums / into.bincount().sub(1).clamp(min=1)[:, None]).to(hidden.dtype)",
+        "FrameFusion's mean does not count the token that stays",
+        (CORE + "tokens/test_tokens.py::test_framefusion_merges_runs_of_like_tokens_at_a_place_into_their_mean",),
+    ),
+    "fused-without-a-look-back": Mutation(
+        "tokens/framefusion.py",
+        "return [(budget * num_layers - held) / (num_layers - layer) for layer, held in enumerate(before)]",
+        "return [float(budget) for layer, held in enumerate(before)]",
+        "FrameFusion forgets what the layers before have held: more stays than was asked for",
+        (
+            CORE
+            + "tokens/test_tokens.py::test_framefusion_prunes_by_the_attention_of_the_layer_before_where_nothing_is_"
+            "alike",
+            "tests/oracle/authors/test_token_methods.py",
+        ),
+    ),
+    "duplicates-stay": Mutation(
+        "tokens/vispruner.py",
+        "order = likeness.argsort(descending=True, stable=True)",
+        "order = likeness.argsort(descending=False, stable=True)",
+        "VisPruner drops the most distinct, not the duplicates",
+        (CORE + "tokens/test_tokens.py::test_vispruner_keeps_what_the_tower_looks_at_and_what_has_no_duplicate",),
+    ),
+    "farthest-from-the-latest": Mutation(
+        "tokens/divprune.py",
+        "apart = torch.minimum(apart, distances) if step else distances",
+        "apart = distances",
+        "DivPrune keeps what is far from the latest token that was chosen, not from all",
+        (CORE + "tokens/test_diversity.py", "tests/oracle/authors/test_token_methods.py"),
+    ),
+    "kernel-of-one-side": Mutation(
+        "tokens/cdpruner.py",
+        "chosen = most_diverse(relevance[:, None] * states[columns], budget)",
+        "chosen = most_diverse(relevance[:, None].sqrt() * states[columns], budget)",
+        "CDPruner's kernel has the relevance of one of its two tokens only",
+        (CORE + "tokens/test_diversity.py", "tests/oracle/authors/test_token_methods.py"),
+    ),
     "newline-between-videos": Mutation(
         "hooks/video_frames.py",
         "columns = columns[count * size + rest :]",

@@ -286,14 +286,15 @@ def test_the_lines_of_an_image_are_no_frames(name):
     assert frame_tokens(model.config, inputs["input_ids"], None) == (0,)
 
 
+@pytest.mark.parametrize("method", ["dycoke", "evs", "framefusion"])
 @pytest.mark.parametrize("name", ["pixtral", "glm4v", "molmo2"])
-def test_dropping_frames_is_refused_where_a_prompt_does_not_tell_them(name):
+def test_dropping_frames_is_refused_where_a_prompt_does_not_tell_them(name, method):
     if name not in ALL_FAMILIES:
         pytest.skip("not in this transformers")
     family = ALL_FAMILIES[name]
     inputs = family.video_inputs() if family.video else family.inputs(family.build(), [40], [2])
     with (
-        kvcompress.compress(family.build(), "dycoke", 0.5, layer=1),
+        kvcompress.compress(family.build(), method, 0.5, **({"layer": 1} if method == "dycoke" else {})),
         pytest.raises(kvcompress.KVCompressError, match=r"the frames of a video are not known in a \w+ model"),
     ):
         generate(family.build(), inputs, 2)

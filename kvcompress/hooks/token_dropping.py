@@ -59,7 +59,7 @@ def prune(
     pruning = Pruning(base, cache)
     if not pruning.is_needed:
         return []
-    watch = {"attention": None, "tower": tower, "frames": frames}[cache.policy.tokens.sees]
+    watch = {"tower": tower, "frames": frames}.get(cache.policy.tokens.sees)
     if watch is not None:  # images are encoded by the time that the first decoder layer runs
         pruning.look = partial(watch.take, input_ids)
     elif cache.policy.tokens.sees == "tower":
@@ -76,6 +76,7 @@ class Pruning:
         padding: LongTensor (batch, 1) of leading places that hold nothing, None where there are none.
         look: returns what the method sees of the vision side, as fields of `Tokens`.
         stages: decoder layer -> vision tokens kept from there on, one number per row.
+        left: of each row, the vision tokens of the prompt, and those that each choice so far has left.
     """
 
     def __init__(self, base: str, cache: CompressedCache):
@@ -85,7 +86,7 @@ class Pruning:
         kept = [cache.policy.budget(n) if n else 0 for n in counts]
         budgets = [self.method.budgets(k, n, num_layers) for k, n in zip(kept, counts, strict=True)]
         self.stages = dict(zip(self.method.layers(num_layers), map(list, zip(*budgets, strict=True)), strict=True))
-        self.counts = counts
+        self.counts, self.left = counts, [[count] for count in counts]
         device = whole.vision.device
         self.source = torch.arange(whole.columns, device=device).expand(len(counts), -1)
         self.vision, self.padding = whole.vision, whole.padding
@@ -112,7 +113,8 @@ class Pruning:
         return handles
 
     def _tokens(self, **known: Any) -> Tokens:
-        return Tokens(self.vision, self.padding, prepared=self.prepared, **self.sight, **known)
+        so_far = {"prepared": self.prepared, "counts": self.left, "num_layers": len(self.cache.layers)}
+        return Tokens(self.vision, self.padding, **so_far, **self.sight, **known)
 
     def _prepare(self, layer: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -162,7 +164,8 @@ class Pruning:
             hidden = hidden.clone()
             hidden[self.rows, self.source] = merged
         stays = tokens.real & (chosen | ~self.vision)
-        kept = chosen.sum(1).tolist() if self.method.sets_budgets else self.stages[index]
+        kept = chosen.sum(1).tolist()
+        self.left = [[*before, count] for before, count in zip(self.left, kept, strict=True)]
         lengths = [
             length - vision + budget
             for length, vision, budget in zip(self.whole.lengths, self.counts, kept, strict=True)

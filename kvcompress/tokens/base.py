@@ -12,6 +12,8 @@ from ..methods import Method
 from ..scoring.selection import top_indices
 from ..scoring.windows import pad_columns
 
+Sees = Literal["embeddings", "attention", "tower", "frames"]
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -58,6 +60,8 @@ class Tokens:
         tower: for `sees="tower"`: that of the vision tower.
         frames: for `sees="frames"`: of each row, of each video, the columns of its frames' tokens (frames, tokens).
         prepared: what `TokenMethod.prepare` returned, of the tokens that are left.
+        counts: of each row, the vision tokens of the prompt, and those that each choice so far has left.
+        num_layers: the model's decoder layers.
     """
 
     vision: torch.Tensor
@@ -68,6 +72,8 @@ class Tokens:
     tower: Tower | None = None
     frames: list[list[torch.Tensor]] | None = None
     prepared: torch.Tensor | None = None
+    counts: list[list[int]] | None = None
+    num_layers: int = 0
 
     @property
     def real(self) -> torch.Tensor:
@@ -95,11 +101,11 @@ class TokenMethod(Method, ABC):
     that is kept; all else stays. Kept tokens keep their positions.
 
     Attributes:
-        sees: what the choice is made from: `attention`: that of the decoder layer before it; `tower`: that of the
-            vision tower; `frames`: the embeddings of a video's frames.
+        sees: what the choice is made from: `embeddings`: the prompt's; `attention`: that of the decoder layer before
+            it; `tower`: that of the vision tower; `frames`: the embeddings of a video's frames.
     """
 
-    sees: ClassVar[Literal["attention", "tower", "frames"]] = "attention"
+    sees: ClassVar[Sees] = "attention"
 
     @property
     def sets_budgets(self) -> bool:
@@ -143,9 +149,9 @@ class TokenMethod(Method, ABC):
         """How much each token is worth, (batch, tokens) in fp32. What stands at text and pads does not matter."""
 
     def choose(self, scores: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """The vision tokens that stay, bool (batch, tokens), `tokens.budgets[row]` of them in each row (at most so many
-        where the method `sets_budgets`); and the hidden states (batch, tokens, hidden_size), changed where something is
-        merged into those that stay."""
+        """The vision tokens that stay, bool (batch, tokens), `tokens.budgets[row]` of them in each row (another number
+        where the method `sets_budgets`, or shares its budget out over layers as it goes); and the hidden states
+        (batch, tokens, hidden_size), changed where something is merged into those that stay."""
         return tokens.best(scores), tokens.hidden
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt
 from ..errors import KVCompressError
 from ..methods import register_method
 from ..scoring.budget import allocate
-from .base import TokenMethod, Tokens
+from .base import Sees, TokenMethod, Tokens
 
 CHANGED = 0.9  # attention that is less alike than this chooses anew
 
@@ -45,7 +45,7 @@ class DyCoke(TokenMethod):
             "variant": "paper",
         },
     }
-    sees: ClassVar[Literal["attention", "tower", "frames"]] = "frames"
+    sees: ClassVar[Sees] = "frames"
 
     def layers(self, num_layers: int) -> list[int]:
         return [0]

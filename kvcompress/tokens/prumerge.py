@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from pydantic import NonNegativeInt
 
 from ..methods import register_method
-from .base import TokenMethod, Tokens, Tower, received_attention
+from .base import Sees, TokenMethod, Tokens, Tower, received_attention
 
 
 @register_method("prumerge+")
@@ -37,7 +37,7 @@ class PruMergePlus(TokenMethod):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2403.15388"
     presets: ClassVar[dict[str, dict[str, object]]] = {"adaptive": {"count": "outliers", "ratio": 1.0}}
-    sees: ClassVar[Literal["attention", "tower", "frames"]] = "tower"
+    sees: ClassVar[Sees] = "tower"
 
     @property
     def sets_budgets(self) -> bool:

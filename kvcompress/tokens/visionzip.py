@@ -2,14 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 
 from ..methods import register_method
-from .base import TokenMethod, Tokens, Tower
+from .base import Sees, TokenMethod, Tokens, Tower
 
 
 @register_method("visionzip")
@@ -38,7 +38,7 @@ class VisionZip(TokenMethod):
         "128": {"budget": 128, "contextual": 20 / 128},
         "64": {"budget": 64, "contextual": 10 / 64},
     }
-    sees: ClassVar[Literal["attention", "tower", "frames"]] = "tower"
+    sees: ClassVar[Sees] = "tower"
 
     def layers(self, num_layers: int) -> list[int]:
         return [0]

@@ -55,9 +55,10 @@ def test_every_method_evicts_in_flight_as_alone(method, family):
     "method", some(sorted(kvcompress.list_methods().keys() - {*METHODS, "full"}), ["fastv", "dycoke"])
 )
 def test_token_methods_in_flight_are_as_alone(method):
-    model, requests = requests_of("qwen2-vl" if method != "visionzip" else "llava-1.5")
-    # Of images dycoke drops none; its second stage hides, by what a layer before attends to.
-    options = {"ratio": 1.0, "layer": 1} if method == "dycoke" else {"ratio": 0.5}
+    sees = kvcompress.list_methods()[method].cls.sees
+    model, requests = requests_of("llava-1.5" if sees == "tower" else "qwen2-vl")
+    # Of images dycoke and evs drop none; dycoke's second stage hides, by what a layer before attends to.
+    options = {"dycoke": {"ratio": 1.0, "layer": 1}, "evs": {"ratio": 1.0}}.get(method, {"ratio": 0.5})
     check_in_flight(model, requests[1::2], NEW[1::2], method, 2, **options)
 
 

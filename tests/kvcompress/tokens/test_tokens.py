@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import kvcompress
 from kvcompress.hooks.video_frames import FrameRecorder
 from kvcompress.policy.options import all_options
 from kvcompress.policy.policy import make_policy
+from kvcompress.scoring.vision import vision_token_mask
 from kvcompress.tokens import Tokens
 from tests.support.families import FAMILIES, MORE_FAMILIES, VLM_FAMILIES
 from tests.support.masked_reference import generate
@@ -30,10 +32,11 @@ LENGTHS, IMAGES = [40, 26, 61, 9], [1, 1, 2, 0]
 METHODS = sorted(
     name
     for name, info in kvcompress.list_methods().items()
-    if issubclass(info.cls, kvcompress.TokenMethod) and name != "dycoke"  # which is for video
+    if issubclass(info.cls, kvcompress.TokenMethod) and info.cls.sees != "frames"  # which are for video
 )
 CASES = [(method, family) for family in VLM_FAMILIES for method in ("fastv", "sparsevlm")]
-CASES += [("visionzip", "llava-onevision"), ("prumerge+", "llava-onevision")]
+CASES += [(method, "llava-onevision") for method in ("visionzip", "prumerge+", "vispruner")]
+CASES += [(method, family) for family in ("qwen2.5-vl", "internvl") for method in ("divprune", "cdpruner")]
 
 
 def budget(ratio: float, tokens: int) -> int:
@@ -382,7 +385,8 @@ def test_a_preset_brings_its_budget_unless_one_is_given():
 
 def test_the_tower_s_layers_are_those_of_the_released_code():
     methods = kvcompress.list_methods()
-    assert [methods[name].options["tower_layer"] for name in ("visionzip", "prumerge+")] == [-2, -1]
+    layers = {name: info.options["tower_layer"] for name, info in methods.items() if "tower_layer" in info.options}
+    assert layers == {"visionzip": -2, "prumerge+": -1, "vispruner": -2}
 
 
 # -- what the vision tower looks at
@@ -457,7 +461,9 @@ def run(method: str, ratio: float, **options: object) -> tuple:
 UNMERGED = {"neighbours": 0, "extra_token": False}
 
 
-@pytest.mark.parametrize(("method", "options"), [("visionzip", {"contextual": 0.0}), ("prumerge+", UNMERGED)])
+@pytest.mark.parametrize(
+    ("method", "options"), [("visionzip", {"contextual": 0.0}), ("prumerge+", UNMERGED), ("vispruner", {})]
+)
 @pytest.mark.parametrize("ratio", [0.1, 0.5])
 def test_without_merging_they_equal_the_full_model_in_which_dropped_tokens_are_hidden(method, options, ratio):
     model, inputs = batch("llava-onevision")
@@ -500,6 +506,32 @@ def test_visionzip_keeps_dominant_tokens_and_merges_the_others_into_contextual_o
             merged = features[row, others].mean(0) if others else 0.0
             expected[target] = projected(model, features[row, target] + merged)
         torch.testing.assert_close(reached[row, -len(stays) :].double(), expected[stays], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("important", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.9])
+def test_vispruner_keeps_what_the_tower_looks_at_and_what_has_no_duplicate(ratio, important):
+    model, inputs, kept, embeddings, reached = run("vispruner", ratio, important=important)
+    received, _, features = tower_reference(model, inputs, -2)
+    real = inputs["attention_mask"].bool()
+    for row, vision in enumerate(vision_of(inputs)):
+        columns, patches = vision.nonzero()[:, 0].tolist(), (received[row] > -math.inf).nonzero()[:, 0].tolist()
+        n = budget(ratio, len(columns))
+        order = sorted(patches, key=lambda c, row=row: received[row, c], reverse=True)
+        first = int(n * important)
+        stays, rest = set(order[:first]), order[first:]
+        while first < n < first + len(rest):
+            some, others = rest[::2], rest[1::2]
+            likeness = {c: torch.cosine_similarity(features[row, [c]], features[row, others]).max() for c in some}
+            some = sorted(some, key=likeness.get, reverse=True)[min(8, first + len(rest) - n) :]
+            rest = [*some, *others]
+        if first < n:
+            stays |= set(rest)
+        newlines = [c for c in columns if c not in patches]
+        stays |= set(newlines[len(newlines) - max(n - len(patches), 0) :])
+        everything = sorted([*stays, *(real[row] & ~vision).nonzero()[:, 0].tolist()])
+        assert kept[row] == everything
+        assert torch.equal(reached[row, -len(everything) :], embeddings[row, everything])
 
 
 @pytest.mark.parametrize("variant", ["code", "heads"])
@@ -662,7 +694,7 @@ def test_sparsevlm_recycles_the_best_of_what_it_drops_into_clusters():
     torch.testing.assert_close(merged.double(), expected, atol=1e-6, rtol=0)
 
 
-# -- DyCoke: videos
+# -- DyCoke, EVS and FrameFusion: videos
 
 VIDEO_FAMILIES = {"llava-onevision": 1, "qwen2-vl": 12, "qwen2.5-vl": 12, "qwen3-vl": 12, "internvl": 9}  # per frame
 
@@ -729,6 +761,155 @@ def test_dycoke_keeps_every_fourth_frame_and_what_is_new_in_the_others(family, r
             stays += [columns[f][i] for i in new]
         shown = {c for frame in columns for c in frame}
         assert [c for c in kept[0][row] if c in shown] == sorted(stays)
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.7, 1.0])
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+def test_evs_keeps_the_first_frame_and_what_has_changed_since_the_frame_before(family, ratio):
+    frames = [8, 8] if family == "llava-onevision" else [7, 5]
+    model, inputs, of_frames = video_batch(family, frames)
+    with entering(model, 0) as states:
+        _, full_logits = generate(model, inputs, NEW)
+    with kvcompress.compress(model, "evs", ratio) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    if ratio == 1:
+        assert torch.equal(logits, full_logits)
+        return
+    for row, columns in enumerate(of_frames):
+        newline = int(family == "llava-onevision")
+        n = budget(ratio, sum(map(len, columns)) + newline) - newline
+        likeness = {
+            now: torch.cosine_similarity(states[0][row, now].double(), states[0][row, then].double(), dim=0).item()
+            for before, frame in pairwise(columns)
+            for then, now in zip(before, frame, strict=True)
+        }
+        stays = [*columns[0], *sorted(likeness, key=likeness.get)[: n - len(columns[0])]]
+        shown = {c for frame in columns for c in frame}
+        assert [c for c in kept[0][row] if c in shown] == sorted(stays)
+
+
+def test_evs_decodes_rows_of_different_length_as_each_alone():
+    model, inputs, _ = video_batch("qwen2.5-vl", [7, 5])
+    with kvcompress.compress(model, "evs", preset="q70"):
+        tokens, logits = generate(model, inputs, NEW)
+    model, solo, _ = video_batch("qwen2.5-vl", [7])
+    with kvcompress.compress(model, "evs", preset="q70"):
+        _, alone = generate(model, solo, NEW, forced=tokens[:1])
+    torch.testing.assert_close(logits[0], alone[0], atol=TOLERANCE, rtol=0)
+
+
+def test_evs_cannot_keep_less_than_the_first_frame_and_says_so():
+    model, inputs, _ = video_batch("qwen2-vl", [4])
+    with kvcompress.compress(model, "evs", 0.25) as session:
+        generate(model, inputs, 1)
+    vision = inputs["mm_token_type_ids"][0].bool()
+    assert [c for c in kept_columns(session.cache)[0][0] if vision[c]] == vision.nonzero()[:12, 0].tolist()
+    error = kvcompress.KVCompressError
+    with kvcompress.compress(model, "evs", 0.2), pytest.raises(error, match=r"cannot keep 10 of .* stay, 12 tok"):
+        generate(model, inputs, 1)
+    model, inputs = batch("qwen2-vl", [40], [1])
+    with kvcompress.compress(model, "evs", 0.5), pytest.raises(error, match="cannot keep 6 of its 12 vision tokens"):
+        generate(model, inputs, 1)
+
+
+@pytest.mark.parametrize("ratio", [0.4, 0.6, 1.0])
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+def test_framefusion_prunes_by_the_attention_of_the_layer_before_where_nothing_is_alike(family, ratio):
+    frames = [8, 8] if family == "llava-onevision" else [7, 5]
+    model, inputs, _ = video_batch(family, frames)
+    plain, full_logits = generate(model, inputs, NEW)
+    with kvcompress.compress(model, "framefusion", ratio, similarity=1.0) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    if ratio == 1:
+        assert torch.equal(tokens, plain)
+        assert torch.equal(logits, full_logits)
+        return
+    weights = full_attention(model, inputs)[0].double().mean(1)[:, -1]
+    for row, vision in enumerate(vision_token_mask(model.config, inputs["input_ids"])):
+        columns = vision.nonzero()[:, 0].tolist()
+        # The first layer holds all, the three others what makes the mean right.
+        left = math.floor((4 * budget(ratio, len(columns)) - len(columns)) / 3 + 0.5)
+        best = weights[row].masked_fill(~vision, -1).topk(left).indices.tolist()
+        stays = [[c for c in layer[row] if c < len(vision) and vision[c]] for layer in kept]
+        assert stays == [columns, sorted(best), sorted(best), sorted(best)]
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.8])
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+def test_framefusion_merges_runs_of_like_tokens_at_a_place_into_their_mean(family, ratio):
+    frames = [8, 8] if family == "llava-onevision" else [7, 5]
+    model, inputs, of_frames = video_batch(family, frames)
+    with entering(model, 0) as states:
+        generate(model, inputs, 1)
+        with kvcompress.compress(model, "framefusion", ratio, similarity=0.0) as session:
+            generate(model, inputs, 1)
+    kept = kept_columns(session.cache)
+    vision = vision_token_mask(model.config, inputs["input_ids"])
+    for row, columns in enumerate(of_frames):
+        embeddings, size = states[0][row].double(), len(columns[0])
+        n = int(vision[row].sum())
+        alike = {
+            now: torch.cosine_similarity(embeddings[now], embeddings[then], dim=0).item()
+            for before, frame in pairwise(columns)
+            for then, now in zip(before, frame, strict=True)
+        }
+        goes = sorted((c for c in alike if alike[c] >= 0), key=alike.get, reverse=True)[: n - budget(ratio, n)]
+        expected = embeddings.clone()
+        for place in range(size):
+            run = []
+            for column in [frame[place] for frame in columns]:
+                run = [*run, column] if column in goes else [column]
+                expected[run[0]] = embeddings[run].mean(0)
+        stays = [c for c in range(len(embeddings)) if inputs["attention_mask"][row, c] and c not in goes]
+        assert kept[0][row] == stays
+        torch.testing.assert_close(states[1][row, -len(stays) :].double(), expected[stays], atol=1e-5, rtol=0)
+        left = [sum(vision[row, c].item() for c in layer[row] if c < len(embeddings)) for layer in kept]
+        assert abs(sum(left) / 4 - budget(ratio, n)) <= 0.5
+        assert left == sorted(left, reverse=True)
+
+
+def test_framefusion_decodes_rows_of_different_length_as_each_alone():
+    model, inputs, _ = video_batch("qwen2.5-vl", [7, 5])
+    with kvcompress.compress(model, "framefusion", 0.4, similarity=0.0):
+        tokens, logits = generate(model, inputs, NEW)
+    model, solo, _ = video_batch("qwen2.5-vl", [7])
+    with kvcompress.compress(model, "framefusion", 0.4, similarity=0.0):
+        _, alone = generate(model, solo, NEW, forced=tokens[:1])
+    torch.testing.assert_close(logits[0], alone[0], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cache_implementation": "static", "max_new_tokens": NEW}, {"cache_implementation": "offloaded"}],
+    ids=["static", "offloaded"],
+)
+def test_framefusion_decodes_from_every_storage_the_same(options):
+    model, inputs, _ = video_batch("qwen2.5-vl", [7, 5])
+    settings = {"similarity": 0.0, "least_merged": 0.3}
+    with kvcompress.compress(model, "framefusion", 0.5, **settings) as session:
+        tokens, expected = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with kvcompress.compress(model, "framefusion", 0.5, **settings, **options) as session:
+        _, logits = generate(model, inputs, NEW, forced=tokens)
+    assert kept_columns(session.cache) == kept
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_framefusion_says_where_the_layers_before_have_held_too_much():
+    model, inputs, _ = video_batch("qwen2-vl", [4])
+    with (
+        kvcompress.compress(model, "framefusion", 0.25),
+        pytest.raises(kvcompress.KVCompressError, match=r"12 of 48 vision tokens.* of row 0 the first 1 hold 48"),
+    ):
+        generate(model, inputs, 1)
 
 
 @contextmanager
@@ -872,7 +1053,7 @@ def test_frames_are_known_also_where_generate_encodes_the_video_before_the_model
     assert kept[0] == kept[1] == kept[2]
 
 
-@pytest.mark.parametrize("method", ["visionzip", "prumerge+"])
+@pytest.mark.parametrize("method", ["visionzip", "prumerge+", "vispruner"])
 def test_what_the_tower_saw_of_an_earlier_image_is_not_taken_for_the_present_one(method):
     model, inputs = batch("llava-onevision", [40], [1])
     without = {name: inputs[name] for name in ("input_ids", "attention_mask")}  # the image's tokens, no pixels

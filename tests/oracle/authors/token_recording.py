@@ -92,6 +92,13 @@ def through(prompt: Prompt, method: TokenMethod, budget: int) -> list[torch.Tens
     return states
 
 
+def chosen_of(prompt: Prompt, method: TokenMethod, budget: int) -> torch.Tensor:
+    """The vision tokens' embeddings (kept, size) that our method lets into the language model."""
+    tokens = Tokens(prompt.vision, None, [budget], prompt.hidden)
+    chosen, hidden = method.choose(method.score(tokens), tokens)
+    return hidden[chosen]
+
+
 @dataclass(frozen=True)
 class Tile:
     """What a vision tower with a class token, which comes first, makes of an image.

@@ -1,0 +1,75 @@
+"""CDPruner: vision tokens that are unlike each other and like the question. https://arxiv.org/abs/2506.10967"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+
+from ..methods import register_method
+from .base import Sees, TokenMethod, Tokens
+
+USED_UP = 1e-3  # of a token's length what is not noise once it has been projected
+
+
+@register_method("cdpruner")
+@dataclass(frozen=True)
+class CDPruner(TokenMethod):
+    """Before the language model, keeps the vision tokens of greatest conditional diversity: greedy MAP
+    inference of a determinantal point process whose kernel is the cosine of each pair's embeddings, times both tokens'
+    relevance. What each step adds is therefore what of a token's embedding, as long as the token is relevant, lies
+    outside the span of those that are chosen.
+
+    Relevance is the mean cosine with the embeddings of the text behind the last image, scaled to (0, 1] (section
+    3.3). The authors measure it so where a model's vision tower has no text tower, as in Qwen2.5-VL. In LLaVA
+    they take CLIP's text tower, with the sign turned around; no checkpoint holds it, so that LLaVA is like the others
+    here. With `relevance="none"`, or no text behind the image, all tokens are equally relevant.
+
+    Where the kernel's rank is used up (fewer dimensions than tokens to keep, or equal tokens), relevance decides.
+    """
+
+    relevance: Literal["embeddings", "none"] = "embeddings"
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2506.10967"
+    presets: ClassVar[dict[str, dict[str, object]]] = {"128": {"budget": 128}, "64": {"budget": 64}}  # of 576
+    sees: ClassVar[Sees] = "embeddings"
+
+    def layers(self, num_layers: int) -> list[int]:
+        return [0]
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        """The earlier a token is chosen the more it is worth; below 0 by relevance."""
+        scores = torch.zeros(tokens.vision.shape, device=tokens.vision.device)
+        for row, budget in enumerate(tokens.budgets):
+            if budget:
+                columns = tokens.vision[row].nonzero()[:, 0]
+                states = F.normalize(tokens.hidden[row].float(), dim=-1)
+                relevance = self._relevance(states[columns], states[columns[-1] + 1 :])
+                chosen = most_diverse(relevance[:, None] * states[columns], budget)
+                scores[row, columns] = relevance - 2
+                scores[row, columns[chosen]] = budget - torch.arange(len(chosen), device=scores.device).float()
+        return scores
+
+    def _relevance(self, states: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """Of states (tokens, size) to those of a text, all of length 1: (tokens,), the greatest 1."""
+        if self.relevance == "none" or not len(text):
+            return torch.ones(len(states), device=states.device)
+        alike = states @ text.mean(0)
+        return (alike - alike.min() + 1e-6) / (alike.max() - alike.min() + 1e-6)
+
+
+def most_diverse(states: torch.Tensor, count: int) -> torch.Tensor:
+    """The states (tokens, size) that greedily span the largest volume, in the order in which they are chosen: `count`
+    of them, or as many as are independent."""
+    rest, lengths = states.clone(), states.norm(dim=1)  # rest: what lies outside the span of those chosen
+    chosen = []
+    for _ in range(count):
+        gains = rest.norm(dim=1)
+        gains[gains <= USED_UP * lengths] = 0
+        best = gains.argmax()
+        if not gains[best]:
+            break
+        direction = rest[best] / gains[best]
+        rest.addr_(rest @ direction, direction, alpha=-1)
+        chosen.append(best)
+    return torch.stack(chosen) if chosen else torch.zeros(0, dtype=torch.long, device=states.device)

@@ -1,0 +1,66 @@
+"""VisPruner: patches that the vision tower looks at, and others that differ. https://arxiv.org/abs/2412.01818"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+
+from ..methods import register_method
+from .base import Sees, TokenMethod, Tokens
+
+AT_ONCE = 8  # duplicates that go before the rest is paired anew (llava_arch.py:163)
+
+
+@register_method("vispruner")
+@dataclass(frozen=True)
+class VisPruner(TokenMethod):
+    """Before the language model, keeps the patches that receive most attention in the vision tower's layer
+    `tower_layer`, `important` of the budget, and of the others those that are no duplicates. These are paired by turns,
+    in the order of their attention: every second one is compared with all those between, by the cosine of their
+    features in front of the projector, and the eight go that are most like one of them, until the budget is met.
+
+    Attention is that of the class token or, in a tower without one, the mean of all patches'; several images are as in
+    `visionzip`.
+    """
+
+    important: Annotated[float, Field(ge=0, le=1)] = 0.5
+    tower_layer: int = -2
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2412.01818"
+    presets: ClassVar[dict[str, dict[str, object]]] = {  # of 576 tokens
+        "128": {"budget": 128, "important": 0.5},
+        "64": {"budget": 64, "important": 0.75},
+    }
+    sees: ClassVar[Sees] = "tower"
+
+    def layers(self, num_layers: int) -> list[int]:
+        return [0]
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        return tokens.tower.received
+
+    def choose(self, scores: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        ranks = scores.clone()
+        for row, budget in enumerate(tokens.budgets):
+            patches = (scores[row] > float("-inf")).nonzero()[:, 0]  # the others are newlines between lines of patches
+            if budget < len(patches):
+                order = patches[scores[row, patches].argsort(descending=True, stable=True)]
+                important = int(budget * self.important)
+                features = F.normalize(tokens.tower.features[row].float(), dim=-1)
+                ranks[row, order[:important]] = float("inf")
+                ranks[row, distinct(features, order[important:], budget - important)] = float("inf")
+        return tokens.best(ranks), tokens.hidden
+
+
+def distinct(features: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` of the places, whose features (tokens, size) of length 1 have no duplicates among them."""
+    if not count:
+        return places[:0]
+    while (more := len(places) - count) > 0:
+        some, others = places[::2], places[1::2]
+        likeness = torch.cat([(features[part] @ features[others].T).amax(1) for part in some.split(1024)])
+        order = likeness.argsort(descending=True, stable=True)
+        places = torch.cat([some[order[min(AT_ONCE, more) :]], others])
+    return places

@@ -1,0 +1,46 @@
+"""Theia-4869/VisPruner: encode_images, which chooses by its CLIP tower's attention and features."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from kvcompress.methods import make_method
+
+from .token_recording import Tile, TokenRecording, released, save
+
+SIDE = 24  # CLIP-L's
+
+
+def ours(recording: TokenRecording) -> list[torch.Tensor]:
+    method = make_method(recording.method, **recording.options)
+    return [Tile.draw(**recording.drawn).seen_by(method, recording.budget)]
+
+
+def main() -> None:
+    checkout = Path(sys.argv[1])
+    encode = released(checkout / "llava/model/llava_arch.py", "LlavaMetaForCausalLM.encode_images", {"torch": torch})
+    recordings = []
+    for seed, (budget, important) in enumerate([(128, 0.5), (64, 0.5), (192, 0.2), (100, 1.0)]):
+        drawn = {"seed": 10 * seed, "side": SIDE}
+        tile = Tile.draw(**drawn)
+        queries, keys = ((tile.states @ w).unflatten(-1, (tile.heads, -1)).transpose(1, 2) for w in tile.weights)
+        weights = (queries[:, :, :1] @ keys.transpose(2, 3) * queries.shape[-1] ** -0.5).softmax(-1)[:, :, 0, 1:]
+        model = SimpleNamespace(
+            get_vision_tower=lambda tile=tile, weights=weights: lambda images, **_: (tile.features[:, 1:], weights),
+            mm_projector=lambda states: states,
+            get_visual_token_num=lambda budget=budget: budget,
+            get_important_ratio=lambda important=important: important,
+        )
+        model.get_model = lambda model=model: model
+        states, masks = encode(model, None)
+        options = {} if important == 0.5 else {"important": important}
+        label = "vispruner" if not options else f"vispruner, important={important}"
+        recordings.append(TokenRecording(label, "vispruner", options, drawn, budget, [states[masks]]))
+    functions = "llava/model/llava_arch.py: LlavaMetaForCausalLM.encode_images"
+    save("vispruner", recordings, "Theia-4869/VisPruner", checkout, functions)
+
+
+if __name__ == "__main__":
+    main()
