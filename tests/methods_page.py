@@ -19,7 +19,8 @@ CHECKED_BY = {
     **dict.fromkeys(("knorm", "kvzip", "lagkv", "look-m", "meda", "mixkv", "prefixkv", "pyramidkv", "r-kv"), AUTHORS),
     **dict.fromkeys(("snapkv", "streamingllm", "tgv-kv", "tova"), AUTHORS),
     **dict.fromkeys(("dycoke", "fastv", "prumerge+", "sparsevlm", "visionzip"), AUTHORS),
-    **dict.fromkeys(("cur", "expected-attention", "keydiff"), KVPRESS),
+    **dict.fromkeys(("compactor", "lava", "leverage", "morphkv", "non-causal-attention"), AUTHORS),
+    **dict.fromkeys(("capkv", "cur", "expected-attention", "keydiff"), KVPRESS),
     **dict.fromkeys(("aircache", "full", "random", "sagekv", "simlayerkv", "vl-cache", "vnorm"), FORMULA),
 }
 

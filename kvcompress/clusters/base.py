@@ -31,6 +31,7 @@ class KVCluster(Method):
     whole_prompt: ClassVar[bool] = False  # chooses by the whole prompt, question included: not chunk by chunk
     second_pass: ClassVar[bool] = False  # the prompt is read again; has the options `chunk_size` and `instruction`
     unrotated_queries: ClassVar[bool] = False  # `score` gets queries before RoPE; `view.rotary` rotates those to come
+    unrotated_keys: ClassVar[bool] = False  # `score` asks `view.before_rotation(keys)`
     mixes_heads: ClassVar[bool] = False  # a KV head's choice depends on other heads' states: no tensor parallel
 
     @property
@@ -41,7 +42,7 @@ class KVCluster(Method):
     @property
     def watches_rotary(self) -> bool:
         """Whether the model's rotary embedding must be known."""
-        return self.unrotated_queries or self.moves_keys
+        return self.unrotated_queries or self.unrotated_keys or self.moves_keys
 
     @property
     def query_window(self) -> int:
