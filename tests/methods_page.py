@@ -20,7 +20,7 @@ CHECKED_BY = {
     **dict.fromkeys(("snapkv", "streamingllm", "tgv-kv", "tova"), AUTHORS),
     **dict.fromkeys(("dycoke", "fastv", "prumerge+", "sparsevlm", "visionzip"), AUTHORS),
     **dict.fromkeys(("compactor", "lava", "leverage", "morphkv", "non-causal-attention"), AUTHORS),
-    **dict.fromkeys(("capkv", "cur", "expected-attention", "keydiff"), KVPRESS),
+    **dict.fromkeys(("capkv", "cur", "expected-attention", "finch", "keydiff"), KVPRESS),
     **dict.fromkeys(("aircache", "full", "random", "sagekv", "simlayerkv", "vl-cache", "vnorm"), FORMULA),
 }
 

@@ -652,6 +652,13 @@ MUTATIONS = {
         "every value counts alike in the capacity",
         ("tests/oracle/test_key_value_methods.py", *recorded("capkv capkv")),
     ),
+    "finch-normalized": Mutation(
+        "clusters/finch.py",
+        "weights = weights * before[:, None, None, :, None]",
+        "weights = weights * before[:, None, None, :, None] ** 0",
+        "weights do not count times the keys before a query",
+        ("tests/oracle/test_attention_methods.py",),
+    ),
     "leverage-centred": Mutation(
         "clusters/leverage.py",
         "centred = (keys - mean).masked_fill(",

@@ -180,6 +180,21 @@ def test_lava_scores_are_pooled_attention_times_the_largest_value_and_layers_go_
         assert float(entropies[row]) == pytest.approx(entropy, abs=1e-4)
 
 
+@reference_test
+@given(layer=layers(), window=st.sampled_from([1, 3, 64]), normalize=st.booleans())
+def test_finch_keeps_window_and_what_its_queries_attend_to_times_the_keys_before_them(layer, window, normalize):
+    def reference(q, k, v, budget):
+        older = len(k) - min(window, len(k))
+        votes = torch.zeros(len(k), dtype=torch.float64)
+        for weights in attention(q, k):
+            for query in range(older, len(k)):
+                votes += weights[query] * (query if normalize else 1) / len(q) / min(window, keys.shape[2])
+        return best(recent_first(votes, len(k) - older), budget)
+
+    keys = layer[1]
+    check(kvcompress.make_cluster("finch", window_size=window, normalize=normalize), layer, reference)
+
+
 # -- layer budgets
 
 
