@@ -20,7 +20,8 @@ CHECKED_BY = {
     **dict.fromkeys(("snapkv", "streamingllm", "tgv-kv", "tova"), AUTHORS),
     **dict.fromkeys(("cdpruner", "divprune", "dycoke", "evs", "fastv", "framefusion"), AUTHORS),
     **dict.fromkeys(("prumerge+", "sparsevlm", "visionzip", "vispruner"), AUTHORS),
-    **dict.fromkeys(("cur", "expected-attention", "keydiff"), KVPRESS),
+    **dict.fromkeys(("compactor", "lava", "leverage", "morphkv", "non-causal-attention"), AUTHORS),
+    **dict.fromkeys(("capkv", "cur", "expected-attention", "finch", "keydiff"), KVPRESS),
     **dict.fromkeys(("aircache", "full", "hindsight", "random", "sagekv", "simlayerkv", "vl-cache", "vnorm"), FORMULA),
 }
 

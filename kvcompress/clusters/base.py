@@ -33,6 +33,7 @@ class KVCluster(Method):
     # cache's `answer` (option `answer_tokens`, method `foresee`).
     second_pass: ClassVar[Literal["", "context", "answer"]] = ""
     unrotated_queries: ClassVar[bool] = False  # `score` gets queries before RoPE; `view.rotary` rotates those to come
+    unrotated_keys: ClassVar[bool] = False  # `score` asks `view.before_rotation(keys)`
     mixes_heads: ClassVar[bool] = False  # a KV head's choice depends on other heads' states: no tensor parallel
 
     @property
@@ -43,7 +44,7 @@ class KVCluster(Method):
     @property
     def watches_rotary(self) -> bool:
         """Whether the model's rotary embedding must be known."""
-        return self.unrotated_queries or self.moves_keys
+        return self.unrotated_queries or self.unrotated_keys or self.moves_keys
 
     @property
     def query_window(self) -> int:

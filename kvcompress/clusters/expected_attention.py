@@ -34,7 +34,7 @@ class ExpectedAttentionKVCluster(KVCluster):
     unrotated_queries: ClassVar[bool] = True
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
-        mean, covariance = self._future_queries(queries, view)
+        mean, covariance = future_queries(queries, view, self.sinks, self.future)
         keys = keys.float()
         # (batch, kv_heads, groups, ...): the query heads of each KV head
         mean = mean.unflatten(1, (keys.shape[1], -1))
@@ -49,17 +49,22 @@ class ExpectedAttentionKVCluster(KVCluster):
         weights = logits.masked_fill(sinks[:, :, None], float("-inf")).softmax(-1).mean(2)
         return ((weights + self.epsilon) * values.float().norm(dim=-1)).masked_fill(sinks, float("inf"))
 
-    def _future_queries(self, queries: torch.Tensor, view: LayerView) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean (batch, heads, head_dim) and covariance (batch, heads, head_dim, head_dim) of the queries to come."""
-        count, head_dim = queries.shape[2:]
-        tokens = torch.tensor(view.tokens, device=queries.device)[:, None]
-        position = torch.arange(count, device=queries.device) + tokens - count  # among the row's tokens
-        counted = (position >= self.sinks)[:, None, :, None] & ~queries[..., :1].isnan()
-        number = counted.sum(2, keepdim=True).clamp(min=1)
-        queries = queries.float().masked_fill(~counted, 0.0)
-        mean = queries.sum(2, keepdim=True) / number
-        centred = (queries - mean).masked_fill(~counted, 0.0)
-        covariance = centred.mT @ centred / number
-        padding = None if view.is_decoding else view.padding
-        rotation = view.rotary.mean_rotation(self.future, head_dim, padding)[:, None]
-        return (mean @ rotation.mT)[:, :, 0], rotation @ covariance @ rotation.mT
+
+def future_queries(
+    queries: torch.Tensor, view: LayerView, sinks: int, future: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean (batch, heads, head_dim) and covariance (batch, heads, head_dim, head_dim) of the queries to come: those of
+    the given ones, before RoPE and without each row's first `sinks`, under the mean rotation of the next `future` text
+    positions."""
+    count, head_dim = queries.shape[2:]
+    tokens = torch.tensor(view.tokens, device=queries.device)[:, None]
+    position = torch.arange(count, device=queries.device) + tokens - count  # among the row's tokens
+    counted = (position >= sinks)[:, None, :, None] & ~queries[..., :1].isnan()
+    number = counted.sum(2, keepdim=True).clamp(min=1)
+    queries = queries.float().masked_fill(~counted, 0.0)
+    mean = queries.sum(2, keepdim=True) / number
+    centred = (queries - mean).masked_fill(~counted, 0.0)
+    covariance = centred.mT @ centred / number
+    padding = None if view.is_decoding else view.padding
+    rotation = view.rotary.mean_rotation(future, head_dim, padding)[:, None]
+    return (mean @ rotation.mT)[:, :, 0], rotation @ covariance @ rotation.mT

@@ -10,7 +10,7 @@ from ..errors import KVCompressError
 from ..kernels.column_sums import column_sums
 from ..kernels.compact import compact
 from .rotary import Rotary
-from .windows import attention_blocks, protect_ends, protect_recent, window_attention, window_logits
+from .windows import attention_blocks, pad_columns, protect_ends, protect_recent, window_attention, window_logits
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,23 @@ class LayerView:
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """A prompt's attention weights, a block of queries at a time: `scoring.windows.attention_blocks`."""
         return attention_blocks(queries, keys, self.scaling, self.padding, first)
+
+    def real_columns(self, keys: torch.Tensor) -> torch.Tensor:
+        """False at the pad columns of keys (batch, kv_heads, columns, ...): bool (batch, 1 or kv_heads, columns)."""
+        columns = keys.shape[2]
+        if self.padding is None:
+            return torch.ones(len(keys), 1, columns, dtype=torch.bool, device=keys.device)
+        return ~pad_columns(self.padding, columns)
+
+    def before_rotation(self, keys: torch.Tensor) -> torch.Tensor:
+        """A prompt's keys (batch, kv_heads, columns, head_dim) as they were before RoPE, in fp32; stored entries as
+        they are. For a cluster that says `unrotated_keys`."""
+        if self.is_decoding:
+            return keys.float()
+        if self.rotary is None:
+            name = type(self.settings.cluster).__name__
+            raise KVCompressError(f"{name} scores keys before RoPE: give cache.rotate(...) how the model rotates them")
+        return self.rotary.unrotated(keys)
 
     def protect_recent(self, scores: torch.Tensor, recent: int | list[int]) -> torch.Tensor:
         """The scores (batch, kv_heads, keys) with +inf at the last `recent` columns, of all rows or `recent[row]`."""

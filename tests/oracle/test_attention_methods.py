@@ -143,6 +143,58 @@ def test_d2o_keeps_sinks_recent_tokens_and_heavy_hitters(layer, sinks):
     check(kvcompress.make_cluster("d2o", sinks=sinks), (queries, keys, values, unmerged), reference)
 
 
+@reference_test
+@given(layer=layers(), window=st.sampled_from([1, 3, 64]), fusion=st.sampled_from(["max", "sum"]))
+def test_morphkv_keeps_window_and_what_its_queries_attend_to_among_the_older(layer, window, fusion):
+    def reference(q, k, v, budget):
+        older = len(k) - min(window, len(k))
+        rows = [(k[:older] @ q[:, query].sum(0) * SCALING).softmax(0) for query in range(older, len(k))]
+        votes = torch.stack(rows)
+        votes = votes.sum(0) if fusion == "sum" else votes.max(0).values if older else votes[0]
+        return best(recent_first(torch.cat([votes, votes.new_zeros(len(k) - older)]), len(k) - older), budget)
+
+    check(kvcompress.make_cluster("morphkv", window_size=window, fusion=fusion), layer, reference)
+
+
+@reference_test
+@given(layer=layers(), window=st.sampled_from([1, 3, 64]), kernel=st.sampled_from([1, 7]))
+def test_lava_scores_are_pooled_attention_times_the_largest_value_and_layers_go_by_their_entropy(layer, window, kernel):
+    queries, keys, values, prompt = layer
+    groups = queries.shape[1] // keys.shape[1]
+    scores = kvcompress.make_cluster("lava", window_size=window, kernel_size=kernel).score(*layer)
+    entropies = layer_budget("lava").measure(queries, keys, values, scores, prompt)
+    for row, weights in enumerate(rows(layer)):
+        length = weights.shape[1]
+        first, older = keys.shape[2] - length, length - min(window, length)
+        expected = []
+        for head in range(keys.shape[1]):
+            seen = weights[head * groups : (head + 1) * groups, older:, :older].mean(1)
+            votes = torch.stack([pooled(each, kernel, "max") for each in seen]).max(0).values
+            norms = [float(value.abs().sum()) for value in values[row, head, first : first + older]]
+            expected.append(votes * max(norms, default=0.0))
+            assert scores[row, head, first + older :].isposinf().all()
+        expected = torch.stack(expected)
+        torch.testing.assert_close(scores[row, :, first : first + older].double(), expected, rtol=1e-4, atol=1e-6)
+        shares = [float(share / expected.sum()) for share in expected.flatten()]
+        entropy = -sum(share * math.log(share) for share in shares if share) / math.log(max(len(shares), 2))
+        assert float(entropies[row]) == pytest.approx(entropy, abs=1e-4)
+
+
+@reference_test
+@given(layer=layers(), window=st.sampled_from([1, 3, 64]), normalize=st.booleans())
+def test_finch_keeps_window_and_what_its_queries_attend_to_times_the_keys_before_them(layer, window, normalize):
+    def reference(q, k, v, budget):
+        older = len(k) - min(window, len(k))
+        votes = torch.zeros(len(k), dtype=torch.float64)
+        for weights in attention(q, k):
+            for query in range(older, len(k)):
+                votes += weights[query] * (query if normalize else 1) / len(q) / min(window, keys.shape[2])
+        return best(recent_first(votes, len(k) - older), budget)
+
+    keys = layer[1]
+    check(kvcompress.make_cluster("finch", window_size=window, normalize=normalize), layer, reference)
+
+
 # -- layer budgets
 
 

@@ -1,5 +1,6 @@
-"""lagkv, cur, chunkkv, criticalkv and expected-attention against plain references, written from their papers in
-float64, row by row, with loops: what kvpress's fixtures do not show, such as padding, short rows and ties."""
+"""lagkv, cur, chunkkv, criticalkv, expected-attention, capkv and compactor with its parts against plain references,
+written from their papers in float64, row by row, with loops: what kvpress's fixtures do not show, such as padding,
+short rows and ties."""
 
 import dataclasses
 import math
@@ -7,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress.clusters.leverage import gaussian
 from kvcompress.scoring.layer_view import StoredEntries
 from kvcompress.scoring.rotary import Rotary
 from tests.support.examples import examples
@@ -18,6 +20,22 @@ from tests.support.plain_reference import SCALING, best, check, layers, snapkv_s
 
 plain_test = examples(40)
 INFINITE = float("inf")
+INV_FREQ = torch.tensor([1.0, 0.3, 0.1, 0.03])
+
+
+def rotation(position):
+    """One position's rotation of (a, b), the halves of a query or key, as complex numbers."""
+    turn = torch.exp(1j * INV_FREQ.double() * position)
+    return torch.cat(
+        [torch.cat([turn.real.diag(), -turn.imag.diag()], 1), torch.cat([turn.imag.diag(), turn.real.diag()], 1)]
+    )
+
+
+def with_rotary(prompt, columns):
+    """The prompt's facts where its columns are at the positions of their row's real tokens."""
+    positions = torch.arange(columns) - (columns - torch.tensor(prompt.lengths)[:, None])
+    angles = (positions[..., None] * INV_FREQ).repeat(1, 1, 2)
+    return dataclasses.replace(prompt, rotary=Rotary(angles.cos(), angles.sin(), positions, INV_FREQ))
 
 
 @plain_test
@@ -119,19 +137,7 @@ def test_criticalkv_spends_the_rest_of_the_budget_on_what_moves_the_output_most(
 )
 def test_expected_attention_keeps_what_gaussian_queries_to_come_would_take_most_from(layer, sinks, future, epsilon):
     queries, keys, values, prompt = layer  # queries as they were before their rotation
-    inv_freq = torch.tensor([1.0, 0.3, 0.1, 0.03])
-    padding = keys.shape[2] - torch.tensor(prompt.lengths)[:, None]
-    positions = torch.arange(keys.shape[2]) - padding
-    angles = (positions[..., None] * inv_freq).repeat(1, 1, 2)
-    rotary = Rotary(angles.cos(), angles.sin(), positions, inv_freq)
-    prompt = dataclasses.replace(prompt, rotary=rotary)
-
-    def rotation(position):
-        """One position's rotation of (a, b), the halves of a query, as complex numbers."""
-        turn = torch.exp(1j * inv_freq.double() * position)
-        return torch.cat(
-            [torch.cat([turn.real.diag(), -turn.imag.diag()], 1), torch.cat([turn.imag.diag(), turn.real.diag()], 1)]
-        )
+    prompt = with_rotary(prompt, keys.shape[2])
 
     def reference(q, k, v, budget):
         length = len(k)
@@ -151,6 +157,114 @@ def test_expected_attention_keeps_what_gaussian_queries_to_come_would_take_most_
 
     cluster = kvcompress.make_cluster("expected-attention", sinks=sinks, future=future, epsilon=epsilon)
     check(cluster, (queries, keys, values, prompt), reference)
+
+
+@plain_test
+@given(layer=layers(), sinks=st.sampled_from([0, 3]), tau=st.sampled_from([0.0, 5.0]))
+def test_capkv_keeps_what_the_capacity_loses_most_with(layer, sinks, tau):
+    queries, keys, values, prompt = layer
+    prompt = with_rotary(prompt, keys.shape[2])
+
+    def reference(q, k, v, budget):
+        length, scores = len(k), torch.zeros(max(len(k) - sinks, 0), dtype=torch.float64)
+        turned = sum(rotation(position) for position in range(length, length + 7)) / 7
+        k, v = k[sinks:], v[sinks:]
+        for head in q[:, sinks:] if len(k) else ():
+            anchor = turned @ head.mean(0)
+            logits = tau * torch.stack([anchor @ key / anchor.norm() / key.norm() for key in k])
+            weights = (logits - logits.max()).exp()
+            capacity = torch.eye(8, dtype=torch.float64)
+            capacity += sum((w + 1e-6) * torch.outer(x, x) for w, x in zip(weights, v, strict=True))
+            scores += weights * torch.stack([x @ capacity.inverse() @ x for x in v]) / len(q)
+        return best([*[INFINITE] * min(sinks, length), *scores.tolist()], budget)
+
+    cluster = kvcompress.make_cluster("capkv", sinks=sinks, tau=tau, future=7)
+    check(cluster, (queries, keys, values, prompt), reference)
+
+
+def leverage(keys, sketch):
+    """Of one head's keys (tokens, head_dim), as they were before their rotation."""
+    centred = keys - keys.mean(0)
+    if sketch < 8:
+        centred = centred @ gaussian(8, sketch, seed=3).double()
+    gram = sum((torch.outer(x, x) for x in centred), 0.01 * torch.eye(centred.shape[1], dtype=torch.float64))
+    return [float(x @ gram.inverse() @ x) for x in centred]
+
+
+def before_rotation(keys):
+    return torch.stack([rotation(position).T @ key for position, key in enumerate(keys)])
+
+
+def neighbours_votes(q, k, v, chunk):
+    """Of one KV head: what each key receives within its chunk, times the value's norm, pooled over three."""
+    votes = []
+    for begin in range(0, len(k), chunk):
+        here = slice(begin, begin + chunk)
+        weights = [(k[here] @ query).softmax(0) for head in q for query in head[here]]
+        votes += (sum(weights) / len(q)).tolist()
+    scores = [0.0, *(vote * float(value.norm()) for vote, value in zip(votes, v, strict=True)), 0.0]
+    return [sum(scores[i : i + 3]) / 3 for i in range(len(k))]
+
+
+@plain_test
+@given(layer=layers(), sketch=st.sampled_from([3, 8]))
+def test_leverage_keeps_the_keys_that_others_do_not_explain(layer, sketch):
+    queries, keys, values, prompt = layer
+    assume(2 not in prompt.lengths)  # two are equally far from their mean
+
+    def reference(q, k, v, budget):
+        return best(leverage(before_rotation(k), sketch), budget)
+
+    layer = (queries, keys, values, with_rotary(prompt, keys.shape[2]))
+    check(kvcompress.make_cluster("leverage", sketch=sketch, seed=3), layer, reference)
+
+
+@plain_test
+@given(layer=layers(), chunk=st.sampled_from([1, 5, 64]))
+def test_non_causal_attention_keeps_what_the_chunks_queries_take_most_from(layer, chunk):
+    def reference(q, k, v, budget):
+        return best(torch.tensor(neighbours_votes(q, k, v, chunk)).float().tolist(), budget)
+
+    check(kvcompress.make_cluster("non-causal-attention", chunk_size=chunk), layer, reference)
+
+
+@plain_test
+@given(
+    layer=layers(), sinks=st.sampled_from([0, 3]), recent=st.sampled_from([0, 2]), blending=st.sampled_from([None, 0.5])
+)
+def test_compactor_adds_both_standardised_over_all_heads(layer, sinks, recent, blending):
+    queries, keys, values, prompt = layer
+    prompt = with_rotary(prompt, keys.shape[2])
+    kv_heads, groups = keys.shape[1], queries.shape[1] // keys.shape[1]
+    cluster = kvcompress.make_cluster(
+        "compactor", sinks=sinks, recent=recent, chunk_size=5, sketch=3, seed=3, blending=blending
+    )
+    kept = cluster.update_kv(queries, keys, values, prompt)
+    for row, (length, budget) in enumerate(zip(prompt.lengths, prompt.budgets, strict=True)):
+        first = keys.shape[2] - length
+        inner = slice(sinks, length - recent)
+        if length - recent - sinks < 3:
+            continue
+        parts = []
+        for head in range(kv_heads):
+            q = queries[row, head * groups : (head + 1) * groups, first:].double()
+            k, v = keys[row, head, first:].double(), values[row, head, first:].double()
+            parts.append((leverage(before_rotation(k)[inner], 3), neighbours_votes(q[:, inner], k[inner], v[inner], 5)))
+        geometry, attention = torch.tensor(parts, dtype=torch.float64).transpose(0, 1)
+        share = 1 - budget / length if blending is None else blending
+        scores = share * (geometry - geometry.mean()) / geometry.std(correction=0)
+        scores += (attention - attention.mean()) / attention.std(correction=0)
+        for head in range(kv_heads):
+            slots = kept.indices[row, head]
+            whole = [INFINITE] * sinks + scores[head].tolist() + [INFINITE] * recent
+            assert (slots[slots >= 0] - first).tolist() == sorted(best(whole, budget))
+
+
+def test_keys_before_their_rotation_where_it_is_unknown_are_a_clear_error():
+    states = torch.ones(1, 1, 5, 4)
+    prompt = kvcompress.Prompt(0, 1, [5], [2], SCALING)
+    with pytest.raises(kvcompress.KVCompressError, match="scores keys before RoPE"):
+        kvcompress.make_cluster("leverage").update_kv(states, states, states, prompt)
 
 
 def test_criticalkv_without_an_output_projection_is_a_clear_error():

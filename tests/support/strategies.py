@@ -88,6 +88,20 @@ OPTIONS: dict[str, dict[str, list]] = {
         "epsilon": [0.0, 0.01],
         "window_size": [4, 128],
     },
+    "leverage": {"sketch": [4, 48], "seed": [0, 7]},
+    "non-causal-attention": {"chunk_size": [1, 5, 256]},
+    "compactor": {
+        "sinks": [0, 8],
+        "recent": [0, 4],
+        "chunk_size": [7, 256],
+        "sketch": [4, 48],
+        "blending": [None, 0.0, 0.5],
+        "seed": [0, 7],
+    },
+    "morphkv": {"window_size": [1, 8], "fusion": ["max", "sum"]},
+    "lava": {"window_size": [1, 8], "kernel_size": [1, 7], "pooling": ["avg", "max"]},
+    "capkv": {"tau": [0.5, 5.0], "sinks": [0, 4], "future": [1, 512], "window_size": [4, 128]},
+    "finch": {"window_size": [1, 8], "normalize": [True, False], "positions": ["true"]},
     "lagkv": {"sinks": [0, 4], "lag": [2, 8, 128]},
     "cur": {"sinks": [0, 4], "window_size": [0, 1, 16], "leverage": ["key", "value", "kv_avg", "kv_product"]},
     "chunkkv": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg", "max"], "chunk_size": [1, 5, 20]},
@@ -124,8 +138,8 @@ class Case:
 
     @property
     def may_tie(self) -> bool:
-        """Two keys are equally like their mean: rounding decides which one keydiff keeps."""
-        return self.method == "keydiff" and min(self.lengths) < 3
+        """Two keys are equally far from their mean: rounding decides which one keydiff or leverage keeps."""
+        return self.method in ("keydiff", "leverage", "compactor") and min(self.lengths) < 3
 
     @property
     def policy(self) -> Policy:

@@ -93,10 +93,10 @@ def test_every_other_method_is_refused():
             check_tensor_parallel(make_policy(name, 1.0))
         except kvcompress.KVCompressError:
             refused.add(name)
-    shared, adaptive = {"tova", "chunkkv", "tgv-kv", "prefixkv"}, {"adakv", "kvzip"}
+    shared, adaptive = {"tova", "chunkkv", "tgv-kv", "prefixkv"}, {"adakv", "kvzip", "lava"}
     measured = {"cake", "d2o", "simlayerkv", "vl-cache", "meda", "aircache"}
     tokens = {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.TokenMethod)}
-    assert refused == shared | adaptive | measured | tokens | {"random", "cam"}
+    assert refused == shared | adaptive | measured | tokens | {"random", "cam", "compactor"}
 
 
 @pytest.mark.parametrize("scorer", ["aircache", "tgv-kv", "random"])
@@ -116,6 +116,9 @@ def test_heads_that_would_be_split_are_refused(monkeypatch):
 class NoRotation:
     def mean_rotation(self, future: int, head_dim: int, padding: object) -> torch.Tensor:
         return torch.eye(head_dim)[None]
+
+    def unrotated(self, states: torch.Tensor) -> torch.Tensor:
+        return states.float()
 
 
 APART = [

@@ -21,6 +21,14 @@ def test_pyramid_layers_are_theirs_but_for_steps_that_are_rounded_down(label):
         assert all(-1 <= more <= layer + 1 for layer, more in enumerate(beyond.tolist()))
 
 
+def test_lava_heads_are_theirs_but_for_what_is_rounded_down():
+    """A layer's size, the heads' floor and each head's rest, of four heads at most."""
+    for states in ("random_gqa", "random_mha"):
+        for ours, theirs in held_and_recorded("lava", "lava, each layer's floor", states):
+            assert (ours - theirs).min() >= -1
+            assert (ours - theirs).max() <= 4
+
+
 @pytest.mark.parametrize("label", ["adakv", "adakv, safeguard=0.5"])
 def test_adaptive_heads_are_theirs_to_the_entry(label):
     for states in ("random_gqa", "random_mha"):

@@ -1,0 +1,63 @@
+"""Compactor: keys of high leverage, and what neighbours attend to; no query asked. https://arxiv.org/abs/2507.08143"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from ..methods import register_method
+from ..scoring.layer_view import LayerView
+from .base import KVCluster
+from .leverage import leverage_scores
+from .non_causal_attention import value_weighted_votes
+
+
+@register_method("compactor")
+@dataclass(frozen=True)
+class CompactorKVCluster(KVCluster):
+    """Keeps the first `sinks` and the last `recent` tokens, and of the others those with the highest sum of
+    non-causal attention and `blending` times approximate leverage, both standardised over a layer's heads and tokens
+    (defaults of the authors' kvpress; without `blending` it is the part of the prompt that is evicted). Asks nothing of
+    the question: made for a cache that answers many. `sketch`, `seed`: see `leverage`; `chunk_size`: see
+    `non-causal-attention`.
+
+    The paper's engine, compactor-vllm, blends 0.5, weighs no values, measures leverage in chunks and lets heads share a
+    budget (`head_budget=adaptive`).
+    """
+
+    sinks: NonNegativeInt = 8
+    recent: NonNegativeInt = 4
+    chunk_size: PositiveInt = 256
+    sketch: PositiveInt = 48
+    blending: Annotated[float, Field(ge=0)] | None = None
+    seed: int = 0
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2507.08143"
+    mixes_heads: ClassVar[bool] = True  # standardises over them
+    whole_prompt: ClassVar[bool] = True
+    unrotated_keys: ClassVar[bool] = True
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        real = view.real_columns(keys)
+        ends = view.protect_recent(real.float(), self.recent).isinf() | (real.cumsum(-1) <= self.sinks)
+        counted = real & ~ends
+        leverage = leverage_scores(view.before_rotation(keys), counted, self.sketch, self.seed)
+        votes = value_weighted_votes(queries, keys, values, view, self.chunk_size, counted, self.sinks)
+        blending = torch.tensor(self._blending(view), device=keys.device)[:, None, None]
+        scores = blending * standardised(leverage, counted) + standardised(votes, counted)
+        return scores.masked_fill(ends, float("inf"))
+
+    def _blending(self, view: LayerView) -> list[float]:
+        budgets = view.mean_budgets or view.budgets
+        evicted = [1 - budget / tokens for budget, tokens in zip(budgets, view.tokens, strict=True)]
+        return evicted if self.blending is None else [self.blending] * len(evicted)
+
+
+def standardised(scores: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """The scores (batch, kv_heads, columns), of mean 0 and variance 1 over all heads' counted columns of a row."""
+    counted = counted.expand_as(scores)
+    number = counted.sum((1, 2), keepdim=True).clamp(min=1)
+    mean = scores.masked_fill(~counted, 0.0).sum((1, 2), keepdim=True) / number
+    centred = (scores - mean).masked_fill(~counted, 0.0)
+    return centred / (centred.square().sum((1, 2), keepdim=True) / number).sqrt().clamp(min=1e-6)

@@ -1,0 +1,42 @@
+"""Finch: what the question attends to, every word as loud as another. https://arxiv.org/abs/2408.00167"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import PositiveInt
+
+from ..methods import register_method
+from ..scoring.layer_view import LayerView
+from .base import KVCluster
+
+
+@register_method("finch")
+@dataclass(frozen=True)
+class FinchKVCluster(KVCluster):
+    """Keeps the last `window_size` tokens, which stand for the question, and the keys that they attend to most. A
+    query's weights count times the keys before it, as otherwise the first ones, which see fewer, would be loudest
+    (`normalize=False`: as they are).
+
+    `positions="cache"`: kept keys are rotated anew to their place in the cache, as published; by default they keep
+    their rotary positions. The paper reads a prompt chunk by chunk: `prefill_chunk`, with true positions.
+    """
+
+    window_size: PositiveInt = 32
+    normalize: bool = True
+    positions: Literal["true", "cache"] = "true"
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2408.00167"
+
+    @property
+    def moves_keys(self) -> bool:
+        return self.positions == "cache"
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        window = min(self.window_size, keys.shape[2])
+        weights = view.window_attention(queries, keys, window)
+        if self.normalize:
+            lengths = torch.tensor(view.lengths, device=keys.device)[:, None]
+            before = (lengths - torch.arange(weights.shape[3], 0, -1, device=keys.device)).clamp(min=0)
+            weights = weights * before[:, None, None, :, None]
+        return view.protect_recent(weights.mean((2, 3)), window)

@@ -1,0 +1,78 @@
+"""Non-causal attention: what its neighbours on both sides attend to. https://arxiv.org/abs/2507.08143"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveInt
+
+from ..methods import register_method
+from ..scoring.layer_view import LayerView
+from ..scoring.windows import aligned_left, aligned_right, pool_scores
+from .base import KVCluster
+
+
+def non_causal_attention(queries: torch.Tensor, keys: torch.Tensor, counted: torch.Tensor, chunk: int) -> torch.Tensor:
+    """What each key receives from all queries of its chunk, those before it included: softmax of the unscaled q'k over
+    the chunk's keys, summed over the queries, mean over the query heads. Memory is one chunk's weights.
+
+    Args:
+        queries: (batch, heads, columns, head_dim), of the same columns as the keys.
+        keys: (batch, kv_heads, columns, head_dim).
+        counted: bool (batch, 1, columns): others neither ask nor answer. Chunks are counted from column 0.
+
+    Returns:
+        (batch, kv_heads, columns) in fp32, zero where not counted.
+    """
+    queries = queries.unflatten(1, (keys.shape[1], -1))
+    received = []
+    for asks, answers, here in zip(*(x.split(chunk, -2) for x in (queries, keys, counted[..., None])), strict=True):
+        logits = asks.float() @ answers.float()[:, :, None].mT
+        logits = logits.masked_fill(~here.mT[:, :, None], float("-inf"))
+        weights = logits.softmax(-1).masked_fill(~here[:, :, None], 0.0)
+        received.append(weights.sum(3).mean(2))
+    return torch.cat(received, -1)
+
+
+@register_method("non-causal-attention")
+@dataclass(frozen=True)
+class NonCausalAttentionKVCluster(KVCluster):
+    """Keeps what the queries of its chunk of `chunk_size` tokens attend to without a causal mask, so that early tokens
+    have no more voters than late ones, times the value's norm, pooled over three neighbours (Compactor, its part about
+    attention; 256 as in the authors' kvpress). Logits are not scaled, there as in the authors' compactor-vllm.
+
+    Chunks are counted from a row's first token. While decoding the causal attention of the last 32 queries votes
+    instead: those of stored entries are gone.
+    """
+
+    chunk_size: PositiveInt = 256
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2507.08143"
+    whole_prompt: ClassVar[bool] = True
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        return value_weighted_votes(queries, keys, values, view, self.chunk_size, view.real_columns(keys))
+
+
+def value_weighted_votes(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    view: LayerView,
+    chunk: int,
+    counted: torch.Tensor,
+    first: int = 0,
+) -> torch.Tensor:
+    """`non_causal_attention` times the value's norm, pooled: (batch, kv_heads, columns) in fp32, zero where not
+    `counted`. Chunks begin at each row's token `first`. Of stored entries, whose queries are gone: what the latest
+    queries attend to."""
+    padding = view.padding
+    if view.is_decoding:
+        votes = view.column_sums(queries, keys)
+    else:
+        first = min(first, keys.shape[2])
+        aligned = (aligned_left(states, padding)[:, :, first:] for states in (queries, keys, counted))
+        votes = aligned_right(F.pad(non_causal_attention(*aligned, chunk), (first, 0)), padding)
+    scores = (votes * values.float().norm(dim=-1)).masked_fill(~counted, 0.0)
+    return pool_scores(scores, 3, "avg").masked_fill(~counted, 0.0)
