@@ -182,14 +182,14 @@ MUTATIONS = {
     ),
     # -- cache: storage and new tokens
     "segment-start": Mutation(
-        "cache/storage.py",
+        "cache/storage/ragged.py",
         "self.starts = (ends - room - size).view_as(self.counts)",
         "self.starts = (ends - size).view_as(self.counts)",
         "a KV head's segment is looked for behind its place in ragged storage",
         (INVARIANTS + "::test_decoding_equals_the_full_cache_under_a_mask_that_hides_what_was_dropped",),
     ),
     "appended-column": Mutation(
-        "cache/storage.py",
+        "cache/storage/dense.py",
         "appended = torch.arange(seen - (self.length - self.entries), seen, device=self.keys.device)",
         "appended = torch.arange(seen - (self.length - self.entries), seen, device=self.keys.device) - 1",
         "a decoded token is noted under the column before it",
@@ -199,14 +199,14 @@ MUTATIONS = {
         ),
     ),
     "static-cursor": Mutation(
-        "cache/storage.py",
+        "cache/storage/static.py",
         "return self.usable & (self.slots < self.cursor)",
         "return self.usable & (self.slots <= self.cursor)",
         "static shapes: a slot that is still empty is attended to",
         (CORE + "cache/test_static.py",),
     ),
     "quantized-residual": Mutation(
-        "cache/storage.py",
+        "cache/storage/quantized.py",
         "if self.recent.length >= self.residual:",
         "if self.recent.length > self.residual:",
         "one decoded token more waits in full precision",
@@ -216,21 +216,21 @@ MUTATIONS = {
         ),
     ),
     "quantized-reuse": Mutation(
-        "cache/storage.py",
+        "cache/storage/quantized.py",
         "twin.blocks, twin.recent = list(self.blocks), self.recent.fork()",
         "twin.blocks, twin.recent = self.blocks, self.recent.fork()",
         "a question leaves its quantized tokens in the context that the next one reuses",
         (CORE + "policy/test_protocol.py::test_reuse_leaves_every_storage_as_it_was",),
     ),
     "offloaded-reuse": Mutation(
-        "cache/storage.py",
+        "cache/storage/offloaded.py",
         "twin.inner, twin.fetched = self.inner.fork(), None",
         "twin.inner, twin.fetched = self.inner, None",
         "a question leaves its offloaded tokens in the context that the next one reuses",
         (CORE + "policy/test_protocol.py::test_reuse_leaves_every_storage_as_it_was",),
     ),
     "ragged-rows": Mutation(
-        "cache/storage.py",
+        "cache/storage/ragged.py",
         "self.counts = self.counts[rows]",
         "self.counts = self.counts",
         "ragged storage: beams exchange their entries but not their lengths",
@@ -501,7 +501,7 @@ MUTATIONS = {
         (CORE + "hooks/test_shared_prompt.py::test_a_pass_is_not_taken_for_that_of_another_batch",),
     ),
     "pads-of-other-rows": Mutation(
-        "cache/storage.py",
+        "cache/storage/dense.py",
         "self.pads = None if self.pads is None else self.pads[rows]",
         "self.pads = self.pads",
         "a cache that keeps everything: rows change places, their pads do not",

@@ -11,7 +11,8 @@ from ..scoring.rotary import Rotary
 from ..scoring.windows import pad_columns
 from .new_tokens import NewTokens
 from .scope import joined, right_aligned
-from .storage import Storage, new_storage
+from .storage.base import Storage
+from .storage.new import new_storage
 
 
 @dataclass
