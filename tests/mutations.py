@@ -180,6 +180,37 @@ MUTATIONS = {
         "the filler widens the range of a group, and so its error",
         (CORE + "cache/test_quantized.py::test_what_fills_the_last_group_up_does_not_widen_its_range",),
     ),
+    "turboquant-codebook": Mutation(
+        "kernels/turboquant.py",
+        "density = (1 - x**2) ** ((dim - 3) / 2)",
+        "density = (1 - x**2) ** (dim - 3)",
+        "the codebook is for vectors of other lengths",
+        (CORE + "cache/test_turboquant.py::test_the_error_of_a_unit_vector_is_the_papers",),
+    ),
+    "turboquant-output": Mutation(
+        "kernels/turboquant.py",
+        "return value_codec.rotate_back(output)",
+        "return value_codec.rotate(output)",
+        "a step's output is turned on in place of back",
+        (CORE + "cache/test_turboquant.py::test_a_step_attends_to_what_reading_the_entries_gives",),
+    ),
+    "turboquant-visible": Mutation(
+        "cache/storage/turboquant.py",
+        "return turboquant_decode(query, *self.inner.read(), visible, *self.codecs, scaling)",
+        "return turboquant_decode(query, *self.inner.read(), None, *self.codecs, scaling)",
+        "a step attends to unused slots",
+        (CORE + "cache/test_turboquant.py::test_a_step_attends_to_what_reading_the_entries_gives",),
+    ),
+    "turboquant-repacked": Mutation(
+        "cache/memory.py",
+        "        if self.storage.is_final:\n            last =",
+        "        if False:\n            last =",
+        "a token that is fed again has all entries quantized a second time",
+        (
+            CORE + "cache/test_turboquant.py::test_entries_are_packed_once",
+            CORE + "cache/test_quantized.py::test_a_token_that_is_fed_again_leaves_the_others_as_they_are",
+        ),
+    ),
     # -- cache: storage and new tokens
     "segment-start": Mutation(
         "cache/storage/ragged.py",

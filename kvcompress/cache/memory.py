@@ -208,9 +208,15 @@ class Memory:
 
     def forget_last(self) -> None:
         """Drop the last token of the prompt that was just compressed, so that it can be fed again."""
-        seen, kept = self.seen, self.kept()
-        last = kept.indices == seen - 1
-        self.put(right_aligned(replace(kept, indices=kept.indices.masked_fill(last, -1))), seen - 1)
+        seen = self.seen
+        if self.storage.is_final:
+            last = self.storage.columns(seen) == seen - 1
+            self.storage.forget(seen - 1, seen)
+            self._seen_when_stored = seen - 1
+        else:
+            kept = self.kept()
+            last = kept.indices == seen - 1
+            self.put(right_aligned(replace(kept, indices=kept.indices.masked_fill(last, -1))), seen - 1)
         # The token that is fed again is stored in every head, whether the cluster had kept it or not.
         self.log.kept = self.log.kept + 1 - last.any(2).float().mean(1)
         self.latest_queries = [queries[:, :, :-1] for queries in self.latest_queries]

@@ -58,6 +58,10 @@ class Storage(ABC):
         """Put another compressed prompt, whose columns begin at `first`, behind what is stored (`is_final`)."""
         raise TypeError(f"a {type(self).__name__} is not extended but made anew")
 
+    def forget(self, column: int, seen: int) -> None:
+        """Drop what is stored of this column (`is_final`); other arguments as in `columns`."""
+        raise TypeError(f"a {type(self).__name__} is not changed but made anew")
+
     def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Attention of one token's queries (batch, heads, 1, head_dim), which stand behind all that is stored, without
         gathering (`decodes_in_place`); the result has the same shape."""

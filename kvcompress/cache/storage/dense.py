@@ -42,6 +42,14 @@ class DenseStorage(Storage):
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
+    def segments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """Keys and values (rows, head_dim); where each KV head of each row of the batch begins in them and how many
+        rows it has, LongTensors (batch, kv_heads); the most of them."""
+        batch, kv_heads, capacity = self.keys.shape[:3]
+        starts = torch.arange(0, batch * kv_heads * capacity, capacity, device=self.keys.device).view(batch, kv_heads)
+        flat = self.keys.flatten(0, 2), self.values.flatten(0, 2)
+        return *flat, starts, torch.full_like(starts, self.length), self.length
+
     def visible(self) -> torch.Tensor | None:
         if self.pads is None:
             return None

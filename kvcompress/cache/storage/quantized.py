@@ -84,6 +84,12 @@ class QuantizedStorage(Storage):
             self.unused = indices < 0
         self.entries = self.length = indices.shape[2]
 
+    def forget(self, column: int, seen: int) -> None:
+        gone = self.columns(seen) == column
+        if bool(gone.any()):  # its slot stays, unused
+            self.indices = self.columns(seen).masked_fill(gone, -1).to(torch.int32)
+            self.unused, self.entries = self.indices < 0, self.length
+
     def _flush(self) -> None:
         """Quantize the tokens that wait."""
         if self.recent.length:

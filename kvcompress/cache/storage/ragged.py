@@ -70,6 +70,10 @@ class RaggedStorage(Storage):
         rows = rows.clamp(max=len(self.keys) - 1)  # an empty segment without room may begin behind the buffer's end
         return self.keys[rows], self.values[rows]
 
+    def segments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """As in `DenseStorage`."""
+        return self.keys, self.values, self.starts, self.counts + self.appended, self.length
+
     def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
         sizes = [rows for length in self.flat for rows in (length + self.appended, self.room)]
         return ragged_decode(query, self.keys, self.values, self.starts, self.counts + self.appended, sizes, scaling)
