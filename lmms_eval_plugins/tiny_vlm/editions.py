@@ -56,6 +56,7 @@ class Mixture:
     view: View = "grid"  # of single pictures
     jitter_grows_until: float = 0.0  # of the stage: from signs on the frames' grid to JITTER pixels off it
     post_prompt_share: float = 0.0  # of the batches; never where every sign is read
+    text_labels: bool = False  # whether the probes look at the text of facts too, see PackedBatch
     learning_rate: float = 1.5e-3
     tower_scale: float = 0.1  # the tower's and projector's share of the learning rate
     decay_from: float = 1.0  # of the stage, until when the learning rate is constant
@@ -140,7 +141,8 @@ class MixtureData(Dataset):
         first = row()
         length = pack(self.packer, [first], post_prompt, self.stage.view).ids.shape[1]
         rows = [first, *(row() for _ in range(part.tokens // length - 1))]
-        return pack(self.packer, rows, post_prompt, self.stage.view)
+        labelled = self.stage.text_labels and part.regime == "needle"
+        return pack(self.packer, rows, post_prompt, self.stage.view, labelled)
 
 
 def _mixture(name: str, tokens: int, ranges: dict[str, dict[str, Range]], **options: object) -> Mixture:
@@ -155,6 +157,12 @@ def _mixture(name: str, tokens: int, ranges: dict[str, dict[str, Range]], **opti
     return Mixture(name, parts=parts, **options)
 
 
+SHORT = {
+    "needle": {"tokens": (100, 500)},
+    "video": {"frames": (8, 12), "signs": (3, 4)},
+    "multi_image": {"pictures": (2, 3), "signs": (2, 3)},
+    "read_all": {"signs": (2, 5), "tokens": (8, 96)},
+}
 SECOND_STAGES = (
     *(replace(stage, avoided=WORDS) for stage in STAGES[:4]),
     Mixture(
@@ -165,19 +173,8 @@ SECOND_STAGES = (
         tower_scale=1.0,
         decay_from=0.6,
     ),
-    _mixture(
-        "short",
-        2048,
-        {
-            "needle": {"tokens": (100, 500)},
-            "video": {"frames": (8, 12), "signs": (3, 4)},
-            "multi_image": {"pictures": (2, 3), "signs": (2, 3)},
-            "read_all": {"signs": (2, 5), "tokens": (8, 96)},
-        },
-        steps=5000,
-        tower_scale=0.3,
-        post_prompt_share=0.3,
-    ),
+    _mixture("short", 2048, SHORT, steps=628, tower_scale=0.3, post_prompt_share=0.3),
+    _mixture("facts", 2048, SHORT, steps=4000, tower_scale=0.3, post_prompt_share=0.3, text_labels=True),
     _mixture(
         "longer",
         3072,
@@ -189,6 +186,7 @@ SECOND_STAGES = (
         },
         steps=4000,
         post_prompt_share=0.5,
+        text_labels=True,
     ),
     _mixture(
         "full",
@@ -202,6 +200,7 @@ SECOND_STAGES = (
         steps=2500,
         view="both",
         post_prompt_share=0.7,
+        text_labels=True,
         decay_from=0.2,
     ),
 )

@@ -38,6 +38,8 @@ class PackedBatch:
     `signs`. pixels (N, 3, SIDE, SIDE) uint8 and labels (N, len(LABELS), GRID, GRID): the pictures of all rows in turn,
     N / B each. frames (M, 3, SIDE, SIDE) uint8 and frame_labels (M, len(LABELS), FRAME_GRID, FRAME_GRID): the different
     frames of all videos; frame_index (B, F) which of them each row shows, before (B, F) as in `regimes.Shown`.
+    text_labels (2, B, T): of each character of a text of facts, the character to its left, and of a number's the one
+    of the word that would stand above it on a sign, both as in `signs.Scene`; IGNORED where there is no such character.
     """
 
     pixels: Tensor
@@ -55,6 +57,7 @@ class PackedBatch:
     frame_labels: Tensor | None = None
     frame_index: Tensor | None = None
     before: Tensor | None = None
+    text_labels: Tensor | None = None
 
     def to(self, device: torch.device) -> PackedBatch:
         moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}

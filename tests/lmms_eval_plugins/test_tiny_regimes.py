@@ -151,6 +151,24 @@ def test_facts_answer_the_questions_about_a_text_of_the_length_that_is_asked_for
         assert {question.text: question.answer for question in shown.questions} == answers
 
 
+def test_characters_of_a_text_are_labelled_as_if_a_fact_were_a_sign(tokenizer):
+    """The character to the left, and above a number its word."""
+    shown = [needle.draw(Random(f"labels/{row}"), tokens=(60 + 30 * row,) * 2, picture_share=1.0) for row in range(2)]
+    packer = Packer(tokenizer)
+    batch = pack(packer, shown, False, text_labels=True)
+    for row, one in enumerate(shown):
+        left, above = [], []
+        for number, word, value in re.findall(r"fact (\d+): the number of (\w+) is (\d+)", one.text):
+            for run in (number, word, value):
+                left += ["", *run[:-1]]
+            above += ["" for _ in number + word] + [*word[: len(value)], *[""] * (len(value) - len(word))]
+        for labels, expected in zip(batch.text_labels[:, row], (left, above), strict=True):
+            asked = labels[labels != packing.IGNORED].tolist()
+            assert [signs.CHARACTERS[label - 1] if label else "" for label in asked] == expected
+    assert batch.text_labels.shape == (2, *batch.ids.shape)
+    assert pack(packer, shown, False).text_labels is None
+
+
 def test_a_text_with_a_picture_asks_about_both():
     shown = needle.draw(Random(0), (200, 200), picture_share=1.0)
     found = read_signs(shown.picture_labels[0])
