@@ -1,6 +1,7 @@
 """What the HTML page shows, as JSON-ready data."""
 
 import base64
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pandas as pd
 from ...cells.errors import leave_out
 from ...cells.kept_tokens import IMAGES_FOLDER, read_kept_tokens, shares
 from ...cells.results import DamagedFile, exact
+from ..grid import headrooms
 from ..metrics import loyalty
 from ..short_answers import warning
 from ..table import score_scale
@@ -33,6 +35,7 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
     frame, samples = group.frame, group.samples
     entries = [_entries(cell["folder"], images) for cell in group.cells]
     overlays = overlay_data(entries)
+    parts = headrooms(frame.assign(scores=question_scores(samples, len(frame))))
     cells = []
     for index, row in enumerate(frame.itertuples()):
         efficiency = group.cells[index]["efficiency"]
@@ -44,6 +47,7 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
                 **{name: _number(getattr(row, name)) for name in CELL_NUMBERS},
                 "samples": int(row.samples),
                 "same": same_as_full(samples, frame, index),
+                "headroom": None if parts[index] is None else [*astuple(parts[index])],
                 "per_layer": efficiency.get("realised_ratio", {}).get("per_layer"),
                 "per_head": mean_shares(entries[index]),
             }
@@ -133,6 +137,14 @@ def same_as_full(samples: pd.DataFrame, frame: pd.DataFrame, index: int) -> floa
     full, own = (samples[samples["cell"] == cell].set_index(columns)["answer"] for cell in (0, index))
     both = pd.concat([own, full], axis=1, keys=["own", "full"], join="inner")
     return loyalty(list(both["own"]), list(both["full"])) if len(both) else None
+
+
+def question_scores(samples: pd.DataFrame, cells: int) -> list[pd.Series]:
+    """Of each cell, the scores of its questions, by (task, doc_id)."""
+    if not len(samples):
+        return [pd.Series(dtype=float)] * cells
+    scores = samples.set_index(["task", "doc_id"]).sort_index()
+    return [scores.loc[scores["cell"] == cell, "score"].astype(float) for cell in range(cells)]
 
 
 def mean_shares(entries: list[dict[str, Any]]) -> list[list[float]] | None:

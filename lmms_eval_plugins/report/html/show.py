@@ -142,7 +142,7 @@ def write_html(path: Path, question: str, answers: list[dict[str, Any]]) -> None
                 images[rest["file"]] = data_url(base64.b64decode(image["jpeg"]))
             stored.append(rest)
         entries.append([{**one["entry"], "images": stored}])
-    numbers = dict.fromkeys((*CELL_NUMBERS, "same"))
+    numbers = dict.fromkeys((*CELL_NUMBERS, "same", "headroom"))
     cells = [
         {
             **numbers,

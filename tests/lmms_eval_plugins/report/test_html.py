@@ -22,6 +22,7 @@ from lmms_eval_plugins.report.html.data import page_data
 from lmms_eval_plugins.report.html.groups import gold, load_groups
 from lmms_eval_plugins.report.html.page import TEMPLATES
 from lmms_eval_plugins.report.html.tables import latex, write_tables
+from tests.support.result_cells import write_answers
 
 TASK, LAYERS, HEADS, SIDE, QUESTIONS = "signs_val", 3, 2, 4, 25
 SCORES = {("full", 1.0): 1.0, ("snapkv", 0.5): 0.96, ("snapkv", 0.1): 0.4, ("random", 0.5): 0.6, ("random", 0.1): 0.08}
@@ -198,6 +199,23 @@ def test_an_image_stands_in_the_page_once_and_budgets_are_means_over_questions(r
     assert {cell["method"] + cell["size"]: cell["same"] for cell in group["cells"]} == pytest.approx(
         {"full1": 1, "snapkv0.5": 0.96, "snapkv0.1": 0.4, "random0.5": 0.6, "random0.1": 0.08}
     )
+
+
+def test_headroom_is_known_between_random_and_hindsight_at_the_same_size_and_questions(tmp_path):
+    asked = {"docs": [{}] * 4, "tokens": 9}
+    for method, ratio, answers in [
+        ("full", 1.0, "abcd"), ("random", 0.5, "axxx"), ("hindsight", 0.5, "abcd"), ("snapkv", 0.5, "abxx"),
+        ("snapkv", 0.2, "abxx"), ("random", 0.2, "axxx"),
+    ]:  # fmt: skip
+        folder = write_answers(tmp_path, "letters", method, ratio, answers, **asked)
+    (group,) = page_data(load_groups(folder))["groups"]
+    headrooms = {(cell["method"], cell["ratio"]): cell["headroom"] for cell in group["cells"]}
+    part, low, high = headrooms.pop(("snapkv", 0.5))
+    assert part == pytest.approx(1 / 3)
+    assert low < part < high
+    assert headrooms.pop(("hindsight", 0.5)) == [1, 1, 1]
+    assert headrooms.pop(("random", 0.5)) == [0, 0, 0]
+    assert set(headrooms.values()) == {None}
 
 
 def test_groups_are_found_from_any_folder_above_the_cells_and_kept_apart(root, tmp_path):
