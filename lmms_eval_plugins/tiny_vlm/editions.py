@@ -57,6 +57,7 @@ class Mixture:
     jitter_grows_until: float = 0.0  # of the stage: from signs on the frames' grid to JITTER pixels off it
     post_prompt_share: float = 0.0  # of the batches; never where every sign is read
     text_labels: bool = False  # whether the probes look at the text of facts too, see PackedBatch
+    via: bool = False  # and at where answers that take two steps begin
     learning_rate: float = 1.5e-3
     tower_scale: float = 0.1  # the tower's and projector's share of the learning rate
     decay_from: float = 1.0  # of the stage, until when the learning rate is constant
@@ -142,7 +143,7 @@ class MixtureData(Dataset):
         length = pack(self.packer, [first], post_prompt, self.stage.view).ids.shape[1]
         rows = [first, *(row() for _ in range(part.tokens // length - 1))]
         labelled = self.stage.text_labels and part.regime == "needle"
-        return pack(self.packer, rows, post_prompt, self.stage.view, labelled)
+        return pack(self.packer, rows, post_prompt, self.stage.view, labelled, self.stage.via)
 
 
 def _mixture(name: str, tokens: int, ranges: dict[str, dict[str, Range]], **options: object) -> Mixture:
@@ -174,7 +175,8 @@ SECOND_STAGES = (
         decay_from=0.6,
     ),
     _mixture("short", 2048, SHORT, steps=628, tower_scale=0.3, post_prompt_share=0.3),
-    _mixture("facts", 2048, SHORT, steps=4000, tower_scale=0.3, post_prompt_share=0.3, text_labels=True),
+    _mixture("facts", 2048, SHORT, steps=789, tower_scale=0.3, post_prompt_share=0.3, text_labels=True),
+    _mixture("steps", 2048, SHORT, steps=3000, tower_scale=0.3, post_prompt_share=0.3, text_labels=True, via=True),
     _mixture(
         "longer",
         3072,
@@ -187,6 +189,7 @@ SECOND_STAGES = (
         steps=4000,
         post_prompt_share=0.5,
         text_labels=True,
+        via=True,
     ),
     _mixture(
         "full",
@@ -201,6 +204,7 @@ SECOND_STAGES = (
         view="both",
         post_prompt_share=0.7,
         text_labels=True,
+        via=True,
         decay_from=0.2,
     ),
 )

@@ -40,6 +40,7 @@ class PackedBatch:
     frames of all videos; frame_index (B, F) which of them each row shows, before (B, F) as in `regimes.Shown`.
     text_labels (2, B, T): of each character of a text of facts, the character to its left, and of a number's the one
     of the word that would stand above it on a sign, both as in `signs.Scene`; IGNORED where there is no such character.
+    via (B, T): the token of `Question.via`, where the first token of an answer is predicted; IGNORED elsewhere.
     """
 
     pixels: Tensor
@@ -58,6 +59,7 @@ class PackedBatch:
     frame_index: Tensor | None = None
     before: Tensor | None = None
     text_labels: Tensor | None = None
+    via: Tensor | None = None
 
     def to(self, device: torch.device) -> PackedBatch:
         moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
@@ -117,6 +119,16 @@ class Packer:
             torch.tensor([row[i] + [fill] * (longest - len(row[i])) for row in rows]) for i, fill in enumerate(fills)
         )
         return prefix, ids, segments, positions, targets
+
+    def via(self, asked: list[list[Question]], ids: Tensor, segments: Tensor, targets: Tensor) -> Tensor:
+        """PackedBatch.via of rows as `rows` gives them."""
+        via = torch.full_like(ids, IGNORED)
+        for row, questions in enumerate(asked):
+            for number, question in enumerate(questions, start=1):
+                if question.via:
+                    predicts = (segments[row] == number) & (targets[row] != IGNORED)
+                    via[row, predicts.nonzero()[0]] = self.encode(f" {question.via}")[0]
+        return via
 
     def batch(
         self,

@@ -87,7 +87,7 @@ class Probes(nn.Module):
 
     def context_loss(self, hidden: tuple[Tensor, ...], batch: PackedBatch) -> tuple[Tensor | float, dict[str, float]]:
         """After the second layer: on which of several pictures a character stands, and which colour the sign before
-        the present one of a video had."""
+        the present one of a video had. After the third, where an answer begins: `Question.via`."""
         asked = []
         rows = len(batch.ids)
         if batch.view == "base":
@@ -99,6 +99,13 @@ class Probes(nn.Module):
             before = batch.before[..., None].expand_as(glyph)
             asked.append(("before", self.colors, frame_patches(hidden[2], batch), glyph, before))
         total, metrics = 0.0, {}
+        if batch.via is not None and (here := batch.via != IGNORED).any():
+            states = F.rms_norm(hidden[3][here].float(), hidden[3].shape[-1:])
+            words = torch.tensor([*self.colors, *self.ordinals], device=states.device)
+            logits = self._tied(self.context(states), words.tolist(), self.no_context(states))
+            target = 1 + (batch.via[here][:, None] == words).long().argmax(-1)
+            total = total + F.cross_entropy(logits, target)
+            metrics["via"] = _accuracy(logits, target, target > 0)
         for name, tokens, states, glyph, target in asked:
             states = states[glyph > 0].float()
             states = F.rms_norm(states, states.shape[-1:])

@@ -69,11 +69,13 @@ class Sign:
 
 @dataclass(frozen=True)
 class Question:
-    """`kind` says what leads to what: c2n colour to number, w2n word to number below it, t2c text to colour."""
+    """`kind` says what leads to what: c2n colour to number, w2n word to number below it, t2c text to colour. `via`: the
+    colour of the sign that holds the answer, or the ordinal of its picture, where one has to be found first."""
 
     kind: str
     text: str
     answer: str
+    via: str = ""
 
 
 @dataclass

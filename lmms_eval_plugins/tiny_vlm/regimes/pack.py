@@ -15,9 +15,14 @@ from lmms_eval_plugins.tiny_vlm.signs import CHARACTERS, GRID, LABELS, SIDE, Que
 
 
 def pack(
-    packer: Packer, prompts: list[Shown], post_prompt: bool, view: View = "both", text_labels: bool = False
+    packer: Packer,
+    prompts: list[Shown],
+    post_prompt: bool,
+    view: View = "both",
+    text_labels: bool = False,
+    via: bool = False,
 ) -> PackedBatch:
-    """One row for each prompt, with all its questions; with `text_labels` if its text is one of facts.
+    """One row for each prompt, with all its questions; with `text_labels` if its text is one of facts, and `via`.
 
     All prompts must show the same number of pictures and of frames. `view` is of a single picture: several stand in
     the prompt in their base view alone, as in LLaVA-OneVision.
@@ -52,6 +57,8 @@ def pack(
         batch.frame_labels = torch.from_numpy(np.stack([labels for _, labels in different]))
         batch.frame_index = torch.tensor(index).unflatten(0, (len(prompts), frames))
         batch.before = torch.from_numpy(np.stack([shown.before for shown in prompts]))
+    if via:
+        batch.via = packer.via(asked, ids, segments, targets)
     if text_labels:
         batch.text_labels = torch.full((2, *ids.shape), IGNORED)
         for row, shown in enumerate(prefixes):

@@ -85,6 +85,6 @@ def _questions(signs: list[Sign]) -> list[Question]:
         if sign.word:
             questions.append(Question("v2w", f"what word was on the {sign.color} sign?", sign.word))
     for first, second in pairwise(signs):
-        questions.append(Question("next", f"what number followed {first.number}?", second.number))
-        questions.append(Question("previous", f"what number came before {second.number}?", first.number))
+        questions.append(Question("next", f"what number followed {first.number}?", second.number, second.color))
+        questions.append(Question("previous", f"what number came before {second.number}?", first.number, first.color))
     return questions
