@@ -76,6 +76,8 @@ class Memory:
         latest_queries: as many as the cluster scores with, in pieces (batch, heads, some, head_dim).
         attended: for a method that hides entries at decode steps, the latest token's attention to all that was stored
             then, (batch, slots).
+        foreseen: what the latest prompt's columns are worth to its answer, (batch, kv_heads, columns), where the answer
+            is given first; a note about the method, and no part of the cache.
     """
 
     def __init__(self, policy: Policy, room: int | None):
@@ -89,6 +91,7 @@ class Memory:
         self.decoded = 0
         self.latest_queries: list[torch.Tensor] = []
         self.attended: torch.Tensor | None = None
+        self.foreseen: torch.Tensor | None = None
         self.log = SequenceLog()
         self._seen_when_stored = 0
 
@@ -231,6 +234,7 @@ class Memory:
         self.sums = None if self.sums is None else self.sums[rows]
         self.merge_threshold = None if self.merge_threshold is None else self.merge_threshold[rows]
         self.attended = None if self.attended is None else self.attended[rows]
+        self.foreseen = None if self.foreseen is None else self.foreseen[rows]
         self.noted = None if self.noted is None else self.noted[rows]
         self.rotary = None if self.rotary is None else self.rotary.rows(rows)
 

@@ -2,6 +2,7 @@
 
 import base64
 from dataclasses import astuple
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ...cells.errors import leave_out
-from ...cells.kept_tokens import IMAGES_FOLDER, read_kept_tokens, shares
+from ...cells.kept_tokens import IMAGES_FOLDER, needs, needs_kept, read_kept_tokens, shares
 from ...cells.results import DamagedFile, exact
 from ..grid import headrooms
 from ..metrics import loyalty
@@ -35,6 +36,7 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
     frame, samples = group.frame, group.samples
     entries = [_entries(cell["folder"], images) for cell in group.cells]
     overlays = overlay_data(entries)
+    needed = needs_by_question(entries)
     parts = headrooms(frame.assign(scores=question_scores(samples, len(frame))))
     cells = []
     for index, row in enumerate(frame.itertuples()):
@@ -50,6 +52,7 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
                 "headroom": None if parts[index] is None else [*astuple(parts[index])],
                 "per_layer": efficiency.get("realised_ratio", {}).get("per_layer"),
                 "per_head": mean_shares(entries[index]),
+                "needs_kept": mean_needs_kept(entries[index], needed),
             }
         )
     questions, pivot = [], {}
@@ -152,6 +155,24 @@ def mean_shares(entries: list[dict[str, Any]]) -> list[list[float]] | None:
     if not entries:
         return None
     return np.mean([shares(entry, "all") for entry in entries], axis=0).round(4).tolist()
+
+
+def needs_by_question(entries: list[list[dict[str, Any]]]) -> dict[str, np.ndarray]:
+    """Question -> `needs`, of the cells whose method foresees the answer."""
+    known = {}
+    for entry in chain.from_iterable(entries):
+        if (worth := needs(entry)) is not None:
+            known[f"{entry['task']}/{entry['doc_id']}"] = worth
+    return known
+
+
+def mean_needs_kept(entries: list[dict[str, Any]], needed: dict[str, np.ndarray]) -> list[list[float]] | None:
+    """The part of what answers need that each layer and KV head kept, [layer][head], mean over the entries whose needs
+    are known (`needs_by_question`)."""
+    kept = [
+        needs_kept(entry, needed[key]) for entry in entries if (key := f"{entry['task']}/{entry['doc_id']}") in needed
+    ]
+    return np.mean(kept, axis=0).round(4).tolist() if kept else None
 
 
 def data_url(jpeg: bytes) -> str:

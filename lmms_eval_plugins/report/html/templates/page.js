@@ -223,11 +223,15 @@ function drawLegend() {
 // -- budgets
 
 function drawMaps() {
-  const cells = cellsOf($("budget-size").value).map(([cell]) => cell).filter((cell) => cell.method !== "full" && (cell.per_head || cell.per_layer));
-  const shares = cells.map((cell) => cell.per_head ?? cell.per_layer.map((share) => [share]));
+  const known = cellsOf($("budget-size").value).map(([cell]) => cell).filter((cell) => cell.method !== "full" && (cell.per_head || cell.per_layer));
+  const ofNeeds = $("budget-of").value === "needs";
+  const cells = known.filter((cell) => !ofNeeds || cell.needs_kept);
+  const shares = cells.map((cell) => (ofNeeds ? cell.needs_kept : cell.per_head ?? cell.per_layer.map((share) => [share])));
   const flat = shares.flat(2);
   const mean = flat.reduce((a, b) => a + b, 0) / (flat.length || 1);
-  const most = Math.min(1, Math.max(...flat, 2 * mean, 0.01)); // an even share is half as dark as it could be
+  // Of entries, an even share is half as dark as it could be.
+  const most = ofNeeds ? 1 : Math.min(1, Math.max(...flat, 2 * mean, 0.01));
+  $("scale-of").textContent = ofNeeds ? "of what the answer attends to on the full cache" : "of a prompt's entries";
   $("scale-end").textContent = percent(most, 0);
   $("maps").replaceChildren(...cells.map((cell, place) => {
     const heads = shares[place][0].length, layers = shares[place].length;
@@ -465,6 +469,9 @@ function show(index) {
   $("cells").hidden = !group.cells.some((cell) => cell.score !== null || cell.ttft_s !== null);
   $("plots").hidden = !scored;
   $("budgets").hidden = !group.cells.some((cell) => cell.method !== "full" && (cell.per_head || cell.per_layer));
+  const foreseen = group.cells.some((cell) => cell.needs_kept);
+  $("budget-of").parentElement.hidden = !foreseen;
+  if (!foreseen) $("budget-of").value = "entries";
   $("survivors").hidden = !keys.length;
   $("samples").hidden = group.questions.length < 2;
   const options = [...group.labels].filter(([series, name]) => series !== name).map(([series]) => series);
@@ -492,6 +499,7 @@ $("note").textContent = DATA.note ?? "";
 $("group").addEventListener("change", () => show(Number($("group").value)));
 for (const id of ["x-size", "x-time"]) $(id).addEventListener("change", drawPlots);
 $("budget-size").addEventListener("change", drawMaps);
+$("budget-of").addEventListener("change", drawMaps);
 $("question").addEventListener("change", () => { setOverlayPickers(true); drawOverlays(); });
 $("image").addEventListener("change", () => { setOverlayPickers(true); drawOverlays(); });
 for (const id of ["survivor-size", "head", "sheet"]) $(id).addEventListener("change", drawOverlays);
