@@ -24,6 +24,7 @@ LONG_PREFIX = 800  # tokens, of which on the fused attention kernel is the faste
 # What the language model sees of a picture: base and grid view as in LLaVA-OneVision's prompts with one picture, the
 # base view alone as in those with several, or the grid view alone: half the work, for early training.
 View = Literal["both", "base", "grid"]
+Via = Literal["via", "holder"]
 VIEW_TOKENS: dict[View, int] = {"both": IMAGE_TOKENS, "base": BASE_TOKENS + 1, "grid": GRID_TOKENS}
 
 
@@ -40,7 +41,8 @@ class PackedBatch:
     frames of all videos; frame_index (B, F) which of them each row shows, before (B, F) as in `regimes.Shown`.
     text_labels (2, B, T): of each character of a text of facts, the character to its left, and of a number's the one
     of the word that would stand above it on a sign, both as in `signs.Scene`; IGNORED where there is no such character.
-    via (B, T): the token of `Question.via`, where the first token of an answer is predicted; IGNORED elsewhere.
+    via (B, T): the token of `Question.via` or `holder`, where the first token of an answer is predicted; IGNORED
+    elsewhere.
     """
 
     pixels: Tensor
@@ -120,14 +122,14 @@ class Packer:
         )
         return prefix, ids, segments, positions, targets
 
-    def via(self, asked: list[list[Question]], ids: Tensor, segments: Tensor, targets: Tensor) -> Tensor:
-        """PackedBatch.via of rows as `rows` gives them."""
+    def via(self, asked: list[list[Question]], name: Via, ids: Tensor, segments: Tensor, targets: Tensor) -> Tensor:
+        """PackedBatch.via of rows as `rows` gives them; `name`: which of a question's words."""
         via = torch.full_like(ids, IGNORED)
         for row, questions in enumerate(asked):
             for number, question in enumerate(questions, start=1):
-                if question.via:
+                if word := getattr(question, name):
                     predicts = (segments[row] == number) & (targets[row] != IGNORED)
-                    via[row, predicts.nonzero()[0]] = self.encode(f" {question.via}")[0]
+                    via[row, predicts.nonzero()[0]] = self.encode(f" {word}")[0]
         return via
 
     def batch(

@@ -87,7 +87,7 @@ class Probes(nn.Module):
 
     def context_loss(self, hidden: tuple[Tensor, ...], batch: PackedBatch) -> tuple[Tensor | float, dict[str, float]]:
         """After the second layer: on which of several pictures a character stands, and which colour the sign before
-        the present one of a video had. After the third, where an answer begins: `Question.via`."""
+        the present one of a video had. After the third, where an answer begins: PackedBatch.via."""
         asked = []
         rows = len(batch.ids)
         if batch.view == "base":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import string
 from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from random import Random
 
@@ -69,13 +69,15 @@ class Sign:
 
 @dataclass(frozen=True)
 class Question:
-    """`kind` says what leads to what: c2n colour to number, w2n word to number below it, t2c text to colour. `via`: the
-    colour of the sign that holds the answer, or the ordinal of its picture, where one has to be found first."""
+    """`kind` says what leads to what: c2n colour to number, w2n word to number below it, t2c text to colour. Where
+    the answer takes two steps, `via` is what the first one finds, the colour of a sign or the ordinal of a picture, and
+    `holder` the same of where the answer stands."""
 
     kind: str
     text: str
     answer: str
-    via: str = ""
+    via: str = field(default="", compare=False)
+    holder: str = field(default="", compare=False)
 
 
 @dataclass

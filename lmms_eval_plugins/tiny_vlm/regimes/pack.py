@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2.functional import InterpolationMode, resize
 
-from lmms_eval_plugins.tiny_vlm.packing import IGNORED, PackedBatch, Packer, View
+from lmms_eval_plugins.tiny_vlm.packing import IGNORED, PackedBatch, Packer, Via, View
 from lmms_eval_plugins.tiny_vlm.regimes.shown import Shown
 from lmms_eval_plugins.tiny_vlm.signs import CHARACTERS, GRID, LABELS, SIDE, Question
 
@@ -20,9 +20,10 @@ def pack(
     post_prompt: bool,
     view: View = "both",
     text_labels: bool = False,
-    via: bool = False,
+    via: Via | None = None,
 ) -> PackedBatch:
-    """One row for each prompt, with all its questions; with `text_labels` if its text is one of facts, and `via`.
+    """One row for each prompt, with all its questions. `text_labels`: its text is one of facts, and labelled; `via`: of
+    that name.
 
     All prompts must show the same number of pictures and of frames. `view` is of a single picture: several stand in
     the prompt in their base view alone, as in LLaVA-OneVision.
@@ -58,7 +59,7 @@ def pack(
         batch.frame_index = torch.tensor(index).unflatten(0, (len(prompts), frames))
         batch.before = torch.from_numpy(np.stack([shown.before for shown in prompts]))
     if via:
-        batch.via = packer.via(asked, ids, segments, targets)
+        batch.via = packer.via(asked, via, ids, segments, targets)
     if text_labels:
         batch.text_labels = torch.full((2, *ids.shape), IGNORED)
         for row, shown in enumerate(prefixes):
