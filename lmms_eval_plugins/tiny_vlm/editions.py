@@ -62,6 +62,7 @@ class Mixture:
     learning_rate: float = 1.5e-3
     tower_scale: float = 0.1  # the tower's and projector's share of the learning rate
     decay_from: float = 1.0  # of the stage, until when the learning rate is constant
+    inserts: int | None = None  # a layer of this number is inserted into the language model before the stage
 
     @property
     def is_of_tower(self) -> bool:
@@ -194,7 +195,18 @@ SECOND_STAGES = (
         text_labels=True,
         via="holder",
     ),
-    _mixture("via", 2048, SHORT, steps=1500, tower_scale=0.3, post_prompt_share=0.3, text_labels=True, via="via"),
+    _mixture("via", 2048, SHORT, steps=689, tower_scale=0.3, post_prompt_share=0.3, text_labels=True, via="via"),
+    _mixture(
+        "deeper",
+        2048,
+        SHORT,
+        steps=1500,
+        tower_scale=0.3,
+        post_prompt_share=0.3,
+        text_labels=True,
+        via="via",
+        inserts=3,
+    ),
     _mixture(
         "longer",
         3072,

@@ -17,7 +17,7 @@ from lmms_eval_plugins.tiny_vlm import packing, signs
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader
 from lmms_eval_plugins.tiny_vlm.dataset import COLOR, HEADLINE
 from lmms_eval_plugins.tiny_vlm.editions import DRAWN, EDITIONS, Mixture, MixtureData, Part
-from lmms_eval_plugins.tiny_vlm.modeling import build_model, build_processor, build_tokenizer
+from lmms_eval_plugins.tiny_vlm.modeling import build_model, build_processor, build_tokenizer, insert_layer
 from lmms_eval_plugins.tiny_vlm.packing import Packer, packed_forward
 from lmms_eval_plugins.tiny_vlm.regimes import KINDS, REGIMES, WORDS, needle, read_all
 from lmms_eval_plugins.tiny_vlm.regimes.dataset import draw_asked, file_of, read_asked, table_of
@@ -268,6 +268,7 @@ SHORT = (
             Part("multi_image", 100, 2, {"pictures": (2, 2)}),
         ),
         post_prompt_share=0.5,
+        inserts=3,
     ),
 )
 
@@ -291,6 +292,18 @@ def test_training_on_mixtures_that_was_cut_after_every_step_ends_with_the_same_w
     assert all(torch.equal(value, expected[name]) for name, value in cut.model.named_parameters())
     with pytest.raises(ValueError, match=f"{len(tokenizer)} tokens"):
         Trainer(tmp_path / "cut", SHORT, 0, torch.device("cpu"), 0).resume()
+
+
+def test_a_layer_that_is_inserted_changes_nothing_at_first(tokenizer):
+    model = build_model(tokenizer, 0).eval()
+    ids = torch.arange(30, 50)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        insert_layer(model, 3)
+        assert torch.equal(model(input_ids=ids).logits, before)
+    layers = model.model.language_model.layers
+    assert [layer.self_attn.layer_idx for layer in layers] == [0, 1, 2, 3, 4]
+    assert model.config.text_config.num_hidden_layers == 5
 
 
 def test_the_second_edition_begins_as_the_first_and_knows_all_words():
