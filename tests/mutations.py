@@ -755,6 +755,20 @@ MUTATIONS = {
         "the window is shared out with the rest",
         ("tests/oracle/authors/test_shared_budgets.py",),
     ),
+    "kvcompose-groups": Mutation(
+        "scoring/rereading.py",
+        'return best.amax(2) if group_votes == "max" else best.mean(2)',
+        "return best.amax(2)",
+        "of a KV head's query heads the one that attends most counts",
+        ("tests/kvcompress/hooks/test_second_reading.py",),
+    ),
+    "composite-first": Mutation(
+        "layer_budgets/composite.py",
+        "torch.cat([first, measured[1:]])",
+        "measured",
+        "the first layer counts as any other",
+        recorded("kvcompose kvcompose"),
+    ),
     "kvzip-sinks": Mutation(
         "clusters/kvzip.py",
         'scores.masked_fill(position < self.sinks, float("inf"))',

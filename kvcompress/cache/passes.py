@@ -355,7 +355,8 @@ class Rereading(Pass):
         candidates = self.waiting.candidates
         rows = self.columns[:, None, :, None].expand(-1, candidates.keys.shape[1], -1, candidates.keys.shape[3])
         keys, fed_pads = candidates.keys.gather(2, rows), self._fed_pads(queries.shape[2])
-        noted = received(queries, keys, self._fed_keys, self.missing, fed_pads, scaling)[..., self.sinks :]
+        group_votes = self.choice.policy.cluster.group_votes
+        noted = received(queries, keys, self._fed_keys, self.missing, fed_pads, scaling, group_votes)[..., self.sinks :]
         # What is missing has received nothing, so that it does not matter in which column it is noted.
         candidates.view.received.scatter_reduce_(2, rows[:, :, self.sinks :, 0], noted, "amax")
         return self.waiting

@@ -32,6 +32,7 @@ class KVCluster(Method):
     # What is read before the choice: the `context` again (options `chunk_size`, `sinks`, `instruction`), or the full
     # cache's `answer` (option `answer_tokens`, method `foresee`).
     second_pass: ClassVar[Literal["", "context", "answer"]] = ""
+    group_votes: ClassVar[Literal["max", "mean"]] = "max"  # in a second reading, over the query heads of a KV head
     unrotated_queries: ClassVar[bool] = False  # `score` gets queries before RoPE; `view.rotary` rotates those to come
     unrotated_keys: ClassVar[bool] = False  # `score` asks `view.before_rotation(keys)`
     mixes_heads: ClassVar[bool] = False  # a KV head's choice depends on other heads' states: no tensor parallel

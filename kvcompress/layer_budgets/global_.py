@@ -24,7 +24,11 @@ class GlobalLayerBudget(LayerBudget):
 
     def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
         layers, heads, _ = measured.shape
-        wanted = budget * layers * heads
-        least = measured.flatten().topk(wanted).values[-1]  # of those that are kept
-        above, equal = ((measured > least).sum((1, 2)), (measured == least).sum((1, 2)))
-        return (above + equal * (wanted - above.sum()) / equal.sum()).tolist()
+        return shares_of_highest(measured.flatten(1), budget * layers * heads)
+
+
+def shares_of_highest(measured: torch.Tensor, wanted: int) -> list[float]:
+    """How many of the `wanted` highest numbers each layer has, of (layers, numbers); equals are shared out evenly."""
+    least = measured.flatten().topk(wanted).values[-1]  # of those that are kept
+    above, equal = (measured > least).sum(1), (measured == least).sum(1)
+    return (above + equal * (wanted - above.sum()) / equal.sum()).tolist()
