@@ -755,6 +755,20 @@ MUTATIONS = {
         "the window is shared out with the rest",
         ("tests/oracle/authors/test_shared_budgets.py",),
     ),
+    "entropy-gate": Mutation(
+        "clusters/entropy_gated_chunkkv.py",
+        "turn = torch.where(gated[..., None] & (within >= spiky), later, first)",
+        "turn = first",
+        "chunks that owe their score to few tokens are kept whole",
+        ("tests/oracle/authors/test_entropy_gated_chunkkv.py",),
+    ),
+    "entropy-median": Mutation(
+        "clusters/entropy_gated_chunkkv.py",
+        ".clamp(min=0) // 2)",
+        ".clamp(min=0))",
+        "the gate opens at the largest, not the median",
+        ("tests/oracle/authors/test_entropy_gated_chunkkv.py",),
+    ),
     "kvcompose-groups": Mutation(
         "scoring/rereading.py",
         'return best.amax(2) if group_votes == "max" else best.mean(2)',

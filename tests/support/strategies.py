@@ -106,6 +106,13 @@ OPTIONS: dict[str, dict[str, list]] = {
     "lagkv": {"sinks": [0, 4], "lag": [2, 8, 128]},
     "cur": {"sinks": [0, 4], "window_size": [0, 1, 16], "leverage": ["key", "value", "kv_avg", "kv_product"]},
     "chunkkv": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg", "max"], "chunk_size": [1, 5, 20]},
+    "entropy-gated-chunkkv": {
+        "window_size": [1, 8],
+        "kernel_size": [1, 5],
+        "pooling": ["avg", "max"],
+        "chunk_size": [5, 10],
+        "spiky_size": [1, 4],
+    },
     "pyramidkv": {
         "window_size": [1, 8],
         "kernel_size": [1, 5],

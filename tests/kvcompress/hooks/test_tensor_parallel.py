@@ -93,7 +93,8 @@ def test_every_other_method_is_refused():
             check_tensor_parallel(make_policy(name, 1.0))
         except kvcompress.KVCompressError:
             refused.add(name)
-    shared, adaptive = {"tova", "chunkkv", "tgv-kv", "prefixkv"}, {"adakv", "kvzip", "lava"}
+    shared = {"tova", "chunkkv", "entropy-gated-chunkkv", "tgv-kv", "prefixkv"}
+    adaptive = {"adakv", "kvzip", "lava"}
     measured = {"cake", "d2o", "simlayerkv", "vl-cache", "meda", "aircache", "kvcompose"}
     tokens = {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.TokenMethod)}
     assert refused == shared | adaptive | measured | tokens | {"random", "cam", "compactor"}
