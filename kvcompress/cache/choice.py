@@ -217,6 +217,15 @@ class Choice:
         )
         return self._shares(view, shares)[0]
 
+    def foretold(self, foretold: torch.Tensor | None) -> torch.Tensor:
+        """What a pass's hidden states foretell, for a method that reads them."""
+        if foretold is None:
+            raise KVCompressError(
+                f"layer {self.layer_idx} does not know its hidden states: method {self.policy.method!r} works inside "
+                "kvcompress.compress(...) or attach(...) alone"
+            )
+        return foretold
+
     def voters(self, queries: torch.Tensor) -> torch.Tensor | None:
         """Those of the latest queries that the cluster scores stored entries with; None where it wants none."""
         window = self.policy.cluster.query_window

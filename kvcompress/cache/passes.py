@@ -149,7 +149,8 @@ class Prefill(Pass):
 
     @property
     def wants_sums(self) -> bool:
-        return self.choice.policy.needs_sums and not (self._keeps_all and not self.choice.policy.carries_sums)
+        policy = self.choice.policy
+        return policy.sums_attention and not (self._keeps_all and not policy.carries_sums)
 
     @property
     def _keeps_all(self) -> bool:

@@ -33,6 +33,7 @@ class KVCluster(Method):
     # cache's `answer` (option `answer_tokens`, method `foresee`).
     second_pass: ClassVar[Literal["", "context", "answer"]] = ""
     group_votes: ClassVar[Literal["max", "mean"]] = "max"  # in a second reading, over the query heads of a KV head
+    reads_hidden: ClassVar[bool] = False  # what `foretell` makes of hidden states stands in the place of queries
     unrotated_queries: ClassVar[bool] = False  # `score` gets queries before RoPE; `view.rotary` rotates those to come
     unrotated_keys: ClassVar[bool] = False  # `score` asks `view.before_rotation(keys)`
     mixes_heads: ClassVar[bool] = False  # a KV head's choice depends on other heads' states: no tensor parallel
@@ -67,6 +68,12 @@ class KVCluster(Method):
             (batch, kv_heads, keys) in fp32, +inf for what must stay. What stands at pad columns does not matter.
         """
         raise TypeError(f"{type(self).__name__} defines neither score nor update_kv")
+
+    def foretell(self, hidden: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """For a method that `reads_hidden`: what is remembered of tokens, as if it were their queries, (batch, heads,
+        tokens, size), from the hidden states (batch, tokens, hidden_size) that the attention of the model's layer
+        `layer_idx` is given."""
+        raise TypeError(f"{type(self).__name__} does not define foretell")
 
     def observe(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:
         """For scores that add up over all queries, prompt and answer: what these queries add to each column,

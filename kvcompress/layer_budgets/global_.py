@@ -1,5 +1,7 @@
 """One ranking over all layers and heads. https://arxiv.org/abs/2505.23416"""
 
+from typing import ClassVar
+
 import torch
 
 from ..scoring.layer_view import LayerView
@@ -12,6 +14,8 @@ class GlobalLayerBudget(LayerBudget):
     """Every layer keeps as many as it has among the highest scores of all layers (KVzip, section 3.3). With adaptive
     heads and no safeguard what is kept is the best of all layers and heads, but for the rounding of a layer's total to
     whole entries per head. Scores of different layers must mean the same: attention weights do."""
+
+    measures_queries: ClassVar[bool] = False
 
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView

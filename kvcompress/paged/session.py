@@ -89,6 +89,7 @@ def check_policy(policy: Policy) -> None:
         f"head_budget={policy.head_budget!r}: {equal}": policy.head_budget in ADAPTIVE,
         f"layer_budget={policy.chosen('layer_budget')!r}: {equal}": policy.chosen("layer_budget") != "uniform",
         f"method {policy.method!r}: a prompt is read once": policy.cluster.second_pass,
+        f"method {policy.method!r}: it reads hidden states": policy.cluster.reads_hidden,
         "positions='cache': keys stay as they are rotated": policy.cluster.moves_keys,
         "scope='context': a request does not say where its question begins": engine.scope != "prompt",
         "ratio_of='vision': requests are text": engine.ratio_of != "prompt",

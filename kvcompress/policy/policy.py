@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from ..clusters.base import KVCluster, make_cluster
+from ..clusters.learned import check_checkpoint
 from ..errors import KVCompressError, unknown_name, validated
 from ..layer_budgets import LayerBudget, layer_budget
 from ..methods import MethodInfo, list_methods, make_method, method_info, method_name
@@ -51,6 +52,11 @@ class Policy:
         return type(self.cluster).observe is not KVCluster.observe
 
     @property
+    def sums_attention(self) -> bool:
+        """Whether what adds up are the queries' attention weights."""
+        return self.needs_sums and not self.cluster.reads_hidden
+
+    @property
     def carries_sums(self) -> bool:
         """Whether the stored entries' scores are carried on, from chunk to chunk or from eviction to eviction."""
         return (self.decode is not None or self.engine.prefill_chunk is not None) and self.needs_sums
@@ -65,12 +71,12 @@ class Policy:
         """Whether a prompt's forward pass needs hooks on the model."""
         cluster = self.cluster
         is_watched = self.tokens is not None or cluster.watches_rotary or cluster.second_pass
-        return is_watched or self.engine.prefill_chunk is not None
+        return is_watched or cluster.reads_hidden or self.engine.prefill_chunk is not None
 
     @property
     def hooks_steps(self) -> bool:
         """Whether a decode step's does."""
-        return self.cluster.unrotated_queries and self.decode is not None
+        return (self.cluster.unrotated_queries or self.cluster.reads_hidden) and self.decode is not None
 
     @property
     def options(self) -> dict[str, object]:
@@ -119,6 +125,7 @@ def make_policy(
         of_engine = {"ratio_of": "vision", **of_engine}
     else:
         cluster = make_cluster(scored_by.name, **own)
+        check_checkpoint(cluster, scored_by.name)
     engine = validated(Engine, "option", of_engine)
     policy = Policy(info.name, cluster, method_budget(info.name, ratio, budget), engine, tokens)
     if tokens is not None and engine.ratio_of != "vision":
@@ -157,6 +164,10 @@ def _check_combination(policy: Policy, info: MethodInfo, scored_by: MethodInfo) 
         raise KVCompressError(
             f"method {scored_by.name!r} takes no layer_budget={policy.chosen('layer_budget')!r}, which is known only "
             "after the last layer: it chooses at once"
+        )
+    if policy.cluster.reads_hidden and policy.layer_budget.asks_queries:
+        raise KVCompressError(
+            f"method {scored_by.name!r} takes no layer_budget={policy.chosen('layer_budget')!r}, which looks at queries"
         )
     merges = ["none", *MERGES]
     if policy.chosen("merge") not in merges:

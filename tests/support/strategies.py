@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress.clusters.learned import LearnedKVCluster
 from kvcompress.layer_budgets import list_layer_budgets
 from kvcompress.policy.policy import Policy, make_policy
 from kvcompress.scoring.merging import MERGES
@@ -15,8 +16,10 @@ from kvcompress.scoring.selection import ADAPTIVE
 from tests.support.families import FAMILIES, Family
 
 # Token methods have tests of their own. `METHODS=mine,snapkv pytest tests/kvcompress` draws only these.
+LEARNED = sorted(name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, LearnedKVCluster))
 METHODS = sorted(filter(None, os.environ.get("METHODS", "").split(","))) or sorted(
-    {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.KVCluster)} - {"full"}
+    {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.KVCluster)}
+    - {"full", *LEARNED}  # these need a checkpoint: tests/kvcompress/learned/
 )
 # Between them they take every way through the engine: position, window, layers that differ, adaptive heads, sums,
 # measured budgets, merging, queries before RoPE, a second reading. For tests of what is the same for every method.
