@@ -797,6 +797,13 @@ MUTATIONS = {
         "the surrogate's layers have another nonlinearity between them",
         ("tests/oracle/authors/test_learned.py",),
     ),
+    "places-origin": Mutation(
+        "scoring/places.py",
+        "before = kept.indices[..., :some] - view.padding[..., None]",
+        "before = used[..., :some].cumsum(-1) - 1",
+        "a key is moved anew from where another one came from",
+        ("tests/kvcompress/clusters/test_positions.py",),
+    ),
     "kvcompose-groups": Mutation(
         "scoring/rereading.py",
         'return best.amax(2) if group_votes == "max" else best.mean(2)',

@@ -78,6 +78,8 @@ class Choice:
             pyramid_beta=engine.pyramid_beta,
             merge=policy.chosen("merge"),
             merge_modality=engine.merge_modality,
+            moves_keys=policy.moves_keys,
+            evicts_later=policy.decode is not None,
         )
 
     def observe(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:

@@ -114,7 +114,7 @@ def evict(
     new = None if queries is None else queries[:, :, -memory.decoded :]
     budgets = [choice.policy.decode(length) for length in lengths]
     kept = memory.kept()
-    rotary = memory.rotary if choice.policy.cluster.moves_keys else rotary
+    rotary = memory.rotary if choice.policy.moves_keys else rotary
     view = choice.stored_view(
         kept, seen, lengths, budgets, log.row_seeds, scaling, module, rotary, memory.merge_threshold, memory.noted
     )
@@ -194,7 +194,7 @@ class Prefill(Pass):
             columns = tokens.source[:, None].expand(states.keys.shape[:3]).to(states.keys.device)
             memory.settle(tokens, Kept(states.keys, states.values, columns), uniform=tokens.padding is None)
             return self.then
-        if choice.policy.cluster.moves_keys:
+        if choice.policy.moves_keys:
             memory.rotary = choice.rotary_to_move(states.rotary, self.first)
         view = choice.view(tokens, choice.budgets(tokens), states, memory.merge_threshold)
         if choice.policy.decode is not None:

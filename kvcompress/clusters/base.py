@@ -39,14 +39,9 @@ class KVCluster(Method):
     mixes_heads: ClassVar[bool] = False  # a KV head's choice depends on other heads' states: no tensor parallel
 
     @property
-    def moves_keys(self) -> bool:
-        """Whether keys are rotated anew to their place in the cache, as if nothing had stood between them."""
-        return False
-
-    @property
     def watches_rotary(self) -> bool:
         """Whether the model's rotary embedding must be known."""
-        return self.unrotated_queries or self.unrotated_keys or self.moves_keys
+        return self.unrotated_queries or self.unrotated_keys
 
     @property
     def query_window(self) -> int:
@@ -104,7 +99,7 @@ class KVCluster(Method):
         merge = view.settings.merge or self.merge
         if merge != "none":
             kept = merge_evicted(kept, keys, values, scores, view, merge)
-        return moved_together(kept, view) if self.moves_keys else kept
+        return moved_together(kept, view) if view.settings.moves_keys else kept
 
     def select(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
         """The columns to keep, given scores (batch, kv_heads, keys); as in `Kept.indices`."""

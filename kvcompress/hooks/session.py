@@ -65,7 +65,7 @@ def compress(
     inner = unwrapped(model)
     check_heads(inner, attention_config(inner), policy)
     check_learned_for(policy.cluster, attention_config(inner))
-    if policy.cluster.watches_rotary:
+    if policy.watches_rotary:
         rotary_embeddings(text_decoder(inner))
     new_cache = {
         "method": method,
@@ -153,7 +153,7 @@ class Session:
         self._end_pass()  # of one that was interrupted
         if is_prompt and policy.tokens is not None:
             self._of_pass = prune(self._decoder, self._base, cache, self._tower, self._frames, ids)
-        if policy.cluster.watches_rotary and (is_prompt or policy.hooks_steps):
+        if policy.watches_rotary and (is_prompt or policy.hooks_steps):
             self._of_pass += watch_rotary(self._decoder, cache.rotate)
         if policy.cluster.reads_hidden and (is_prompt or policy.hooks_steps):
             self._of_pass += watch_hidden_states(self._decoder, cache)

@@ -67,10 +67,20 @@ class Policy:
         return max(self.cluster.query_window, self.decode_interval if self.carries_sums else 0)
 
     @property
+    def moves_keys(self) -> bool:
+        """Whether kept keys are rotated anew to their place in the cache."""
+        return self.engine.positions == "cache"
+
+    @property
+    def watches_rotary(self) -> bool:
+        """Whether the model's rotary embedding must be known."""
+        return self.cluster.watches_rotary or self.moves_keys
+
+    @property
     def hooks_prompts(self) -> bool:
         """Whether a prompt's forward pass needs hooks on the model."""
         cluster = self.cluster
-        is_watched = self.tokens is not None or cluster.watches_rotary or cluster.second_pass
+        is_watched = self.tokens is not None or self.watches_rotary or cluster.second_pass
         return is_watched or cluster.reads_hidden or self.engine.prefill_chunk is not None
 
     @property
@@ -169,6 +179,15 @@ def _check_combination(policy: Policy, info: MethodInfo, scored_by: MethodInfo) 
         raise KVCompressError(
             f"method {scored_by.name!r} takes no layer_budget={policy.chosen('layer_budget')!r}, which looks at queries"
         )
+    if policy.moves_keys and policy.decode is not None:
+        # What is known of keys before they were moved would be taken for what they were merged into, or for a note.
+        for conflict, is_there in (
+            (f"merge={policy.chosen('merge')!r}", policy.chosen("merge") != "none"),
+            (f"method {scored_by.name!r}, which takes notes", overrides(scored_by.cls, "note")),
+            (f"method {scored_by.name!r}, which foresees queries", policy.cluster.unrotated_queries),
+        ):
+            if is_there:
+                raise KVCompressError(f"positions='cache' does not go with {conflict} while decoding evicts")
     merges = ["none", *MERGES]
     if policy.chosen("merge") not in merges:
         raise unknown_name("there is no merge", policy.chosen("merge"), merges)
@@ -190,7 +209,7 @@ def _check_prefill_chunk(policy: Policy) -> None:
         f"layer_budget={policy.chosen('layer_budget')!r}, which follows from the whole prompt": (
             policy.layer_budget.is_measured
         ),
-        "positions='cache', which moves the keys of one prompt": policy.cluster.moves_keys,
+        "positions='cache', which moves the keys of one prompt": policy.moves_keys,
     }
     for conflict, is_there in conflicts.items():
         if is_there:

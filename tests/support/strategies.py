@@ -77,7 +77,7 @@ OPTIONS: dict[str, dict[str, list]] = {
         "pooling": ["avg", "max"],
         "variant": ["paper", "effivlm"],
     },
-    "streamingllm": {"sinks": [0, 4, 9], "positions": ["true"], "variant": ["paper", "effivlm"]},
+    "streamingllm": {"sinks": [0, 4, 9], "variant": ["paper", "effivlm"]},
     "criticalkv": {
         "window_size": [1, 8],
         "kernel_size": [1, 5],
@@ -105,7 +105,7 @@ OPTIONS: dict[str, dict[str, list]] = {
     "morphkv": {"window_size": [1, 8], "fusion": ["max", "sum"]},
     "lava": {"window_size": [1, 8], "kernel_size": [1, 7], "pooling": ["avg", "max"]},
     "capkv": {"tau": [0.5, 5.0], "sinks": [0, 4], "future": [1, 512], "window_size": [4, 128]},
-    "finch": {"window_size": [1, 8], "normalize": [True, False], "positions": ["true"]},
+    "finch": {"window_size": [1, 8], "normalize": [True, False]},
     "lagkv": {"sinks": [0, 4], "lag": [2, 8, 128]},
     "cur": {"sinks": [0, 4], "window_size": [0, 1, 16], "leverage": ["key", "value", "kv_avg", "kv_product"]},
     "chunkkv": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg", "max"], "chunk_size": [1, 5, 20]},
