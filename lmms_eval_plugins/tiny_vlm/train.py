@@ -210,7 +210,7 @@ class Trainer:
                 metrics |= {prefix + name: [value] for name, value in accuracies.items()}
         if hidden is not None:
             loss = 0.3 * loss
-            if features is not None:
+            if features is not None or batch.text_labels is not None:
                 position, accuracies = self.probes.position_loss(hidden, batch)
                 loss = loss + 0.5 * position
                 metrics |= {name: [value] for name, value in accuracies.items()}

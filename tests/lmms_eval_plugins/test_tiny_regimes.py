@@ -151,11 +151,50 @@ def test_facts_answer_the_questions_about_a_text_of_the_length_that_is_asked_for
         assert {question.text: question.answer for question in shown.questions} == answers
 
 
+def test_characters_of_a_text_are_labelled_as_if_a_fact_were_a_sign(tokenizer):
+    """The character to the left, and above a number its word."""
+    shown = [needle.draw(Random(f"labels/{row}"), tokens=(60 + 30 * row,) * 2, picture_share=1.0) for row in range(2)]
+    packer = Packer(tokenizer)
+    batch = pack(packer, shown, False, text_labels=True)
+    for row, one in enumerate(shown):
+        left, above = [], []
+        for number, word, value in re.findall(r"fact (\d+): the number of (\w+) is (\d+)", one.text):
+            for run in (number, word, value):
+                left += ["", *run[:-1]]
+            above += ["" for _ in number + word] + [*word[: len(value)], *[""] * (len(value) - len(word))]
+        for labels, expected in zip(batch.text_labels[:, row], (left, above), strict=True):
+            asked = labels[labels != packing.IGNORED].tolist()
+            assert [signs.CHARACTERS[label - 1] if label else "" for label in asked] == expected
+    assert batch.text_labels.shape == (2, *batch.ids.shape)
+    assert pack(packer, shown, False).text_labels is None
+
+
+@pytest.mark.parametrize("name", ["via", "holder"])
+@pytest.mark.parametrize("regime", ["video", "multi_image"])
+def test_what_has_to_be_found_first_stands_where_the_answer_begins(regime, name, tokenizer):
+    shown, packer = REGIMES[regime](Random("via"), **SMALL[regime]), Packer(tokenizer)
+    batch = pack(packer, [shown], False, via=name)
+    places = (batch.via[0] != packing.IGNORED).nonzero().flatten().tolist()
+    asked = [question for question in shown.questions if question.via]
+    assert asked
+    assert [tokenizer.decode(batch.via[0, place]).strip() for place in places] == [getattr(one, name) for one in asked]
+    for place, question in zip(places, asked, strict=True):
+        assert tokenizer.decode(batch.ids[0, :place]).endswith(f"{question.text}<|im_end|><|im_start|>assistant")
+        first = packer.encode(question.answer)[0]
+        assert batch.targets[0, place] == first
+    by_color = {question.text: question.answer for question in shown.questions}
+    for question in asked:
+        if question.kind in ("next", "previous"):
+            assert by_color[f"what number was on the {question.holder} sign?"] == question.answer
+        if question.kind == "next":
+            assert f"followed {by_color[f'what number was on the {question.via} sign?']}?" in question.text
+
+
 def test_a_text_with_a_picture_asks_about_both():
     shown = needle.draw(Random(0), (200, 200), picture_share=1.0)
     found = read_signs(shown.picture_labels[0])
     asked = {question.kind: question for question in in_turn(Random(0), shown.questions, 16)}
-    assert set(asked) <= {*needle.KINDS, *needle.PICTURE_KINDS}
+    assert set(asked) <= {*needle.KINDS, "f2v", *needle.PICTURE_KINDS}
     assert set(asked) & set(needle.PICTURE_KINDS)
     (lines,) = [lines for color, (_, lines) in found.items() if f"the {color} sign" in asked["i_c2n"].text]
     assert asked["i_c2n"].answer == number_of(lines)
