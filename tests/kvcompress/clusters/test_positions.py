@@ -6,6 +6,7 @@ import torch
 import kvcompress
 from kvcompress.policy.policy import make_policy
 from tests.support.families import FAMILIES
+from tests.support.in_flight import check_in_flight
 from tests.support.masked_reference import generate
 
 
@@ -103,6 +104,13 @@ def test_whatever_is_evicted_while_decoding_the_others_close_ranks(options):
             torch.testing.assert_close(cache, true * angle.cos() + turned * angle.sin(), atol=1e-5, rtol=1e-4)
             moved += len(set(by.tolist())) > 2
     assert moved == 4, "each head has several gaps"
+
+
+def test_in_flight_keys_close_ranks_as_alone():
+    model = FAMILIES["llama"].build()
+    requests = [FAMILIES["llama"].inputs(model, [length]) for length in (30, 17, 41)]
+    options = {"positions": "cache", "decode_budget": 7, "decode_interval": 2, "head_budget": "adaptive"}
+    check_in_flight(model, requests, [9, 7, 11], "knorm", 2, ratio=0.4, **options)
 
 
 def test_keys_that_move_are_refused_where_what_is_known_of_them_would_not_hold():
