@@ -402,8 +402,8 @@ MUTATIONS = {
     ),
     "global-heads": Mutation(
         "layer_budgets/global_.py",
-        "wanted = budget * layers * heads",
-        "wanted = budget * layers",
+        "budget * layers * heads)",
+        "budget * layers)",
         "the ranking over all layers is cut as if there were one KV head",
         ("tests/oracle/test_attention_methods.py", CORE + "hooks/test_second_reading.py"),
     ),
