@@ -16,6 +16,7 @@ import torch
 
 import kvcompress
 from kvcompress.cache.layer import CompressedLayer
+from kvcompress.clusters.learned import LearnedKVCluster
 from kvcompress.hooks.model import text_decoder
 from tests.support.families import FAMILIES, LISTED_FAMILIES, MORE_FAMILIES, Family
 from tests.support.masked_reference import Kept, generate, only_attending_to
@@ -56,7 +57,9 @@ OTHER_METHODS = tuple(
     for name, info in kvcompress.list_methods().items()
     if issubclass(info.cls, kvcompress.KVCluster)
     and info.cls.__module__.startswith("kvcompress.")
-    and name not in ("full", *METHODS, *EXTRAS)
+    and name not in ("full", *METHODS)
+    and info.cls.second_pass != "context"  # `kvzip` among EXTRAS stands for them
+    and not issubclass(info.cls, LearnedKVCluster)  # needs a checkpoint of the family
 )
 HYBRID = ("gemma3", "gemma4", "gemma4-e2b", "mllama", "minicpm-v", "qwen3.5")
 REFUSED = {(name, extra) for name in HYBRID for extra in EXTRAS} - {
@@ -329,6 +332,7 @@ def render(cells: dict[tuple[str, str], str]) -> str:
     parts = [
         wrapped(f"Methods of the first columns: {', '.join(f'`{method}`' for method in METHODS)}."),
         wrapped(f"Other methods: {', '.join(f'`{method}`' for method in OTHER_METHODS)}."),
+        "The column `kvzip` holds for `kvcompose`, too, which reads a prompt a second time as well.\n",
         *(_table(cells, columns, titles) for columns in ([*KINDS, OTHERS], options)),
     ]
     return "\n".join(parts)

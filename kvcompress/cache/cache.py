@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ..clusters.learned import check_learned_for
 from ..errors import KVCompressError
 from ..policy.policy import Policy, make_policy
 from ..scoring.rotary import Rotary
@@ -88,6 +89,7 @@ class CompressedCache(DynamicCache):
         self.is_prompt = False  # whether the latest forward pass is a prompt
         # Their keys are an image's, not the text's: transformers' cache does not tell them apart (Llama 3.2 Vision).
         cross_attention = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
+        check_learned_for(self.policy.cluster, config)
         full_attention = [
             layer_idx
             for layer_idx, layer in enumerate(self.layers)

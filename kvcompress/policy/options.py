@@ -25,6 +25,8 @@ class Engine:
         head_budget: `uniform`: each KV head keeps as much; `shared`: all heads of a layer keep the same tokens, those
             with the highest mean score; `adaptive`: the heads of a row share one budget and keep as their scores
             deserve (AdaKV); `adaptive-kvpress`: in kvpress's form. None: what the method prescribes, uniform for most.
+        positions: `true`: kept keys stay as they are rotated; `cache`: they are rotated anew to their place in the
+            cache, as if nothing had stood between them (StreamingLLM, section 3.2; kvpress's KeyRerotationPress).
         safeguard: with adaptive heads, the part of the budget that is shared out evenly among them (kvpress: of which
             a head is sure). None: what the method prescribes, 0.2 for most.
         merge: what becomes of evicted entries: `none`: they are dropped; `average`, `pivot`, `weighted`, `meda`, `d2o`,
@@ -60,6 +62,7 @@ class Engine:
     pyramid_beta: Annotated[float, Field(ge=1)] = 20.0
     head_budget: Literal["uniform", "shared", "adaptive", "adaptive-kvpress"] | None = None
     safeguard: Annotated[float, Field(ge=0, le=1)] | None = None
+    positions: Literal["true", "cache"] = "true"
     merge: str | None = None
     merge_modality: Literal["any", "same"] = "any"
     scope: Literal["prompt", "context"] = "prompt"

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from ..clusters.base import KVCluster, make_cluster
+from ..clusters.learned import check_checkpoint
 from ..errors import KVCompressError, unknown_name, validated
 from ..kernels.quantization import check_bits
 from ..layer_budgets import LayerBudget, layer_budget
@@ -52,6 +53,11 @@ class Policy:
         return type(self.cluster).observe is not KVCluster.observe
 
     @property
+    def sums_attention(self) -> bool:
+        """Whether what adds up are the queries' attention weights."""
+        return self.needs_sums and not self.cluster.reads_hidden
+
+    @property
     def carries_sums(self) -> bool:
         """Whether the stored entries' scores are carried on, from chunk to chunk or from eviction to eviction."""
         return (self.decode is not None or self.engine.prefill_chunk is not None) and self.needs_sums
@@ -62,16 +68,26 @@ class Policy:
         return max(self.cluster.query_window, self.decode_interval if self.carries_sums else 0)
 
     @property
+    def moves_keys(self) -> bool:
+        """Whether kept keys are rotated anew to their place in the cache."""
+        return self.engine.positions == "cache"
+
+    @property
+    def watches_rotary(self) -> bool:
+        """Whether the model's rotary embedding must be known."""
+        return self.cluster.watches_rotary or self.moves_keys
+
+    @property
     def hooks_prompts(self) -> bool:
         """Whether a prompt's forward pass needs hooks on the model."""
         cluster = self.cluster
-        is_watched = self.tokens is not None or cluster.watches_rotary or cluster.second_pass
-        return is_watched or self.engine.prefill_chunk is not None
+        is_watched = self.tokens is not None or self.watches_rotary or cluster.second_pass
+        return is_watched or cluster.reads_hidden or self.engine.prefill_chunk is not None
 
     @property
     def hooks_steps(self) -> bool:
         """Whether a decode step's does."""
-        return self.cluster.unrotated_queries and self.decode is not None
+        return (self.cluster.unrotated_queries or self.cluster.reads_hidden) and self.decode is not None
 
     @property
     def options(self) -> dict[str, object]:
@@ -120,6 +136,7 @@ def make_policy(
         of_engine = {"ratio_of": "vision", **of_engine}
     else:
         cluster = make_cluster(scored_by.name, **own)
+        check_checkpoint(cluster, scored_by.name)
     engine = validated(Engine, "option", of_engine)
     policy = Policy(info.name, cluster, method_budget(info.name, ratio, budget), engine, tokens)
     if tokens is not None and engine.ratio_of != "vision":
@@ -169,6 +186,19 @@ def _check_combination(policy: Policy, info: MethodInfo, scored_by: MethodInfo) 
             f"method {scored_by.name!r} takes no layer_budget={policy.chosen('layer_budget')!r}, which is known only "
             "after the last layer: it chooses at once"
         )
+    if policy.cluster.reads_hidden and policy.layer_budget.asks_queries:
+        raise KVCompressError(
+            f"method {scored_by.name!r} takes no layer_budget={policy.chosen('layer_budget')!r}, which looks at queries"
+        )
+    if policy.moves_keys and policy.decode is not None:
+        # What is known of keys before they were moved would be taken for what they were merged into, or for a note.
+        for conflict, is_there in (
+            (f"merge={policy.chosen('merge')!r}", policy.chosen("merge") != "none"),
+            (f"method {scored_by.name!r}, which takes notes", overrides(scored_by.cls, "note")),
+            (f"method {scored_by.name!r}, which foresees queries", policy.cluster.unrotated_queries),
+        ):
+            if is_there:
+                raise KVCompressError(f"positions='cache' does not go with {conflict} while decoding evicts")
     merges = ["none", *MERGES]
     if policy.chosen("merge") not in merges:
         raise unknown_name("there is no merge", policy.chosen("merge"), merges)
@@ -190,7 +220,7 @@ def _check_prefill_chunk(policy: Policy) -> None:
         f"layer_budget={policy.chosen('layer_budget')!r}, which follows from the whole prompt": (
             policy.layer_budget.is_measured
         ),
-        "positions='cache', which moves the keys of one prompt": policy.cluster.moves_keys,
+        "positions='cache', which moves the keys of one prompt": policy.moves_keys,
     }
     for conflict, is_there in conflicts.items():
         if is_there:

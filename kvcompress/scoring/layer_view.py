@@ -20,6 +20,8 @@ class Settings:
     Attributes:
         cluster: the `KVCluster` that scores, for a layer budget that takes options of its method.
         query_window: how many of the last queries it scores with, see `KVCluster.query_window`.
+        moves_keys: whether keys are rotated anew to their place in the cache, as if nothing had stood between them.
+        evicts_later: whether decoding evicts.
     """
 
     cluster: object = None
@@ -29,6 +31,8 @@ class Settings:
     pyramid_beta: float = 20.0
     merge: str | None = None
     merge_modality: str = "any"
+    moves_keys: bool = False
+    evicts_later: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress.clusters.learned import LearnedKVCluster
 from kvcompress.layer_budgets import list_layer_budgets
 from kvcompress.policy.policy import Policy, make_policy
 from kvcompress.scoring.merging import MERGES
@@ -15,8 +16,10 @@ from kvcompress.scoring.selection import ADAPTIVE
 from tests.support.families import FAMILIES, Family
 
 # Token methods have tests of their own. `METHODS=mine,snapkv pytest tests/kvcompress` draws only these.
+LEARNED = sorted(name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, LearnedKVCluster))
 METHODS = sorted(filter(None, os.environ.get("METHODS", "").split(","))) or sorted(
-    {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.KVCluster)} - {"full"}
+    {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.KVCluster)}
+    - {"full", *LEARNED}  # these need a checkpoint: tests/kvcompress/learned/
 )
 # Between them they take every way through the engine: position, window, layers that differ, adaptive heads, sums,
 # measured budgets, merging, queries before RoPE, a second reading. For tests of what is the same for every method.
@@ -31,6 +34,7 @@ OPTIONS: dict[str, dict[str, list]] = {
     },
     "hindsight": {"by": ["attention", "output"], "answer_tokens": [2, 5], "window_size": [1, 32]},
     "kvzip": {"chunk_size": [7, 2000], "sinks": [0, 4], "instruction": [(), (9, 11, 13)], "window_size": [1, 32]},
+    "kvcompose": {"window_size": [1, 32]},
     "look-m": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
     "prefixkv": {"sinks": [0, 4, 9], "distance": [1, 25]},
     "csp": {"recent": [0.0, 0.5, 1.0], "cross": [0.0, 0.1, 1.0], "recent_bias": [0.5, 1.0, 1.5]},
@@ -73,7 +77,7 @@ OPTIONS: dict[str, dict[str, list]] = {
         "pooling": ["avg", "max"],
         "variant": ["paper", "effivlm"],
     },
-    "streamingllm": {"sinks": [0, 4, 9], "positions": ["true"], "variant": ["paper", "effivlm"]},
+    "streamingllm": {"sinks": [0, 4, 9], "variant": ["paper", "effivlm"]},
     "criticalkv": {
         "window_size": [1, 8],
         "kernel_size": [1, 5],
@@ -101,10 +105,17 @@ OPTIONS: dict[str, dict[str, list]] = {
     "morphkv": {"window_size": [1, 8], "fusion": ["max", "sum"]},
     "lava": {"window_size": [1, 8], "kernel_size": [1, 7], "pooling": ["avg", "max"]},
     "capkv": {"tau": [0.5, 5.0], "sinks": [0, 4], "future": [1, 512], "window_size": [4, 128]},
-    "finch": {"window_size": [1, 8], "normalize": [True, False], "positions": ["true"]},
+    "finch": {"window_size": [1, 8], "normalize": [True, False]},
     "lagkv": {"sinks": [0, 4], "lag": [2, 8, 128]},
     "cur": {"sinks": [0, 4], "window_size": [0, 1, 16], "leverage": ["key", "value", "kv_avg", "kv_product"]},
     "chunkkv": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg", "max"], "chunk_size": [1, 5, 20]},
+    "entropy-gated-chunkkv": {
+        "window_size": [1, 8],
+        "kernel_size": [1, 5],
+        "pooling": ["avg", "max"],
+        "chunk_size": [5, 10],
+        "spiky_size": [1, 4],
+    },
     "pyramidkv": {
         "window_size": [1, 8],
         "kernel_size": [1, 5],

@@ -13,6 +13,7 @@ from kvcompress.policy.policy import check_tensor_parallel, make_policy
 from kvcompress.scoring.layer_view import Settings
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate
+from tests.support.strategies import LEARNED
 
 PROCESSES, KV_HEADS, GROUPS, NEW = 2, 4, 2, 5
 CASES = {
@@ -93,10 +94,11 @@ def test_every_other_method_is_refused():
             check_tensor_parallel(make_policy(name, 1.0))
         except kvcompress.KVCompressError:
             refused.add(name)
-    shared, adaptive = {"tova", "chunkkv", "tgv-kv", "prefixkv"}, {"adakv", "kvzip", "lava"}
-    measured = {"cake", "d2o", "simlayerkv", "vl-cache", "meda", "aircache"}
+    shared = {"tova", "chunkkv", "entropy-gated-chunkkv", "tgv-kv", "prefixkv"}
+    adaptive = {"adakv", "kvzip", "lava"}
+    measured = {"cake", "d2o", "simlayerkv", "vl-cache", "meda", "aircache", "kvcompose"}
     tokens = {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.TokenMethod)}
-    assert refused == shared | adaptive | measured | tokens | {"random", "cam", "compactor"}
+    assert refused == shared | adaptive | measured | tokens | {"random", "cam", "compactor", *LEARNED}
 
 
 @pytest.mark.parametrize("scorer", ["aircache", "tgv-kv", "random"])

@@ -14,7 +14,7 @@ from kvcompress.inflight.layer import SlotLayer
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, MORE_FAMILIES
 from tests.support.in_flight import check_in_flight
-from tests.support.strategies import METHODS, SOME_METHODS, cases
+from tests.support.strategies import LEARNED, METHODS, SOME_METHODS, cases
 
 NEW = (5, 9, 1, 7, 3)
 EVICTING = {"decode_budget": 12, "decode_interval": 3}
@@ -52,7 +52,7 @@ def test_every_method_evicts_in_flight_as_alone(method, family):
 
 
 @pytest.mark.parametrize(
-    "method", some(sorted(kvcompress.list_methods().keys() - {*METHODS, "full"}), ["fastv", "dycoke"])
+    "method", some(sorted(kvcompress.list_methods().keys() - {*METHODS, *LEARNED, "full"}), ["fastv", "dycoke"])
 )
 def test_token_methods_in_flight_are_as_alone(method):
     sees = kvcompress.list_methods()[method].cls.sees

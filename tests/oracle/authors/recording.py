@@ -49,9 +49,19 @@ def kept_columns(kept: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
     return torch.stack([(a[:, None] == k[None]).all(-1).any(-1) for k, a in zip(kept, among, strict=True)])
 
 
-def save(name: str, recordings: Sequence[Recording], repository: str, checkout: Path, functions: str) -> None:
-    """Write a fixture, with the repository's commit, the functions that ran and the command that was given."""
-    commit = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+def save(
+    name: str,
+    recordings: Sequence[Recording],
+    repository: str,
+    checkout: Path,
+    functions: str,
+    version: str | None = None,
+) -> None:
+    """Write a fixture, with the repository's commit (or the tag of a `version` that is no checkout), the functions that
+    ran and the command that was given."""
+    if version is None:
+        head = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        version = head.stdout.strip()
     arrays, rows = {}, []
     for number, recording in enumerate(recordings):
         row = asdict(recording)
@@ -62,7 +72,7 @@ def save(name: str, recordings: Sequence[Recording], repository: str, checkout: 
         rows.append(row)
     source = {
         "repository": f"https://github.com/{repository}",
-        "commit": commit.stdout.strip(),
+        "commit": version,
         "functions": functions,
         "command": f"python -m {sys.modules['__main__'].__spec__.name} CHECKOUT",
         "torch": torch.__version__,
