@@ -34,6 +34,7 @@ class KVCluster(Method):
     second_pass: ClassVar[Literal["", "context", "answer"]] = ""
     unrotated_queries: ClassVar[bool] = False  # `score` gets queries before RoPE; `view.rotary` rotates those to come
     unrotated_keys: ClassVar[bool] = False  # `score` asks `view.before_rotation(keys)`
+    foresees_positions: ClassVar[bool] = False  # `score` asks `view.future_rotation(...)`
     mixes_heads: ClassVar[bool] = False  # a KV head's choice depends on other heads' states: no tensor parallel
 
     @property
@@ -42,9 +43,14 @@ class KVCluster(Method):
         return False
 
     @property
+    def foresees(self) -> bool:
+        """Whether `score` works with the rotation of positions to come, in each decode step anew."""
+        return self.unrotated_queries or self.foresees_positions
+
+    @property
     def watches_rotary(self) -> bool:
         """Whether the model's rotary embedding must be known."""
-        return self.unrotated_queries or self.unrotated_keys or self.moves_keys
+        return self.foresees or self.unrotated_keys or self.moves_keys
 
     @property
     def query_window(self) -> int:

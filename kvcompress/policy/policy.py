@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from ..clusters.base import KVCluster, make_cluster
+from ..clusters.calibrated import check_calibration
 from ..errors import KVCompressError, unknown_name, validated
 from ..layer_budgets import LayerBudget, layer_budget
 from ..methods import MethodInfo, list_methods, make_method, method_info, method_name
@@ -70,7 +71,7 @@ class Policy:
     @property
     def hooks_steps(self) -> bool:
         """Whether a decode step's does."""
-        return self.cluster.unrotated_queries and self.decode is not None
+        return self.cluster.foresees and self.decode is not None
 
     @property
     def options(self) -> dict[str, object]:
@@ -119,6 +120,7 @@ def make_policy(
         of_engine = {"ratio_of": "vision", **of_engine}
     else:
         cluster = make_cluster(scored_by.name, **own)
+        check_calibration(cluster, scored_by.name)
     engine = validated(Engine, "option", of_engine)
     policy = Policy(info.name, cluster, method_budget(info.name, ratio, budget), engine, tokens)
     if tokens is not None and engine.ratio_of != "vision":
@@ -189,6 +191,9 @@ def _check_prefill_chunk(policy: Policy) -> None:
 def check_tensor_parallel(policy: Policy) -> None:
     """Whether KV heads can be compressed one by one, each process its own. Raises KVCompressError."""
     conflicts = {
+        f"method {policy.method!r} with calibration=, which is of all heads": (
+            getattr(policy.cluster, "calibration", None) is not None
+        ),
         f"method {policy.method!r}, which chooses for all heads together": (
             policy.tokens is not None or policy.cluster.mixes_heads
         ),
