@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
 from ..errors import KVCompressError, shown
@@ -47,16 +47,11 @@ class ModelIdentity:
     def of(cls, config: PreTrainedConfig, layers: int) -> "ModelIdentity":
         """As the config says; `layers` as above."""
         text = config.get_text_config(decoder=True)
-        heads = text.num_attention_heads
-        return cls(
-            config.model_type,
-            str(config.name_or_path or text.name_or_path),
-            layers,
-            heads,
-            getattr(text, "num_key_value_heads", None) or heads,
-            getattr(text, "head_dim", None) or text.hidden_size // heads,
-            fingerprint(config),
-        )
+        heads = _field(text, "num_attention_heads")
+        kv_heads = _field(text, "num_key_value_heads") or heads
+        head_dim = _field(text, "head_dim") or text.hidden_size // heads
+        name = str(config.name_or_path or text.name_or_path)
+        return cls(config.model_type, name, layers, heads, kv_heads, head_dim, fingerprint(config))
 
     def __str__(self) -> str:
         name = f" {shown(self.name)}" if self.name else ""
@@ -67,9 +62,17 @@ class ModelIdentity:
 def fingerprint(config: PreTrainedConfig) -> str:
     """Of what in a model's config decides about the sizes of its states."""
     text = config.get_text_config(decoder=True)
-    shape = {name: getattr(text, name, None) for name in SHAPE}
+    shape = {name: _field(text, name) for name in SHAPE}
     content = json.dumps({"type": config.model_type, **shape}, sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def _field(config: PreTrainedConfig, name: str) -> object:
+    """A field of a config, None where it has none; of layers that differ in it, what the config's file says."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # transformers' own, of a name that not every release has (Gemma 4)
+        return config.to_dict().get(name)
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,9 @@ def save(calibration: Calibration, path: Path) -> None:
     given = asdict(calibration)
     tensors = given.pop("tensors")
     metadata = {"kvcompress_calibration": FORMAT, **{name: json.dumps(value) for name, value in given.items()}}
+    content = safetensors.torch.save({name: part.float().contiguous() for name, part in tensors.items()}, metadata)
     with replacing(path) as draft:
-        save_file({name: tensor.float().contiguous() for name, tensor in tensors.items()}, draft, metadata)
+        draft.write_bytes(content)
 
 
 def load(path: str | Path) -> Calibration:
