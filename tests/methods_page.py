@@ -21,7 +21,7 @@ CHECKED_BY = {
     **dict.fromkeys(("cdpruner", "divprune", "dycoke", "evs", "fastv", "framefusion"), AUTHORS),
     **dict.fromkeys(("prumerge+", "sparsevlm", "visionzip", "vispruner"), AUTHORS),
     **dict.fromkeys(("compactor", "lava", "leverage", "morphkv", "non-causal-attention"), AUTHORS),
-    **dict.fromkeys(("q-filters", "triattention"), AUTHORS),
+    **dict.fromkeys(("q-filters", "sparsemm", "triattention"), AUTHORS),
     "duoattention": KVPRESS,
     **dict.fromkeys(("capkv", "cur", "expected-attention", "finch", "keydiff"), KVPRESS),
     **dict.fromkeys(("aircache", "full", "hindsight", "random", "sagekv", "simlayerkv", "vl-cache", "vnorm"), FORMULA),

@@ -45,9 +45,13 @@ class CalibratedKVCluster(KVCluster):
 
     def known(self, name: str, view: LayerView, device: torch.device) -> torch.Tensor:
         """This layer's part of one of `calibrated`, without the dimension of layers, in fp32."""
+        return self.known_whole(name)[view.place].to(device)
+
+    def known_whole(self, name: str) -> torch.Tensor:
+        """One of `calibrated`, of all layers, in fp32 on the CPU."""
         if self.calibration is None:
             raise KVCompressError(f"{type(self).__name__} needs calibration=FILE")
-        return files.load(self.calibration).tensors[name][view.place].to(device)
+        return files.load(self.calibration).tensors[name]
 
 
 def check_calibration(cluster: KVCluster, method: str) -> None:

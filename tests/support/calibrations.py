@@ -34,10 +34,22 @@ def calibration_file(method: str, model: torch.nn.Module) -> str:
     key = method, files.fingerprint(model.config)
     if key not in _made:
         _made[key] = str(Path(_folder.name) / f"{'-'.join(key)}.safetensors")
-        known = kvcompress.list_methods()[method].options
-        small = {name: value for name, value in SMALL.items() if name in known}
-        files.save(kvcompress.calibrate(model, method, text_prompts(model), **small), Path(_made[key]))
+        files.save(_drawn(model) if method == "sparsemm" else _gathered(method, model), Path(_made[key]))
     return _made[key]
+
+
+def _gathered(method: str, model: torch.nn.Module) -> files.Calibration:
+    known = kvcompress.list_methods()[method].options
+    small = {name: value for name, value in SMALL.items() if name in known}
+    return kvcompress.calibrate(model, method, text_prompts(model), **small)
+
+
+def _drawn(model: torch.nn.Module) -> files.Calibration:
+    """Visual scores, which no text tells."""
+    layers = len(kvcompress.CompressedCache(model.config).compressed_layers)
+    identity = files.ModelIdentity.of(model.config, layers)
+    scores = torch.rand(layers, identity.heads, generator=torch.Generator().manual_seed(0))
+    return files.Calibration("sparsemm", identity, {"scores": scores})
 
 
 def text_prompts(model: torch.nn.Module, prompts: int = PROMPTS, length: int = LENGTH) -> list[dict[str, torch.Tensor]]:

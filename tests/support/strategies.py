@@ -105,6 +105,7 @@ OPTIONS: dict[str, dict[str, list]] = {
     "capkv": {"tau": [0.5, 5.0], "sinks": [0, 4], "future": [1, 512], "window_size": [4, 128]},
     "q-filters": {"recent": [0, 8]},
     "triattention": {"farthest": [1, 100, 65536], "group": ["max", "mean"]},
+    "sparsemm": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg", "max"], "even": [0.1, 1.0]},
     "duoattention": {"sinks": [0, 4], "recent": [1, 8]},
     "finch": {"window_size": [1, 8], "normalize": [True, False], "positions": ["true"]},
     "lagkv": {"sinks": [0, 4], "lag": [2, 8, 128]},

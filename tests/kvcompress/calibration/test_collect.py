@@ -122,6 +122,37 @@ def test_a_gate_is_the_attention_that_leaves_sinks_and_window():
     torch.testing.assert_close(gates, (spent / asked).unflatten(1, (2, 2)).amax(2), atol=1e-5, rtol=1e-4)
 
 
+def test_a_visual_score_is_how_often_a_query_behind_the_image_attends_to_it_most():
+    model, given = FAMILIES["qwen2-vl"].build(), prompts("qwen2-vl")
+    scores = kvcompress.calibrate(model, "sparsemm", given).tensors["scores"]
+    hits = torch.zeros(3, 4)
+    for layer, (states, view) in enumerate(states_of(model, given[0])):  # the other has no image
+        vision, keys = view.vision[0], states.keys[0].repeat_interleave(2, 0)
+        for query in range(int(vision.nonzero().max()) + 1, len(vision)):
+            most = (states.queries[0, :, query, None] @ keys[:, : query + 1].mT)[:, 0].argmax(-1)
+            hits[layer] += vision[most]
+    assert 0 < hits.sum() < hits.numel() * len(vision)
+    torch.testing.assert_close(scores, hits / hits.sum())
+    with pytest.raises(kvcompress.KVCompressError, match="give prompts with images"):
+        kvcompress.calibrate(model, "sparsemm", given[1:])
+
+
+def test_heads_keep_what_their_visual_scores_say_beyond_their_windows(tmp_path):
+    model = FAMILIES["qwen2"].build()
+    identity = files.ModelIdentity.of(model.config, 3)
+    scores = torch.tensor([[1.0, 2, 0, 1], [3, 3, 1, 1], [0, 0, 4, 4]])  # of query heads; two have a KV head
+    path = tmp_path / "scores.safetensors"
+    files.save(files.Calibration("sparsemm", identity, {"scores": scores}), path)
+    options = {"calibration": str(path), "window_size": 4, "even": 0.1}
+    with kvcompress.compress(model, "sparsemm", budget=4 + 20, **options) as session:
+        model(**FAMILIES["qwen2"].inputs(model, [90]))
+    kept = torch.tensor([[len(head) for head in session.cache.kept_indices(layer)[0]] for layer in range(3)])
+    assert kept.sum() == 3 * 2 * 24
+    # 2 of 20 are even; 6 x 18 are shared by 20 points of score
+    expected = 4 + 2 + 6 * 18 * torch.tensor([[3, 1], [6, 2], [0, 8]]) / 20
+    assert ((kept - expected).abs() <= 2).all(), kept
+
+
 def test_budgets_are_filled_by_sinks_and_recent_tokens_then_by_the_highest_gates(tmp_path):
     model = FAMILIES["qwen2"].build()
     made = kvcompress.calibrate(model, "duoattention", text_prompts(model), sinks=2, recent=4)

@@ -136,7 +136,14 @@ def published(tmp_path: Path) -> dict[str, Path]:
     names = [f"layer{layer:02d}_head{head:02d}" for layer in range(3) for head in range(4)]
     of_head = {name: torch.full((8,), float(i)) for i, name in enumerate(("q_mean_real", "q_mean_imag", "q_abs_mean"))}
     torch.save({"metadata": {"head_dim": 16}, "stats": {name: of_head for name in names}}, tmp_path / "tri.pt")
-    found = {"q-filters": q_filters, "expected-attention": stats, "duoattention": gates}
+    scores = {f"{layer}-{head}": [0.0, layer + head] for layer in range(3) for head in range(4)}
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
+    found = {
+        "q-filters": q_filters,
+        "sparsemm": tmp_path / "scores.json",
+        "expected-attention": stats,
+        "duoattention": gates,
+    }
     return found | {"triattention": tmp_path / "tri.pt"}
 
 
@@ -153,6 +160,8 @@ def test_published_files_are_read_as_what_the_method_wants(tmp_path):
     torch.testing.assert_close(cls.from_published(paths["duoattention"], model)["gates"], expected)
     filters = method_info("q-filters").cls.from_published(paths["q-filters"], model)["filters"]
     assert torch.equal(filters, -torch.arange(96.0).view(3, 2, 16))
+    scores = method_info("sparsemm").cls.from_published(paths["sparsemm"], model)["scores"]
+    assert scores[2, 3] / scores[0, 1] == pytest.approx(5)
     mean = method_info("triattention").cls.from_published(paths["triattention"], model)["mean"]
     assert torch.equal(mean[0, 0], torch.tensor([0.0] * 8 + [1.0] * 8))
 
