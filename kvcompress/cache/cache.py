@@ -306,6 +306,12 @@ class CompressedCache(DynamicCache):
             raise KVCompressError(f"layer {layer_idx} is not compressed: it is a {type(layer).__name__}")
         return [[head[head >= 0].cpu() for head in row] for row in layer.kept_columns()]
 
+    def foreseen(self, layer_idx: int) -> torch.Tensor | None:
+        """What each column of the latest prompt is worth to its answer, (batch, kv_heads, columns) in fp32, where the
+        method lets the model answer first (`hindsight`); None for all others."""
+        layer = self.layers[layer_idx]
+        return layer.memory.foreseen if isinstance(layer, CompressedLayer) else None
+
     def realised_ratios(self) -> list[list[float]]:
         """Fraction of each row's real prompt tokens that was kept, mean over KV heads: [compressed layer][row]; NaN for
         a row of pads only."""

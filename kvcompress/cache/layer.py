@@ -15,7 +15,7 @@ from .memory import Memory
 from .new_tokens import NewTokens
 from .passes import Decoding, LaterChunk, Pass, Prefill, Rereading, Waiting
 from .scope import States
-from .storage import Storage
+from .storage.base import Storage
 
 # Called in place of a prompt's compression with what the layer's attention was handed; calls the second argument, which
 # compresses.

@@ -49,9 +49,10 @@ class Engine:
         cache_implementation: `dynamic`: buffers grow where they must; `static`: after the prompt the entries move into
             buffers of a fixed shape, with room for `max_new_tokens`, so that decoding can run as one compiled graph;
             `offloaded`, `offloaded_static`: the same in the CPU's memory, fetched one layer ahead (not compiled);
-            `quantized`: kept entries are stored in `kv_bits`, once, and decoded ones whenever `kv_residual` are there.
-        kv_bits, kv_backend, kv_group_size, kv_residual: for `quantized`: bits per number, `quanto` or `hqq`, numbers
-            that share a scale, decoded tokens that wait in full precision.
+            `quantized`: entries are stored in `kv_bits`, once.
+        kv_bits, kv_backend: for `quantized`: bits per number; `quanto`, `hqq` or `turboquant`.
+        kv_group_size, kv_residual: for `quanto` and `hqq`: numbers that share a scale, decoded tokens that wait in full
+            precision.
     """
 
     scorer: str | None = None
@@ -71,7 +72,7 @@ class Engine:
     decode_interval: PositiveInt | None = None
     cache_implementation: Literal["dynamic", "static", "offloaded", "offloaded_static", "quantized"] = "dynamic"
     kv_bits: PositiveInt = 4
-    kv_backend: Literal["quanto", "hqq"] = "quanto"
+    kv_backend: Literal["quanto", "hqq", "turboquant"] = "quanto"
     kv_group_size: PositiveInt = 64
     kv_residual: PositiveInt = 128
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from ..clusters.base import KVCluster, make_cluster
 from ..clusters.calibrated import check_calibration
 from ..errors import KVCompressError, unknown_name, validated
+from ..kernels.quantization import check_bits
 from ..layer_budgets import LayerBudget, layer_budget
 from ..methods import MethodInfo, list_methods, make_method, method_info, method_name
 from ..scoring.budget import Budget
@@ -138,11 +139,21 @@ def make_policy(
         )
     if engine.prefill_chunk is not None:
         _check_prefill_chunk(policy)
-    if engine.cache_implementation == "quantized":
-        engine.quantizer.check()
-    elif given := [name for name in STORAGE_OPTIONS[1:] if name in options and options[name] != getattr(Engine, name)]:
-        raise KVCompressError(f"{given[0]}= needs cache_implementation='quantized'")
+    _check_storage(engine, [name for name in STORAGE_OPTIONS if getattr(engine, name) != getattr(Engine, name)])
     return policy
+
+
+def _check_storage(engine: Engine, given: list[str]) -> None:
+    """Whether the options of the storage that were `given` go together, and their packages are here."""
+    if engine.cache_implementation != "quantized":
+        if given := [name for name in given if name != "cache_implementation"]:
+            raise KVCompressError(f"{given[0]}= needs cache_implementation='quantized'")
+    elif engine.kv_backend != "turboquant":
+        engine.quantizer.check()
+    else:
+        check_bits(engine.kv_backend, engine.kv_bits)
+        if of_groups := {"kv_group_size", "kv_residual"} & set(given):
+            raise KVCompressError(f"{min(of_groups)}= is not for kv_backend='turboquant', which packs each entry alone")
 
 
 def _check_combination(policy: Policy, info: MethodInfo, scored_by: MethodInfo) -> None:

@@ -13,7 +13,7 @@ from kvcompress.kernels.ragged_decode import ragged_decode, ragged_decode_refere
 from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate, only_attending_to
-from tests.support.ragged_cases import TOLERANCE, check_triton, ragged_case
+from tests.support.ragged_cases import TOLERANCE, check_triton, check_turboquant_triton, ragged_case
 from tests.support.strategies import METHODS
 
 pytestmark = pytest.mark.gpu
@@ -153,6 +153,7 @@ def test_generate_compiles_static_decoding_by_itself_with_the_same_tokens(cuda, 
 def test_the_triton_kernel_equals_the_reference(cuda, dtype):
     pytest.importorskip("triton")
     check_triton(dtype, "cuda")
+    check_turboquant_triton(dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

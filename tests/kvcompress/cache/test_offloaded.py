@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress.cache.storage import OffloadedStorage
+from kvcompress.cache.storage.offloaded import OffloadedStorage
 from tests.support.calibrations import calibration_of
 from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
