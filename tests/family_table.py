@@ -18,6 +18,7 @@ import kvcompress
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.clusters.learned import LearnedKVCluster
 from kvcompress.hooks.model import text_decoder
+from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES, LISTED_FAMILIES, MORE_FAMILIES, Family
 from tests.support.masked_reference import Kept, generate, only_attending_to
 
@@ -168,11 +169,12 @@ def check_other(family: Family, method: str) -> None:
     - at RATIO each row keeps exactly its budget, summed over the layers, and the logits are others.
     """
     model, inputs = family.build(), KINDS[f"{'images' if family.is_vlm else 'text'}, batch of 3"](family)
+    given = calibration_of(method, model)
     _, plain = generate(model, inputs, 2)
-    with kvcompress.compress(model, method, 1.0):
+    with kvcompress.compress(model, method, 1.0, **given):
         _, logits = generate(model, inputs, 2)
     assert torch.equal(logits, plain)
-    with kvcompress.compress(model, method, RATIO) as session:
+    with kvcompress.compress(model, method, RATIO, **given) as session:
         _, logits = generate(model, inputs, 2)
     assert logits.isfinite().all()
     assert (logits - plain).abs().max() > 0.1

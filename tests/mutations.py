@@ -898,4 +898,33 @@ MUTATIONS = {
         "words are not weighed by how many see them",
         recorded("tgv_kv tgv-kv"),
     ),
+    # -- calibration
+    "q-filters-sign": Mutation(
+        "clusters/q_filters.py",
+        "keepdim=True) < 0, -direction, direction)",
+        "keepdim=True) < 0, direction, direction)",
+        "a filter points wherever the decomposition left it",
+        (CORE + "calibration/test_collect.py", "tests/oracle/authors/test_calibrations.py"),
+    ),
+    "triattention-next": Mutation(
+        "clusters/triattention.py",
+        "ahead = 1 + 2 ** torch.arange(",
+        "ahead = 2 ** torch.arange(",
+        "distances are counted from the last token, not from the one to come",
+        (CORE + "calibration/test_collect.py",),
+    ),
+    "calibration-model": Mutation(
+        "calibration/files.py",
+        "if (found.fingerprint, found.layers) != (this.fingerprint, this.layers):",
+        "if found.layers != this.layers:",
+        "another architecture's file is taken",
+        (CORE + "calibration/test_files.py",),
+    ),
+    "calibration-hash": Mutation(
+        "lmms_eval_plugins/cells/identity.py",
+        "hashlib.sha256(Path(calibration).read_bytes()).hexdigest()",
+        "str(calibration)",
+        "a cell stays when its calibration is another",
+        ("tests/lmms_eval_plugins/test_calibrate.py",),
+    ),
 }

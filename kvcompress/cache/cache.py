@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ..clusters.calibrated import check_calibrated_for
 from ..clusters.learned import check_learned_for
 from ..errors import KVCompressError
 from ..policy.policy import Policy, make_policy
@@ -113,6 +114,7 @@ class CompressedCache(DynamicCache):
             self._check_other_layers({type(layer) for layer in others})
         if not compressed:
             raise KVCompressError(f"a {config.model_type} model has no layer with full attention: nothing to compress")
+        check_calibrated_for(self.policy.cluster, config, compressed)
 
     def _check_other_layers(self, others: set[type]) -> None:
         """Raises KVCompressError where something is asked for that layers of transformers' own, of these types, cannot

@@ -36,12 +36,18 @@ class KVCluster(Method):
     reads_hidden: ClassVar[bool] = False  # what `foretell` makes of hidden states stands in the place of queries
     unrotated_queries: ClassVar[bool] = False  # `score` gets queries before RoPE; `view.rotary` rotates those to come
     unrotated_keys: ClassVar[bool] = False  # `score` asks `view.before_rotation(keys)`
+    foresees_positions: ClassVar[bool] = False  # `score` asks `view.future_rotation(...)`
     mixes_heads: ClassVar[bool] = False  # a KV head's choice depends on other heads' states: no tensor parallel
+
+    @property
+    def foresees(self) -> bool:
+        """Whether `score` works with the rotation of positions to come, in each decode step anew."""
+        return self.unrotated_queries or self.foresees_positions
 
     @property
     def watches_rotary(self) -> bool:
         """Whether the model's rotary embedding must be known."""
-        return self.unrotated_queries or self.unrotated_keys
+        return self.foresees or self.unrotated_keys
 
     @property
     def query_window(self) -> int:

@@ -74,6 +74,8 @@ def compress(
         "max_new_tokens": max_new_tokens,
         **options,
     }
+    if options.get("calibration") is not None:
+        CompressedCache(writing_part(inner).config, **new_cache)  # says at once if the file is another model's
     tokens = policy.tokens
     tower = TowerRecorder(inner, tokens) if tokens is not None and tokens.sees == "tower" else None
     return Session(model, new_cache, tower)

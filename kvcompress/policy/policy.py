@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from ..clusters.base import KVCluster, make_cluster
+from ..clusters.calibrated import check_calibration
 from ..clusters.learned import check_checkpoint
 from ..errors import KVCompressError, unknown_name, validated
 from ..kernels.quantization import check_bits
@@ -87,7 +88,7 @@ class Policy:
     @property
     def hooks_steps(self) -> bool:
         """Whether a decode step's does."""
-        return (self.cluster.unrotated_queries or self.cluster.reads_hidden) and self.decode is not None
+        return (self.cluster.foresees or self.cluster.reads_hidden) and self.decode is not None
 
     @property
     def options(self) -> dict[str, object]:
@@ -137,6 +138,7 @@ def make_policy(
     else:
         cluster = make_cluster(scored_by.name, **own)
         check_checkpoint(cluster, scored_by.name)
+        check_calibration(cluster, scored_by.name)
     engine = validated(Engine, "option", of_engine)
     policy = Policy(info.name, cluster, method_budget(info.name, ratio, budget), engine, tokens)
     if tokens is not None and engine.ratio_of != "vision":
@@ -195,7 +197,7 @@ def _check_combination(policy: Policy, info: MethodInfo, scored_by: MethodInfo) 
         for conflict, is_there in (
             (f"merge={policy.chosen('merge')!r}", policy.chosen("merge") != "none"),
             (f"method {scored_by.name!r}, which takes notes", overrides(scored_by.cls, "note")),
-            (f"method {scored_by.name!r}, which foresees queries", policy.cluster.unrotated_queries),
+            (f"method {scored_by.name!r}, which foresees queries", policy.cluster.foresees),
         ):
             if is_there:
                 raise KVCompressError(f"positions='cache' does not go with {conflict} while decoding evicts")
@@ -230,6 +232,9 @@ def _check_prefill_chunk(policy: Policy) -> None:
 def check_tensor_parallel(policy: Policy) -> None:
     """Whether KV heads can be compressed one by one, each process its own. Raises KVCompressError."""
     conflicts = {
+        f"method {policy.method!r} with calibration=, which is of all heads": (
+            getattr(policy.cluster, "calibration", None) is not None
+        ),
         f"method {policy.method!r}, which chooses for all heads together": (
             policy.tokens is not None or policy.cluster.mixes_heads
         ),

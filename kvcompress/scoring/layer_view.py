@@ -165,6 +165,14 @@ class LayerView:
             raise KVCompressError(f"{name} scores keys before RoPE: give cache.rotate(...) how the model rotates them")
         return self.rotary.unrotated(keys)
 
+    def future_rotation(self, ahead: torch.Tensor, head_dim: int) -> torch.Tensor:
+        """The mean rotation of the text positions that are so many, LongTensor (count,), ahead of each row's last:
+        (batch, head_dim, head_dim) in fp32. For a cluster that says `foresees_positions`."""
+        if self.rotary is None:
+            name = type(self.settings.cluster).__name__
+            raise KVCompressError(f"{name} foresees positions: give cache.rotate(...) how the model rotates them")
+        return self.rotary.mean_rotation_at(ahead, head_dim, None if self.is_decoding else self.padding)
+
     def protect_recent(self, scores: torch.Tensor, recent: int | list[int]) -> torch.Tensor:
         """The scores (batch, kv_heads, keys) with +inf at the last `recent` columns, of all rows or `recent[row]`."""
         return protect_recent(scores, [recent] * len(scores) if isinstance(recent, int) else recent)

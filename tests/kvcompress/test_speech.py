@@ -8,6 +8,7 @@ import kvcompress
 from kvcompress import CompressedCache, KVCompressError, measure, speech
 from kvcompress.bench.speech.prompts import SpeechPrompt, model_inputs
 from kvcompress.tokens.base import TokenMethod
+from tests.support.calibrations import calibration_of
 from tests.support.clock import synchronised_reads
 from tests.support.examples import some
 from tests.support.omni import CODE_S, UNHEARD
@@ -62,7 +63,8 @@ KV_METHODS = [
 
 @pytest.mark.parametrize("method", some(KV_METHODS, SOME_METHODS))
 def test_every_kv_method_compresses_the_thinker_and_is_heard(omni, omni_inputs, method):
-    answer, cache = compressed(omni, omni_inputs, method, 0.3)
+    given = calibration_of(method, omni[0].thinker)
+    answer, cache = compressed(omni, omni_inputs, method, 0.3, **given)
     kept = np.mean(cache.realised_ratios())
     assert kept == pytest.approx(0.3, abs=0.01)
     assert len(answer.text) == 4

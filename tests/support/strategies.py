@@ -13,8 +13,10 @@ from kvcompress.layer_budgets import list_layer_budgets
 from kvcompress.policy.policy import Policy, make_policy
 from kvcompress.scoring.merging import MERGES
 from kvcompress.scoring.selection import ADAPTIVE
+from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES, Family
 
+# Of a method that is calibrated, `calibration` is no option to draw: the file of `Case.calibration` is given.
 # Token methods have tests of their own. `METHODS=mine,snapkv pytest tests/kvcompress` draws only these.
 LEARNED = sorted(name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, LearnedKVCluster))
 METHODS = sorted(filter(None, os.environ.get("METHODS", "").split(","))) or sorted(
@@ -105,6 +107,10 @@ OPTIONS: dict[str, dict[str, list]] = {
     "morphkv": {"window_size": [1, 8], "fusion": ["max", "sum"]},
     "lava": {"window_size": [1, 8], "kernel_size": [1, 7], "pooling": ["avg", "max"]},
     "capkv": {"tau": [0.5, 5.0], "sinks": [0, 4], "future": [1, 512], "window_size": [4, 128]},
+    "q-filters": {"recent": [0, 8]},
+    "triattention": {"farthest": [1, 100, 65536], "group": ["max", "mean"]},
+    "sparsemm": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg", "max"], "even": [0.1, 1.0]},
+    "duoattention": {"sinks": [0, 4], "recent": [1, 8]},
     "finch": {"window_size": [1, 8], "normalize": [True, False]},
     "lagkv": {"sinks": [0, 4], "lag": [2, 8, 128]},
     "cur": {"sinks": [0, 4], "window_size": [0, 1, 16], "leverage": ["key", "value", "kv_avg", "kv_product"]},
@@ -154,7 +160,12 @@ class Case:
 
     @property
     def policy(self) -> Policy:
-        return make_policy(self.method, self.ratio, **dict(self.options))
+        return make_policy(self.method, self.ratio, **dict(self.options), **self.calibration)
+
+    @property
+    def calibration(self) -> dict[str, str]:
+        """The option, where the method needs it."""
+        return calibration_of(self.method, self.model)
 
     @property
     def is_adaptive(self) -> bool:
@@ -172,7 +183,7 @@ class Case:
         return {} if self.method == "full" else {"merge": "none", "merge_modality": "any"}
 
     def compress(self, **changes: object) -> kvcompress.Session:
-        arguments = {"method": self.method, "ratio": self.ratio, **dict(self.options), **changes}
+        arguments = {"method": self.method, "ratio": self.ratio, **dict(self.options), **self.calibration, **changes}
         return kvcompress.compress(self.model, **arguments)
 
 

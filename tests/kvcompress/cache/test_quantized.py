@@ -7,6 +7,7 @@ import torch
 
 import kvcompress
 from kvcompress.kernels.quantization import BITS, PACKAGES, Quantizer
+from tests.support.calibrations import calibration_of
 from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate
@@ -68,10 +69,10 @@ def test_eight_bits_are_close_to_full_precision(method, family):
     model = FAMILIES[family].build()
     inputs = FAMILIES[family].inputs(model, [45, 29], [1, 0] if FAMILIES[family].is_vlm else None)
     ratio = None if method == "full" else 0.4
-    with kvcompress.compress(model, method, ratio) as session:
+    with kvcompress.compress(model, method, ratio, **calibration_of(method, model)) as session:
         tokens, expected = generate(model, inputs, 8)
     kept = [session.cache.kept_indices(layer) for layer in range(3)]
-    with kvcompress.compress(model, method, ratio, kv_residual=3, **EIGHT) as session:
+    with kvcompress.compress(model, method, ratio, kv_residual=3, **EIGHT, **calibration_of(method, model)) as session:
         _, logits = generate(model, inputs, 8, forced=tokens)
     assert (logits - expected).abs().mean() < 0.02
     for layer in range(3):

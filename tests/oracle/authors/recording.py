@@ -24,6 +24,7 @@ class Recording:
             steps followed it.
         budget: entries asked for per layer and KV head.
         kept: bool (layers, kv_heads, prompt + decoded).
+        known: what a calibrated method knows of the states' model, as in its file; else empty.
         keys, values: of merged entries (layers, kv_heads, kept, head_dim) where all heads keep as many; else None.
     """
 
@@ -37,6 +38,7 @@ class Recording:
     decoded: int = 0
     keys: torch.Tensor | None = field(default=None, repr=False)
     values: torch.Tensor | None = field(default=None, repr=False)
+    known: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
@@ -68,6 +70,8 @@ def save(
         for part in ("keys", "values"):
             if (states := row.pop(part)) is not None:
                 arrays[f"{number}/{part}"] = states.numpy()
+        known = row.pop("known")  # of a method and states; it is the same in all their recordings
+        arrays |= {f"{recording.method}/{recording.states}/{name}": part.numpy() for name, part in known.items()}
         arrays[f"{number}/kept"] = np.packbits(row.pop("kept").numpy(), axis=-1)
         rows.append(row)
     source = {
@@ -100,6 +104,9 @@ def load(name: str) -> list[Recording]:
                 for part in ("keys", "values")
                 if f"{number}/{part}" in file.files
             }
+            of_states = f"{row['method']}/{row['states']}/"
+            known = {key.removeprefix(of_states): file[key] for key in file.files if key.startswith(of_states)}
+            merged["known"] = {name: torch.from_numpy(part) for name, part in known.items()}
             recordings.append(Recording(**row, kept=torch.from_numpy(kept), **merged))
     return recordings
 
