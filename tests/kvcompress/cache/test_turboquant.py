@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import kvcompress
 from kvcompress.cache.storage.ragged import RaggedStorage
 from kvcompress.kernels.turboquant import BITS, TurboQuant, codebook, rotation
+from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate
@@ -82,10 +83,10 @@ def test_a_step_attends_to_what_reading_the_entries_gives(method, family, monkey
     model = FAMILIES[family].build()
     inputs = FAMILIES[family].inputs(model, [45, 29], [1, 0] if FAMILIES[family].is_vlm else None)
     ratio = None if method == "full" else 0.4
-    with kvcompress.compress(model, method, ratio, **packed(4)):
+    with kvcompress.compress(model, method, ratio, **packed(4), **calibration_of(method, model)):
         tokens, in_place = generate(model, inputs, 6)
     monkeypatch.setattr("kvcompress.cache.storage.turboquant.TurboQuantStorage.decodes_in_place", False)
-    with kvcompress.compress(model, method, ratio, **packed(4)):
+    with kvcompress.compress(model, method, ratio, **packed(4), **calibration_of(method, model)):
         _, read = generate(model, inputs, 6, forced=tokens)
     torch.testing.assert_close(in_place, read, atol=1e-4, rtol=1e-4)
 
