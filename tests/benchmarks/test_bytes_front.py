@@ -1,5 +1,7 @@
 """Bytes against accuracy: what is on the front, and that bytes are those of the storage."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -46,7 +48,7 @@ def test_a_run_on_a_small_model_has_every_storage_and_its_bytes(tmp_path):
     family = FAMILIES["qwen2"]
     prompts = family.inputs(family.build(), [90, 90])
     task = Task(
-        "letters", "", "letters", family.build().to(torch.bfloat16), 2, 2, 2,
+        "letters", "", "letters", copy.deepcopy(family.build()).to(torch.bfloat16), 2, 2, 2,
         inputs=lambda batch: {name: tensor[batch] for name, tensor in prompts.items()},
         right=lambda batch, new: [True, False], protocols=(), has_images=False,
     )  # fmt: skip
