@@ -70,8 +70,7 @@ def calibrate(
     with attach(model):
         for prompt in prompts:
             gathered, sizes = _read(inner, cluster, dict(prompt))
-            stacked = _stacked(gathered, inner)
-            for key, part in cluster.of_prompt(stacked).items():
+            for key, part in _stacked(gathered).items():
                 sums[key] = sums[key] + part if key in sums else part
             count, tokens = count + 1, tokens + prompt["input_ids"].shape[1]
     if not count:
@@ -120,5 +119,6 @@ def _read(
     return [gathered[place] for place in sorted(gathered)], sizes[0]
 
 
-def _stacked(gathered: list[Sums], model: PreTrainedModel) -> Sums:
+def _stacked(gathered: list[Sums]) -> Sums:
+    """(layers, ...) of each."""
     return {key: torch.stack([layer[key] for layer in gathered]) for key in gathered[0]}

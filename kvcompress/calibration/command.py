@@ -41,7 +41,7 @@ def add_common_flags(this: argparse.ArgumentParser) -> None:
     this.add_argument("model", type=label, help="hub id or local path")
     this.add_argument("options", nargs="*", type=label, metavar="OPTION=VALUE", help="of the method")
     this.add_argument("--method", type=label, required=True, help="one that is calibrated")
-    this.add_argument("--out", type=new_file, required=True, help="the file, by custom .safetensors")
+    this.add_argument("--out", type=new_file, required=True, help="the file, NAME.safetensors")
     this.add_argument("--questions", type=flag(PositiveInt), default=32, help="prompts to draw, or all there are (32)")
     this.add_argument("--seed", type=flag(NonNegativeInt), default=0, help="by which they are drawn (0)")
 

@@ -30,10 +30,6 @@ class CalibratedKVCluster(KVCluster):
         that `watches_rotary` finds in `view.rotary` how."""
         raise TypeError(f"{type(self).__name__} does not define gather")
 
-    def of_prompt(self, gathered: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What a prompt adds, from what all its layers gave, (layers, ...) each: where it takes them together."""
-        return gathered
-
     def known_from(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of the file, from the sums over all prompts, in float64."""
         return sums
