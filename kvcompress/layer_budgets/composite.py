@@ -5,9 +5,8 @@ from typing import ClassVar
 import torch
 
 from ..scoring.layer_view import LayerView
-from ..scoring.windows import pad_columns
 from .base import LayerBudget, register_layer_budget
-from .global_ import shares_of_highest
+from .global_ import evictable_scores, shares_of_highest
 
 
 @register_layer_budget("composite")
@@ -21,11 +20,7 @@ class CompositeLayerBudget(LayerBudget):
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
-        if view.padding is not None:
-            scores = scores.masked_fill(pad_columns(view.padding, scores.shape[2]), -torch.inf)
-        if view.protected is not None:
-            scores = scores.masked_fill(view.protected[:, None], -torch.inf)
-        return scores.sort(-1, descending=True).values.mean(1)
+        return evictable_scores(scores, view).sort(-1, descending=True).values.mean(1)
 
     def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
         first = measured.amax(0, keepdim=True)

@@ -20,15 +20,20 @@ class GlobalLayerBudget(LayerBudget):
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
-        if view.padding is not None:
-            scores = scores.masked_fill(pad_columns(view.padding, scores.shape[2]), -torch.inf)
-        if view.protected is not None:
-            scores = scores.masked_fill(view.protected[:, None], -torch.inf)
-        return scores
+        return evictable_scores(scores, view)
 
     def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
         layers, heads, _ = measured.shape
         return shares_of_highest(measured.flatten(1), budget * layers * heads)
+
+
+def evictable_scores(scores: torch.Tensor, view: LayerView) -> torch.Tensor:
+    """Scores (batch, kv_heads, keys) in which pads and what is protected come last."""
+    if view.padding is not None:
+        scores = scores.masked_fill(pad_columns(view.padding, scores.shape[2]), -torch.inf)
+    if view.protected is not None:
+        scores = scores.masked_fill(view.protected[:, None], -torch.inf)
+    return scores
 
 
 def shares_of_highest(measured: torch.Tensor, wanted: int) -> list[float]:

@@ -155,8 +155,9 @@ class Case:
 
     @property
     def may_tie(self) -> bool:
-        """Two keys are equally far from their mean: rounding decides which one keydiff or leverage keeps."""
-        return self.method in ("keydiff", "leverage", "compactor") and min(self.lengths) < 3
+        """Two keys are equally far from their mean, and have scores of 1 and -1 where these are standardised: rounding
+        decides which one is kept, for triattention where two query heads disagree."""
+        return self.method in ("keydiff", "leverage", "compactor", "triattention") and min(self.lengths) < 3
 
     @property
     def policy(self) -> Policy:
