@@ -2,6 +2,9 @@
 
 The first is the bundled checkpoint. The second begins with the first four stages of the first, then learns to read the
 frames of videos, and then long answers, several pictures, videos and long texts together, from short to long.
+
+Five stages have the same short prompts; each brings what those before it did not learn by themselves: `facts` probes of
+the text, `steps` and `via` probes of the first of two steps, `deeper` a layer for the second.
 """
 
 from __future__ import annotations
@@ -172,6 +175,7 @@ SHORT = {
     "multi_image": {"pictures": (2, 3), "signs": (2, 3)},
     "read_all": {"signs": (2, 5), "tokens": (8, 96)},
 }
+OF_SHORT = {"tower_scale": 0.3, "post_prompt_share": 0.3}
 SECOND_STAGES = (
     *(replace(stage, avoided=WORDS) for stage in STAGES[:4]),
     Mixture(
@@ -182,31 +186,11 @@ SECOND_STAGES = (
         tower_scale=1.0,
         decay_from=0.6,
     ),
-    _mixture("short", 2048, SHORT, True, steps=628, tower_scale=0.3, post_prompt_share=0.3),
-    _mixture("facts", 2048, SHORT, True, steps=789, tower_scale=0.3, post_prompt_share=0.3, text_labels=True),
-    _mixture(
-        "steps",
-        2048,
-        SHORT,
-        True,
-        steps=702,
-        tower_scale=0.3,
-        post_prompt_share=0.3,
-        text_labels=True,
-        via="holder",
-    ),
-    _mixture("via", 2048, SHORT, steps=689, tower_scale=0.3, post_prompt_share=0.3, text_labels=True, via="via"),
-    _mixture(
-        "deeper",
-        2048,
-        SHORT,
-        steps=1500,
-        tower_scale=0.3,
-        post_prompt_share=0.3,
-        text_labels=True,
-        via="via",
-        inserts=3,
-    ),
+    _mixture("short", 2048, SHORT, True, steps=628, **OF_SHORT),
+    _mixture("facts", 2048, SHORT, True, steps=789, text_labels=True, **OF_SHORT),
+    _mixture("steps", 2048, SHORT, True, steps=702, text_labels=True, via="holder", **OF_SHORT),
+    _mixture("via", 2048, SHORT, steps=689, text_labels=True, via="via", **OF_SHORT),
+    _mixture("deeper", 2048, SHORT, steps=1500, text_labels=True, via="via", inserts=3, **OF_SHORT),
     _mixture(
         "longer",
         3072,
@@ -217,6 +201,7 @@ SECOND_STAGES = (
             "read_all": {"signs": (3, 7), "tokens": (16, 96)},
         },
         steps=2500,
+        learning_rate=1e-3,
         post_prompt_share=0.5,
         text_labels=True,
         via="via",
@@ -231,6 +216,7 @@ SECOND_STAGES = (
             "read_all": {"signs": (4, 8), "tokens": (24, 96)},
         },
         steps=2000,
+        learning_rate=8e-4,
         view="both",
         post_prompt_share=0.7,
         text_labels=True,
