@@ -24,7 +24,8 @@ from .method_table import RESULTS, Estimate, wrapped
 from .method_tasks import TASKS
 
 PROTOCOL = Protocol("front", {"first_token": "compressed"})
-METHODS = {"tiny": ("snapkv", "keydiff"), "smollm2": ("snapkv", "keydiff")}
+MODELS = ("tiny", "smollm2")  # tasks of the table of methods
+METHODS = ("snapkv", "keydiff")
 STORAGES: dict[str, dict[str, object]] = {"bf16": {}} | {
     f"{backend} {bits}": {"cache_implementation": "quantized", "kv_backend": backend, "kv_bits": bits}
     for backend, offered in (("quanto", (4, 2)), ("hqq", (4, 2)), ("turboquant", (4, 3, 2)))
@@ -160,17 +161,17 @@ def plot(task: Task, points: list[Point], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tasks", nargs="*", choices=[[], *METHODS], help="default: all")
+    parser.add_argument("tasks", nargs="*", choices=[[], *MODELS], help="default: all")
     parser.add_argument("--questions", type=int, default=100)
     parser.add_argument("--tables-only", action="store_true", help="of the answers that are there")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for name in arguments.tasks or METHODS:
+    for name in arguments.tasks or MODELS:
         task = TASKS[name](arguments.questions)
         task = replace(task, model=task.model.to(torch.bfloat16), identity=f"{task.identity} bf16")
-        cells = cells_of(METHODS[name], task.window_size)
+        cells = cells_of(METHODS, task.window_size)
         base = arguments.out / f"bytes_front_{name}"
         answers = Answers(base.with_suffix(".json"), task.identity)
         if not arguments.tables_only:

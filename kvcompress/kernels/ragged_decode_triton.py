@@ -28,49 +28,19 @@ def ragged_decode_triton(
     longest: int,
     scaling: float,
     splits: int | None = None,
+    codecs: tuple[TurboQuant, TurboQuant] | None = None,
 ) -> torch.Tensor:
     """Arguments and result as in ragged_decode.py; fp16, bf16 or fp32, sums in fp32.
 
     Args:
         longest: the longest segment, in rows.
         splits: parts of each segment, a power of 2; None for as many as fill the device.
+        codecs: of keys and values, where these are packed, uint8 (rows, nbytes): they are unpacked on the way.
     """
     dims = keys.shape[1], values.shape[1]
-    return _decode(query, keys, values, starts, lengths, longest, scaling, splits, dims)
-
-
-def turboquant_decode_triton(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    longest: int,
-    key_codec: TurboQuant,
-    value_codec: TurboQuant,
-    scaling: float,
-    splits: int | None = None,
-) -> torch.Tensor:
-    """The same over packed keys and values, uint8 (rows, nbytes): they are unpacked on the way."""
-    codecs = key_codec, value_codec
-    dims = key_codec.dim, value_codec.dim
-    rotated = key_codec.rotate(query)
-    output = _decode(rotated, keys, values, starts, lengths, longest, scaling, splits, dims, codecs)
-    return value_codec.rotate_back(output)
-
-
-def _decode(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    longest: int,
-    scaling: float,
-    splits: int | None,
-    dims: tuple[int, int],
-    codecs: tuple[TurboQuant, TurboQuant] | None = None,
-) -> torch.Tensor:
+    if codecs is not None:
+        dims = codecs[0].dim, codecs[1].dim
+        query = codecs[0].rotate(query)
     segments, (key_dim, value_dim) = starts.numel(), dims
     groups = query.shape[1] // starts.shape[1]
     block_key, block_value = (max(16, triton.next_power_of_2(dim)) for dim in dims)
@@ -108,7 +78,7 @@ def _decode(
         _combine[(segments * groups,)](
             partial, maxima, sums, output, SPLITS=splits, VALUE_DIM=value_dim, BLOCK_VALUE_DIM=block_value
         )
-    return output
+    return output if codecs is None else codecs[1].rotate_back(output)
 
 
 def _splits(segments: int, blocks: int, device: torch.device) -> int:

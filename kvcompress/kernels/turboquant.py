@@ -76,6 +76,12 @@ class TurboQuant:
 
 
 @cache
+def codec(dim: int, bits: int, device: torch.device) -> TurboQuant:
+    """The one that all layers share: nothing is sent to the device again."""
+    return TurboQuant(dim, bits, device)
+
+
+@cache
 def rotation(dim: int) -> torch.Tensor:
     """A random orthogonal matrix (dim, dim), evenly distributed over all of them, fp32; the same for each `dim`."""
     gaussian = torch.randn(dim, dim, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)

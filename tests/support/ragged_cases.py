@@ -46,7 +46,7 @@ def check_triton(dtype: torch.dtype, device: str, shapes: list[tuple] = SHAPES) 
 
 def check_turboquant_triton(dtype: torch.dtype, device: str, shapes: list[tuple] = SHAPES) -> None:
     """Packed entries attended to where they lie, against attention over the same entries unpacked."""
-    from kvcompress.kernels.ragged_decode_triton import turboquant_decode_triton
+    from kvcompress.kernels.ragged_decode_triton import ragged_decode_triton
 
     for bits in BITS:
         for batch, kv_heads, groups, head_dim, most, spare, splits in shapes:
@@ -58,6 +58,6 @@ def check_turboquant_triton(dtype: torch.dtype, device: str, shapes: list[tuple]
             unpacked = (codec.rotate_back(codec.unpack(part, torch.float32)).to(dtype) for part in packed)
             expected = ragged_decode_reference(query, *unpacked, starts, lengths, head_dim**-0.5)
             longest, scaling = max(sizes[::2]), head_dim**-0.5
-            output = turboquant_decode_triton(query, *packed, starts, lengths, longest, codec, codec, scaling, splits)
+            output = ragged_decode_triton(query, *packed, starts, lengths, longest, scaling, splits, (codec, codec))
             tolerance = 4 * TOLERANCE[dtype]  # the rotation of the query is rounded too
             torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)

@@ -85,9 +85,10 @@ class QuantizedStorage(Storage):
         self.entries = self.length = indices.shape[2]
 
     def forget(self, column: int, seen: int) -> None:
-        gone = self.columns(seen) == column
+        columns = self.columns(seen)
+        gone = columns == column
         if bool(gone.any()):  # its slot stays, unused
-            self.indices = self.columns(seen).masked_fill(gone, -1).to(torch.int32)
+            self.indices = columns.masked_fill(gone, -1).to(torch.int32)
             self.unused, self.entries = self.indices < 0, self.length
 
     def _flush(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from ...kernels.ragged_decode import has_triton
-from ...kernels.turboquant import TurboQuant, turboquant_decode
+from ...kernels.turboquant import codec, turboquant_decode
 from ...scoring.layer_view import Kept
 from ..scope import joined, right_aligned
 from .base import Storage
@@ -24,7 +24,7 @@ class TurboQuantStorage(Storage):
 
     def __init__(self, keys, values, indices, pads, bits: int, room: int | None, uniform: bool):
         self.dtype = keys.dtype
-        self.codecs = tuple(TurboQuant(part.shape[3], bits, part.device) for part in (keys, values))
+        self.codecs = tuple(codec(part.shape[3], bits, part.device) for part in (keys, values))
         self.inner = store(*self._packed(keys, values), indices, pads, room, uniform)
 
     def _packed(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,15 +43,15 @@ class TurboQuantStorage(Storage):
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         parts = zip(self.codecs, self.inner.read(), strict=True)
-        return tuple(codec.rotate_back(codec.unpack(packed, self.dtype)) for codec, packed in parts)
+        return tuple(each.rotate_back(each.unpack(packed, self.dtype)) for each, packed in parts)
 
     def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
         visible = self.inner.visible()
         has_segments = visible is None or self.inner.decodes_in_place  # not so where pads are stored
         if query.device.type == "cuda" and has_triton() and has_segments:
-            from ...kernels.ragged_decode_triton import turboquant_decode_triton
+            from ...kernels.ragged_decode_triton import ragged_decode_triton
 
-            return turboquant_decode_triton(query, *self.inner.segments(), *self.codecs, scaling)
+            return ragged_decode_triton(query, *self.inner.segments(), scaling, codecs=self.codecs)
         return turboquant_decode(query, *self.inner.read(), visible, *self.codecs, scaling)
 
     def extend(self, kept: Kept, first: int) -> None:
