@@ -6,7 +6,8 @@ frames of videos, and then long answers, several pictures, videos and long texts
 Five stages have the same short prompts; each brings what those before it did not learn by themselves: `facts` probes of
 the text, `steps` and `via` probes of the first of two steps, `deeper` a layer for the second. From `in_use` on, texts
 are asked what the bundled task asks: a word's number, and what is on the picture before them. `many` asks each prompt
-more: the prompt is what a step costs.
+more: the prompt is what a step costs. In `throughout` the first of two steps is probed at each token of the answer: the
+second token was the one that was wrong.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Mixture:
     post_prompt_share: float = 0.0  # of the batches; never where every sign is read
     text_labels: bool = False  # whether the probes look at the text of facts too, see PackedBatch
     via: Via | None = None  # and at where answers that take two steps begin, see Question
+    via_throughout: bool = False  # and at each token of these answers
     learning_rate: float = 1.5e-3
     tower_scale: float = 0.1  # the tower's and projector's share of the learning rate
     decay_from: float = 1.0  # of the stage, until when the learning rate is constant
@@ -152,7 +154,9 @@ class MixtureData(Dataset):
         length = pack(self.packer, [first], post_prompt, self.stage.view).ids.shape[1]
         rows = [first, *(row() for _ in range(part.tokens // length - 1))]
         labelled = self.stage.text_labels and part.regime == "needle"
-        return pack(self.packer, rows, post_prompt, self.stage.view, labelled, self.stage.via)
+        return pack(
+            self.packer, rows, post_prompt, self.stage.view, labelled, self.stage.via, self.stage.via_throughout
+        )
 
 
 BOTH_WAYS = (*needle.KINDS, *needle.BACKWARDS, *needle.PICTURE_KINDS)
@@ -202,6 +206,7 @@ FULL = {
     "multi_image": {"pictures": (2, 6), "signs": (2, 4)},
     "read_all": {"signs": (4, 8), "tokens": (24, 96)},
 }
+MOST = (48, 28, 24, 16)
 OF_FULL = {
     "learning_rate": 8e-4,
     "view": "both",
@@ -230,7 +235,8 @@ SECOND_STAGES = (
     _mixture("longer", 3072, LONGER, steps=272, **OF_LONGER),
     _mixture("in_use", 3072, LONGER, asked=AS_IN_USE, picture_share=0.6, steps=700, **OF_LONGER),
     _mixture("full", 4096, FULL, steps=559, decay_from=140 / 559, decay_until=1400 / 559, **OF_FULL),
-    _mixture("many", 4096, FULL, most=(48, 28, 24, 16), steps=1500, decay_from=0.4, **OF_FULL),
+    _mixture("many", 4096, FULL, most=MOST, steps=191, **OF_FULL),
+    _mixture("throughout", 4096, FULL, most=MOST, via_throughout=True, steps=1400, decay_from=0.4, **OF_FULL),
 )
 EDITIONS = {
     1: Edition(STAGES, PROMPT_WORDS, longest=2048),
