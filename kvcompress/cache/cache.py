@@ -63,7 +63,8 @@ class CompressedCache(DynamicCache):
     Args:
         config: the model's config.
         method: name of a registered method; None is `full`.
-        ratio, budget: what is kept, see `Budget`; neither is needed for `full`.
+        ratio: share of the prompt that is kept, see `Budget`; not needed for `full`.
+        budget: or the number of entries.
         max_new_tokens: tokens to come that get room at once; without it, room grows by an eighth when it is used up.
         options: the method's options and the engine's, see `kvcompress.policy.Engine`.
     """
@@ -298,7 +299,7 @@ class CompressedCache(DynamicCache):
         return sum(storage.room_nbytes for storage in storages if storage is not None)
 
     def kept_indices(self, layer_idx: int) -> list[list[torch.Tensor]]:
-        """The columns of the sequence whose keys layer `layer_idx` stores: [row][kv_head] -> LongTensor, ascending.
+        """The columns of the sequence whose keys layer `layer_idx` stores: `[row][kv_head]` -> LongTensor, ascending.
 
         Columns count from the left of the padded batch, pads included (a pad is never listed); decoded tokens have
         the columns behind the prompt.
@@ -315,7 +316,7 @@ class CompressedCache(DynamicCache):
         return layer.memory.foreseen if isinstance(layer, CompressedLayer) else None
 
     def realised_ratios(self) -> list[list[float]]:
-        """Fraction of each row's real prompt tokens that was kept, mean over KV heads: [compressed layer][row]; NaN for
-        a row of pads only."""
+        """Fraction of each row's real prompt tokens that was kept, mean over KV heads: `[compressed layer][row]`; NaN
+        for a row of pads only."""
         logs = [layer.memory.log for layer in self.compressed_layers]
         return [(log.kept.double() / torch.tensor(log.lengths, device=log.kept.device)).tolist() for log in logs]

@@ -55,7 +55,8 @@ def calibrate(
         model: as for `compress`.
         method: one that is calibrated.
         prompts: model inputs, `input_ids` and what belongs to its images, each with a batch of one.
-        data, seed: noted in the file: where the prompts come from, and by which seed they were drawn.
+        data: where the prompts come from; noted in the file.
+        seed: by which they were drawn; noted in the file.
         options: of the method.
 
     Raises:

@@ -62,7 +62,8 @@ class KVCluster(Method):
 
         Args:
             queries: (batch, heads, queries, head_dim), rotated: all of a prompt; while decoding the last ones.
-            keys, values: (batch, kv_heads, keys, head_dim), rotated; columns are tokens, the latest is the last.
+            keys: (batch, kv_heads, keys, head_dim), rotated; columns are tokens, the latest is the last.
+            values: (batch, kv_heads, keys, head_dim).
             view: the layer's attention (`view.window_attention(queries, keys, n)`), budgets, padding, vision tokens.
 
         Returns:

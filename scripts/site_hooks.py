@@ -1,0 +1,107 @@
+"""What the documentation site has besides docs/*.md: see mkdocs.yml.
+
+Pages link one another as files of the repository, so that they can be read there. Here they move to where the site has
+them; a link to a file of code becomes its name.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+from pathlib import Path, PurePosixPath
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+# Page of the site -> file of the repository.
+OUTSIDE = {
+    "index.md": "README.md",
+    "by-task.md": "docs/README.md",
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "tiny-checkpoint.md": "lmms_eval_plugins/tiny_vlm/checkpoint/README.md",
+    "benchmarks/README.md": "benchmarks/README.md",
+    **{
+        f"benchmarks/results/{path.name}": f"benchmarks/results/{path.name}"
+        for path in (ROOT / "benchmarks" / "results").glob("*.md")
+    },
+}
+WRITTEN = {"tour.md": "docs/tour.ipynb", "api.md": ""}
+PAGE_OF = {source: page for page, source in {**OUTSIDE, **WRITTEN}.items() if source}
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: dict) -> Files:
+    files.remove(files.get_file_from_path("README.md"))
+    for page, source in OUTSIDE.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    files.append(File.generated(config, "tour.md", content=notebook(ROOT / "docs" / "tour.ipynb")))
+    files.append(File.generated(config, "api.md", content=api()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: object, **_: object) -> str:
+    where = PurePosixPath(page.file.src_uri)
+    folder = (ROOT / OUTSIDE.get(str(where), f"docs/{where}")).parent
+
+    def moved(match: re.Match) -> str:
+        mark, text, target, anchor = match.groups()
+        if re.match(r"[a-z]+:", target):
+            return match[0]
+        source = Path(os.path.normpath(folder / target)).relative_to(ROOT).as_posix()
+        known = PAGE_OF.get(source, source.removeprefix("docs/") if source.startswith("docs/") else None)
+        if known is None:
+            return text
+        return f"{mark}[{text}]({os.path.relpath(known, where.parent)}{anchor or ''})"
+
+    return LINK.sub(moved, markdown)
+
+
+def notebook(path: Path) -> str:
+    """A notebook as Markdown: text, code, and what the code printed and drew."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        printed = []
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            if "image/png" in data:
+                parts.append(
+                    f'<img alt="{first_line(source)}" src="data:image/png;base64,{data["image/png"].strip()}">'
+                )
+            elif "image/jpeg" in data:
+                parts.append(
+                    f'<img alt="{first_line(source)}" src="data:image/jpeg;base64,{data["image/jpeg"].strip()}">'
+                )
+            elif "text/html" in data:
+                parts.append("".join(data["text/html"]))
+            else:
+                printed += output.get("text") or data.get("text/plain", [])
+        if printed:
+            parts.append("```text\n" + "".join(printed).rstrip() + "\n```")
+    return "\n\n".join(parts)
+
+
+def first_line(source: str) -> str:
+    return source.splitlines()[0].replace('"', "&quot;")
+
+
+def api() -> str:
+    """A page with the docstring of every public name."""
+    tree = ast.parse((ROOT / "kvcompress" / "__init__.py").read_text(encoding="utf-8"))
+    homes = {
+        alias.asname or alias.name: f"kvcompress.{node.module}.{alias.name}"
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    first = ("compress", "attach", "Session", "CompressedCache", "list_methods", "register_method", "KVCluster")
+    names = [*first, *sorted(homes.keys() - {*first}, key=str.lower)]
+    text = "# API\n\nThe names of `kvcompress`, first those that most programs need.\n"
+    return text + "".join(f"\n::: {homes[name]}\n    options: {{heading: kvcompress.{name}}}\n" for name in names)
