@@ -15,8 +15,8 @@ def lines() -> list[str]:
 def main(arguments: list[str]) -> None:
     """Print the lines that have WORD in them, all without one. Raises KVCompressError where none has."""
     parser = Parser(prog="kvcompress methods", description=__doc__)
-    parser.add_argument("word", nargs="?", type=label, default="", metavar="WORD", help="to look for; case is ignored")
-    word = parser.parse_args(arguments).word
+    parser.add_argument("word", nargs="?", type=label, metavar="WORD", help="to look for; case is ignored")
+    word = parser.parse_args(arguments).word or ""
     found = [line for line in lines() if word.lower() in line.lower()]
     if not found:
         raise KVCompressError(f"none of {len(lines())} methods has {word!r} in its line")

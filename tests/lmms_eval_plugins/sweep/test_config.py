@@ -42,6 +42,18 @@ def test_a_sweep_of_each_method_is_shipped():
     assert len(SHIPPED) == 4
 
 
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_sweep_is_found_by_its_name(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert read_config(Path(path.stem), {}) == read_config(path, {})
+
+
+def test_a_misspelt_name_of_a_sweep_names_those_there_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"no sweep 'dmo'.*demo.*random"):
+        read_config(Path("dmo"), {})
+
+
 @pytest.mark.parametrize("key", ["name", "description", "project", "entity", "program", "command", "run_cap"])
 def test_keys_of_wandbs_schema_are_accepted(file, key):
     read_config(file(**{key: 3 if key == "run_cap" else "some"}), {})
