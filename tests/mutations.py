@@ -913,6 +913,20 @@ MUTATIONS = {
         "distances are counted from the last token, not from the one to come",
         (CORE + "calibration/test_collect.py",),
     ),
+    "prefixkv-interpolated": Mutation(
+        "layer_budgets/prefix.py",
+        "self.sizes[:, step], self.sizes[:, step + 1], place - step)",
+        "self.sizes[:, step], self.sizes[:, step + 1], 1.0)",
+        "layer sizes are those of the next ratio of the file",
+        (CORE + "calibration/test_collect.py",),
+    ),
+    "mixkv-known": Mutation(
+        "clusters/mixkv.py",
+        "if self.calibration is not None:",
+        "if self.calibration is None:",
+        "the file's weights are not used",
+        (CORE + "calibration/test_collect.py",),
+    ),
     "calibration-model": Mutation(
         "calibration/files.py",
         "if (found.fingerprint, found.layers) != (this.fingerprint, this.layers):",
