@@ -180,6 +180,27 @@ MUTATIONS = {
         "the filler widens the range of a group, and so its error",
         (CORE + "cache/test_quantized.py::test_what_fills_the_last_group_up_does_not_widen_its_range",),
     ),
+    "think-keys": Mutation(
+        "cache/storage/think.py",
+        "return (power * squares.sum(2)).topk(",
+        "return (power * torch.ones_like(power)).topk(",
+        "channels are chosen by queries alone",
+        (CORE + "cache/test_think.py",),
+    ),
+    "think-columns": Mutation(
+        "cache/storage/think.py",
+        "recent + self.thin.length)",
+        "recent)",
+        "recent entries of a whole cache have the columns of the first",
+        (CORE + "cache/test_think.py",),
+    ),
+    "think-channels-again": Mutation(
+        "cache/memory.py",
+        "return self.storage.channels.long()",
+        "return self.storage.channels.long().flip(1)",
+        "heads change channels where entries are stored anew",
+        (CORE + "cache/test_think.py",),
+    ),
     "turboquant-codebook": Mutation(
         "kernels/turboquant.py",
         "density = (1 - x**2) ** ((dim - 3) / 2)",

@@ -167,10 +167,13 @@ def make_policy(
 
 def _check_storage(engine: Engine, given: list[str]) -> None:
     """Whether the options of the storage that were `given` go together, and their packages are here."""
+    for name in given:
+        kind = {"kv": "quantized", "key": "think"}.get(name.partition("_")[0], engine.cache_implementation)
+        if kind != engine.cache_implementation:
+            raise KVCompressError(f"{name}= needs cache_implementation={kind!r}")
     if engine.cache_implementation != "quantized":
-        if given := [name for name in given if name != "cache_implementation"]:
-            raise KVCompressError(f"{given[0]}= needs cache_implementation='quantized'")
-    elif engine.kv_backend != "turboquant":
+        return
+    if engine.kv_backend != "turboquant":
         engine.quantizer.check()
     else:
         check_bits(engine.kv_backend, engine.kv_bits)
