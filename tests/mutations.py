@@ -197,8 +197,8 @@ MUTATIONS = {
     "think-channels-again": Mutation(
         "cache/memory.py",
         "return self.storage.channels.long()",
-        "return self.storage.channels.long().flip(1)",
-        "heads change channels where entries are stored anew",
+        "return (self.storage.channels.long() + 1) % keys.shape[3]",
+        "channels change where entries are stored anew",
         (CORE + "cache/test_think.py",),
     ),
     "turboquant-codebook": Mutation(
