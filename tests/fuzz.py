@@ -34,6 +34,7 @@ from tests.support.strategies import METHODS, OPTIONS
 
 NEW = 8
 TOLERANCE = 2e-4
+ALL_CHANNELS = {"cache_implementation": "think", "key_channels": 1.0, "key_recent": 5}
 EIGHT_BITS = {"cache_implementation": "quantized", "kv_backend": "hqq", "kv_bits": 8, "kv_group_size": 16}
 
 
@@ -70,7 +71,7 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     options["first_token"] = rng.choice(["full", "full", "compressed"])
     if "decode_interval" not in options or rng.random() < 0.05:
         kinds = ["dynamic", "static", "offloaded", "offloaded_static"]
-        options |= rng.choice([EIGHT_BITS, *({"cache_implementation": kind} for kind in kinds)])
+        options |= rng.choice([EIGHT_BITS, ALL_CHANNELS, *({"cache_implementation": kind} for kind in kinds)])
     return {
         "family": family,
         "heads": rng.choice([(4, 2), (4, 1), (4, 4), (6, 2)]),
@@ -142,6 +143,7 @@ def check(config: dict[str, Any]) -> None:
     if config.get("slots"):
         options = dict(config["options"])
         kind = options.pop("cache_implementation", "dynamic")
+        options = {name: value for name, value in options.items() if name not in ALL_CHANNELS}
         options |= {"cache_implementation": "static"} if "static" in kind else {}
         requests = [family.solo(inputs, row) for row in range(len(config["lengths"]))]
         new = [NEW - 2 * row for row in range(len(requests))]

@@ -180,6 +180,27 @@ MUTATIONS = {
         "the filler widens the range of a group, and so its error",
         (CORE + "cache/test_quantized.py::test_what_fills_the_last_group_up_does_not_widen_its_range",),
     ),
+    "think-keys": Mutation(
+        "cache/storage/think.py",
+        "return (power * squares.sum(2)).topk(",
+        "return (power * torch.ones_like(power)).topk(",
+        "channels are chosen by queries alone",
+        (CORE + "cache/test_think.py",),
+    ),
+    "think-columns": Mutation(
+        "cache/storage/think.py",
+        "recent + self.thin.length)",
+        "recent)",
+        "recent entries of a whole cache have the columns of the first",
+        (CORE + "cache/test_think.py",),
+    ),
+    "think-channels-again": Mutation(
+        "cache/memory.py",
+        "return self.storage.channels.long()",
+        "return (self.storage.channels.long() + 1) % keys.shape[3]",
+        "channels change where entries are stored anew",
+        (CORE + "cache/test_think.py",),
+    ),
     "turboquant-codebook": Mutation(
         "kernels/turboquant.py",
         "density = (1 - x**2) ** ((dim - 3) / 2)",
@@ -911,6 +932,20 @@ MUTATIONS = {
         "ahead = 1 + 2 ** torch.arange(",
         "ahead = 2 ** torch.arange(",
         "distances are counted from the last token, not from the one to come",
+        (CORE + "calibration/test_collect.py",),
+    ),
+    "prefixkv-interpolated": Mutation(
+        "layer_budgets/prefix.py",
+        "self.sizes[:, step], self.sizes[:, step + 1], place - step)",
+        "self.sizes[:, step], self.sizes[:, step + 1], 1.0)",
+        "layer sizes are those of the next ratio of the file",
+        (CORE + "calibration/test_collect.py",),
+    ),
+    "mixkv-known": Mutation(
+        "clusters/mixkv.py",
+        "if self.calibration is not None:",
+        "if self.calibration is None:",
+        "the file's weights are not used",
         (CORE + "calibration/test_collect.py",),
     ),
     "calibration-model": Mutation(

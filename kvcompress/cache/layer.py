@@ -272,6 +272,8 @@ class CompressedLayer(CacheLayerMixin):
         """Compress a staged prompt; while decoding, evict when it is time. `queries`: (batch, heads, new, head_dim);
         `module`: the model's attention module."""
         rotary, self._rotary = self._rotary, None
+        if self.staged is not None:
+            self.memory.look_at(queries, self.staged[0].shape[1], self._pass.tokens)
         if self.policy.cluster.reads_hidden and (self._pass is not self._decoding or self.policy.decode is not None):
             queries, self._foretold = self.choice.foretold(self._foretold), None
         if rotary is not None:  # it is where the first layer is

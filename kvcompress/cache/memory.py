@@ -13,6 +13,7 @@ from .new_tokens import NewTokens
 from .scope import joined, right_aligned
 from .storage.base import Storage
 from .storage.new import new_storage
+from .storage.think import kept_channels, query_power
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Memory:
         latest_queries: as many as the cluster scores with, in pieces (batch, heads, some, head_dim).
         attended: for a method that hides entries at decode steps, the latest token's attention to all that was stored
             then, (batch, slots).
+        query_power: where keys lose channels, until these are chosen, see `storage.think.query_power`.
         foreseen: what the latest prompt's columns are worth to its answer, (batch, kv_heads, columns), where the answer
             is given first; a note about the method, and no part of the cache.
     """
@@ -91,6 +93,7 @@ class Memory:
         self.decoded = 0
         self.latest_queries: list[torch.Tensor] = []
         self.attended: torch.Tensor | None = None
+        self.query_power: torch.Tensor | None = None
         self.foreseen: torch.Tensor | None = None
         self.log = SequenceLog()
         self._seen_when_stored = 0
@@ -138,6 +141,12 @@ class Memory:
         return sum(tensor.untyped_storage().nbytes() for tensor in [*tensors, *self.latest_queries, *known])
 
     # -- a prompt
+
+    def look_at(self, queries: torch.Tensor, kv_heads: int, tokens: NewTokens) -> None:
+        """Know the queries (batch, heads, new, head_dim) of a prompt, by which channels are chosen; those of a first
+        one stay for all that follows."""
+        if self._policy.engine.cache_implementation == "think" and self.storage is None:
+            self.query_power = query_power(queries, kv_heads, tokens.padding)
 
     def begin(self, tokens: NewTokens) -> None:
         """A prompt was attended to; what was remembered of the answer before it is not needed any more."""
@@ -249,4 +258,16 @@ class Memory:
         """Arguments as in storage.py; `indices` None for a cache that keeps everything, which may hold pads."""
         evicts = self._policy.decode is not None
         room = self._policy.decode_interval if evicts else self._room
-        self.storage = new_storage(self._policy.engine, keys, values, indices, pads, room, uniform)
+        channels = self._channels(keys, indices, pads)
+        self.storage = new_storage(self._policy.engine, keys, values, indices, pads, room, uniform, channels)
+
+    def _channels(self, keys, indices, pads) -> torch.Tensor | None:
+        """Those that keys have, where they lose any: chosen when the first entries are stored."""
+        engine, power = self._policy.engine, self.query_power
+        if engine.cache_implementation != "think":
+            return None
+        if self.storage is not None:
+            return self.storage.channels.long()
+        self.query_power = None
+        unused = (None if pads is None else pads[:, None]) if indices is None else indices < 0
+        return kept_channels(power, keys, unused, engine.key_channels)

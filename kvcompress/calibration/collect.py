@@ -71,7 +71,7 @@ def calibrate(
     with attach(model):
         for prompt in prompts:
             gathered, sizes = _read(inner, cluster, dict(prompt))
-            for key, part in _stacked(gathered).items():
+            for key, part in cluster.of_prompt(_stacked(gathered)).items():
                 sums[key] = sums[key] + part if key in sums else part
             count, tokens = count + 1, tokens + prompt["input_ids"].shape[1]
     if not count:

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from ..calibration import files
 from ..errors import KVCompressError
+from ..layer_budgets import LayerBudget
 from ..scoring.layer_view import LayerView
 from .base import KVCluster
 
@@ -16,7 +17,9 @@ from .base import KVCluster
 @dataclass(frozen=True)
 class CalibratedKVCluster(KVCluster):
     """A method that is calibrated: `gather` looks at a layer's states in each prompt, `known_from` makes of the sums
-    what `score` asks for, by name, as `self.known(name, view)`. In between is a file, the option `calibration`."""
+    what `score` asks for, by name, as `self.known(name, view)`. In between is a file, the option `calibration`.
+
+    What only all layers of a prompt together say, `of_prompt` makes of what they gathered."""
 
     calibration: str | None = None
 
@@ -30,9 +33,18 @@ class CalibratedKVCluster(KVCluster):
         that `watches_rotary` finds in `view.rotary` how."""
         raise TypeError(f"{type(self).__name__} does not define gather")
 
+    def of_prompt(self, gathered: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What a prompt adds to the sums, from what its layers gathered: (layers, ...) of each, in float64."""
+        return gathered
+
     def known_from(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of the file, from the sums over all prompts, in float64."""
         return sums
+
+    @property
+    def known_layer_budget(self) -> LayerBudget | None:
+        """Where the file says what each layer keeps: that, in the place of the layer budget that is prescribed."""
+        return None
 
     @classmethod
     def from_published(cls, path: Path, model: files.ModelIdentity) -> dict[str, torch.Tensor]:

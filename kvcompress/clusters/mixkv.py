@@ -1,20 +1,25 @@
 """MixKV: important keys, and where a head's keys are all alike, different ones. https://arxiv.org/abs/2510.20707"""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 
+from ..calibration.files import ModelIdentity, Shapes
+from ..calibration.published import json_in
+from ..errors import KVCompressError, shown
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
 from ..scoring.windows import pad_columns
+from .calibrated import CalibratedKVCluster
 from .snapkv import WindowKVCluster
 
 
 @register_method("mixkv")
 @dataclass(frozen=True)
-class MixKVCluster(WindowKVCluster):
+class MixKVCluster(WindowKVCluster, CalibratedKVCluster):
     """Mixes importance and diversity by how redundant a head is (over SnapKV, with a window of 32).
 
     Importance is SnapKV's score plus the value's norm, diversity how little a key is like the mean key; both are
@@ -22,13 +27,15 @@ class MixKVCluster(WindowKVCluster):
     the mean cosine of two keys of the head. The mean key and this weight are those of all keys, as in the authors' code
     (mixkv_utils.py, SnapKVCluster.calcul_similarity_score), with `variant="paper"` of those before the window.
 
-    The code's scripts take the weights from a file, means over the samples of a data set; here they follow from the
-    prompt, by the code's own function.
+    The weights follow from the prompt. With `calibration=` they are means over its prompts, as in the code's scripts,
+    which take them from a file.
     """
 
     variant: Literal["code", "paper"] = "code"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2510.20707"
+    needs_calibration: ClassVar[bool] = False
+    calibrated: ClassVar[Shapes] = {"weights": ("layers", "kv_heads")}
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         attention = super().score(queries, keys, values, view)
@@ -50,10 +57,47 @@ class MixKVCluster(WindowKVCluster):
             x = torch.where(mixed & differs, (x - least) / span, 0.0)
             return x * attention.masked_fill(~mixed, 0.0).sum(-1, keepdim=True) / x.sum(-1, keepdim=True).clamp(min=1.0)
 
-        count = averaged.sum(-1, keepdim=True).clamp(min=1)
         unit = F.normalize(keys.float(), dim=-1).masked_fill(~averaged[..., None], 0.0)
-        mean = unit.sum(2, keepdim=True) / count[..., None]
-        redundancy = (count * (mean * mean).sum(-1) - 1) / (count - 1).clamp(min=1)
+        mean, redundancy = alike(unit, averaged.sum(-1, keepdim=True).clamp(min=1))
+        if self.calibration is not None:
+            redundancy = self.known("weights", view, keys.device)[:, None]
         diversity = rescaled(-(unit * mean).sum(-1))
         importance = attention + rescaled(values.float().norm(dim=-1))
         return torch.where(mixed, redundancy * diversity + (1 - redundancy) * importance, attention)
+
+    def gather(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView
+    ) -> dict[str, torch.Tensor]:
+        before = keys.shape[2] if self.variant == "code" else max(keys.shape[2] - self.window_size, 0)
+        if before < 2:
+            return {"sum": keys.new_zeros(keys.shape[1]), "prompts": keys.new_zeros(1)}
+        unit = F.normalize(keys[:, :, :before].float(), dim=-1)
+        _, redundancy = alike(unit, torch.tensor(before, device=keys.device))
+        return {"sum": redundancy[0, :, 0], "prompts": keys.new_ones(1)}
+
+    def known_from(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if not sums["prompts"].any():
+            raise KVCompressError("every prompt is too short to compare two keys: give longer ones")
+        return {"weights": sums["sum"] / sums["prompts"]}
+
+    @classmethod
+    def from_published(cls, path: Path, model: ModelIdentity) -> dict[str, torch.Tensor]:
+        """The authors' `qwen_kv_similarity.json`, of their `visual_head/head_score/`: "layer-head-key" -> one number of
+        each sample."""
+        table = json_in(path)
+        try:
+            rows = [
+                [sum(samples := table[f"{layer}-{head}-key"]) / len(samples) for head in range(model.kv_heads)]
+                for layer in range(model.layers)
+            ]
+        except (KeyError, TypeError, ZeroDivisionError) as error:
+            raise KVCompressError(f"{shown(str(path))} does not have the weights of {model}: {error}") from None
+        return {"weights": torch.tensor(rows)}
+
+
+def alike(unit: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean (batch, kv_heads, 1, head_dim) of `count` keys, and the mean cosine of two of them (batch, kv_heads, 1).
+    `unit` (batch, kv_heads, keys, head_dim): they have the norm 1, others 0; `count`: (batch, kv_heads, 1), or one
+    number."""
+    mean = unit.sum(2, keepdim=True) / count[..., None]
+    return mean, (count * (mean * mean).sum(-1) - 1) / (count - 1).clamp(min=1)

@@ -1,27 +1,38 @@
 """PrefixKV: each layer keeps the prefix of its ranking that holds as much attention. https://arxiv.org/abs/2412.03409"""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 from pydantic import NonNegativeInt, PositiveInt
 
+from ..calibration.files import ModelIdentity, Shapes
+from ..calibration.published import json_in
+from ..errors import KVCompressError, shown
+from ..layer_budgets.prefix import KnownPrefixLayerBudget, PrefixLayerBudget
 from ..methods import register_method
 from ..scoring.layer_view import Kept, LayerView
-from .base import KVCluster
+from .calibrated import CalibratedKVCluster
 from .h2o import H2OKVCluster
+
+RATIOS = 100  # at which a calibration says what each layer keeps
+PUBLISHED = 10  # of which the authors have a file each
 
 
 @register_method("prefixkv")
 @dataclass(frozen=True)
-class PrefixKVCluster(KVCluster):
+class PrefixKVCluster(CalibratedKVCluster):
     """Keeps the keys with the largest accumulated attention over all queries and heads, the same in all heads, the
     first `sinks` tokens and the last (4 start tokens as in the paper's code).
 
     Layers share the budget so that each keeps about the same part of its attention (`layer_budget="prefix"`), found for
-    each prompt; the paper finds it once, on ten samples, and reuses it. While decoding, what is `distance` entries from
-    the end of what was kept of the prompt goes, then what follows it, as in the authors' code (prefixkv.py,
-    `selected_idxs`): what is before stays for good, what is behind is a sliding window.
+    each prompt. The paper finds it once, on ten samples, and reuses it: so does `calibration=`, the mean over its
+    prompts of what each layer keeps at every hundredth of the prompt, and no layer then waits for the others.
+
+    While decoding, what is `distance` entries from the end of what was kept of the prompt goes, then what follows it,
+    as in the authors' code (prefixkv.py, `selected_idxs`): what is before stays for good, what is behind is a sliding
+    window.
     """
 
     sinks: NonNegativeInt = 4
@@ -32,6 +43,8 @@ class PrefixKVCluster(KVCluster):
     head_budget: ClassVar[str] = "shared"
     decode_interval: ClassVar[int] = 1
     query_window: ClassVar[int] = 0  # `observe` has seen them
+    needs_calibration: ClassVar[bool] = False
+    calibrated: ClassVar[Shapes] = {"sizes": ("layers", "ratios")}
 
     observe = H2OKVCluster.observe
 
@@ -52,3 +65,37 @@ class PrefixKVCluster(KVCluster):
         """The later the better; what is before the slot that is emptied stays."""
         place = torch.arange(keys.shape[2], device=keys.device) - view.padding[..., None]
         return place.float().masked_fill(place < view.noted[..., None], float("inf"))
+
+    # -- the layers' sizes, found beforehand
+
+    @property
+    def known_layer_budget(self) -> KnownPrefixLayerBudget | None:
+        return None if self.calibration is None else KnownPrefixLayerBudget(self.known_whole("sizes"))
+
+    def gather(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView
+    ) -> dict[str, torch.Tensor]:
+        return {"scores": view.column_sums(queries, keys)[0].mean(0)}
+
+    def of_prompt(self, gathered: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        sizes = PrefixLayerBudget().sizes(gathered["scores"], RATIOS)
+        return {"sizes": sizes, "prompts": sizes.new_ones(len(sizes), 1)}
+
+    def known_from(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"sizes": sums["sizes"] / sums["prompts"]}
+
+    @classmethod
+    def from_published(cls, path: Path, model: ModelIdentity) -> dict[str, torch.Tensor]:
+        """Any of the authors' ten `confs/prefixkv_MODEL_RATIO.json` of a model; the others are read beside it. Their
+        ratios, 0.0 to 0.9, are what is forgotten."""
+        beginning = path.name.rpartition("_")[0]
+        forgotten = []
+        for part in reversed(range(PUBLISHED)):
+            one = path.with_name(f"{beginning}_{part / PUBLISHED}.json")
+            if path.is_file() and not one.is_file():
+                raise KVCompressError(f"{shown(str(path))} is one of {PUBLISHED} files: {one.name} is not beside it")
+            forgotten.append(json_in(one if path.is_file() else path))
+        try:
+            return {"sizes": 1 - torch.tensor(forgotten).T.float()}
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise KVCompressError(f"{shown(str(path))} and those beside it do not list layers: {error}") from None

@@ -6,7 +6,22 @@ from transformers import PreTrainedModel
 
 from ..cache.cache import CompressedCache
 from ..errors import KVCompressError
+from ..policy.policy import Policy
 from .second_reading import DecoderInputs, embedded
+
+
+def check_answers(model: PreTrainedModel, policy: Policy, return_dict: bool | None = True) -> None:
+    """Raises KVCompressError where a method lets the model answer first and the model's pass would not give it the
+    logits. `return_dict`: what the pass was asked for, None for the model's default."""
+    if policy.cluster.second_pass != "answer":
+        return
+    problem = None
+    if model.get_output_embeddings() is None:
+        problem = f"{type(model).__name__} has no logits"
+    elif not (model.config.return_dict if return_dict is None else return_dict):
+        problem = "with return_dict=False its logits have no name; leave it True"
+    if problem is not None:
+        raise KVCompressError(f"method {policy.method!r} lets the model answer first: {problem}")
 
 
 @torch.no_grad()
@@ -14,7 +29,7 @@ def look_ahead(
     model: PreTrainedModel,
     decoder: PreTrainedModel,
     inputs: DecoderInputs,
-    logits: torch.Tensor | None,
+    logits: torch.Tensor,
     cache: CompressedCache,
 ) -> None:
     """Answer the prompt that waits in the cache, greedily; each layer scores its entries.
@@ -25,10 +40,6 @@ def look_ahead(
     if not waiting:
         return
     head = model.get_output_embeddings()
-    if head is None or logits is None:
-        raise KVCompressError(
-            f"method {cache.policy.method!r} lets the model answer first: {type(model).__name__} has no logits"
-        )
     ends = model.generation_config.eos_token_id
     device = inputs.embeddings.device  # a model on several devices has its logits on another
     ends = torch.tensor([] if ends is None else ends, dtype=torch.long, device=device)

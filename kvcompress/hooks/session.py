@@ -24,7 +24,7 @@ from ..policy.policy import make_policy
 from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
 from .hidden_states import watch_hidden_states
-from .looking_ahead import look_ahead
+from .looking_ahead import check_answers, look_ahead
 from .model import attention_config, check_cache, check_heads, text_decoder, unwrapped, writing_part
 from .rotary import rotary_embeddings, watch_rotary
 from .second_reading import DecoderInputs, read_again
@@ -65,6 +65,7 @@ def compress(
     inner = unwrapped(model)
     check_heads(inner, attention_config(inner), policy)
     check_learned_for(policy.cluster, attention_config(inner))
+    check_answers(writing_part(inner), policy)
     if policy.watches_rotary:
         rotary_embeddings(text_decoder(inner))
     new_cache = {
@@ -144,6 +145,7 @@ class Session:
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         batch, columns = (embeds if ids is None else ids).shape[:2]
         cache = self._cache_for(kwargs)
+        check_answers(self.model, cache.policy, kwargs.get("return_dict"))
         mask = kwargs.get("attention_mask")
         grid = kwargs.get("video_grid_thw")
         if grid is None and columns > 1:
@@ -213,7 +215,7 @@ class Session:
             if cache.policy.cluster.second_pass == "context":
                 read_again(self._decoder, self._decoder_inputs, cache)
             elif cache.policy.cluster.second_pass == "answer":
-                look_ahead(self.model, self._decoder, self._decoder_inputs, getattr(output, "logits", None), cache)
+                look_ahead(self.model, self._decoder, self._decoder_inputs, output.logits, cache)
             self._decoder_inputs = None
             cache.finish()
         cache.end()

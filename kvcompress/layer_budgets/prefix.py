@@ -1,9 +1,11 @@
 """Every layer keeps the same part of its scores. https://arxiv.org/abs/2412.03409"""
 
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
 
+from ..scoring.budget import allocate
 from ..scoring.layer_view import LayerView
 from ..scoring.windows import pad_columns
 from .base import LayerBudget, register_layer_budget
@@ -32,7 +34,7 @@ class PrefixLayerBudget(LayerBudget):
             left_out = left_out | view.protected
         return scores.mean(1).masked_fill(left_out, float("nan"))
 
-    def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
+    def weights(self, measured: torch.Tensor, budget: float, length: int) -> list[float]:
         ranked = torch.stack([_cumulated(layer[~layer.isnan()].double()) for layer in measured])
 
         def kept(part: float) -> torch.Tensor:
@@ -43,6 +45,38 @@ class PrefixLayerBudget(LayerBudget):
             middle = (low + high) / 2
             low, high = (low, middle) if kept(middle).sum() > budget * len(ranked) else (middle, high)
         return kept(low).tolist()
+
+    def sizes(self, scores: torch.Tensor, ratios: int) -> torch.Tensor:
+        """The parts of a prompt that its layers keep at the ratios 1 / `ratios`, 2 / `ratios`, ..., 1: (layers, ratios)
+        in float64. `scores` (layers, keys): the means over heads."""
+        layers, length = scores.shape
+        kept = []
+        for entries in (length * (step + 1) / ratios for step in range(ratios)):
+            weights = self.weights(scores, entries, length)
+            kept.append(allocate(weights, round(entries * layers), most=length))
+        return torch.tensor(kept, dtype=torch.float64).T / length
+
+
+class KnownPrefixLayerBudget(LayerBudget):
+    """Layer sizes that were found beforehand, over other prompts.
+
+    Args:
+        sizes: (layers, ratios), the part of a prompt that each layer keeps at evenly spaced ratios, the last of which
+            is 1. Between two of them, and between 0 and the first, it is interpolated.
+    """
+
+    def __init__(self, sizes: torch.Tensor):
+        self.sizes = torch.nn.functional.pad(sizes.double().clamp(0, 1), (1, 0))
+
+    def fixed(self, budget: int, length: int, num_layers: int, window: int, beta: float) -> list[int]:
+        steps = self.sizes.shape[1] - 1
+        place = budget / length * steps
+        step = min(int(place), steps - 1)
+        parts = torch.lerp(self.sizes[:, step], self.sizes[:, step + 1], place - step)
+        return _shared_out(tuple(parts.tolist()), budget * num_layers, length)
+
+
+_shared_out = lru_cache(maxsize=256)(allocate)  # each layer asks for the sizes of all
 
 
 def _cumulated(scores: torch.Tensor) -> torch.Tensor:

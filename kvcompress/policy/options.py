@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from ..kernels.quantization import Quantizer
 from ..methods import MethodInfo, method_info
@@ -51,10 +51,12 @@ class Engine:
         cache_implementation: `dynamic`: buffers grow where they must; `static`: after the prompt the entries move into
             buffers of a fixed shape, with room for `max_new_tokens`, so that decoding can run as one compiled graph;
             `offloaded`, `offloaded_static`: the same in the CPU's memory, fetched one layer ahead (not compiled);
-            `quantized`: entries are stored in `kv_bits`, once.
+            `quantized`: entries are stored in `kv_bits`, once; `think`: keys lose channels (docs/low-bits.md).
         kv_bits, kv_backend: for `quantized`: bits per number; `quanto`, `hqq` or `turboquant`.
         kv_group_size, kv_residual: for `quanto` and `hqq`: numbers that share a scale, decoded tokens that wait in full
             precision.
+        key_channels, key_recent: for `think`: the part of each KV head's channels that keys have, and how many of the
+            latest entries of a prompt keep all of theirs.
     """
 
     scorer: str | None = None
@@ -73,11 +75,15 @@ class Engine:
     decode_budget: PositiveInt | None = None
     decode_ratio: Fraction | None = None
     decode_interval: PositiveInt | None = None
-    cache_implementation: Literal["dynamic", "static", "offloaded", "offloaded_static", "quantized"] = "dynamic"
+    cache_implementation: Literal["dynamic", "static", "offloaded", "offloaded_static", "quantized", "think"] = (
+        "dynamic"
+    )
     kv_bits: PositiveInt = 4
     kv_backend: Literal["quanto", "hqq", "turboquant"] = "quanto"
     kv_group_size: PositiveInt = 64
     kv_residual: PositiveInt = 128
+    key_channels: Fraction = 0.6
+    key_recent: NonNegativeInt = 32
 
     @property
     def quantizer(self) -> Quantizer:
@@ -85,6 +91,7 @@ class Engine:
 
 
 STORAGE_OPTIONS = ("cache_implementation", "kv_bits", "kv_backend", "kv_group_size", "kv_residual")
+STORAGE_OPTIONS += ("key_channels", "key_recent")
 FULL_OPTIONS = ("first_token", "prefill_chunk", *STORAGE_OPTIONS)  # the others say how to compress
 TOKEN_OPTIONS = ("first_token", *STORAGE_OPTIONS)
 

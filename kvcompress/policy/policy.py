@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from ..clusters.base import KVCluster, make_cluster
-from ..clusters.calibrated import check_calibration
+from ..clusters.calibrated import CalibratedKVCluster, check_calibration
 from ..clusters.learned import check_checkpoint
 from ..errors import KVCompressError, unknown_name, validated
 from ..kernels.quantization import check_bits
@@ -42,7 +42,12 @@ class Policy:
 
     @property
     def layer_budget(self) -> LayerBudget:
-        return layer_budget(self.chosen("layer_budget"))
+        return self.known_layer_budget or layer_budget(self.chosen("layer_budget"))
+
+    @property
+    def known_layer_budget(self) -> LayerBudget | None:
+        """The layers' sizes where the method's calibration says them."""
+        return self.cluster.known_layer_budget if isinstance(self.cluster, CalibratedKVCluster) else None
 
     @property
     def decode_interval(self) -> int:
@@ -162,10 +167,13 @@ def make_policy(
 
 def _check_storage(engine: Engine, given: list[str]) -> None:
     """Whether the options of the storage that were `given` go together, and their packages are here."""
+    for name in given:
+        kind = {"kv": "quantized", "key": "think"}.get(name.partition("_")[0], engine.cache_implementation)
+        if kind != engine.cache_implementation:
+            raise KVCompressError(f"{name}= needs cache_implementation={kind!r}")
     if engine.cache_implementation != "quantized":
-        if given := [name for name in given if name != "cache_implementation"]:
-            raise KVCompressError(f"{given[0]}= needs cache_implementation='quantized'")
-    elif engine.kv_backend != "turboquant":
+        return
+    if engine.kv_backend != "turboquant":
         engine.quantizer.check()
     else:
         check_bits(engine.kv_backend, engine.kv_bits)
@@ -183,6 +191,11 @@ def _check_combination(policy: Policy, info: MethodInfo, scored_by: MethodInfo) 
         raise KVCompressError(f"method {info.name!r} chooses by more than scores: it takes no scorer=")
     if scored_by is not info and (overrides(scored_by.cls, "update_kv") or scored_by.name == "full"):
         raise KVCompressError(f"method {scored_by.name!r} cannot be a scorer: it does not choose by scores")
+    if policy.known_layer_budget and policy.chosen("layer_budget") != policy.cluster.layer_budget:
+        raise KVCompressError(
+            f"layer_budget={policy.chosen('layer_budget')!r} does not go with calibration=, which says what each layer "
+            "keeps"
+        )
     if policy.layer_budget.is_measured and overrides(scored_by.cls, "update_kv"):
         raise KVCompressError(
             f"method {scored_by.name!r} takes no layer_budget={policy.chosen('layer_budget')!r}, which is known only "

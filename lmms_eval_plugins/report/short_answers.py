@@ -28,7 +28,8 @@ def too_short(cell: dict[str, Any]) -> bool:
     is_token_method = protocol.get("scope") is None and protocol.get("ratio_of") == "vision"
     # The last chunk of a prompt, which the first token comes from, attends over what is kept of the others.
     in_chunks = (options.get("prefill_chunk") or float("inf")) < median("tokens_in")
-    compresses = efficiency["realised_ratio"]["mean"] < 1 or options.get("cache_implementation") == "quantized"
+    is_packed = options.get("cache_implementation") in ("quantized", "think")
+    compresses = is_packed or efficiency["realised_ratio"]["mean"] < 1
     return compresses and not is_token_method and not in_chunks
 
 

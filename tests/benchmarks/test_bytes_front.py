@@ -25,6 +25,8 @@ POINTS = [
     point(0.1, "bf16", 160, 5),
     point(0.5, "turboquant 4", 200, 9),
     point(0.2, "turboquant 2", 50, 5),
+    point(None, "channels 0.3", 1200, 8),
+    point(0.5, "channels 0.3", 600, 7),
 ]
 
 
@@ -41,6 +43,7 @@ def test_the_best_of_a_kind_within_so_many_bytes():
     assert best_of(POINTS, "evict", 799) == POINTS[3]
     assert best_of(POINTS, "quantize", 399) is None
     assert best_of(POINTS, "both", 400) == POINTS[4]
+    assert best_of(POINTS, "channels", 1600) == POINTS[6]
 
 
 def test_a_run_on_a_small_model_has_every_storage_and_its_bytes(tmp_path):
@@ -66,6 +69,8 @@ def test_a_run_on_a_small_model_has_every_storage_and_its_bytes(tmp_path):
     columns = 3 * 2 * 90 * 4  # in int32
     assert sizes[None, "bf16"] == pytest.approx(vectors * 16 * 2 + columns, rel=0.02)
     assert sizes[None, "turboquant 2"] == pytest.approx(vectors * (16 * 2 // 8 + 2) + columns, rel=0.02)
+    of_channels = 3 * 2 * 90 * (5 + 16) * 2 + 3 * 2 * 5 * 2  # 5 of 16 in keys; which they are, in 16 bits
+    assert sizes[None, "channels 0.3"] == pytest.approx(of_channels + columns, rel=0.02)
     assert sizes[0.5, "turboquant 4"] < sizes[0.5, "bf16"] < sizes[None, "bf16"]
     text = report(task, points)
-    assert all(f", {storage} |" in text for storage in bytes_front.STORAGES if storage[:2] in ("hq", "tu"))
+    assert all(f", {storage} |" in text for storage in bytes_front.STORAGES if storage[:2] in ("hq", "tu", "ch"))

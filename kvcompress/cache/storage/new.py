@@ -8,6 +8,7 @@ from .offloaded import OffloadedStorage
 from .quantized import QuantizedStorage
 from .static import StaticStorage
 from .store import store
+from .think import ThinKStorage
 from .turboquant import TurboQuantStorage
 
 
@@ -19,9 +20,11 @@ def new_storage(
     pads: torch.Tensor | None,
     room: int | None,
     uniform: bool,
+    channels: torch.Tensor | None = None,
 ) -> Storage:
     """The storage that `cache_implementation` names, with room for `room` tokens (None: an eighth more). `indices` is
-    None for a cache that keeps everything, which may hold `pads`; other arguments as in `DenseStorage` and `store`."""
+    None for a cache that keeps everything, which may hold `pads`; `channels` as in `ThinKStorage`, for `think`; other
+    arguments as in `DenseStorage` and `store`."""
     kind, device = engine.cache_implementation, keys.device
     if kind.startswith("offloaded"):
         keys, values, indices, pads = (None if t is None else t.cpu() for t in (keys, values, indices, pads))
@@ -31,6 +34,8 @@ def new_storage(
         storage = TurboQuantStorage(keys, values, indices, pads, engine.kv_bits, room, uniform)
     elif kind == "quantized":
         storage = QuantizedStorage(keys, values, indices, pads, engine.quantizer, engine.kv_residual)
+    elif kind == "think":
+        storage = ThinKStorage(keys, values, indices, pads, channels, engine.key_recent, room, uniform)
     else:
         storage = store(keys, values, indices, pads, room, uniform)
     return OffloadedStorage(storage, device) if kind.startswith("offloaded") else storage

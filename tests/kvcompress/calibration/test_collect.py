@@ -1,5 +1,6 @@
 """What is gathered over prompts, and how methods score with it."""
 
+import dataclasses
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from kvcompress.hooks.rotary import watch_rotary
 from tests.kvcompress.test_invariants import snapshot
 from tests.support.calibrations import calibration_file, text_prompts
 from tests.support.families import FAMILIES
+from tests.support.kept import kept_of
 
 LENGTHS = (17, 40)
 
@@ -165,6 +167,71 @@ def test_budgets_are_filled_by_sinks_and_recent_tokens_then_by_the_highest_gates
     streaming, all_ = [0, 1, 32, 33, 34, 35], list(range(36))
     kept = [[head.tolist() for head in session.cache.kept_indices(layer)[0]] for layer in range(3)]
     assert kept == [[streaming, all_], [all_, streaming], [streaming, streaming]]
+
+
+@pytest.mark.parametrize("variant", ["code", "paper"])
+def test_a_weight_of_diversity_is_the_mean_cosine_of_two_keys_the_mean_over_prompts(variant):
+    model, given = FAMILIES["qwen2-vl"].build(), prompts("qwen2-vl")
+    made = kvcompress.calibrate(model, "mixkv", given, variant=variant, window_size=5)
+    expected = torch.zeros(3, 2)
+    for prompt in given:
+        for layer, (states, _) in enumerate(states_of(model, prompt)):
+            keys = states.keys[0][:, : None if variant == "code" else -5]
+            cosines = torch.nn.functional.cosine_similarity(keys[:, :, None], keys[:, None], dim=-1)
+            rows, columns = torch.tril_indices(*cosines.shape[1:], -1)
+            expected[layer] += cosines[:, rows, columns].mean(1) / 2
+    torch.testing.assert_close(made.tensors["weights"], expected, atol=1e-5, rtol=1e-4)
+    with pytest.raises(kvcompress.KVCompressError, match="every prompt is too short to compare two keys"):
+        kvcompress.calibrate(model, "mixkv", given, variant="paper", window_size=39)
+
+
+def kept_columns(model: torch.nn.Module, inputs: dict, method: str, ratio: float, **options) -> list:
+    with kvcompress.compress(model, method, ratio, **options) as session:
+        model(**inputs)
+    return [head.tolist() for layer in kept_of(session.cache) for head in layer[0]]
+
+
+@pytest.mark.parametrize("method", ["mixkv", "prefixkv"])
+def test_what_was_gathered_over_a_prompt_keeps_of_it_what_the_prompt_itself_says(method, tmp_path):
+    model = FAMILIES["qwen2"].build()
+    (prompt,) = text_prompts(model, 1, 100)
+    made = kvcompress.calibrate(model, method, [prompt])
+    files.save(made, path := tmp_path / "prompt.safetensors")
+    for ratio in (0.03, 0.5, 0.75, 1.0):
+        known = kept_columns(model, prompt, method, ratio, calibration=str(path))
+        assert known == kept_columns(model, prompt, method, ratio)
+    files.save(dataclasses.replace(made, tensors={name: 1 - part for name, part in made.tensors.items()}), path)
+    known = kept_columns(model, prompt, method, 0.5, calibration=str(path))
+    assert known != kept_columns(model, prompt, method, 0.5)
+
+
+def test_layer_sizes_are_means_over_prompts_in_between_they_are_interpolated(tmp_path):
+    model, sizes = FAMILIES["qwen2"].build(), []
+    for prompt in text_prompts(model, 2, 50):
+        made = kvcompress.calibrate(model, "prefixkv", [prompt])
+        assert made.tensors["sizes"].shape == (3, 100)
+        torch.testing.assert_close(made.tensors["sizes"].mean(0), torch.arange(1, 101) / 100, atol=1 / 290, rtol=0)
+        sizes.append(made.tensors["sizes"])
+    both = kvcompress.calibrate(model, "prefixkv", text_prompts(model, 2, 50))
+    torch.testing.assert_close(both.tensors["sizes"], sum(sizes) / 2)
+    both.tensors["sizes"] = torch.tensor([[0.2, 1.0], [0.6, 1.0], [0.7, 1.0]])  # at ratios 1/2 and 1
+    files.save(both, path := tmp_path / "sizes.safetensors")
+    inputs = FAMILIES["qwen2"].inputs(model, [100])
+    for ratio, expected in ((0.5, [20, 60, 70]), (0.75, [60, 80, 85]), (0.1, [4, 12, 14])):
+        with kvcompress.compress(model, "prefixkv", ratio, calibration=str(path)) as session:
+            model(**inputs)
+            assert not session.cache.policy.layer_budget.is_measured  # no layer waits for the others
+        assert [len(session.cache.kept_indices(layer)[0][0]) for layer in range(3)] == expected
+
+
+def test_known_layer_sizes_go_with_no_other_layer_budget():
+    model = FAMILIES["qwen2"].build()
+    file = {"calibration": calibration_file("prefixkv", model)}
+    message = "layer_budget='{}' does not go with calibration=, which says what each layer keeps"
+    with pytest.raises(kvcompress.KVCompressError, match=message.format("uniform")):
+        kvcompress.compress(model, "prefixkv", 0.3, layer_budget="uniform", **file)
+    with pytest.raises(kvcompress.KVCompressError, match=message.format("pyramid")):
+        kvcompress.compress(model, "pyramidkv", 0.3, scorer="prefixkv", **file)
 
 
 def test_a_model_is_untouched_by_a_calibration_also_after_an_exception():

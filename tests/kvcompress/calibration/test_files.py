@@ -144,6 +144,11 @@ def published(tmp_path: Path) -> dict[str, Path]:
         "expected-attention": stats,
         "duoattention": gates,
     }
+    weights = {f"{layer}-{head}-key": [0.2, layer / 10] for layer in range(3) for head in range(2)}
+    (tmp_path / "similarity.json").write_text(json.dumps(weights | {"0-0-value": [0.1]}))
+    for part in range(10):
+        (tmp_path / f"prefixkv_model_{part / 10}.json").write_text(json.dumps([part / 10, 0.0, part / 5]))
+    found |= {"mixkv": tmp_path / "similarity.json", "prefixkv": tmp_path / "prefixkv_model_0.5.json"}
     return found | {"triattention": tmp_path / "tri.pt"}
 
 
@@ -162,8 +167,32 @@ def test_published_files_are_read_as_what_the_method_wants(tmp_path):
     assert torch.equal(filters, -torch.arange(96.0).view(3, 2, 16))
     scores = method_info("sparsemm").cls.from_published(paths["sparsemm"], model)["scores"]
     assert scores[2, 3] / scores[0, 1] == pytest.approx(5)
+    weights = method_info("mixkv").cls.from_published(paths["mixkv"], model)["weights"]
+    torch.testing.assert_close(weights, torch.tensor([[0.1, 0.1], [0.15, 0.15], [0.2, 0.2]]))
+    sizes = method_info("prefixkv").cls.from_published(paths["prefixkv"], model)["sizes"]
+    torch.testing.assert_close(sizes[0], torch.arange(1, 11) / 10)
+    torch.testing.assert_close(sizes[:, 6], torch.tensor([0.7, 1.0, 0.4]))  # 0.3 is forgotten
     mean = method_info("triattention").cls.from_published(paths["triattention"], model)["mean"]
     assert torch.equal(mean[0, 0], torch.tensor([0.0] * 8 + [1.0] * 8))
+
+
+@pytest.mark.parametrize(
+    ("method", "content", "message"),
+    [
+        ("prefixkv", None, r" is one of 10 files: prefixkv_model_0\.8\.json is not beside it"),
+        ("prefixkv", "[1, 2]", "and those beside it do not list layers"),
+        ("prefixkv", '{"layers": 3}', "and those beside it do not list layers"),
+        ("mixkv", '{"0-0-key": []}', "does not have the weights of qwen2"),
+        ("mixkv", "[1]", "does not have the weights of qwen2"),
+    ],
+)
+def test_a_published_file_of_another_form_is_one_line(tmp_path, method, content, message):
+    paths = published(tmp_path)
+    changed = tmp_path / "prefixkv_model_0.8.json" if method == "prefixkv" else paths[method]
+    changed.unlink() if content is None else changed.write_text(content)
+    with pytest.raises(KVCompressError, match=message) as error:
+        method_info(method).cls.from_published(paths[method], files.ModelIdentity.of(MODEL.config, 3))
+    assert "\n" not in str(error.value)
 
 
 def test_the_command_takes_a_published_file_for_a_models_config_alone(tmp_path, capsys):

@@ -146,3 +146,26 @@ def test_a_second_prompt_is_answered_on_what_the_first_left():
         best = received.topk(LENGTH).indices.sort().values + LENGTH
         expected = [[*range(LENGTH), *one] for one in best.tolist()]
         assert [head.tolist() for head in session.cache.kept_indices(layer)[0]] == expected
+
+
+def test_a_pass_that_would_give_no_logits_is_refused_before_it_costs_anything(monkeypatch):
+    model = FAMILIES["qwen2"].build()
+    inputs, read = FAMILIES["qwen2"].inputs(model, [LENGTH]), []
+    headless = model.model
+    with pytest.raises(kvcompress.KVCompressError, match="lets the model answer first: Qwen2Model has no logits"):
+        kvcompress.compress(headless, "hindsight", 0.5)
+    handle = headless.layers[0].register_forward_hook(lambda *_: read.append(1))
+    cache = kvcompress.CompressedCache(headless.config, "hindsight", 0.5)
+    with kvcompress.attach(headless), pytest.raises(kvcompress.KVCompressError, match="Qwen2Model has no logits"):
+        headless(**inputs, past_key_values=cache)
+    with kvcompress.compress(model, "hindsight", 0.5):
+        with pytest.raises(kvcompress.KVCompressError, match="with return_dict=False its logits have no name"):
+            model(**inputs, return_dict=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(model.config, "return_dict", False)
+            with pytest.raises(kvcompress.KVCompressError, match="with return_dict=False its logits have no name"):
+                model(**inputs)
+        assert not read
+        model(**inputs)
+    handle.remove()
+    assert read

@@ -92,6 +92,7 @@ def test_every_method_leaves_the_shared_pass_as_it_was(method):
         {"cache_implementation": "static", "max_new_tokens": NEW},
         {"cache_implementation": "offloaded"},
         {"cache_implementation": "quantized", "kv_backend": "hqq", "kv_bits": 8, "kv_group_size": 16},
+        {"cache_implementation": "think", "key_recent": 3},
     ],
     ids=lambda options: next(iter(options.values())),
 )

@@ -198,7 +198,7 @@ def test_each_question_about_a_reused_context_is_as_if_it_were_the_first(method,
             assert torch.equal(layer.storage.read()[0], before)
 
 
-@pytest.mark.parametrize("kind", ["static", "offloaded", "offloaded_static", "quantized"])
+@pytest.mark.parametrize("kind", ["static", "offloaded", "offloaded_static", "quantized", "think"])
 @pytest.mark.parametrize("count", [1, 6])
 def test_reuse_leaves_every_storage_as_it_was(kind, count):
     """A question of one token is written behind the kept entries, a longer one is a prompt of its own."""

@@ -42,6 +42,7 @@ def cell(tokens=1, kept=0.2, options=None, prompt=100, **protocol):
         (cell(kept=1.0), False),
         (cell(scope=None, ratio_of=None, kept=1.0), False),  # the full cache
         (cell(scope=None, ratio_of=None, kept=1.0, options={"cache_implementation": "quantized"}), True),
+        (cell(scope=None, ratio_of=None, kept=1.0, options={"cache_implementation": "think"}), True),
         (cell(ratio_of="vision"), True),  # a KV method that evicts vision tokens, after the prefill
         (cell(scope=None, ratio_of="vision"), False),  # a token method: the prefill itself has fewer
         (cell(options={"prefill_chunk": 32}), False),  # the last chunk sees what is left of the others

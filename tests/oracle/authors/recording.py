@@ -70,7 +70,8 @@ def save(
         for part in ("keys", "values"):
             if (states := row.pop(part)) is not None:
                 arrays[f"{number}/{part}"] = states.numpy()
-        known = row.pop("known")  # of a method and states; it is the same in all their recordings
+        known = row.pop("known")  # of a method and states; it is the same in all their recordings that have it
+        row["is_known"] = bool(known)
         arrays |= {f"{recording.method}/{recording.states}/{name}": part.numpy() for name, part in known.items()}
         arrays[f"{number}/kept"] = np.packbits(row.pop("kept").numpy(), axis=-1)
         rows.append(row)
@@ -105,7 +106,9 @@ def load(name: str) -> list[Recording]:
                 if f"{number}/{part}" in file.files
             }
             of_states = f"{row['method']}/{row['states']}/"
-            known = {key.removeprefix(of_states): file[key] for key in file.files if key.startswith(of_states)}
+            is_known = row.pop("is_known", True)
+            of_method = [key for key in file.files if is_known and key.startswith(of_states)]
+            known = {key.removeprefix(of_states): file[key] for key in of_method}
             merged["known"] = {name: torch.from_numpy(part) for name, part in known.items()}
             recordings.append(Recording(**row, kept=torch.from_numpy(kept), **merged))
     return recordings
