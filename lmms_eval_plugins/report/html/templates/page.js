@@ -251,21 +251,89 @@ function drawMaps() {
 
 // -- what survives
 
+const DAMAGED = "the page is damaged: what survives cannot be read";
 const inflated = new Map();
 
-async function bits(packed) {
+// At once, where the browser's own DecompressionStream would come after the page is loaded: a zlib stream (RFC 1950,
+// 1951) of which it is known how many bytes it holds.
+function inflate(stream, size) {
+  const out = new Uint8Array(size);
+  let from = 2, written = 0, hold = 0, held = 0;
+  const take = (count) => {
+    for (; held < count; held += 8) {
+      if (from >= stream.length) throw new Error(DAMAGED);
+      hold |= stream[from++] << held;
+    }
+    const value = hold & ((1 << count) - 1);
+    hold >>>= count;
+    held -= count;
+    return value;
+  };
+  const codes = (lengths) => [...Array(16).keys()].map((length) => (length ? lengths.flatMap((own, symbol) => (own === length ? [symbol] : [])) : []));
+  const read = (symbols) => {
+    for (let length = 1, code = 0, first = 0; length < 16; length++) {
+      code |= take(1);
+      const count = symbols[length].length;
+      if (code < first + count) return symbols[length][code - first];
+      first = (first + count) << 1;
+      code <<= 1;
+    }
+    throw new Error(DAMAGED);
+  };
+  const fixed = [[144, 8], [112, 9], [24, 7], [8, 8]].flatMap(([count, length]) => Array(count).fill(length));
+  const own = () => {
+    const [literals, distances, steps] = [take(5) + 257, take(5) + 1, take(4) + 4], short = Array(19).fill(0), lengths = [];
+    for (let step = 0; step < steps; step++) short[[16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15][step]] = take(3);
+    const code = codes(short);
+    while (lengths.length < literals + distances) {
+      const symbol = read(code);
+      if (symbol < 16) lengths.push(symbol);
+      else {
+        const again = symbol === 16 ? lengths.at(-1) : 0;
+        lengths.push(...Array(symbol === 16 ? 3 + take(2) : symbol === 17 ? 3 + take(3) : 11 + take(7)).fill(again));
+      }
+    }
+    return [codes(lengths.slice(0, literals)), codes(lengths.slice(literals))];
+  };
+  for (let isLast = 0; !isLast; ) {
+    isLast = take(1);
+    const kind = take(2);
+    if (kind === 0) {
+      const count = stream[(from -= held >> 3)] | (stream[from + 1] << 8); // what is left of a byte is not used
+      hold = held = 0;
+      if (from + 4 + count > stream.length) throw new Error(DAMAGED);
+      out.set(stream.subarray(from + 4, from + 4 + count), written);
+      [from, written] = [from + 4 + count, written + count];
+      continue;
+    }
+    const [literals, distances] = kind === 1 ? [codes(fixed), codes(Array(30).fill(5))] : own();
+    for (let symbol = read(literals); symbol !== 256; symbol = read(literals)) {
+      if (symbol < 256) {
+        out[written++] = symbol;
+        continue;
+      }
+      const step = symbol - 257, more = Math.max(0, (step >> 2) - 1);
+      const count = step === 28 ? 258 : 3 + (step < 4 ? step : ((4 + (step & 3)) << more) + take(more));
+      const far = read(distances), further = Math.max(0, (far >> 1) - 1);
+      const distance = 1 + (far < 2 ? far : ((2 + (far & 1)) << further) + take(further));
+      for (let end = written + count; written < end; written++) out[written] = out[written - distance];
+    }
+  }
+  return out;
+}
+
+function bits(packed) {
   if (!inflated.has(packed)) {
-    const raw = Uint8Array.from(atob(packed.bits), (character) => character.charCodeAt(0));
-    const stream = new Blob([raw]).stream().pipeThrough(new DecompressionStream("deflate"));
-    inflated.set(packed, new Uint8Array(await new Response(stream).arrayBuffer()));
+    const stream = Uint8Array.from(atob(packed.bits), (character) => character.charCodeAt(0));
+    inflated.set(packed, inflate(stream, Math.ceil(packed.shape.reduce((a, b) => a * b) / 8)));
   }
   return inflated.get(packed);
 }
 
 // The share of the chosen heads and layers that kept each token.
-async function keptShares(packed, layer, head) {
+function keptShares(packed, layer, head) {
   const [layers, heads, tokens] = packed.shape;
-  const stored = await bits(packed);
+  const stored = bits(packed);
   const total = new Float32Array(tokens);
   const chosenLayers = layer < 0 ? [...Array(layers).keys()] : [layer];
   const chosenHeads = head === SHARE_OF_HEADS ? [...Array(heads).keys()] : [head];
@@ -296,18 +364,21 @@ function sheets(layout) {
 }
 
 const loaded = new Map();
-function picture(file) {
+
+// Calls `draw` with the picture, at once or when it is there: the page's `load` waits for that.
+function withPicture(file, draw) {
   if (!loaded.has(file)) {
     const image = new Image();
     image.src = DATA.images[file];
-    loaded.set(file, image.decode().then(() => image));
+    loaded.set(file, image);
   }
-  return loaded.get(file);
+  const image = loaded.get(file);
+  if (image.naturalWidth) draw(image);
+  else image.addEventListener("load", () => draw(image));
 }
 
-async function paint(canvas, image, layout, views, share) {
+function paint(canvas, drawn, layout, views, share) {
   const context = canvas.getContext("2d");
-  const drawn = image && image.file && DATA.images[image.file] ? await picture(image.file) : null;
   const evicted = ink("--evicted");
   const width = 640;
   const height = drawn ? Math.round((width * drawn.naturalHeight) / drawn.naturalWidth) : 0;
@@ -344,11 +415,9 @@ function verdict(text, score, differs) {
   return make("span", { className: `answer ${kind}${differs ? " other" : ""}`, title: differs ? "differs from the full cache's answer" : "" }, mark ? make("b", { textContent: mark }) : null, text === null ? "-" : text || "(empty)");
 }
 
-let drawing = 0;
-async function drawOverlays() {
+function drawOverlays() {
   const overlay = group.overlays[$("question").value];
   if (!overlay) return;
-  const mine = ++drawing;
   const question = group.questions.find((one) => one.key === $("question").value);
   const place = Number($("image").value || 0), head = Number($("head").value), layer = Number($("layer").value) - 1;
   $("layer-name").textContent = layer < 0 ? "all" : overlay.layers[layer];
@@ -360,13 +429,15 @@ async function drawOverlays() {
   for (const [cell, index] of cellsOf($("survivor-size").value)) {
     const kept = overlay.cells[index];
     if (!kept) continue;
-    const [vision, text] = await Promise.all([keptShares(kept.vision, layer, head), keptShares(kept.text, layer, head)]);
+    const [vision, text] = [keptShares(kept.vision, layer, head), keptShares(kept.text, layer, head)];
     const card = make("article", { className: "card" });
     card.dataset.series = cell.series;
     if (image) {
       const canvas = make("canvas", {});
       canvas.setAttribute("aria-label", `image patches that ${cell.series} kept`);
-      await paint(canvas, image, image.layout, sheet ? sheet.views : [], vision);
+      const draw = (drawn) => paint(canvas, drawn, image.layout, sheet ? sheet.views : [], vision);
+      if (image.file && DATA.images[image.file]) withPicture(image.file, draw);
+      else draw(null);
       card.append(canvas);
     }
     const mean = (shares) => (shares.length ? shares.reduce((a, b) => a + b, 0) / shares.length : null);
@@ -384,7 +455,7 @@ async function drawOverlays() {
     card.append(body);
     cards.push(card);
   }
-  if (mine === drawing) $("overlays").replaceChildren(...cards);
+  $("overlays").replaceChildren(...cards);
 }
 
 function setOverlayPickers(keep) {
