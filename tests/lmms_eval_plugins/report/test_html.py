@@ -169,7 +169,7 @@ def test_the_page_is_one_file_that_names_no_address(report):
 def check_data(page: str) -> None:
     """The page holds what its script reads: browsers are not on every machine."""
     data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1])
-    script = (TEMPLATES / "page.js").read_text()
+    script = "".join((TEMPLATES / name).read_text() for name in ("common.js", "page.js"))
     (group,) = data["groups"]
     overlay, question = next(iter(group["overlays"].values())), group["questions"][0]
     parts = {"DATA": data, "group": group, "cell": group["cells"][0], "overlay": overlay, "question": question}
