@@ -288,20 +288,6 @@ def test_a_model_that_is_given_by_a_relative_path_is_found(root, tmp_path):
 # -- in a browser
 
 
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no chromium on PATH (Debian: apt install chromium)")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        )
-        yield browser
-        browser.close()
-
-
 AT_LOAD = """addEventListener("load", () => { window.atLoad = [...document.querySelectorAll("#overlays canvas")].map(
     (canvas) => new Set(canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data).size); });"""
 
