@@ -44,7 +44,7 @@ const COLUMNS = [
   { name: "same as full", value: (cell) => cell.same, show: (cell) => percent(cell.same, 0), rare: true },
   { name: "KV cache", value: (cell) => cell.kv_bytes, show: (cell) => bytes(cell.kv_bytes), rare: true },
   { name: "TTFT", value: (cell) => cell.ttft_s, show: (cell) => milliseconds(cell.ttft_s), rare: true },
-  { name: "per token", value: (cell) => cell.tpot_s, show: (cell) => milliseconds(cell.tpot_s) },
+  { name: "per token", value: (cell) => cell.tpot_s, show: (cell) => milliseconds(cell.tpot_s), rare: true },
   { name: "answers/s", value: (cell) => cell.answers_per_s, show: (cell) => decimal(cell.answers_per_s), rare: true },
 ];
 
@@ -52,16 +52,18 @@ function details(cell) {
   const copy = make("button", { className: "copy", type: "button", textContent: "copy", hidden: !navigator.clipboard });
   copy.addEventListener("click", () => navigator.clipboard.writeText(cell.command).then(() => (copy.textContent = "copied")));
   const pairs = (object) => Object.entries(object).map(([key, value]) => `${key} ${value}`).join(", ");
+  // What has no room in the table on a phone stands here.
+  const elsewhere = COLUMNS.filter(({ rare }) => rare).map((column) => [column.name, make("span", {}, ...[column.show(cell)].flat()), "narrow"]);
   const facts = [
     ["made by", make("span", {}, make("code", { textContent: cell.command }), copy)],
-    ...COLUMNS.filter(({ rare }) => rare).map((column) => [column.name, make("span", {}, ...[column.show(cell)].flat())]),
+    ...elsewhere,
     ["tokens/s", decimal(cell.tokens_per_s)],
     ["realised ratio", cell.realised === null ? "-" : cell.realised.toFixed(3)],
     ["on", pairs(cell.environment)],
     ["versions", pairs(cell.versions) + (cell.code ? `, code ${cell.code}` : "")],
     ["submission", [cell.submission, cell.date].filter(Boolean).join(", ")],
   ];
-  return make("tr", { className: "more" }, make("td", { colSpan: COLUMNS.length }, make("dl", {}, ...facts.flatMap(([term, said]) => [make("dt", { textContent: term }), make("dd", {}, said)]))));
+  return make("tr", { className: "more" }, make("td", { colSpan: COLUMNS.length }, make("dl", {}, ...facts.flatMap(([term, said, where]) => [make("dt", { textContent: term, className: where ?? "" }), make("dd", { className: where ?? "" }, said)]))));
 }
 
 function drawTable() {

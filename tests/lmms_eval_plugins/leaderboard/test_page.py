@@ -72,6 +72,9 @@ def test_cells_without_a_score_are_no_page(tmp_path, capsys):
     assert capsys.readouterr().err == "error: no cell has a score (were they run with --predict_only?)\n"
 
 
+TOO_WIDE = "(box => box.scrollWidth - box.clientWidth)(document.querySelector('.scroll'))"  # pixels of the table
+
+
 def rows(page, place=1):
     return page.locator(f"#rows-table tbody tr:not(.more) td:nth-child({place})").all_inner_texts()
 
@@ -124,6 +127,8 @@ def test_the_page_works_in_a_browser(browser, page_file, data, width, scheme):
     (cell,) = [cell for cell in board["cells"] if (cell["method"], cell["size"]) == ("snapkv", "0.2")]
     assert cell["command"] in " ".join(more.split())
     assert f"torch {cell['versions']['torch']}" in more
+    assert ("same as full" in more) == (width < 560)  # else it stands in the table
+    assert page.evaluate(TOO_WIDE) <= 0
     page.click("#rows-table .name:has-text('snapkv')")
     assert page.locator("#rows-table .more").count() == 0
 
@@ -136,7 +141,7 @@ def test_the_page_works_in_a_browser(browser, page_file, data, width, scheme):
     assert [text.split()[-1] for text in rows(page)] == ["org/two"] * 3
 
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert page.evaluate("(box => box.scrollWidth - box.clientWidth)(document.querySelector('.scroll'))") <= 0
+    assert page.evaluate(TOO_WIDE) <= 0
     assert said == []
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
     page.close()
