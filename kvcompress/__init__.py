@@ -12,6 +12,8 @@ from .scoring.budget import Budget
 from .scoring.layer_view import Kept, LayerView
 from .tokens import TokenMethod
 
+__version__ = "0.2.0"
+
 Prompt = LayerView  # its name up to version 0.1
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Session",
     "SharedPrompt",
     "TokenMethod",
+    "__version__",
     "attach",
     "calibrate",
     "compress",

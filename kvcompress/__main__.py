@@ -1,4 +1,4 @@
-"""`python -m kvcompress COMMAND ...`.
+"""`kvcompress COMMAND ...`, or `python -m kvcompress COMMAND ...`.
 
 Other packages add commands of their own by entry points of the group `kvcompress.commands`.
 """
@@ -12,12 +12,14 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
 
+from . import __version__
 from .errors import KVCompressError, shown, unknown_name
 
 GROUP = "kvcompress.commands"
 OWN = {  # a module with `main(arguments)`
     "bench": "kvcompress.bench.cli",
     "calibrate": "kvcompress.calibration.command",
+    "methods": "kvcompress.list_command",
     "speech": "kvcompress.bench.speech",
 }
 
@@ -64,7 +66,10 @@ def main(arguments: list[str]) -> int:
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):
         names = sorted({*OWN, *entry_points(group=GROUP).names})
-        print(f"usage: python -m kvcompress {{{','.join(names)}}} ...\n\nCOMMAND --help says more.")
+        print(f"usage: kvcompress {{{','.join(names)}}} ...\n\nCOMMAND --help says more.")
+        return 0
+    if name == "--version":
+        print(f"kvcompress {__version__}")
         return 0
     signals = [getattr(signal, each) for each in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, each)]
     signals = [each for each in signals if signal.getsignal(each) not in (signal.SIG_IGN, None)]  # as under nohup
@@ -97,5 +102,10 @@ def fail(message: str, code: int) -> int:
     return code
 
 
-if __name__ == "__main__":
+def console() -> None:
+    """The console command `kvcompress`."""
     sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    console()

@@ -7,7 +7,7 @@
 #   ./scripts/run_eval.sh list tasks|methods|models [WORD]
 #   ./scripts/run_eval.sh --help                     all flags; more in docs/run-eval.md
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" eval
 # Found from any working directory, in which results/ is made and data/ is looked for.
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 exec "$PYTHON" -m lmms_eval_plugins.evaluate "$@"

@@ -4,7 +4,7 @@
 #   ./scripts/run_sweep.sh CONFIG [--limit N] [--trials N] [--ray ADDRESS|local] [parameter=value ...]
 #   ./scripts/run_sweep.sh --help                    all flags; more in docs/sweeps.md
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" sweep
 # Found from any working directory, in which results/ is made and data/ is looked for.
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 exec "$PYTHON" -m lmms_eval_plugins.sweep run "$@"

@@ -1,54 +1,104 @@
-# Sourced by the other scripts: sets ROOT (this repository) and PYTHON (an interpreter with everything installed).
+# Sourced by the other scripts, with the extras of pyproject.toml that they need: sets ROOT (this repository) and PYTHON
+# (an interpreter with everything installed).
 #
-# Takes the active virtual or conda environment, else makes .venv in the repository, and installs requirements.txt
-# into it when requirements.txt or pyproject.toml changed since the last time. Quiet and quick when up to date.
+# Takes the active virtual or conda environment, else makes .venv in the repository. Installs what is missing there,
+# or was installed before pyproject.toml or constraints.txt changed; with uv, which pip brings where it is not there.
+# .venv gets the releases of constraints.txt; an environment of yours keeps what fits the ranges of pyproject.toml, unless
+# IS_TESTED_SET=yes.
+# Quiet and quick when up to date.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 _supported() {
-    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1
 }
 
 _find_python() {
     local candidate
-    for candidate in python3 python3.12 python3.11 python3.10 python; do
+    for candidate in python3 python3.13 python3.12 python3.11 python3.10 python3.14 python; do
         if _supported "$candidate"; then
             echo "$candidate"
             return
         fi
     done
-    echo "error: no Python 3.10 to 3.12 found (python3 is: $(python3 --version 2>&1)); install one" >&2
+    echo "error: no Python from 3.10 on found (python3 is: $(python3 --version 2>&1)); install one" >&2
     return 1
 }
 
-_install() {
-    local stamp="$1/.kvcompress-requirements" wanted
+_follow() { # PID LOG: a line that says how far the installer is, until it ends
+    local seconds=0 line
+    while kill -0 "$1" 2>/dev/null; do
+        sleep 1
+        seconds=$((seconds + 1))
+        line="  $seconds s: $(tail -n 1 "$2" | tr -d '\r' | cut -c 1-90)"
+        if [ -t 2 ]; then
+            printf '\r\033[K%s' "$line" >&2
+        elif [ $((seconds % 20)) = 0 ]; then
+            echo "$line" >&2
+        fi
+    done
+    if [ -t 2 ]; then printf '\r\033[K' >&2; fi
+    wait "$1"
+}
+
+_pip_install() { # LOG COMMAND...: in the repository root, with what the installer says in a file
+    local log="$1"
+    shift
+    (cd "$ROOT" && exec "$@") >>"$log" 2>&1 </dev/null &
+    _follow $! "$log"
+}
+
+_install() { # ENVIRONMENT IS_OURS EXTRAS...
+    local environment="$1" is_ours="$2" stamp="$1/.kvcompress-installed" log="$1/kvcompress-install.log"
+    shift 2
     # The path belongs to the stamp: the install is editable, so it points at one checkout.
-    wanted="$ROOT $(cat "$ROOT/requirements.txt" "$ROOT/pyproject.toml" | cksum)"
-    if [ -x "$PYTHON" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
-        return
+    local wanted extra extras="" missing="" constraints=""
+    wanted="$ROOT $(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)"
+    for extra in "$@" $(tail -n +2 "$stamp" 2>/dev/null); do
+        case ",$extras," in *",$extra,"*) continue ;; esac
+        extras="$extras${extras:+,}$extra"
+        if [ ! -x "$PYTHON" ] || [ "$(head -n 1 "$stamp" 2>/dev/null)" != "$wanted" ] ||
+            ! tail -n +2 "$stamp" | grep -qx "$extra"; then
+            missing="$missing${missing:+,}$extra"
+        fi
+    done
+    [ -n "$missing" ] || return 0
+    echo "Installing kvcompress[$missing] into $environment (the first time about 3 GB to download)" >&2
+    if [ ! -x "$PYTHON" ]; then
+        "$(_find_python)" -m venv "$environment" >&2
     fi
-    if [ -n "${2:-}" ]; then
-        echo "Setting up $1 (first run or changed requirements: some minutes, about 3 GB to download)" >&2
-        "$2" -m venv "$1"
-    else
-        echo "Installing requirements.txt into $1" >&2
+    : >"$log"
+    if [ "$is_ours" = yes ]; then constraints="--constraint=constraints.txt"; fi
+    local uv
+    if ! uv="$(command -v uv || command -v "$environment/bin/uv")"; then
+        uv="$environment/bin/uv"
+        _pip_install "$log" "$PYTHON" -m pip install --disable-pip-version-check uv || uv=""
     fi
-    # in the repository root, because requirements.txt installs "-e ."
-    (cd "$ROOT" && "$PYTHON" -m pip install --quiet --disable-pip-version-check -r requirements.txt)
-    echo "$wanted" >"$stamp"
+    # uv reads no settings of pip's; a mirror that pip is told to use is meant for both.
+    local mirror
+    mirror="$("$PYTHON" -m pip config get global.index-url 2>/dev/null || true)"
+    export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-${PIP_INDEX_URL:-${mirror:-https://pypi.org/simple}}}"
+    if [ -z "$uv" ] || ! _pip_install "$log" "$uv" pip install --python "$PYTHON" $constraints -e ".[$extras]"; then
+        echo "  uv could not ($log says why); with pip, which takes longer" >&2
+        if ! _pip_install "$log" "$PYTHON" -m pip install --disable-pip-version-check $constraints -e ".[$extras]"; then
+            tail -n 15 "$log" >&2
+            echo "error: the installation failed; all of it is in $log" >&2
+            return 1
+        fi
+    fi
+    { echo "$wanted" && echo "$extras" | tr , '\n'; } >"$stamp"
 }
 
 if [ -n "${VIRTUAL_ENV:-}" ] || { [ -n "${CONDA_PREFIX:-}" ] && [ "${CONDA_DEFAULT_ENV:-base}" != base ]; }; then
     PYTHON="${VIRTUAL_ENV:-$CONDA_PREFIX}/bin/python"
     if ! _supported "$PYTHON"; then
-        echo "error: the active environment has $("$PYTHON" --version 2>&1), but Python 3.10 to 3.12 is needed" >&2
+        echo "error: the active environment has $("$PYTHON" --version 2>&1), but Python 3.10 or later is needed" >&2
         exit 1
     fi
-    _install "${VIRTUAL_ENV:-$CONDA_PREFIX}"
+    _install "${VIRTUAL_ENV:-$CONDA_PREFIX}" "${IS_TESTED_SET:-no}" "$@"
 else
     PYTHON="$ROOT/.venv/bin/python"
-    _base_python="$(_find_python)" || exit 1
-    _install "$ROOT/.venv" "$_base_python"
+    if [ ! -x "$PYTHON" ]; then _find_python >/dev/null; fi
+    _install "$ROOT/.venv" yes "$@"
 fi
 export PYTHON

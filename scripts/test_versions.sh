@@ -4,7 +4,7 @@
 set -euo pipefail
 OLDEST="transformers==5.14.0" # the lower bound in pyproject.toml
 NEWEST="transformers>=5.14,<6"
-source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" dev
 cd "$ROOT"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 

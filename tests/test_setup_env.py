@@ -1,4 +1,4 @@
-"""scripts/setup_env.sh, with a fake interpreter that only notes what it was asked to do."""
+"""scripts/setup_env.sh, with a fake interpreter and a fake uv that only note what they were asked to do."""
 
 import os
 import shutil
@@ -8,15 +8,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CANDIDATES = ("python3", "python3.12", "python3.11", "python3.10", "python")
+CANDIDATES = ("python3", "python3.14", "python3.13", "python3.12", "python3.11", "python3.10", "python")
 FAKE_PYTHON = """#!/bin/sh
-case "$1" in
-  -c) exit {supported} ;;
-  --version) echo Python 9.9 ;;
-  *)  echo "$@" >> "{log}"
-      [ "$2" = venv ] && mkdir -p "$3/bin" && cp "$0" "$3/bin/python"
+case "$*" in
+  -c*) exit {supported} ;;
+  --version) echo Python 3.9 ;;
+  *"pip config"*) exit 1 ;;
+  "-m venv "*) echo "python $@" >> "{log}"
+      mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  *)  echo "python $@" >> "{log}"
+      echo "the installer's own words"
       exit {install} ;;
 esac
+"""
+FAKE_UV = """#!/bin/sh
+echo "uv $@" >> "{log}"
+echo "the installer's own warning" >&2
+exit {install}
 """
 
 
@@ -26,19 +34,27 @@ def checkout(tmp_path: Path) -> Path:
     checkout = tmp_path / "a checkout"
     (checkout / "scripts").mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "setup_env.sh", checkout / "scripts")
-    (checkout / "requirements.txt").write_text("one\n")
+    (checkout / "constraints.txt").write_text("one\n")
     (checkout / "pyproject.toml").write_text("two\n")
     return checkout
 
 
-def fake_python(path: Path, log: Path, supported: int = 0, install: int = 0) -> None:
+def fake(path: Path, text: str, log: Path, **exits: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(FAKE_PYTHON.format(log=log, supported=supported, install=install))
+    path.write_text(text.format(log=log, **exits))
     path.chmod(0o755)
 
 
-def source(checkout: Path, *search: Path, **environment: str) -> subprocess.CompletedProcess:
-    script = 'set -euo pipefail; source scripts/setup_env.sh; echo "python is $PYTHON"'
+def fake_python(path: Path, log: Path, supported: int = 0, install: int = 0) -> None:
+    fake(path, FAKE_PYTHON, log, supported=supported, install=install)
+
+
+def fake_uv(path: Path, log: Path, install: int = 0) -> None:
+    fake(path, FAKE_UV, log, install=install)
+
+
+def source(checkout: Path, *search: Path, extras: str = "eval", **environment: str) -> subprocess.CompletedProcess:
+    script = f'set -euo pipefail; source scripts/setup_env.sh {extras}; echo "python is $PYTHON"'
     path = os.pathsep.join([*map(str, search), "/usr/bin", "/bin"])
     return subprocess.run(
         ["bash", "-c", script], cwd=checkout, env={"PATH": path, **environment}, capture_output=True, text=True
@@ -48,42 +64,85 @@ def source(checkout: Path, *search: Path, **environment: str) -> subprocess.Comp
 def test_makes_a_virtual_environment_once_and_installs_again_only_after_a_change(checkout, tmp_path):
     log = tmp_path / "log"
     fake_python(tmp_path / "bin" / "python3", log)
+    fake_uv(tmp_path / "bin" / "uv", log)
     first = source(checkout, tmp_path / "bin")
     assert first.returncode == 0, first.stderr
     assert first.stdout == f"python is {checkout}/.venv/bin/python\n"
     made, installed = log.read_text().splitlines()
-    assert made == f"-m venv {checkout}/.venv"
-    assert installed.startswith("-m pip install")
-    assert installed.endswith("-r requirements.txt")
+    assert made == f"python -m venv {checkout}/.venv"
+    assert installed.startswith(f"uv pip install --python {checkout}/.venv/bin/python --constraint=constraints.txt")
+    assert installed.endswith("-e .[eval]")
 
     again = source(checkout, tmp_path / "bin")
     assert (again.returncode, again.stderr) == (0, "")
     assert len(log.read_text().splitlines()) == 2
 
-    for changed in ("requirements.txt", "pyproject.toml"):
+    for changed in ("constraints.txt", "pyproject.toml"):
         (checkout / changed).write_text("changed\n")
         log.unlink()
         assert source(checkout, tmp_path / "bin").returncode == 0
-        assert "pip install" in log.read_text()
+        assert "uv pip install" in log.read_text()
 
 
-def test_takes_the_active_environment(checkout, tmp_path):
+def test_another_script_adds_its_extra_and_says_so_in_one_line(checkout, tmp_path):
+    log = tmp_path / "log"
+    fake_python(tmp_path / "bin" / "python3", log)
+    fake_uv(tmp_path / "bin" / "uv", log)
+    source(checkout, tmp_path / "bin")
+    added = source(checkout, tmp_path / "bin", extras="sweep")
+    assert added.stderr.startswith(f"Installing kvcompress[sweep] into {checkout}/.venv")
+    assert len(added.stderr.splitlines()) == 1
+    assert log.read_text().splitlines()[-1].endswith("-e .[sweep,eval]")
+    assert source(checkout, tmp_path / "bin", extras="eval").stderr == ""
+
+    (checkout / "pyproject.toml").write_text("changed\n")
+    source(checkout, tmp_path / "bin", extras="eval")
+    assert log.read_text().splitlines()[-1].endswith("-e .[eval,sweep]")
+
+
+def test_without_uv_pip_brings_it_and_where_uv_fails_pip_installs(checkout, tmp_path):
+    log = tmp_path / "log"
+    fake_python(tmp_path / "bin" / "python3", log)
+    result = source(checkout, tmp_path / "bin")  # the fake pip brings no uv, so that calling it fails
+    assert result.returncode == 0, result.stderr
+    assert [line.split(" -m ")[-1].split(" --")[0] for line in log.read_text().splitlines()] == [
+        f"venv {checkout}/.venv",
+        "pip install",
+        "pip install",
+    ]
+    assert log.read_text().splitlines()[-1].endswith("--constraint=constraints.txt -e .[eval]")
+    assert "with pip, which takes longer" in result.stderr
+
+
+def test_no_word_of_the_installer_reaches_the_screen_but_where_it_fails(checkout, tmp_path):
+    log = tmp_path / "log"
+    fake_python(tmp_path / "bin" / "python3", log)
+    fake_uv(tmp_path / "bin" / "uv", log)
+    assert "the installer's own" not in source(checkout, tmp_path / "bin").stderr
+    assert "the installer's own warning" in (checkout / ".venv" / "kvcompress-install.log").read_text()
+
+
+def test_takes_the_active_environment_without_the_tested_releases(checkout, tmp_path):
     log = tmp_path / "log"
     fake_python(tmp_path / "active" / "bin" / "python", log)
-    result = source(checkout, VIRTUAL_ENV=str(tmp_path / "active"))
+    fake_uv(tmp_path / "bin" / "uv", log)
+    result = source(checkout, tmp_path / "bin", VIRTUAL_ENV=str(tmp_path / "active"))
     assert result.stdout == f"python is {tmp_path}/active/bin/python\n"
     assert not (checkout / ".venv").exists()
-    assert "venv" not in log.read_text()
+    assert log.read_text() == f"uv pip install --python {tmp_path}/active/bin/python -e .[eval]\n"
 
 
 def test_a_failed_install_ends_the_script_and_is_tried_again(checkout, tmp_path):
     log = tmp_path / "log"
     fake_python(tmp_path / "active" / "bin" / "python", log, install=3)
-    for _ in range(2):
-        result = source(checkout, VIRTUAL_ENV=str(tmp_path / "active"))
+    fake_uv(tmp_path / "bin" / "uv", log, install=3)
+    for attempt in (1, 2):
+        result = source(checkout, tmp_path / "bin", VIRTUAL_ENV=str(tmp_path / "active"))
         assert result.returncode != 0
         assert "python is" not in result.stdout
-    assert len(log.read_text().splitlines()) == 2
+        assert "the installer's own words" in result.stderr
+        assert result.stderr.splitlines()[-1].startswith("error: the installation failed; all of it is in ")
+        assert len(log.read_text().splitlines()) == 2 * attempt  # uv, then pip
 
 
 def test_no_supported_python_is_one_clear_line(checkout, tmp_path):
@@ -91,11 +150,11 @@ def test_no_supported_python_is_one_clear_line(checkout, tmp_path):
         fake_python(tmp_path / "bin" / name, tmp_path / "log", supported=1)
     result = source(checkout, tmp_path / "bin")
     assert result.returncode == 1
-    assert result.stderr == "error: no Python 3.10 to 3.12 found (python3 is: Python 9.9); install one\n"
+    assert result.stderr == "error: no Python from 3.10 on found (python3 is: Python 3.9); install one\n"
 
 
 def test_an_active_environment_of_another_python_is_one_clear_line(checkout, tmp_path):
     fake_python(tmp_path / "active" / "bin" / "python", tmp_path / "log", supported=1)
     result = source(checkout, VIRTUAL_ENV=str(tmp_path / "active"))
     assert result.returncode == 1
-    assert result.stderr == "error: the active environment has Python 9.9, but Python 3.10 to 3.12 is needed\n"
+    assert result.stderr == "error: the active environment has Python 3.9, but Python 3.10 or later is needed\n"

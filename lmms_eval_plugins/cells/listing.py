@@ -1,7 +1,5 @@
 """`run_eval.sh list tasks|methods|models [WORD]`: what may stand on the command line, with a word to look for."""
 
-import re
-
 from .errors import UsageError, nearest
 from .names import LM_EVAL, installed_tasks, lm_eval_tasks, task_folders, task_kinds
 
@@ -37,10 +35,9 @@ def tasks() -> list[str]:
 
 def methods() -> list[str]:
     """Each method with its paper and what it does."""
-    import kvcompress
+    from kvcompress.list_command import lines
 
-    found = kvcompress.list_methods().values()
-    return [f"{info.name:<20} {info.paper:<32} {_first_sentence(info.cls)}" for info in found]
+    return lines()
 
 
 def models() -> list[str]:
@@ -64,8 +61,3 @@ def models() -> list[str]:
         tested = ", tested here" if name in TESTED else ""
         lines.append(f"{name:<20} any checkpoint of this model_type: {sees}{tested}")
     return lines
-
-
-def _first_sentence(cls: type) -> str:
-    paragraph = " ".join((cls.__doc__ or "").strip().partition("\n\n")[0].split())
-    return re.split(r"(?<=[.:;])\s", paragraph)[0].rstrip(":;")

@@ -22,7 +22,7 @@ USAGE = """CONFIG [flags] [parameter=value ...]
 def run_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="run_sweep.sh", usage=f"%(prog)s {USAGE}", allow_abbrev=False)
     add = parser.add_argument
-    add("config", type=path, metavar="CONFIG", help="a wandb sweep file, such as configs/sweeps/demo.yaml")
+    add("config", type=path, metavar="CONFIG", help="a wandb sweep file, or a name of configs/sweeps: demo")
     add("overrides", nargs="*", metavar="parameter=value", help="constants in place of the file's parameters")
     add("--limit", type=count_or_fraction, help="questions per task: the same as limit=N")
     add("--trials", type=whole(1), metavar="N", help="most trials (default: the file's run_cap)")
@@ -114,6 +114,11 @@ def command(argv: list[str]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The exit code; every error ends with one line on stderr."""
     return exit_code(command, argv, "trials")
+
+
+def run_main(argv: list[str]) -> int:
+    """`kvcompress sweep`: `run` without the word."""
+    return main(["run", *argv])
 
 
 if __name__ == "__main__":

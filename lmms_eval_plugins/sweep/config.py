@@ -14,6 +14,7 @@ from ..cells.flag_types import MOST, shown
 from ..cells.yaml_files import read_yaml
 from .trial import METRICS
 
+CONFIGS = Path(__file__).parents[1] / "configs" / "sweeps"  # a link in a checkout, files in a wheel
 METHODS = ("grid", "random", "bayes")
 # Distribution -> the keys that it needs; what wandb has beyond these is for its server only.
 DISTRIBUTIONS = {
@@ -68,10 +69,17 @@ class SweepConfig:
 
 
 def read_config(path: Path, overrides: dict[str, Any], name: str | None = None) -> SweepConfig:
-    """The sweep file with `overrides` as constants in place of its parameters, under `name` or the file's own.
+    """The sweep file with `overrides` as constants in place of its parameters, under `name` or the file's own. A name
+    without an ending is one of `configs/sweeps`.
 
     Raises UsageError, one line, for a file that is no sweep, or asks for what only wandb's server can do.
     """
+    if not path.suffix and not path.exists():
+        known = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+        if str(path) not in known:
+            given = f"no sweep {shown(str(path))}{nearest(str(path), known)}"
+            raise UsageError(f"{given}; there are: {', '.join(known)}, or a path to a sweep file")
+        path = CONFIGS / f"{path}.yaml"
     sweep = read_yaml(path, "sweep file")
     if not isinstance(sweep.get("parameters"), dict):
         raise UsageError(f"{path} is not a sweep file: it has no parameters")

@@ -39,6 +39,7 @@ class Stage:
     decay_from: float = 0.6  # of the stage, until when the learning rate is constant
     avoided: tuple[str, ...] = PROMPT_WORDS  # that never stand on a sign
     inserts: ClassVar[None] = None  # see Mixture
+    decay_until: ClassVar[float] = 1.0
 
     @property
     def is_of_tower(self) -> bool:

@@ -4,7 +4,10 @@ The first is the bundled checkpoint. The second begins with the first four stage
 frames of videos, and then long answers, several pictures, videos and long texts together, from short to long.
 
 Five stages have the same short prompts; each brings what those before it did not learn by themselves: `facts` probes of
-the text, `steps` and `via` probes of the first of two steps, `deeper` a layer for the second.
+the text, `steps` and `via` probes of the first of two steps, `deeper` a layer for the second. From `in_use` on, texts
+are asked what the bundled task asks: a word's number, and what is on the picture before them. `many` asks each prompt
+more: the prompt is what a step costs. In `throughout` the first of two steps is probed at each token of the answer: the
+second token was the one that was wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch.utils.data import Dataset
 
 from lmms_eval_plugins.tiny_vlm.curriculum import STAGES, Stage
 from lmms_eval_plugins.tiny_vlm.packing import PackedBatch, Packer, Via, View
-from lmms_eval_plugins.tiny_vlm.regimes import KINDS, REGIMES, WORDS, Shown
+from lmms_eval_plugins.tiny_vlm.regimes import REGIMES, WORDS, Shown, needle
 from lmms_eval_plugins.tiny_vlm.regimes.pack import in_turn, pack
 from lmms_eval_plugins.tiny_vlm.regimes.video import JITTER
 from lmms_eval_plugins.tiny_vlm.signs import (
@@ -62,9 +65,11 @@ class Mixture:
     post_prompt_share: float = 0.0  # of the batches; never where every sign is read
     text_labels: bool = False  # whether the probes look at the text of facts too, see PackedBatch
     via: Via | None = None  # and at where answers that take two steps begin, see Question
+    via_throughout: bool = False  # and at each token of these answers
     learning_rate: float = 1.5e-3
     tower_scale: float = 0.1  # the tower's and projector's share of the learning rate
     decay_from: float = 1.0  # of the stage, until when the learning rate is constant
+    decay_until: float = 1.0  # of the stage, when it would be at its least; a stage that is left early has more than 1
     inserts: int | None = None  # a layer of this number is inserted into the language model before the stage
 
     @property
@@ -149,22 +154,35 @@ class MixtureData(Dataset):
         length = pack(self.packer, [first], post_prompt, self.stage.view).ids.shape[1]
         rows = [first, *(row() for _ in range(part.tokens // length - 1))]
         labelled = self.stage.text_labels and part.regime == "needle"
-        return pack(self.packer, rows, post_prompt, self.stage.view, labelled, self.stage.via)
+        return pack(
+            self.packer, rows, post_prompt, self.stage.view, labelled, self.stage.via, self.stage.via_throughout
+        )
+
+
+BOTH_WAYS = (*needle.KINDS, *needle.BACKWARDS, *needle.PICTURE_KINDS)
+AS_IN_USE = (*needle.KINDS, *needle.PICTURE_KINDS)
 
 
 def _mixture(
-    name: str, tokens: int, ranges: dict[str, dict[str, Range]], is_early: bool = False, **options: object
+    name: str,
+    tokens: int,
+    ranges: dict[str, dict[str, Range]],
+    is_early: bool = False,
+    asked: tuple[str, ...] = BOTH_WAYS,
+    picture_share: float = 0.3,
+    most: tuple[int, int, int, int] = (16, 10, 12, 8),
+    **options: object,
 ) -> Mixture:
-    """All regimes, with about `tokens` each; later more of what is learned last."""
+    """All regimes, with about `tokens` each; later more of what is learned last. `asked`, `picture_share`: of texts;
+    `most`: questions of a row with a text, a video, several pictures, one."""
     shares = (1.0, 1.0, 1.0, 1.0, 0.5) if is_early else (1.0, 1.5, 0.75, 1.0, 0.25)
-    needle, video, multi_image, read_all, signs = (int(tokens * share) for share in shares)
-    asked = () if is_early else KINDS["needle"]
+    text, video, multi_image, read_all, signs = (int(tokens * share) for share in shares)
     parts = (
-        Part("needle", needle, 16, ranges["needle"], picture_share=0.3, kinds=tuple(dict.fromkeys(asked))),
-        Part("video", video, 10, ranges["video"]),
-        Part("multi_image", multi_image, 12, ranges["multi_image"]),
+        Part("needle", text, most[0], ranges["needle"], picture_share, kinds=() if is_early else asked),
+        Part("video", video, most[1], ranges["video"]),
+        Part("multi_image", multi_image, most[2], ranges["multi_image"]),
         Part("read_all", read_all, 1, ranges["read_all"]),
-        Part("signs", signs, 8),
+        Part("signs", signs, most[3]),
     )
     return Mixture(name, parts=parts, **options)
 
@@ -174,6 +192,29 @@ SHORT = {
     "video": {"frames": (8, 12), "signs": (3, 4)},
     "multi_image": {"pictures": (2, 3), "signs": (2, 3)},
     "read_all": {"signs": (2, 5), "tokens": (8, 96)},
+}
+LONGER = {
+    "needle": {"tokens": (250, 1500)},
+    "video": {"frames": (8, 20), "signs": (3, 6)},
+    "multi_image": {"pictures": (2, 4), "signs": (2, 4)},
+    "read_all": {"signs": (3, 7), "tokens": (16, 96)},
+}
+OF_LONGER = {"learning_rate": 1e-3, "post_prompt_share": 0.5, "text_labels": True, "via": "via"}
+FULL = {
+    "needle": {"tokens": (500, 4096)},
+    "video": {"frames": (8, 32), "signs": (3, 8)},
+    "multi_image": {"pictures": (2, 6), "signs": (2, 4)},
+    "read_all": {"signs": (4, 8), "tokens": (24, 96)},
+}
+MOST = (48, 28, 24, 16)
+OF_FULL = {
+    "learning_rate": 8e-4,
+    "view": "both",
+    "post_prompt_share": 0.7,
+    "text_labels": True,
+    "via": "via",
+    "asked": AS_IN_USE,
+    "picture_share": 0.6,
 }
 OF_SHORT = {"tower_scale": 0.3, "post_prompt_share": 0.3}
 SECOND_STAGES = (
@@ -191,38 +232,11 @@ SECOND_STAGES = (
     _mixture("steps", 2048, SHORT, True, steps=702, text_labels=True, via="holder", **OF_SHORT),
     _mixture("via", 2048, SHORT, steps=689, text_labels=True, via="via", **OF_SHORT),
     _mixture("deeper", 2048, SHORT, steps=1500, text_labels=True, via="via", inserts=3, **OF_SHORT),
-    _mixture(
-        "longer",
-        3072,
-        {
-            "needle": {"tokens": (250, 1500)},
-            "video": {"frames": (8, 20), "signs": (3, 6)},
-            "multi_image": {"pictures": (2, 4), "signs": (2, 4)},
-            "read_all": {"signs": (3, 7), "tokens": (16, 96)},
-        },
-        steps=1000,
-        learning_rate=1e-3,
-        post_prompt_share=0.5,
-        text_labels=True,
-        via="via",
-    ),
-    _mixture(
-        "full",
-        4096,
-        {
-            "needle": {"tokens": (500, 4096)},
-            "video": {"frames": (8, 32), "signs": (3, 8)},
-            "multi_image": {"pictures": (2, 6), "signs": (2, 4)},
-            "read_all": {"signs": (4, 8), "tokens": (24, 96)},
-        },
-        steps=1400,
-        learning_rate=8e-4,
-        view="both",
-        post_prompt_share=0.7,
-        text_labels=True,
-        via="via",
-        decay_from=0.1,
-    ),
+    _mixture("longer", 3072, LONGER, steps=272, **OF_LONGER),
+    _mixture("in_use", 3072, LONGER, asked=AS_IN_USE, picture_share=0.6, steps=700, **OF_LONGER),
+    _mixture("full", 4096, FULL, steps=559, decay_from=140 / 559, decay_until=1400 / 559, **OF_FULL),
+    _mixture("many", 4096, FULL, most=MOST, steps=191, **OF_FULL),
+    _mixture("throughout", 4096, FULL, most=MOST, via_throughout=True, steps=1400, decay_from=0.4, **OF_FULL),
 )
 EDITIONS = {
     1: Edition(STAGES, PROMPT_WORDS, longest=2048),
@@ -233,7 +247,7 @@ EDITIONS = {
 def learning_rate(stage: Stage | Mixture, step: int) -> float:
     """Linear warm-up, constant, cosine to LAST_LEARNING_RATE of the peak."""
     warm_up = min(1.0, (step + 1) / WARM_UP)
-    past = max(0.0, step / stage.steps - stage.decay_from) / max(1 - stage.decay_from, 1e-9)
+    past = max(0.0, step / stage.steps - stage.decay_from) / max(stage.decay_until - stage.decay_from, 1e-9)
     cosine = LAST_LEARNING_RATE + (1 - LAST_LEARNING_RATE) * 0.5 * (1 + math.cos(math.pi * past))
     return stage.learning_rate * warm_up * cosine
 

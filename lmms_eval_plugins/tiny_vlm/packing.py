@@ -122,14 +122,24 @@ class Packer:
         )
         return prefix, ids, segments, positions, targets
 
-    def via(self, asked: list[list[Question]], name: Via, ids: Tensor, segments: Tensor, targets: Tensor) -> Tensor:
-        """PackedBatch.via of rows as `rows` gives them; `name`: which of a question's words."""
+    def via(
+        self,
+        asked: list[list[Question]],
+        name: Via,
+        ids: Tensor,
+        segments: Tensor,
+        targets: Tensor,
+        throughout: bool = False,
+    ) -> Tensor:
+        """PackedBatch.via of rows as `rows` gives them; `name`: which of a question's words; `throughout`: wherever a
+        token of the answer is foretold, not only its first."""
         via = torch.full_like(ids, IGNORED)
         for row, questions in enumerate(asked):
             for number, question in enumerate(questions, start=1):
                 if word := getattr(question, name):
                     predicts = (segments[row] == number) & (targets[row] != IGNORED)
-                    via[row, predicts.nonzero()[0]] = self.encode(f" {word}")[0]
+                    places = predicts.nonzero()[:, 0]
+                    via[row, places if throughout else places[:1]] = self.encode(f" {word}")[0]
         return via
 
     def batch(

@@ -21,8 +21,12 @@ def environment(tmp_path):
         f'#!/bin/sh\nprintf "%s|" "$@" >> {log}\necho >> {log}\n'
         f'case "$*" in *"pip install"*) exit 0;; *) exec {sys.executable} "$@";; esac\n'
     )
-    python.chmod(0o755)
-    return {**os.environ, "VIRTUAL_ENV": str(tmp_path / "venv")}, log
+    uv = python.with_name("uv")
+    uv.write_text(f'#!/bin/sh\nprintf "%s|" uv "$@" >> {log}\necho >> {log}\n')
+    for program in (python, uv):
+        program.chmod(0o755)
+    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "VIRTUAL_ENV": str(tmp_path / "venv"), "PATH": path}, log
 
 
 def run_eval(environment, *arguments, cwd=ROOT, script=ROOT / "scripts" / "run_eval.sh"):
@@ -39,7 +43,7 @@ def test_arguments_and_exit_code_pass_through(environment, tmp_path):
 def test_requirements_are_installed_once(environment):
     for _ in range(2):
         run_eval(environment, "a", "tiny", "snapkv", "7")
-    assert environment[1].read_text().count("pip|install") == 1
+    assert environment[1].read_text().count("uv|pip|install") == 1
 
 
 def test_changed_requirements_are_installed_again(environment, tmp_path):
@@ -47,13 +51,13 @@ def test_changed_requirements_are_installed_again(environment, tmp_path):
         shutil.copytree(
             ROOT / name, tmp_path / "clone" / name, ignore=shutil.ignore_patterns("checkpoint", "*.parquet")
         )
-    for name in ("requirements.txt", "pyproject.toml"):
+    for name in ("constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / "clone" / name)
     for _ in range(2):
         run_eval(environment, "a", "tiny", "snapkv", "7", script=tmp_path / "clone" / "scripts" / "run_eval.sh")
-        with open(tmp_path / "clone" / "requirements.txt", "a") as file:
+        with open(tmp_path / "clone" / "constraints.txt", "a") as file:
             file.write("\n# changed\n")
-    assert environment[1].read_text().count("pip|install") == 2
+    assert environment[1].read_text().count("uv|pip|install") == 2
 
 
 def test_help_shows_the_usage(environment):

@@ -16,7 +16,7 @@ KINDS = {  # of question, in turn in an evaluation set; a tenth of the needle's 
     "read_all": read_all.KINDS,
     "multi_image": multi_image.KINDS,
     "video": video.KINDS,
-    "needle": (*needle.KINDS * 3, *needle.PICTURE_KINDS),
+    "needle": (*needle.KINDS * 6, *needle.PICTURE_KINDS),
 }
 
 __all__ = ["KINDS", "REGIMES", "WORDS", "Shown"]

@@ -21,9 +21,10 @@ def pack(
     view: View = "both",
     text_labels: bool = False,
     via: Via | None = None,
+    via_throughout: bool = False,
 ) -> PackedBatch:
     """One row for each prompt, with all its questions. `text_labels`: its text is one of facts, and labelled; `via`: of
-    that name.
+    that name, `via_throughout` the answer, see `Packer.via`.
 
     All prompts must show the same number of pictures and of frames. `view` is of a single picture: several stand in
     the prompt in their base view alone, as in LLaVA-OneVision.
@@ -59,7 +60,7 @@ def pack(
         batch.frame_index = torch.tensor(index).unflatten(0, (len(prompts), frames))
         batch.before = torch.from_numpy(np.stack([shown.before for shown in prompts]))
     if via:
-        batch.via = packer.via(asked, via, ids, segments, targets)
+        batch.via = packer.via(asked, via, ids, segments, targets, via_throughout)
     if text_labels:
         batch.text_labels = torch.full((2, *ids.shape), IGNORED)
         for row, shown in enumerate(prefixes):
