@@ -36,7 +36,7 @@ def test_its_error_is_one_line(registered, capsys):
 
 def test_help_lists_own_and_registered_commands(registered, capsys):
     assert __main__.main([]) == 0
-    assert "{bench,calibrate,hello,speech}" in capsys.readouterr().out
+    assert "{bench,calibrate,hello,methods,speech}" in capsys.readouterr().out
 
 
 def test_an_unknown_command_is_one_line_with_the_valid_ones(registered, capsys):
@@ -53,6 +53,6 @@ def test_every_command_that_this_project_registers_is_there():
 
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     commands = project["entry-points"][__main__.GROUP]
-    assert set(commands) == {"report", "show", "leaderboard"}
+    assert set(commands) == {"eval", "sweep", "reproduce", "report", "show", "leaderboard"}
     for name, value in commands.items():
         assert callable(EntryPoint(name, value, __main__.GROUP).load())
