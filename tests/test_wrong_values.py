@@ -48,6 +48,7 @@ COMMANDS = {
         ["."],
         f"{PLUGIN}.report.html.report_command.load_groups",
     ),
+    "leaderboard": (f"{PLUGIN}.leaderboard.command", "parser", ["."], f"{PLUGIN}.leaderboard.command.load_groups"),
     "show": (f"{PLUGIN}.report.html.show", "parser", ["a.png", "What?"], f"{PLUGIN}.report.html.show.read_image"),
     "bench": (f"{BENCH}.cli", "parser", ["org/model"], f"{BENCH}.cli.load"),
     "speech": (f"{BENCH}.speech.command", "parser", ["org/model", "snapkv", "0.2"], f"{BENCH}.speech.command.cold"),

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 
 SEED_ARGUMENTS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+CONFIG_FIELDS = ("model_type", "layers", "kv_heads", "head_dim", "fingerprint")
 PACKAGES = ("kvcompress", "torch", "transformers", "lmms-eval", "datasets", "accelerate")
 
 
@@ -62,7 +63,7 @@ def evaluate_cells(
 
 def measured_line(lm: "KVCompressLM", job: Job, cells: int) -> str:
     """What the next cells measure, and on what."""
-    found = {key: value for key, value in environment(lm).items() if key not in ("versions", "python")}
+    found = {key: value for key, value in environment(lm).items() if key not in ("versions", "python", "config")}
     facts = {**job.cell.settings, **found, "batch_size": lm.batch_size}
     listed = " ".join(f"{key}={value}" for key, value in facts.items())
     return f"measuring {job.cell.task} with {job.cell.model}: {cells} cells of {job.questions} questions; {listed}"
@@ -323,9 +324,12 @@ def protocol(job: Job) -> dict[str, Any]:
 
 
 def environment(lm: "KVCompressLM", has_lm_eval: bool = False) -> dict[str, Any]:
-    """`has_lm_eval`: whether lm-eval asks and scores."""
+    """What answers, and on what; `has_lm_eval`: whether lm-eval asks and scores."""
     import torch
 
+    from kvcompress.calibration.files import ModelIdentity
+
+    model = ModelIdentity.of(lm.model.config, lm.model.config.get_text_config(decoder=True).num_hidden_layers)
     packages = (*PACKAGES, "lm-eval") if has_lm_eval else PACKAGES
 
     on_gpu = lm.device.type == "cuda"
@@ -337,6 +341,7 @@ def environment(lm: "KVCompressLM", has_lm_eval: bool = False) -> dict[str, Any]
         "dtype": str(lm.model.dtype).removeprefix("torch."),
         "attn_implementation": lm.model.config._attn_implementation,
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
+        "config": {name: getattr(model, name) for name in CONFIG_FIELDS},
     }
 
 

@@ -27,6 +27,7 @@ class Batch:
             empty before it ran, or where that did not fit into memory.
         prompt_pass: the same of the prefill; None as long as there is none.
         prompts: what was read, in the order of the rows; a kept batch has none.
+        media: how many images and videos each row shows; counted of `prompts` where it is not given.
     """
 
     key: bytes
@@ -34,6 +35,10 @@ class Batch:
     encoded: dict[tuple[str, int], Encoded] = field(default_factory=dict)
     prompt_pass: PromptPass | None = None
     prompts: list[ChatPrompt] = field(default_factory=list)
+    media: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.media = self.media or [(len(prompt.images), len(prompt.videos)) for prompt in self.prompts]
 
     @property
     def nbytes(self) -> int:

@@ -379,7 +379,7 @@ class KVCompressLM(Answerer):
             self.cache_hook.add_partial("generate_until", (request.args[0], request.args[2]), text)
             if request.metadata.get("__padding_only__"):
                 continue
-            self.rows.append({**row_of(request, answers, place), "rank": self.rank, "answer": text})
+            self.rows.append({**row_of(request, answers, place, batch.media[place]), "rank": self.rank, "answer": text})
             if self._has_overlay(request):
                 kept = record(self.model, self.chat, batch.prompts[place], answers.inputs, answers.kept, place)
                 self.rows[-1]["survivors"] = kept

@@ -22,6 +22,8 @@ QUANTITIES = (
     "tokens_in",
     "tokens_out",
     "vision_tokens",
+    "images",
+    "videos",
     "kv_bytes_prompt",
     "kv_bytes_end",
     "kv_held_bytes",
@@ -30,9 +32,9 @@ QUANTITIES = (
 )
 
 
-def row_of(request: Instance, answers: Answers, place: int) -> dict[str, Any]:
+def row_of(request: Instance, answers: Answers, place: int, media: tuple[int, int]) -> dict[str, Any]:
     """A request's measurements. Times and peak memory are the batch's; KV bytes are the row's share of it. A request in
-    flight is a batch of its own, but for the peaks, which are the run's."""
+    flight is a batch of its own, but for the peaks, which are the run's. `media`: its images and videos."""
     _, _, _, doc_id, task, split = request.args
     measured, tower, prompt, batch_size = answers.measured, answers.tower, answers.prompt, len(answers.texts)
     in_slots = answers.in_slots
@@ -58,6 +60,8 @@ def row_of(request: Instance, answers: Answers, place: int) -> dict[str, Any]:
         "tokens_in": measured.tokens_in[place],
         "tokens_out": measured.tokens_out[place],
         "vision_tokens": measured.vision_tokens[place],
+        "images": media[0],
+        "videos": media[1],
         "kv_bytes_prompt": measured.kv_bytes_prompt // batch_size,
         "kv_bytes_end": measured.kv_bytes_end // batch_size,
         "kv_held_bytes": (measured.kv_bytes_prompt - measured.kv_room_bytes) // batch_size,

@@ -5,7 +5,7 @@ paper's own formulas were not at hand.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,9 +97,8 @@ def paired_bootstrap(a: Numbers, b: Numbers, resamples: int = 10_000, seed: int 
     a, b = np.asarray(a, float), np.asarray(b, float)
     if len(a) != len(b) or not len(a):
         raise KVCompressError(f"a paired comparison needs the same questions, not {len(a)} and {len(b)}")
-    differences, generator = a - b, np.random.default_rng(seed)
-    # One draw after the other: all at once would be resamples x questions numbers.
-    means = np.array([generator.choice(differences, len(differences)).mean() for _ in range(resamples)])
+    differences = a - b
+    means = np.concatenate([differences[drawn].mean(1) for drawn in drawn_again(len(a), resamples, seed)])
     observed = differences.mean()
     extreme = np.count_nonzero(np.abs(means - observed) >= abs(observed) - 1e-12)
     low, high = np.percentile(means, [2.5, 97.5])
@@ -137,15 +136,21 @@ def headroom(scores: Numbers, random: Numbers, hindsight: Numbers, resamples: in
         way = np.where(highest > lowest, highest - lowest, np.nan)
         return (own - lowest) / way
 
-    questions, generator = three.shape[1], np.random.default_rng(0)
+    questions = three.shape[1]
     observed = part(np.arange(questions)[None])[0]
     if np.isnan(observed):
         return None
-    at_once = max(1, 1_000_000 // questions)
-    counts = [min(at_once, resamples - start) for start in range(0, resamples, at_once)]
-    parts = [part(generator.integers(questions, size=(count, questions))) for count in counts]
+    parts = [part(drawn) for drawn in drawn_again(questions, resamples)]
     low, high = np.nanpercentile(np.concatenate(parts), [2.5, 97.5])
     return Headroom(float(observed), float(low), float(high))
+
+
+def drawn_again(questions: int, resamples: int, seed: int = 0) -> Iterator[np.ndarray]:
+    """Numbers of questions drawn again, with replacement: (some of the resamples, questions) at a time, for all of them
+    at once would be too many numbers."""
+    generator, at_once = np.random.default_rng(seed), max(1, 1_000_000 // questions)
+    for start in range(0, resamples, at_once):
+        yield generator.integers(questions, size=(min(at_once, resamples - start), questions))
 
 
 # -- over the ratios of one method

@@ -1,39 +1,79 @@
-"""`kvcompress COMMAND`: what is there, and what a wrong one says."""
+"""`python -m kvcompress COMMAND`: the package's own commands, and those that others register."""
 
-from importlib.metadata import distribution
+import sys
+from importlib.metadata import EntryPoint, EntryPoints, distribution
+from pathlib import Path
+
+import pytest
 
 import kvcompress
-from kvcompress.__main__ import main
+from kvcompress import KVCompressError, __main__
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
-def test_every_command_of_the_project_can_be_imported():
-    points = distribution("kvcompress").entry_points
-    commands = points.select(group="kvcompress.commands")
-    assert {"eval", "sweep", "reproduce", "report", "show"} <= commands.names
-    for point in [*commands, *points.select(group="console_scripts")]:
-        assert callable(point.load())
+def hello(arguments: list[str]) -> None:
+    if not arguments:
+        raise KVCompressError("hello whom?")
+    print("hello", *arguments)
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """A command `hello` of another package."""
+    entry = EntryPoint("hello", f"{__name__}:hello", __main__.GROUP)
+    monkeypatch.setattr(__main__, "entry_points", lambda group: EntryPoints([entry]).select(group=group))
+
+
+def test_a_registered_command_gets_its_arguments(registered, capsys):
+    assert __main__.main(["hello", "you", "--there"]) == 0
+    assert capsys.readouterr().out == "hello you --there\n"
+
+
+def test_its_error_is_one_line(registered, capsys):
+    assert __main__.main(["hello"]) == 2
+    assert capsys.readouterr().err == "error: hello whom?\n"
+
+
+def test_help_lists_own_and_registered_commands(registered, capsys):
+    assert __main__.main([]) == 0
+    assert "{bench,calibrate,hello,methods,speech}" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_one_line_with_the_valid_ones(registered, capsys):
+    assert __main__.main(["helo"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: there is no command 'helo' (did you mean 'hello'?); valid: bench, calibrate, hello, ")
+    assert "pip install -e ." in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")
+def test_every_command_that_this_project_registers_is_there():
+    import tomllib
+
+    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+    commands = project["entry-points"][__main__.GROUP]
+    assert set(commands) == {"eval", "sweep", "reproduce", "report", "show", "leaderboard"}
+    for name, value in commands.items():
+        assert callable(EntryPoint(name, value, __main__.GROUP).load())
 
 
 def test_methods_lists_those_with_the_word(capsys):
-    assert main(["methods"]) == 0
+    assert __main__.main(["methods"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(kvcompress.list_methods())
-    assert main(["methods", "SnapKV"]) == 0
+    assert __main__.main(["methods", "SnapKV"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert 0 < len(lines) < len(kvcompress.list_methods())
     assert all("snapkv" in line.lower() for line in lines)
 
 
 def test_a_word_that_no_method_has_is_one_line(capsys):
-    assert main(["methods", "nonesuch"]) == 2
+    assert __main__.main(["methods", "nonesuch"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_the_version_is_the_packages(capsys):
-    assert main(["--version"]) == 0
+    assert __main__.main(["--version"]) == 0
     assert capsys.readouterr().out == f"kvcompress {kvcompress.__version__}\n"
     assert distribution("kvcompress").version == kvcompress.__version__
-
-
-def test_a_misspelt_command_names_those_there_are(capsys):
-    assert main(["bnech"]) == 2
-    assert "bench" in capsys.readouterr().err

@@ -1,5 +1,6 @@
-"""Tiny checkpoints on disk, shared by all tests of a run; a small index of tasks."""
+"""Tiny checkpoints on disk, shared by all tests of a run; a small index of tasks; a browser."""
 
+import shutil
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -21,3 +22,18 @@ def small_index(monkeypatch) -> None:
 
     manager = partial(lmms_eval.tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(lmms_eval.tasks, "TaskManager", manager)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium; where there is none, the test is skipped."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no chromium on PATH (Debian: apt install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        )
+        yield browser
+        browser.close()

@@ -125,7 +125,11 @@ def test_results_hold_scores_efficiency_and_protocol(finished):
     protocol = results["protocol"]
     assert (protocol["method"], protocol["ratio"], protocol["options"]["window_size"]) == ("snapkv", 0.2, 8)
     assert (protocol["scope"], protocol["ratio_of"], protocol["first_token"]) == ("prompt", "prompt", "full")
-    assert results["environment"]["versions"]["lmms-eval"] == "0.7.3"
+    environment, efficiency = results["environment"], results["efficiency"]
+    assert environment["versions"]["lmms-eval"] == "0.7.3"
+    shape = environment["config"]
+    assert (shape["model_type"], shape["layers"], shape["kv_heads"], shape["head_dim"]) == ("llava_onevision", 4, 2, 48)
+    assert (efficiency["images"]["median"], efficiency["videos"]["median"]) == (1, 0)
 
 
 def test_compression_shows_in_the_numbers(finished):

@@ -46,7 +46,7 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
                 "series": row.series,
                 "method": row.method,
                 "size": f"budget {row.budget:.0f}" if pd.isna(row.ratio) else exact(row.ratio),
-                **{name: _number(getattr(row, name)) for name in CELL_NUMBERS},
+                **{name: number(getattr(row, name)) for name in CELL_NUMBERS},
                 "samples": int(row.samples),
                 "same": same_as_full(samples, frame, index),
                 "headroom": None if parts[index] is None else [*astuple(parts[index])],
@@ -134,10 +134,13 @@ def overlay_data(entries: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 def same_as_full(samples: pd.DataFrame, frame: pd.DataFrame, index: int) -> float | None:
     """The share of a cell's questions with the full cache's own answer; None without a full cache or answers."""
-    if frame["method"][0] != "full" or not len(samples):
-        return None
+    return same_answers(samples, index, 0) if frame["method"][0] == "full" and len(samples) else None
+
+
+def same_answers(samples: pd.DataFrame, index: int, other: int) -> float | None:
+    """The share of the questions of two cells to which both give the same answer; None where they share none."""
     columns = ["task", "doc_id"]
-    full, own = (samples[samples["cell"] == cell].set_index(columns)["answer"] for cell in (0, index))
+    full, own = (samples[samples["cell"] == cell].set_index(columns)["answer"] for cell in (other, index))
     both = pd.concat([own, full], axis=1, keys=["own", "full"], join="inner")
     return loyalty(list(both["own"]), list(both["full"])) if len(both) else None
 
@@ -187,5 +190,5 @@ def _at(pivot: pd.DataFrame, key: tuple, index: int) -> Any:
     return None if pd.isna(value) else value
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
     return None if pd.isna(value) else float(value)

@@ -1,4 +1,4 @@
-"""The HTML page: one file, without network; styles, scripts and data stand in it."""
+"""An HTML page: one file, without network; styles, scripts and data stand in it."""
 
 import json
 from pathlib import Path
@@ -11,13 +11,20 @@ from kvcompress.files import write_text
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def write_page(path: Path, title: str, data: dict[str, Any]) -> None:
-    """Write the page that shows `data` (see `data.page_data`)."""
-    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
-    page = environment.get_template("page.html.jinja").render(
+def write_page(path: Path, title: str, data: dict[str, Any], folder: Path = TEMPLATES, name: str = "page") -> None:
+    """Write the page that shows `data`, JSON-ready; by default the report's, see `data.page_data`.
+
+    Args:
+        folder, name: of its template, which extends `base.html.jinja`; beside it `<name>.js`, and `<name>.css` where it
+            has styles of its own, come behind those of all pages.
+    """
+    environment = Environment(loader=FileSystemLoader([folder, TEMPLATES]), autoescape=True)
+    styles = [TEMPLATES / "common.css", *folder.glob(f"{name}.css")]
+    scripts = [TEMPLATES / "common.js", folder / f"{name}.js"]
+    page = environment.get_template(f"{name}.html.jinja").render(
         title=title,
-        style=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
-        script=(TEMPLATES / "page.js").read_text(encoding="utf-8"),
+        style="".join(file.read_text(encoding="utf-8") for file in styles),
+        script="".join(file.read_text(encoding="utf-8") for file in scripts),
         # `</script>` in an answer must not end the element that holds the data.
         data=json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     )

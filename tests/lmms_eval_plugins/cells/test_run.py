@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import lmms_eval.evaluator
 import torch
+from transformers import LlamaConfig
 
 from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.run import as_one_process, environment, metric_tokens, run_lmms_eval
@@ -56,7 +57,7 @@ def test_a_tensor_parallel_models_ranks_are_not_shared_out(monkeypatch):
 
 
 def test_a_run_that_nobody_started_several_of_is_one_process(monkeypatch):
-    config = SimpleNamespace(_attn_implementation="sdpa")
+    config = LlamaConfig(attn_implementation="sdpa")
     lm = SimpleNamespace(device=torch.device("cpu"), model=SimpleNamespace(dtype=torch.float32, config=config))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert environment(lm)["processes"] == 1

@@ -66,6 +66,8 @@ def test_answers_of_a_mixed_batch_are_those_of_each_document_alone(checkpoint, v
     by_doc = [{row["doc_id"]: [row[name] for name in fields] for row in lm.rows} for lm in (alone, together)]
     assert by_doc[0] == by_doc[1]
     assert [by_doc[0][doc][2] > 0 for doc in range(len(docs))] == [True, False, True, True, True]
+    media = {row["doc_id"]: (row["images"], row["videos"]) for row in together.rows}
+    assert [media[doc] for doc in range(len(docs))] == [(1, 0), (0, 0), (2, 0), (0, 1), (0, 2)]
 
 
 @pytest.mark.parametrize("family", VLM_FAMILIES)

@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import shutil
+import zlib
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -168,7 +169,7 @@ def test_the_page_is_one_file_that_names_no_address(report):
 def check_data(page: str) -> None:
     """The page holds what its script reads: browsers are not on every machine."""
     data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1])
-    script = (TEMPLATES / "page.js").read_text()
+    script = "".join((TEMPLATES / name).read_text() for name in ("common.js", "page.js"))
     (group,) = data["groups"]
     overlay, question = next(iter(group["overlays"].values())), group["questions"][0]
     parts = {"DATA": data, "group": group, "cell": group["cells"][0], "overlay": overlay, "question": question}
@@ -287,18 +288,36 @@ def test_a_model_that_is_given_by_a_relative_path_is_found(root, tmp_path):
 # -- in a browser
 
 
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no chromium on PATH (Debian: apt install chromium)")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        )
-        yield browser
-        browser.close()
+AT_LOAD = """addEventListener("load", () => { window.atLoad = [...document.querySelectorAll("#overlays canvas")].map(
+    (canvas) => new Set(canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data).size); });"""
+
+
+def test_all_of_the_page_is_there_when_it_is_loaded(browser, report):
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.add_init_script(AT_LOAD)
+    page.goto(f"file://{report / 'report.html'}")
+    colours = page.evaluate("window.atLoad")
+    assert len(colours) == 3  # full, and the two methods at the size that is shown first
+    assert min(colours) > 2
+    page.close()
+
+
+def test_the_page_reads_bits_as_python_packs_them(browser, report):
+    page = browser.new_page()
+    page.goto(f"file://{report / 'report.html'}")
+    generator = np.random.default_rng(0)
+    mixed = generator.random((4, 3, 700)) < np.linspace(0, 1, 700) ** 4
+    kept = [mixed, mixed & False, mixed | True, generator.random((8, 8, 6000)) < 0.5, mixed[:1, :1, :3]]
+    kept.append(np.repeat(kept[3][:1, :1], 60, axis=0))  # far back and long again
+    for bits in kept:
+        read = page.evaluate("packed => [...bits(packed)]", packed_bits(bits))
+        assert read == np.packbits(bits, bitorder="little").tolist()
+    stored = {"shape": [1, 1, 160_000], "bits": base64.b64encode(zlib.compress(bytes(range(200)) * 100, 0)).decode()}
+    assert page.evaluate("packed => [...bits(packed)]", stored) == list(range(200)) * 100
+    for whole in (stored, packed_bits(mixed)):
+        with pytest.raises(Exception, match="the page is damaged"):
+            page.evaluate("packed => [...bits(packed)]", {**whole, "bits": whole["bits"][:-40]})
+    page.close()
 
 
 def column(page, place):

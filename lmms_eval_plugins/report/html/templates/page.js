@@ -1,223 +1,34 @@
-"use strict";
-const DATA = JSON.parse(document.getElementById("data").textContent);
-const $ = (id) => document.getElementById(id);
-const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f00", "#a6611a", "#5a7d9a"];
 const SHARE_OF_HEADS = -1;
 const PAGE = 20;
-let group = null;
-let hidden = new Set();
 let shown = PAGE;
+let order = {};
 
-// -- small helpers
-
-function make(tag, properties = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(properties)) {
-    if (name in element && name !== "style") element[name] = value;
-    else element.setAttribute(name, value);
-  }
-  element.append(...children.filter((child) => child !== null));
-  return element;
-}
-
-function svg(tag, attributes, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
-
-function fill(select, options, keep) {
-  const before = keep ? select.value : null;
-  select.replaceChildren(...options.map(([value, text]) => make("option", { value, textContent: text })));
-  if (before !== null && options.some(([value]) => String(value) === before)) select.value = before;
-}
-
-// No more digits than it needs: 100 %, 14.7 %.
-const percent = (share, digits = 1) => (share === null ? "-" : Number((100 * share).toFixed(digits)) + " %");
-const milliseconds = (s) => (s === null ? "-" : (1000 * s).toFixed(1) + " ms");
-function bytes(value) {
-  if (value === null) return "-";
-  for (const unit of ["B", "KiB", "MiB"]) {
-    if (value < 1024) return (unit === "B" ? value.toFixed(0) : value.toFixed(1)) + " " + unit;
-    value /= 1024;
-  }
-  return value.toFixed(2) + " GiB";
-}
-const scoreText = (cell) => (cell.score === null ? "-" : (group.scale * cell.score).toFixed(1));
 const errorText = (cell) => (cell.stderr === null ? "" : " ± " + (group.scale * cell.stderr).toFixed(1));
-// The method alone where that says which series is meant.
-const label = (series) => group.labels.get(series);
-const colour = (series) => COLOURS[group.series.indexOf(series) % COLOURS.length];
-const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const dot = (series) => make("i", { className: "dot", style: `background:${series === "full" ? ink("--ink") : colour(series)}` });
-
-function tip(event, text) {
-  const box = $("tip");
-  box.textContent = text;
-  box.style.opacity = text ? 1 : 0;
-  if (!text) return;
-  const left = Math.min(event.clientX + 14, innerWidth - box.offsetWidth - 8);
-  box.style.left = Math.max(8, left) + "px";
-  box.style.top = Math.max(8, event.clientY - box.offsetHeight - 12) + "px";
-}
-
-function hint(element, text) {
-  element.addEventListener("pointermove", (event) => tip(event, text));
-  element.addEventListener("pointerleave", (event) => tip(event, ""));
-}
+const barOf = (cell) => (cell.stderr ? [cell.score - cell.stderr, cell.score + cell.stderr] : null);
 
 // Cells of one size, and the full cache in front.
 const cellsOf = (size) => group.cells.map((cell, index) => [cell, index]).filter(([cell]) => cell.method === "full" || cell.size === size);
-const sizeName = (size) => (size.startsWith("budget") ? size : percent(Number(size), Number(size) < 0.01 ? 1 : 0));
-
-const decimal = (value) => (value === null ? "-" : value.toFixed(1));
-
 // -- the table
 
 const COLUMNS = [
-  ["method", (cell) => cell.series, null],
-  ["kept", (cell) => cell.ratio ?? cell.budget, (cell) => (cell.ratio === null ? cell.size : percent(cell.ratio, cell.ratio < 0.01 ? 1 : 0))],
-  ["score", (cell) => cell.score, null],
-  ["headroom", (cell) => cell.headroom?.[0] ?? null, (cell) => (cell.headroom ? `${percent(cell.headroom[0], 0)} [${cell.headroom.slice(1).map((end) => (100 * end).toFixed(0)).join(", ")}]` : "-"), "rare"],
-  ["same as full", (cell) => cell.same, (cell) => percent(cell.same, 0), "rare"],
-  ["TTFT", (cell) => cell.ttft_s, (cell) => milliseconds(cell.ttft_s), "rare"],
-  ["per token", (cell) => cell.tpot_s, (cell) => milliseconds(cell.tpot_s)],
-  ["answers/s", (cell) => cell.answers_per_s, (cell) => decimal(cell.answers_per_s), "rare"],
-  ["tokens/correct", (cell) => cell.tokens_per_correct, (cell) => decimal(cell.tokens_per_correct), "rare"],
-  ["KV cache", (cell) => cell.kv_bytes, (cell) => bytes(cell.kv_bytes), "rare"],
-  ["realised", (cell) => cell.realised, (cell) => (cell.realised === null ? "-" : cell.realised.toFixed(3)), "rare"],
-  ["samples", (cell) => cell.samples, (cell) => cell.samples, "rare"],
+  { name: "method", value: (cell) => cell.series, words: true, show: (cell) => [dot(cell.series), label(cell.series)] },
+  { name: "kept", value: (cell) => cell.ratio ?? cell.budget, show: (cell) => (cell.ratio === null ? cell.size : percent(cell.ratio, cell.ratio < 0.01 ? 1 : 0)) },
+  { name: "score", value: (cell) => cell.score, show: (cell) => [scoreText(cell), make("small", { textContent: errorText(cell) }), meter((cell.score ?? 0) / group.most)] },
+  { name: "headroom", value: (cell) => cell.headroom?.[0] ?? null, show: (cell) => (cell.headroom ? `${percent(cell.headroom[0], 0)} [${cell.headroom.slice(1).map((end) => (100 * end).toFixed(0)).join(", ")}]` : "-"), rare: true },
+  { name: "same as full", value: (cell) => cell.same, show: (cell) => percent(cell.same, 0), rare: true },
+  { name: "TTFT", value: (cell) => cell.ttft_s, show: (cell) => milliseconds(cell.ttft_s), rare: true },
+  { name: "per token", value: (cell) => cell.tpot_s, show: (cell) => milliseconds(cell.tpot_s) },
+  { name: "answers/s", value: (cell) => cell.answers_per_s, show: (cell) => decimal(cell.answers_per_s), rare: true },
+  { name: "tokens/correct", value: (cell) => cell.tokens_per_correct, show: (cell) => decimal(cell.tokens_per_correct), rare: true },
+  { name: "KV cache", value: (cell) => cell.kv_bytes, show: (cell) => bytes(cell.kv_bytes), rare: true },
+  { name: "realised", value: (cell) => cell.realised, show: (cell) => (cell.realised === null ? "-" : cell.realised.toFixed(3)), rare: true },
+  { name: "samples", value: (cell) => cell.samples, show: (cell) => String(cell.samples), rare: true },
 ];
-// Headroom is known where `random` and `hindsight` are there as well.
-const columnsShown = () => COLUMNS.filter(([name]) => name !== "headroom" || group.cells.some((cell) => cell.headroom));
-let order = { column: null, descending: false };
 
 function drawTable() {
-  const columns = columnsShown();
-  const head = columns.map(([name, , , rare]) => {
-    const th = make("th", { textContent: name === "score" ? group.metric : name, className: rare ?? "", tabIndex: 0, scope: "col" });
-    if (order.column === name) th.setAttribute("aria-sort", order.descending ? "descending" : "ascending");
-    const sort = () => {
-      const numbers = name !== "method";
-      order = order.column === name ? { column: name, descending: !order.descending } : { column: name, descending: numbers };
-      drawTable();
-    };
-    th.addEventListener("click", sort);
-    th.addEventListener("keydown", (event) => event.key === "Enter" && sort());
-    return th;
-  });
-  $("cells-table").tHead.replaceChildren(make("tr", {}, ...head));
-  const rows = [...group.cells];
-  const sorting = columns.find(([name]) => name === order.column);
-  if (sorting) {
-    const value = sorting[1];
-    rows.sort((a, b) => {
-      const [x, y] = [value(a), value(b)];
-      if (x === null || y === null) return (x === null) - (y === null);
-      const less = typeof x === "string" ? x.localeCompare(y) : x - y;
-      return order.descending ? -less : less;
-    });
-  }
-  const top = Math.max(...group.cells.map((cell) => cell.score ?? 0)) || 1;
-  $("cells-table").tBodies[0].replaceChildren(...rows.map((cell) => make("tr", {}, ...columns.map(([name, , text, rare]) => {
-    if (name === "method") return make("td", {}, dot(cell.series), label(cell.series));
-    if (name !== "score") return make("td", { textContent: text(cell), className: rare ?? "" });
-    const meter = make("span", { className: "meter" }, make("i", { style: `width:${(100 * (cell.score ?? 0)) / top}%` }));
-    return make("td", {}, scoreText(cell), make("small", { textContent: errorText(cell) }), meter);
-  }))));
-}
-
-// -- plots
-
-function ticks(low, high, log) {
-  if (log) {
-    const found = [];
-    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
-      for (const digit of [1, 2, 5]) found.push(digit * 10 ** power);
-    return found.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
-  }
-  const rough = (high - low) / 5 || 1;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((digit) => digit * power).find((size) => size >= rough);
-  const found = [];
-  for (let tick = Math.ceil(low / step) * step; tick <= high + step * 1e-6; tick += step) found.push(tick);
-  return found;
-}
-
-function drawPlot(where, x, log, text, name, moreIsBetter) {
-  const height = where.clientHeight, width = where.clientWidth;
-  const points = group.cells.filter((cell) => !hidden.has(cell.series) && cell.score !== null && cell[x] !== null);
-  where.replaceChildren();
-  if (!points.length) {
-    where.append(make("p", { className: "lead", textContent: "No cell has these numbers." }));
-    return;
-  }
-  const left = 44, right = 14, top = 12, bottom = 40;
-  const values = points.map((cell) => cell[x]);
-  let [low, high] = [Math.min(...values), Math.max(...values)];
-  if (log) [low, high] = [low / 1.15, high * 1.15];
-  else { const room = (high - low || high) * 0.07; [low, high] = [Math.max(0, low - room), high + room]; }
-  const ys = points.flatMap((cell) => [group.scale * (cell.score + (cell.stderr ?? 0))]);
-  const most = group.scale === 100 ? 103 : Math.max(...ys) * 1.05;
-  const along = (value) => left + (width - left - right) * (log ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low));
-  const up = (score) => height - bottom - (height - bottom - top) * (score / most);
-  const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${group.metric} against ${name}` });
-  const allTicks = ticks(low, high, log);
-  const shownTicks = allTicks.length * 52 > width ? allTicks.filter((_, place) => place % 2 === 0) : allTicks;
-  for (const tick of shownTicks) {
-    drawing.append(svg("line", { class: "grid", x1: along(tick), x2: along(tick), y1: top, y2: height - bottom }));
-    drawing.append(svg("text", { x: along(tick), y: height - bottom + 17, "text-anchor": "middle" }, text(tick)));
-  }
-  for (const tick of ticks(0, Math.min(most, group.scale === 100 ? 100 : most), false)) {
-    drawing.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: up(tick), y2: up(tick) }));
-    drawing.append(svg("text", { x: left - 8, y: up(tick) + 4, "text-anchor": "end" }, String(Number(tick.toPrecision(4)))));
-  }
-  drawing.append(svg("text", { x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, name));
-  drawing.append(svg("text", { x: 0, y: 0, transform: `translate(11 ${(height - bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, group.metric + (group.scale === 100 ? " (%)" : "")));
-  const front = [];
-  for (const cell of [...points].sort((a, b) => (moreIsBetter ? b[x] - a[x] : a[x] - b[x]) || b.score - a.score))
-    if (!front.length || cell.score > front[front.length - 1].score) front.push(cell);
-  drawing.append(svg("polyline", { class: "front", points: front.map((cell) => `${along(cell[x])},${up(group.scale * cell.score)}`).join(" ") }));
-  for (const series of group.series) {
-    const own = points.filter((cell) => cell.series === series).sort((a, b) => a.realised - b.realised);
-    const paint = series === "full" ? ink("--ink") : colour(series);
-    drawing.append(svg("polyline", { fill: "none", stroke: paint, "stroke-width": 1.6, opacity: 0.75, points: own.map((cell) => `${along(cell[x])},${up(group.scale * cell.score)}`).join(" ") }));
-    for (const cell of own) {
-      const [px, py] = [along(cell[x]), up(group.scale * cell.score)];
-      if (cell.stderr) {
-        const [a, b] = [cell.score - cell.stderr, cell.score + cell.stderr].map((score) => up(Math.max(0, Math.min(group.scale * score, most))));
-        drawing.append(svg("path", { stroke: paint, fill: "none", opacity: 0.8, d: `M${px} ${a}V${b}M${px - 3} ${a}h6M${px - 3} ${b}h6` }));
-      }
-      if (front.includes(cell)) drawing.append(svg("circle", { cx: px, cy: py, r: 8, fill: "none", stroke: paint, "stroke-width": 1.5 }));
-      const point = svg("circle", { class: "point", cx: px, cy: py, r: 4.5, fill: paint, stroke: ink("--paper"), "stroke-width": 1 });
-      hint(point, `${label(cell.series)}\nkept ${sizeName(cell.size)}\n${group.metric} ${scoreText(cell)}${errorText(cell)}\n${name} ${text(cell[x])}`);
-      drawing.append(point);
-    }
-  }
-  where.append(drawing);
-}
-
-function drawPlots() {
-  const size = $("x-size").value, time = $("x-time").value;
-  const label = (select) => select.selectedOptions[0].textContent;
-  drawPlot($("plot-size"), size, true, size === "kv_bytes" ? bytes : (share) => String(Number((100 * share).toPrecision(2))) + " %", label($("x-size")));
-  const isRate = time.endsWith("_per_s");
-  const timeText = (value) => (isRate ? String(Number(value.toPrecision(3))) : String(Number((1000 * value).toPrecision(3))) + " ms");
-  drawPlot($("plot-time"), time, false, timeText, label($("x-time")), isRate);
-}
-
-function drawLegend() {
-  $("legend").replaceChildren(...group.series.map((series) => {
-    const button = make("button", { type: "button" }, dot(series), label(series));
-    button.setAttribute("aria-pressed", String(!hidden.has(series)));
-    button.addEventListener("click", () => {
-      hidden.has(series) ? hidden.delete(series) : hidden.add(series);
-      drawLegend();
-      drawPlots();
-    });
-    return button;
-  }));
+  // Headroom is known where `random` and `hindsight` are there as well.
+  const columns = COLUMNS.filter(({ name }) => name !== "headroom" || group.cells.some((cell) => cell.headroom));
+  drawRows($("cells-table"), columns.map((column) => (column.name === "score" ? { ...column, title: group.metric } : column)), group.cells, order, drawTable);
 }
 
 // -- budgets
@@ -251,21 +62,89 @@ function drawMaps() {
 
 // -- what survives
 
+const DAMAGED = "the page is damaged: what survives cannot be read";
 const inflated = new Map();
 
-async function bits(packed) {
+// At once, where the browser's own DecompressionStream would come after the page is loaded: a zlib stream (RFC 1950,
+// 1951) of which it is known how many bytes it holds.
+function inflate(stream, size) {
+  const out = new Uint8Array(size);
+  let from = 2, written = 0, hold = 0, held = 0;
+  const take = (count) => {
+    for (; held < count; held += 8) {
+      if (from >= stream.length) throw new Error(DAMAGED);
+      hold |= stream[from++] << held;
+    }
+    const value = hold & ((1 << count) - 1);
+    hold >>>= count;
+    held -= count;
+    return value;
+  };
+  const codes = (lengths) => [...Array(16).keys()].map((length) => (length ? lengths.flatMap((own, symbol) => (own === length ? [symbol] : [])) : []));
+  const read = (symbols) => {
+    for (let length = 1, code = 0, first = 0; length < 16; length++) {
+      code |= take(1);
+      const count = symbols[length].length;
+      if (code < first + count) return symbols[length][code - first];
+      first = (first + count) << 1;
+      code <<= 1;
+    }
+    throw new Error(DAMAGED);
+  };
+  const fixed = [[144, 8], [112, 9], [24, 7], [8, 8]].flatMap(([count, length]) => Array(count).fill(length));
+  const own = () => {
+    const [literals, distances, steps] = [take(5) + 257, take(5) + 1, take(4) + 4], short = Array(19).fill(0), lengths = [];
+    for (let step = 0; step < steps; step++) short[[16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15][step]] = take(3);
+    const code = codes(short);
+    while (lengths.length < literals + distances) {
+      const symbol = read(code);
+      if (symbol < 16) lengths.push(symbol);
+      else {
+        const again = symbol === 16 ? lengths.at(-1) : 0;
+        lengths.push(...Array(symbol === 16 ? 3 + take(2) : symbol === 17 ? 3 + take(3) : 11 + take(7)).fill(again));
+      }
+    }
+    return [codes(lengths.slice(0, literals)), codes(lengths.slice(literals))];
+  };
+  for (let isLast = 0; !isLast; ) {
+    isLast = take(1);
+    const kind = take(2);
+    if (kind === 0) {
+      const count = stream[(from -= held >> 3)] | (stream[from + 1] << 8); // what is left of a byte is not used
+      hold = held = 0;
+      if (from + 4 + count > stream.length) throw new Error(DAMAGED);
+      out.set(stream.subarray(from + 4, from + 4 + count), written);
+      [from, written] = [from + 4 + count, written + count];
+      continue;
+    }
+    const [literals, distances] = kind === 1 ? [codes(fixed), codes(Array(30).fill(5))] : own();
+    for (let symbol = read(literals); symbol !== 256; symbol = read(literals)) {
+      if (symbol < 256) {
+        out[written++] = symbol;
+        continue;
+      }
+      const step = symbol - 257, more = Math.max(0, (step >> 2) - 1);
+      const count = step === 28 ? 258 : 3 + (step < 4 ? step : ((4 + (step & 3)) << more) + take(more));
+      const far = read(distances), further = Math.max(0, (far >> 1) - 1);
+      const distance = 1 + (far < 2 ? far : ((2 + (far & 1)) << further) + take(further));
+      for (let end = written + count; written < end; written++) out[written] = out[written - distance];
+    }
+  }
+  return out;
+}
+
+function bits(packed) {
   if (!inflated.has(packed)) {
-    const raw = Uint8Array.from(atob(packed.bits), (character) => character.charCodeAt(0));
-    const stream = new Blob([raw]).stream().pipeThrough(new DecompressionStream("deflate"));
-    inflated.set(packed, new Uint8Array(await new Response(stream).arrayBuffer()));
+    const stream = Uint8Array.from(atob(packed.bits), (character) => character.charCodeAt(0));
+    inflated.set(packed, inflate(stream, Math.ceil(packed.shape.reduce((a, b) => a * b) / 8)));
   }
   return inflated.get(packed);
 }
 
 // The share of the chosen heads and layers that kept each token.
-async function keptShares(packed, layer, head) {
+function keptShares(packed, layer, head) {
   const [layers, heads, tokens] = packed.shape;
-  const stored = await bits(packed);
+  const stored = bits(packed);
   const total = new Float32Array(tokens);
   const chosenLayers = layer < 0 ? [...Array(layers).keys()] : [layer];
   const chosenHeads = head === SHARE_OF_HEADS ? [...Array(heads).keys()] : [head];
@@ -296,18 +175,21 @@ function sheets(layout) {
 }
 
 const loaded = new Map();
-function picture(file) {
+
+// Calls `draw` with the picture, at once or when it is there: the page's `load` waits for that.
+function withPicture(file, draw) {
   if (!loaded.has(file)) {
     const image = new Image();
     image.src = DATA.images[file];
-    loaded.set(file, image.decode().then(() => image));
+    loaded.set(file, image);
   }
-  return loaded.get(file);
+  const image = loaded.get(file);
+  if (image.naturalWidth) draw(image);
+  else image.addEventListener("load", () => draw(image));
 }
 
-async function paint(canvas, image, layout, views, share) {
+function paint(canvas, drawn, layout, views, share) {
   const context = canvas.getContext("2d");
-  const drawn = image && image.file && DATA.images[image.file] ? await picture(image.file) : null;
   const evicted = ink("--evicted");
   const width = 640;
   const height = drawn ? Math.round((width * drawn.naturalHeight) / drawn.naturalWidth) : 0;
@@ -344,11 +226,9 @@ function verdict(text, score, differs) {
   return make("span", { className: `answer ${kind}${differs ? " other" : ""}`, title: differs ? "differs from the full cache's answer" : "" }, mark ? make("b", { textContent: mark }) : null, text === null ? "-" : text || "(empty)");
 }
 
-let drawing = 0;
-async function drawOverlays() {
+function drawOverlays() {
   const overlay = group.overlays[$("question").value];
   if (!overlay) return;
-  const mine = ++drawing;
   const question = group.questions.find((one) => one.key === $("question").value);
   const place = Number($("image").value || 0), head = Number($("head").value), layer = Number($("layer").value) - 1;
   $("layer-name").textContent = layer < 0 ? "all" : overlay.layers[layer];
@@ -360,13 +240,15 @@ async function drawOverlays() {
   for (const [cell, index] of cellsOf($("survivor-size").value)) {
     const kept = overlay.cells[index];
     if (!kept) continue;
-    const [vision, text] = await Promise.all([keptShares(kept.vision, layer, head), keptShares(kept.text, layer, head)]);
+    const [vision, text] = [keptShares(kept.vision, layer, head), keptShares(kept.text, layer, head)];
     const card = make("article", { className: "card" });
     card.dataset.series = cell.series;
     if (image) {
       const canvas = make("canvas", {});
       canvas.setAttribute("aria-label", `image patches that ${cell.series} kept`);
-      await paint(canvas, image, image.layout, sheet ? sheet.views : [], vision);
+      const draw = (drawn) => paint(canvas, drawn, image.layout, sheet ? sheet.views : [], vision);
+      if (image.file && DATA.images[image.file]) withPicture(image.file, draw);
+      else draw(null);
       card.append(canvas);
     }
     const mean = (shares) => (shares.length ? shares.reduce((a, b) => a + b, 0) / shares.length : null);
@@ -384,7 +266,7 @@ async function drawOverlays() {
     card.append(body);
     cards.push(card);
   }
-  if (mine === drawing) $("overlays").replaceChildren(...cards);
+  $("overlays").replaceChildren(...cards);
 }
 
 function setOverlayPickers(keep) {
@@ -454,7 +336,8 @@ function show(index) {
     return [series, alone ? method : series];
   }));
   hidden = new Set();
-  order = { column: null, descending: false };
+  order = {};
+  group.most ??= Math.max(...group.cells.map((cell) => cell.score ?? 0)) || 1;
   shown = PAGE;
   const sizes = [...new Set(group.cells.filter((cell) => cell.method !== "full").map((cell) => cell.size))];
   sizes.sort((a, b) => parseFloat(b.replace("budget ", "")) - parseFloat(a.replace("budget ", "")));

@@ -1,0 +1,160 @@
+"""The tables of a leaderboard, JSON-ready: each of one task under one protocol."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ..cells.results import exact
+from ..report.html.data import CELL_NUMBERS, number, question_scores, same_answers
+from ..report.html.groups import Group
+from ..report.metrics import paired_bootstrap
+from ..report.short_answers import warning
+from ..report.table import score_scale
+from .protocol import definition, holds_full, protocol_of, regime, variant
+from .rerun import command_of
+
+WITHIN = 1.96  # standard errors on either side hold 95 % of a normal distribution
+ENVIRONMENT = ("device", "dtype", "attn_implementation", "threads", "processes", "python")
+
+
+@dataclass
+class Row:
+    """A cell of a submission, with what a table needs to know of it: the frame's row of it in its report (see
+    `report.sweep_frame`), its protocol, and what is shown of it."""
+
+    cell: dict[str, Any]
+    framed: pd.Series
+    protocol: dict[str, str]
+    shown: dict[str, Any]
+
+    @property
+    def question(self) -> tuple[str, str, str, int]:
+        """What its score is over."""
+        return self.cell["protocol"]["task"], definition(self.cell), self.framed["metric"], self.shown["samples"]
+
+
+def rows_of(submission: str, groups: Iterable[Group]) -> list[Row]:
+    """All scored cells of a submission."""
+    rows = []
+    for group in groups:
+        scores = question_scores(group.samples, len(group.frame))
+        rows += [
+            Row(cell, group.frame.iloc[index], protocol_of(cell), _shown(submission, group, scores, index))
+            for index, cell in enumerate(group.cells)
+            if pd.notna(group.frame["score"][index])
+        ]
+    return rows
+
+
+def leaderboard(rows: Sequence[Row]) -> dict[str, Any]:
+    """What the page shows: `boards`, sorted by regime and task."""
+    tables: dict[tuple, list[Row]] = {}
+    compressed = [row for row in rows if row.cell["protocol"]["method"] != "full"]
+    for row in compressed:
+        tables.setdefault((row.question, tuple(row.protocol.items())), []).append(row)
+    for row in rows:
+        if row.cell["protocol"]["method"] == "full":
+            found = [key for key in tables if key[0] == row.question and holds_full(dict(key[1]), row.protocol)]
+            for key in found or [(row.question, tuple(row.protocol.items()))]:
+                tables.setdefault(key, []).append(row)
+    of_task: dict[str, list[Row]] = {}
+    for row in rows:
+        of_task.setdefault(row.question[0], []).append(row)
+    regimes = {task: regime([row.cell for row in own]) for task, own in of_task.items()}
+    boards = [
+        _board(question, dict(protocol), own, regimes[question[0]], [key[0] for key in tables])
+        for (question, protocol), own in tables.items()
+    ]
+    order = ("regime", "task", "protocol_text")
+    return {"boards": sorted(boards, key=lambda board: [board[name] for name in order])}
+
+
+def _board(
+    question: tuple[str, str, str, int],
+    protocol: dict[str, str],
+    rows: list[Row],
+    regime: str,
+    questions: list[tuple[str, str, str, int]],
+) -> dict[str, Any]:
+    """`questions`: those of all tables. What tells this one from others of its task stands in its name."""
+    task, of_task, metric, count = question
+    others = [other for other in questions if other[0] == task]
+    text = ", ".join(f"{name}={value}" for name, value in protocol.items())
+    text += f"; {count} questions"
+    text += f", {metric}" if len({other[2] for other in others}) > 1 else ""
+    text += f", task {of_task}" if len({other[1] for other in others}) > 1 else ""
+    has_models = len({row.shown["model"] for row in rows}) > 1
+    frame = pd.DataFrame([row.framed for row in rows]).reset_index(drop=True)
+    cells = [
+        {**row.shown, "series": f"{row.shown['model']}: " * has_models + row.shown["variant"]}
+        for row in sorted(rows, key=lambda row: (row.shown["method"] != "full", -row.shown["score"]))
+    ]
+    return {
+        "regime": regime,
+        "task": task,
+        "protocol": protocol,
+        "protocol_text": text,
+        "questions": count,
+        "metric": metric,
+        "scale": score_scale(frame),
+        "warning": warning(frame),
+        "cells": cells,
+    }
+
+
+def _shown(submission: str, group: Group, scores: list[pd.Series], index: int) -> dict[str, Any]:
+    """`scores`: of the questions of each of the group's cells."""
+    cell, row = group.cells[index], group.frame.iloc[index]
+    environment, protocol = cell.get("environment", {}), cell["protocol"]
+    full = _full_of(group, index)
+    model = protocol["model"]
+    return {
+        "submission": submission,
+        "model": Path(model).name if Path(model).is_absolute() else model,
+        "revision": protocol["settings"].get("revision", ""),
+        "method": row["method"],
+        "variant": variant(cell),
+        "size": f"budget {row['budget']:.0f}" if pd.isna(row["ratio"]) else exact(row["ratio"]),
+        **{name: number(row[name]) for name in CELL_NUMBERS},
+        "interval": _interval(scores[index], row),
+        "against_full": None if full is None else _difference(scores[index], scores[full]),
+        "same": None if full is None else same_answers(group.samples, index, full),
+        "samples": int(row["samples"]),
+        "versions": environment.get("versions", {}),
+        "environment": {name: environment[name] for name in ENVIRONMENT if name in environment},
+        "code": cell.get("fingerprint", {}).get("code", ""),
+        "date": str(cell.get("date", ""))[:10],
+        "command": command_of(cell),
+    }
+
+
+def _full_of(group: Group, index: int) -> int | None:
+    """The cell of the full cache that a cell is to be compared with; None where its submission has none."""
+    protocol = protocol_of(group.cells[index])
+    for place, cell in enumerate(group.cells):
+        if cell["protocol"]["method"] == "full" and holds_full(protocol, protocol_of(cell)):
+            return place
+    return None
+
+
+def _interval(scores: pd.Series, row: pd.Series) -> list[float] | None:
+    """From where to where 95 % of the means lie over questions drawn again; of a score that is no mean of its
+    questions', by its standard error. None where it has none."""
+    if len(scores) and math.isclose(scores.mean(skipna=False), row["score"], abs_tol=1e-6):
+        found = paired_bootstrap(scores, 0 * scores)
+        return [found.low, found.high]
+    error = number(row["stderr"])
+    return None if error is None else [row["score"] - WITHIN * error, row["score"] + WITHIN * error]
+
+
+def _difference(own: pd.Series, full: pd.Series) -> list[float] | None:
+    """What a cell scores more than the full cache on the same questions, and the 95 % interval of that; None where they
+    answered others, or the metric is no number per question."""
+    if not len(own) or not own.index.equals(full.index) or own.isna().any() or full.isna().any():
+        return None
+    found = paired_bootstrap(own, full)
+    return [found.difference, found.low, found.high]

@@ -1,0 +1,231 @@
+"""Is a submission complete, does it say the same in all places, and are its numbers possible? A line for each problem.
+
+Nothing is computed again: who wants to deceive can. What is found are cells of other versions, files that were edited
+or lost, and runs that measured something else than they say.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvcompress import KVCompressError
+from kvcompress.files import UNFINISHED
+from kvcompress.methods import method_info
+from kvcompress.policy.options import all_options
+
+from ..cells.results import RESULTS_FILE, Cell, DamagedFile, dumps, number_of, read_cell, score_key
+from ..report.headline import headline
+from . import plausible
+from .protocol import holds_full, protocol_of
+
+VERSIONS = ("kvcompress", "torch", "transformers", "lmms-eval")
+ENVIRONMENT = ("versions", "python", "device", "dtype", "attn_implementation", "processes", "config")
+PARTS = ("protocol", "results", "configs", "n-samples", "efficiency", "environment", "fingerprint", "date")
+MEDIANS = ("ttft_s", "tpot_s", "tokens_in", "tokens_out", "kv_held_bytes")  # of rows, in the summary as well
+Content = tuple[dict[str, Any], list[dict[str, Any]]]
+
+
+def problems(root: Path) -> list[str]:
+    """One line for each thing that is wrong with the cells under `root`; empty where a submission is fine."""
+    found, cells = [], {}
+    files = sorted(file for file in root.rglob(RESULTS_FILE))
+    for file in files:
+        folder = file.parent
+        name = folder.relative_to(root).as_posix()
+        if UNFINISHED in name:
+            found.append(f"{name}: was never finished: remove it")
+            continue
+        try:
+            content = read_cell(folder)
+        except (DamagedFile, FileNotFoundError) as error:
+            found.append(f"{name}: {error}")
+            continue
+        cells[name] = content[0]
+        found += [f"{name}: {problem}" for problem in _of_cell(folder, content)]
+    if not files:
+        found.append(f"no cell under {str(root)!r}: expected <task>/<model>/<cell>/{RESULTS_FILE}")
+    return found + list(_without_full(cells))
+
+
+def _of_cell(folder: Path, content: Content) -> Iterator[str]:
+    results, samples = content
+    if missing := [name for name in PARTS if not results.get(name)]:
+        yield f"{RESULTS_FILE} has no {', '.join(missing)}: an older version wrote it; run the cell again"
+        return
+    for check in CHECKS:
+        try:
+            yield from check(folder, results, samples)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            yield f"{check.__name__.strip('_').replace('_', ' ')}: not as this version writes it ({error!r})"
+
+
+# -- one cell
+
+
+def _fingerprint(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[str]:
+    protocol, fingerprint = results["protocol"], results["fingerprint"]
+    for name in ("task", "model", "method", "ratio", "budget", "settings", "options"):
+        if protocol[name] != fingerprint[name]:
+            yield f"its fingerprint says {name}={fingerprint[name]}, its protocol {name}={protocol[name]}"
+    of_cell = {name: protocol[name] for name in ("task", "model", "method", "ratio", "budget", "settings")}
+    expected = Cell(**of_cell, options=protocol["changed_options"]).folder(Path())
+    if folder.resolve().parts[-3:] != expected.parts:
+        yield f"its folder is not that of its protocol: expected {expected.as_posix()}"
+    try:
+        defaults = all_options(method_info(protocol["method"]), protocol["options"].get("scorer"))
+    except KVCompressError as error:
+        yield str(error)
+        return
+    if unknown := sorted(protocol["options"].keys() - defaults.keys()):
+        yield f"{protocol['method']} has no option {', '.join(unknown)} in this version"
+        return
+    # An option that came later had its default.
+    changed = {name: value for name, value in protocol["options"].items() if value != defaults[name]}
+    if dumps(changed) != dumps(protocol["changed_options"]):
+        yield f"its changed options are {protocol['changed_options']}, by all its options {changed}"
+    given, settings = results.get("config", {}), protocol["settings"]
+    for name, value in {"limit": None, "offset": 0, "batch_size": 1}.items():
+        if (said := given.get(name) or value) != settings.get(name, value):
+            yield f"lmms-eval was given {name}={said}, its settings say {settings.get(name, value)}"
+    if missing := [name for name in ("code", "data", "tasks") if not fingerprint.get(name)]:
+        yield f"its fingerprint has no {', '.join(missing)}"
+
+
+def _versions(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[str]:
+    environment = results["environment"]
+    if missing := [name for name in ENVIRONMENT if not environment.get(name)]:
+        yield f"its environment does not say {', '.join(missing)}: run the cell again with this version"
+    if missing := [name for name in VERSIONS if not environment.get("versions", {}).get(name)]:
+        yield f"the versions of {', '.join(missing)} are missing"
+
+
+def _samples(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[str]:
+    """Every question is there, as often as there are answer filters, and has a score."""
+    if results["protocol"]["settings"].get("predict_only") or headline(results) is None:
+        yield "it has no score (was it run with --predict_only?)"
+        return
+    asked = {task: counts["effective"] for task, counts in results["n-samples"].items()}
+    lines = Counter((sample["task"], sample["doc_id"]) for sample in samples)
+    there = Counter(task for task, _ in lines)
+    for task in sorted(asked.keys() | there.keys()):
+        if asked.get(task, 0) != there[task]:
+            yield f"{there[task]} of {asked.get(task, 0)} questions of {task} are there"
+        if len({count for (of, _), count in lines.items() if of == task}) > 1:
+            yield f"some questions of {task} have more lines than others: answers are missing, or there twice"
+    unscored = Counter()
+    for sample in samples:
+        metrics = {key.partition(",")[0] for key in results["results"].get(sample["task"], {}) if "," in key}
+        if all(sample.get(metric) is None for metric in metrics):
+            unscored[sample["task"]] += 1
+    for task, count in unscored.items():
+        yield f"{count} lines of {task} have no score"
+
+
+def _scores(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[str]:
+    """A metric that is a mean is the mean of the questions' scores."""
+    for task, config in results["configs"].items():
+        key_of_score = score_key(results, task)
+        means = {each["metric"] for each in config.get("metric_list") or [] if each.get("aggregation") == "mean"}
+        for key, score in results["results"].get(task, {}).items():
+            metric, _, of_filter = key.partition(",")
+            if metric not in means or not isinstance(score, int | float):
+                continue
+            lines = [each for each in samples if (each["task"], each.get("filter")) == (task, of_filter)]
+            scores = [number_of(each[metric], key_of_score) for each in lines if metric in each]
+            if scores and not any(map(math.isnan, scores)) and abs(np.mean(scores) - score) > 1e-6:
+                yield f"{metric} of {task} is {score:g}, but the mean of its questions' is {np.mean(scores):g}"
+
+
+def _ratio(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[str]:
+    outside = []
+    for sample, row in _rows(samples):
+        low, high = plausible.realised_ratio(results["protocol"], row)
+        if not low <= (mean := float(np.mean(row["realised_ratio"]))) <= high:
+            outside.append(f"{mean:.4f} for {_name(sample)}, not between {max(low, 0):.4f} and {min(high, 1):.4f}")
+    yield from _first("realised ratios are not what was asked for", outside, len(samples))
+
+
+def _bytes(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[str]:
+    environment, rows = results["environment"], list(_rows(samples))
+    if not (config := environment.get("config")):
+        return  # `_versions` says so
+    bounds = [plausible.held_bytes(results["protocol"], environment, row) for _, row in rows]
+    least, most = min(low for low, _ in bounds), max(high for _, high in bounds)
+    outside = []
+    for (sample, row), own in zip(rows, bounds, strict=True):
+        low, high = own if row["batch_size"] == 1 else (least, most)  # else an answer has its share of the batch
+        if not low <= row["kv_held_bytes"] <= high:
+            outside.append(f"{row['kv_held_bytes']} for {_name(sample)}, not between {low:.0f} and {high:.0f}")
+    shape = f"{config['kv_heads']} KV heads of {config['head_dim']} in {environment['dtype']}"
+    yield from _first(f"KV bytes are not those of {shape}", outside, len(samples))
+
+
+def _times(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[str]:
+    wrong, rows = [], list(_rows(samples))
+    for sample, row in rows:
+        tpot_s = 1.0 if row["tokens_out"] < 2 and row["tpot_s"] is None else row["tpot_s"]
+        if not (_is_positive(row["ttft_s"]) and _is_positive(tpot_s)):
+            wrong.append(f"ttft_s={row['ttft_s']}, tpot_s={row['tpot_s']} for {_name(sample)}")
+    yield from _first("times are not above 0", wrong, len(samples))
+    if not _is_positive(results["efficiency"].get("answers_per_s")):
+        yield f"answers_per_s is {results['efficiency'].get('answers_per_s')}, not above 0"
+    for name in MEDIANS:
+        values = [row[name] for _, row in rows if row[name] is not None]
+        said = results["efficiency"].get(name, {}).get("median")
+        if values and (said is None or not math.isclose(said, np.median(values), rel_tol=1e-9)):
+            yield f"the median of {name} is said to be {said}, but that of its questions is {np.median(values):g}"
+
+
+CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
+    _fingerprint, _versions, _samples, _scores, _ratio, _bytes, _times,
+)  # fmt: skip
+
+
+# -- all cells
+
+
+def _without_full(cells: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Each cell needs one of the full cache, answered in the same way."""
+    known: dict[str, tuple] = {}
+    for name, cell in cells.items():
+        try:
+            protocol = cell["protocol"]
+            known[name] = protocol["task"], protocol["model"], protocol_of(cell), protocol["method"] == "full"
+        except (KeyError, TypeError):
+            continue  # said already
+    whole = [each for each in known.values() if each[3]]
+    for name, (task, model, protocol, _) in known.items():
+        if not any((task, model) == each[:2] and holds_full(protocol, each[2]) for each in whole):
+            yield f"{name}: there is no cell of the full cache to compare it with: run METHOD full in the same command"
+
+
+# -- small things
+
+
+def _rows(samples: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each answer's measurement once, with the line of its question: several answer filters are several lines."""
+    seen = set()
+    for sample in samples:
+        key = sample["task"], sample["doc_id"]
+        if key not in seen:
+            seen.add(key)
+            for row in sample.get("measurements", [sample["measurement"]]):
+                yield sample, row
+
+
+def _first(what: str, found: list[str], of: int) -> Iterator[str]:
+    """One line for all questions of which the same is wrong."""
+    if found:
+        yield f"{len(found)} of {of} {what}: {found[0]}"
+
+
+def _name(sample: dict[str, Any]) -> str:
+    return f"question {sample['doc_id']} of {sample['task']}"
+
+
+def _is_positive(number: Any) -> bool:
+    return isinstance(number, int | float) and math.isfinite(number) and number > 0

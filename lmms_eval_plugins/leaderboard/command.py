@@ -1,0 +1,76 @@
+"""`python -m kvcompress leaderboard`: one static page of the results of many models and tasks.
+
+python -m kvcompress leaderboard FOLDER...            writes leaderboard.html
+python -m kvcompress leaderboard --check FOLDER...    is each of them complete and plausible?
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from kvcompress.files import check_output
+
+from ..cells.command_line import Parser
+from ..cells.errors import EvaluationFailed, exit_code
+from ..cells.flag_types import path
+from ..report.html.groups import load_groups
+from ..report.html.page import write_page
+from .boards import Row, leaderboard, rows_of
+from .checks import problems
+from .submissions import name_of, submission, unpacked
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def parser() -> argparse.ArgumentParser:
+    this = Parser(
+        prog="python -m kvcompress leaderboard",
+        description="One static page of the results of many models and tasks, or --check of what is to be handed in.",
+    )
+    add = this.add_argument
+    add("folders", nargs="+", type=submission, metavar="FOLDER", help="results, or a tar archive of them: a submission")
+    add("--check", action="store_true", help="say what is wrong with each submission; exit code 2 if anything is")
+    add("--out", type=path, metavar="FILE", default=Path("leaderboard.html"), help="the page (leaderboard.html)")
+    return this
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code; every error ends with one line on stderr."""
+    return exit_code(command, arguments, "files")
+
+
+def command(arguments: list[str]) -> int:
+    """Check the submissions, or write the page; the exit code. Raises UsageError, KVCompressError or
+    EvaluationFailed."""
+    given = parser().parse_args(arguments)
+    folders = list(dict.fromkeys(given.folders))
+    return check(folders) if given.check else write(folders, given.out)
+
+
+def check(folders: list[Path]) -> int:
+    """Say what is wrong, one problem a line; 2 where anything is."""
+    count = 0
+    for each in folders:
+        with unpacked(each) as folder:
+            found = problems(folder)
+        for problem in found:
+            print(f"{name_of(each)}: {problem}", file=sys.stderr)
+        if not found:
+            print(f"{name_of(each)}: complete and plausible")
+        count += len(found)
+    return 2 if count else 0
+
+
+def write(folders: list[Path], out: Path) -> int:
+    """Write the page of all scored cells."""
+    check_output(out.parent, out.name)
+    rows: list[Row] = []
+    for each in folders:
+        with unpacked(each) as folder:
+            rows += rows_of(name_of(each), load_groups(folder))
+    if not rows:
+        raise EvaluationFailed("no cell has a score (were they run with --predict_only?)")
+    boards = leaderboard(rows)
+    write_page(out, "KV-cache compression: leaderboard", boards, TEMPLATES, "board")
+    print(f"written: {out} ({len(rows)} cells in {len(boards['boards'])} tables, {out.stat().st_size / 1e3:.0f} kB)")
+    return 0

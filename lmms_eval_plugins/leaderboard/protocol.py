@@ -1,0 +1,98 @@
+"""Which rows may stand in one table: those of one task, asked and answered in the same way."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from kvcompress.policy.options import Engine
+
+from ..cells.results import dumps, exact
+
+DEFAULTS = {field.name: field.default for field in fields(Engine)}
+# How a cache is compressed whatever the method: the engine's options that belong to the protocol. The first is always
+# said, the others where they differ from their default.
+FOR_ALL = ("first_token", "prefill_chunk", "cache_implementation")  # the full cache has these, too
+FOR_COMPRESSED = ("scope", "ratio_of", "context_tokens", "positions", "decode_budget", "decode_ratio")
+QUANTIZED = {  # backend -> what it has to be told
+    "quanto": ("kv_backend", "kv_bits", "kv_group_size", "kv_residual"),
+    "hqq": ("kv_backend", "kv_bits", "kv_group_size", "kv_residual"),
+    "turboquant": ("kv_backend", "kv_bits"),
+}
+ALWAYS_SAID = ("first_token", "scope", "ratio_of")
+OPTIONS = {*FOR_ALL, *FOR_COMPRESSED, *QUANTIZED["quanto"]}
+# Settings that say which model, or on which machine, or what the number of questions says.
+NO_PROTOCOL = ("revision", "trust_remote_code", "device", "device_map", "tp_plan", "look_ahead", "limit")
+LONG_TEXT = 512  # tokens of a prompt that are no image's or video's
+LONG_ANSWER = 20  # tokens
+
+
+def protocol_of(cell: dict[str, Any]) -> dict[str, str]:
+    """Name -> value of what decides, beside method and ratio, about a cell's numbers. The full cache has no
+    `scope`, `ratio_of` and so on: see `holds_full`."""
+    protocol, options = cell["protocol"], cell["protocol"].get("options", {})
+    # A method that drops tokens before they are cached has no scope: it looks at the whole prompt.
+    given = {name: options.get(name, default) for name, default in DEFAULTS.items()}
+    names = [*FOR_ALL, *(FOR_COMPRESSED if protocol["method"] != "full" else ())]
+    if given["cache_implementation"] == "quantized":
+        names += QUANTIZED[given["kv_backend"]]
+    said = [*ALWAYS_SAID, *QUANTIZED["quanto"]]
+    facts = {name: given[name] for name in names if name in said or given[name] != DEFAULTS[name]}
+    settings = protocol["settings"]
+    facts |= {"slots": settings["slots"]} if "slots" in settings else {"batch_size": settings.get("batch_size", 1)}
+    facts |= {name: value for name, value in sorted(settings.items()) if name not in NO_PROTOCOL}
+    return {name: as_text(value) for name, value in facts.items()}
+
+
+def holds_full(protocol: Mapping[str, str], full: Mapping[str, str]) -> bool:
+    """Whether a full cache of the protocol `full` is what cells of `protocol` are to be compared with."""
+    return {name: value for name, value in protocol.items() if name not in FOR_COMPRESSED} == dict(full)
+
+
+def variant(cell: dict[str, Any]) -> str:
+    """The method, with the options that differ from their defaults and are no part of the protocol."""
+    changed = cell["protocol"]["changed_options"]
+    own = "".join(f" {name}={as_text(value)}" for name, value in sorted(changed.items()) if name not in OPTIONS)
+    return cell["protocol"]["method"] + own
+
+
+def definition(cell: dict[str, Any]) -> str:
+    """A digest of how the cell's task asks and scores; empty where the cell does not say."""
+    tasks = cell.get("fingerprint", {}).get("tasks")
+    return hashlib.sha256(dumps(tasks).encode()).hexdigest()[:8] if tasks else ""
+
+
+def regime(cells: Sequence[dict[str, Any]]) -> str:
+    """What the questions of one task demand: `an image`, `several images, long text`, `video, long answers`.
+
+    Text that is long has at least 512 tokens beside images and videos, an answer 20: the median over cells of theirs.
+    """
+    seen = {name: _median(cells, name, "p90") for name in ("images", "videos", "vision_tokens")}
+    if seen["videos"]:
+        kinds = ["video"]
+    elif seen["images"]:
+        kinds = ["several images" if seen["images"] > 1 else "an image"]
+    else:  # cells of older versions do not count images and videos
+        kinds = ["images or video" if seen["vision_tokens"] else "text"]
+    tokens_in, vision, tokens_out = (
+        _median(cells, name, "median") for name in ("tokens_in", "vision_tokens", "tokens_out")
+    )
+    kinds += ["long text"] * (tokens_in - vision >= LONG_TEXT) + ["long answers"] * (tokens_out >= LONG_ANSWER)
+    return ", ".join(kinds)
+
+
+def _median(cells: Sequence[dict[str, Any]], quantity: str, of: str) -> float:
+    return float(np.median([cell["efficiency"].get(quantity, {}).get(of, 0) for cell in cells]))
+
+
+def as_text(value: Any) -> str:
+    """A value as on a command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return exact(value)
+    if isinstance(value, dict):
+        return ",".join(f"{name}={as_text(item)}" for name, item in value.items())
+    return str(value)

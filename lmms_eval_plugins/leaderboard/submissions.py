@@ -1,0 +1,41 @@
+"""What is handed in: a results folder, or a tar archive of one."""
+
+import argparse
+import contextlib
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..cells.errors import UsageError
+from ..cells.flag_types import shown
+
+
+def submission(text: str) -> Path:
+    """A folder or a tar archive that exists, as an absolute path: a type for argparse."""
+    path = Path(text)
+    with contextlib.suppress(OSError, ValueError):
+        if text.strip() and (path.is_dir() or (path.is_file() and tarfile.is_tarfile(path))):
+            return path.resolve()
+    raise argparse.ArgumentTypeError(f"{shown(text)} is neither a folder with results nor a tar archive of one")
+
+
+def name_of(path: Path) -> str:
+    """`mine` for the folder `mine` and for `mine.tar.xz`; of a folder `results` the folder that holds it, too."""
+    name = path.name if path.is_dir() else path.name.partition(".tar")[0]
+    return f"{path.parent.name}/{name}" if name == "results" else name
+
+
+@contextlib.contextmanager
+def unpacked(path: Path) -> Iterator[Path]:
+    """The folder of a submission; an archive is unpacked for so long."""
+    if path.is_dir():
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with tarfile.open(path) as archive:
+                archive.extractall(folder, filter="data")  # nothing outside of the folder, and only plain files
+        except (tarfile.TarError, EOFError, OSError) as error:
+            raise UsageError(f"{str(path)!r} cannot be unpacked: {' '.join(str(error).split())}") from None
+        yield Path(folder)

@@ -1,0 +1,131 @@
+const ALL = "";
+const FILTERS = [
+  ["model", "all models", (cell) => cell.model],
+  ["size", "all sizes", (cell) => (cell.method === "full" ? ALL : cell.size), sizeName],
+  ["device", "all devices", (cell) => cell.environment.device ?? "not said"],
+  ["submission", "all submissions", (cell) => cell.submission],
+];
+let board = null;
+let order = {};
+const opened = new Set();
+
+const points = (share) => (group.scale * share).toFixed(1);
+const between = (ends) => `[${ends.map(points).join(", ")}]`;
+const barOf = (cell) => cell.interval;
+const errorText = (cell) => (cell.interval === null ? "" : " " + between(cell.interval));
+const signed = (share) => (share > 0 ? "+" : "") + points(share);
+
+// -- the table
+
+function nameOf(cell) {
+  const more = [cell.model, cell.revision].filter(Boolean).join("@");
+  const button = make("button", { className: "name", type: "button", title: "what made this row" }, dot(cell.series), make("span", {}, cell.variant, make("small", { textContent: more })));
+  button.setAttribute("aria-expanded", opened.has(cell));
+  button.addEventListener("click", () => {
+    opened.has(cell) ? opened.delete(cell) : opened.add(cell);
+    drawTable();
+  });
+  return button;
+}
+
+// Red or green where the interval leaves no doubt of the sign.
+function difference(cell) {
+  if (cell.against_full === null || cell.method === "full") return "-";
+  const [mean, low, high] = cell.against_full;
+  const kind = high < 0 ? "loss" : low > 0 ? "gain" : "";
+  return [make("span", { className: kind, textContent: signed(mean) }), make("small", { textContent: ` [${signed(low)}, ${signed(high)}]` })];
+}
+
+const COLUMNS = [
+  { name: "method", value: (cell) => cell.series, words: true, show: nameOf },
+  { name: "kept", value: (cell) => cell.ratio ?? cell.budget, show: (cell) => sizeName(cell.size) },
+  { name: "score", value: (cell) => cell.score, show: (cell) => [scoreText(cell), make("small", { textContent: errorText(cell) }), meter(Math.max(0, cell.score) / board.most)] },
+  { name: "against full", value: (cell) => cell.against_full?.[0] ?? null, show: difference, rare: true },
+  { name: "same as full", value: (cell) => cell.same, show: (cell) => percent(cell.same, 0), rare: true },
+  { name: "KV cache", value: (cell) => cell.kv_bytes, show: (cell) => bytes(cell.kv_bytes), rare: true },
+  { name: "TTFT", value: (cell) => cell.ttft_s, show: (cell) => milliseconds(cell.ttft_s), rare: true },
+  { name: "per token", value: (cell) => cell.tpot_s, show: (cell) => milliseconds(cell.tpot_s), rare: true },
+  { name: "answers/s", value: (cell) => cell.answers_per_s, show: (cell) => decimal(cell.answers_per_s), rare: true },
+];
+
+function details(cell) {
+  const copy = make("button", { className: "copy", type: "button", textContent: "copy", hidden: !navigator.clipboard });
+  copy.addEventListener("click", () => navigator.clipboard.writeText(cell.command).then(() => (copy.textContent = "copied")));
+  const pairs = (object) => Object.entries(object).map(([key, value]) => `${key} ${value}`).join(", ");
+  // What has no room in the table on a phone stands here.
+  const elsewhere = COLUMNS.filter(({ rare }) => rare).map((column) => [column.name, make("span", {}, ...[column.show(cell)].flat()), "narrow"]);
+  const facts = [
+    ["made by", make("span", {}, make("code", { textContent: cell.command }), copy)],
+    ...elsewhere,
+    ["tokens/s", decimal(cell.tokens_per_s)],
+    ["realised ratio", cell.realised === null ? "-" : cell.realised.toFixed(3)],
+    ["on", pairs(cell.environment)],
+    ["versions", pairs(cell.versions) + (cell.code ? `, code ${cell.code}` : "")],
+    ["submission", [cell.submission, cell.date].filter(Boolean).join(", ")],
+  ];
+  return make("tr", { className: "more" }, make("td", { colSpan: COLUMNS.length }, make("dl", {}, ...facts.flatMap(([term, said, where]) => [make("dt", { textContent: term, className: where ?? "" }), make("dd", { className: where ?? "" }, said)]))));
+}
+
+function drawTable() {
+  const columns = COLUMNS.map((column) => (column.name === "score" ? { ...column, title: group.metric } : column));
+  const rows = drawRows($("rows-table"), columns, group.cells, order, drawTable);
+  [...$("rows-table").tBodies[0].rows].forEach((row, place) => opened.has(rows[place]) && row.after(details(rows[place])));
+}
+
+// -- which rows
+
+function passes(cell) {
+  const words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const named = !words.length || words.some((word) => cell.variant.toLowerCase().includes(word));
+  // The full cache is what all sizes are compared with.
+  return named && FILTERS.every(([id, , of]) => $(id).value === ALL || of(cell) === $(id).value || (id === "size" && cell.method === "full"));
+}
+
+function draw() {
+  group.cells = board.cells.filter(passes);
+  $("rows-count").textContent = `${group.cells.length} of ${board.cells.length} rows. Choose a column to sort by it, a name for the command that made the row.`;
+  drawTable();
+  drawLegend();
+  drawPlots();
+}
+
+function show(chosen) {
+  board = chosen;
+  board.most ??= Math.max(...board.cells.map((cell) => cell.score)) || 1;
+  const series = [...new Set(board.cells.map((cell) => cell.series))];
+  group = { ...board, series, labels: new Map(series.map((each) => [each, each])) };
+  hidden = new Set();
+  order = { column: "score", descending: true };
+  for (const [id, all, of, text] of FILTERS) {
+    const values = [...new Set(board.cells.map(of))].filter((value) => value !== ALL);
+    if (id === "size") values.sort((a, b) => parseFloat(b.replace("budget ", "")) - parseFloat(a.replace("budget ", "")));
+    fill($(id), [[ALL, all], ...values.map((value) => [value, text ? text(value) : value])]);
+    $(`${id}-pick`).hidden = values.length < 2;
+  }
+  $("board-lead").textContent = `${Object.entries(board.protocol).map(([key, value]) => `${key}=${value}`).join(", ")}; ${board.questions} questions. Rows of another protocol are in another table.`;
+  $("board-warning").textContent = board.warning;
+  $("board-warning").hidden = !board.warning;
+  draw();
+}
+
+// -- which table
+
+// Each list holds what the lists before it leave.
+function pick(from) {
+  let left = DATA.boards;
+  for (const [place, [id, key]] of [["regime", "regime"], ["task", "task"], ["protocol", "protocol_text"]].entries()) {
+    const values = [...new Set(left.map((each) => each[key]))];
+    if (place > from) fill($(id), values.map((value) => [value, value]), true);
+    left = left.filter((each) => each[key] === $(id).value);
+  }
+  show(left[0]);
+}
+
+["regime", "task", "protocol"].forEach((id, place) => $(id).addEventListener("change", () => pick(place)));
+for (const [id] of FILTERS) $(id).addEventListener("change", draw);
+$("search").addEventListener("input", draw);
+for (const id of ["x-size", "x-time"]) $(id).addEventListener("change", drawPlots);
+let width = innerWidth;
+addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; drawPlots(); } });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+pick(-1);

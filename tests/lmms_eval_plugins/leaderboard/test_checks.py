@@ -1,0 +1,208 @@
+"""A submission with anything missing, edited or impossible is refused, in one line for each problem."""
+
+import json
+import shutil
+
+import pytest
+
+from lmms_eval_plugins.leaderboard import plausible
+from lmms_eval_plugins.leaderboard.checks import problems
+from lmms_eval_plugins.leaderboard.command import main
+from tests.lmms_eval_plugins.leaderboard.conftest import ARCHIVE
+
+TASK = "tiny_textvqa"
+
+
+@pytest.fixture
+def two(shipped, tmp_path):
+    """The full cache and one compressed cell, in a folder of their own; the name of the latter."""
+    folder = shipped / TASK / "tiny"
+    (compressed,) = (path for path in folder.glob("snapkv-0.2-*") if "first_token" not in path.name)
+    (full,) = (path for path in folder.glob("full-1-*") if "first_token" not in path.name)
+    for cell in (compressed, full):
+        shutil.copytree(cell, tmp_path / TASK / "tiny" / cell.name)
+    return tmp_path / TASK / "tiny" / compressed.name
+
+
+def test_what_ships_is_complete_and_plausible(shipped, capsys):
+    assert problems(shipped) == []
+    assert main(["--check", str(ARCHIVE), str(shipped)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "leaderboard: complete and plausible"
+
+
+def edited(file, edit):
+    content = json.loads(file.read_text())
+    edit(content)
+    file.write_text(json.dumps(content))
+
+
+def each_measurement(**values):
+    def edit(sample):
+        for name, value in values.items():
+            sample["measurement"][name] = value(sample["measurement"][name])
+
+    return edit
+
+
+# What is wrong -> (how results.json is edited, how the first line of samples.jsonl is, what is said)
+EDITS = {
+    "other option": (lambda r: r["protocol"]["options"].update(window_size=16), None, "fingerprint says options="),
+    "other ratio": (
+        lambda r: r["protocol"].update(ratio=0.3),
+        None,
+        "fingerprint says ratio=0.2, its protocol ratio=0.3",
+    ),
+    "changed options": (lambda r: r["protocol"].update(changed_options={}), None, "its changed options are {}, by all"),
+    "unknown option": (
+        lambda r: [r[part]["options"].update(colour=1) for part in ("protocol", "fingerprint")],
+        None,
+        "snapkv has no option colour in this version",
+    ),
+    "unknown method": (
+        lambda r: [r[part].update(method="mine") for part in ("protocol", "fingerprint")],
+        None,
+        "there is no method 'mine'",
+    ),
+    "limit": (lambda r: r["config"].update(limit=8), None, "lmms-eval was given limit=8, its settings say 32"),
+    "no code": (lambda r: r["fingerprint"].pop("code"), None, "its fingerprint has no code"),
+    "no fingerprint": (lambda r: r.pop("fingerprint"), None, "results.json has no fingerprint"),
+    "no version": (lambda r: r["environment"]["versions"].pop("torch"), None, "the versions of torch are missing"),
+    "no config": (lambda r: r["environment"].pop("config"), None, "its environment does not say config"),
+    "predicted only": (lambda r: r["results"][TASK].clear(), None, "it has no score"),
+    "another score": (
+        lambda r: r["results"][TASK].update({"exact_match,none": 0.99}),
+        None,
+        "exact_match of tiny_textvqa is 0.99, but the mean of its questions' is ",
+    ),
+    "a score is missing": (
+        None,
+        lambda s: s.update(exact_match=None, submission=None),
+        "1 lines of tiny_textvqa have no",
+    ),
+    "a question is missing": (
+        lambda r: r["n-samples"][TASK].update(effective=40),
+        None,
+        "32 of 40 questions of tiny_textvqa are there",
+    ),
+    "a question is there twice": (None, lambda s: s.update(doc_id=1), "31 of 32 questions of tiny_textvqa are there"),
+    "another ratio": (
+        None,
+        each_measurement(realised_ratio=lambda layers: [1.1 * layer for layer in layers]),
+        "1 of 32 realised ratios are not what was asked for: 0.2",
+    ),
+    "more bytes": (
+        None,
+        each_measurement(kv_held_bytes=lambda held: 2 * held),
+        "1 of 32 KV bytes are not those of 2 KV",
+    ),
+    "fewer bytes": (
+        None,
+        each_measurement(kv_held_bytes=lambda held: held // 2),
+        "KV bytes are not those of 2 KV heads",
+    ),
+    "another model's bytes": (lambda r: r["environment"]["config"].update(head_dim=24), None, "32 of 32 KV"),
+    "no time": (None, each_measurement(ttft_s=lambda _: 0.0), "1 of 32 times are not above 0: ttft_s=0.0"),
+    "no time per token": (None, each_measurement(tpot_s=lambda _: None), "times are not above 0: ttft_s="),
+    "no throughput": (lambda r: r["efficiency"].update(answers_per_s=-1), None, "answers_per_s is -1, not above 0"),
+    "another median": (
+        lambda r: r["efficiency"]["tpot_s"].update(median=1e-5),
+        None,
+        "the median of tpot_s is said to be 1e-05, but that of its questions is ",
+    ),
+    "odd content": (lambda r: r.update(efficiency={"a": 1}), None, "the median of ttft_s is said to be None"),
+    "odder content": (lambda r: r["protocol"].pop("settings"), None, "not as this version writes it"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_what_was_edited_or_lost_is_named_in_a_line(two, name, capsys):
+    of_results, of_sample, said = EDITS[name]
+    if of_results:
+        edited(two / "results.json", of_results)
+    if of_sample:
+        first, *others = (two / "samples.jsonl").read_text().splitlines()
+        sample = json.loads(first)
+        of_sample(sample)
+        (two / "samples.jsonl").write_text("\n".join([json.dumps(sample), *others]) + "\n")
+    root = two.parents[2]
+    assert main(["--check", str(root)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith(f"{root.name}: {TASK}/tiny/") for line in lines)
+    assert any(said in line and two.name in line for line in lines), lines
+
+
+def test_cells_that_are_damaged_moved_alone_or_unfinished_are_named(two, capsys):
+    root, full = two.parents[2], next(two.parent.glob("full-*"))
+    shutil.copytree(two, two.parent / ".unfinished-x" / "new")
+    two.rename(two.with_name("snapkv-0.1"))
+    with open(full / "samples.jsonl", "a") as file:
+        file.write("{}\n")
+    found = problems(root)
+    assert [any(said in line for line in found) for said in (
+        "was never finished", "expected tiny_textvqa/tiny/snapkv-0.2", "samples.jsonl, line 33, is damaged: no task",
+        "no cell of the full cache to compare it with",
+    )] == [True] * 4  # fmt: skip
+    assert len(found) == 4
+    (full / "results.json").write_text("{")
+    assert any("results.json is damaged" in line for line in problems(root))
+
+
+def test_a_folder_without_cells_or_one_that_is_none_is_one_line(tmp_path, capsys):
+    assert main(["--check", str(tmp_path)]) == 2
+    assert "no cell under" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["--check", str(tmp_path / "file")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("file' is neither a folder with results nor a tar archive of one")
+    (tmp_path / "half.tar.xz").write_bytes(ARCHIVE.read_bytes()[:3000])
+    assert main(["--check", str(tmp_path / "half.tar.xz")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+# -- what is possible
+
+ROW = {"tokens_in": 100, "vision_tokens": 60, "realised_ratio": [0.2, 0.2]}
+OPTIONS = {"scope": "prompt", "ratio_of": "prompt", "layer_budget": "uniform"}
+
+
+@pytest.mark.parametrize(
+    ("method", "size", "options", "inside", "outside"),
+    [
+        ("full", {"ratio": 1.0}, {}, [1.0], [0.95]),
+        ("snapkv", {"ratio": 0.2}, {}, [0.2, 0.21], [0.15, 0.25]),
+        ("snapkv", {"budget": 30}, {}, [0.3], [0.2]),
+        ("snapkv", {"budget": 300}, {}, [1.0], [0.9]),
+        ("snapkv", {"ratio": 0.5}, {"ratio_of": "vision"}, [0.7], [0.5]),
+        ("snapkv", {"ratio": 0.2}, {"scope": "context"}, [0.2, 0.6], [0.1]),
+        ("simlayerkv", {"budget": 20}, {"layer_budget": "lazy-code"}, [0.2, 1.0], [0.1]),
+        ("fastv", {"ratio": 0.2}, {"ratio_of": "vision"}, [0.5, 0.8], [0.3]),
+    ],
+)
+def test_the_ratio_that_can_be_realised_follows_from_what_was_asked_for(method, size, options, inside, outside):
+    protocol = {"method": method, "ratio": None, "budget": None, **size, "options": {**OPTIONS, **options}}
+    low, high = plausible.realised_ratio(protocol, ROW)
+    assert all(low <= ratio <= high for ratio in inside)
+    assert not any(low <= ratio <= high for ratio in outside)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "settings", "layers", "processes", "inside", "outside"),
+    [
+        ("bfloat16", {}, {}, 2, 1, [10240, 11000], [9000, 20480]),
+        ("float32", {}, {}, 2, 1, [20480], [10240]),
+        ("bfloat16", {"cache_implementation": "quantized", "kv_bits": 4}, {}, 2, 1, [2700, 10240], [2400, 20480]),
+        ("bfloat16", {"decode_budget": 8}, {}, 2, 1, [10240, 50000], [9000]),
+        ("bfloat16", {}, {"gen_kwargs": {"num_beams": 3}}, 2, 1, [10240, 30720], [9000, 60000]),
+        ("bfloat16", {}, {"tp_plan": "auto"}, 2, 2, [5120, 10240], [4000, 20480]),
+        ("bfloat16", {}, {}, 4, 1, [10240, 50000], [9000]),
+    ],
+)
+def test_bytes_follow_from_what_is_kept_and_the_models_config(
+    dtype, options, settings, layers, processes, inside, outside
+):
+    """Two layers of 20 tokens, 4 KV heads of 16 numbers."""
+    environment = {"dtype": dtype, "processes": processes}
+    environment["config"] = {"layers": layers, "kv_heads": 4, "head_dim": 16}
+    low, high = plausible.held_bytes({"options": {**OPTIONS, **options}, "settings": settings}, environment, ROW)
+    assert all(low <= held <= high for held in inside)
+    assert not any(low <= held <= high for held in outside)
