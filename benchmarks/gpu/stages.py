@@ -1,5 +1,6 @@
 """Which commands each stage runs, the most important first: those for which no time is left are left out."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -107,4 +108,5 @@ def cells(stage: int, smoke: bool, workers: int = 0) -> list[Cell]:
 def environment_of(smoke: bool) -> dict[str, str]:
     """Variables of every process."""
     known = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {**known, "PYTHONPATH": str(Path(__file__).parents[2]), "GPU_TESTS_ON": "cpu" if smoke else "cuda"}
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]))
+    return {**known, "PYTHONPATH": path, "GPU_TESTS_ON": "cpu" if smoke else "cuda"}

@@ -149,7 +149,7 @@ def right(cells: list[Cell], known: Records, results: dict[str, Any]) -> Iterato
         "tests",
         "all pass",
         f"{passed} passed, {failed} failed",
-        whole and passed > 0 and not failed if known else None,
+        False if failed else True if whole and passed else None,
     )
     tables = results.get("accuracy", {}).get("tables", {})
     for name in ("device", "device bf16"):

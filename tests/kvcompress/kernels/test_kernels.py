@@ -70,7 +70,8 @@ def test_the_triton_kernels_equal_the_references_in_tritons_interpreter():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_triton_kernels_compile_for_a_gpu():
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_triton_kernels_compile_for_a_gpu(capability):
     """The interpreter lets pass what the compiler refuses, such as a name whose shape changes in a loop."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -105,5 +106,5 @@ def test_the_triton_kernels_compile_for_a_gpu():
         types = {name: "constexpr" if name.isupper() else (tensors | types).get(name, "i32") for name in names}
         fixed = {name: (sizes | numbers).get(name, 16) for name in names if name.isupper()}
         source = triton.compiler.ASTSource(kernel, types, constexprs=fixed)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_stages": stages})
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_stages": stages})
         assert compiled.metadata.shared < 90_000
