@@ -90,8 +90,6 @@ def main(arguments: list[str]) -> None:
     where = torch.device(given.device)
     if given.largest_batch and where.type != "cuda":
         raise KVCompressError("--largest-batch tries until memory runs out, on CUDA only; on a CPU give --memory-limit")
-    if given.one_prompt and ("static" in given.peers or any(method.is_static for method in methods)):
-        raise KVCompressError("--one-prompt repeats the cache's rows, which a static cache cannot: leave one out")
     check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md", ".png")))
     dtype = given.dtype or ("bfloat16" if where.type == "cuda" else "float32")
     torch.set_num_threads(given.threads)

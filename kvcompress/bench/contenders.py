@@ -24,6 +24,8 @@ from ..methods import method_info
 from ..policy.policy import make_policy
 from .standalone import CLOCKS, decode, held_bytes, prompt_ids, read_prompt
 
+WARM_STEPS = 4  # of a compiled contender in each turn, not counted: CUDA graphs are recorded in the first
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -31,7 +33,7 @@ class Turn:
 
     Attributes:
         prompt_ms: the prefill, with scoring and compression, up to the first new token.
-        step_ms: each decode step.
+        step_ms: each decode step, of a compiled contender behind `WARM_STEPS` others.
         scoring_ms: of the prefill, scoring, choosing and storing; None where that was not timed.
         kv_bytes: allocated for keys and values (with ours also their index) at the end.
         peak_bytes: as `Measurement.peak_memory_bytes`; None where it cannot be told.
@@ -109,8 +111,8 @@ class Ours:
         self.name = f"{method}, compiled" if compiled else str(method)
 
     def cache(self, steps: int) -> CompressedCache:
-        method = self.method
-        return CompressedCache(self.model.config, method.name, method.ratio, max_new_tokens=steps + 1, **method.options)
+        method, room = self.method, steps + 1 + (WARM_STEPS if self.compiled else 0)
+        return CompressedCache(self.model.config, method.name, method.ratio, max_new_tokens=room, **method.options)
 
     def turn(self, workload: Workload) -> Turn:
         cache = self.cache(workload.steps)
@@ -161,18 +163,29 @@ class ScoringTimer:
 
 
 class Transformers:
-    """transformers' DynamicCache, or StaticCache with room for prompt and answer."""
+    """transformers' DynamicCache, or StaticCache with room for prompt and answer.
+
+    A StaticCache serves all turns of a workload: its graph counts on the place of its tensors, so that another one
+    would be compiled anew in every turn.
+    """
 
     def __init__(self, model: PreTrainedModel, kind: str, compiled: bool = False):
         self.model, self.kind, self.compiled = model, kind, compiled
         self.name = f"transformers {kind}" + (", compiled" if compiled else "")
+        self._static: tuple[Workload, StaticCache] | None = None
 
     def turn(self, workload: Workload) -> Turn:
-        if self.kind == "DynamicCache":
-            cache = DynamicCache(config=self.model.config)
-        else:
-            cache = StaticCache(config=self.model.config, max_cache_len=workload.length + workload.steps)
+        cache = DynamicCache(config=self.model.config) if self.kind == "DynamicCache" else self._reset_for(workload)
         return local_turn(self.model, cache, lambda: held_bytes(cache), workload, self.compiled)
+
+    def _reset_for(self, workload: Workload) -> StaticCache:
+        if self._static is None or self._static[0] != workload:
+            self._static = None  # the memory of the one before
+            room = workload.length + workload.steps + (WARM_STEPS if self.compiled else 0)
+            self._static = workload, StaticCache(config=self.model.config, max_cache_len=room)
+        else:
+            self._static[1].reset()
+        return self._static[1]
 
 
 def local_turn(
@@ -185,14 +198,24 @@ def local_turn(
 ) -> Turn:
     ids = prompt_ids(model, 1 if workload.one_prompt else workload.batch, workload.length)
     reset_peak_memory(model.device)
-    token, prompt_ms = read_prompt(model, cache, ids, workload.clock)
+    if workload.one_prompt and isinstance(cache, StaticCache):
+        row = DynamicCache(config=model.config)
+        token, prompt_ms = read_prompt(model, row, ids, workload.clock)
+        for layer_idx, layer in enumerate(row.layers):
+            rows = (states.expand(workload.batch, -1, -1, -1) for states in (layer.keys, layer.values))
+            cache.update(*rows, layer_idx)
+        del row
+    else:
+        token, prompt_ms = read_prompt(model, cache, ids, workload.clock)
     if scoring is not None:
         scoring.stop()
     if workload.one_prompt:
-        cache.batch_repeat_interleave(workload.batch)
+        if not isinstance(cache, StaticCache):
+            cache.batch_repeat_interleave(workload.batch)
         token = token.repeat(workload.batch, 1)
     step = model.get_compiled_call(compile_config(model.device)) if compiled else model
-    step_ms = decode(step, cache, token, workload.length, workload.steps, workload.clock)
+    warm = WARM_STEPS if compiled else 0
+    step_ms = decode(step, cache, token, workload.length, warm + workload.steps, workload.clock)[warm:]
     return Turn(prompt_ms, step_ms, held(), peak_memory(model.device))
 
 

@@ -11,9 +11,7 @@ import argparse
 import io
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +19,8 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from lmms_eval_plugins.tasks import BUNDLED_TASKS
-from lmms_eval_plugins.tiny_vlm.signs import COLOR_KIND, HEADLINE_KINDS, SIDE, Question, draw_scene, questions
+from lmms_eval_plugins.tiny_vlm.examples import Example, draw_examples
+from lmms_eval_plugins.tiny_vlm.signs import COLOR_KIND, HEADLINE_KINDS, SIDE, Question
 
 HEADLINE = BUNDLED_TASKS / "tiny_textvqa" / "headline.parquet"
 COLOR = BUNDLED_TASKS / "tiny_textvqa" / "color.parquet"
@@ -44,27 +43,6 @@ SCHEMA = pa.schema(
         "ocr_tokens": pa.list_(pa.string()),
     }
 )
-
-
-@dataclass(frozen=True)
-class Example:
-    pixels: np.ndarray  # (SIDE, SIDE, 3) uint8
-    question: Question
-
-
-def draw_examples(count: int, kinds: tuple[str, ...], name: str) -> list[Example]:
-    """`count` questions, one per scene, the kinds in turn; `name` is the seed (training's seeds differ)."""
-    examples = []
-    attempt = 0
-    while len(examples) < count:
-        rng = Random(f"{name}/{attempt}")
-        attempt += 1
-        scene = draw_scene(rng)
-        kind = kinds[len(examples) % len(kinds)]
-        possible = [question for question in questions(scene.signs) if question.kind == kind]
-        if possible:
-            examples.append(Example(scene.pixels, rng.choice(possible)))
-    return examples
 
 
 def compress_image(pixels: np.ndarray) -> bytes:

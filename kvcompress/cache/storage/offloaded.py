@@ -41,16 +41,28 @@ class OffloadedStorage(Storage):
         self.inner.append(keys.cpu(), values.cpu())
         if self.fetched is None:
             return
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        new = (keys, values)
-        self.fetched = tuple(torch.cat([old, part], dim=2) for old, part in zip(self.fetched, new, strict=True))
+        fetched, new = self._arrived(), (keys, values)
+        if self.inner.has_fixed_shapes:  # the buffers have room
+            first = int(self.inner.cursor) - keys.shape[2]
+            for buffer, part in zip(fetched, new, strict=True):
+                buffer[:, :, first : first + keys.shape[2]] = part
+            return
+        self.fetched = tuple(torch.cat([old, part], dim=2) for old, part in zip(fetched, new, strict=True))
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        fetched, self.fetched = self.fetched, None  # the device holds one layer's entries at a time
-        if fetched is None:
+        if self.fetched is None:
             return tuple(part.to(self.device) for part in self.inner.read())
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        fetched, self.fetched = self._arrived(), None  # the device holds one layer's entries at a time
         return fetched
+
+    def _arrived(self) -> tuple[torch.Tensor, ...]:
+        """What was fetched, once it is there. Its memory, which is the copying stream's, is not given to the next copy
+        before the stream that computes has read it."""
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self.stream)
+        for part in self.fetched:
+            part.record_stream(current)
+        return self.fetched
 
     def visible(self) -> torch.Tensor | None:
         visible = self.inner.visible()

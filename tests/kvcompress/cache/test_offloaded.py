@@ -1,4 +1,4 @@
-"""Entries in the CPU's memory: the same answers. (That the device holds less is checked on a GPU: test_gpu.py.)"""
+"""Entries in the CPU's memory: the same answers. (That the device holds less is checked on a GPU: tests/gpu.)"""
 
 import pytest
 import torch

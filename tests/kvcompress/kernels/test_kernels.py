@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvcompress.kernels.column_sums import column_sums, column_sums_blocked, column_sums_reference
 from kvcompress.kernels.compact import compact, compact_reference
 from tests.support.examples import examples
-from tests.support.kernel_cases import SHAPES, TOLERANCE, check_column_sums, check_compact, kept_case, prompt_case
+from tests.support.kernel_cases import TOLERANCE, kept_case, prompt_case
 
 COUNTING = [None, "window", "scattered", "weighted", "nobody"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -70,20 +70,8 @@ def test_the_triton_kernels_equal_the_references_in_tritons_interpreter():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_triton_kernels_equal_the_references_on_a_gpu(dtype):
-    pytest.importorskip("triton")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    check_column_sums(dtype, SHAPES, "cuda")
-    check_compact(dtype, "cuda")
-    case = prompt_case(2, 2, 4, 128, 3000, [[700], [0]], None, dtype, device="cuda")  # many programs
-    close = {"atol": 1e-4, "rtol": 1e-4}
-    torch.testing.assert_close(column_sums(*case), column_sums_reference(*case), **close)
-
-
-def test_the_triton_kernels_compile_for_a_gpu():
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_triton_kernels_compile_for_a_gpu(capability):
     """The interpreter lets pass what the compiler refuses, such as a name whose shape changes in a loop."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -118,5 +106,5 @@ def test_the_triton_kernels_compile_for_a_gpu():
         types = {name: "constexpr" if name.isupper() else (tensors | types).get(name, "i32") for name in names}
         fixed = {name: (sizes | numbers).get(name, 16) for name in names if name.isupper()}
         source = triton.compiler.ASTSource(kernel, types, constexprs=fixed)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_stages": stages})
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_stages": stages})
         assert compiled.metadata.shared < 90_000

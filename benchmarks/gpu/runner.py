@@ -1,0 +1,125 @@
+"""Runs cells, a process each, within their time and the stage's; each result is written before the next begins."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .stages import Cell, environment_of
+
+LEAST = 20.0  # seconds: no cell is begun with fewer left
+GRACE = 5.0  # seconds that a process has to end once it is told to
+TAIL = 25  # lines of its output that are kept with a result
+
+
+@dataclass
+class Stage:
+    """The file of a stage's results: {"stage", "cells": name -> record}.
+
+    A record: `command`; `state`, "done", "failed", "cut" or "left out"; `seconds`; `tail`, the end of its output;
+    `result`, the JSON that it wrote, also of a cell that was cut. Tests write none: they are counted in their output.
+    """
+
+    number: int
+    smoke: bool
+    out: Path
+    parts: Path
+
+    def __post_init__(self) -> None:
+        self.name = f"stage{self.number}" + ("_smoke" if self.smoke else "")
+        self.file, self.log = self.out / f"{self.name}.json", self.out / f"{self.name}.log"
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.parts.mkdir(parents=True, exist_ok=True)
+        known = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else {}
+        self.records: dict[str, dict[str, Any]] = known.get("cells", {})
+
+    def run(self, cells: list[Cell], seconds: float, force: bool) -> None:
+        """Those that are not done yet, or all; none is begun that could not end in `seconds`."""
+        end = time.monotonic() + seconds
+        for cell in cells:
+            command, before = shlex.join(cell.arguments), self.records.get(cell.name, {})
+            if not force and before.get("state") == "done" and before["command"] == command:
+                continue
+            left = end - time.monotonic()
+            if left < LEAST:
+                self.add(cell, {"command": command, "state": "left out"}, keep=True)
+                continue
+            print(f"== {self.name} {cell.name}: at most {min(left, cell.seconds):.0f} s", file=sys.stderr, flush=True)
+            if force:
+                self.part(cell).unlink(missing_ok=True)
+            self.add(cell, {"command": command, **self.measure(cell, min(left, cell.seconds))})
+
+    def part(self, cell: Cell) -> Path:
+        """What the cell writes."""
+        return self.parts / f"{self.name}_{cell.name}.json"
+
+    def add(self, cell: Cell, record: dict[str, Any], keep: bool = False) -> None:
+        """`keep`: what is known of the cell from an earlier run stays."""
+        if not (keep and "result" in self.records.get(cell.name, {})):
+            self.records[cell.name] = record
+        draft = self.file.with_suffix(".tmp")
+        draft.write_text(json.dumps({"stage": self.number, "cells": self.records}, indent=1) + "\n", encoding="utf-8")
+        os.replace(draft, self.file)
+
+    def measure(self, cell: Cell, seconds: float) -> dict[str, Any]:
+        part, output = self.part(cell), self.parts / f"{self.name}_{cell.name}.log"
+        arguments = [argument.replace("{out}", str(part.with_suffix(""))) for argument in cell.arguments]
+        start, state = time.monotonic(), "done"
+        with output.open("w", encoding="utf-8") as log:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment_of(self.smoke)},
+                start_new_session=True,  # so that what it starts ends with it
+            )
+            try:
+                state = "failed" if process.wait(seconds) else "done"
+            except subprocess.TimeoutExpired:
+                state = "cut"
+            finally:
+                end_group(process)
+        text = output.read_text(encoding="utf-8", errors="replace")
+        with self.log.open("a", encoding="utf-8") as log:
+            log.write(f"== {cell.name}: {state}\n{text}\n")
+        record = {"state": state, "seconds": round(time.monotonic() - start, 1), "tail": text.splitlines()[-TAIL:]}
+        if cell.kind == "tests":
+            return {**record, "result": counted(text)}
+        return {**record, "result": json.loads(part.read_text(encoding="utf-8"))} if part.exists() else record
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """End a process and all that it started, where any of it is left."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def counted(output: str) -> dict[str, Any]:
+    """How many tests passed, failed and were skipped, from the lines of `pytest -v`, and the names of the failed."""
+    counts: dict[str, Any] = {"passed": 0, "skipped": 0, "failed": []}
+    for line in output.splitlines():
+        line_words = line.split()
+        name = next((word for word in line_words if "::" in word), None)
+        if name is None or line.startswith(("FAILED ", "ERROR ")):  # pytest's own summary, a second time
+            continue
+        if "PASSED" in line_words:
+            counts["passed"] += 1
+        elif "SKIPPED" in line_words:
+            counts["skipped"] += 1
+        elif "FAILED" in line_words or "ERROR" in line_words:
+            counts["failed"].append(name)
+    return counts

@@ -1,0 +1,112 @@
+"""Which commands each stage runs, the most important first: those for which no time is left are left out."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+SHAPE = "qwen2-7b"
+METHODS = ("snapkv", "adakv", "knorm")
+STATIC = "cache_implementation=static"
+# Longest prompt first: what they show grows with it.
+SHORT, LONG = 8192, 32768
+BATCHES = (1, 8, 32)
+SMOKE_TIMES = 4
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One process.
+
+    Attributes:
+        name: of its result.
+        kind: what its result is: of `summary.READERS`.
+        arguments: of Python; `{out}` is the file, without a suffix, that it writes.
+        seconds: the most that it may take.
+    """
+
+    name: str
+    kind: str
+    arguments: tuple[str, ...]
+    seconds: float
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def bench(name: str, seconds: float, arguments: str, smoke: bool, kind: str = "bench", command: str = "bench") -> Cell:
+    """A cell of `python -m kvcompress bench`; it goes on where it was cut."""
+    where = "--shape tiny --device cpu" if smoke else f"--shape {SHAPE} --device cuda --dtype bfloat16"
+    return Cell(name, kind, words(f"-m kvcompress {command} {where} --out {{out}} --resume {arguments}"), seconds)
+
+
+def suite(name: str, seconds: float, files: str, workers: int = 0) -> Cell:
+    spread = f" -n {workers}" if workers else ""
+    return Cell(name, "tests", words(f"-m pytest -vv -m gpu --tb=short -p no:cacheprovider{spread} {files}"), seconds)
+
+
+def right(smoke: bool, workers: int) -> list[Cell]:
+    """Stage 1."""
+    device = "cpu --questions 8" if smoke else "cuda --questions 100"
+    return [
+        suite("kernels", 90, "tests/gpu/test_kernels.py"),
+        Cell("accuracy", "accuracy", words(f"-m benchmarks.gpu.accuracy --out {{out}} --device {device}"), 110),
+        suite("core", 150, "tests/gpu/test_core.py", workers),
+        suite("methods", 240, "tests/gpu/test_methods.py", workers),
+    ]
+
+
+def fast(smoke: bool) -> list[Cell]:
+    """Stage 2."""
+    on = "--device cpu --repeats 2" if smoke else "--device cuda --dtype bfloat16 --repeats 6"
+    short, long = (64, 128) if smoke else (SHORT, LONG)
+    batches = "1 4" if smoke else " ".join(map(str, BATCHES))
+    middle = 4 if smoke else 8
+    steps = "--new 4 --repeats 1" if smoke else "--new 16 --repeats 3"
+    compiled = f"--methods snapkv snapkv:{STATIC} --peers dynamic static --compile --one-prompt {steps}"
+    kernels = f"--lengths {'64' if smoke else '2048 8192 32768'} --out {{out}}"
+    grid = f"--methods {' '.join(METHODS)} --one-prompt {steps} --batches {batches}"
+    return [
+        bench("prefill", 70, f"--methods snapkv adakv tova h2o --lengths {short} {steps}", smoke),
+        bench(f"static_{short}_1", 100, f"{compiled} --lengths {short} --batches 1", smoke),
+        Cell("kernels", "kernels", words(f"-m benchmarks.kernels {on} {kernels}"), 60),
+        Cell("ragged", "ragged", words(f"-m benchmarks.ragged_decode {on} --prompt 0 --out {{out}}"), 50),
+        bench(f"decode_{long}", 90, f"{grid} --lengths {long}", smoke),
+        bench(f"decode_{short}", 60, f"{grid} --lengths {short}", smoke),
+        bench(f"static_{long}_{middle}", 100, f"{compiled} --lengths {long} --batches {middle}", smoke),
+    ]
+
+
+def buys(smoke: bool) -> list[Cell]:
+    """Stage 3."""
+    steps = "--new 4 --repeats 1" if smoke else "--new 16 --repeats 2"
+    long, many = (128, "4") if smoke else (LONG, "8 32")
+    largest = "--memory-limit 1" if smoke else "--largest-batch"
+    served = "--requests 6 --prompt 16 --answers 4 12 --kv-gb 0.001 --decode-budget 16"
+    if not smoke:  # answers much longer than the budget, as in R-KV's table, and bytes that few full caches fill
+        served = "--requests 512 --prompt 128 --answers 512 2048 --kv-gb 4 --decode-budget 256 --minutes 0.6"
+    omni = "--device cpu --smoke" if smoke else "--device cuda"
+    return [
+        bench("vl_cache", 80, f"--methods vl-cache --lengths {long} --batches {many} --one-prompt {steps}", smoke),
+        bench(
+            "throughput", 170, f"{served} --methods full r-kv --peers padded", smoke, "throughput", "bench throughput"
+        ),
+        bench("largest", 110, f"--methods full snapkv adakv --lengths {long} --one-prompt {largest} {steps}", smoke),
+        Cell("speech", "speech", words(f"-m benchmarks.gpu.speech --out {{out}} {omni}"), 90),
+        bench("continuous", 80, f"{served} --methods --peers continuous", smoke, "throughput", "bench throughput"),
+    ]
+
+
+def cells(stage: int, smoke: bool, workers: int = 0) -> list[Cell]:
+    """`workers`: processes that share the tests, where pytest-xdist is installed."""
+    environment = Cell("environment", "environment", words("-m benchmarks.gpu.environment --out {out}"), 60)
+    found = [environment, *(right(smoke, workers) if stage == 1 else fast(smoke) if stage == 2 else buys(smoke))]
+    # The limits are a GPU's; a busy CPU may need longer only to import.
+    return [replace(cell, seconds=SMOKE_TIMES * cell.seconds) for cell in found] if smoke else found
+
+
+def environment_of(smoke: bool) -> dict[str, str]:
+    """Variables of every process."""
+    known = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]))
+    return {**known, "PYTHONPATH": path, "GPU_TESTS_ON": "cpu" if smoke else "cuda"}

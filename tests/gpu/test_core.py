@@ -1,0 +1,236 @@
+"""Every way through the engine on a CUDA device: storages, graphs, flows, attention implementations."""
+
+import warnings
+
+import pytest
+import torch
+from transformers import Cache, DynamicCache
+
+import kvcompress
+from kvcompress.hooks.shared_prompt import SharedPrompt
+from kvcompress.kernels.quantization import BITS
+from tests.gpu.cases import DTYPES, NEW, answered, check_as_on_the_cpu, entries_of, few, on
+from tests.support.calibrations import calibration_of
+from tests.support.families import FAMILIES, MORE_FAMILIES
+from tests.support.in_flight import check_in_flight
+from tests.support.masked_reference import generate
+
+pytestmark = pytest.mark.gpu
+EVICTING = {"decode_budget": 12, "decode_interval": 2}
+WAYS = [
+    ("snapkv", {"prefill_chunk": 16}),
+    ("snapkv", {"first_token": "compressed"}),
+    ("snapkv", {"scope": "context", "context_tokens": 25}),
+    ("snapkv", {"head_budget": "adaptive", "prefill_chunk": 20}),
+    ("snapkv", {"head_budget": "shared"}),
+    ("snapkv", {"layer_budget": "pyramid"}),
+    ("snapkv", {"layer_budget": "entropy"}),
+    ("adakv", {"layer_budget": "global"}),
+    *(("snapkv", {"merge": merge}) for merge in ("pivot", "d2o", "cam", "meda")),
+    *((method, EVICTING) for method in ("snapkv", "adakv", "r-kv", "h2o", "tova", "expected-attention", "morphkv")),
+    ("hindsight", {"answer_tokens": 3}),
+]
+TOKEN_METHODS = ["cdpruner", "divprune", "fastv", "framefusion", "prumerge+", "sparsevlm", "visionzip", "vispruner"]
+
+
+def named(value: object) -> str | None:
+    return "-".join(f"{name}={each}" for name, each in value.items()) or "plain" if isinstance(value, dict) else None
+
+
+@pytest.mark.parametrize(("method", "options"), few(WAYS, 3), ids=named)
+def test_every_way_through_the_engine_is_as_on_the_cpu(device, method, options):
+    check_as_on_the_cpu(device, "qwen2-vl", method, 0.3, **options)
+
+
+@pytest.mark.parametrize("method", few(TOKEN_METHODS, 3))
+def test_token_methods_are_as_on_the_cpu(device, method):
+    sees_tower = kvcompress.list_methods()[method].cls.sees == "tower"
+    check_as_on_the_cpu(device, "llava-1.5" if sees_tower else "qwen2-vl", method, 0.5)
+
+
+@pytest.mark.parametrize("family", few(sorted(MORE_FAMILIES), 6))
+def test_more_families_are_as_on_the_cpu(device, family):
+    check_as_on_the_cpu(device, family, "snapkv", 0.3)
+
+
+# Storages
+
+
+@pytest.mark.parametrize("method", ["snapkv", "adakv", "full"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["static", "offloaded", "offloaded_static"])
+def test_where_entries_lie_changes_no_answer(device, kind, dtype, method):
+    model, inputs = on(device, "qwen2", dtype)
+    ratio = None if method == "full" else 0.3
+    tokens, expected, kept = answered(model, inputs, method, ratio, new=12)
+    with kvcompress.compress(model, method, ratio, max_new_tokens=12, cache_implementation=kind) as session:
+        _, logits = generate(model, inputs, 12, forced=tokens, disable_compile=True)
+    tolerance = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}[dtype]
+    torch.testing.assert_close(logits.float(), expected.float(), atol=tolerance, rtol=0)
+    assert entries_of(session.cache) == kept
+    for layer in session.cache.layers:
+        assert kind == "static" or all(tensor.device.type == "cpu" for tensor in layer.storage.tensors())
+
+
+@pytest.mark.parametrize("method", ["snapkv", "adakv"])
+def test_offloaded_entries_arrive_whole_beside_long_work(cuda, method):
+    """Copies run beside what the device computes: an entry that is read too early is another number."""
+    model, _ = on(cuda, "llama")
+    long = {"input_ids": torch.randint(8, 128, (4, 6000), device=cuda)}
+    tokens, expected, _ = answered(model, long, method, 0.5)
+    ballast = torch.randn(4096, 4096, device=cuda)
+
+    def work(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
+        torch.mm(ballast, ballast)
+
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(work)
+    _, logits, _ = answered(model, long, method, 0.5, tokens, cache_implementation="offloaded")
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("bits", BITS["turboquant"])
+@pytest.mark.parametrize("method", ["snapkv", "adakv", "full"])
+def test_turboquant_is_as_on_the_cpu(device, method, bits):
+    ratio = None if method == "full" else 0.3
+    options = {"cache_implementation": "quantized", "kv_backend": "turboquant", "kv_bits": bits}
+    check_as_on_the_cpu(device, "qwen2", method, ratio, **options)
+
+
+@pytest.mark.parametrize(("backend", "package"), [("quanto", "optimum.quanto"), ("hqq", "hqq")])
+def test_quantized_entries_are_close_to_whole_ones(cuda, backend, package):
+    pytest.importorskip(package)
+    bits = max(BITS[backend])
+    model, inputs = on(cuda, "qwen2")
+    tokens, expected, kept = answered(model, inputs, "snapkv", 0.4)
+    options = {"cache_implementation": "quantized", "kv_backend": backend, "kv_bits": bits, "kv_group_size": 16}
+    _, logits, ours = answered(model, inputs, "snapkv", 0.4, tokens, kv_residual=3, **options)
+    assert kept == ours
+    assert (logits - expected).abs().mean() < (0.02 if bits == 8 else 0.5)
+
+
+@pytest.mark.parametrize("method", ["snapkv", "pyramidkv", "full"])
+def test_generate_compiles_static_decoding_by_itself_with_the_same_tokens(cuda, method):
+    model, inputs = on(cuda, "qwen2")
+    ratio = None if method == "full" else 0.3
+    expected, _, _ = answered(model, inputs, method, ratio, new=40)
+    cache = kvcompress.CompressedCache(model.config, method, ratio, max_new_tokens=40, cache_implementation="static")
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.reset()
+    with kvcompress.attach(model):
+        tokens, _ = generate(model, inputs, 40, past_key_values=cache)
+    assert torch.equal(tokens, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    del model._compiled_call
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("full", {}),
+        ("snapkv", {}),
+        ("adakv", {}),
+        ("snapkv", {"cache_implementation": "static"}),
+        ("adakv", {"cache_implementation": "quantized", "kv_backend": "turboquant", "kv_bits": 4}),
+    ],
+    ids=named,
+)
+def test_a_decode_step_waits_no_more_than_with_transformers_cache(cuda, method, options):
+    model, _ = on(cuda, "llama")
+    ids = torch.randint(8, 128, (2, 60), device=cuda)
+    positions = [torch.full((2, 1), 60 + step, device=cuda) for step in range(6)]
+    ratio = None if method == "full" else 0.3
+
+    def waits(cache: Cache) -> int:
+        token, count = ids[:, -1:], 0
+        model(ids, past_key_values=cache)
+        for step, position in enumerate(positions):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                token = model(token, position_ids=position, past_key_values=cache).logits.argmax(-1)
+                torch.cuda.set_sync_debug_mode("default")
+            count += len(caught) if step > 2 else 0  # the first steps compile kernels
+        return count
+
+    with torch.no_grad():
+        theirs = waits(DynamicCache(config=model.config))
+        with kvcompress.attach(model):
+            cache = kvcompress.CompressedCache(model.config, method, ratio, max_new_tokens=8, **options)
+            assert waits(cache) <= theirs
+
+
+# Flows
+
+
+def test_a_shared_prompt_gives_what_one_of_its_own_gives(device):
+    model, inputs = on(device, "qwen2-vl")
+    known = None
+    for method in ("full", "snapkv", "adakv", "knorm"):
+        ratio = None if method == "full" else 0.3
+        tokens, expected, kept = answered(model, inputs, method, ratio)
+        with SharedPrompt(model, known) as shared, kvcompress.compress(model, method, ratio) as session:
+            ours, logits = generate(model, inputs, NEW)
+        known = shared.prompt_pass
+        assert torch.equal(ours, tokens)
+        assert entries_of(session.cache) == kept
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert shared.is_known
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("full", {}),
+        ("snapkv", {"ratio": 0.3}),
+        ("adakv", {"ratio": 0.3}),
+        ("snapkv", {"ratio": 0.3, **EVICTING}),
+        ("adakv", {"ratio": 0.3, **EVICTING}),
+        ("h2o", {"ratio": 0.3, **EVICTING}),
+        ("snapkv", {"ratio": 0.3, "cache_implementation": "static"}),
+    ],
+    ids=named,
+)
+def test_requests_in_flight_are_answered_as_alone(device, method, options):
+    model, _ = on(device, "qwen2-vl")
+    family = FAMILIES["qwen2-vl"]
+    requests = [family.inputs(model, [n], [n % 2], seed=n) for n in (40, 23, 61, 35)]
+    options = options | calibration_of(method, model)
+    check_in_flight(model, requests, (5, 9, 1, 7), method, 2, tolerance=2e-3, **options)
+
+
+def test_a_second_prompt_and_reuse_are_as_on_the_cpu(device):
+    logits = {}
+    for where in (torch.device("cpu"), device):
+        model, _ = on(where, "qwen2")
+        first, more = (torch.arange(*span, device=where)[None] for span in ((10, 50), (60, 70)))
+        with torch.no_grad(), kvcompress.compress(model, "adakv", 0.4) as session:
+            model(first)
+            with session.reuse() as cache:
+                once = model(more, past_key_values=cache).logits
+            again = model(more, past_key_values=session.cache).logits
+        torch.testing.assert_close(once, again, atol=1e-4, rtol=0)
+        logits[where.type] = again.cpu()
+    torch.testing.assert_close(logits[device.type], logits["cpu"], atol=1e-3, rtol=0)
+
+
+def test_beams_are_as_on_the_cpu(device):
+    found = []
+    for where in (torch.device("cpu"), device):
+        model, inputs = on(where, "qwen2")
+        with kvcompress.compress(model, "adakv", 0.4):
+            found.append(model.generate(**inputs, num_beams=3, max_new_tokens=5, do_sample=False).cpu())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("method", ["snapkv", "adakv", "full"])
+def test_flash_attention_and_sdpa_agree(cuda, method, dtype):
+    pytest.importorskip("flash_attn")
+    model, inputs = on(cuda, "qwen2", dtype)
+    ratio = None if method == "full" else 0.3
+    tokens, expected, _ = answered(model, inputs, method, ratio)
+    model.set_attn_implementation("flash_attention_2")
+    _, logits, _ = answered(model, inputs, method, ratio, tokens)
+    assert (logits.float() - expected.float()).abs().mean() < 0.03

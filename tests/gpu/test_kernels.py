@@ -1,0 +1,64 @@
+"""The Triton kernels on a CUDA device equal their plain references, as do the benchmarked ways."""
+
+import pytest
+import torch
+
+from benchmarks.ragged_decode import ragged_case as benchmark_case
+from benchmarks.ragged_decode import ways_to_attend
+from kvcompress.kernels.column_sums import column_sums, column_sums_reference
+from kvcompress.kernels.ragged_decode import ragged_decode, ragged_decode_reference
+from tests.gpu.cases import DTYPES
+from tests.support.kernel_cases import SHAPES, check_column_sums, check_compact, prompt_case
+from tests.support.ragged_cases import TOLERANCE, check_triton, check_turboquant_triton, ragged_case
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_sums_columns_as_the_reference(cuda, dtype):
+    pytest.importorskip("triton")
+    check_column_sums(dtype, SHAPES, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_are_summed_as_by_the_reference(device, dtype):
+    case = prompt_case(2, 2, 4, 128, 700 if device.type == "cpu" else 3000, [[200], [0]], None, dtype, device=device)
+    torch.testing.assert_close(column_sums(*case), column_sums_reference(*case), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_moves_the_kept_rows(cuda, dtype):
+    pytest.importorskip("triton")
+    check_compact(dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_decodes_ragged_entries_as_the_reference(cuda, dtype):
+    pytest.importorskip("triton")
+    check_triton(dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_decodes_packed_entries_as_the_reference(cuda, dtype):
+    pytest.importorskip("triton")
+    check_turboquant_triton(dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ragged_decoding_takes_as_many_splits_as_the_device_wants(device, dtype):
+    """Long segments and few of them, short ones and many: what `ragged_decode` itself chooses."""
+    for batch, kv_heads, most in ((1, 1, 9000), (2, 3, 700), (64, 8, 40)):
+        *case, sizes = ragged_case(batch, kv_heads, 3, 64, most, 5, dtype, device=device)
+        expected = ragged_decode_reference(*case, 0.125)
+        output = ragged_decode(*case, sizes, 0.125)
+        torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_benchmarked_ways_of_ragged_decoding_are_right(device, dtype):
+    case = benchmark_case(4, 6, 2, 64, 300, device=device, dtype=dtype)
+    arguments = [case[name] for name in ("query", "keys", "values", "starts", "lengths")]
+    expected = ragged_decode_reference(*arguments, 0.125)
+    for name, attend in ways_to_attend(case).items():
+        if name != "uniform":
+            torch.testing.assert_close(attend(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], msg=name)
