@@ -1,10 +1,16 @@
 """The registry of methods: by name, with paper, options and their defaults."""
 
+import importlib.util
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from .errors import KVCompressError, unknown_name, validated
+
+FILES = "KVCOMPRESS_METHODS"  # environment variable: Python files with methods, separated as in PATH
 
 
 class Method:
@@ -36,6 +42,7 @@ class MethodInfo:
 
 
 _METHODS: dict[str, MethodInfo] = {}
+_FILES: set[Path] = set()  # those of KVCOMPRESS_METHODS that were imported
 MethodClass = TypeVar("MethodClass", bound=type[Method])
 
 
@@ -67,13 +74,39 @@ def register_method(name: str) -> Callable[[MethodClass], MethodClass]:
     return register
 
 
+def _import_files() -> None:
+    """Import what KVCOMPRESS_METHODS names, each file once. Raises KVCompressError for one that cannot be."""
+    for name in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
+        path = Path(name).expanduser().absolute()
+        if path in _FILES:
+            continue
+        if path.suffix != ".py" or not path.is_file():
+            raise KVCompressError(f"{FILES}: there is no Python file {name}")
+        spec = importlib.util.spec_from_file_location(f"kvcompress_methods_{path.stem}", path)
+        module = importlib.util.module_from_spec(spec)
+        before = set(_METHODS)
+        _FILES.add(path)  # at once, for the file may ask for the methods that are there
+        sys.modules[module.__name__] = module
+        try:
+            spec.loader.exec_module(module)
+            if set(_METHODS) == before:
+                raise KVCompressError("it registers no method")
+        except Exception as error:
+            _FILES.discard(path)
+            what = "" if isinstance(error, KVCompressError) else f"{type(error).__name__}: "
+            raise KVCompressError(f"{FILES}: {name}: {what}{' '.join(str(error).split())}") from error
+
+
 def list_methods() -> dict[str, MethodInfo]:
-    """All registered methods: name -> class, paper, options with defaults."""
+    """All registered methods: name -> class, paper, options with defaults. Those of the files that the environment
+    variable KVCOMPRESS_METHODS names are among them; raises KVCompressError where one cannot be imported."""
+    _import_files()
     return dict(sorted(_METHODS.items()))
 
 
 def method_info(name: str | None) -> MethodInfo:
     """The entry of a method name; None is `full`. Raises KVCompressError with the valid names."""
+    _import_files()
     key = method_name("full" if name is None else name)
     if key not in _METHODS:
         raise unknown_name("there is no method", name, _METHODS)

@@ -54,7 +54,7 @@ def test_every_command_that_this_project_registers_is_there():
 
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     commands = project["entry-points"][__main__.GROUP]
-    assert set(commands) == {"eval", "sweep", "reproduce", "report", "show", "leaderboard"}
+    assert set(commands) == {"eval", "sweep", "reproduce", "metrics", "report", "show", "leaderboard"}
     for name, value in commands.items():
         assert callable(EntryPoint(name, value, __main__.GROUP).load())
 

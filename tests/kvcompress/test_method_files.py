@@ -1,0 +1,69 @@
+"""KVCOMPRESS_METHODS: methods in files of one's own."""
+
+import os
+
+import pytest
+
+import kvcompress
+from kvcompress import KVCompressError, methods
+from tests.support.docs import DOCS, python_blocks
+from tests.support.families import FAMILIES
+
+DEFINITION = python_blocks(DOCS / "adding-a-method.md")[0]
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """That forgets what a test adds."""
+    monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
+    monkeypatch.setattr(methods, "_FILES", set())
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    def write(**files: str) -> None:
+        for name, text in files.items():
+            (tmp_path / f"{name}.py").write_text(text)
+        named = os.pathsep.join(str(tmp_path / f"{name}.py") for name in files)
+        monkeypatch.setenv(methods.FILES, named)
+
+    return write
+
+
+def test_a_method_of_a_file_is_one_like_any_other(write):
+    write(mine=DEFINITION, other=DEFINITION.replace("value-norm", "value-norm-2"))
+    assert {"value-norm", "value-norm-2", "snapkv"} <= kvcompress.list_methods().keys()
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [40])
+    with kvcompress.compress(model, "value-norm", 0.5, window_size=4) as session:
+        model.generate(**inputs, max_new_tokens=2)
+    assert session.cache.realised_ratios()[0] == [0.5]
+
+
+def test_it_is_found_by_name_before_the_list_was_asked_for(write):
+    write(mine=DEFINITION)
+    assert methods.method_info("value-norm").options == {"window_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import nonesuch", "ModuleNotFoundError: No module named 'nonesuch'"),
+        ("x = (", "SyntaxError"),
+        ("x = 1", "it registers no method"),
+        (DEFINITION.replace("value-norm", "snapkv"), "'snapkv' is already registered"),
+    ],
+)
+def test_a_file_that_is_wrong_is_one_line_each_time(write, text, said):
+    write(mine=text)
+    for _ in range(2):
+        with pytest.raises(KVCompressError, match=said) as caught:
+            kvcompress.list_methods()
+        assert "mine.py" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv(methods.FILES, str(tmp_path / "mine.py"))
+    with pytest.raises(KVCompressError, match=r"KVCOMPRESS_METHODS: there is no Python file .*mine\.py"):
+        kvcompress.list_methods()
