@@ -7,7 +7,7 @@ Five stages have the same short prompts; each brings what those before it did no
 the text, `steps` and `via` probes of the first of two steps, `deeper` a layer for the second. From `in_use` on, texts
 are asked what the bundled task asks: a word's number, and what is on the picture before them. `many` asks each prompt
 more: the prompt is what a step costs. In `throughout` the first of two steps is probed at each token of the answer: the
-second token was the one that was wrong.
+second token was the one that was wrong. `sign` probes the sign's colour where a question names a text on it.
 """
 
 from __future__ import annotations
@@ -236,7 +236,10 @@ SECOND_STAGES = (
     _mixture("in_use", 3072, LONGER, asked=AS_IN_USE, picture_share=0.6, steps=700, **OF_LONGER),
     _mixture("full", 4096, FULL, steps=559, decay_from=140 / 559, decay_until=1400 / 559, **OF_FULL),
     _mixture("many", 4096, FULL, most=MOST, steps=191, **OF_FULL),
-    _mixture("throughout", 4096, FULL, most=MOST, via_throughout=True, steps=1400, decay_from=0.4, **OF_FULL),
+    _mixture("throughout", 4096, FULL, most=MOST, via_throughout=True, steps=485, **OF_FULL),
+    _mixture(
+        "sign", 4096, FULL, most=MOST, via_throughout=True, steps=1600, decay_from=0.35, **{**OF_FULL, "via": "sign"}
+    ),
 )
 EDITIONS = {
     1: Edition(STAGES, PROMPT_WORDS, longest=2048),

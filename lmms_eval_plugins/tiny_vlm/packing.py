@@ -24,7 +24,7 @@ LONG_PREFIX = 800  # tokens, of which on the fused attention kernel is the faste
 # What the language model sees of a picture: base and grid view as in LLaVA-OneVision's prompts with one picture, the
 # base view alone as in those with several, or the grid view alone: half the work, for early training.
 View = Literal["both", "base", "grid"]
-Via = Literal["via", "holder"]
+Via = Literal["via", "holder", "sign"]
 VIEW_TOKENS: dict[View, int] = {"both": IMAGE_TOKENS, "base": BASE_TOKENS + 1, "grid": GRID_TOKENS}
 
 
@@ -131,12 +131,13 @@ class Packer:
         targets: Tensor,
         throughout: bool = False,
     ) -> Tensor:
-        """PackedBatch.via of rows as `rows` gives them; `name`: which of a question's words; `throughout`: wherever a
+        """PackedBatch.via of rows as `rows` gives them; `name`: which of a question's words, of `sign` the
+        other where it has none; `throughout`: wherever a
         token of the answer is foretold, not only its first."""
         via = torch.full_like(ids, IGNORED)
         for row, questions in enumerate(asked):
             for number, question in enumerate(questions, start=1):
-                if word := getattr(question, name):
+                if word := getattr(question, name) or (question.via if name == "sign" else ""):
                     predicts = (segments[row] == number) & (targets[row] != IGNORED)
                     places = predicts.nonzero()[:, 0]
                     via[row, places if throughout else places[:1]] = self.encode(f" {word}")[0]

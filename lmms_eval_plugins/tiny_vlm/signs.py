@@ -71,13 +71,15 @@ class Sign:
 class Question:
     """`kind` says what leads to what: c2n colour to number, w2n word to number below it, t2c text to colour. Where
     the answer takes two steps, `via` is what the first one finds, the colour of a sign or the ordinal of a picture, and
-    `holder` the same of where the answer stands."""
+    `holder` the same of where the answer stands; `sign` is the colour of the one sign that is about, where the question
+    names a text on it."""
 
     kind: str
     text: str
     answer: str
     via: str = field(default="", compare=False)
     holder: str = field(default="", compare=False)
+    sign: str = field(default="", compare=False)
 
 
 @dataclass
@@ -100,8 +102,8 @@ def questions(signs: list[Sign]) -> list[Question]:
         if sign.word:
             found.append(Question("c2w", f"what word is on the {sign.color} sign?", sign.word))
         if sign.word and sign.number:
-            found.append(Question("w2n", f"what number is below {sign.word}?", sign.number))
-            found.append(Question("n2w", f"what word is above {sign.number}?", sign.word))
+            found.append(Question("w2n", f"what number is below {sign.word}?", sign.number, sign=sign.color))
+            found.append(Question("n2w", f"what word is above {sign.number}?", sign.word, sign=sign.color))
         found.append(Question("t2c", f"what color is the sign that says {sign.lines[-1]}?", sign.color))
     return found
 
