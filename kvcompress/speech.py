@@ -1,11 +1,12 @@
 """Omni models that speak (Qwen2.5-Omni): load the parts that are needed, answer aloud, and time it.
 
 Three models take turns. The thinker, a Qwen2 with a vision and an audio tower, reads the prompt and writes text. The
-talker reads the thinker's hidden states and writes codec tokens. token2wav makes a waveform of all of them at once.
+talker reads the thinker's hidden states and writes codec tokens. token2wav makes the waveform: of all
+of them at once, as in transformers, or of a window of them while the talker still writes (speech_stream.py).
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,6 +25,7 @@ from .device import peak_memory, reset_peak_memory, synchronise
 from .errors import KVCompressError, loading, unknown_name
 from .measure import TokenTimes
 from .policy.policy import Policy
+from .speech_stream import Window, stream
 
 MODEL_TYPE = "qwen2_5_omni"
 SAMPLING_RATE = 24_000  # of the waveforms; it is in the model card, not in the config
@@ -122,9 +124,11 @@ class Answer:
         waveform: float32 (samples,) at `SAMPLING_RATE`; None without speech, as are all that speech alone has.
         first_text_s, text_s: the thinker's first and last token are there.
         first_code_s, codes_s: the talker's first and last codec token are there.
-        first_audio_s: the first sample is there. transformers makes the waveform in one piece when the talker has
-            finished, so that it is there together with the last one, at the end of the call.
+        first_audio_s: the first sample is there: of a stream in its first block, else together with the last one.
+        waveform_s: the last sample is there.
         total_s: the whole call.
+        underruns: blocks that came when all the sound before them had been heard, by one who listens from the first
+            block on; None where the waveform came in one piece.
         codes: codec tokens, the one that ends them included.
         peak_memory_bytes: as `Measurement.peak_memory_bytes`.
     """
@@ -136,7 +140,9 @@ class Answer:
     first_code_s: float | None
     codes_s: float | None
     first_audio_s: float | None
+    waveform_s: float | None
     total_s: float
+    underruns: int | None
     codes: int | None
     peak_memory_bytes: int | None
 
@@ -163,6 +169,8 @@ def answer(
     cache: Cache | None = None,
     talker_cache: Cache | None = None,
     compile_config: CompileConfig | None = None,
+    window: Window | None = None,
+    hear: Callable[[torch.Tensor], object] | None = None,
 ) -> Answer:
     """Answer one prompt, aloud where the model has its talker. The thinker is greedy; the talker samples, as
     transformers lets it by default, and token2wav starts from noise: both follow from the seed.
@@ -174,6 +182,8 @@ def answer(
         speaker: a name of the checkpoint's `spk_dict.pt`; None: its first.
         cache, talker_cache: empty caches; None: transformers' own.
         compile_config: how to compile the thinker's decode step, with a static cache.
+        window: make sound while the talker writes, on this window; None: in one piece, as transformers does.
+        hear: is given each block of sound, float32 (samples,), when it is there.
 
     Raises:
         KVCompressError: for an unknown speaker, and for fewer than two text tokens, which `generate` cannot speak.
@@ -204,29 +214,68 @@ def answer(
     start = time.perf_counter()
     if model.has_talker:
         for_talker["eos_token_id"] = [model.talker.codec_pad_token, model.talker.codec_eos_token]
-        sequences, waveform = model.generate(
+        given = {
             **_for_thinker_only(inputs),
             **{f"thinker_{name}": value for name, value in for_thinker.items()},
             **{f"talker_{name}": value for name, value in for_talker.items()},
-            speaker=_speaker(model, speaker),
-        )
+            "speaker": _speaker(model, speaker),
+        }
+        if window is None:
+            sequences, waveform = model.generate(**given)
+            sound = [(_since(start, device), waveform)]
+            if hear:
+                hear(waveform)
+        else:
+            sequences, sound = _listen(stream(model, window=window, seed=seed, **given), start, hear)
     else:
-        sequences, waveform = model.thinker.generate(**inputs, **for_thinker), None
-    synchronise(device)
-    total = time.perf_counter() - start
-    speaks = waveform is not None
+        sequences, sound = model.thinker.generate(**inputs, **for_thinker), []
+    total = _since(start, device)
+    speaks = bool(sound)
     return Answer(
         text=sequences[0, columns:].cpu(),
-        waveform=waveform.cpu() if speaks else None,
+        waveform=torch.cat([block for _, block in sound]).cpu() if speaks else None,
         first_text_s=thinker.times[0] - start,
         text_s=thinker.times[-1] - start,
         first_code_s=talker.times[0] - start if speaks else None,
         codes_s=talker.times[-1] - start if speaks else None,
-        first_audio_s=total if speaks else None,
+        first_audio_s=sound[0][0] if speaks else None,
+        waveform_s=sound[-1][0] if speaks else None,
         total_s=total,
+        underruns=underruns([(at, len(block) / SAMPLING_RATE) for at, block in sound]) if window and speaks else None,
         codes=len(talker.times) if speaks else None,
         peak_memory_bytes=peak_memory(device),
     )
+
+
+def _since(start: float, device: torch.device) -> float:
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def _listen(
+    source: Generator[torch.Tensor, None, torch.LongTensor],
+    start: float,
+    hear: Callable[[torch.Tensor], object] | None,
+) -> tuple[torch.LongTensor, list[tuple[float, torch.Tensor]]]:
+    """What a stream returns, and its blocks with the seconds since `start` when each was there."""
+    sound = []
+    while True:
+        try:
+            block = next(source)
+        except StopIteration as end:
+            return end.value, sound
+        sound.append((time.perf_counter() - start, block))  # it is on the CPU: there is nothing to synchronise
+        if hear:
+            hear(block)
+
+
+def underruns(blocks: list[tuple[float, float]]) -> int:
+    """Blocks later than the sound before them lasts. blocks: (when it is there, how long it sounds), in seconds."""
+    silent_from, late = blocks[0][0], 0
+    for there, lasts in blocks:
+        late += there > silent_from
+        silent_from = max(silent_from, there) + lasts
+    return late
 
 
 def _for_thinker_only(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

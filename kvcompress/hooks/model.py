@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from ..errors import KVCompressError
 from ..policy.policy import Policy, check_tensor_parallel
@@ -20,9 +20,11 @@ def check_heads(model: PreTrainedModel, config: Any, policy: Policy) -> None:
 
 
 def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
-    """The transformers model inside the wrappers of `torch.compile` and of PEFT, which call it.
+    """The transformers model inside the wrappers of `torch.compile` and of PEFT, which call it, and inside a model of
+    remote code that leaves writing to a part of it.
 
-    Raises KVCompressError for anything else, and for PEFT's prompt learning, whose wrapper does more than that.
+    Raises KVCompressError for anything else, for PEFT's prompt learning, whose wrapper does more than that, and where
+    several parts write.
     """
     given = model
     while not isinstance(model, PreTrainedModel):
@@ -41,7 +43,23 @@ def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
             inside = [name for name in ("module", "model") if isinstance(getattr(model, name, None), PreTrainedModel)]
             hint = f": give the model inside it, its .{inside[0]}" if inside else ""
             raise KVCompressError(f"a {type(given).__name__} is not a transformers model{hint}")
-    return model
+    return _generating_part(model)
+
+
+def _generating_part(model: PreTrainedModel) -> PreTrainedModel:
+    """Of a model of remote code whose own `generate` calls that of a part, this part: MiniCPM-o's `llm`.
+
+    Their own forward is not called then. transformers' own models are left as they are: theirs may call it.
+    """
+    kind = type(model)
+    generates = getattr(kind, "generate", GenerationMixin.generate)
+    of_transformers = kind.__module__.startswith("transformers.") or generates is GenerationMixin.generate
+    inside = {} if of_transformers else dict(model.named_children())
+    inside = {name: part for name, part in inside.items() if isinstance(part, GenerationMixin)}
+    if len(inside) > 1:
+        names = " or ".join(f".{name}" for name in inside)
+        raise KVCompressError(f"{kind.__name__} has several parts that generate: give the one that writes, {names}")
+    return next(iter(inside.values()), model)
 
 
 def check_cache(model: PreTrainedModel, config: PreTrainedConfig) -> None:

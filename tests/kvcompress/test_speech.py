@@ -97,7 +97,7 @@ def test_times_follow_the_order_of_the_work(omni, omni_inputs):
     order = [answer.first_text_s, answer.text_s, answer.first_code_s, answer.codes_s, answer.first_audio_s]
     assert order[0] > 0
     assert order == sorted(set(order))
-    assert answer.first_audio_s == answer.total_s  # the waveform comes in one piece
+    assert answer.first_audio_s == answer.waveform_s <= answer.total_s  # the waveform comes in one piece
     assert answer.codes == 5
     assert answer.real_time_factor == pytest.approx(answer.total_s / ((5 - UNHEARD) * CODE_S))
 

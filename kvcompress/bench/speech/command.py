@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from ...errors import KVCompressError, unknown_name
 from ...files import check_output, write_text
 from ...policy.options import Fraction
 from ...policy.policy import make_policy
+from ...speech_stream import Window
 from ..flags import Parser, Threads, device_name, flag, label, new_file
 from ..grid import Results
 from ..timing import environment
@@ -44,6 +46,16 @@ def parser() -> argparse.ArgumentParser:
     this.add_argument(
         "--codec-tokens", type=flag(PositiveInt), default=1024, help="the longest speech, 50 tokens a second"
     )
+    this.add_argument(
+        "--window",
+        nargs=3,
+        type=flag(NonNegativeInt),
+        default=list(astuple(Window())),
+        metavar=("CHUNK", "BEHIND", "AHEAD"),
+        help="blocks of codec tokens that become sound at once, and that token2wav sees around them "
+        f"(default: {' '.join(map(str, astuple(Window())))})",
+    )
+    this.add_argument("--one-piece", action="store_true", help="the waveform at the end, as transformers makes it")
     this.add_argument("--exact", action="store_true", help="every answer has exactly these lengths")
     this.add_argument("--repeats", type=flag(PositiveInt), default=3, help="warm answers to each prompt, per strategy")
     this.add_argument(
@@ -54,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     this.add_argument("--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu")
     this.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     this.add_argument("--threads", type=flag(Threads), default=torch.get_num_threads())
-    this.add_argument("--save-audio", type=new_file, metavar="FOLDER", help="the last warm answers, to listen to")
+    this.add_argument("--save-audio", type=new_file, metavar="FOLDER", help="the last warm answers, as they are spoken")
     this.add_argument("--out", type=new_file, default=Path("speech"), help="without a suffix: .json and .md")
     this.add_argument("--resume", action="store_true", help="keep what is in the .json")
     return this
@@ -96,6 +108,7 @@ def check(given: argparse.Namespace) -> None:
             raise unknown_name("there is no part", part, speech.PARTS)
     if given.prompts is not None:
         read_lines(given.prompts)
+    Window(*given.window)
     speaks = "speech" not in given.without
     if speaks and given.text_tokens < speech.FEWEST_TEXT_TOKENS:
         raise KVCompressError(f"--text-tokens {given.text_tokens}: at least {speech.FEWEST_TEXT_TOKENS} can be spoken")

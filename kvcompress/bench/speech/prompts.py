@@ -3,6 +3,8 @@
 import json
 import os
 import wave
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,8 +145,15 @@ def model_inputs(processor: ProcessorMixin, prompt: SpeechPrompt, device: torch.
     return dict(made.to(device))
 
 
-def write_wav(file: Path, waveform: torch.Tensor) -> None:
+@contextmanager
+def growing_wav(file: Path) -> Iterator[Callable[[torch.Tensor], None]]:
+    """A file that takes float32 (samples,) block by block, and is a whole WAV file after each."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with wave.open(str(file), "wb") as sound:
-        sound.setparams((1, 2, speech.SAMPLING_RATE, len(waveform), "NONE", ""))
-        sound.writeframes((waveform.clamp(-1, 1) * 32767).to(torch.int16).numpy().tobytes())
+    with file.open("wb") as raw, wave.open(raw, "wb") as sound:
+        sound.setparams((1, 2, speech.SAMPLING_RATE, 0, "NONE", ""))
+
+        def write(block: torch.Tensor) -> None:
+            sound.writeframes((block.clamp(-1, 1) * 32767).to(torch.int16).numpy().tobytes())
+            raw.flush()
+
+        yield write

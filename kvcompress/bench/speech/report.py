@@ -10,11 +10,13 @@ COLUMNS = {
     "first text s": ("first_text_s", 1),
     "text s": ("text_s", 1),
     "first codec token s": ("first_code_s", 1),
-    "first audio s": ("first_audio_s", 1),
+    "first byte s": ("first_audio_s", 1),
+    "whole waveform s": ("waveform_s", 1),
     "real-time factor": ("real_time_factor", 1),
 }
 COUNTS = {
     "audio s": ("audio_s", 1),
+    "underruns": ("underruns", 1),
     "text tokens": ("text_tokens", 1),
     "kept": ("realised_ratio", 1),
     "KV MB": ("kv_bytes", 1e6),
@@ -31,13 +33,25 @@ def markdown(content: dict[str, Any]) -> str:
     lines = [
         f"# {settings['model']}, {settings['dtype']}",
         f"`{content['command']}`",
-        "Times are medians (quartiles) over prompts and repeats, in seconds since `generate` was called; the first "
-        "audio is there when the whole waveform is. docs/speech.md explains the columns.",
+        "Times are medians (quartiles) over prompts and repeats, in seconds since `generate` was called. "
+        f"{how_it_sounds(settings)}docs/speech.md explains the columns.",
         f"Weights in memory, MB: {weights}.",
         table([header[place] for place in used], [[row[place] for place in used] for row in rows]).rstrip(),
         "Made on " + ", ".join(f"{name} {value}" for name, value in content["environment"].items()) + ".",
     ]
     return "\n\n".join(lines) + "\n"
+
+
+def how_it_sounds(settings: dict[str, Any]) -> str:
+    if "speech" in settings["without"]:
+        return ""
+    if settings["one_piece"]:
+        return "The waveform was made in one piece, so that its first byte is there with its last. "
+    chunk, behind, ahead = settings["window"]
+    return (
+        f"Sound was streamed while the talker wrote: {chunk} blocks of codec tokens at a time, of which token2wav saw "
+        f"{behind} blocks behind and {ahead} ahead. "
+    )
 
 
 def rows_of(content: dict[str, Any]) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 import argparse
 import statistics
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
@@ -21,6 +22,7 @@ from ...cache.cache import CompressedCache
 from ...errors import KVCompressError
 from ...hooks.session import attach
 from ...methods import method_info
+from ...speech_stream import Window
 from ...tokens.base import TokenMethod
 from ..contenders import MethodSpec, compile_config
 from ..standalone import held_bytes
@@ -70,8 +72,10 @@ class CacheStrategy:
             self._static = StaticCache(self.model.thinker.config, max_cache_len=longest + self.given.text_tokens)
         return self
 
-    def answer(self, inputs: dict[str, torch.Tensor]) -> tuple[dict[str, Any], speech.Answer]:
-        """A row of numbers, and the answer itself."""
+    def answer(
+        self, inputs: dict[str, torch.Tensor], hear: Callable[[torch.Tensor], object] | None = None
+    ) -> dict[str, Any]:
+        """A row of numbers. `hear` is given the sound, block by block."""
         model, given = self.model, self.given
         cache = self._cache()
         talker_cache = self._talker_cache() if model.has_talker else None
@@ -90,6 +94,8 @@ class CacheStrategy:
                 cache,
                 talker_cache,
                 self._compile_config() if self.is_static and given.compile else None,
+                None if given.one_piece else Window(*given.window),
+                hear,
             )
         row = asdict(replace(answer, waveform=None))
         del row["waveform"]
@@ -105,7 +111,7 @@ class CacheStrategy:
         }
         if isinstance(cache, CompressedCache):
             row["realised_ratio"] = statistics.mean(layer[0] for layer in cache.realised_ratios())
-        return row, answer
+        return row
 
     def _compile_config(self) -> CompileConfig:
         config = compile_config(self.model.device)

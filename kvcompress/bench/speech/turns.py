@@ -4,6 +4,7 @@ import argparse
 import signal
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import active_children, get_context
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import ProcessorMixin, Qwen2_5OmniForConditionalGeneration
 from ... import speech
 from ..cli import say
 from ..grid import Results, garbage_left, release
-from .prompts import bundled_prompts, model_inputs, read_prompts, write_wav
+from .prompts import bundled_prompts, growing_wav, model_inputs, read_prompts
 from .strategies import CacheStrategy
 
 
@@ -48,7 +49,7 @@ def cold_start(given: argparse.Namespace, strategy: str, place: int) -> dict[str
     inputs = loaded.inputs[place % len(loaded.inputs)]
     answering = loaded.strategy(strategy, given).room_for(inputs["input_ids"].shape[1])
     with inductor_config.patch(force_disable_caches=True):  # what an earlier process compiled would not be cold
-        return attempt(answering, inputs)[0]
+        return attempt(answering, inputs)
 
 
 def warm(results: Results, given: argparse.Namespace) -> None:
@@ -72,10 +73,13 @@ def warm(results: Results, given: argparse.Namespace) -> None:
                 begin, turn = turn % len(names), turn + 1
                 with garbage_left():
                     for name in names[begin:] + names[:begin]:
-                        row, answer = attempt(strategies[name], inputs)
+                        with ExitStack() as stack:
+                            hear = None
+                            if given.save_audio and repeat == given.repeats and loaded.model.has_talker:
+                                file = given.save_audio / f"{name}-{place}.wav"
+                                hear = stack.enter_context(growing_wav(file))
+                            row = attempt(strategies[name], inputs, hear)
                         answers.append({"strategy": name, "prompt": place, **row})
-                        if given.save_audio and repeat == given.repeats and answer and answer.waveform is not None:
-                            write_wav(given.save_audio / f"{name}-{place}.wav", answer.waveform)
             if repeat:
                 results.add("warm", {"repeat": repeat, "answers": answers})
 
@@ -103,11 +107,13 @@ def load(given: argparse.Namespace) -> Loaded:
     return Loaded(model, processor, [model_inputs(processor, prompt, model.device) for prompt in prompts])
 
 
-def attempt(strategy: CacheStrategy, inputs: dict[str, torch.Tensor]) -> tuple[dict[str, Any], speech.Answer | None]:
-    """A row and an answer; {"error"} and None where memory ran out."""
+def attempt(
+    strategy: CacheStrategy, inputs: dict[str, torch.Tensor], hear: Callable[[torch.Tensor], object] | None = None
+) -> dict[str, Any]:
+    """A row; {"error"} where memory ran out."""
     try:
-        return strategy.answer(inputs)
+        return strategy.answer(inputs, hear)
     except torch.OutOfMemoryError:
         pass  # until here the exception holds on to the tensors
     release()
-    return {"error": "out of memory"}, None
+    return {"error": "out of memory"}

@@ -12,6 +12,7 @@ import time
 import wave
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -20,7 +21,7 @@ from transformers import CompileConfig
 from kvcompress import KVCompressError, speech
 from kvcompress.__main__ import main
 from kvcompress.bench.speech import strategies, turns
-from kvcompress.bench.speech.prompts import bundled_prompts, read_prompts, write_wav
+from kvcompress.bench.speech.prompts import bundled_prompts, growing_wav, read_prompts
 from lmms_eval_plugins.cells.errors import interruptible
 from tests.support.omni import CODE_S, UNHEARD
 
@@ -80,7 +81,8 @@ def test_strategies_stand_side_by_side(run, eager_compile, capsys):
         assert row["text_tokens"] == 4
         assert row["codes"] == 5
         assert row["audio_s"] == pytest.approx((5 - UNHEARD) * CODE_S)
-        assert row["real_time_factor"] == pytest.approx(row["first_audio_s"] / row["audio_s"])
+        assert row["real_time_factor"] == pytest.approx(row["total_s"] / row["audio_s"])
+        assert row["first_audio_s"] <= row["waveform_s"] <= row["total_s"]
     assert rows["dynamic"]["text"] == rows["static"]["text"]
     assert rows["compressed"]["text"] == rows["compressed-static"]["text"]
     assert rows["compressed"]["kv_bytes"] < 0.5 * rows["dynamic"]["kv_bytes"]
@@ -163,6 +165,7 @@ def test_saved_audio_is_what_was_measured(run, tmp_path):
         ({"flags": ["--strategies", "statik"]}, "no strategy 'statik' (did you mean 'static'?)"),
         ({"flags": ["--without", "ears"]}, "no part 'ears'"),
         ({"flags": ["--speaker", "Nobody"]}, "no speaker 'Nobody'"),
+        ({"flags": ["--window", "0", "1", "1"]}, "chunk must be at least 1"),
         ({"flags": ["--text-tokens", "1"]}, "--text-tokens 1: at least 2"),
         ({"method": "kvzip", "flags": ["--compress-talker"]}, "a talker cannot"),
         ({"method": "snapkv:cache_implementation=static", "flags": ["--compress-talker"]}, "takes no static cache"),
@@ -203,6 +206,40 @@ def test_a_signal_ends_a_cold_start():
         turns.in_a_fresh_process(time.sleep, 60)
     assert time.monotonic() - begin < 30
     assert not multiprocessing.active_children()
+
+
+# Sound
+
+
+def write_wav(file: Path, sound: torch.Tensor) -> None:
+    with growing_wav(file) as write:
+        write(sound)
+
+
+def test_a_growing_wav_file_can_be_heard_after_each_block(tmp_path):
+    with growing_wav(tmp_path / "a.wav") as write:
+        for heard in (3, 6):
+            write(torch.tensor([0.5, -2.0, 1.0]))
+            with wave.open(str(tmp_path / "a.wav")) as sound:
+                samples = np.frombuffer(sound.readframes(99), np.int16)
+            assert samples.tolist() == [16383, -32767, 32767] * (heard // 3)
+
+
+def test_the_table_says_what_was_streamed(run, capsys):
+    content = run("--strategies", "dynamic", "--window", "4", "2", "1", "--codec-tokens", "30")
+    (row,) = content["warm"][0]["answers"]
+    assert row["first_audio_s"] < row["waveform_s"]
+    assert row["audio_s"] == pytest.approx((30 - UNHEARD) * CODE_S)
+    out = capsys.readouterr().out
+    assert "4 blocks of codec tokens at a time, of which token2wav saw 2 blocks behind and 1 ahead" in out
+    header = next(line for line in out.splitlines() if line.startswith("| start"))
+    assert [name in header for name in ("first byte s", "whole waveform s", "underruns")] == [True] * 3
+    content = run("--strategies", "dynamic", "--one-piece")
+    (row,) = content["warm"][0]["answers"]
+    assert row["first_audio_s"] == row["waveform_s"]
+    out = capsys.readouterr().out
+    assert "made in one piece" in out
+    assert "underruns" not in out
 
 
 # Prompts
