@@ -51,9 +51,8 @@ def _generating_part(model: PreTrainedModel) -> PreTrainedModel:
 
     Their own forward is not called then. transformers' own models are left as they are: theirs may call it.
     """
-    kind = type(model)
-    generates = getattr(kind, "generate", GenerationMixin.generate)
-    of_transformers = kind.__module__.startswith("transformers.") or generates is GenerationMixin.generate
+    generates = getattr(type(model), "generate", GenerationMixin.generate)
+    of_transformers = generates.__module__.startswith("transformers.")
     inside = {} if of_transformers else dict(model.named_children())
     inside = {name: part for name, part in inside.items() if isinstance(part, GenerationMixin)}
     if len(inside) > 1:
