@@ -57,7 +57,7 @@ def _generating_part(model: PreTrainedModel) -> PreTrainedModel:
     inside = {name: part for name, part in inside.items() if isinstance(part, GenerationMixin)}
     if len(inside) > 1:
         names = " or ".join(f".{name}" for name in inside)
-        raise KVCompressError(f"{type(model).__name__} has several parts that generate: give the one that writes, {names}")
+        raise KVCompressError(f"{type(model).__name__} has several parts that generate: give one, {names}")
     return next(iter(inside.values()), model)
 
 
