@@ -82,6 +82,8 @@ def _import_files() -> None:
             continue
         if path.suffix != ".py" or not path.is_file():
             raise KVCompressError(f"{FILES}: there is no Python file {name}")
+        if path.stem in {other.stem for other in _FILES}:  # its module, by which a method is known, has that name
+            raise KVCompressError(f"{FILES}: {name}: another file there has the same name; rename one")
         spec = importlib.util.spec_from_file_location(f"kvcompress_methods_{path.stem}", path)
         module = importlib.util.module_from_spec(spec)
         before = set(_METHODS)

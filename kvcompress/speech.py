@@ -1,8 +1,8 @@
 """Omni models that speak (Qwen2.5-Omni): load the parts that are needed, answer aloud, and time it.
 
 Three models take turns. The thinker, a Qwen2 with a vision and an audio tower, reads the prompt and writes text. The
-talker reads the thinker's hidden states and writes codec tokens. token2wav makes the waveform: of all
-of them at once, as in transformers, or of a window of them while the talker still writes (speech_stream.py).
+talker reads the thinker's hidden states and writes codec tokens. token2wav makes the waveform: of all of them at once,
+as in transformers, or of a window of them while the talker still writes (speech_stream.py).
 """
 
 import time

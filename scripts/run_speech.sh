@@ -4,6 +4,6 @@
 #   ./scripts/run_speech.sh Qwen/Qwen2.5-Omni-7B snapkv 0.2
 #   ./scripts/run_speech.sh --help                   all flags; more in docs/speech.md
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" report
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" eval
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 exec "$PYTHON" -m kvcompress speech "$@"

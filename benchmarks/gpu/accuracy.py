@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 import kvcompress
+from kvcompress.files import write_text
 from lmms_eval_plugins.tiny_vlm import CHECKPOINT
 from lmms_eval_plugins.tiny_vlm.examples import Example, draw_examples
 from lmms_eval_plugins.tiny_vlm.signs import GRID, HEADLINE_KINDS, POST_PROMPT
@@ -82,7 +83,7 @@ def main() -> None:
             tables[name][method] = reader.right(examples, method)
             print(f"{name}: {method}: {sum(tables[name][method])} of {len(examples)}", flush=True)
             content = {"questions": len(examples), "ratio": RATIO, "tables": tables}
-            given.out.with_suffix(".json").write_text(json.dumps(content) + "\n", encoding="utf-8")
+            write_text(given.out.with_suffix(".json"), json.dumps(content) + "\n")
 
 
 if __name__ == "__main__":

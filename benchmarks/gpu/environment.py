@@ -10,6 +10,7 @@ import torch
 from kvcompress.bench.grid import copy_bandwidth
 from kvcompress.bench.standalone import synchronise
 from kvcompress.bench.timing import environment, interleaved
+from kvcompress.files import write_text
 
 PACKAGES = ("triton", "pydantic", "pytest", "pytest-xdist", "hypothesis", "flash-attn", "optimum-quanto", "hqq")
 
@@ -37,7 +38,7 @@ def main() -> None:
         found["cuda"] = torch.version.cuda
         found["memory_gib"] = torch.cuda.get_device_properties(device).total_memory / 2**30
     synchronise(device)
-    given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_text(given.out.with_suffix(".json"), json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 
 

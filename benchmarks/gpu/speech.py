@@ -16,6 +16,7 @@ from transformers import DynamicCache, Qwen2_5OmniConfig, Qwen2_5OmniForConditio
 
 import kvcompress
 from kvcompress import speech
+from kvcompress.files import write_text
 
 METHOD, RATIO = "snapkv", 0.1
 REPEATS = 2
@@ -78,7 +79,7 @@ def main() -> None:
                 found.append(row)
         if repeat:
             content = {"prompt": prompt, "text_tokens": lengths[0], "codec_tokens": lengths[1], "answers": answers}
-            given.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_text(given.out.with_suffix(".json"), json.dumps(content, indent=1) + "\n")
             print(f"repeat {repeat}: {json.dumps(answers)}", flush=True)
 
 

@@ -41,6 +41,19 @@ def json_in(path: Path) -> Any:
         raise _unreadable(path, "JSON file", error) from None
 
 
+def means_by_head(path: Path, heads: int, layers: int, ending: str = "") -> torch.Tensor:
+    """Of a JSON file with the numbers of samples under "layer-head" and `ending`: their means, (layers, heads) in fp64.
+    Raises KVCompressError."""
+    table = json_in(path)
+    try:
+        samples = [[table[f"{layer}-{head}{ending}"] for head in range(heads)] for layer in range(layers)]
+        return torch.tensor([[sum(own) / len(own) for own in row] for row in samples], dtype=torch.float64)
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise KVCompressError(
+            f"{shown(str(path))} does not have numbers for {layers} layers of {heads} heads: {error}"
+        ) from None
+
+
 def pickled_in(path: Path) -> Any:
     """What `torch.save` wrote of tensors and plain values; nothing else is loaded. Raises KVCompressError."""
     try:

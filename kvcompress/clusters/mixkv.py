@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from ..calibration.files import ModelIdentity, Shapes
-from ..calibration.published import json_in
-from ..errors import KVCompressError, shown
+from ..calibration.published import means_by_head
+from ..errors import KVCompressError
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
 from ..scoring.windows import pad_columns
@@ -84,15 +84,7 @@ class MixKVCluster(WindowKVCluster, CalibratedKVCluster):
     def from_published(cls, path: Path, model: ModelIdentity) -> dict[str, torch.Tensor]:
         """The authors' `qwen_kv_similarity.json`, of their `visual_head/head_score/`: "layer-head-key" -> one number of
         each sample."""
-        table = json_in(path)
-        try:
-            rows = [
-                [sum(samples := table[f"{layer}-{head}-key"]) / len(samples) for head in range(model.kv_heads)]
-                for layer in range(model.layers)
-            ]
-        except (KeyError, TypeError, ZeroDivisionError) as error:
-            raise KVCompressError(f"{shown(str(path))} does not have the weights of {model}: {error}") from None
-        return {"weights": torch.tensor(rows)}
+        return {"weights": means_by_head(path, model.kv_heads, model.layers, "-key").float()}
 
 
 def alike(unit: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

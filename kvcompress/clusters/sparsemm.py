@@ -8,8 +8,8 @@ import torch
 from pydantic import Field, PositiveInt
 
 from ..calibration.files import ModelIdentity, Shapes
-from ..calibration.published import json_in
-from ..errors import KVCompressError, shown
+from ..calibration.published import means_by_head
+from ..errors import KVCompressError
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
 from ..scoring.selection import ranks
@@ -80,13 +80,5 @@ class SparseMMKVCluster(CalibratedKVCluster):
     @classmethod
     def from_published(cls, path: Path, model: ModelIdentity) -> dict[str, torch.Tensor]:
         """The authors' JSON file of a model, of their `visual_head/head_score/`: "layer-head" -> scores of samples."""
-        table = json_in(path)
-        try:
-            rows = [
-                [sum(samples := table[f"{layer}-{head}"]) / len(samples) for head in range(model.heads)]
-                for layer in range(model.layers)
-            ]
-        except (KeyError, TypeError, ZeroDivisionError) as error:
-            raise KVCompressError(f"{shown(str(path))} does not have the scores of {model}: {error}") from None
-        scores = torch.tensor(rows, dtype=torch.float64)
+        scores = means_by_head(path, model.heads, model.layers)
         return {"scores": scores / scores.sum()}

@@ -90,8 +90,9 @@ class Engine:
         return Quantizer(self.kv_backend, self.kv_bits, self.kv_group_size)
 
 
-STORAGE_OPTIONS = ("cache_implementation", "kv_bits", "kv_backend", "kv_group_size", "kv_residual")
-STORAGE_OPTIONS += ("key_channels", "key_recent")
+STORAGE_OPTIONS = (
+    "cache_implementation", "kv_bits", "kv_backend", "kv_group_size", "kv_residual", "key_channels", "key_recent",
+)  # fmt: skip
 FULL_OPTIONS = ("first_token", "prefill_chunk", *STORAGE_OPTIONS)  # the others say how to compress
 TOKEN_OPTIONS = ("first_token", *STORAGE_OPTIONS)
 

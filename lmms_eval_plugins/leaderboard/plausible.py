@@ -44,6 +44,8 @@ def held_bytes(protocol: dict[str, Any], environment: dict[str, Any], row: dict[
     of_stored = of_whole
     if options.get("cache_implementation") == "quantized":
         of_stored = options["kv_bits"] / 8
+    elif options.get("cache_implementation") == "think":  # keys of fewer channels, values of all
+        of_stored = of_whole * (options["key_channels"] + 1) / 2
     numbers = kept * config["kv_heads"] * 2 * config["head_dim"]
     processes = environment["processes"] if "tp_plan" in settings else 1  # each holds a part, and the first is measured
     has_others = config["layers"] > len(row["realised_ratio"])  # that keep a cache of another kind

@@ -21,8 +21,9 @@ QUANTIZED = {  # backend -> what it has to be told
     "hqq": ("kv_backend", "kv_bits", "kv_group_size", "kv_residual"),
     "turboquant": ("kv_backend", "kv_bits"),
 }
+THINK = ("key_channels", "key_recent")
 ALWAYS_SAID = ("first_token", "scope", "ratio_of")
-OPTIONS = {*FOR_ALL, *FOR_COMPRESSED, *QUANTIZED["quanto"]}
+OPTIONS = {*FOR_ALL, *FOR_COMPRESSED, *QUANTIZED["quanto"], *THINK}
 # Settings that say which model, or on which machine, or what the number of questions says.
 NO_PROTOCOL = ("revision", "trust_remote_code", "device", "device_map", "tp_plan", "look_ahead", "limit")
 LONG_TEXT = 512  # tokens of a prompt that are no image's or video's
@@ -38,7 +39,9 @@ def protocol_of(cell: dict[str, Any]) -> dict[str, str]:
     names = [*FOR_ALL, *(FOR_COMPRESSED if protocol["method"] != "full" else ())]
     if given["cache_implementation"] == "quantized":
         names += QUANTIZED[given["kv_backend"]]
-    said = [*ALWAYS_SAID, *QUANTIZED["quanto"]]
+    elif given["cache_implementation"] == "think":
+        names += THINK
+    said = [*ALWAYS_SAID, *QUANTIZED["quanto"], *THINK]
     facts = {name: given[name] for name in names if name in said or given[name] != DEFAULTS[name]}
     settings = protocol["settings"]
     facts |= {"slots": settings["slots"]} if "slots" in settings else {"batch_size": settings.get("batch_size", 1)}

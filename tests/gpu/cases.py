@@ -13,6 +13,13 @@ from tests.support.masked_reference import generate
 ON_CPU = os.environ.get("GPU_TESTS_ON") == "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NEW = 6
+STEPS = [  # whose decode steps wait for the device no more than transformers' own
+    ("full", {}),
+    ("snapkv", {}),
+    ("adakv", {}),
+    ("snapkv", {"cache_implementation": "static"}),
+    ("adakv", {"cache_implementation": "quantized", "kv_backend": "turboquant", "kv_bits": 4}),
+]
 
 Entries = set[tuple[int, int, int, int]]  # layer, row, head, column
 

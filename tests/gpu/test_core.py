@@ -9,7 +9,7 @@ from transformers import Cache, DynamicCache
 import kvcompress
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.kernels.quantization import BITS
-from tests.gpu.cases import DTYPES, NEW, answered, check_as_on_the_cpu, entries_of, few, on
+from tests.gpu.cases import DTYPES, NEW, STEPS, answered, check_as_on_the_cpu, entries_of, few, on
 from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES, MORE_FAMILIES
 from tests.support.in_flight import check_in_flight
@@ -127,13 +127,7 @@ def test_generate_compiles_static_decoding_by_itself_with_the_same_tokens(cuda, 
 
 @pytest.mark.parametrize(
     ("method", "options"),
-    [
-        ("full", {}),
-        ("snapkv", {}),
-        ("adakv", {}),
-        ("snapkv", {"cache_implementation": "static"}),
-        ("adakv", {"cache_implementation": "quantized", "kv_backend": "turboquant", "kv_bits": 4}),
-    ],
+    STEPS,
     ids=named,
 )
 def test_a_decode_step_waits_no_more_than_with_transformers_cache(cuda, method, options):

@@ -63,6 +63,16 @@ def test_a_file_that_is_wrong_is_one_line_each_time(write, text, said):
         assert "\n" not in str(caught.value)
 
 
+def test_two_files_of_one_name_are_refused(tmp_path, monkeypatch):
+    files = [tmp_path / folder / "mine.py" for folder in ("one", "other")]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        file.write_text(DEFINITION.replace("value-norm", f"value-norm-{number}"))
+    monkeypatch.setenv(methods.FILES, os.pathsep.join(map(str, files)))
+    with pytest.raises(KVCompressError, match=r"other.mine\.py: another file there has the same name"):
+        kvcompress.list_methods()
+
+
 def test_a_file_that_is_not_there_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv(methods.FILES, str(tmp_path / "mine.py"))
     with pytest.raises(KVCompressError, match=r"KVCOMPRESS_METHODS: there is no Python file .*mine\.py"):

@@ -7,6 +7,7 @@ import torch
 from transformers import Cache, DynamicCache
 
 import kvcompress
+from tests.gpu.cases import STEPS
 from tests.support.calibrations import calibration_of
 from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
@@ -76,13 +77,7 @@ def test_ways_through_the_engine_compute_where_the_model_is(method, options):
 
 @pytest.mark.parametrize(
     ("method", "options"),
-    [
-        ("full", {}),
-        ("snapkv", {}),
-        ("adakv", {}),
-        ("snapkv", {"cache_implementation": "static"}),
-        ("adakv", {"cache_implementation": "quantized", "kv_backend": "turboquant", "kv_bits": 4}),
-    ],
+    STEPS,
     ids=str,
 )
 @torch.no_grad()

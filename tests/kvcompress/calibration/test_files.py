@@ -182,8 +182,8 @@ def test_published_files_are_read_as_what_the_method_wants(tmp_path):
         ("prefixkv", None, r" is one of 10 files: prefixkv_model_0\.8\.json is not beside it"),
         ("prefixkv", "[1, 2]", "and those beside it do not list layers"),
         ("prefixkv", '{"layers": 3}', "and those beside it do not list layers"),
-        ("mixkv", '{"0-0-key": []}', "does not have the weights of qwen2"),
-        ("mixkv", "[1]", "does not have the weights of qwen2"),
+        ("mixkv", '{"0-0-key": []}', "does not have numbers for 3 layers of 2 heads"),
+        ("mixkv", "[1]", "does not have numbers for 3 layers of 2 heads"),
     ],
 )
 def test_a_published_file_of_another_form_is_one_line(tmp_path, method, content, message):

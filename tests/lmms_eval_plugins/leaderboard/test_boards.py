@@ -38,6 +38,8 @@ DIFFERENT = {
     "quanto": cell_of(cache_implementation="quantized"),
     "two bits": cell_of(cache_implementation="quantized", kv_bits=2),
     "small groups": cell_of(cache_implementation="quantized", kv_group_size=32),
+    "fewer channels": cell_of(cache_implementation="think"),
+    "few channels": cell_of(cache_implementation="think", key_channels=0.3),
     "turboquant": cell_of(cache_implementation="quantized", kv_backend="turboquant"),
     "batch_size": cell_of(settings={"batch_size": 8}),
     "slots": cell_of(settings={"slots": 8}),
