@@ -7,7 +7,8 @@ Five stages have the same short prompts; each brings what those before it did no
 the text, `steps` and `via` probes of the first of two steps, `deeper` a layer for the second. From `in_use` on, texts
 are asked what the bundled task asks: a word's number, and what is on the picture before them. `many` asks each prompt
 more: the prompt is what a step costs. In `throughout` the first of two steps is probed at each token of the answer: the
-second token was the one that was wrong. `sign` probes the sign's colour where a question names a text on it.
+second token was the one that was wrong. `sign` probes the sign's colour where a question names a text on it, and
+`last`, in which the rate falls, leaves the other text of a sign to prompts without a long text: it stood at a half.
 """
 
 from __future__ import annotations
@@ -159,8 +160,10 @@ class MixtureData(Dataset):
         )
 
 
-BOTH_WAYS = (*needle.KINDS, *needle.BACKWARDS, *needle.PICTURE_KINDS)
 AS_IN_USE = (*needle.KINDS, *needle.PICTURE_KINDS)
+BOTH_TEXTS = (*AS_IN_USE, *needle.PICTURE_TEXTS)
+BOTH_WAYS = (*needle.KINDS, *needle.BACKWARDS, *needle.PICTURE_KINDS, *needle.PICTURE_TEXTS)
+LATER_SHARES = (1.0, 1.5, 0.75, 1.0, 0.25)  # of the tokens: a text, a video, several pictures, every sign read, one
 
 
 def _mixture(
@@ -171,11 +174,12 @@ def _mixture(
     asked: tuple[str, ...] = BOTH_WAYS,
     picture_share: float = 0.3,
     most: tuple[int, int, int, int] = (16, 10, 12, 8),
+    shares: tuple[float, float, float, float, float] = LATER_SHARES,
     **options: object,
 ) -> Mixture:
     """All regimes, with about `tokens` each; later more of what is learned last. `asked`, `picture_share`: of texts;
     `most`: questions of a row with a text, a video, several pictures, one."""
-    shares = (1.0, 1.0, 1.0, 1.0, 0.5) if is_early else (1.0, 1.5, 0.75, 1.0, 0.25)
+    shares = (1.0, 1.0, 1.0, 1.0, 0.5) if is_early else shares
     text, video, multi_image, read_all, signs = (int(tokens * share) for share in shares)
     parts = (
         Part("needle", text, most[0], ranges["needle"], picture_share, kinds=() if is_early else asked),
@@ -213,7 +217,7 @@ OF_FULL = {
     "post_prompt_share": 0.7,
     "text_labels": True,
     "via": "via",
-    "asked": AS_IN_USE,
+    "asked": BOTH_TEXTS,
     "picture_share": 0.6,
 }
 OF_SHORT = {"tower_scale": 0.3, "post_prompt_share": 0.3}
@@ -233,12 +237,21 @@ SECOND_STAGES = (
     _mixture("via", 2048, SHORT, steps=689, text_labels=True, via="via", **OF_SHORT),
     _mixture("deeper", 2048, SHORT, steps=1500, text_labels=True, via="via", inserts=3, **OF_SHORT),
     _mixture("longer", 3072, LONGER, steps=272, **OF_LONGER),
-    _mixture("in_use", 3072, LONGER, asked=AS_IN_USE, picture_share=0.6, steps=700, **OF_LONGER),
+    _mixture("in_use", 3072, LONGER, asked=BOTH_TEXTS, picture_share=0.6, steps=700, **OF_LONGER),
     _mixture("full", 4096, FULL, steps=559, decay_from=140 / 559, decay_until=1400 / 559, **OF_FULL),
     _mixture("many", 4096, FULL, most=MOST, steps=191, **OF_FULL),
     _mixture("throughout", 4096, FULL, most=MOST, via_throughout=True, steps=485, **OF_FULL),
+    _mixture("sign", 4096, FULL, most=MOST, via_throughout=True, steps=270, **{**OF_FULL, "via": "sign"}),
     _mixture(
-        "sign", 4096, FULL, most=MOST, via_throughout=True, steps=1600, decay_from=0.35, **{**OF_FULL, "via": "sign"}
+        "last",
+        4096,
+        FULL,
+        most=MOST,
+        shares=(1.0, 1.25, 0.75, 1.0, 0.5),
+        via_throughout=True,
+        steps=560,
+        decay_from=0.1,
+        **{**OF_FULL, "via": "sign", "asked": AS_IN_USE},
     ),
 )
 EDITIONS = {

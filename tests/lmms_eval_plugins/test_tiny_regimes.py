@@ -194,7 +194,7 @@ def test_a_text_with_a_picture_asks_about_both():
     shown = needle.draw(Random(0), (200, 200), picture_share=1.0)
     found = read_signs(shown.picture_labels[0])
     asked = {question.kind: question for question in in_turn(Random(0), shown.questions, 16)}
-    assert set(asked) <= {*needle.KINDS, *needle.BACKWARDS, "f2v", *needle.PICTURE_KINDS}
+    assert set(asked) <= {*needle.KINDS, *needle.BACKWARDS, "f2v", *needle.PICTURE_KINDS, *needle.PICTURE_TEXTS}
     assert set(asked) & set(needle.PICTURE_KINDS)
     (lines,) = [lines for color, (_, lines) in found.items() if f"the {color} sign" in asked["i_c2n"].text]
     assert asked["i_c2n"].answer == number_of(lines)

@@ -12,11 +12,11 @@ REGIMES = {
     "video": video.draw,
     "needle": needle.draw,
 }
-KINDS = {  # of question, in turn in an evaluation set; a tenth of the needle's ask each kind of a picture
+KINDS = {  # of question, in turn in an evaluation set; a fifth of the needle's ask each kind of a picture
     "read_all": read_all.KINDS,
     "multi_image": multi_image.KINDS,
     "video": video.KINDS,
-    "needle": (*needle.KINDS * 6, *needle.PICTURE_KINDS),
+    "needle": (*needle.KINDS * 3, *needle.PICTURE_KINDS),
 }
 
 __all__ = ["KINDS", "REGIMES", "WORDS", "Shown"]

@@ -11,7 +11,8 @@ from lmms_eval_plugins.tiny_vlm.signs import questions as scene_questions
 
 KINDS = ("k2v",)  # a word to its number
 BACKWARDS = ("v2k",)  # a number to its word; asked in training, as is the number of a fact (f2v)
-PICTURE_KINDS = tuple(f"i_{kind}" for kind in HEADLINE_KINDS)  # of the picture, with the text behind it
+PICTURE_KINDS = ("i_c2n", "i_c2w")  # of a sign of the picture, with the text behind it: its colour to number, to word
+PICTURE_TEXTS = ("i_w2n", "i_n2w")  # one of its texts to the other; asked in training
 TOKENS = (1024, 4096)  # fewest and most of the text
 PICTURE_SHARE = 0.5
 
