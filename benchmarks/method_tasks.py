@@ -48,14 +48,10 @@ def tiny(questions: int) -> Task:
     """One picture, an answer of a few tokens."""
     reader = Reader(TINY_CHECKPOINT)
     examples = read_examples(HEADLINE)[:questions]
-
     return Task(
         name="tiny",
         title="Methods on the bundled model, `tiny_textvqa`",
-        identity=_hash(
-            HEADLINE.read_bytes(),
-            *((TINY_CHECKPOINT / file).read_bytes() for file in ("model.safetensors", "config.json")),
-        ),
+        identity=_hash_with_model(HEADLINE),
         model=reader.model,
         questions=len(examples),
         batch_size=25,
