@@ -1,6 +1,7 @@
 """KV-cache compression for vision-language models in transformers."""
 
 from .cache.cache import CompressedCache
+from .calibration.collect import calibrate
 from .clusters import KVCluster, make_cluster
 from .errors import KVCompressError
 from .hooks.session import Session, attach, compress
@@ -28,6 +29,7 @@ __all__ = [
     "SharedPrompt",
     "TokenMethod",
     "attach",
+    "calibrate",
     "compress",
     "list_methods",
     "make_cluster",

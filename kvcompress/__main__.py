@@ -15,7 +15,11 @@ from importlib.metadata import entry_points
 from .errors import KVCompressError, shown, unknown_name
 
 GROUP = "kvcompress.commands"
-OWN = {"bench": "kvcompress.bench.cli", "speech": "kvcompress.bench.speech"}  # a module with `main(arguments)`
+OWN = {  # a module with `main(arguments)`
+    "bench": "kvcompress.bench.cli",
+    "calibrate": "kvcompress.calibration.command",
+    "speech": "kvcompress.bench.speech",
+}
 
 
 # Environment variable -> what it may be, as a pattern and in words. An empty one counts as not set.

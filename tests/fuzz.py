@@ -26,6 +26,7 @@ from kvcompress.layer_budgets import list_layer_budgets
 from kvcompress.policy.policy import make_policy
 from kvcompress.scoring.merging import MERGES
 from kvcompress.scoring.selection import ADAPTIVE
+from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES
 from tests.support.in_flight import check_in_flight
 from tests.support.masked_reference import generate, only_attending_to
@@ -82,6 +83,10 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     }
 
 
+def scored_by(config: dict[str, Any]) -> str:
+    return config["options"].get("scorer", config["method"])
+
+
 class History(StoppingCriteria):
     """Columns seen -> what every layer held then."""
 
@@ -95,7 +100,8 @@ class History(StoppingCriteria):
 
 
 def answer(model: torch.nn.Module, inputs: dict, config: dict, forced=None) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    with kvcompress.compress(model, config["method"], max_new_tokens=NEW + 1, **config["options"]) as session:
+    options = config["options"] | calibration_of(scored_by(config), model)
+    with kvcompress.compress(model, config["method"], max_new_tokens=NEW + 1, **options) as session:
         history = History(session)
         criteria = StoppingCriteriaList([history])
         tokens, logits = generate(model, inputs, NEW, forced, stopping_criteria=criteria)
@@ -111,7 +117,8 @@ def check(config: dict[str, Any]) -> None:
     columns = inputs["input_ids"].shape[1]
     exact = config["options"].get("cache_implementation") != "quantized"
 
-    merges = make_policy(config["method"], **config["options"]).chosen("merge") != "none"
+    options = config["options"] | calibration_of(scored_by(config), model)
+    merges = make_policy(config["method"], **options).chosen("merge") != "none"
     if exact and not merges and config["options"]["first_token"] == "full":
         with only_attending_to(model, history):
             _, expected = generate(model, inputs, NEW, forced=tokens)

@@ -21,7 +21,9 @@ CHECKED_BY = {
     **dict.fromkeys(("cdpruner", "divprune", "dycoke", "evs", "fastv", "framefusion"), AUTHORS),
     **dict.fromkeys(("prumerge+", "sparsevlm", "visionzip", "vispruner"), AUTHORS),
     **dict.fromkeys(("compactor", "lava", "leverage", "morphkv", "non-causal-attention"), AUTHORS),
-    **dict.fromkeys(("capkv", "cur", "expected-attention", "finch", "keydiff"), KVPRESS),
+    **dict.fromkeys(("q-filters", "sparsemm", "triattention"), AUTHORS),
+    **dict.fromkeys(("duoattention", "entropy-gated-chunkkv", "fastkvzip", "kvzap"), KVPRESS),
+    **dict.fromkeys(("capkv", "cur", "expected-attention", "finch", "keydiff", "kvcompose"), KVPRESS),
     **dict.fromkeys(("aircache", "full", "hindsight", "random", "sagekv", "simlayerkv", "vl-cache", "vnorm"), FORMULA),
 }
 

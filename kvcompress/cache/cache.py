@@ -11,6 +11,8 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ..clusters.calibrated import check_calibrated_for
+from ..clusters.learned import check_learned_for
 from ..errors import KVCompressError
 from ..policy.policy import Policy, make_policy
 from ..scoring.rotary import Rotary
@@ -88,6 +90,7 @@ class CompressedCache(DynamicCache):
         self.is_prompt = False  # whether the latest forward pass is a prompt
         # Their keys are an image's, not the text's: transformers' cache does not tell them apart (Llama 3.2 Vision).
         cross_attention = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
+        check_learned_for(self.policy.cluster, config)
         full_attention = [
             layer_idx
             for layer_idx, layer in enumerate(self.layers)
@@ -111,6 +114,7 @@ class CompressedCache(DynamicCache):
             self._check_other_layers({type(layer) for layer in others})
         if not compressed:
             raise KVCompressError(f"a {config.model_type} model has no layer with full attention: nothing to compress")
+        check_calibrated_for(self.policy.cluster, config, compressed)
 
     def _check_other_layers(self, others: set[type]) -> None:
         """Raises KVCompressError where something is asked for that layers of transformers' own, of these types, cannot
@@ -303,6 +307,12 @@ class CompressedCache(DynamicCache):
         if not isinstance(layer, CompressedLayer):
             raise KVCompressError(f"layer {layer_idx} is not compressed: it is a {type(layer).__name__}")
         return [[head[head >= 0].cpu() for head in row] for row in layer.kept_columns()]
+
+    def foreseen(self, layer_idx: int) -> torch.Tensor | None:
+        """What each column of the latest prompt is worth to its answer, (batch, kv_heads, columns) in fp32, where the
+        method lets the model answer first (`hindsight`); None for all others."""
+        layer = self.layers[layer_idx]
+        return layer.memory.foreseen if isinstance(layer, CompressedLayer) else None
 
     def realised_ratios(self) -> list[list[float]]:
         """Fraction of each row's real prompt tokens that was kept, mean over KV heads: [compressed layer][row]; NaN for

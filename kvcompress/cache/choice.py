@@ -78,6 +78,8 @@ class Choice:
             pyramid_beta=engine.pyramid_beta,
             merge=policy.chosen("merge"),
             merge_modality=engine.merge_modality,
+            moves_keys=policy.moves_keys,
+            evicts_later=policy.decode is not None,
         )
 
     def observe(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:
@@ -216,6 +218,15 @@ class Choice:
             self.place, self.num_layers, [length], [self.policy.decode(length)], 1.0, settings=self.settings
         )
         return self._shares(view, shares)[0]
+
+    def foretold(self, foretold: torch.Tensor | None) -> torch.Tensor:
+        """What a pass's hidden states foretell, for a method that reads them."""
+        if foretold is None:
+            raise KVCompressError(
+                f"layer {self.layer_idx} does not know its hidden states: method {self.policy.method!r} works inside "
+                "kvcompress.compress(...) or attach(...) alone"
+            )
+        return foretold
 
     def voters(self, queries: torch.Tensor) -> torch.Tensor | None:
         """Those of the latest queries that the cluster scores stored entries with; None where it wants none."""

@@ -15,7 +15,7 @@ from .memory import Memory
 from .new_tokens import NewTokens
 from .passes import Decoding, LaterChunk, Pass, Prefill, Rereading, Waiting
 from .scope import States
-from .storage import Storage
+from .storage.base import Storage
 
 # Called in place of a prompt's compression with what the layer's attention was handed; calls the second argument, which
 # compresses.
@@ -99,6 +99,7 @@ class CompressedLayer(CacheLayerMixin):
         self.keys = self.values = None  # transformers' names; the entries are in `storage`
         self.is_initialized = False
         self._rotary: Rotary | None = None
+        self._foretold: torch.Tensor | None = None
         self.restore(Memory(self.policy, self._room))
 
     # -- what is there
@@ -169,6 +170,11 @@ class CompressedLayer(CacheLayerMixin):
     def rotate(self, rotary: Rotary) -> None:
         """Say how the pass rotates its queries, for a method that undoes it."""
         self._rotary = rotary
+
+    def foretell(self, foretold: torch.Tensor) -> None:
+        """Say what the pass remembers of its tokens in the place of their queries, for a method that reads hidden
+        states: (batch, heads, new, size)."""
+        self._foretold = foretold
 
     def listen(self, listener: Listener | None) -> None:
         """Let `listener`, and nobody else, be called at each prompt from now on; see `Listening`."""
@@ -266,6 +272,8 @@ class CompressedLayer(CacheLayerMixin):
         """Compress a staged prompt; while decoding, evict when it is time. `queries`: (batch, heads, new, head_dim);
         `module`: the model's attention module."""
         rotary, self._rotary = self._rotary, None
+        if self.policy.cluster.reads_hidden and (self._pass is not self._decoding or self.policy.decode is not None):
+            queries, self._foretold = self.choice.foretold(self._foretold), None
         if rotary is not None:  # it is where the first layer is
             rotary = rotary.to(queries.device)
 

@@ -78,6 +78,7 @@ class LookingAhead(Pass):
             states.module,
         )
         received = self.choice.policy.cluster.foresee(answer)[..., end - states.keys.shape[2] : end]
+        self.memory.foreseen = received
         if candidates.source is not None:
             received = received.gather(2, candidates.source[:, None].expand(-1, received.shape[1], -1))
         candidates.view = replace(candidates.view, received=received)

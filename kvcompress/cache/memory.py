@@ -11,7 +11,8 @@ from ..scoring.rotary import Rotary
 from ..scoring.windows import pad_columns
 from .new_tokens import NewTokens
 from .scope import joined, right_aligned
-from .storage import Storage, new_storage
+from .storage.base import Storage
+from .storage.new import new_storage
 
 
 @dataclass
@@ -75,6 +76,8 @@ class Memory:
         latest_queries: as many as the cluster scores with, in pieces (batch, heads, some, head_dim).
         attended: for a method that hides entries at decode steps, the latest token's attention to all that was stored
             then, (batch, slots).
+        foreseen: what the latest prompt's columns are worth to its answer, (batch, kv_heads, columns), where the answer
+            is given first; a note about the method, and no part of the cache.
     """
 
     def __init__(self, policy: Policy, room: int | None):
@@ -88,6 +91,7 @@ class Memory:
         self.decoded = 0
         self.latest_queries: list[torch.Tensor] = []
         self.attended: torch.Tensor | None = None
+        self.foreseen: torch.Tensor | None = None
         self.log = SequenceLog()
         self._seen_when_stored = 0
 
@@ -207,9 +211,15 @@ class Memory:
 
     def forget_last(self) -> None:
         """Drop the last token of the prompt that was just compressed, so that it can be fed again."""
-        seen, kept = self.seen, self.kept()
-        last = kept.indices == seen - 1
-        self.put(right_aligned(replace(kept, indices=kept.indices.masked_fill(last, -1))), seen - 1)
+        seen = self.seen
+        if self.storage.is_final:
+            last = self.storage.columns(seen) == seen - 1
+            self.storage.forget(seen - 1, seen)
+            self._seen_when_stored = seen - 1
+        else:
+            kept = self.kept()
+            last = kept.indices == seen - 1
+            self.put(right_aligned(replace(kept, indices=kept.indices.masked_fill(last, -1))), seen - 1)
         # The token that is fed again is stored in every head, whether the cluster had kept it or not.
         self.log.kept = self.log.kept + 1 - last.any(2).float().mean(1)
         self.latest_queries = [queries[:, :, :-1] for queries in self.latest_queries]
@@ -224,6 +234,7 @@ class Memory:
         self.sums = None if self.sums is None else self.sums[rows]
         self.merge_threshold = None if self.merge_threshold is None else self.merge_threshold[rows]
         self.attended = None if self.attended is None else self.attended[rows]
+        self.foreseen = None if self.foreseen is None else self.foreseen[rows]
         self.noted = None if self.noted is None else self.noted[rows]
         self.rotary = None if self.rotary is None else self.rotary.rows(rows)
 

@@ -114,7 +114,7 @@ def evict(
     new = None if queries is None else queries[:, :, -memory.decoded :]
     budgets = [choice.policy.decode(length) for length in lengths]
     kept = memory.kept()
-    rotary = memory.rotary if choice.policy.cluster.moves_keys else rotary
+    rotary = memory.rotary if choice.policy.moves_keys else rotary
     view = choice.stored_view(
         kept, seen, lengths, budgets, log.row_seeds, scaling, module, rotary, memory.merge_threshold, memory.noted
     )
@@ -149,7 +149,8 @@ class Prefill(Pass):
 
     @property
     def wants_sums(self) -> bool:
-        return self.choice.policy.needs_sums and not (self._keeps_all and not self.choice.policy.carries_sums)
+        policy = self.choice.policy
+        return policy.sums_attention and not (self._keeps_all and not policy.carries_sums)
 
     @property
     def _keeps_all(self) -> bool:
@@ -193,7 +194,7 @@ class Prefill(Pass):
             columns = tokens.source[:, None].expand(states.keys.shape[:3]).to(states.keys.device)
             memory.settle(tokens, Kept(states.keys, states.values, columns), uniform=tokens.padding is None)
             return self.then
-        if choice.policy.cluster.moves_keys:
+        if choice.policy.moves_keys:
             memory.rotary = choice.rotary_to_move(states.rotary, self.first)
         view = choice.view(tokens, choice.budgets(tokens), states, memory.merge_threshold)
         if choice.policy.decode is not None:
@@ -355,7 +356,8 @@ class Rereading(Pass):
         candidates = self.waiting.candidates
         rows = self.columns[:, None, :, None].expand(-1, candidates.keys.shape[1], -1, candidates.keys.shape[3])
         keys, fed_pads = candidates.keys.gather(2, rows), self._fed_pads(queries.shape[2])
-        noted = received(queries, keys, self._fed_keys, self.missing, fed_pads, scaling)[..., self.sinks :]
+        group_votes = self.choice.policy.cluster.group_votes
+        noted = received(queries, keys, self._fed_keys, self.missing, fed_pads, scaling, group_votes)[..., self.sinks :]
         # What is missing has received nothing, so that it does not matter in which column it is noted.
         candidates.view.received.scatter_reduce_(2, rows[:, :, self.sinks :, 0], noted, "amax")
         return self.waiting

@@ -32,19 +32,22 @@ class KVCluster(Method):
     # What is read before the choice: the `context` again (options `chunk_size`, `sinks`, `instruction`), or the full
     # cache's `answer` (option `answer_tokens`, method `foresee`).
     second_pass: ClassVar[Literal["", "context", "answer"]] = ""
+    group_votes: ClassVar[Literal["max", "mean"]] = "max"  # in a second reading, over the query heads of a KV head
+    reads_hidden: ClassVar[bool] = False  # what `foretell` makes of hidden states stands in the place of queries
     unrotated_queries: ClassVar[bool] = False  # `score` gets queries before RoPE; `view.rotary` rotates those to come
     unrotated_keys: ClassVar[bool] = False  # `score` asks `view.before_rotation(keys)`
+    foresees_positions: ClassVar[bool] = False  # `score` asks `view.future_rotation(...)`
     mixes_heads: ClassVar[bool] = False  # a KV head's choice depends on other heads' states: no tensor parallel
 
     @property
-    def moves_keys(self) -> bool:
-        """Whether keys are rotated anew to their place in the cache, as if nothing had stood between them."""
-        return False
+    def foresees(self) -> bool:
+        """Whether `score` works with the rotation of positions to come, in each decode step anew."""
+        return self.unrotated_queries or self.foresees_positions
 
     @property
     def watches_rotary(self) -> bool:
         """Whether the model's rotary embedding must be known."""
-        return self.unrotated_queries or self.unrotated_keys or self.moves_keys
+        return self.foresees or self.unrotated_keys
 
     @property
     def query_window(self) -> int:
@@ -66,6 +69,12 @@ class KVCluster(Method):
             (batch, kv_heads, keys) in fp32, +inf for what must stay. What stands at pad columns does not matter.
         """
         raise TypeError(f"{type(self).__name__} defines neither score nor update_kv")
+
+    def foretell(self, hidden: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """For a method that `reads_hidden`: what is remembered of tokens, as if it were their queries, (batch, heads,
+        tokens, size), from the hidden states (batch, tokens, hidden_size) that the attention of the model's layer
+        `layer_idx` is given."""
+        raise TypeError(f"{type(self).__name__} does not define foretell")
 
     def observe(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:
         """For scores that add up over all queries, prompt and answer: what these queries add to each column,
@@ -96,7 +105,7 @@ class KVCluster(Method):
         merge = view.settings.merge or self.merge
         if merge != "none":
             kept = merge_evicted(kept, keys, values, scores, view, merge)
-        return moved_together(kept, view) if self.moves_keys else kept
+        return moved_together(kept, view) if view.settings.moves_keys else kept
 
     def select(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
         """The columns to keep, given scores (batch, kv_heads, keys); as in `Kept.indices`."""

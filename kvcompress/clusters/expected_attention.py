@@ -1,19 +1,22 @@
 """Expected attention: what queries to come will attend to. https://arxiv.org/abs/2510.00636"""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from ..calibration.files import ModelIdentity, Shapes
+from ..calibration.published import tensors_in
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
-from .base import KVCluster
+from .calibrated import CalibratedKVCluster
 
 
 @register_method("expected-attention")
 @dataclass(frozen=True)
-class ExpectedAttentionKVCluster(KVCluster):
+class ExpectedAttentionKVCluster(CalibratedKVCluster):
     """Keeps what future queries are expected to take most from: mean attention weight times the value's norm
     (4 sinks, 512 positions and epsilon 0 as in the authors' kvpress; its leaderboard has epsilon 0.01 and adaptive
     heads).
@@ -21,7 +24,8 @@ class ExpectedAttentionKVCluster(KVCluster):
     Queries before their rotation are taken as Gaussian; their mean and covariance over the prompt, turned by the mean
     rotation of the next `future` text positions, give the expected weight of a key in closed form. Sinks count neither
     as queries nor as keys, and stay. In chunked prefill the statistics are of the latest chunk's queries, while
-    decoding of the last `window_size`.
+    decoding of the last `window_size`. With `calibration=` they are those of the prompts that it was made of, as in
+    kvpress's `ExpectedAttentionStatsPress`.
     """
 
     sinks: NonNegativeInt = 4
@@ -32,9 +36,18 @@ class ExpectedAttentionKVCluster(KVCluster):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2510.00636"
     unrotated_queries: ClassVar[bool] = True
+    needs_calibration: ClassVar[bool] = False
+    calibrated: ClassVar[Shapes] = {
+        "mean": ("layers", "heads", "head_dim"),
+        "covariance": ("layers", "heads", "head_dim", "head_dim"),
+    }
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
-        mean, covariance = future_queries(queries, view, self.sinks, self.future)
+        if self.calibration is None:
+            statistics = statistics_of(queries, view, self.sinks)
+        else:
+            statistics = (self.known(name, view, keys.device)[None] for name in self.calibrated)
+        mean, covariance = rotated_ahead(*statistics, view, self.future)
         keys = keys.float()
         # (batch, kv_heads, groups, ...): the query heads of each KV head
         mean = mean.unflatten(1, (keys.shape[1], -1))
@@ -49,6 +62,25 @@ class ExpectedAttentionKVCluster(KVCluster):
         weights = logits.masked_fill(sinks[:, :, None], float("-inf")).softmax(-1).mean(2)
         return ((weights + self.epsilon) * values.float().norm(dim=-1)).masked_fill(sinks, float("inf"))
 
+    def gather(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView
+    ) -> dict[str, torch.Tensor]:
+        counted = view.rotary.unrotated(queries)[0, :, self.sinks :].double()
+        count = torch.tensor(float(counted.shape[1]))
+        return {"sum": counted.sum(1), "products": counted.mT @ counted, "count": count}
+
+    def known_from(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        count = sums["count"][:, None, None]
+        mean = sums["sum"] / count.clamp(min=1)
+        centred = sums["products"] - count[..., None] * mean[..., None] * mean[..., None, :]
+        return {"mean": mean, "covariance": centred / (count[..., None] - 1).clamp(min=1)}
+
+    @classmethod
+    def from_published(cls, path: Path, model: ModelIdentity) -> dict[str, torch.Tensor]:
+        """kvpress's `model.safetensors` of a model, such as of alessiodevoto/exp_att_stats_..."""
+        found = tensors_in(path, "query_mean", "query_cov")
+        return {"mean": found["query_mean"].float(), "covariance": found["query_cov"].float()}
+
 
 def future_queries(
     queries: torch.Tensor, view: LayerView, sinks: int, future: int
@@ -56,7 +88,12 @@ def future_queries(
     """Mean (batch, heads, head_dim) and covariance (batch, heads, head_dim, head_dim) of the queries to come: those of
     the given ones, before RoPE and without each row's first `sinks`, under the mean rotation of the next `future` text
     positions."""
-    count, head_dim = queries.shape[2:]
+    return rotated_ahead(*statistics_of(queries, view, sinks), view, future)
+
+
+def statistics_of(queries: torch.Tensor, view: LayerView, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`future_queries` before their rotation."""
+    count = queries.shape[2]
     tokens = torch.tensor(view.tokens, device=queries.device)[:, None]
     position = torch.arange(count, device=queries.device) + tokens - count  # among the row's tokens
     counted = (position >= sinks)[:, None, :, None] & ~queries[..., :1].isnan()
@@ -64,7 +101,14 @@ def future_queries(
     queries = queries.float().masked_fill(~counted, 0.0)
     mean = queries.sum(2, keepdim=True) / number
     centred = (queries - mean).masked_fill(~counted, 0.0)
-    covariance = centred.mT @ centred / number
+    return mean[:, :, 0], centred.mT @ centred / number
+
+
+def rotated_ahead(
+    mean: torch.Tensor, covariance: torch.Tensor, view: LayerView, future: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and covariance of queries, as in `future_queries`, under the mean rotation of the next `future` text
+    positions; those of a batch of one are every row's."""
     padding = None if view.is_decoding else view.padding
-    rotation = view.rotary.mean_rotation(future, head_dim, padding)[:, None]
-    return (mean @ rotation.mT)[:, :, 0], rotation @ covariance @ rotation.mT
+    rotation = view.rotary.mean_rotation(future, mean.shape[-1], padding)[:, None]
+    return (mean[:, :, None] @ rotation.mT)[:, :, 0], rotation @ covariance @ rotation.mT

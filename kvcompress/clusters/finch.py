@@ -1,7 +1,7 @@
 """Finch: what the question attends to, every word as loud as another. https://arxiv.org/abs/2408.00167"""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from pydantic import PositiveInt
@@ -18,19 +18,14 @@ class FinchKVCluster(KVCluster):
     query's weights count times the keys before it, as otherwise the first ones, which see fewer, would be loudest
     (`normalize=False`: as they are).
 
-    `positions="cache"`: kept keys are rotated anew to their place in the cache, as published; by default they keep
-    their rotary positions. The paper reads a prompt chunk by chunk: `prefill_chunk`, with true positions.
+    `positions="cache"` rotates kept keys anew to their place in the cache, as published. The paper reads a prompt chunk
+    by chunk: `prefill_chunk`, with true positions.
     """
 
     window_size: PositiveInt = 32
     normalize: bool = True
-    positions: Literal["true", "cache"] = "true"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2408.00167"
-
-    @property
-    def moves_keys(self) -> bool:
-        return self.positions == "cache"
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         window = min(self.window_size, keys.shape[2])

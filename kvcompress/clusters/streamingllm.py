@@ -31,21 +31,16 @@ class StreamingLLMKVCluster(KVCluster):
     """Keeps the first `sinks` tokens and the most recent ones (section 3.2; 4 sinks as published).
     `variant="effivlm"`: the most recent tokens get a tenth of the budget, the first tokens the rest.
 
-    `positions="cache"`: keys are rotated anew to their place in the cache, as published; by default they keep their
-    rotary positions, which differs in nothing but the sinks' distance. Where the budget has no room for all sinks, the
+    `positions="cache"` rotates keys anew to their place in the cache, as published; by default they keep their rotary
+    positions, which differs in nothing but the sinks' distance. Where the budget has no room for all sinks, the
     last token stays and the first sinks fill the rest.
     """
 
     sinks: NonNegativeInt = 4
-    positions: Literal["true", "cache"] = "true"
     variant: Literal["paper", "effivlm"] = "paper"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2309.17453"
     query_window: ClassVar[int] = 0  # asks no query
-
-    @property
-    def moves_keys(self) -> bool:
-        return self.positions == "cache"
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         sinks = keys.shape[2] if self.variant == "effivlm" else self.sinks

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.cache import CompressedCache, check_room
+from ..clusters.learned import check_learned_for
 from ..errors import KVCompressError
 from ..inflight.cache import SlotCache
 from ..inflight.loop import InFlight, Limits, Writer
@@ -22,6 +23,7 @@ from ..inflight.request import Request
 from ..policy.policy import make_policy
 from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
+from .hidden_states import watch_hidden_states
 from .looking_ahead import look_ahead
 from .model import attention_config, check_cache, check_heads, text_decoder, unwrapped, writing_part
 from .rotary import rotary_embeddings, watch_rotary
@@ -62,7 +64,8 @@ def compress(
     check_room(policy, max_new_tokens)
     inner = unwrapped(model)
     check_heads(inner, attention_config(inner), policy)
-    if policy.cluster.watches_rotary:
+    check_learned_for(policy.cluster, attention_config(inner))
+    if policy.watches_rotary:
         rotary_embeddings(text_decoder(inner))
     new_cache = {
         "method": method,
@@ -71,6 +74,8 @@ def compress(
         "max_new_tokens": max_new_tokens,
         **options,
     }
+    if options.get("calibration") is not None:
+        CompressedCache(writing_part(inner).config, **new_cache)  # says at once if the file is another model's
     tokens = policy.tokens
     tower = TowerRecorder(inner, tokens) if tokens is not None and tokens.sees == "tower" else None
     return Session(model, new_cache, tower)
@@ -150,8 +155,10 @@ class Session:
         self._end_pass()  # of one that was interrupted
         if is_prompt and policy.tokens is not None:
             self._of_pass = prune(self._decoder, self._base, cache, self._tower, self._frames, ids)
-        if (policy.cluster.watches_rotary and is_prompt) or policy.hooks_steps:
+        if policy.watches_rotary and (is_prompt or policy.hooks_steps):
             self._of_pass += watch_rotary(self._decoder, cache.rotate)
+        if policy.cluster.reads_hidden and (is_prompt or policy.hooks_steps):
+            self._of_pass += watch_hidden_states(self._decoder, cache)
         if policy.cluster.second_pass and is_prompt:
             note = self._decoder.register_forward_pre_hook(self._note_decoder_inputs, with_kwargs=True)
             self._of_pass.append(note)

@@ -209,7 +209,8 @@ class _Note:
 
 def is_shareable(model: PreTrainedModel, cache: object, kwargs: dict[str, Any]) -> bool:
     """Whether a forward pass is a first prompt that any method could have run: none that drops tokens on the way, reads
-    the prompt twice or in chunks; all layers compressed; nothing asked for but what comes next."""
+    the prompt twice or in chunks, or sees hidden states; all layers compressed; nothing asked for but what comes next.
+    """
     if not isinstance(cache, CompressedCache) or not all(isinstance(layer, CompressedLayer) for layer in cache.layers):
         return False
     if not cache.layers[0].is_first_prompt:
@@ -220,7 +221,8 @@ def is_shareable(model: PreTrainedModel, cache: object, kwargs: dict[str, Any]) 
     # attention_sums.py computes the attention itself: equal up to rounding, and here it shall be the same bit for bit.
     if policy.needs_sums and model.device.type == "cpu" and model.dtype == torch.float32:
         return False
-    return policy.tokens is None and not policy.cluster.second_pass and policy.engine.prefill_chunk is None
+    sees_more = policy.tokens is not None or policy.cluster.second_pass or policy.cluster.reads_hidden
+    return not sees_more and policy.engine.prefill_chunk is None
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -81,6 +81,7 @@ class SlotLayer(DecodingLayer):
         self._decoded: dict[int, int] = {}  # tokens of each since its latest eviction
         self._latest: torch.Tensor | None = None  # queries (slots, heads, window, head_dim), a ring
         self._scaling, self._module = like.scaling, like.module
+        self._foretold: torch.Tensor | None = None
         kept, latest = like.memory.kept(), like.memory.latest_queries[:1]
         self._fixed_nbytes = self.policy.query_window * sum(queries[:, :, :1].nbytes for queries in latest)
         self._row_nbytes = kept.keys[:, :1, :1].nbytes + kept.values[:, :1, :1].nbytes
@@ -162,6 +163,10 @@ class SlotLayer(DecodingLayer):
 
     # -- a decode step
 
+    def foretell(self, foretold: torch.Tensor) -> None:
+        """As `CompressedLayer.foretell`."""
+        self._foretold = foretold
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """New states (slots, kv_heads, 1, head_dim) in; the keys and values to attend over out."""
         slots, device = self._slots, key_states.device
@@ -195,6 +200,8 @@ class SlotLayer(DecodingLayer):
         if self._hiding is not None and self.layer_idx == self._hiding.first_layer - 1:
             self._hide(queries, scaling)
         if self._latest is not None:
+            if self.policy.cluster.reads_hidden:
+                queries, self._foretold = self.choice.foretold(self._foretold), None
             latest = self.choice.latest(queries, self._slots.rotary)
             self._latest.index_copy_(2, self._slots.cursor.to(latest.device), latest.to(self._latest.dtype))
 

@@ -1,4 +1,5 @@
-"""Low-bit storage of states, through optimum-quanto or hqq. Groups of consecutive numbers share a scale and a zero."""
+"""Low-bit storage of states: which bits each backend offers, and groups of consecutive numbers that share a scale and a
+zero, through optimum-quanto or hqq. `turboquant.py` is our own backend."""
 
 import importlib.util
 from collections.abc import Callable
@@ -8,11 +9,19 @@ from typing import Any
 import torch
 
 from ..errors import KVCompressError
+from . import turboquant
 
-BITS = {"quanto": (2, 4), "hqq": (1, 2, 4, 8)}
+BITS = {"quanto": (2, 4), "hqq": (1, 2, 4, 8), "turboquant": turboquant.BITS}
 PACKAGES = {"quanto": "optimum.quanto", "hqq": "hqq"}
 PIP_NAMES = {"quanto": "optimum-quanto", "hqq": "hqq"}
 ROWS_PER_BYTE = 8  # both pack several rows into one byte, so rows come in multiples
+
+
+def check_bits(backend: str, bits: int) -> None:
+    """Raises KVCompressError where the backend lacks these bits."""
+    if bits not in BITS[backend]:
+        offered = ", ".join(map(str, BITS[backend]))
+        raise KVCompressError(f"kv_bits={bits} is not offered by kv_backend={backend!r}: {offered}")
 
 
 @dataclass(frozen=True)
@@ -31,9 +40,7 @@ class Quantizer:
 
     def check(self) -> None:
         """Raises KVCompressError where the backend lacks these bits or is not installed."""
-        if self.bits not in BITS[self.backend]:
-            offered = ", ".join(str(bits) for bits in BITS[self.backend])
-            raise KVCompressError(f"kv_bits={self.bits} is not offered by kv_backend={self.backend!r}: {offered}")
+        check_bits(self.backend, self.bits)
         package = PACKAGES[self.backend]
         if importlib.util.find_spec(package.split(".")[0]) is None or importlib.util.find_spec(package) is None:
             raise KVCompressError(

@@ -1,4 +1,4 @@
-"""The Triton kernel of ragged decoding. Import it only where triton is installed.
+"""The Triton kernel of ragged decoding, over numbers or packed vectors. Import it only where triton is installed.
 
 Each segment is split over its keys (flash-decoding, https://pytorch.org/blog/flash-decoding/): a program attends with
 the query heads of one KV head over one part of one segment and leaves its unnormalised output, maximum and sum; a
@@ -9,10 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
+from .turboquant import TurboQuant
+
 MOST_KEYS = 64  # of a block
 BLOCK_BYTES = 16384  # of a block of keys; the kernel then needs at most 83 KB of shared memory (fp32, sm_80)
 MOST_SPLITS = 64
 PROGRAMS_PER_PROCESSOR = 4
+STAGES = 3  # blocks on their way to shared memory; Triton's default
+PACKED_STAGES = 1  # a block is loaded bit by bit: three stages would need 154 KB
 
 
 def ragged_decode_triton(
@@ -31,10 +35,46 @@ def ragged_decode_triton(
         longest: the longest segment, in rows.
         splits: parts of each segment, a power of 2; None for as many as fill the device.
     """
-    segments, (key_dim, value_dim) = starts.numel(), (keys.shape[1], values.shape[1])
+    dims = keys.shape[1], values.shape[1]
+    return _decode(query, keys, values, starts, lengths, longest, scaling, splits, dims)
+
+
+def turboquant_decode_triton(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    longest: int,
+    key_codec: TurboQuant,
+    value_codec: TurboQuant,
+    scaling: float,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """The same over packed keys and values, uint8 (rows, nbytes): they are unpacked on the way."""
+    codecs = key_codec, value_codec
+    dims = key_codec.dim, value_codec.dim
+    rotated = key_codec.rotate(query)
+    output = _decode(rotated, keys, values, starts, lengths, longest, scaling, splits, dims, codecs)
+    return value_codec.rotate_back(output)
+
+
+def _decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    longest: int,
+    scaling: float,
+    splits: int | None,
+    dims: tuple[int, int],
+    codecs: tuple[TurboQuant, TurboQuant] | None = None,
+) -> torch.Tensor:
+    segments, (key_dim, value_dim) = starts.numel(), dims
     groups = query.shape[1] // starts.shape[1]
-    block_key, block_value = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
-    fitting = BLOCK_BYTES // (max(block_key, block_value) * keys.element_size())
+    block_key, block_value = (max(16, triton.next_power_of_2(dim)) for dim in dims)
+    fitting = BLOCK_BYTES // (max(block_key, block_value) * query.element_size())
     block_keys = min(MOST_KEYS, max(16, fitting))  # a matrix product needs 16 of each dimension
     splits = splits or _splits(segments, triton.cdiv(longest, block_keys), query.device)
     query = query.contiguous()
@@ -42,17 +82,20 @@ def ragged_decode_triton(
     partial = torch.empty(segments * groups, splits, value_dim, device=query.device, dtype=torch.float32)
     maxima = torch.empty(segments * groups, splits, device=query.device, dtype=torch.float32)
     sums = torch.empty_like(maxima)
+    codebooks = (query, query) if codecs is None else (codec.codebook for codec in codecs)  # not read without bits
     with torch.cuda.device_of(query):  # triton launches on the current device
         _attend[(segments, splits)](
             query,
             keys,
             values,
+            *codebooks,
             starts,
             lengths,
             partial,
             maxima,
             sums,
             scaling,
+            BITS=0 if codecs is None else codecs[0].bits,
             GROUPS=groups,
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
@@ -60,6 +103,7 @@ def ragged_decode_triton(
             BLOCK_KEY_DIM=block_key,
             BLOCK_VALUE_DIM=block_value,
             BLOCK_KEYS=block_keys,
+            num_stages=STAGES if codecs is None else PACKED_STAGES,
         )
         _combine[(segments * groups,)](
             partial, maxima, sums, output, SPLITS=splits, VALUE_DIM=value_dim, BLOCK_VALUE_DIM=block_value
@@ -76,16 +120,39 @@ def _splits(segments: int, blocks: int, device: torch.device) -> int:
 
 
 @triton.jit
+def _vectors(stored, codebook, at, dim, is_entry, is_dim, BITS: tl.constexpr, DIM: tl.constexpr):
+    """The numbers `dim` of the rows `at`, of which one is a column and the other a row; unpacked where there are bits
+    (turboquant.py has the layout)."""
+    if BITS == 0:
+        vectors = tl.load(stored + at * DIM + dim, mask=is_entry & is_dim, other=0.0)
+    else:
+        plane: tl.constexpr = (DIM + 7) // 8
+        row = stored + at * (BITS * plane + 2)
+        code = tl.load(row + dim // 8, mask=is_entry & is_dim, other=0).to(tl.int32) >> (dim % 8) & 1
+        for bit in tl.static_range(1, BITS):
+            byte = tl.load(row + bit * plane + dim // 8, mask=is_entry & is_dim, other=0).to(tl.int32)
+            code = code | (byte >> (dim % 8) & 1) << bit
+        low = tl.load(row + BITS * plane, mask=is_entry, other=0).to(tl.int16)
+        high = tl.load(row + BITS * plane + 1, mask=is_entry, other=0).to(tl.int16)
+        norm = (low | high << 8).to(tl.float16, bitcast=True)
+        vectors = tl.where(is_dim, tl.load(codebook + code) * norm.to(tl.float32), 0.0)
+    return vectors
+
+
+@triton.jit
 def _attend(
     query,  # (segments * GROUPS, KEY_DIM)
-    keys,  # (rows, KEY_DIM)
-    values,  # (rows, VALUE_DIM)
+    keys,  # (rows, KEY_DIM), or packed
+    values,  # (rows, VALUE_DIM), or packed
+    key_codebook,  # (2 ** BITS,)
+    value_codebook,
     starts,  # (segments,)
     lengths,  # (segments,)
     partial,  # out: (segments * GROUPS, splits, VALUE_DIM), not yet divided by the sums
     maxima,  # out: (segments * GROUPS, splits)
     sums,  # out: (segments * GROUPS, splits)
     scaling,
+    BITS: tl.constexpr,  # of a number; 0 for numbers that are not packed
     GROUPS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -113,12 +180,17 @@ def _attend(
         entry = block + tl.arange(0, BLOCK_KEYS)
         is_entry = entry < end
         at = start + entry
-        k = tl.load(keys + at * KEY_DIM + key_dim[:, None], mask=is_entry & is_key_dim[:, None], other=0.0)
+        k = _vectors(
+            keys, key_codebook, at[None, :], key_dim[:, None], is_entry[None, :], is_key_dim[:, None], BITS, KEY_DIM
+        ).to(q.dtype)
         logits = tl.where(is_entry, tl.dot(q, k, input_precision="ieee") * scaling, float("-inf"))
         higher = tl.maximum(maximum, tl.max(logits, 1))
         weights = tl.exp(logits - higher[:, None])
         shrink = tl.exp(maximum - higher)
-        v = tl.load(values + at[:, None] * VALUE_DIM + value_dim, mask=is_entry[:, None] & is_value_dim, other=0.0)
+        v = _vectors(
+            values, value_codebook, at[:, None], value_dim[None, :], is_entry[:, None], is_value_dim[None, :], BITS,
+            VALUE_DIM,
+        ).to(q.dtype)  # fmt: skip
         output = output * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         maximum = higher

@@ -20,6 +20,12 @@ class LayerBudget:
 
     is_exact: ClassVar[bool] = True  # the layers hold together what was asked for
 
+    measures_queries: ClassVar[bool] = True  # `measure` looks at queries, not at the scores alone
+
+    @property
+    def asks_queries(self) -> bool:
+        return self.is_measured and self.measures_queries
+
     @property
     def is_measured(self) -> bool:
         return type(self).measure is not LayerBudget.measure

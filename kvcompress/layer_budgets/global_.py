@@ -1,5 +1,7 @@
 """One ranking over all layers and heads. https://arxiv.org/abs/2505.23416"""
 
+from typing import ClassVar
+
 import torch
 
 from ..scoring.layer_view import LayerView
@@ -13,18 +15,29 @@ class GlobalLayerBudget(LayerBudget):
     heads and no safeguard what is kept is the best of all layers and heads, but for the rounding of a layer's total to
     whole entries per head. Scores of different layers must mean the same: attention weights do."""
 
+    measures_queries: ClassVar[bool] = False
+
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
-        if view.padding is not None:
-            scores = scores.masked_fill(pad_columns(view.padding, scores.shape[2]), -torch.inf)
-        if view.protected is not None:
-            scores = scores.masked_fill(view.protected[:, None], -torch.inf)
-        return scores
+        return evictable_scores(scores, view)
 
     def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
         layers, heads, _ = measured.shape
-        wanted = budget * layers * heads
-        least = measured.flatten().topk(wanted).values[-1]  # of those that are kept
-        above, equal = ((measured > least).sum((1, 2)), (measured == least).sum((1, 2)))
-        return (above + equal * (wanted - above.sum()) / equal.sum()).tolist()
+        return shares_of_highest(measured.flatten(1), budget * layers * heads)
+
+
+def evictable_scores(scores: torch.Tensor, view: LayerView) -> torch.Tensor:
+    """Scores (batch, kv_heads, keys) in which pads and what is protected come last."""
+    if view.padding is not None:
+        scores = scores.masked_fill(pad_columns(view.padding, scores.shape[2]), -torch.inf)
+    if view.protected is not None:
+        scores = scores.masked_fill(view.protected[:, None], -torch.inf)
+    return scores
+
+
+def shares_of_highest(measured: torch.Tensor, wanted: int) -> list[float]:
+    """How many of the `wanted` highest numbers each layer has, of (layers, numbers); equals are shared out evenly."""
+    least = measured.flatten().topk(wanted).values[-1]  # of those that are kept
+    above, equal = (measured > least).sum(1), (measured == least).sum(1)
+    return (above + equal * (wanted - above.sum()) / equal.sum()).tolist()

@@ -1,6 +1,7 @@
 """Layers whose scores are spread keep more. https://arxiv.org/abs/2509.09754"""
 
 import math
+from typing import ClassVar
 
 import torch
 
@@ -14,6 +15,8 @@ class LAVaLayerBudget(LayerBudget):
     """In proportion to the entropy of a layer's scores, those of all heads together as shares of their sum, over its
     largest value (LAVa, dynamic layer budgets), besides the window, which every layer keeps. What must stay has no part
     in it, nor have scores below 0."""
+
+    measures_queries: ClassVar[bool] = False
 
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView

@@ -1,5 +1,7 @@
 """Every layer keeps the same part of its scores. https://arxiv.org/abs/2412.03409"""
 
+from typing import ClassVar
+
 import torch
 
 from ..scoring.layer_view import LayerView
@@ -17,6 +19,8 @@ class PrefixLayerBudget(LayerBudget):
     Works on any method's scores, averaged over the heads: what a method protects counts as its best, and scores
     below zero are lifted by their least.
     """
+
+    measures_queries: ClassVar[bool] = False
 
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView

@@ -69,7 +69,7 @@ def compress(
     if (inner.tp_size or 1) > 1:
         raise KVCompressError("compressed pages do not go with tensor parallel: KV heads are in other processes")
     decoder = text_decoder(inner)
-    if policy.cluster.watches_rotary:
+    if policy.watches_rotary:
         rotary_embeddings(decoder)
     pages = _pages()
     if pages.FULL_ATTENTION not in pages.group_layers_by_attn_type(decoder.config):
@@ -89,7 +89,8 @@ def check_policy(policy: Policy) -> None:
         f"head_budget={policy.head_budget!r}: {equal}": policy.head_budget in ADAPTIVE,
         f"layer_budget={policy.chosen('layer_budget')!r}: {equal}": policy.chosen("layer_budget") != "uniform",
         f"method {policy.method!r}: a prompt is read once": policy.cluster.second_pass,
-        "positions='cache': keys stay as they are rotated": policy.cluster.moves_keys,
+        f"method {policy.method!r}: it reads hidden states": policy.cluster.reads_hidden,
+        "positions='cache': keys stay as they are rotated": policy.moves_keys,
         "scope='context': a request does not say where its question begins": engine.scope != "prompt",
         "ratio_of='vision': requests are text": engine.ratio_of != "prompt",
         "first_token='compressed': the scheduler feeds no token twice": engine.first_token != "full",
@@ -207,7 +208,7 @@ class PagedSession:
             eviction = Eviction(self.policy, self.model.config)
             eviction.pages = self._pages.adopt(cache, processor.inputs_and_outputs, eviction)
             self._evictions.append(eviction)
-            if self.policy.cluster.watches_rotary:
+            if self.policy.watches_rotary:
                 self._hooks += watch_rotary(self._decoder, eviction.rotate)
         self._connect()
         return processor

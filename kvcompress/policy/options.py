@@ -25,6 +25,8 @@ class Engine:
         head_budget: `uniform`: each KV head keeps as much; `shared`: all heads of a layer keep the same tokens, those
             with the highest mean score; `adaptive`: the heads of a row share one budget and keep as their scores
             deserve (AdaKV); `adaptive-kvpress`: in kvpress's form. None: what the method prescribes, uniform for most.
+        positions: `true`: kept keys stay as they are rotated; `cache`: they are rotated anew to their place in the
+            cache, as if nothing had stood between them (StreamingLLM, section 3.2; kvpress's KeyRerotationPress).
         safeguard: with adaptive heads, the part of the budget that is shared out evenly among them (kvpress: of which
             a head is sure). None: what the method prescribes, 0.2 for most.
         merge: what becomes of evicted entries: `none`: they are dropped; `average`, `pivot`, `weighted`, `meda`, `d2o`,
@@ -49,9 +51,10 @@ class Engine:
         cache_implementation: `dynamic`: buffers grow where they must; `static`: after the prompt the entries move into
             buffers of a fixed shape, with room for `max_new_tokens`, so that decoding can run as one compiled graph;
             `offloaded`, `offloaded_static`: the same in the CPU's memory, fetched one layer ahead (not compiled);
-            `quantized`: kept entries are stored in `kv_bits`, once, and decoded ones whenever `kv_residual` are there.
-        kv_bits, kv_backend, kv_group_size, kv_residual: for `quantized`: bits per number, `quanto` or `hqq`, numbers
-            that share a scale, decoded tokens that wait in full precision.
+            `quantized`: entries are stored in `kv_bits`, once.
+        kv_bits, kv_backend: for `quantized`: bits per number; `quanto`, `hqq` or `turboquant`.
+        kv_group_size, kv_residual: for `quanto` and `hqq`: numbers that share a scale, decoded tokens that wait in full
+            precision.
     """
 
     scorer: str | None = None
@@ -59,6 +62,7 @@ class Engine:
     pyramid_beta: Annotated[float, Field(ge=1)] = 20.0
     head_budget: Literal["uniform", "shared", "adaptive", "adaptive-kvpress"] | None = None
     safeguard: Annotated[float, Field(ge=0, le=1)] | None = None
+    positions: Literal["true", "cache"] = "true"
     merge: str | None = None
     merge_modality: Literal["any", "same"] = "any"
     scope: Literal["prompt", "context"] = "prompt"
@@ -71,7 +75,7 @@ class Engine:
     decode_interval: PositiveInt | None = None
     cache_implementation: Literal["dynamic", "static", "offloaded", "offloaded_static", "quantized"] = "dynamic"
     kv_bits: PositiveInt = 4
-    kv_backend: Literal["quanto", "hqq"] = "quanto"
+    kv_backend: Literal["quanto", "hqq", "turboquant"] = "quanto"
     kv_group_size: PositiveInt = 64
     kv_residual: PositiveInt = 128
 

@@ -3,7 +3,10 @@
 from dataclasses import asdict, dataclass
 
 from ..clusters.base import KVCluster, make_cluster
+from ..clusters.calibrated import check_calibration
+from ..clusters.learned import check_checkpoint
 from ..errors import KVCompressError, unknown_name, validated
+from ..kernels.quantization import check_bits
 from ..layer_budgets import LayerBudget, layer_budget
 from ..methods import MethodInfo, list_methods, make_method, method_info, method_name
 from ..scoring.budget import Budget
@@ -51,6 +54,11 @@ class Policy:
         return type(self.cluster).observe is not KVCluster.observe
 
     @property
+    def sums_attention(self) -> bool:
+        """Whether what adds up are the queries' attention weights."""
+        return self.needs_sums and not self.cluster.reads_hidden
+
+    @property
     def carries_sums(self) -> bool:
         """Whether the stored entries' scores are carried on, from chunk to chunk or from eviction to eviction."""
         return (self.decode is not None or self.engine.prefill_chunk is not None) and self.needs_sums
@@ -61,16 +69,26 @@ class Policy:
         return max(self.cluster.query_window, self.decode_interval if self.carries_sums else 0)
 
     @property
+    def moves_keys(self) -> bool:
+        """Whether kept keys are rotated anew to their place in the cache."""
+        return self.engine.positions == "cache"
+
+    @property
+    def watches_rotary(self) -> bool:
+        """Whether the model's rotary embedding must be known."""
+        return self.cluster.watches_rotary or self.moves_keys
+
+    @property
     def hooks_prompts(self) -> bool:
         """Whether a prompt's forward pass needs hooks on the model."""
         cluster = self.cluster
-        is_watched = self.tokens is not None or cluster.watches_rotary or cluster.second_pass
-        return is_watched or self.engine.prefill_chunk is not None
+        is_watched = self.tokens is not None or self.watches_rotary or cluster.second_pass
+        return is_watched or cluster.reads_hidden or self.engine.prefill_chunk is not None
 
     @property
     def hooks_steps(self) -> bool:
         """Whether a decode step's does."""
-        return self.cluster.unrotated_queries and self.decode is not None
+        return (self.cluster.foresees or self.cluster.reads_hidden) and self.decode is not None
 
     @property
     def options(self) -> dict[str, object]:
@@ -119,6 +137,8 @@ def make_policy(
         of_engine = {"ratio_of": "vision", **of_engine}
     else:
         cluster = make_cluster(scored_by.name, **own)
+        check_checkpoint(cluster, scored_by.name)
+        check_calibration(cluster, scored_by.name)
     engine = validated(Engine, "option", of_engine)
     policy = Policy(info.name, cluster, method_budget(info.name, ratio, budget), engine, tokens)
     if tokens is not None and engine.ratio_of != "vision":
@@ -136,11 +156,21 @@ def make_policy(
         )
     if engine.prefill_chunk is not None:
         _check_prefill_chunk(policy)
-    if engine.cache_implementation == "quantized":
-        engine.quantizer.check()
-    elif given := [name for name in STORAGE_OPTIONS[1:] if name in options and options[name] != getattr(Engine, name)]:
-        raise KVCompressError(f"{given[0]}= needs cache_implementation='quantized'")
+    _check_storage(engine, [name for name in STORAGE_OPTIONS if getattr(engine, name) != getattr(Engine, name)])
     return policy
+
+
+def _check_storage(engine: Engine, given: list[str]) -> None:
+    """Whether the options of the storage that were `given` go together, and their packages are here."""
+    if engine.cache_implementation != "quantized":
+        if given := [name for name in given if name != "cache_implementation"]:
+            raise KVCompressError(f"{given[0]}= needs cache_implementation='quantized'")
+    elif engine.kv_backend != "turboquant":
+        engine.quantizer.check()
+    else:
+        check_bits(engine.kv_backend, engine.kv_bits)
+        if of_groups := {"kv_group_size", "kv_residual"} & set(given):
+            raise KVCompressError(f"{min(of_groups)}= is not for kv_backend='turboquant', which packs each entry alone")
 
 
 def _check_combination(policy: Policy, info: MethodInfo, scored_by: MethodInfo) -> None:
@@ -158,6 +188,19 @@ def _check_combination(policy: Policy, info: MethodInfo, scored_by: MethodInfo) 
             f"method {scored_by.name!r} takes no layer_budget={policy.chosen('layer_budget')!r}, which is known only "
             "after the last layer: it chooses at once"
         )
+    if policy.cluster.reads_hidden and policy.layer_budget.asks_queries:
+        raise KVCompressError(
+            f"method {scored_by.name!r} takes no layer_budget={policy.chosen('layer_budget')!r}, which looks at queries"
+        )
+    if policy.moves_keys and policy.decode is not None:
+        # What is known of keys before they were moved would be taken for what they were merged into, or for a note.
+        for conflict, is_there in (
+            (f"merge={policy.chosen('merge')!r}", policy.chosen("merge") != "none"),
+            (f"method {scored_by.name!r}, which takes notes", overrides(scored_by.cls, "note")),
+            (f"method {scored_by.name!r}, which foresees queries", policy.cluster.foresees),
+        ):
+            if is_there:
+                raise KVCompressError(f"positions='cache' does not go with {conflict} while decoding evicts")
     merges = ["none", *MERGES]
     if policy.chosen("merge") not in merges:
         raise unknown_name("there is no merge", policy.chosen("merge"), merges)
@@ -179,7 +222,7 @@ def _check_prefill_chunk(policy: Policy) -> None:
         f"layer_budget={policy.chosen('layer_budget')!r}, which follows from the whole prompt": (
             policy.layer_budget.is_measured
         ),
-        "positions='cache', which moves the keys of one prompt": policy.cluster.moves_keys,
+        "positions='cache', which moves the keys of one prompt": policy.moves_keys,
     }
     for conflict, is_there in conflicts.items():
         if is_there:
@@ -189,6 +232,9 @@ def _check_prefill_chunk(policy: Policy) -> None:
 def check_tensor_parallel(policy: Policy) -> None:
     """Whether KV heads can be compressed one by one, each process its own. Raises KVCompressError."""
     conflicts = {
+        f"method {policy.method!r} with calibration=, which is of all heads": (
+            getattr(policy.cluster, "calibration", None) is not None
+        ),
         f"method {policy.method!r}, which chooses for all heads together": (
             policy.tokens is not None or policy.cluster.mixes_heads
         ),

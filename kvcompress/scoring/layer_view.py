@@ -20,6 +20,8 @@ class Settings:
     Attributes:
         cluster: the `KVCluster` that scores, for a layer budget that takes options of its method.
         query_window: how many of the last queries it scores with, see `KVCluster.query_window`.
+        moves_keys: whether keys are rotated anew to their place in the cache, as if nothing had stood between them.
+        evicts_later: whether decoding evicts.
     """
 
     cluster: object = None
@@ -29,6 +31,8 @@ class Settings:
     pyramid_beta: float = 20.0
     merge: str | None = None
     merge_modality: str = "any"
+    moves_keys: bool = False
+    evicts_later: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,14 @@ class LayerView:
             name = type(self.settings.cluster).__name__
             raise KVCompressError(f"{name} scores keys before RoPE: give cache.rotate(...) how the model rotates them")
         return self.rotary.unrotated(keys)
+
+    def future_rotation(self, ahead: torch.Tensor, head_dim: int) -> torch.Tensor:
+        """The mean rotation of the text positions that are so many, LongTensor (count,), ahead of each row's last:
+        (batch, head_dim, head_dim) in fp32. For a cluster that says `foresees_positions`."""
+        if self.rotary is None:
+            name = type(self.settings.cluster).__name__
+            raise KVCompressError(f"{name} foresees positions: give cache.rotate(...) how the model rotates them")
+        return self.rotary.mean_rotation_at(ahead, head_dim, None if self.is_decoding else self.padding)
 
     def protect_recent(self, scores: torch.Tensor, recent: int | list[int]) -> torch.Tensor:
         """The scores (batch, kv_heads, keys) with +inf at the last `recent` columns, of all rows or `recent[row]`."""

@@ -10,25 +10,26 @@ def received(
     missing: torch.Tensor,
     fed_pads: torch.Tensor,
     scaling: float,
+    group_votes: str = "max",
     block: int = 128,
 ) -> torch.Tensor:
     """The most attention that each of some keys of the context, the sinks and a chunk, receives from any query that
     reads the chunk again, (batch, kv_heads, keys): weights over these keys and, causally, over the fed tokens
-    themselves (KVzip, https://arxiv.org/abs/2505.23416, section 3.2), the largest over queries and the query heads of
-    a KV head. Without the sinks, on which attention rests, the chunks could not be compared (snu-mllab/KVzip,
-    attention/score.py, `_get_score`).
+    themselves (KVzip, https://arxiv.org/abs/2505.23416, section 3.2), the largest over queries. Without the sinks, on
+    which attention rests, the chunks could not be compared (snu-mllab/KVzip, attention/score.py, `_get_score`).
 
     Args:
         queries: (batch, heads, fed, head_dim); the fed tokens are the chunk's, behind an instruction or not.
         keys, fed_keys: (batch, kv_heads, sinks + chunk or fed, head_dim).
         missing: bool (batch, sinks + chunk), True where a row has no such token; nothing is received there.
         fed_pads: bool (batch, fed), the same of the fed tokens.
+        group_votes: "max" or "mean" of a KV head's query heads.
     """
     batch, kv_heads, fed, _ = fed_keys.shape
     chunk = keys.shape[2]
     all_keys = torch.cat([keys, fed_keys], dim=2).float()
     hidden = torch.cat([missing, fed_pads], dim=1)[:, None, None, None]
-    best = torch.zeros(batch, kv_heads, chunk, device=keys.device)
+    best = torch.zeros(batch, kv_heads, queries.shape[1] // kv_heads, chunk, device=keys.device)
     for start in range(0, fed, block):
         rows = slice(start, min(start + block, fed))
         grouped = queries[:, :, rows].float().unflatten(1, (kv_heads, -1))
@@ -37,5 +38,5 @@ def received(
         future = column > torch.arange(rows.start, rows.stop, device=keys.device)[:, None]
         weights = logits.masked_fill(hidden | future, -torch.inf).softmax(-1)[..., :chunk]
         weights = weights.nan_to_num(0.0).masked_fill(fed_pads[:, None, None, rows, None], 0.0)
-        best = torch.maximum(best, weights.amax((2, 3)))
-    return best
+        best = torch.maximum(best, weights.amax(3))
+    return best.amax(2) if group_votes == "max" else best.mean(2)

@@ -117,8 +117,13 @@ class Rotary:
     def mean_rotation(self, count: int, head_dim: int, padding: torch.Tensor | None = None) -> torch.Tensor:
         """The mean rotation matrix over the `count` text positions that follow each row's last,
         (batch, head_dim, head_dim) in fp32; padding (batch, 1) as in scoring/windows.py."""
+        return self.mean_rotation_at(1 + torch.arange(count, device=self.positions.device), head_dim, padding)
+
+    def mean_rotation_at(self, ahead: torch.Tensor, head_dim: int, padding: torch.Tensor | None = None) -> torch.Tensor:
+        """As `mean_rotation`, over the text positions that are so many, LongTensor (count,), ahead of each row's
+        last."""
         positions = (self if padding is None else self.without_pads(padding)).positions
-        future = positions.amax(1)[:, None] + 1 + torch.arange(count, device=positions.device)
+        future = positions.amax(1)[:, None] + ahead
         angles = future[..., None].float() * self.inv_freq.float()  # (batch, count, rotated / 2)
         cos, sin = (turn.mean(1).repeat(1, 2)[..., None] * self.scaling for turn in (angles.cos(), angles.sin()))
         rotated = cos.shape[1]
@@ -130,6 +135,12 @@ class Rotary:
             turn = interleaved(interleaved(turn).mT).mT
         rotation[:, :rotated, :rotated] = turn
         return rotation
+
+    def pair_norms(self, states: torch.Tensor) -> torch.Tensor:
+        """The norm of each rotated pair of channels, which no rotation changes: states (..., head_dim) to (...,
+        rotated / 2), in the order of `inv_freq`."""
+        turned, _ = self._split(states, self.cos.shape[-1])
+        return torch.stack(turned.chunk(2, dim=-1)).norm(dim=0)
 
     def _split(self, states: torch.Tensor, rotated: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Channels of states (..., head_dim) in fp32: the rotated ones, so that (i, i + half) is a pair; the rest."""

@@ -21,9 +21,9 @@ class CDPruner(TokenMethod):
     outside the span of those that are chosen.
 
     Relevance is the mean cosine with the embeddings of the text behind the last image, scaled to (0, 1] (section
-    3.3). The authors measure it so where a model's vision tower has no text tower, as in Qwen2.5-VL. In LLaVA
-    they take CLIP's text tower, with the sign turned around; no checkpoint holds it, so that LLaVA is like the others
-    here. With `relevance="none"`, or no text behind the image, all tokens are equally relevant.
+    3.3). For LLaVA the authors take CLIP's text tower, with the sign turned around; no checkpoint holds it, so that
+    all models are measured alike here. With `relevance="none"`, or no text behind the image, all tokens are equally
+    relevant.
 
     Where the kernel's rank is used up (fewer dimensions than tokens to keep, or equal tokens), relevance decides.
     """

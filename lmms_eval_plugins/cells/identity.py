@@ -124,13 +124,14 @@ def fingerprint(
     """
     import kvcompress
 
-    model = Path(arguments.pretrained)
+    model, calibration = Path(arguments.pretrained), options.get("calibration")
     method = kvcompress.list_methods()[cell.method].cls
     return {
         **asdict(cell),
         "options": options,
         "model_files": files_identity(model) if model.is_dir() else arguments.revision,
         "text_files": {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in _texts(arguments)},
+        **({} if calibration is None else {"calibration": hashlib.sha256(Path(calibration).read_bytes()).hexdigest()}),
         "data": data,
         "tasks": tasks,
         "code": own_code(Path(__file__).parents[2])

@@ -35,6 +35,26 @@ def shares(entry: dict[str, Any], kind: str) -> np.ndarray | None:
     return mask.mean(2) if mask.shape[2] else None
 
 
+def needs(entry: dict[str, Any]) -> np.ndarray | None:
+    """What each token of an entry's prompt is worth to the answer, (layers, heads, tokens), vision tokens first: shares
+    of a layer's head. None where the entry's method does not foresee the answer."""
+    if "needs" not in entry:
+        return None
+    worth = np.concatenate([_levels(entry["needs"][kind]) ** 2 for kind in ("vision", "text")], axis=2)
+    return worth / np.maximum(worth.sum(2, keepdims=True), np.finfo(np.float64).tiny)
+
+
+def needs_kept(entry: dict[str, Any], worth: np.ndarray) -> np.ndarray:
+    """The part of what the answer needs (`needs` of the same prompt) that an entry kept, (layers, heads)."""
+    mask = np.concatenate([unpacked(entry[kind]) for kind in ("vision", "text")], axis=2)
+    return (worth * mask).sum(2)
+
+
+def _levels(packed: dict[str, Any]) -> np.ndarray:
+    levels = np.frombuffer(zlib.decompress(base64.b64decode(packed["levels"])), dtype=np.uint8)
+    return levels.reshape(packed["shape"]).astype(np.float64)
+
+
 def write_kept_tokens(folder: Path, images: Path, asked: int, entries: list[dict[str, Any]]) -> None:
     """Write a cell's entries into its `folder`, and their images, each once, into the folder `images`.
 
@@ -99,6 +119,7 @@ def _read(folder: Path) -> tuple[int, list[dict[str, Any]]]:
         for entry in entries:
             for kind in ("vision", "text"):
                 unpacked(entry[kind])
+            needs(entry)
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, zlib.error) as error:
         raise DamagedFile(f"{SURVIVORS_FILE} is damaged: {' '.join(str(error).split())}") from None
     return asked, entries

@@ -20,7 +20,7 @@ from .arguments import Compression, make_compression
 from .batch_size import PeakOfTensors
 from .batches import Batch, BatchStore
 from .generation import Generation
-from .kept_tokens import KeptSets, kept_sets
+from .kept_tokens import KeptSets
 from .prompts import on_device
 from .vision_tower import Encoded, VisionTower, tensor_bytes
 
@@ -57,7 +57,7 @@ class Answers:
             Of a request in flight: the seconds since the one that was done before it.
         tower, prompt: what of these ran now, and what was known.
         inputs: what was generated from, on the model's device.
-        kept: what each layer stores; empty where that was not asked for.
+        kept: what each layer stores; None where that was not asked for.
         in_slots: None for a batch.
     """
 
@@ -67,7 +67,7 @@ class Answers:
     tower: VisionTower
     prompt: SharedPrompt
     inputs: BatchFeature
-    kept: KeptSets
+    kept: KeptSets | None
     in_slots: InSlots | None = None
 
 
@@ -159,7 +159,7 @@ class Answering:
         prompt: SharedPrompt,
         notes_kept: bool = False,
         room_for: int | None = None,
-    ) -> tuple[torch.LongTensor, Measurement, KeptSets]:
+    ) -> tuple[torch.LongTensor, Measurement, KeptSets | None]:
         """New tokens (batch, new), what they cost where vision tower and prefill run, and what is stored.
 
         `room_for`: so many new tokens have room in the cache; None: as many as are generated at most.
@@ -171,7 +171,7 @@ class Answering:
             kvcompress.compress(self.model, of.method, of.ratio, of.budget, room, **of.options) as session,
         ):
             tokens, measured = kvcompress.measure.generate(self.model, session, dict(inputs), **kwargs)
-            kept = kept_sets(session.cache) if notes_kept else {}
+            kept = KeptSets.of(session.cache) if notes_kept else None
         if prompt.is_known and not tower.calls:  # where the model's forward calls it, it was not asked
             tower.calls = dict(tower.known)
         peaks = [measured.peak_memory_bytes - tower.held, *(call.peak_memory for call in tower.calls.values())]

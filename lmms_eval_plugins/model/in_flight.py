@@ -7,7 +7,7 @@ import copy
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, count
 
 from transformers import BatchFeature
@@ -24,7 +24,7 @@ from kvcompress.scoring.vision import vision_token_mask
 from .answering import WARM_UP_TOKENS, Answering, Answers, InSlots
 from .batches import Batch
 from .generation import Generation
-from .kept_tokens import KeptSets, kept_sets
+from .kept_tokens import KeptSets
 from .prompts import on_device
 from .vision_tower import VisionTower
 
@@ -59,7 +59,7 @@ class UnderWay:
     saved_before_s: float
     saved_s: float = 0.0
     aside_s: float = 0.0
-    kept: KeptSets = field(default_factory=dict)
+    kept: KeptSets | None = None
 
     @property
     def correction_s(self) -> float:
@@ -167,7 +167,7 @@ class Flight:
         self._saved_s += each.correction_s
         each.saved_s = self._saved_s
         if each.asked.notes_kept:
-            each.kept = kept_sets(cache)
+            each.kept = KeptSets.of(cache)
         each.aside_s = time.perf_counter() - start
         self._aside_s += each.aside_s
 

@@ -3,7 +3,7 @@
 import base64
 import io
 import zlib
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,26 +18,43 @@ from .image_layout import Layout, layouts, painted, strips
 from .media import ChatPrompt
 from .prompts import ChatProcessor, on_device
 
-KeptSets = dict[int, list[list[torch.Tensor]]]
 LONGEST_SIDE = 768  # of a stored image
 JPEG_QUALITY = 82
 
 
-def kept_sets(cache: CompressedCache) -> KeptSets:
-    """layer -> [row][KV head] -> the columns that the layer stores, of the layers that are compressed."""
-    return {layer.layer_idx: cache.kept_indices(layer.layer_idx) for layer in cache.compressed_layers}
+@dataclass(frozen=True)
+class KeptSets:
+    """What the layers that are compressed hold.
+
+    Attributes:
+        columns: layer -> [row][KV head] -> the columns that the layer stores.
+        foreseen: layer -> what the prompt's columns are worth to the answer, (rows, KV heads, columns); empty but for
+            `hindsight`.
+    """
+
+    columns: dict[int, list[list[torch.Tensor]]]
+    foreseen: dict[int, torch.Tensor]
+
+    @classmethod
+    def of(cls, cache: CompressedCache) -> "KeptSets":
+        layers = [layer.layer_idx for layer in cache.compressed_layers]
+        foreseen = {layer: cache.foreseen(layer) for layer in layers}
+        return cls(
+            {layer: cache.kept_indices(layer) for layer in layers},
+            {layer: worth.cpu() for layer, worth in foreseen.items() if worth is not None},
+        )
 
 
 def kept_mask(kept: KeptSets, row: int, real: torch.Tensor) -> np.ndarray:
     """bool (layers, KV heads, tokens): whether each real token of a prompt's row is stored.
 
     Args:
-        kept: from `kept_sets`; `row` among its rows (beam search has several for each prompt).
+        row: among those of `kept` (beam search has several for each prompt).
         real: bool (columns,), False at the prompt's padding.
     """
-    heads = max(len(rows[row]) for rows in kept.values())
-    mask = np.zeros((len(kept), heads, len(real)), dtype=bool)
-    for place, rows in enumerate(kept.values()):
+    heads = max(len(rows[row]) for rows in kept.columns.values())
+    mask = np.zeros((len(kept.columns), heads, len(real)), dtype=bool)
+    for place, rows in enumerate(kept.columns.values()):
         for head, columns in enumerate(rows[row]):
             mask[place, head, columns[columns < len(real)].numpy()] = True  # beyond it: the answer's own tokens
     return mask[..., real.cpu().numpy()]
@@ -55,12 +72,12 @@ def record(
 
     Args:
         inputs: of the batch that the question was in; `row`: its place there.
-        kept: `kept_sets` of the batch's cache.
+        kept: of the batch's cache.
     """
     ids = inputs["input_ids"][row]
     mask = inputs.get("attention_mask")
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[row].bool()
-    beams = len(next(iter(kept.values()))) // len(inputs["input_ids"])
+    beams = len(next(iter(kept.columns.values()))) // len(inputs["input_ids"])
     stored = kept_mask(kept, row * beams, real)
     vision = vision_token_mask(model.config, inputs["input_ids"])[row][real].cpu()
     found = []
@@ -75,14 +92,31 @@ def record(
         images += [{} for _ in found[len(images) :]]
     for one, layout in zip(images, found, strict=True):
         one["layout"] = asdict(layout)
-    return {
-        "layers": list(kept),
+    entry = {
+        "layers": list(kept.columns),
         "kv_heads": stored.shape[1],
         "vision": packed_bits(stored[..., vision.numpy()]),
         "text": packed_bits(stored[..., ~vision.numpy()]),
         "pieces": [chat.tokenizer.decode([token]) for token in ids[real].cpu()[~vision].tolist()],
         "images": images,
     }
+    if kept.foreseen:
+        worth = np.zeros(stored.shape, dtype=np.float32)
+        for place, layer in enumerate(kept.columns):
+            worth[place] = kept.foreseen[layer][row * beams][:, real.cpu()].numpy()
+        entry["needs"] = {
+            "vision": packed_worth(worth[..., vision.numpy()], worth.max(2)),
+            "text": packed_worth(worth[..., ~vision.numpy()], worth.max(2)),
+        }
+    return entry
+
+
+def packed_worth(worth: np.ndarray, most: np.ndarray) -> dict[str, Any]:
+    """Numbers (layers, heads, tokens), none below 0: their shape, and the root of each's share of its head's `most`
+    (layers, heads) in one of 256 levels, deflated, in base64."""
+    share = worth / np.maximum(most, np.finfo(np.float32).tiny)[..., None]
+    levels = (255 * np.sqrt(share)).round().astype(np.uint8).tobytes()
+    return {"shape": list(worth.shape), "levels": base64.b64encode(zlib.compress(levels, 9)).decode()}
 
 
 def jpeg(image: Image.Image) -> bytes:

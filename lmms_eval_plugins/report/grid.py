@@ -116,27 +116,38 @@ def _against_full(group: pd.DataFrame) -> pd.DataFrame:
                 f"{row.task}: {row.series} at {row.size} answered other questions than the full cache"
             )
     questions = group["questions"]
-    bounds = [group[group["method"] == name] for name in ("random", "hindsight")]
-    headrooms = [_headroom(row, bounds) for row in group.itertuples()]
+    parts = headrooms(group.assign(scores=[of_cell["score"] for of_cell in questions]))
     return group.drop(columns="is_full").assign(
         full=first["score"],
         relative=relative_scores(group["score"], [first["score"]]),
         loyalty=[loyalty(list(cell["answer"]), list(full["answer"])) for cell in questions],
         speed_up=[speed_up(cell["seconds"], full["seconds"]) for cell in questions],
-        headroom=[found.part if found else math.nan for found in headrooms],
-        headroom_low=[found.low if found else math.nan for found in headrooms],
-        headroom_high=[found.high if found else math.nan for found in headrooms],
+        headroom=[found.part if found else math.nan for found in parts],
+        headroom_low=[found.low if found else math.nan for found in parts],
+        headroom_high=[found.high if found else math.nan for found in parts],
     )
 
 
-def _headroom(row: Any, bounds: list[pd.DataFrame]) -> Headroom | None:
-    """Of one cell, between those of random and hindsight at the same size. None where there is not one of each, or
-    where the metric is no number per question."""
-    between = [cells[cells["size"] == row.size]["questions"] for cells in bounds]
-    if row.method == "full" or any(len(found) != 1 for found in between):
-        return None
-    scores = [questions["score"] for questions in (row.questions, *(found.iloc[0] for found in between))]
-    return None if any(of_cell.isna().any() for of_cell in scores) else headroom(*scores)
+def headrooms(cells: pd.DataFrame) -> list[Headroom | None]:
+    """Of each cell, between those of random and hindsight at the same size. None where there is not one of each, where
+    one of the three answered other questions, or where the metric is no number per question.
+
+    Args:
+        cells: of one task, model and settings, with the columns `method`, `size` and `scores` (a Series by question).
+    """
+    rulers = {name: cells[cells["method"] == name] for name in ("random", "hindsight")}
+    parts: list[Headroom | None] = []
+    for row in cells.itertuples():
+        between = [of_ruler[of_ruler["size"] == row.size]["scores"] for of_ruler in rulers.values()]
+        if row.method == "full" or any(len(found) != 1 for found in between):
+            parts.append(None)
+            continue
+        scores = [row.scores, *(found.iloc[0] for found in between)]
+        is_fair = len(row.scores) > 0 and all(
+            of_cell.index.equals(row.scores.index) and of_cell.notna().all() for of_cell in scores
+        )
+        parts.append(headroom(*scores) if is_fair else None)
+    return parts
 
 
 def curves(grid: pd.DataFrame, points: float, lowest: float | None = None) -> pd.DataFrame:

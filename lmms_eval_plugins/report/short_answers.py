@@ -8,6 +8,10 @@ import pandas as pd
 from ..cells.results import exact
 
 MOST_TOKENS = 2  # of an answer that is one token and the end of the text
+EXPLANATION = (
+    "With first_token=full the first token is computed on the whole cache, so such answers cannot see compression; "
+    "with first_token=compressed they do."
+)
 
 
 def too_short(cell: dict[str, Any]) -> bool:
@@ -45,7 +49,4 @@ def warning(frame: pd.DataFrame) -> str:
     cells = ", ".join(f"{series} ({', '.join(own)})" for series, own in sizes.items())
     of = f" of {cells}" if len(others) else ""
     tokens = "1 token" if short["tokens_out"].max() <= 1 else f"at most {MOST_TOKENS} tokens"
-    return (
-        f"{short['task'].iloc[0]}: the median answer{of} has {tokens}. With first_token=full the first token is "
-        "computed on the whole cache, so such answers cannot see compression; with first_token=compressed they do."
-    )
+    return f"{short['task'].iloc[0]}: the median answer{of} has {tokens}. {EXPLANATION}"

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -13,11 +14,13 @@ from kvcompress.files import write_text
 from ..cells.errors import UsageError
 from ..cells.results import RESULTS_FILE, DamagedFile, read_results
 from ..report.headline import headline
+from ..report.short_answers import EXPLANATION, too_short
 from .config import REFERENCE_COLUMNS, Reproduction
 from .plan import PlannedCell
 
 SUFFIXES = (".md", ".csv")  # of the table's files
 CONFIDENCE = 1.96  # standard errors on either side: 95 %
+SHORT = "short answers"
 COLUMNS = ["method", "ratio", "ours", "theirs", "difference", "tokens/correct", "inside both errors", "note"]
 
 
@@ -29,6 +32,7 @@ class Row:
         margin: half of our 95 % interval.
         inside: whether the difference is at most margin and reading error together.
         tokens_per_correct: tokens of our answers, over the sum of their scores.
+        short: whether most of our answers are too short to see compression.
         note: why there is no result, or the number of questions.
     """
 
@@ -44,31 +48,33 @@ class Row:
     difference: float | None
     inside: bool | None
     tokens_per_correct: float | None
+    short: bool
     note: str
 
 
 def row(cell: PlannedCell, reference: dict[tuple[str, ...], tuple[float, float]], reason: str) -> Row:
     """A cell beside its reference; `reason` stands where it has no result."""
     theirs, reading_error = reference.get(cell.key, (None, None))
-    ours, stderr, margin, tokens, note = None, None, None, None, reason
+    ours, stderr, margin, tokens, short, note = None, None, None, None, False, reason
     if cell.folder is not None and (cell.folder / RESULTS_FILE).is_file():
         try:
-            ours, stderr, questions, tokens = read_score(cell)
+            results = read_results(cell.folder)
+            ours, stderr, questions, tokens = score(cell, results)
         except DamagedFile as error:
             note = str(error)
         else:
             margin, note = interval(stderr, questions, cell.benchmark.scale), f"{questions} questions"
+            short = too_short(results)
+            note += f", {SHORT}" * short
     difference = None if ours is None or theirs is None else ours - theirs
     inside = None
     if difference is not None and margin is not None:
         inside = abs(difference) <= margin + reading_error
-    return Row(*cell.key, ours, stderr, margin, theirs, reading_error, difference, inside, tokens, note)
+    return Row(*cell.key, ours, stderr, margin, theirs, reading_error, difference, inside, tokens, short, note)
 
 
-def read_score(cell: PlannedCell) -> tuple[float, float | None, int, float | None]:
-    """Our score and standard error in the paper's scale, the number of questions, and tokens per correct answer. Raises
-    DamagedFile."""
-    results = read_results(cell.folder)
+def score(cell: PlannedCell, results: dict[str, Any]) -> tuple[float, float | None, int, float | None]:
+    """Our score and standard error in the paper's scale, the number of questions, and tokens per correct answer."""
     scores, scale = results["results"].get(cell.benchmark.task, {}), cell.benchmark.scale
     found = headline(results, cell.benchmark.metric)
     if found is None:
@@ -121,6 +127,9 @@ def markdown(config: Reproduction, rows: list[Row]) -> str:
         lines += [f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * 5 + " --- | --- |"]
         lines += [f"| {' | '.join(map(_cell, _shown_row(row)))} |" for row in part]
         lines += ["", *_trend(part)]
+        lines += [f"{SHORT.capitalize()}: the median answer has 1 or 2 tokens. {EXPLANATION}", ""] * any(
+            row.short for row in part
+        )
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ class Stage:
     tower_scale: float = 1.0  # the tower's and projector's share of the learning rate
     decay_from: float = 0.6  # of the stage, until when the learning rate is constant
     avoided: tuple[str, ...] = PROMPT_WORDS  # that never stand on a sign
+    inserts: ClassVar[None] = None  # see Mixture
 
     @property
     def is_of_tower(self) -> bool:

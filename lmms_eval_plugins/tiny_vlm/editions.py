@@ -2,6 +2,9 @@
 
 The first is the bundled checkpoint. The second begins with the first four stages of the first, then learns to read the
 frames of videos, and then long answers, several pictures, videos and long texts together, from short to long.
+
+Five stages have the same short prompts; each brings what those before it did not learn by themselves: `facts` probes of
+the text, `steps` and `via` probes of the first of two steps, `deeper` a layer for the second.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lmms_eval_plugins.tiny_vlm.curriculum import STAGES, Stage
-from lmms_eval_plugins.tiny_vlm.packing import PackedBatch, Packer, View
-from lmms_eval_plugins.tiny_vlm.regimes import REGIMES, WORDS, Shown
+from lmms_eval_plugins.tiny_vlm.packing import PackedBatch, Packer, Via, View
+from lmms_eval_plugins.tiny_vlm.regimes import KINDS, REGIMES, WORDS, Shown
 from lmms_eval_plugins.tiny_vlm.regimes.pack import in_turn, pack
 from lmms_eval_plugins.tiny_vlm.regimes.video import JITTER
 from lmms_eval_plugins.tiny_vlm.signs import (
@@ -44,6 +47,7 @@ class Part:
     questions: int = 0  # per row at most
     ranges: dict[str, Range] = field(default_factory=dict)
     picture_share: float = 0.0  # of the batches with a text, those with a picture too
+    kinds: tuple[str, ...] = ()  # of the questions that are asked; all where empty
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,12 @@ class Mixture:
     view: View = "grid"  # of single pictures
     jitter_grows_until: float = 0.0  # of the stage: from signs on the frames' grid to JITTER pixels off it
     post_prompt_share: float = 0.0  # of the batches; never where every sign is read
+    text_labels: bool = False  # whether the probes look at the text of facts too, see PackedBatch
+    via: Via | None = None  # and at where answers that take two steps begin, see Question
     learning_rate: float = 1.5e-3
     tower_scale: float = 0.1  # the tower's and projector's share of the learning rate
     decay_from: float = 1.0  # of the stage, until when the learning rate is constant
+    inserts: int | None = None  # a layer of this number is inserted into the language model before the stage
 
     @property
     def is_of_tower(self) -> bool:
@@ -135,26 +142,40 @@ class MixtureData(Dataset):
 
         def row() -> Shown:
             shown = DRAWN[part.regime](rng, **options)
-            return replace(shown, questions=in_turn(rng, shown.questions, part.questions))
+            asked = [question for question in shown.questions if not part.kinds or question.kind in part.kinds]
+            return replace(shown, questions=in_turn(rng, asked, part.questions))
 
         first = row()
         length = pack(self.packer, [first], post_prompt, self.stage.view).ids.shape[1]
         rows = [first, *(row() for _ in range(part.tokens // length - 1))]
-        return pack(self.packer, rows, post_prompt, self.stage.view)
+        labelled = self.stage.text_labels and part.regime == "needle"
+        return pack(self.packer, rows, post_prompt, self.stage.view, labelled, self.stage.via)
 
 
-def _mixture(name: str, tokens: int, ranges: dict[str, dict[str, Range]], **options: object) -> Mixture:
-    """All regimes, with `tokens` each and half of that for questions about one picture."""
+def _mixture(
+    name: str, tokens: int, ranges: dict[str, dict[str, Range]], is_early: bool = False, **options: object
+) -> Mixture:
+    """All regimes, with about `tokens` each; later more of what is learned last."""
+    shares = (1.0, 1.0, 1.0, 1.0, 0.5) if is_early else (1.0, 1.5, 0.75, 1.0, 0.25)
+    needle, video, multi_image, read_all, signs = (int(tokens * share) for share in shares)
+    asked = () if is_early else KINDS["needle"]
     parts = (
-        Part("needle", tokens, 16, ranges["needle"], picture_share=0.3),
-        Part("video", tokens, 10, ranges["video"]),
-        Part("multi_image", tokens, 12, ranges["multi_image"]),
-        Part("read_all", tokens, 1, ranges["read_all"]),
-        Part("signs", tokens // 2, 8),
+        Part("needle", needle, 16, ranges["needle"], picture_share=0.3, kinds=tuple(dict.fromkeys(asked))),
+        Part("video", video, 10, ranges["video"]),
+        Part("multi_image", multi_image, 12, ranges["multi_image"]),
+        Part("read_all", read_all, 1, ranges["read_all"]),
+        Part("signs", signs, 8),
     )
     return Mixture(name, parts=parts, **options)
 
 
+SHORT = {
+    "needle": {"tokens": (100, 500)},
+    "video": {"frames": (8, 12), "signs": (3, 4)},
+    "multi_image": {"pictures": (2, 3), "signs": (2, 3)},
+    "read_all": {"signs": (2, 5), "tokens": (8, 96)},
+}
+OF_SHORT = {"tower_scale": 0.3, "post_prompt_share": 0.3}
 SECOND_STAGES = (
     *(replace(stage, avoided=WORDS) for stage in STAGES[:4]),
     Mixture(
@@ -165,19 +186,11 @@ SECOND_STAGES = (
         tower_scale=1.0,
         decay_from=0.6,
     ),
-    _mixture(
-        "short",
-        2048,
-        {
-            "needle": {"tokens": (100, 500)},
-            "video": {"frames": (8, 12), "signs": (3, 4)},
-            "multi_image": {"pictures": (2, 3), "signs": (2, 3)},
-            "read_all": {"signs": (2, 5), "tokens": (8, 96)},
-        },
-        steps=5000,
-        tower_scale=0.3,
-        post_prompt_share=0.3,
-    ),
+    _mixture("short", 2048, SHORT, True, steps=628, **OF_SHORT),
+    _mixture("facts", 2048, SHORT, True, steps=789, text_labels=True, **OF_SHORT),
+    _mixture("steps", 2048, SHORT, True, steps=702, text_labels=True, via="holder", **OF_SHORT),
+    _mixture("via", 2048, SHORT, steps=689, text_labels=True, via="via", **OF_SHORT),
+    _mixture("deeper", 2048, SHORT, steps=1500, text_labels=True, via="via", inserts=3, **OF_SHORT),
     _mixture(
         "longer",
         3072,
@@ -187,8 +200,11 @@ SECOND_STAGES = (
             "multi_image": {"pictures": (2, 4), "signs": (2, 4)},
             "read_all": {"signs": (3, 7), "tokens": (16, 96)},
         },
-        steps=4000,
+        steps=2500,
+        learning_rate=1e-3,
         post_prompt_share=0.5,
+        text_labels=True,
+        via="via",
     ),
     _mixture(
         "full",
@@ -199,9 +215,12 @@ SECOND_STAGES = (
             "multi_image": {"pictures": (2, 6), "signs": (2, 4)},
             "read_all": {"signs": (4, 8), "tokens": (24, 96)},
         },
-        steps=2500,
+        steps=2000,
+        learning_rate=8e-4,
         view="both",
         post_prompt_share=0.7,
+        text_labels=True,
+        via="via",
         decay_from=0.2,
     ),
 )

@@ -7,6 +7,7 @@ tokens), like any image of the tower's own size in LLaVA-OneVision. Larger image
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 
@@ -138,6 +139,20 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaOnevision
     for layer in (model.model.multi_modal_projector.linear_1, model.model.multi_modal_projector.linear_2):
         nn.init.xavier_uniform_(layer.weight)  # transformers' default is ten times smaller and learns slower
     return model
+
+
+def insert_layer(model: LlavaOnevisionForConditionalGeneration, place: int) -> None:
+    """Insert a layer into the language model, so that it becomes layer `place`, counted from 0. It begins as a copy of
+    the one before it that adds nothing: the model computes what it did."""
+    decoder, config = model.model.language_model, model.config.text_config
+    layer = copy.deepcopy(decoder.layers[place - 1])
+    nn.init.zeros_(layer.self_attn.o_proj.weight)
+    nn.init.zeros_(layer.mlp.down_proj.weight)
+    decoder.layers.insert(place, layer)
+    for number, each in enumerate(decoder.layers):
+        each.self_attn.layer_idx = number
+    config.num_hidden_layers = len(decoder.layers)
+    config.layer_types = [config.layer_types[0]] * len(decoder.layers)
 
 
 def _sinusoids(width: int) -> Tensor:

@@ -24,6 +24,7 @@ LONG_PREFIX = 800  # tokens, of which on the fused attention kernel is the faste
 # What the language model sees of a picture: base and grid view as in LLaVA-OneVision's prompts with one picture, the
 # base view alone as in those with several, or the grid view alone: half the work, for early training.
 View = Literal["both", "base", "grid"]
+Via = Literal["via", "holder"]
 VIEW_TOKENS: dict[View, int] = {"both": IMAGE_TOKENS, "base": BASE_TOKENS + 1, "grid": GRID_TOKENS}
 
 
@@ -38,6 +39,10 @@ class PackedBatch:
     `signs`. pixels (N, 3, SIDE, SIDE) uint8 and labels (N, len(LABELS), GRID, GRID): the pictures of all rows in turn,
     N / B each. frames (M, 3, SIDE, SIDE) uint8 and frame_labels (M, len(LABELS), FRAME_GRID, FRAME_GRID): the different
     frames of all videos; frame_index (B, F) which of them each row shows, before (B, F) as in `regimes.Shown`.
+    text_labels (2, B, T): of each character of a text of facts, the character to its left, and of a number's the one
+    of the word that would stand above it on a sign, both as in `signs.Scene`; IGNORED where there is no such character.
+    via (B, T): the token of `Question.via` or `holder`, where the first token of an answer is predicted; IGNORED
+    elsewhere.
     """
 
     pixels: Tensor
@@ -55,6 +60,8 @@ class PackedBatch:
     frame_labels: Tensor | None = None
     frame_index: Tensor | None = None
     before: Tensor | None = None
+    text_labels: Tensor | None = None
+    via: Tensor | None = None
 
     def to(self, device: torch.device) -> PackedBatch:
         moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
@@ -114,6 +121,16 @@ class Packer:
             torch.tensor([row[i] + [fill] * (longest - len(row[i])) for row in rows]) for i, fill in enumerate(fills)
         )
         return prefix, ids, segments, positions, targets
+
+    def via(self, asked: list[list[Question]], name: Via, ids: Tensor, segments: Tensor, targets: Tensor) -> Tensor:
+        """PackedBatch.via of rows as `rows` gives them; `name`: which of a question's words."""
+        via = torch.full_like(ids, IGNORED)
+        for row, questions in enumerate(asked):
+            for number, question in enumerate(questions, start=1):
+                if word := getattr(question, name):
+                    predicts = (segments[row] == number) & (targets[row] != IGNORED)
+                    via[row, predicts.nonzero()[0]] = self.encode(f" {word}")[0]
+        return via
 
     def batch(
         self,

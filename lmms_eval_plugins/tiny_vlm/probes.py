@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lmms_eval_plugins.tiny_vlm.packing import PackedBatch, Packer, frame_patches, picture_patches
+from lmms_eval_plugins.tiny_vlm.packing import IGNORED, PackedBatch, Packer, frame_patches, picture_patches
 from lmms_eval_plugins.tiny_vlm.regimes.shown import ORDINALS
 from lmms_eval_plugins.tiny_vlm.signs import CHARACTERS, COLORS, LABELS
 
@@ -61,21 +61,33 @@ class Probes(nn.Module):
 
     def position_loss(self, hidden: tuple[Tensor, ...], batch: PackedBatch) -> tuple[Tensor, dict[str, float]]:
         """Name the character to the left after the first layer and the one above after the second."""
-        target = dict(zip(LABELS, batch.labels.flatten(2).unbind(1), strict=True))
-        here = target["glyph"] > 0
+        asked = []
+        if len(batch.pixels):
+            labels = dict(zip(LABELS, batch.labels.flatten(2).unbind(1), strict=True))
+            here = labels["glyph"] > 0
+            asked += [
+                (layer, name, picture_patches(hidden[layer], batch)[here], labels[name][here])
+                for layer, name in ((1, "left"), (2, "above"))
+            ]
+        if batch.text_labels is not None:
+            here = batch.text_labels[0] != IGNORED
+            asked += [
+                (layer, f"text_{name}", hidden[layer][here], batch.text_labels[layer - 1][here])
+                for layer, name in ((1, "left"), (2, "above"))
+            ]
         total, metrics = 0.0, {}
-        for layer, name, head in ((1, "left", self.left), (2, "above", self.above)):
-            states = picture_patches(hidden[layer], batch)[here].float()
+        for layer, name, states, target in asked:
+            states = states.float()
             states = F.rms_norm(states, states.shape[-1:])
             none = self.none(states)[:, 1 + layer : 2 + layer]
-            logits = self._tied(head(states), self.characters, none)
-            total = total + F.cross_entropy(logits, target[name][here])
-            metrics[name] = _accuracy(logits, target[name][here], target[name][here] > 0)
+            logits = self._tied((self.left, self.above)[layer - 1](states), self.characters, none)
+            total = total + F.cross_entropy(logits, target)
+            metrics[name] = _accuracy(logits, target, target > 0)
         return total, metrics
 
     def context_loss(self, hidden: tuple[Tensor, ...], batch: PackedBatch) -> tuple[Tensor | float, dict[str, float]]:
         """After the second layer: on which of several pictures a character stands, and which colour the sign before
-        the present one of a video had."""
+        the present one of a video had. After the third, where an answer begins: PackedBatch.via."""
         asked = []
         rows = len(batch.ids)
         if batch.view == "base":
@@ -87,6 +99,13 @@ class Probes(nn.Module):
             before = batch.before[..., None].expand_as(glyph)
             asked.append(("before", self.colors, frame_patches(hidden[2], batch), glyph, before))
         total, metrics = 0.0, {}
+        if batch.via is not None and (here := batch.via != IGNORED).any():
+            states = F.rms_norm(hidden[3][here].float(), hidden[3].shape[-1:])
+            words = torch.tensor([*self.colors, *self.ordinals], device=states.device)
+            logits = self._tied(self.context(states), words.tolist(), self.no_context(states))
+            target = 1 + (batch.via[here][:, None] == words).long().argmax(-1)
+            total = total + F.cross_entropy(logits, target)
+            metrics["via"] = _accuracy(logits, target, target > 0)
         for name, tokens, states, glyph, target in asked:
             states = states[glyph > 0].float()
             states = F.rms_norm(states, states.shape[-1:])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import string
 from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from random import Random
 
@@ -69,11 +69,15 @@ class Sign:
 
 @dataclass(frozen=True)
 class Question:
-    """`kind` says what leads to what: c2n colour to number, w2n word to number below it, t2c text to colour."""
+    """`kind` says what leads to what: c2n colour to number, w2n word to number below it, t2c text to colour. Where
+    the answer takes two steps, `via` is what the first one finds, the colour of a sign or the ordinal of a picture, and
+    `holder` the same of where the answer stands."""
 
     kind: str
     text: str
     answer: str
+    via: str = field(default="", compare=False)
+    holder: str = field(default="", compare=False)
 
 
 @dataclass

@@ -31,7 +31,7 @@ from lmms_eval_plugins.tiny_vlm.curriculum import Stage
 from lmms_eval_plugins.tiny_vlm.dataset import draw_examples
 from lmms_eval_plugins.tiny_vlm.editions import EDITIONS, Mixture, learning_rate, scaled
 from lmms_eval_plugins.tiny_vlm.export import export
-from lmms_eval_plugins.tiny_vlm.modeling import build_model, build_tokenizer
+from lmms_eval_plugins.tiny_vlm.modeling import build_model, build_tokenizer, insert_layer
 from lmms_eval_plugins.tiny_vlm.packing import (
     IGNORED,
     PackedBatch,
@@ -90,14 +90,20 @@ class Trainer:
         self.model = build_model(self.tokenizer, seed).to(device)
         self.model.set_attn_implementation("packed")
         self.probes = Probes(self.model.get_input_embeddings(), self.packer).to(device)
-        self.parameters = [*self.model.parameters(), *self.probes.parameters()]
         # On a CPU two threads with one core each share the batches of a step: nothing but the sum of their gradients
         # waits for a busy core. A stage about single pictures halves its batch for them.
         self.parts = 1 if device.type == "cuda" else 2
         self.pool = ThreadPoolExecutor(self.parts)
         self.stage_number, self.step, self.seconds = 0, 0, 0.0
-        self.optimizers = build_optimizers(self.model, self.probes, stages[0])
+        self._begin(stages[0])
         self.state_file = out / "state.pt"
+
+    def _begin(self, stage: Stage | Mixture) -> None:
+        """What a stage starts with besides the weights."""
+        if stage.inserts is not None:
+            insert_layer(self.model, stage.inserts)
+        self.parameters = [*self.model.parameters(), *self.probes.parameters()]
+        self.optimizers = build_optimizers(self.model, self.probes, stage)
 
     def save(self) -> None:
         state = {
@@ -123,10 +129,11 @@ class Trainer:
         if made_with != (self.seed, len(self.tokenizer), stages[:done]):
             made = "seed {}, {} tokens and {}".format(*made_with)
             raise ValueError(f"{self.state_file} was made with {made}; give another --out")
+        for stage in self.stages[1:done]:
+            self._begin(stage)
         self.model.load_state_dict(state["model"])
         self.probes.load_state_dict(state["probes"])
         if self.stage_number < len(self.stages):
-            self.optimizers = build_optimizers(self.model, self.probes, self.stages[self.stage_number])
             for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(values)
         self._forget_rows_after_state()
@@ -153,7 +160,7 @@ class Trainer:
                         return False
             self.stage_number, self.step = self.stage_number + 1, 0
             if self.stage_number < len(self.stages):
-                self.optimizers = build_optimizers(self.model, self.probes, self.stages[self.stage_number])
+                self._begin(self.stages[self.stage_number])
             self.save()
         return True
 
@@ -210,7 +217,7 @@ class Trainer:
                 metrics |= {prefix + name: [value] for name, value in accuracies.items()}
         if hidden is not None:
             loss = 0.3 * loss
-            if features is not None:
+            if features is not None or batch.text_labels is not None:
                 position, accuracies = self.probes.position_loss(hidden, batch)
                 loss = loss + 0.5 * position
                 metrics |= {name: [value] for name, value in accuracies.items()}

@@ -36,13 +36,13 @@ def test_its_error_is_one_line(registered, capsys):
 
 def test_help_lists_own_and_registered_commands(registered, capsys):
     assert __main__.main([]) == 0
-    assert "{bench,hello,speech}" in capsys.readouterr().out
+    assert "{bench,calibrate,hello,speech}" in capsys.readouterr().out
 
 
 def test_an_unknown_command_is_one_line_with_the_valid_ones(registered, capsys):
     assert __main__.main(["helo"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: there is no command 'helo' (did you mean 'hello'?); valid: bench, hello, speech;")
+    assert err.startswith("error: there is no command 'helo' (did you mean 'hello'?); valid: bench, calibrate, hello, ")
     assert "pip install -e ." in err
     assert len(err.splitlines()) == 1
 

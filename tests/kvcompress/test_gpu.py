@@ -10,9 +10,10 @@ import kvcompress
 from benchmarks.ragged_decode import ragged_case as benchmark_case
 from benchmarks.ragged_decode import ways_to_attend
 from kvcompress.kernels.ragged_decode import ragged_decode, ragged_decode_reference
+from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate, only_attending_to
-from tests.support.ragged_cases import TOLERANCE, check_triton, ragged_case
+from tests.support.ragged_cases import TOLERANCE, check_triton, check_turboquant_triton, ragged_case
 from tests.support.strategies import METHODS
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +46,7 @@ def test_cuda_selects_what_the_cpu_selects(cuda, family, method):
     tokens = None
     for device in (torch.device("cpu"), cuda):
         model, inputs = on(device, family, torch.float32)
-        with kvcompress.compress(model, method, 0.3) as session:
+        with kvcompress.compress(model, method, 0.3, **calibration_of(method, model)) as session:
             forced = None if tokens is None else tokens.to(device)
             tokens, logits[device.type] = generate(model, inputs, NEW, forced)
         kept[device.type] = {
@@ -66,7 +67,7 @@ def test_cuda_selects_what_the_cpu_selects(cuda, family, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_decoding_equals_the_masked_full_cache(cuda, family, method, dtype):
     model, inputs = on(cuda, family, dtype)
-    with kvcompress.compress(model, method, 0.3) as session:
+    with kvcompress.compress(model, method, 0.3, **calibration_of(method, model)) as session:
         tokens, logits = generate(model, inputs, NEW)
     with only_attending_to(model, kept_of(session)):
         _, expected = generate(model, inputs, NEW, forced=tokens)
@@ -108,7 +109,7 @@ def test_a_long_prompt_peaks_below_the_full_cache(cuda, method):
         before = torch.cuda.memory_allocated()
         # A layer budget that is measured keeps the whole prompt until the last layer is done.
         even = {} if method == "full" else {"layer_budget": "uniform"}
-        with torch.no_grad(), kvcompress.compress(model, method, ratio, **even):
+        with torch.no_grad(), kvcompress.compress(model, method, ratio, **even, **calibration_of(method, model)):
             model(ids, logits_to_keep=1)
         return torch.cuda.max_memory_allocated() - before
 
@@ -133,9 +134,11 @@ def test_offloaded_entries_are_not_on_the_device(cuda, kind):
 def test_generate_compiles_static_decoding_by_itself_with_the_same_tokens(cuda, method):
     model, inputs = on(cuda, "qwen2", torch.float32)
     ratio = None if method == "full" else 0.3
-    with kvcompress.compress(model, method, ratio):
+    with kvcompress.compress(model, method, ratio, **calibration_of(method, model)):
         expected, _ = generate(model, inputs, 64)
-    cache = kvcompress.CompressedCache(model.config, method, ratio, max_new_tokens=64, cache_implementation="static")
+    cache = kvcompress.CompressedCache(
+        model.config, method, ratio, max_new_tokens=64, cache_implementation="static", **calibration_of(method, model)
+    )
     torch._dynamo.utils.counters.clear()
     torch._dynamo.reset()
     with kvcompress.attach(model):
@@ -150,6 +153,7 @@ def test_generate_compiles_static_decoding_by_itself_with_the_same_tokens(cuda, 
 def test_the_triton_kernel_equals_the_reference(cuda, dtype):
     pytest.importorskip("triton")
     check_triton(dtype, "cuda")
+    check_turboquant_triton(dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -12,6 +12,7 @@ from transformers import DynamicCache, StaticCache
 import kvcompress
 from kvcompress.scoring.merging import MERGES
 from kvcompress.scoring.rotary import Rotary
+from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES
 from tests.support.kept import LargestTensor, expected_entries, kept_of, real_lengths
@@ -170,7 +171,7 @@ def check_two_turns(case: Case, length: int) -> None:
         return (tokens, answer), logits
 
     with case.compress() as session:
-        options = {**dict(case.options), **case.unmerged}
+        options = {**dict(case.options), **case.calibration, **case.unmerged}
         cache = kvcompress.CompressedCache(case.model.config, case.method, case.ratio, **options)
         forced, logits = two_turns(case.model, cache)
         assert session.cache is cache
@@ -188,7 +189,7 @@ def test_the_same_seed_selects_the_same_entries(method):
     inputs = FAMILIES["qwen2"].inputs(model, [40, 25])
     runs = []
     for _ in range(2):
-        with kvcompress.compress(model, method, 0.3) as session:
+        with kvcompress.compress(model, method, 0.3, **calibration_of(method, model)) as session:
             generate(model, inputs, NEW)
         runs.append([[head.tolist() for row in layer for head in row] for layer in kept_of(session.cache)])
     assert runs[0] == runs[1]
@@ -200,7 +201,9 @@ def test_a_row_whose_states_are_not_finite_gets_nan_logits_and_changes_no_other_
     inputs = FAMILIES["qwen2"].inputs(model, [30, 24])
     embeddings = model.get_input_embeddings()(inputs["input_ids"])
     embeddings[1, 12] = bad
-    options = {"method": "snapkv", "merge": method} if method in MERGES else {"method": method}
+    options = {"method": "snapkv", "merge": method}
+    if method not in MERGES:
+        options = {"method": method, **calibration_of(method, model)}
     logits = []
     for rows in (2, 1):
         prompt = {"inputs_embeds": embeddings[:rows], "attention_mask": inputs["attention_mask"][:rows]}
@@ -218,6 +221,8 @@ def test_a_row_whose_states_are_not_finite_gets_nan_logits_and_changes_no_other_
 
 @pytest.mark.parametrize("method", METHODS)
 def test_scoring_memory_is_linear_in_the_prompt(method):
+    given = calibration_of(method, FAMILIES["qwen2"].build(2))  # two layers of the same heads
+
     def largest(length: int) -> int:
         generator = torch.Generator().manual_seed(0)
         queries, keys, values = (torch.randn(1, heads, length, 16, generator=generator) for heads in (4, 2, 2))
@@ -226,7 +231,7 @@ def test_scoring_memory_is_linear_in_the_prompt(method):
         rotary = Rotary(angles, angles, torch.arange(length)[None], torch.ones(8))
         prompt = kvcompress.Prompt(0, 2, [length], [length // 5], 0.25, row_seeds=(1,), module=module, rotary=rotary)
         with LargestTensor() as mode:
-            kvcompress.make_cluster(method).update_kv(queries, keys, values, prompt)
+            kvcompress.make_cluster(method, **given).update_kv(queries, keys, values, prompt)
         return mode.numel
 
     assert largest(4000) <= 2.1 * largest(2000)
@@ -281,11 +286,11 @@ def test_the_vision_tower_keeps_its_own_attention(family):
 def test_eager_and_sdpa_agree(method):
     model = FAMILIES["qwen2"].build()
     inputs = FAMILIES["qwen2"].inputs(model, [50, 31])
-    with kvcompress.compress(model, method, 0.3):
+    with kvcompress.compress(model, method, 0.3, **calibration_of(method, model)):
         tokens, expected = generate(model, inputs, NEW)
     model.set_attn_implementation("eager")
     try:
-        with kvcompress.compress(model, method, 0.3):
+        with kvcompress.compress(model, method, 0.3, **calibration_of(method, model)):
             _, logits = generate(model, inputs, NEW, forced=tokens)
     finally:
         model.set_attn_implementation("sdpa")
@@ -332,7 +337,7 @@ def test_a_window_or_sinks_beyond_prompt_and_budget_are_no_error(method):
     large = {"window_size": 500, "sinks": 500}
     options = {name: large[name] for name in kvcompress.list_methods()[method].options if name in large}
     for ratio, length in ((0.5, 9), (0.1, 9), (0.5, 1)):
-        with kvcompress.compress(model, method, ratio, **options) as session:
+        with kvcompress.compress(model, method, ratio, **options, **calibration_of(method, model)) as session:
             generate(model, FAMILIES["qwen2"].inputs(model, [length]), 3)
         kept = [len(head) for layer in kept_of(session.cache) for head in layer[0]]
         assert sum(kept) == len(kept) * (expected_entries(ratio, length) + 2)
@@ -367,4 +372,4 @@ def test_an_attention_that_bypasses_the_interface_is_an_error():
 
 def test_options_that_tests_draw_exist_and_cover_every_option():
     for name in METHODS:
-        assert set(OPTIONS.get(name, {})) == set(kvcompress.list_methods()[name].options), name
+        assert set(OPTIONS.get(name, {})) == set(kvcompress.list_methods()[name].options) - {"calibration"}, name

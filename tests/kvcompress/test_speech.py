@@ -8,10 +8,11 @@ import kvcompress
 from kvcompress import CompressedCache, KVCompressError, measure, speech
 from kvcompress.bench.speech.prompts import SpeechPrompt, model_inputs
 from kvcompress.tokens.base import TokenMethod
+from tests.support.calibrations import calibration_of
 from tests.support.clock import synchronised_reads
 from tests.support.examples import some
 from tests.support.omni import CODE_S, UNHEARD
-from tests.support.strategies import SOME_METHODS
+from tests.support.strategies import LEARNED, SOME_METHODS
 
 CPU = torch.device("cpu")
 
@@ -54,13 +55,16 @@ def test_full_says_exactly_what_the_plain_model_says(omni, omni_inputs):
 KV_METHODS = [
     name
     for name, info in kvcompress.list_methods().items()
-    if info.cls.__module__.startswith("kvcompress.") and not issubclass(info.cls, TokenMethod) and name != "full"
+    if info.cls.__module__.startswith("kvcompress.")
+    and not issubclass(info.cls, TokenMethod)
+    and name not in ("full", *LEARNED)
 ]
 
 
 @pytest.mark.parametrize("method", some(KV_METHODS, SOME_METHODS))
 def test_every_kv_method_compresses_the_thinker_and_is_heard(omni, omni_inputs, method):
-    answer, cache = compressed(omni, omni_inputs, method, 0.3)
+    given = calibration_of(method, omni[0].thinker)
+    answer, cache = compressed(omni, omni_inputs, method, 0.3, **given)
     kept = np.mean(cache.realised_ratios())
     assert kept == pytest.approx(0.3, abs=0.01)
     assert len(answer.text) == 4

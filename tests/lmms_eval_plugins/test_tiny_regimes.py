@@ -17,7 +17,7 @@ from lmms_eval_plugins.tiny_vlm import packing, signs
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader
 from lmms_eval_plugins.tiny_vlm.dataset import COLOR, HEADLINE
 from lmms_eval_plugins.tiny_vlm.editions import DRAWN, EDITIONS, Mixture, MixtureData, Part
-from lmms_eval_plugins.tiny_vlm.modeling import build_model, build_processor, build_tokenizer
+from lmms_eval_plugins.tiny_vlm.modeling import build_model, build_processor, build_tokenizer, insert_layer
 from lmms_eval_plugins.tiny_vlm.packing import Packer, packed_forward
 from lmms_eval_plugins.tiny_vlm.regimes import KINDS, REGIMES, WORDS, needle, read_all
 from lmms_eval_plugins.tiny_vlm.regimes.dataset import draw_asked, file_of, read_asked, table_of
@@ -151,11 +151,50 @@ def test_facts_answer_the_questions_about_a_text_of_the_length_that_is_asked_for
         assert {question.text: question.answer for question in shown.questions} == answers
 
 
+def test_characters_of_a_text_are_labelled_as_if_a_fact_were_a_sign(tokenizer):
+    """The character to the left, and above a number its word."""
+    shown = [needle.draw(Random(f"labels/{row}"), tokens=(60 + 30 * row,) * 2, picture_share=1.0) for row in range(2)]
+    packer = Packer(tokenizer)
+    batch = pack(packer, shown, False, text_labels=True)
+    for row, one in enumerate(shown):
+        left, above = [], []
+        for number, word, value in re.findall(r"fact (\d+): the number of (\w+) is (\d+)", one.text):
+            for run in (number, word, value):
+                left += ["", *run[:-1]]
+            above += ["" for _ in number + word] + [*word[: len(value)], *[""] * (len(value) - len(word))]
+        for labels, expected in zip(batch.text_labels[:, row], (left, above), strict=True):
+            asked = labels[labels != packing.IGNORED].tolist()
+            assert [signs.CHARACTERS[label - 1] if label else "" for label in asked] == expected
+    assert batch.text_labels.shape == (2, *batch.ids.shape)
+    assert pack(packer, shown, False).text_labels is None
+
+
+@pytest.mark.parametrize("name", ["via", "holder"])
+@pytest.mark.parametrize("regime", ["video", "multi_image"])
+def test_what_has_to_be_found_first_stands_where_the_answer_begins(regime, name, tokenizer):
+    shown, packer = REGIMES[regime](Random("via"), **SMALL[regime]), Packer(tokenizer)
+    batch = pack(packer, [shown], False, via=name)
+    places = (batch.via[0] != packing.IGNORED).nonzero().flatten().tolist()
+    asked = [question for question in shown.questions if question.via]
+    assert asked
+    assert [tokenizer.decode(batch.via[0, place]).strip() for place in places] == [getattr(one, name) for one in asked]
+    for place, question in zip(places, asked, strict=True):
+        assert tokenizer.decode(batch.ids[0, :place]).endswith(f"{question.text}<|im_end|><|im_start|>assistant")
+        first = packer.encode(question.answer)[0]
+        assert batch.targets[0, place] == first
+    by_color = {question.text: question.answer for question in shown.questions}
+    for question in asked:
+        if question.kind in ("next", "previous"):
+            assert by_color[f"what number was on the {question.holder} sign?"] == question.answer
+        if question.kind == "next":
+            assert f"followed {by_color[f'what number was on the {question.via} sign?']}?" in question.text
+
+
 def test_a_text_with_a_picture_asks_about_both():
     shown = needle.draw(Random(0), (200, 200), picture_share=1.0)
     found = read_signs(shown.picture_labels[0])
     asked = {question.kind: question for question in in_turn(Random(0), shown.questions, 16)}
-    assert set(asked) <= {*needle.KINDS, *needle.PICTURE_KINDS}
+    assert set(asked) <= {*needle.KINDS, "f2v", *needle.PICTURE_KINDS}
     assert set(asked) & set(needle.PICTURE_KINDS)
     (lines,) = [lines for color, (_, lines) in found.items() if f"the {color} sign" in asked["i_c2n"].text]
     assert asked["i_c2n"].answer == number_of(lines)
@@ -229,6 +268,7 @@ SHORT = (
             Part("multi_image", 100, 2, {"pictures": (2, 2)}),
         ),
         post_prompt_share=0.5,
+        inserts=3,
     ),
 )
 
@@ -252,6 +292,18 @@ def test_training_on_mixtures_that_was_cut_after_every_step_ends_with_the_same_w
     assert all(torch.equal(value, expected[name]) for name, value in cut.model.named_parameters())
     with pytest.raises(ValueError, match=f"{len(tokenizer)} tokens"):
         Trainer(tmp_path / "cut", SHORT, 0, torch.device("cpu"), 0).resume()
+
+
+def test_a_layer_that_is_inserted_changes_nothing_at_first(tokenizer):
+    model = build_model(tokenizer, 0).eval()
+    ids = torch.arange(30, 50)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        insert_layer(model, 3)
+        assert torch.equal(model(input_ids=ids).logits, before)
+    layers = model.model.language_model.layers
+    assert [layer.self_attn.layer_idx for layer in layers] == [0, 1, 2, 3, 4]
+    assert model.config.text_config.num_hidden_layers == 5
 
 
 def test_the_second_edition_begins_as_the_first_and_knows_all_words():

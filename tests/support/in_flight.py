@@ -6,6 +6,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import kvcompress
+from tests.support.calibrations import calibration_of
 from tests.support.masked_reference import Force, generate
 
 Outcome = list[tuple[torch.Tensor, torch.Tensor]]  # of each request: tokens (new,), logits (new, vocabulary)
@@ -65,6 +66,7 @@ def check_in_flight(
     **options: object,
 ) -> None:
     """Raises AssertionError where a request's logits are others in flight than alone."""
+    options = calibration_of(options.get("scorer", method), model) | options
     expected = alone(model, requests, new, method, **options)
     found = in_flight(model, requests, expected, method, slots, **options)
     for (tokens, logits), (expected_tokens, expected_logits) in zip(found, expected, strict=True):

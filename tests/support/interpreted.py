@@ -22,3 +22,4 @@ if __name__ == "__main__":
     kernel_cases.check_compact(torch.float16, "cpu")
     ragged_cases.check_triton(torch.float32, "cpu")
     ragged_cases.check_triton(torch.float16, "cpu", ragged_cases.SHAPES[4:])
+    ragged_cases.check_turboquant_triton(torch.float32, "cpu", ragged_cases.SHAPES[::3])

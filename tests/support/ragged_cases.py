@@ -3,6 +3,7 @@
 import torch
 
 from kvcompress.kernels.ragged_decode import ragged_decode_reference
+from kvcompress.kernels.turboquant import BITS, TurboQuant
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 # batch, kv_heads, groups, head_dim, longest, spare, splits
@@ -41,3 +42,22 @@ def check_triton(dtype: torch.dtype, device: str, shapes: list[tuple] = SHAPES) 
         expected = ragged_decode_reference(*case, head_dim**-0.5)
         output = ragged_decode_triton(*case, max(sizes[::2]), head_dim**-0.5, splits)
         torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def check_turboquant_triton(dtype: torch.dtype, device: str, shapes: list[tuple] = SHAPES) -> None:
+    """Packed entries attended to where they lie, against attention over the same entries unpacked."""
+    from kvcompress.kernels.ragged_decode_triton import turboquant_decode_triton
+
+    for bits in BITS:
+        for batch, kv_heads, groups, head_dim, most, spare, splits in shapes:
+            query, keys, values, starts, lengths, sizes = ragged_case(
+                batch, kv_heads, groups, head_dim, most, spare, dtype, device=device
+            )
+            codec = TurboQuant(head_dim, bits, query.device)
+            packed = codec.pack(keys.nan_to_num()), codec.pack(values.nan_to_num())
+            unpacked = (codec.rotate_back(codec.unpack(part, torch.float32)).to(dtype) for part in packed)
+            expected = ragged_decode_reference(query, *unpacked, starts, lengths, head_dim**-0.5)
+            longest, scaling = max(sizes[::2]), head_dim**-0.5
+            output = turboquant_decode_triton(query, *packed, starts, lengths, longest, codec, codec, scaling, splits)
+            tolerance = 4 * TOLERANCE[dtype]  # the rotation of the query is rounded too
+            torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)

@@ -8,15 +8,20 @@ import torch
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress.clusters.learned import LearnedKVCluster
 from kvcompress.layer_budgets import list_layer_budgets
 from kvcompress.policy.policy import Policy, make_policy
 from kvcompress.scoring.merging import MERGES
 from kvcompress.scoring.selection import ADAPTIVE
+from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES, Family
 
+# Of a method that is calibrated, `calibration` is no option to draw: the file of `Case.calibration` is given.
 # Token methods have tests of their own. `METHODS=mine,snapkv pytest tests/kvcompress` draws only these.
+LEARNED = sorted(name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, LearnedKVCluster))
 METHODS = sorted(filter(None, os.environ.get("METHODS", "").split(","))) or sorted(
-    {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.KVCluster)} - {"full"}
+    {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.KVCluster)}
+    - {"full", *LEARNED}  # these need a checkpoint: tests/kvcompress/learned/
 )
 # Between them they take every way through the engine: position, window, layers that differ, adaptive heads, sums,
 # measured budgets, merging, queries before RoPE, a second reading. For tests of what is the same for every method.
@@ -31,6 +36,7 @@ OPTIONS: dict[str, dict[str, list]] = {
     },
     "hindsight": {"by": ["attention", "output"], "answer_tokens": [2, 5], "window_size": [1, 32]},
     "kvzip": {"chunk_size": [7, 2000], "sinks": [0, 4], "instruction": [(), (9, 11, 13)], "window_size": [1, 32]},
+    "kvcompose": {"window_size": [1, 32]},
     "look-m": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
     "prefixkv": {"sinks": [0, 4, 9], "distance": [1, 25]},
     "csp": {"recent": [0.0, 0.5, 1.0], "cross": [0.0, 0.1, 1.0], "recent_bias": [0.5, 1.0, 1.5]},
@@ -73,7 +79,7 @@ OPTIONS: dict[str, dict[str, list]] = {
         "pooling": ["avg", "max"],
         "variant": ["paper", "effivlm"],
     },
-    "streamingllm": {"sinks": [0, 4, 9], "positions": ["true"], "variant": ["paper", "effivlm"]},
+    "streamingllm": {"sinks": [0, 4, 9], "variant": ["paper", "effivlm"]},
     "criticalkv": {
         "window_size": [1, 8],
         "kernel_size": [1, 5],
@@ -101,10 +107,21 @@ OPTIONS: dict[str, dict[str, list]] = {
     "morphkv": {"window_size": [1, 8], "fusion": ["max", "sum"]},
     "lava": {"window_size": [1, 8], "kernel_size": [1, 7], "pooling": ["avg", "max"]},
     "capkv": {"tau": [0.5, 5.0], "sinks": [0, 4], "future": [1, 512], "window_size": [4, 128]},
-    "finch": {"window_size": [1, 8], "normalize": [True, False], "positions": ["true"]},
+    "q-filters": {"recent": [0, 8]},
+    "triattention": {"farthest": [1, 100, 65536], "group": ["max", "mean"]},
+    "sparsemm": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg", "max"], "even": [0.1, 1.0]},
+    "duoattention": {"sinks": [0, 4], "recent": [1, 8]},
+    "finch": {"window_size": [1, 8], "normalize": [True, False]},
     "lagkv": {"sinks": [0, 4], "lag": [2, 8, 128]},
     "cur": {"sinks": [0, 4], "window_size": [0, 1, 16], "leverage": ["key", "value", "kv_avg", "kv_product"]},
     "chunkkv": {"window_size": [1, 8], "kernel_size": [1, 5], "pooling": ["avg", "max"], "chunk_size": [1, 5, 20]},
+    "entropy-gated-chunkkv": {
+        "window_size": [1, 8],
+        "kernel_size": [1, 5],
+        "pooling": ["avg", "max"],
+        "chunk_size": [5, 10],
+        "spiky_size": [1, 4],
+    },
     "pyramidkv": {
         "window_size": [1, 8],
         "kernel_size": [1, 5],
@@ -138,12 +155,18 @@ class Case:
 
     @property
     def may_tie(self) -> bool:
-        """Two keys are equally far from their mean: rounding decides which one keydiff or leverage keeps."""
-        return self.method in ("keydiff", "leverage", "compactor") and min(self.lengths) < 3
+        """Two keys are equally far from their mean, and have scores of 1 and -1 where these are standardised: rounding
+        decides which one is kept, for triattention where two query heads disagree."""
+        return self.method in ("keydiff", "leverage", "compactor", "triattention") and min(self.lengths) < 3
 
     @property
     def policy(self) -> Policy:
-        return make_policy(self.method, self.ratio, **dict(self.options))
+        return make_policy(self.method, self.ratio, **dict(self.options), **self.calibration)
+
+    @property
+    def calibration(self) -> dict[str, str]:
+        """The option, where the method needs it."""
+        return calibration_of(self.method, self.model)
 
     @property
     def is_adaptive(self) -> bool:
@@ -161,7 +184,7 @@ class Case:
         return {} if self.method == "full" else {"merge": "none", "merge_modality": "any"}
 
     def compress(self, **changes: object) -> kvcompress.Session:
-        arguments = {"method": self.method, "ratio": self.ratio, **dict(self.options), **changes}
+        arguments = {"method": self.method, "ratio": self.ratio, **dict(self.options), **self.calibration, **changes}
         return kvcompress.compress(self.model, **arguments)
 
 

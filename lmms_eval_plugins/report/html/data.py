@@ -1,6 +1,8 @@
 """What the HTML page shows, as JSON-ready data."""
 
 import base64
+from dataclasses import astuple
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,9 @@ import numpy as np
 import pandas as pd
 
 from ...cells.errors import leave_out
-from ...cells.kept_tokens import IMAGES_FOLDER, read_kept_tokens, shares
+from ...cells.kept_tokens import IMAGES_FOLDER, needs, needs_kept, read_kept_tokens, shares
 from ...cells.results import DamagedFile, exact
+from ..grid import headrooms
 from ..metrics import loyalty
 from ..short_answers import warning
 from ..table import score_scale
@@ -33,6 +36,8 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
     frame, samples = group.frame, group.samples
     entries = [_entries(cell["folder"], images) for cell in group.cells]
     overlays = overlay_data(entries)
+    needed = needs_by_question(entries)
+    parts = headrooms(frame.assign(scores=question_scores(samples, len(frame))))
     cells = []
     for index, row in enumerate(frame.itertuples()):
         efficiency = group.cells[index]["efficiency"]
@@ -44,8 +49,10 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
                 **{name: _number(getattr(row, name)) for name in CELL_NUMBERS},
                 "samples": int(row.samples),
                 "same": same_as_full(samples, frame, index),
+                "headroom": None if parts[index] is None else [*astuple(parts[index])],
                 "per_layer": efficiency.get("realised_ratio", {}).get("per_layer"),
                 "per_head": mean_shares(entries[index]),
+                "needs_kept": mean_needs_kept(entries[index], needed),
             }
         )
     questions, pivot = [], {}
@@ -135,11 +142,37 @@ def same_as_full(samples: pd.DataFrame, frame: pd.DataFrame, index: int) -> floa
     return loyalty(list(both["own"]), list(both["full"])) if len(both) else None
 
 
+def question_scores(samples: pd.DataFrame, cells: int) -> list[pd.Series]:
+    """Of each cell, the scores of its questions, by (task, doc_id)."""
+    if not len(samples):
+        return [pd.Series(dtype=float)] * cells
+    scores = samples.set_index(["task", "doc_id"]).sort_index()
+    return [scores.loc[scores["cell"] == cell, "score"].astype(float) for cell in range(cells)]
+
+
 def mean_shares(entries: list[dict[str, Any]]) -> list[list[float]] | None:
     """The share of a prompt's tokens that each layer and KV head kept, [layer][head], mean over a cell's entries."""
     if not entries:
         return None
     return np.mean([shares(entry, "all") for entry in entries], axis=0).round(4).tolist()
+
+
+def needs_by_question(entries: list[list[dict[str, Any]]]) -> dict[str, np.ndarray]:
+    """Question -> `needs`, of the cells whose method foresees the answer."""
+    known = {}
+    for entry in chain.from_iterable(entries):
+        if (worth := needs(entry)) is not None:
+            known[f"{entry['task']}/{entry['doc_id']}"] = worth
+    return known
+
+
+def mean_needs_kept(entries: list[dict[str, Any]], needed: dict[str, np.ndarray]) -> list[list[float]] | None:
+    """The part of what answers need that each layer and KV head kept, [layer][head], mean over the entries whose needs
+    are known (`needs_by_question`)."""
+    kept = [
+        needs_kept(entry, needed[key]) for entry in entries if (key := f"{entry['task']}/{entry['doc_id']}") in needed
+    ]
+    return np.mean(kept, axis=0).round(4).tolist() if kept else None
 
 
 def data_url(jpeg: bytes) -> str:

@@ -33,7 +33,7 @@ from ...cells.plan import Plan
 from ...cells.results import Cell
 from ...cells.run import load_model
 from ...model.lm import KVCompressLM
-from .data import CELL_NUMBERS, data_url, mean_shares, overlay_data
+from .data import CELL_NUMBERS, data_url, mean_needs_kept, mean_shares, needs_by_question, overlay_data
 from .page import write_page
 
 TASK, DOC_ID = "show", 0
@@ -142,7 +142,8 @@ def write_html(path: Path, question: str, answers: list[dict[str, Any]]) -> None
                 images[rest["file"]] = data_url(base64.b64decode(image["jpeg"]))
             stored.append(rest)
         entries.append([{**one["entry"], "images": stored}])
-    numbers = dict.fromkeys((*CELL_NUMBERS, "same"))
+    needed = needs_by_question(entries)
+    numbers = dict.fromkeys((*CELL_NUMBERS, "same", "headroom"))
     cells = [
         {
             **numbers,
@@ -154,6 +155,7 @@ def write_html(path: Path, question: str, answers: list[dict[str, Any]]) -> None
             "samples": 1,
             "per_layer": one["realised"],
             "per_head": mean_shares(of_cell),
+            "needs_kept": mean_needs_kept(of_cell, needed),
         }
         for one, of_cell in zip(answers, entries, strict=True)
     ]

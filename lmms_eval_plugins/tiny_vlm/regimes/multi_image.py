@@ -24,5 +24,5 @@ def draw(rng: Random, pictures: tuple[int, int] = (2, 6), signs: tuple[int, int]
                 questions.append(Question("p2w", f"what word {where}", sign.word))
             # The first token, which compression cannot change, says nothing yet.
             which = f"on which picture is the {sign.color} sign with {sign.lines[-1]}?"
-            questions.append(Question("t2p", which, f"the {ordinal} picture"))
+            questions.append(Question("t2p", which, f"the {ordinal} picture", via=ordinal, holder=ordinal))
     return Shown(questions, [scene.pixels for scene in scenes], [scene.labels for scene in scenes])

@@ -9,7 +9,7 @@ from lmms_eval_plugins.tiny_vlm.regimes.shown import WORDS, Shown
 from lmms_eval_plugins.tiny_vlm.signs import DIGITS, HEADLINE_KINDS, LETTERS, Question, draw_scene, new_text
 from lmms_eval_plugins.tiny_vlm.signs import questions as scene_questions
 
-KINDS = ("k2v", "v2k", "f2v")  # a word to its number, a number to its word, a fact to its number
+KINDS = ("k2v", "v2k")  # a word to its number, a number to its word; training asks for a fact's number too (f2v)
 PICTURE_KINDS = tuple(f"i_{kind}" for kind in HEADLINE_KINDS)  # of the picture, with the text behind it
 TOKENS = (1024, 4096)  # fewest and most of the text
 PICTURE_SHARE = 0.5

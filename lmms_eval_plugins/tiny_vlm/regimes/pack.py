@@ -9,13 +9,21 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2.functional import InterpolationMode, resize
 
-from lmms_eval_plugins.tiny_vlm.packing import PackedBatch, Packer, View
+from lmms_eval_plugins.tiny_vlm.packing import IGNORED, PackedBatch, Packer, Via, View
 from lmms_eval_plugins.tiny_vlm.regimes.shown import Shown
-from lmms_eval_plugins.tiny_vlm.signs import GRID, LABELS, SIDE, Question
+from lmms_eval_plugins.tiny_vlm.signs import CHARACTERS, GRID, LABELS, SIDE, Question
 
 
-def pack(packer: Packer, prompts: list[Shown], post_prompt: bool, view: View = "both") -> PackedBatch:
-    """One row for each prompt, with all its questions.
+def pack(
+    packer: Packer,
+    prompts: list[Shown],
+    post_prompt: bool,
+    view: View = "both",
+    text_labels: bool = False,
+    via: Via | None = None,
+) -> PackedBatch:
+    """One row for each prompt, with all its questions. `text_labels`: its text is one of facts, and labelled; `via`: of
+    that name.
 
     All prompts must show the same number of pictures and of frames. `view` is of a single picture: several stand in
     the prompt in their base view alone, as in LLaVA-OneVision.
@@ -50,7 +58,32 @@ def pack(packer: Packer, prompts: list[Shown], post_prompt: bool, view: View = "
         batch.frame_labels = torch.from_numpy(np.stack([labels for _, labels in different]))
         batch.frame_index = torch.tensor(index).unflatten(0, (len(prompts), frames))
         batch.before = torch.from_numpy(np.stack([shown.before for shown in prompts]))
+    if via:
+        batch.via = packer.via(asked, via, ids, segments, targets)
+    if text_labels:
+        batch.text_labels = torch.full((2, *ids.shape), IGNORED)
+        for row, shown in enumerate(prefixes):
+            batch.text_labels[:, row, : len(shown)] = fact_labels(packer, shown)
     return batch
+
+
+def fact_labels(packer: Packer, ids: list[int]) -> Tensor:
+    """PackedBatch.text_labels (2, T) of one row, whose facts have a number, a word and the word's number each."""
+    character = {packer.encode(text)[0]: 1 + place for place, text in enumerate(CHARACTERS)}
+    labels = torch.full((2, len(ids)), IGNORED)
+    runs: list[list[int]] = []  # places of neighbouring characters
+    for place, token in enumerate(ids):
+        if token in character:
+            if runs and runs[-1][-1] == place - 1:
+                runs[-1].append(place)
+            else:
+                runs.append([place])
+    for number, run in enumerate(runs):
+        word = [character[ids[place]] for place in runs[number - 1]] if number % 3 == 2 else []
+        for index, place in enumerate(run):
+            labels[0, place] = character[ids[place - 1]] if index else 0
+            labels[1, place] = word[index] if index < len(word) else 0
+    return labels
 
 
 def enlarged(frames: Tensor) -> Tensor:

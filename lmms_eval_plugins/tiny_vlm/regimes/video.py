@@ -85,6 +85,7 @@ def _questions(signs: list[Sign]) -> list[Question]:
         if sign.word:
             questions.append(Question("v2w", f"what word was on the {sign.color} sign?", sign.word))
     for first, second in pairwise(signs):
-        questions.append(Question("next", f"what number followed {first.number}?", second.number))
-        questions.append(Question("previous", f"what number came before {second.number}?", first.number))
+        follows, precedes = f"what number followed {first.number}?", f"what number came before {second.number}?"
+        questions.append(Question("next", follows, second.number, via=first.color, holder=second.color))
+        questions.append(Question("previous", precedes, first.number, via=first.color, holder=first.color))
     return questions

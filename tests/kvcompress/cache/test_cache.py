@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 import kvcompress
-from kvcompress.cache.storage import RaggedStorage
+from kvcompress.cache.storage.ragged import RaggedStorage
 from kvcompress.scoring.layer_view import Kept
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate

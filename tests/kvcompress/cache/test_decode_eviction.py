@@ -12,6 +12,7 @@ from kvcompress.cache.memory import Memory
 from kvcompress.policy.policy import make_policy
 from kvcompress.scoring.layer_view import StoredEntries
 from tests import fuzz
+from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, FIRST_TEXT, SOME_FAMILIES, VOCAB_SIZE
 from tests.support.masked_reference import generate, only_attending_to
@@ -149,7 +150,7 @@ def test_what_is_remembered_of_a_row_follows_it_where_rows_change_places(method)
     options = {"decode_budget": 9, "decode_interval": 2}
 
     def held(rows: torch.Tensor) -> list:
-        cache = kvcompress.CompressedCache(model.config, method, 0.4, **options)
+        cache = kvcompress.CompressedCache(model.config, method, 0.4, **options, **calibration_of(method, model))
         with kvcompress.attach(model), torch.no_grad():
             model(**inputs, past_key_values=cache)
             for step, token in enumerate(tokens.T):
@@ -214,7 +215,7 @@ def test_the_pads_of_a_second_prompt_have_no_vote(method):
         both = torch.cat([first[rows], second[rows]], 1)
         if len(mask) == 1:
             both, mask = both[:, mask[0].bool()], mask[:, mask[0].bool()]
-        cache = kvcompress.CompressedCache(model.config, method, 0.8, **options)
+        cache = kvcompress.CompressedCache(model.config, method, 0.8, **options, **calibration_of(method, model))
         with kvcompress.attach(model), torch.no_grad():
             model(first[rows], past_key_values=cache)
             generate(model, {"input_ids": both, "attention_mask": mask}, 10, answer[rows], past_key_values=cache)
@@ -237,7 +238,9 @@ def test_memory_stays_bounded_however_long_the_answer_is(method, interval):
         nbytes[input_ids.shape[1] - 60] = session.cache.nbytes
         return torch.zeros(2, dtype=torch.bool)
 
-    with kvcompress.compress(model, method, 0.5, decode_budget=12, decode_interval=interval, **small) as session:
+    with kvcompress.compress(
+        model, method, 0.5, decode_budget=12, decode_interval=interval, **small, **calibration_of(method, model)
+    ) as session:
         generate(model, inputs, 80, stopping_criteria=StoppingCriteriaList([note]))
     kept = [session.cache.kept_indices(layer) for layer in range(3)]
     sizes = [len(head) for layer in kept for row in layer for head in row]

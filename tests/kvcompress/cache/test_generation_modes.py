@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kvcompress
+from tests.support.calibrations import calibration_of
 from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
 from tests.support.strategies import METHODS, SOME_METHODS
@@ -41,7 +42,7 @@ BEAMS = paired(METHODS, ["beams", "several beams"], EVICTING)
 
 @pytest.mark.parametrize(("method", "mode", "options"), some(BEAMS, SOME_METHODS))
 def test_a_row_has_the_same_beams_alone_as_in_a_batch(method, mode, options):
-    with kvcompress.compress(MODEL, method, 0.4, **options):
+    with kvcompress.compress(MODEL, method, 0.4, **options, **calibration_of(method, MODEL)):
         together = answer(INPUTS, mode)
         each = len(together) // 2
         for row in range(2):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress.cache.storage import OffloadedStorage
+from kvcompress.cache.storage.offloaded import OffloadedStorage
+from tests.support.calibrations import calibration_of
 from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate
@@ -19,10 +20,12 @@ MODEL = FAMILIES["qwen2"].build()
 def test_offloaded_equals_dynamic(kind, method):
     inputs = FAMILIES["qwen2"].inputs(MODEL, [45, 29])
     ratio = None if method == "full" else 0.3
-    with kvcompress.compress(MODEL, method, ratio) as session:
+    with kvcompress.compress(MODEL, method, ratio, **calibration_of(method, MODEL)) as session:
         tokens, expected = generate(MODEL, inputs, 8)
         kept = session.cache.kept_indices(1)
-    with kvcompress.compress(MODEL, method, ratio, max_new_tokens=8, cache_implementation=kind) as session:
+    with kvcompress.compress(
+        MODEL, method, ratio, max_new_tokens=8, cache_implementation=kind, **calibration_of(method, MODEL)
+    ) as session:
         _, logits = generate(MODEL, inputs, 8, forced=tokens)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
     assert all(isinstance(layer.storage, OffloadedStorage) for layer in session.cache.layers)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress.kernels.quantization import BITS, Quantizer
+from kvcompress.kernels.quantization import BITS, PACKAGES, Quantizer
+from tests.support.calibrations import calibration_of
 from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate
@@ -15,7 +16,7 @@ from tests.support.strategies import METHODS, SOME_METHODS
 pytest.importorskip("hqq", reason="pip install -e .[quantized]")
 cpp = pytest.importorskip("optimum.quanto.library.extensions.cpp", reason="pip install -e .[quantized]")
 
-ALL = [(backend, bits) for backend, offered in BITS.items() for bits in offered]
+ALL = [(backend, bits) for backend in PACKAGES for bits in BITS[backend]]
 EIGHT = {"cache_implementation": "quantized", "kv_backend": "hqq", "kv_bits": 8, "kv_group_size": 16}
 MODEL = FAMILIES["qwen2"].build()
 
@@ -55,7 +56,7 @@ def test_what_fills_the_last_group_up_does_not_widen_its_range(backend, bits):
     assert (Quantizer(backend, bits, 16).quantize(states).dequantize() - states).abs().max() <= step * 1.5
 
 
-@pytest.mark.parametrize("backend", BITS)
+@pytest.mark.parametrize("backend", PACKAGES)
 def test_a_backend_that_is_not_installed_is_an_error_that_says_how(backend, monkeypatch):
     Quantizer(backend, 4, 16).check()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -68,10 +69,10 @@ def test_eight_bits_are_close_to_full_precision(method, family):
     model = FAMILIES[family].build()
     inputs = FAMILIES[family].inputs(model, [45, 29], [1, 0] if FAMILIES[family].is_vlm else None)
     ratio = None if method == "full" else 0.4
-    with kvcompress.compress(model, method, ratio) as session:
+    with kvcompress.compress(model, method, ratio, **calibration_of(method, model)) as session:
         tokens, expected = generate(model, inputs, 8)
     kept = [session.cache.kept_indices(layer) for layer in range(3)]
-    with kvcompress.compress(model, method, ratio, kv_residual=3, **EIGHT) as session:
+    with kvcompress.compress(model, method, ratio, kv_residual=3, **EIGHT, **calibration_of(method, model)) as session:
         _, logits = generate(model, inputs, 8, forced=tokens)
     assert (logits - expected).abs().mean() < 0.02
     for layer in range(3):
@@ -106,6 +107,16 @@ def test_entries_are_quantized_once(monkeypatch):
     waiting = cache.layers[0].storage.recent.length
     held = sum(len(head) for head in cache.kept_indices(0)[0]) - 2 * waiting
     assert sum(quantized) == 3 * 2 * held * 16
+
+
+def test_a_token_that_is_fed_again_leaves_the_others_as_they_are(monkeypatch):
+    cache = kvcompress.CompressedCache(MODEL.config, "snapkv", 0.5, first_token="compressed", **EIGHT)
+    with kvcompress.attach(MODEL), torch.no_grad():
+        MODEL(torch.arange(10, 80)[None], past_key_values=cache)
+    assert len(cache.layers[0].storage.blocks) == 1
+    assert cache.layers[0].storage.recent.length == 1
+    assert [head.tolist().count(69) for head in cache.kept_indices(0)[0]] == [1, 1]
+    assert cache.get_seq_length() == 70
 
 
 def test_decoded_tokens_wait_in_full_precision_until_there_are_kv_residual_of_them():

@@ -5,6 +5,7 @@ import torch
 from transformers import CompileConfig
 
 import kvcompress
+from tests.support.calibrations import calibration_of
 from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate
@@ -19,10 +20,12 @@ def test_static_equals_dynamic(method, family):
     model = FAMILIES[family].build()
     inputs = FAMILIES[family].inputs(model, [45, 29], [1, 0] if FAMILIES[family].is_vlm else None)
     ratio = None if method == "full" else 0.3
-    with kvcompress.compress(model, method, ratio) as session:
+    with kvcompress.compress(model, method, ratio, **calibration_of(method, model)) as session:
         tokens, expected = generate(model, inputs, 8)
     kept = [session.cache.kept_indices(layer) for layer in range(3)]
-    with kvcompress.compress(model, method, ratio, max_new_tokens=8, **STATIC) as session:
+    with kvcompress.compress(
+        model, method, ratio, max_new_tokens=8, **STATIC, **calibration_of(method, model)
+    ) as session:
         _, logits = generate(model, inputs, 8, forced=tokens)
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
     for layer in range(3):
@@ -36,13 +39,15 @@ def test_24_decode_steps_are_one_graph_with_the_tokens_of_eager(method):
     model = FAMILIES["qwen2"].build(2)
     inputs = FAMILIES["qwen2"].inputs(model, [40])
     ratio = None if method == "full" else 0.3
-    with kvcompress.compress(model, method, ratio):
+    with kvcompress.compress(model, method, ratio, **calibration_of(method, model)):
         expected, _ = generate(model, inputs, 25)
     torch._dynamo.reset()
     with (
         torch.no_grad(),
         torch._dynamo.config.patch(error_on_recompile=True),
-        kvcompress.compress(model, method, ratio, max_new_tokens=25, **STATIC) as session,
+        kvcompress.compress(
+            model, method, ratio, max_new_tokens=25, **STATIC, **calibration_of(method, model)
+        ) as session,
     ):
         logits = model(**inputs).logits
         cache = session.cache

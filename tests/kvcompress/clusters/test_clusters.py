@@ -16,7 +16,9 @@ from kvcompress.clusters.rkv import redundancy
 from kvcompress.scoring.layer_view import Settings
 from kvcompress.scoring.rotary import Rotary
 from kvcompress.scoring.selection import adaptive_indices
+from tests.support.calibrations import calibration_of
 from tests.support.examples import examples
+from tests.support.families import FAMILIES
 from tests.support.plain_reference import SCALING, best, check, layers, snapkv_scores
 from tests.support.strategies import METHODS
 
@@ -151,6 +153,7 @@ def test_adaptive_heads_share_one_budget(head_budget, reference, layer, safeguar
 def test_scores_are_fp32_also_for_bf16_states(method):
     """What is kept of bf16 states is what is kept of the same numbers in fp32: no sum or softmax is rounded."""
     generator = torch.Generator().manual_seed(0)
+    given = calibration_of(method, FAMILIES["qwen2"].build(2))
     queries, keys, values = (torch.randn(2, h, 60, 16, generator=generator).bfloat16() for h in (4, 2, 2))
     angles = torch.randn(2, 60, 16, generator=generator)
     module = SimpleNamespace(o_proj=torch.nn.Linear(64, 64, dtype=torch.bfloat16))
@@ -160,7 +163,7 @@ def test_scores_are_fp32_also_for_bf16_states(method):
         states = [states.to(dtype) for states in (queries, keys, values)]
         view = kvcompress.Prompt(0, 2, [60, 41], [20, 14], 0.25, torch.tensor([[0], [19]]), row_seeds=(1, 2))
         view = dataclasses.replace(view, module=module, rotary=rotary, received=torch.ones(2, 2, 60).cumsum(2))
-        cluster = kvcompress.make_cluster(method)
+        cluster = kvcompress.make_cluster(method, **given)
         return cluster.score(*states, view), cluster.update_kv(*states, view).indices
 
     (scores, kept), (expected, kept_in_fp32) = scored(torch.bfloat16), scored(torch.float32)
@@ -180,7 +183,7 @@ def test_scores_of_a_row_do_not_depend_on_how_large_another_rows_states_are(meth
     view = kvcompress.Prompt(0, 2, [40, 40], [10, 10], 0.25, None, row_seeds=(1, 2))
     view = dataclasses.replace(view, module=module, rotary=rotary, received=torch.ones(2, 2, 40).cumsum(2))
     scale = torch.tensor([1.0, 1e6])[:, None, None, None]
-    cluster = kvcompress.make_cluster(method)
+    cluster = kvcompress.make_cluster(method, **calibration_of(method, FAMILIES["qwen2"].build(2)))
     beside_small, beside_large = (cluster.update_kv(queries, keys, v, view) for v in (values, values * scale))
     assert torch.equal(beside_small.indices[0], beside_large.indices[0])
     scores = (cluster.score(queries, keys, v, view)[0] for v in (values * 1e-3, values * 1e-3 * scale))

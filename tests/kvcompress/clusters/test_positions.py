@@ -1,10 +1,12 @@
-"""`streamingllm positions=cache`: keys at their place in the cache, without a gap where tokens were evicted."""
+"""`positions=cache`: keys at their place in the cache, without a gap where tokens were evicted."""
 
 import pytest
 import torch
 
 import kvcompress
+from kvcompress.policy.policy import make_policy
 from tests.support.families import FAMILIES
+from tests.support.in_flight import check_in_flight
 from tests.support.masked_reference import generate
 
 
@@ -77,6 +79,48 @@ def test_while_decoding_the_sinks_stay_right_before_the_window():
     turned = torch.cat([-true[:4, true.shape[1] // 2 :], true[:4, : true.shape[1] // 2]], 1)
     torch.testing.assert_close(cache[:4], true[:4] * angle.cos() + turned * angle.sin(), atol=1e-5, rtol=1e-4)
     assert torch.equal(cache[4:], true[4:])
+
+
+@pytest.mark.parametrize("options", [{}, {"head_budget": "adaptive"}], ids=["even", "adaptive"])
+def test_whatever_is_evicted_while_decoding_the_others_close_ranks(options):
+    """Entries go from the middle at each eviction: in the first layer every key is that of its token, moved by what is
+    missing behind it. The norm of keys, by which they are kept, is that of any place."""
+    model = FAMILIES["llama"].build()
+    inputs = FAMILIES["llama"].inputs(model, [40, 33])
+    evicting = {"decode_budget": 9, "decode_interval": 2, **options}
+    with kvcompress.compress(model, "knorm", budget=16, positions="cache", **evicting) as session:
+        tokens, _ = generate(model, inputs, 12)
+    with kvcompress.compress(model, "full") as full:
+        generate(model, inputs, 12, forced=tokens)
+    everything, _ = full.cache.layers[0].storage.read()
+    inv_freq, moved = model.model.rotary_emb.inv_freq, 0
+    for row, heads in enumerate(session.cache.kept_indices(0)[:2]):
+        for head, columns in enumerate(heads):
+            by = 50 - columns - torch.arange(len(columns)).flip(0)  # 51 tokens were fed
+            angle = (by[:, None] * inv_freq).repeat(1, 2)
+            true = everything[row, head, columns]
+            turned = torch.cat([-true[:, true.shape[1] // 2 :], true[:, : true.shape[1] // 2]], 1)
+            cache = held(session)[0][row][head]
+            torch.testing.assert_close(cache, true * angle.cos() + turned * angle.sin(), atol=1e-5, rtol=1e-4)
+            moved += len(set(by.tolist())) > 2
+    assert moved == 4, "each head has several gaps"
+
+
+def test_in_flight_keys_close_ranks_as_alone():
+    model = FAMILIES["llama"].build()
+    requests = [FAMILIES["llama"].inputs(model, [length]) for length in (30, 17, 41)]
+    options = {"positions": "cache", "decode_budget": 7, "decode_interval": 2, "head_budget": "adaptive"}
+    check_in_flight(model, requests, [9, 7, 11], "knorm", 2, ratio=0.4, **options)
+
+
+def test_keys_that_move_are_refused_where_what_is_known_of_them_would_not_hold():
+    for options in (
+        {"method": "snapkv", "merge": "average"},
+        {"method": "tgv-kv"},
+        {"method": "expected-attention"},
+    ):
+        with pytest.raises(kvcompress.KVCompressError, match="positions='cache' does not go with"):
+            make_policy(**options, budget=9, positions="cache", decode_budget=9)
 
 
 def test_what_cannot_be_moved_is_refused():

@@ -18,6 +18,7 @@ from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.new_tokens import NewTokens
 from kvcompress.errors import KVCompressError
 from kvcompress.policy.policy import make_policy
+from tests.support.calibrations import calibration_of
 from tests.support.docs import DOCS, python_blocks
 from tests.support.examples import examples, some
 from tests.support.families import FAMILIES, IMAGE, SOME_FAMILIES, VIDEO, VISION_END, VISION_START
@@ -31,7 +32,7 @@ property_test = examples(3)
 
 
 def takes_chunks(method: str, **options: object) -> bool:
-    policy = make_policy(method, 0.5, **options)
+    policy = make_policy(method, 0.5, **options, **calibration_of(method, FAMILIES["qwen2"].build()))
     needs_all = policy.cluster.whole_prompt or policy.cluster.second_pass or policy.layer_budget.is_measured
     return not needs_all
 
@@ -193,7 +194,9 @@ def test_decoding_knows_of_the_last_chunk_of_a_row_that_is_kept_whole(method, mo
     model = family.build()
     inputs = family.inputs(model, [61, 20])
     for prompts, entries in ((inputs, [31, 20]), (family.solo(inputs, 1), [20])):
-        with kvcompress.compress(model, method, budget=31, prefill_chunk=13, decode_budget=12) as session:
+        with kvcompress.compress(
+            model, method, budget=31, prefill_chunk=13, decode_budget=12, **calibration_of(method, model)
+        ) as session:
             generate(model, prompts, 1)
         for layer in session.cache.layers:
             assert layer.memory.noted.tolist() == [[n, n] for n in entries]
@@ -222,7 +225,7 @@ def test_a_prompt_that_is_one_chunk_is_the_ordinary_prompt(method):
     inputs = family.inputs(model, [40, 26], [1, 0])
     results = []
     for options in ({}, {"prefill_chunk": 40}):
-        with kvcompress.compress(model, method, 0.3, **options) as session:
+        with kvcompress.compress(model, method, 0.3, **options, **calibration_of(method, model)) as session:
             results.append((*generate(model, inputs, NEW), kept_of(session.cache)))
     (tokens, logits, kept), (ours, our_logits, our_kept) = results
     assert torch.equal(ours, tokens)
@@ -239,7 +242,7 @@ def test_at_ratio_one_chunks_give_the_logits_of_the_unhooked_model(family, metho
     inputs = chosen.inputs(model, [45, 9, 30], [2, 0, 1] if chosen.is_vlm else None)
     tokens, expected = generate(model, inputs, NEW)
     for size in (7, 11):  # an image of 9 to 14 tokens is cut
-        with kvcompress.compress(model, method, 1.0, prefill_chunk=size):
+        with kvcompress.compress(model, method, 1.0, prefill_chunk=size, **calibration_of(method, model)):
             ours, logits = generate(model, inputs, NEW, forced=tokens)
         torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
     assert torch.equal(ours, tokens)
@@ -371,7 +374,9 @@ def test_the_pads_of_a_second_prompt_have_no_vote_in_any_chunk(method):
         if len(mask) == 1:
             more, mask = more[:, pads:], mask[:, mask[0].bool()]
         positions = (mask.cumsum(1) - 1)[:, 30:].clamp(min=0)
-        cache = kvcompress.CompressedCache(model.config, method, 0.4, prefill_chunk=6, **window)
+        cache = kvcompress.CompressedCache(
+            model.config, method, 0.4, prefill_chunk=6, **window, **calibration_of(method, model)
+        )
         with kvcompress.attach(model), torch.no_grad():
             model(first[rows], past_key_values=cache)
             model(more, attention_mask=mask, position_ids=positions, past_key_values=cache)
@@ -455,7 +460,7 @@ def test_no_operation_on_thousands_of_frames_returns_as_many_elements_as_queries
     ids = torch.cat([words, torch.full([frames + 1], VIDEO), words])[None]
     batch = torch.cat([ids, torch.nn.functional.pad(words, (ids.shape[1] - 10, 0))[None]])
     for prompts, options in ((ids, {}), (batch, {"prefill_chunk": 256})):
-        compressed = kvcompress.compress(model, method, budget=64, **options)
+        compressed = kvcompress.compress(model, method, budget=64, **options, **calibration_of(method, model))
         with compressed as session, torch.no_grad(), LargestTensor(model) as largest:
             model(prompts, attention_mask=(prompts > 0).long(), **video, logits_to_keep=1)
         assert {len(head) for layer in kept_of(session.cache) for head in layer[0]} == {64}

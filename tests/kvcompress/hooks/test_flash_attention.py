@@ -5,6 +5,7 @@ import torch
 from transformers import AttentionInterface
 
 import kvcompress
+from tests.support.calibrations import calibration_of
 from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate
@@ -24,11 +25,11 @@ def flash_model(fake_flash_attn):
 @pytest.mark.parametrize(("method", "lengths"), some(paired(METHODS, [[40, 23], [40]]), SOME_METHODS))
 def test_flash_attention_and_sdpa_agree(method, lengths, fake_flash_attn):
     inputs = FAMILIES["qwen2"].inputs(MODEL, lengths)
-    with kvcompress.compress(MODEL, method, 0.3):
+    with kvcompress.compress(MODEL, method, 0.3, **calibration_of(method, MODEL)):
         tokens, expected = generate(MODEL, inputs, NEW)
     MODEL.set_attn_implementation("flash_attention_2")
     try:
-        with kvcompress.compress(MODEL, method, 0.3):
+        with kvcompress.compress(MODEL, method, 0.3, **calibration_of(method, MODEL)):
             _, logits = generate(MODEL, inputs, NEW, forced=tokens)
     finally:
         MODEL.set_attn_implementation("sdpa")

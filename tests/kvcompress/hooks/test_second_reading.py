@@ -1,4 +1,4 @@
-"""KVzip: what a second reading of the context attends to, against the model's own attention weights."""
+"""KVzip and KVCompose: what a second reading of the context attends to, against the model's own attention weights."""
 
 import pytest
 import torch
@@ -17,11 +17,13 @@ LENGTH = 40
 SINKS = 4  # stay, and are not read again
 
 
-def weights_of_reading_twice(model, inputs: dict, instruction: tuple[int, ...]) -> list[torch.Tensor]:
+def weights_of_reading_twice(
+    model, inputs: dict, instruction: tuple[int, ...] = (), sinks: int = SINKS
+) -> list[torch.Tensor]:
     """One pass over the prompt, the instruction and the prompt behind its sinks again: for each layer the largest
-    weight from any of the later tokens and query heads to each prompt token, (kv_heads, prompt)."""
+    weight from any of the later tokens to each prompt token, (kv_heads, groups, prompt)."""
     ids = inputs["input_ids"]
-    twice = {"input_ids": torch.cat([ids, torch.tensor([instruction], dtype=torch.long), ids[:, SINKS:]], 1)}
+    twice = {"input_ids": torch.cat([ids, torch.tensor([instruction], dtype=torch.long), ids[:, sinks:]], 1)}
     for name in ("pixel_values", "image_sizes"):
         if name in inputs:
             twice[name] = torch.cat([inputs[name]] * 2)
@@ -32,7 +34,7 @@ def weights_of_reading_twice(model, inputs: dict, instruction: tuple[int, ...]) 
     finally:
         model.set_attn_implementation("sdpa")
     later = [weights[0, :, ids.shape[1] :, : ids.shape[1]] for weights in attentions]
-    return [weights.unflatten(0, (2, -1)).amax((1, 2)) for weights in later]
+    return [weights.unflatten(0, (2, -1)).amax(2) for weights in later]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "llava-onevision"])
@@ -41,7 +43,7 @@ def test_kvzip_keeps_what_repeating_the_context_attends_to_over_all_layers_and_h
     chosen = FAMILIES[family]
     model = chosen.build()
     inputs = chosen.inputs(model, [LENGTH], [1] if chosen.is_vlm else None)
-    scores = torch.stack(weights_of_reading_twice(model, inputs, instruction))  # (layers, kv_heads, prompt)
+    scores = torch.stack(weights_of_reading_twice(model, inputs, instruction)).amax(2)  # (layers, kv_heads, prompt)
     scores[..., :SINKS] = torch.inf
     layers, heads, _ = scores.shape
     threshold = scores.flatten().sort(descending=True).values[layers * heads * 12 - 1]
@@ -55,6 +57,26 @@ def test_kvzip_keeps_what_repeating_the_context_attends_to_over_all_layers_and_h
         best = set(scores[layer].flatten().topk(budget * heads).indices.tolist())
         kept = session.cache.kept_indices(layer)[0]
         assert {head * LENGTH + column for head in range(heads) for column in kept[head].tolist()} == best
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llava-onevision"])
+def test_kvcompose_lets_layers_compete_with_what_their_heads_keep_at_each_rank(family):
+    chosen = FAMILIES[family]
+    model = chosen.build()
+    inputs = chosen.inputs(model, [LENGTH], [1] if chosen.is_vlm else None)
+    scores = torch.stack(weights_of_reading_twice(model, inputs, sinks=0)).mean(2)  # (layers, kv_heads, prompt)
+    scores += scores.mean(1, keepdim=True)
+    composite = scores.sort(descending=True).values.mean(1)
+    composite[0] = composite.amax(0)
+    best = composite.flatten().topk(12 * len(scores)).indices // LENGTH
+    budgets = best.bincount(minlength=len(scores)).tolist()
+    with kvcompress.compress(model, "kvcompose", 0.3) as session:
+        generate(model, inputs, 1)
+    assert len(set(budgets)) > 1
+    for layer, budget in enumerate(budgets):
+        for head, kept in enumerate(session.cache.kept_indices(layer)[0]):
+            assert abs(len(kept) - budget) <= 1, "layers that tie share out what is left"
+            assert set(kept.tolist()) == set(scores[layer, head].topk(len(kept)).indices.tolist())
 
 
 def test_a_chunk_is_scored_by_its_own_tokens_and_the_sinks_alone():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import kvcompress
 from kvcompress.hooks import shared_prompt
 from kvcompress.hooks.shared_prompt import PromptPass, SharedPrompt
+from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, some
 from tests.support.families import FAMILIES
 from tests.support.strategies import METHODS, SOME_METHODS, cases
@@ -25,7 +26,10 @@ WITH_SLIDING_LAYERS = {"gemma3"}
 def answer(model, inputs, method, ratio, known=None, share=True, room=float("inf"), **options):
     """What a generation gives, its cache, and what it shared."""
     shared = SharedPrompt(model, known, room)
-    with kvcompress.compress(model, method, ratio, **options) as session, shared if share else nullcontext():
+    with (
+        kvcompress.compress(model, method, ratio, **options, **calibration_of(method, model)) as session,
+        shared if share else nullcontext(),
+    ):
         output = model.generate(
             **inputs, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_logits=True
         )

@@ -11,9 +11,12 @@ import torch
 import kvcompress
 from kvcompress.policy.policy import check_tensor_parallel, make_policy
 from kvcompress.scoring.layer_view import Settings
+from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES
 from tests.support.masked_reference import generate
+from tests.support.strategies import LEARNED
 
+CALIBRATED = {name for name, info in kvcompress.list_methods().items() if getattr(info.cls, "needs_calibration", False)}
 PROCESSES, KV_HEADS, GROUPS, NEW = 2, 4, 2, 5
 CASES = {
     "full": {"method": "full"},
@@ -93,10 +96,11 @@ def test_every_other_method_is_refused():
             check_tensor_parallel(make_policy(name, 1.0))
         except kvcompress.KVCompressError:
             refused.add(name)
-    shared, adaptive = {"tova", "chunkkv", "tgv-kv", "prefixkv"}, {"adakv", "kvzip", "lava"}
-    measured = {"cake", "d2o", "simlayerkv", "vl-cache", "meda", "aircache"}
+    shared = {"tova", "chunkkv", "entropy-gated-chunkkv", "tgv-kv", "prefixkv"}
+    adaptive = {"adakv", "kvzip", "lava"}
+    measured = {"cake", "d2o", "simlayerkv", "vl-cache", "meda", "aircache", "kvcompose"}
     tokens = {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.TokenMethod)}
-    assert refused == shared | adaptive | measured | tokens | {"random", "cam", "compactor"}
+    assert refused == shared | adaptive | measured | tokens | {"random", "cam", "compactor", *LEARNED} | CALIBRATED
 
 
 @pytest.mark.parametrize("scorer", ["aircache", "tgv-kv", "random"])
@@ -112,6 +116,12 @@ def test_heads_that_would_be_split_are_refused(monkeypatch):
         kvcompress.compress(model, "snapkv", 0.3)
 
 
+def test_a_calibration_is_refused_as_it_is_of_all_heads():
+    policy = make_policy("q-filters", 0.3, **calibration_of("q-filters", FAMILIES["qwen2"].build()))
+    with pytest.raises(kvcompress.KVCompressError, match="with calibration=, which is of all heads"):
+        check_tensor_parallel(policy)
+
+
 @dataclasses.dataclass(frozen=True)
 class NoRotation:
     def mean_rotation(self, future: int, head_dim: int, padding: object) -> torch.Tensor:
@@ -124,7 +134,7 @@ class NoRotation:
 APART = [
     name
     for name, info in kvcompress.list_methods().items()
-    if issubclass(info.cls, kvcompress.KVCluster) and name != "full" and not info.cls.mixes_heads
+    if issubclass(info.cls, kvcompress.KVCluster) and name not in {"full", *CALIBRATED} and not info.cls.mixes_heads
 ]
 
 

@@ -11,10 +11,11 @@ from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
 import kvcompress
 from kvcompress import KVCompressError, Request
 from kvcompress.inflight.layer import SlotLayer
+from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, MORE_FAMILIES
 from tests.support.in_flight import check_in_flight
-from tests.support.strategies import METHODS, SOME_METHODS, cases
+from tests.support.strategies import LEARNED, METHODS, SOME_METHODS, cases
 
 NEW = (5, 9, 1, 7, 3)
 EVICTING = {"decode_budget": 12, "decode_interval": 3}
@@ -52,7 +53,7 @@ def test_every_method_evicts_in_flight_as_alone(method, family):
 
 
 @pytest.mark.parametrize(
-    "method", some(sorted(kvcompress.list_methods().keys() - {*METHODS, "full"}), ["fastv", "dycoke"])
+    "method", some(sorted(kvcompress.list_methods().keys() - {*METHODS, *LEARNED, "full"}), ["fastv", "dycoke"])
 )
 def test_token_methods_in_flight_are_as_alone(method):
     sees = kvcompress.list_methods()[method].cls.sees
@@ -106,12 +107,14 @@ def test_adaptive_heads_are_read_in_place_and_by_eager_attention():
 
 
 def answers_of(model, requests, slots=2, method="snapkv", ratio=0.3, session_options=None, **options):
-    with kvcompress.compress(model, method, ratio, **(session_options or {})) as session:
+    with kvcompress.compress(
+        model, method, ratio, **(session_options or {}), **calibration_of(method, model)
+    ) as session:
         return sorted(session.generate_many(requests, slots=slots, **options), key=lambda answer: answer.index)
 
 
 def alone(model, inputs, method="snapkv", ratio=0.3, **options) -> list[int]:
-    with kvcompress.compress(model, method, ratio):
+    with kvcompress.compress(model, method, ratio, **calibration_of(method, model)):
         return model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :].tolist()
 
 
@@ -235,7 +238,7 @@ def test_memory_is_bounded_by_slots_times_budget_and_room():
 def test_kv_gb_says_how_many_slots_there_are_and_holds(method):
     model, requests = requests_of("qwen2", lengths=[30, 31, 29, 30, 64, 28, 30])
     limit = 120_000
-    with kvcompress.compress(model, method, 0.5) as session:
+    with kvcompress.compress(model, method, 0.5, **calibration_of(method, model)) as session:
         run = session.generate_many(requests, kv_gb=limit / 2**30, max_new_tokens=20, do_sample=False)
         slots, most, answers = [], 0, []
         for answer in run:

@@ -88,23 +88,35 @@ def test_the_triton_kernels_compile_for_a_gpu():
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
-    from kvcompress.kernels import column_sums_triton, compact_triton
+    from kvcompress.kernels import column_sums_triton, compact_triton, ragged_decode_triton
 
     tensors = {
-        "padding": "*i64",
+        **dict.fromkeys(("padding", "starts", "lengths"), "*i64"),
         "first": "*i64",
         "indices": "*i64",
         "weights": "*fp32",
         "log_sums": "*fp32",
         "sums": "*fp32",
         "scaling": "fp32",
-        **dict.fromkeys(("queries", "keys", "values", "kept_keys", "kept_values"), "*bf16"),
+        **dict.fromkeys(("key_codebook", "value_codebook", "partial", "maxima"), "*fp32"),
+        **dict.fromkeys(("query", "queries", "keys", "values", "kept_keys", "kept_values"), "*bf16"),
     }
-    numbers = {"GROUPS": 2, "STAYING": 32, "MOVING": 16}
-    for kernel in (column_sums_triton._sum_rows, column_sums_triton._sum_columns, compact_triton._move):
+    sizes = {"GROUPS": 2, "STAYING": 32, "MOVING": 16}
+    packed = dict.fromkeys(("keys", "values"), "*u8")
+    wide = {"BLOCK_KEYS": 64, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK_KEY_DIM": 128, "BLOCK_VALUE_DIM": 128}
+    kernels = [
+        (column_sums_triton._sum_rows, {}, {}),
+        (column_sums_triton._sum_columns, {}, {}),
+        (compact_triton._move, {}, {}),
+        (ragged_decode_triton._attend, {}, {"BITS": 0, **wide}),
+        (ragged_decode_triton._attend, packed, {"BITS": 3, **wide}),
+        (ragged_decode_triton._combine, {"output": "*bf16"}, wide),
+    ]
+    for kernel, types, numbers in kernels:
+        stages = ragged_decode_triton.PACKED_STAGES if types is packed else ragged_decode_triton.STAGES
         names = kernel.arg_names
-        types = {name: "constexpr" if name.isupper() else tensors.get(name, "i32") for name in names}
-        fixed = {name: numbers.get(name, 16) for name in names if name.isupper()}
+        types = {name: "constexpr" if name.isupper() else (tensors | types).get(name, "i32") for name in names}
+        fixed = {name: (sizes | numbers).get(name, 16) for name in names if name.isupper()}
         source = triton.compiler.ASTSource(kernel, types, constexprs=fixed)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32))
+        compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_stages": stages})
         assert compiled.metadata.shared < 90_000

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 import kvcompress
 from benchmarks.ragged_decode import ragged_case as benchmark_case
 from benchmarks.ragged_decode import ways_to_attend
-from kvcompress.cache.storage import RaggedStorage
+from kvcompress.cache.storage.ragged import RaggedStorage
 from kvcompress.kernels.ragged_decode import decode_by_segment, decode_gathered, ragged_decode, ragged_decode_reference
 from tests.support.examples import examples
 from tests.support.families import FAMILIES

@@ -23,6 +23,7 @@ from kvcompress.paged import attention
 from kvcompress.paged.session import check_policy
 from kvcompress.policy.policy import Policy, make_policy
 from kvcompress.scoring.merging import MERGES
+from tests.support.calibrations import calibration_of
 from tests.support.docs import DOCS, python_blocks
 from tests.support.examples import examples, some
 from tests.support.families import FAMILIES, FIRST_TEXT, MORE_FAMILIES, VOCAB_SIZE
@@ -36,9 +37,13 @@ GREEDY = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0, ma
 EVEN = {"layer_budget": "uniform", "head_budget": "uniform"}
 
 
+def policy_of(method: str, **arguments: object) -> Policy:
+    return make_policy(method, **arguments, **calibration_of(method, FAMILIES["qwen2"].build(2)))
+
+
 def lives_in_pages(method: str, **options: object) -> bool:
     try:
-        check_policy(make_policy(method, 0.5, **options))
+        check_policy(policy_of(method, ratio=0.5, **options))
     except KVCompressError:
         return False
     return True
@@ -68,7 +73,7 @@ class Case:
 
     @property
     def policy(self) -> Policy:
-        return make_policy(self.method, **dict(self.arguments))
+        return policy_of(self.method, **dict(self.arguments))
 
     @property
     def config(self) -> ContinuousBatchingConfig:
@@ -106,7 +111,7 @@ def cases(draw: st.DrawFn, methods: Sequence[str] = LIVING, requests: int = 5, l
     prompts = draw(st.lists(st.lists(ids, min_size=3, max_size=longest).map(tuple), min_size=2, max_size=requests))
     new = tuple(draw(st.integers(1, GREEDY.max_new_tokens)) for _ in prompts)
     page_size = draw(st.sampled_from([4, 8, 16]))
-    policy = make_policy(method, **arguments)
+    policy = policy_of(method, **arguments)
     needed = [ceil(bound(policy, len(prompt), n) / page_size) for prompt, n in zip(prompts, new, strict=True)]
     pages = draw(st.sampled_from([max(needed), max(needed) + 2, sum(needed)]))
     given = tuple(arguments.items())
@@ -138,7 +143,7 @@ def answers(model: torch.nn.Module, config: ContinuousBatchingConfig, prompts, n
 
 
 def check(model: torch.nn.Module, case: Case) -> None:
-    arguments = dict(case.arguments)
+    arguments = dict(case.arguments) | calibration_of(case.method, model)
     expected = [
         alone(model, prompt, n, case.method, **arguments) for prompt, n in zip(case.prompts, case.new, strict=True)
     ]

@@ -11,9 +11,11 @@ from kvcompress.layer_budgets import LayerBudget, base, list_layer_budgets, regi
 from kvcompress.methods import method_info
 from kvcompress.policy.options import all_options
 from kvcompress.policy.policy import make_policy
+from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES
 from tests.support.kept import kept_of
 from tests.support.masked_reference import generate
+from tests.support.strategies import LEARNED
 
 
 def kept(method: str, **options: object) -> list:
@@ -39,9 +41,9 @@ def test_a_scorer_brings_its_own_options():
 
 def test_the_default_of_every_part_is_the_methods_own():
     for name, info in kvcompress.list_methods().items():
-        if name == "full" or not issubclass(info.cls, kvcompress.KVCluster):
+        if name in ("full", *LEARNED) or not issubclass(info.cls, kvcompress.KVCluster):
             continue
-        options = make_policy(name, 0.5).options
+        options = make_policy(name, 0.5, **calibration_of(name, FAMILIES["qwen2"].build())).options
         for part in ("layer_budget", "head_budget", "merge", "safeguard", "decode_interval"):
             assert options[part] == getattr(info.cls, part), (name, part)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import kvcompress
+from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, IMAGE, VLM_FAMILIES
 from tests.support.kept import expected_entries, kept_of, real_lengths
@@ -72,7 +73,9 @@ def test_the_question_does_not_steer_what_scope_context_keeps(method):
     kept = {}
     for scope in ("prompt", "context"):
         for question in (inputs, other):
-            with kvcompress.compress(model, method, 0.3, scope=scope, **options) as session:
+            with kvcompress.compress(
+                model, method, 0.3, scope=scope, **options, **calibration_of(method, model)
+            ) as session:
                 generate(model, question, 1)
             of_context = [head[head <= end].tolist() for head in session.cache.kept_indices(1)[0]]
             kept.setdefault(scope, []).append(of_context)
@@ -179,10 +182,10 @@ def test_each_question_about_a_reused_context_is_as_if_it_were_the_first(method,
 
     alone = []
     for question in questions:
-        with kvcompress.compress(model, method, 0.3, **options) as session:
+        with kvcompress.compress(model, method, 0.3, **options, **calibration_of(method, model)) as session:
             model(**context)
             alone.append(ask(question, session.cache)[1])
-    with kvcompress.compress(model, method, 0.3, **options) as session:
+    with kvcompress.compress(model, method, 0.3, **options, **calibration_of(method, model)) as session:
         model(**context)
         held = [[head.tolist() for head in session.cache.kept_indices(layer)[0]] for layer in range(3)]
         keys = [layer.storage.read()[0].clone() for layer in session.cache.layers]

@@ -7,7 +7,14 @@ import pytest
 from PIL import Image
 
 from lmms_eval_plugins.cells import kept_tokens
-from lmms_eval_plugins.cells.kept_tokens import read_kept_tokens, shares, unpacked, write_kept_tokens
+from lmms_eval_plugins.cells.kept_tokens import (
+    needs,
+    needs_kept,
+    read_kept_tokens,
+    shares,
+    unpacked,
+    write_kept_tokens,
+)
 from tests.support.checkpoints import image, load_lm, requests, write_video
 
 METHODS = {
@@ -76,6 +83,30 @@ def test_kept_sets_are_the_cache_s_own():
     assert kept[..., 0].all()
     assert kept[..., -1].all()
     assert not kept[..., 100].any()
+
+
+def test_what_the_answer_needs_is_noted_by_the_method_that_knows_it():
+    """In a padded batch: hindsight keeps, per head, what its own answer attends to most."""
+    lm = load_lm(dtype="auto", batch_size=2, method="hindsight", ratio=0.3)
+    docs = [{"text": "What?", "images": [image(0, 156, 156)]}, {"text": "And this?", "images": [image(1, 156, 90)]}]
+    entries = {}
+    for method in ("hindsight", "snapkv"):
+        lm.set_cell(method, 0.3, None)
+        lm.overlays = 2
+        lm.reset_rows()
+        lm.generate_until(requests(lm, docs, max_new_tokens=3))
+        entries[method] = {row["doc_id"]: row["survivors"] for row in lm.rows}
+    for doc, entry in entries["hindsight"].items():
+        worth = needs(entry)
+        np.testing.assert_allclose(worth.sum(2), 1, atol=1e-6)
+        kept = round(shares(entry, "all")[0, 0] * worth.shape[2])
+        most = np.sort(worth, axis=2)[..., -kept:].sum(2)
+        np.testing.assert_allclose(needs_kept(entry, worth), most, atol=5e-3)
+        other = entries["snapkv"][doc]
+        assert needs(other) is None
+        assert (needs_kept(other, worth) <= most + 5e-3).all()
+        assert (needs_kept(other, worth) < most - 5e-3).any()
+    json.dumps(entries)
 
 
 def test_what_is_written_is_read_back_and_an_image_is_stored_once(tmp_path):

@@ -16,12 +16,13 @@ from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import results
 from lmms_eval_plugins.cells.kept_tokens import read_kept_tokens, write_kept_tokens
 from lmms_eval_plugins.cells.results import Cell
-from lmms_eval_plugins.model.kept_tokens import jpeg, packed_bits
+from lmms_eval_plugins.model.kept_tokens import jpeg, packed_bits, packed_worth
 from lmms_eval_plugins.report.html import report_command, show
-from lmms_eval_plugins.report.html.data import page_data
+from lmms_eval_plugins.report.html.data import mean_needs_kept, needs_by_question, page_data
 from lmms_eval_plugins.report.html.groups import gold, load_groups
 from lmms_eval_plugins.report.html.page import TEMPLATES
 from lmms_eval_plugins.report.html.tables import latex, write_tables
+from tests.support.result_cells import write_answers
 
 TASK, LAYERS, HEADS, SIDE, QUESTIONS = "signs_val", 3, 2, 4, 25
 SCORES = {("full", 1.0): 1.0, ("snapkv", 0.5): 0.96, ("snapkv", 0.1): 0.4, ("random", 0.5): 0.6, ("random", 0.1): 0.08}
@@ -198,6 +199,38 @@ def test_an_image_stands_in_the_page_once_and_budgets_are_means_over_questions(r
     assert {cell["method"] + cell["size"]: cell["same"] for cell in group["cells"]} == pytest.approx(
         {"full1": 1, "snapkv0.5": 0.96, "snapkv0.1": 0.4, "random0.5": 0.6, "random0.1": 0.08}
     )
+
+
+def test_what_the_answer_needs_is_held_against_what_each_cell_kept_of_the_same_question():
+    worth = np.zeros((LAYERS, HEADS, SIDE * SIDE + 2), dtype=np.float32)
+    worth[..., 0], worth[..., 5], worth[..., -1] = 2, 1, 1  # two patches, and a word
+    parts = {"vision": worth[..., : SIDE * SIDE], "text": worth[..., SIDE * SIDE :]}
+    foreseen = entry(0, 1.0) | {"needs": {kind: packed_worth(part, worth.max(2)) for kind, part in parts.items()}}
+    cells = [[foreseen, entry(1, 1.0)], [entry(0, 1 / 8), entry(1, 1 / 8)], [entry(1, 0.5)]]
+    needed = needs_by_question(cells)
+    assert list(needed) == [f"{TASK}/0"]
+    assert np.array(mean_needs_kept(cells[0], needed)) == pytest.approx(1)
+    # The first layer keeps two patches and all words, the last four.
+    kept = np.array(mean_needs_kept(cells[1], needed))
+    assert kept == pytest.approx(np.array([[0.75] * HEADS] * LAYERS), abs=0.01)
+    assert mean_needs_kept(cells[2], needed) is None
+
+
+def test_headroom_is_known_between_random_and_hindsight_at_the_same_size_and_questions(tmp_path):
+    asked = {"docs": [{}] * 4, "tokens": 9}
+    for method, ratio, answers in [
+        ("full", 1.0, "abcd"), ("random", 0.5, "axxx"), ("hindsight", 0.5, "abcd"), ("snapkv", 0.5, "abxx"),
+        ("snapkv", 0.2, "abxx"), ("random", 0.2, "axxx"),
+    ]:  # fmt: skip
+        folder = write_answers(tmp_path, "letters", method, ratio, answers, **asked)
+    (group,) = page_data(load_groups(folder))["groups"]
+    headrooms = {(cell["method"], cell["ratio"]): cell["headroom"] for cell in group["cells"]}
+    part, low, high = headrooms.pop(("snapkv", 0.5))
+    assert part == pytest.approx(1 / 3)
+    assert low < part < high
+    assert headrooms.pop(("hindsight", 0.5)) == [1, 1, 1]
+    assert headrooms.pop(("random", 0.5)) == [0, 0, 0]
+    assert set(headrooms.values()) == {None}
 
 
 def test_groups_are_found_from_any_folder_above_the_cells_and_kept_apart(root, tmp_path):

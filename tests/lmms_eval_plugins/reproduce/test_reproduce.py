@@ -453,6 +453,17 @@ def test_equal_scores_on_all_questions_have_an_interval_all_the_same():
     assert interval(None, 30, 100) is None
 
 
+def test_answers_that_cannot_see_compression_are_named(configuration, tmp_path):
+    write(tmp_path / "results", "one", "knorm", 0.5, "abcx", tokens=2, protocol={"first_token": "full"})
+    write(tmp_path / "results", "one", "knorm", 0.25, "abcx", tokens=9, protocol={"first_token": "full"})
+    main([configuration(), "--report-only"])
+    rows, text = table(tmp_path / "results")
+    assert (rows["One", "KNorm", 0.5]["short"], rows["One", "KNorm", 0.25]["short"]) == (True, False)
+    assert "| 4 questions, short answers |\n" in text
+    assert "| 4 questions |\n" in text
+    assert text.count("Short answers: the median answer has 1 or 2 tokens. With first_token=full") == 1
+
+
 def test_metric_and_scale_are_those_of_the_file(configuration, tmp_path, capsys):
     write(tmp_path / "results", "one", "knorm", 0.5, "abcx")
     benchmark = {"name": "One", "task": "one", "metric": "acc", "scale": 1000}

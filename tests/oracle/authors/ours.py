@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from unittest import mock
 
@@ -9,6 +11,7 @@ import torch
 from transformers import LlavaOnevisionConfig, Qwen2Config
 
 import kvcompress
+from kvcompress.calibration.files import Calibration, ModelIdentity, save
 from kvcompress.hooks.second_reading import DecoderInputs, read_again
 
 from .recording import Recording
@@ -116,6 +119,13 @@ def _held(cache: kvcompress.CompressedCache, tokens: int) -> tuple:
 def of(recording: Recording) -> Held:
     """What ours keeps where the authors' code kept a recording."""
     given, options = states(recording.states), dict(recording.options)
+    if recording.known:
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "calibration.safetensors"
+            model = ModelIdentity.of(config_of(given), given.layers)
+            save(Calibration(recording.method, model, recording.known), path)
+            options["calibration"] = str(path)
+            return ours(given, recording.prompt, recording.decoded, recording.method, recording.budget, **options)
     return ours(given, recording.prompt, recording.decoded, recording.method, recording.budget, **options)
 
 

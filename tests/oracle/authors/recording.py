@@ -24,6 +24,7 @@ class Recording:
             steps followed it.
         budget: entries asked for per layer and KV head.
         kept: bool (layers, kv_heads, prompt + decoded).
+        known: what a calibrated method knows of the states' model, as in its file; else empty.
         keys, values: of merged entries (layers, kv_heads, kept, head_dim) where all heads keep as many; else None.
     """
 
@@ -37,6 +38,7 @@ class Recording:
     decoded: int = 0
     keys: torch.Tensor | None = field(default=None, repr=False)
     values: torch.Tensor | None = field(default=None, repr=False)
+    known: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
@@ -49,20 +51,32 @@ def kept_columns(kept: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
     return torch.stack([(a[:, None] == k[None]).all(-1).any(-1) for k, a in zip(kept, among, strict=True)])
 
 
-def save(name: str, recordings: Sequence[Recording], repository: str, checkout: Path, functions: str) -> None:
-    """Write a fixture, with the repository's commit, the functions that ran and the command that was given."""
-    commit = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+def save(
+    name: str,
+    recordings: Sequence[Recording],
+    repository: str,
+    checkout: Path,
+    functions: str,
+    version: str | None = None,
+) -> None:
+    """Write a fixture, with the repository's commit (or the tag of a `version` that is no checkout), the functions that
+    ran and the command that was given."""
+    if version is None:
+        head = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        version = head.stdout.strip()
     arrays, rows = {}, []
     for number, recording in enumerate(recordings):
         row = asdict(recording)
         for part in ("keys", "values"):
             if (states := row.pop(part)) is not None:
                 arrays[f"{number}/{part}"] = states.numpy()
+        known = row.pop("known")  # of a method and states; it is the same in all their recordings
+        arrays |= {f"{recording.method}/{recording.states}/{name}": part.numpy() for name, part in known.items()}
         arrays[f"{number}/kept"] = np.packbits(row.pop("kept").numpy(), axis=-1)
         rows.append(row)
     source = {
         "repository": f"https://github.com/{repository}",
-        "commit": commit.stdout.strip(),
+        "commit": version,
         "functions": functions,
         "command": f"python -m {sys.modules['__main__'].__spec__.name} CHECKOUT",
         "torch": torch.__version__,
@@ -90,6 +104,9 @@ def load(name: str) -> list[Recording]:
                 for part in ("keys", "values")
                 if f"{number}/{part}" in file.files
             }
+            of_states = f"{row['method']}/{row['states']}/"
+            known = {key.removeprefix(of_states): file[key] for key in file.files if key.startswith(of_states)}
+            merged["known"] = {name: torch.from_numpy(part) for name, part in known.items()}
             recordings.append(Recording(**row, kept=torch.from_numpy(kept), **merged))
     return recordings
 

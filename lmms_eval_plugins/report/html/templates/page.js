@@ -79,6 +79,7 @@ const COLUMNS = [
   ["method", (cell) => cell.series, null],
   ["kept", (cell) => cell.ratio ?? cell.budget, (cell) => (cell.ratio === null ? cell.size : percent(cell.ratio, cell.ratio < 0.01 ? 1 : 0))],
   ["score", (cell) => cell.score, null],
+  ["headroom", (cell) => cell.headroom?.[0] ?? null, (cell) => (cell.headroom ? `${percent(cell.headroom[0], 0)} [${cell.headroom.slice(1).map((end) => (100 * end).toFixed(0)).join(", ")}]` : "-"), "rare"],
   ["same as full", (cell) => cell.same, (cell) => percent(cell.same, 0), "rare"],
   ["TTFT", (cell) => cell.ttft_s, (cell) => milliseconds(cell.ttft_s), "rare"],
   ["per token", (cell) => cell.tpot_s, (cell) => milliseconds(cell.tpot_s)],
@@ -88,15 +89,18 @@ const COLUMNS = [
   ["realised", (cell) => cell.realised, (cell) => (cell.realised === null ? "-" : cell.realised.toFixed(3)), "rare"],
   ["samples", (cell) => cell.samples, (cell) => cell.samples, "rare"],
 ];
-let order = { column: -1, descending: false };
+// Headroom is known where `random` and `hindsight` are there as well.
+const columnsShown = () => COLUMNS.filter(([name]) => name !== "headroom" || group.cells.some((cell) => cell.headroom));
+let order = { column: null, descending: false };
 
 function drawTable() {
-  const head = COLUMNS.map(([name, , , rare], column) => {
+  const columns = columnsShown();
+  const head = columns.map(([name, , , rare]) => {
     const th = make("th", { textContent: name === "score" ? group.metric : name, className: rare ?? "", tabIndex: 0, scope: "col" });
-    if (order.column === column) th.setAttribute("aria-sort", order.descending ? "descending" : "ascending");
+    if (order.column === name) th.setAttribute("aria-sort", order.descending ? "descending" : "ascending");
     const sort = () => {
-      const numbers = column > 0;
-      order = order.column === column ? { column, descending: !order.descending } : { column, descending: numbers };
+      const numbers = name !== "method";
+      order = order.column === name ? { column: name, descending: !order.descending } : { column: name, descending: numbers };
       drawTable();
     };
     th.addEventListener("click", sort);
@@ -105,8 +109,9 @@ function drawTable() {
   });
   $("cells-table").tHead.replaceChildren(make("tr", {}, ...head));
   const rows = [...group.cells];
-  if (order.column >= 0) {
-    const value = COLUMNS[order.column][1];
+  const sorting = columns.find(([name]) => name === order.column);
+  if (sorting) {
+    const value = sorting[1];
     rows.sort((a, b) => {
       const [x, y] = [value(a), value(b)];
       if (x === null || y === null) return (x === null) - (y === null);
@@ -115,7 +120,7 @@ function drawTable() {
     });
   }
   const top = Math.max(...group.cells.map((cell) => cell.score ?? 0)) || 1;
-  $("cells-table").tBodies[0].replaceChildren(...rows.map((cell) => make("tr", {}, ...COLUMNS.map(([name, , text, rare]) => {
+  $("cells-table").tBodies[0].replaceChildren(...rows.map((cell) => make("tr", {}, ...columns.map(([name, , text, rare]) => {
     if (name === "method") return make("td", {}, dot(cell.series), label(cell.series));
     if (name !== "score") return make("td", { textContent: text(cell), className: rare ?? "" });
     const meter = make("span", { className: "meter" }, make("i", { style: `width:${(100 * (cell.score ?? 0)) / top}%` }));
@@ -218,11 +223,15 @@ function drawLegend() {
 // -- budgets
 
 function drawMaps() {
-  const cells = cellsOf($("budget-size").value).map(([cell]) => cell).filter((cell) => cell.method !== "full" && (cell.per_head || cell.per_layer));
-  const shares = cells.map((cell) => cell.per_head ?? cell.per_layer.map((share) => [share]));
+  const known = cellsOf($("budget-size").value).map(([cell]) => cell).filter((cell) => cell.method !== "full" && (cell.per_head || cell.per_layer));
+  const ofNeeds = $("budget-of").value === "needs";
+  const cells = known.filter((cell) => !ofNeeds || cell.needs_kept);
+  const shares = cells.map((cell) => (ofNeeds ? cell.needs_kept : cell.per_head ?? cell.per_layer.map((share) => [share])));
   const flat = shares.flat(2);
   const mean = flat.reduce((a, b) => a + b, 0) / (flat.length || 1);
-  const most = Math.min(1, Math.max(...flat, 2 * mean, 0.01)); // an even share is half as dark as it could be
+  // Of entries, an even share is half as dark as it could be.
+  const most = ofNeeds ? 1 : Math.min(1, Math.max(...flat, 2 * mean, 0.01));
+  $("scale-of").textContent = ofNeeds ? "of what the answer attends to on the full cache" : "of a prompt's entries";
   $("scale-end").textContent = percent(most, 0);
   $("maps").replaceChildren(...cells.map((cell, place) => {
     const heads = shares[place][0].length, layers = shares[place].length;
@@ -445,7 +454,7 @@ function show(index) {
     return [series, alone ? method : series];
   }));
   hidden = new Set();
-  order = { column: -1, descending: false };
+  order = { column: null, descending: false };
   shown = PAGE;
   const sizes = [...new Set(group.cells.filter((cell) => cell.method !== "full").map((cell) => cell.size))];
   sizes.sort((a, b) => parseFloat(b.replace("budget ", "")) - parseFloat(a.replace("budget ", "")));
@@ -460,6 +469,9 @@ function show(index) {
   $("cells").hidden = !group.cells.some((cell) => cell.score !== null || cell.ttft_s !== null);
   $("plots").hidden = !scored;
   $("budgets").hidden = !group.cells.some((cell) => cell.method !== "full" && (cell.per_head || cell.per_layer));
+  const foreseen = group.cells.some((cell) => cell.needs_kept);
+  $("budget-of").parentElement.hidden = !foreseen;
+  if (!foreseen) $("budget-of").value = "entries";
   $("survivors").hidden = !keys.length;
   $("samples").hidden = group.questions.length < 2;
   const options = [...group.labels].filter(([series, name]) => series !== name).map(([series]) => series);
@@ -487,6 +499,7 @@ $("note").textContent = DATA.note ?? "";
 $("group").addEventListener("change", () => show(Number($("group").value)));
 for (const id of ["x-size", "x-time"]) $(id).addEventListener("change", drawPlots);
 $("budget-size").addEventListener("change", drawMaps);
+$("budget-of").addEventListener("change", drawMaps);
 $("question").addEventListener("change", () => { setOverlayPickers(true); drawOverlays(); });
 $("image").addEventListener("change", () => { setOverlayPickers(true); drawOverlays(); });
 for (const id of ["survivor-size", "head", "sheet"]) $(id).addEventListener("change", drawOverlays);

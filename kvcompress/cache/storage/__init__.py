@@ -1,0 +1,1 @@
+"""How a layer's kept entries are stored; `new.py` chooses."""

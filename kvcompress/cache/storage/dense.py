@@ -1,0 +1,79 @@
+"""Entries of which every row and KV head keeps as many."""
+
+import torch
+
+from .base import Storage, roomy, spare
+
+
+class DenseStorage(Storage):
+    """One buffer (batch, kv_heads, capacity, head_dim) for keys and one for values.
+
+    Args:
+        keys, values: (batch, kv_heads, entries, head_dim).
+        indices: LongTensor (batch, kv_heads, entries), or None for column = slot.
+        pads: bool (batch, entries), True at pads that are stored although nobody may see them, or None. Only a cache
+            that keeps everything stores pads, so that all shapes are those of transformers' own cache.
+    """
+
+    def __init__(self, keys, values, indices, pads, room: int | None):
+        self.entries = self.length = keys.shape[2]
+        self.indices = None if indices is None else indices.to(torch.int32)
+        self.pads = pads
+        capacity = self.entries + (spare(self.entries) if room is None else room)
+        self.keys, self.values = roomy(keys, capacity), roomy(values, capacity)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.indices is None
+
+    @property
+    def appended(self) -> int:
+        return self.length - self.entries
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        end = self.length + keys.shape[2]
+        if end > self.keys.shape[2]:
+            self.keys = roomy(self.keys[:, :, : self.length], end + spare(end))
+            self.values = roomy(self.values[:, :, : self.length], end + spare(end))
+        self.keys[:, :, self.length : end] = keys
+        self.values[:, :, self.length : end] = values
+        self.length = end
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def segments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """Keys and values (rows, head_dim); where each KV head of each row of the batch begins in them and how many
+        rows it has, LongTensors (batch, kv_heads); the most of them."""
+        batch, kv_heads, capacity = self.keys.shape[:3]
+        starts = torch.arange(0, batch * kv_heads * capacity, capacity, device=self.keys.device).view(batch, kv_heads)
+        flat = self.keys.flatten(0, 2), self.values.flatten(0, 2)
+        return *flat, starts, torch.full_like(starts, self.length), self.length
+
+    def visible(self) -> torch.Tensor | None:
+        if self.pads is None:
+            return None
+        new = self.pads.new_zeros(self.pads.shape[0], self.length - self.pads.shape[1])
+        return ~torch.cat([self.pads, new], dim=1)[:, None]
+
+    def columns(self, seen: int) -> torch.Tensor:
+        shape = self.keys.shape[:2]
+        if self.indices is None:
+            columns = torch.arange(self.length, device=self.keys.device).expand(*shape, -1)
+        else:
+            appended = torch.arange(seen - (self.length - self.entries), seen, device=self.keys.device)
+            columns = torch.cat([self.indices.long(), appended.expand(*shape, -1)], dim=2)
+        visible = self.visible()
+        return columns if visible is None else columns.masked_fill(~visible, -1)
+
+    def select(self, rows: torch.Tensor) -> None:
+        self.keys, self.values = self.keys[rows], self.values[rows]
+        self.indices = None if self.indices is None else self.indices[rows]
+        self.pads = None if self.pads is None else self.pads[rows]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for t in (self.keys, self.values, self.indices, self.pads) if t is not None]
+
+    @property
+    def room_nbytes(self) -> int:
+        return self.keys[:, :, self.length :].nbytes + self.values[:, :, self.length :].nbytes

@@ -1,0 +1,36 @@
+"""Which storage a layer gets. All have room for the tokens to come, so that a decoded token is written in place."""
+
+import torch
+
+from ...policy.options import Engine
+from .base import Storage
+from .offloaded import OffloadedStorage
+from .quantized import QuantizedStorage
+from .static import StaticStorage
+from .store import store
+from .turboquant import TurboQuantStorage
+
+
+def new_storage(
+    engine: Engine,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    indices: torch.Tensor | None,
+    pads: torch.Tensor | None,
+    room: int | None,
+    uniform: bool,
+) -> Storage:
+    """The storage that `cache_implementation` names, with room for `room` tokens (None: an eighth more). `indices` is
+    None for a cache that keeps everything, which may hold `pads`; other arguments as in `DenseStorage` and `store`."""
+    kind, device = engine.cache_implementation, keys.device
+    if kind.startswith("offloaded"):
+        keys, values, indices, pads = (None if t is None else t.cpu() for t in (keys, values, indices, pads))
+    if kind in ("static", "offloaded_static"):
+        storage = StaticStorage(keys, values, indices, pads, room)
+    elif kind == "quantized" and engine.kv_backend == "turboquant":
+        storage = TurboQuantStorage(keys, values, indices, pads, engine.kv_bits, room, uniform)
+    elif kind == "quantized":
+        storage = QuantizedStorage(keys, values, indices, pads, engine.quantizer, engine.kv_residual)
+    else:
+        storage = store(keys, values, indices, pads, room, uniform)
+    return OffloadedStorage(storage, device) if kind.startswith("offloaded") else storage

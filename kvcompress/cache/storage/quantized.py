@@ -1,0 +1,150 @@
+"""Entries in few bits, quantized in groups."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...kernels.quantization import Quantized, Quantizer
+from ...scoring.layer_view import Kept
+from .base import Storage
+from .dense import DenseStorage
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Quantized entries of all rows: `rows` has a pair per row, keys as (head_dim, entries of all heads) and values as
+    (entries of all heads, head_dim). `unused`: bool (batch, kv_heads, slots), or None where all slots are in use."""
+
+    rows: list[tuple[Quantized, Quantized]]
+    unused: torch.Tensor | None
+    heads: int
+    slots: int
+
+    def unpack(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (batch, kv_heads, slots, head_dim), zero at unused slots."""
+        keys = [self._filled(row, keys.dequantize().T) for row, (keys, _) in enumerate(self.rows)]
+        values = [self._filled(row, values.dequantize()) for row, (_, values) in enumerate(self.rows)]
+        return torch.stack(keys), torch.stack(values)
+
+    def _filled(self, row: int, packed: torch.Tensor) -> torch.Tensor:
+        if self.unused is not None:
+            filled = packed.new_zeros(self.heads * self.slots, packed.shape[1])
+            filled[~self.unused[row].flatten()] = packed
+            packed = filled
+        return packed.unflatten(0, (self.heads, self.slots))
+
+    def select(self, rows: torch.Tensor) -> "_Block":
+        unused = None if self.unused is None else self.unused[rows]
+        return replace(self, rows=[self.rows[row] for row in rows.tolist()], unused=unused)
+
+    def tensors(self) -> list[torch.Tensor]:
+        packed = [tensor for pair in self.rows for part in pair for tensor in part.tensors]
+        return packed if self.unused is None else [*packed, self.unused]
+
+
+class QuantizedStorage(Storage):
+    """Low-bit entries: what is kept is quantized once; appended tokens wait in full precision until `residual` of
+    them are there, and are then quantized once, as a block of their own.
+
+    Keys are grouped per channel, along the tokens, and values per token, as their outliers lie (KIVI,
+    https://arxiv.org/abs/2402.02750, section 3). Each row of the batch is a piece of its own, so that rows can be
+    selected without unpacking; rows and heads may differ in length.
+
+    Args:
+        kept: right-aligned, with -1 in unused slots; its indices may be None for column = slot.
+        pads: as in `DenseStorage`.
+    """
+
+    is_final = True
+
+    def __init__(self, keys, values, indices, pads, quantizer: Quantizer, residual: int):
+        self.quantizer, self.residual = quantizer, residual
+        self.indices, self.unused = None, None
+        self.entries = self.length = 0
+        self.blocks: list[_Block] = []
+        self.recent = DenseStorage(keys[:, :, :0], values[:, :, :0], None, None, residual)
+        if indices is not None:
+            self.extend(Kept(keys, values, indices), first=0)
+            return
+        self.unused = None if pads is None else pads[:, None].expand(keys.shape[:3])
+        self.blocks.append(self._pack(keys, values, self.unused))
+        self.entries = self.length = keys.shape[2]
+
+    @property
+    def appended(self) -> int:
+        return self.length - self.entries
+
+    def extend(self, kept: Kept, first: int) -> None:
+        indices = torch.cat([self.columns(first), kept.indices], dim=2)
+        unused = kept.indices < 0 if bool((kept.indices < 0).any()) else None
+        self._flush()
+        self.blocks.append(self._pack(kept.keys, kept.values, unused))
+        self.indices, self.unused = indices.to(torch.int32), None
+        if bool((indices < 0).any()):
+            self.unused = indices < 0
+        self.entries = self.length = indices.shape[2]
+
+    def forget(self, column: int, seen: int) -> None:
+        gone = self.columns(seen) == column
+        if bool(gone.any()):  # its slot stays, unused
+            self.indices = self.columns(seen).masked_fill(gone, -1).to(torch.int32)
+            self.unused, self.entries = self.indices < 0, self.length
+
+    def _flush(self) -> None:
+        """Quantize the tokens that wait."""
+        if self.recent.length:
+            keys, values = self.recent.read()
+            self.blocks.append(self._pack(keys, values, None))
+            self.recent = DenseStorage(keys[:, :, :0], values[:, :, :0], None, None, self.residual)
+
+    def _pack(self, keys: torch.Tensor, values: torch.Tensor, unused: torch.Tensor | None) -> "_Block":
+        rows = []
+        for row in range(keys.shape[0]):
+            used = slice(None) if unused is None else ~unused[row].flatten()
+            row_keys, row_values = keys[row].flatten(0, 1)[used], values[row].flatten(0, 1)[used]
+            rows.append((self.quantizer.quantize(row_keys.T), self.quantizer.quantize(row_values)))
+        return _Block(rows, unused, keys.shape[1], keys.shape[2])
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.recent.append(keys, values)
+        self.length += keys.shape[2]
+        if self.recent.length >= self.residual:
+            self._flush()
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = [*(block.unpack() for block in self.blocks), self.recent.read()]
+        return torch.cat([keys for keys, _ in parts], dim=2), torch.cat([values for _, values in parts], dim=2)
+
+    def visible(self) -> torch.Tensor | None:
+        if self.unused is None:
+            return None
+        appended = self.unused.new_zeros(*self.unused.shape[:2], self.length - self.entries)
+        return ~torch.cat([self.unused, appended], dim=2)
+
+    def columns(self, seen: int) -> torch.Tensor:
+        shape, device = self.recent.keys.shape[:2], self.recent.keys.device
+        if self.indices is None:
+            columns = torch.arange(self.length, device=device).expand(*shape, -1)
+        else:
+            appended = torch.arange(seen - (self.length - self.entries), seen, device=device)
+            columns = torch.cat([self.indices.long(), appended.expand(*shape, -1)], dim=2)
+        return columns if self.unused is None else columns.masked_fill(~self.visible(), -1)
+
+    def fork(self) -> "QuantizedStorage":
+        twin = super().fork()
+        twin.blocks, twin.recent = list(self.blocks), self.recent.fork()
+        return twin
+
+    def select(self, rows: torch.Tensor) -> None:
+        self.blocks = [block.select(rows) for block in self.blocks]
+        self.indices = None if self.indices is None else self.indices[rows]
+        self.unused = None if self.unused is None else self.unused[rows]
+        self.recent.select(rows)
+
+    def tensors(self) -> list[torch.Tensor]:
+        own = [tensor for tensor in (self.indices, self.unused) if tensor is not None]
+        return [*(tensor for block in self.blocks for tensor in block.tensors()), *own, *self.recent.tensors()]
+
+    @property
+    def room_nbytes(self) -> int:
+        return self.recent.room_nbytes

@@ -1,0 +1,124 @@
+"""The pass over a model that makes a calibration: each prompt is read once, and a method looks at every layer."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..cache.cache import CompressedCache
+from ..cache.layer import CompressedLayer
+from ..cache.scope import States
+from ..clusters.base import make_cluster
+from ..clusters.calibrated import CalibratedKVCluster, options_of
+from ..errors import KVCompressError
+from ..hooks.model import text_decoder, unwrapped, writing_part
+from ..hooks.rotary import watch_rotary
+from ..hooks.session import attach
+from ..methods import list_methods, method_info
+from .files import Calibration, ModelIdentity, check_tensors
+
+Sums = dict[str, torch.Tensor]
+
+
+def calibrated_method(method: str, **options: object) -> tuple[str, CalibratedKVCluster]:
+    """A method that is calibrated, by name and with options. Raises KVCompressError for any other."""
+    info = method_info(method)
+    if not issubclass(info.cls, CalibratedKVCluster):
+        names = [name for name, each in list_methods().items() if issubclass(each.cls, CalibratedKVCluster)]
+        raise KVCompressError(f"method {info.name!r} is not calibrated; those that are: {', '.join(names)}")
+    if "calibration" in options:
+        raise KVCompressError("calibration= is what calibrating makes: it is not given")
+    return info.name, make_cluster(info.name, **options)
+
+
+@torch.no_grad()
+def calibrate(
+    model: PreTrainedModel,
+    method: str,
+    prompts: Iterable[Mapping[str, torch.Tensor]],
+    data: str = "",
+    seed: int | None = None,
+    **options: object,
+) -> Calibration:
+    """What `method` wants to know of `model`, gathered over prompts.
+
+    ```python
+    calibration = kvcompress.calibrate(model, "q-filters", map(processor, prompts))
+    kvcompress.calibration.files.save(calibration, Path("q-filters.safetensors"))
+    ```
+
+    Args:
+        model: as for `compress`.
+        method: one that is calibrated.
+        prompts: model inputs, `input_ids` and what belongs to its images, each with a batch of one.
+        data, seed: noted in the file: where the prompts come from, and by which seed they were drawn.
+        options: of the method.
+
+    Raises:
+        KVCompressError: for a method that is not calibrated, no prompt, a batch of several, or a prompt or model of
+            which nothing can be learnt.
+    """
+    name, cluster = calibrated_method(method, **options)
+    inner = writing_part(unwrapped(model))
+    sums: Sums = {}
+    count = tokens = 0
+    sizes = (0, 0, 0)
+    with attach(model):
+        for prompt in prompts:
+            gathered, sizes = _read(inner, cluster, dict(prompt))
+            for key, part in _stacked(gathered).items():
+                sums[key] = sums[key] + part if key in sums else part
+            count, tokens = count + 1, tokens + prompt["input_ids"].shape[1]
+    if not count:
+        raise KVCompressError("there is no prompt to calibrate on")
+    heads, kv_heads, head_dim = sizes
+    said = ModelIdentity.of(inner.config, len(gathered))
+    identity = replace(said, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    known = {key: part.float() for key, part in cluster.known_from(sums).items()}
+    check_tensors(known, identity, cluster.calibrated)
+    return Calibration(name, identity, known, options_of(cluster), data, count, tokens, seed)
+
+
+def _read(
+    model: PreTrainedModel, cluster: CalibratedKVCluster, prompt: dict[str, Any]
+) -> tuple[list[Sums], tuple[int, int, int]]:
+    """What each compressed layer gave, in float64 on the CPU; and its heads, KV heads and head dimension."""
+    if len(prompt["input_ids"]) != 1:
+        raise KVCompressError(f"a prompt to calibrate on has a batch of one, not of {len(prompt['input_ids'])}")
+    cache = CompressedCache(model.config)
+    gathered: dict[int, Sums] = {}
+    sizes: dict[int, tuple[int, int, int]] = {}
+
+    def look(layer: CompressedLayer, states: States, store: Callable[[], None]) -> None:
+        place = layer.choice.place
+        queries, keys = states.queries, states.keys
+        view = layer.choice.view(cache.announced, cache.announced.lengths, states, None)
+        found = cluster.gather(queries, keys, states.values, view)
+        gathered[place] = {key: part.cpu().double() for key, part in found.items()}
+        sizes[place] = queries.shape[1], keys.shape[1], keys.shape[3]
+        store()
+
+    for layer in cache.compressed_layers:
+        layer.listen(partial(look, layer))
+    handles = watch_rotary(text_decoder(model), cache.rotate) if cluster.watches_rotary else []
+    few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    try:
+        model(**prompt, past_key_values=cache, use_cache=True, **few)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if len(set(sizes.values())) != 1:
+        raise KVCompressError(
+            f"a {model.config.model_type} model's layers differ in their heads: {sorted(set(sizes.values()))} (heads, "
+            "KV heads, head dimension); a calibration has one size"
+        )
+    return [gathered[place] for place in sorted(gathered)], sizes[0]
+
+
+def _stacked(gathered: list[Sums]) -> Sums:
+    """(layers, ...) of each."""
+    return {key: torch.stack([layer[key] for layer in gathered]) for key in gathered[0]}

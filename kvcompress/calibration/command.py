@@ -1,0 +1,92 @@
+"""The command line: `python -m kvcompress calibrate MODEL --method NAME --text FILE --out FILE`."""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from pydantic import NonNegativeInt, PositiveInt
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from ..bench.flags import Parser, device_name, flag, label, new_file
+from ..cache.cache import CompressedCache
+from ..errors import KVCompressError, loading, shown
+from ..files import check_output
+from .collect import calibrate, calibrated_method
+from .files import Calibration, ModelIdentity, check_tensors, save
+from .text import pieces
+
+
+def parser() -> argparse.ArgumentParser:
+    this = Parser(
+        prog="python -m kvcompress calibrate",
+        description="Gather what a calibrated method knows of a model, over a text, and write it to a file. Prompts "
+        "with images: python -m lmms_eval_plugins.calibrate.",
+    )
+    add_common_flags(this)
+    data = this.add_mutually_exclusive_group(required=True)
+    data.add_argument("--text", type=new_file, metavar="FILE", help="a text in UTF-8, read in pieces")
+    data.add_argument(
+        "--published", type=new_file, metavar="FILE", help="what the method's authors have published; no model is run"
+    )
+    this.add_argument("--length", type=flag(PositiveInt), default=2048, help="tokens of a piece of text (2048)")
+    this.add_argument("--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu")
+    this.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    return this
+
+
+def add_common_flags(this: argparse.ArgumentParser) -> None:
+    """What both commands that calibrate take."""
+    this.add_argument("model", type=label, help="hub id or local path")
+    this.add_argument("options", nargs="*", type=label, metavar="OPTION=VALUE", help="of the method")
+    this.add_argument("--method", type=label, required=True, help="one that is calibrated")
+    this.add_argument("--out", type=new_file, required=True, help="the file, NAME.safetensors")
+    this.add_argument("--questions", type=flag(PositiveInt), default=32, help="prompts to draw, or all there are (32)")
+    this.add_argument("--seed", type=flag(NonNegativeInt), default=0, help="by which they are drawn (0)")
+
+
+def key_values(given: list[str]) -> dict[str, str]:
+    """`["sinks=4"]` as {"sinks": "4"}. Raises KVCompressError."""
+    for each in given:
+        if "=" not in each:
+            raise KVCompressError(f"{shown(each)} is not OPTION=VALUE")
+    return dict(each.split("=", 1) for each in given)
+
+
+def write(calibration: Calibration, out: Path, seconds: float) -> None:
+    """Write the file and say what is in it."""
+    save(calibration, out)
+    print(
+        f"written: {out}: {calibration.method} of {calibration.model}, from {calibration.prompts} prompts, "
+        f"{calibration.tokens} tokens, in {seconds:.1f} s"
+    )
+
+
+def main(arguments: list[str]) -> None:
+    """Write the file. Raises KVCompressError."""
+    flags = parser().parse_intermixed_args(arguments)
+    options = key_values(flags.options)
+    name, cluster = calibrated_method(flags.method, **options)
+    check_output(flags.out.absolute().parent, flags.out.name)
+    start = time.perf_counter()
+    with loading(flags.model):
+        config = AutoConfig.from_pretrained(flags.model)
+    if flags.published is not None:
+        model = ModelIdentity.of(config, len(CompressedCache(config).compressed_layers))
+        known = cluster.from_published(flags.published, model)
+        try:
+            check_tensors(known, model, cluster.calibrated)
+        except KVCompressError as error:
+            raise KVCompressError(f"--published {shown(str(flags.published))} is not of {model}: {error}") from None
+        write(Calibration(name, model, known, data=f"published: {flags.published.name}"), flags.out, 0.0)
+        return
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    with loading(flags.model):
+        tokenizer = AutoTokenizer.from_pretrained(flags.model)
+        model = auto.from_pretrained(flags.model, dtype=flags.dtype).eval().to(flags.device)
+    prompts = pieces(flags.text, tokenizer, flags.length, flags.questions, flags.seed)
+    prompts = [{key: tensor.to(model.device) for key, tensor in prompt.items()} for prompt in prompts]
+    made = calibrate(model, name, prompts, f"text: {flags.text.name}", flags.seed, **options)
+    write(made, flags.out, time.perf_counter() - start)

@@ -1,0 +1,178 @@
+"""A calibration on disk: a safetensors file, whose metadata says of which model, by what method and from what data."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig
+
+from ..errors import KVCompressError, shown
+from ..files import replacing
+
+FORMAT = "1"
+# Fields of a text model's config that tell one architecture from another and that every transformers writes alike.
+SHAPE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SHAPE += ("num_key_value_heads", "head_dim")
+
+Shapes = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Which model a calibration is of.
+
+    Attributes:
+        model_type, name: of its config; the name is a hub id or a path, and is not compared.
+        layers: that are compressed.
+        heads, kv_heads, head_dim: of each of them.
+        fingerprint: of the config: two models of one have tensors of the same sizes.
+    """
+
+    model_type: str
+    name: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    fingerprint: str
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, layers: int) -> "ModelIdentity":
+        """As the config says; `layers` as above."""
+        text = config.get_text_config(decoder=True)
+        heads = _field(text, "num_attention_heads")
+        kv_heads = _field(text, "num_key_value_heads") or heads
+        head_dim = _field(text, "head_dim") or text.hidden_size // heads
+        name = str(config.name_or_path or text.name_or_path)
+        return cls(config.model_type, name, layers, heads, kv_heads, head_dim, fingerprint(config))
+
+    def __str__(self) -> str:
+        name = f" {shown(self.name)}" if self.name else ""
+        shape = f"{self.layers} layers, {self.heads} heads, {self.kv_heads} KV heads of {self.head_dim}"
+        return f"{self.model_type}{name} ({shape}, {self.fingerprint})"
+
+
+def fingerprint(config: PreTrainedConfig) -> str:
+    """Of what in a model's config decides about the sizes of its states."""
+    text = config.get_text_config(decoder=True)
+    shape = {name: _field(text, name) for name in SHAPE}
+    content = json.dumps({"type": config.model_type, **shape}, sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def _field(config: PreTrainedConfig, name: str) -> object:
+    """A field of a config, None where it has none; of layers that differ in it, what the config's file says."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # transformers' own, of a name that not every release has (Gemma 4)
+        return config.to_dict().get(name)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a method knows of a model.
+
+    Attributes:
+        method: its registered name; `options`: those of the method that were in force.
+        model: whose states they are.
+        tensors: the method's own, in fp32; the first dimension counts the compressed layers.
+        data: where the prompts came from, in words; `prompts`, `tokens`: how many; `seed`: by which they were drawn.
+    """
+
+    method: str
+    model: ModelIdentity
+    tensors: dict[str, torch.Tensor] = field(repr=False)
+    options: dict[str, object] = field(default_factory=dict)
+    data: str = ""
+    prompts: int = 0
+    tokens: int = 0
+    seed: int | None = None
+
+
+def save(calibration: Calibration, path: Path) -> None:
+    """Write the file, whole or not at all."""
+    given = asdict(calibration)
+    tensors = given.pop("tensors")
+    metadata = {"kvcompress_calibration": FORMAT, **{name: json.dumps(value) for name, value in given.items()}}
+    content = safetensors.torch.save({name: part.float().contiguous() for name, part in tensors.items()}, metadata)
+    with replacing(path) as draft:
+        draft.write_bytes(content)
+
+
+def load(path: str | Path) -> Calibration:
+    """The calibration in a file; one that is read again, unchanged, is not opened again. Raises KVCompressError, one
+    line, where there is none."""
+    problem = f"calibration={shown(str(path))}"
+    try:
+        stat = os.stat(path)
+        return _load(os.path.realpath(path), stat.st_mtime_ns, stat.st_size)
+    except (OSError, ValueError, SafetensorError) as error:
+        if isinstance(error, KVCompressError):
+            raise KVCompressError(f"{problem} {error}") from None
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        raise KVCompressError(f"{problem} cannot be read as a safetensors file: {reason}") from None
+
+
+@lru_cache(maxsize=16)
+def _load(path: str, mtime_ns: int, size: int) -> Calibration:
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        if (version := metadata.get("kvcompress_calibration")) != FORMAT:
+            kind = "a safetensors file without kvcompress's metadata" if version is None else f"of format {version!r}"
+            raise KVCompressError(f"is {kind}: `python -m kvcompress calibrate` writes format {FORMAT!r}")
+        try:
+            given = {name: json.loads(text) for name, text in metadata.items() if name != "kvcompress_calibration"}
+            model = ModelIdentity(**given.pop("model"))
+            return Calibration(model=model, tensors={name: file.get_tensor(name) for name in file.keys()}, **given)  # noqa: SIM118 (it is no dict)
+        except (TypeError, KeyError, json.JSONDecodeError) as error:
+            raise KVCompressError(f"has metadata that cannot be read: {' '.join(str(error).split())[:200]}") from None
+
+
+def check_method(calibration: Calibration, path: str | Path, method: str, shapes: Shapes) -> None:
+    """Raises KVCompressError unless the file was made for the method and holds its tensors."""
+    if calibration.method != method:
+        raise KVCompressError(
+            f"calibration={shown(str(path))} was made for method {calibration.method!r}, not for {method!r}"
+        )
+    try:
+        check_tensors(calibration.tensors, calibration.model, shapes)
+    except KVCompressError as error:
+        raise KVCompressError(f"calibration={shown(str(path))}: {error}") from None
+
+
+def check_tensors(tensors: Mapping[str, torch.Tensor], model: ModelIdentity, shapes: Shapes) -> None:
+    """Raises KVCompressError unless these are the tensors that `shapes` names, finite and of the model's sizes.
+
+    `shapes`: name -> its dimensions, as names of `ModelIdentity`; `pairs` is half of `head_dim`.
+    """
+    if tensors.keys() != shapes.keys():
+        raise KVCompressError(f"the tensors are {_listed(tensors)}, not {_listed(shapes)}")
+    sizes = {**asdict(model), "pairs": model.head_dim // 2}
+    for name, dimensions in shapes.items():
+        found, wanted = tuple(tensors[name].shape), tuple(sizes.get(dimension, -1) for dimension in dimensions)
+        if len(found) != len(wanted) or any(want not in (-1, size) for size, want in zip(found, wanted, strict=True)):
+            meant = ", ".join(
+                dimension if size == -1 else f"{size} {dimension}"
+                for dimension, size in zip(dimensions, wanted, strict=True)
+            )
+            raise KVCompressError(f"tensor {name!r} has the shape {found}, not ({meant})")
+        if not tensors[name].isfinite().all():
+            raise KVCompressError(f"tensor {name!r} has numbers that are not finite")
+
+
+def check_model(calibration: Calibration, path: str | Path, config: PreTrainedConfig, layers: int) -> None:
+    """Raises KVCompressError unless the file is of a model of this config, of which `layers` are compressed."""
+    found, this = calibration.model, ModelIdentity.of(config, layers)
+    if (found.fingerprint, found.layers) != (this.fingerprint, this.layers):
+        raise KVCompressError(f"calibration={shown(str(path))} is of another model: it is of {found}, this is {this}")
+
+
+def _listed(names: Mapping[str, object]) -> str:
+    return ", ".join(sorted(names)) or "none"

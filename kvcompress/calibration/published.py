@@ -1,0 +1,54 @@
+"""Reading the files in which authors have published what their methods know of a model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..errors import KVCompressError, shown
+
+
+def tensors_in(path: Path, *names: str) -> dict[str, torch.Tensor]:
+    """The named tensors of a safetensors file. Raises KVCompressError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = list(file.keys())
+            if missing := [name for name in names if name not in found]:
+                raise KVCompressError(
+                    f"{shown(str(path))} has no tensor {missing[0]!r}; it has {', '.join(sorted(found)) or 'none'}"
+                )
+            return {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, "safetensors file", error) from None
+
+
+def numbers_in(path: Path) -> torch.Tensor:
+    """A table of numbers, tabs between them, as (rows, columns) in fp64. Raises KVCompressError."""
+    try:
+        rows = [[float(cell) for cell in line.split("\t")] for line in path.read_text(encoding="utf-8").splitlines()]
+        return torch.tensor(rows, dtype=torch.float64)
+    except (OSError, ValueError) as error:  # rows of different lengths are a ValueError of torch's
+        raise _unreadable(path, "table of numbers with tabs between them", error) from None
+
+
+def json_in(path: Path) -> Any:
+    """What a JSON file says. Raises KVCompressError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, "JSON file", error) from None
+
+
+def pickled_in(path: Path) -> Any:
+    """What `torch.save` wrote of tensors and plain values; nothing else is loaded. Raises KVCompressError."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever unpickling raises
+        raise _unreadable(path, "file of torch.save", error) from None
+
+
+def _unreadable(path: Path, kind: str, error: Exception) -> KVCompressError:
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+    return KVCompressError(f"{shown(str(path))} cannot be read as a {kind}: {reason}")

@@ -1,0 +1,75 @@
+"""What a method is that knows the model beforehand, from a calibration file (docs/calibration.md)."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedConfig
+
+from ..calibration import files
+from ..errors import KVCompressError
+from ..scoring.layer_view import LayerView
+from .base import KVCluster
+
+
+@dataclass(frozen=True)
+class CalibratedKVCluster(KVCluster):
+    """A method that is calibrated: `gather` looks at a layer's states in each prompt, `known_from` makes of the sums
+    what `score` asks for, by name, as `self.known(name, view)`. In between is a file, the option `calibration`."""
+
+    calibration: str | None = None
+
+    needs_calibration: ClassVar[bool] = True  # else it is an option
+    calibrated: ClassVar[files.Shapes] = {}  # name -> its dimensions, see `calibration.files.check_tensors`
+
+    def gather(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView
+    ) -> dict[str, torch.Tensor]:
+        """What one layer of one prompt adds. Arguments as in `score`, with a batch of one and rotated queries; a method
+        that `watches_rotary` finds in `view.rotary` how."""
+        raise TypeError(f"{type(self).__name__} does not define gather")
+
+    def known_from(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of the file, from the sums over all prompts, in float64."""
+        return sums
+
+    @classmethod
+    def from_published(cls, path: Path, model: files.ModelIdentity) -> dict[str, torch.Tensor]:
+        """The tensors of the file, from one that the method's authors have published. Raises KVCompressError."""
+        raise KVCompressError(f"{cls.__name__}: there is no published file that can be read; give --text")
+
+    def known(self, name: str, view: LayerView, device: torch.device) -> torch.Tensor:
+        """This layer's part of one of `calibrated`, without the dimension of layers, in fp32."""
+        return self.known_whole(name)[view.place].to(device)
+
+    def known_whole(self, name: str) -> torch.Tensor:
+        """One of `calibrated`, of all layers, in fp32 on the CPU."""
+        if self.calibration is None:
+            raise KVCompressError(f"{type(self).__name__} needs calibration=FILE")
+        return files.load(self.calibration).tensors[name]
+
+
+def check_calibration(cluster: KVCluster, method: str) -> None:
+    """Raises KVCompressError where a method lacks the file that it needs, or was given another's."""
+    if not isinstance(cluster, CalibratedKVCluster):
+        return
+    if cluster.calibration is not None:
+        files.check_method(files.load(cluster.calibration), cluster.calibration, method, cluster.calibrated)
+    elif cluster.needs_calibration:
+        raise KVCompressError(
+            f"method {method!r} needs calibration=FILE, made by: "
+            f"python -m kvcompress calibrate MODEL --method {method} --text TEXT --out FILE"
+        )
+
+
+def check_calibrated_for(cluster: KVCluster, config: PreTrainedConfig, layers: int) -> None:
+    """Raises KVCompressError where the method's file is of another model than one of this config, of which `layers` are
+    compressed."""
+    if isinstance(cluster, CalibratedKVCluster) and cluster.calibration is not None:
+        files.check_model(files.load(cluster.calibration), cluster.calibration, config, layers)
+
+
+def options_of(cluster: CalibratedKVCluster) -> dict[str, object]:
+    """The options of a method but the file."""
+    return {name: value for name, value in asdict(cluster).items() if name != "calibration"}

@@ -1,0 +1,83 @@
+"""Entropy-gated ChunkKV: whole chunks, but for those that owe their score to few tokens. https://arxiv.org/abs/2502.00299"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveInt
+
+from ..errors import KVCompressError
+from ..methods import register_method
+from ..scoring.layer_view import LayerView
+from ..scoring.selection import ranks
+from ..scoring.windows import aligned_left, aligned_right
+from .snapkv import WindowKVCluster
+
+EPSILON = 1e-8  # as in kvpress
+
+
+@register_method("entropy-gated-chunkkv")
+@dataclass(frozen=True)
+class EntropyGatedChunkKVCluster(WindowKVCluster):
+    """ChunkKV with a gate that kvpress 0.5.5 adds: of a chunk of `chunk_size` tokens whose mean score is no lower than
+    the median of all chunks, and the entropy of whose scores is lower than the median, only the `spiky_size` tokens of
+    the highest scores are kept at first. Chunks are taken by their mean of SnapKV's scores, the same for all heads.
+    When all chunks had their turn, what gated ones left behind follows by its score.
+
+    Chunks are counted from a row's first token. Tokens of the observation window score one above the highest of all.
+    The budget is exact: of the last chunk that has room, the tokens of the highest scores stay.
+    """
+
+    chunk_size: PositiveInt = 10
+    spiky_size: PositiveInt = 4
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2502.00299"
+    head_budget: ClassVar[str] = "shared"
+    mixes_heads: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.spiky_size >= self.chunk_size:
+            raise KVCompressError(f"spiky_size={self.spiky_size} is not below chunk_size={self.chunk_size}")
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        scores = super().score(queries, keys, values, view)
+        is_window, real = scores.isinf(), view.real_columns(keys).expand_as(scores)
+        highest = scores.masked_fill(is_window | ~real, 0.0).amax((1, 2), keepdim=True)
+        scores = torch.where(is_window, highest + 1, scores)
+        if (view.settings.head_budget or self.head_budget) == "shared":
+            scores = scores.mean(1, keepdim=True).expand_as(scores)
+        scores, real = aligned_left(scores, view.padding), aligned_left(real, view.padding)
+        return -aligned_right(turns(scores, real, self.chunk_size, self.spiky_size).float(), view.padding)
+
+
+def turns(scores: torch.Tensor, real: torch.Tensor, size: int, spiky: int) -> torch.Tensor:
+    """When each token has its turn, LongTensor (..., tokens), the least first.
+
+    Args:
+        scores: (..., tokens), none below 0; chunks of `size` are counted from the first.
+        real: bool (..., tokens), False behind the last token.
+    """
+    tokens = scores.shape[-1]
+    behind = (0, -tokens % size)
+    chunks = F.pad(scores.masked_fill(~real, 0.0), behind).unflatten(-1, (-1, size))
+    real = F.pad(real, behind).unflatten(-1, (-1, size))
+    count = real.sum(-1)
+    mean = chunks.sum(-1) / count.clamp(min=1)
+    shares = chunks / (chunks.sum(-1, keepdim=True) + EPSILON)
+    entropy = -(shares * (shares + EPSILON).log()).sum(-1) / count.clamp(min=2).log()
+    entropy = entropy.clamp(0, 1).masked_fill(count == 1, 0.0)
+    gated = (mean >= median(mean, count > 0)) & (entropy < median(entropy, count > 0))
+    order = ranks(mean.masked_fill(count == 0, -torch.inf))
+    within = ranks(chunks.masked_fill(~real, -torch.inf))
+    first = order[..., None] * size + within
+    later = chunks.shape[-2] * size + ranks(chunks.masked_fill(~real, -torch.inf).flatten(-2)).view(chunks.shape)
+    turn = torch.where(gated[..., None] & (within >= spiky), later, first)
+    return turn.flatten(-2)[..., :tokens]
+
+
+def median(numbers: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """The median, the lower of two, of the counted numbers (..., n) along the last dimension: (..., 1)."""
+    ascending = numbers.masked_fill(~counted, torch.inf).sort(-1).values
+    return ascending.gather(-1, (counted.sum(-1, keepdim=True) - 1).clamp(min=0) // 2)

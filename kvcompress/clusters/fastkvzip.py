@@ -1,0 +1,63 @@
+"""Fast KVzip: what KVzip would say, foretold by a gate from hidden states. https://arxiv.org/abs/2601.17668"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from ..learned import checkpoints
+from ..methods import register_method
+from ..scoring.layer_view import LayerView
+from .learned import LearnedKVCluster
+
+EPSILON = 1e-6  # of the gate's norms
+
+
+@register_method("fastkvzip")
+@dataclass(frozen=True)
+class FastKVzipKVCluster(LearnedKVCluster):
+    """Keeps the tokens of the highest score over all layers and heads together, as a trained gate foretells it from the
+    hidden state that the attention is given: a small query and key of the token compete with learned sink keys, and
+    the score is the weight that is left for the token, the mean over the query heads of a KV head.
+
+    The first `sinks` tokens stay, and the last ones: `window_ratio` of the tokens, one at least, or `window_size` of
+    32,000 tokens and more. `checkpoint`: a local file or one of the hub, such as
+    Jang-Hyun/Fast-KVzip/qwen3-8b/q4_dim16_sink16.pt; the gates of one model fit no other.
+    """
+
+    sinks: NonNegativeInt = 4
+    window_ratio: Annotated[float, Field(ge=0, le=1)] = 0.02
+    window_size: PositiveInt = 4096
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2601.17668"
+    query_window: ClassVar[int] = 0  # `window_size` is none of queries
+    layer_budget: ClassVar[str] = "global"
+    head_budget: ClassVar[str] = "adaptive"
+    safeguard: ClassVar[float] = 0.0
+
+    @staticmethod
+    def trained(checkpoint: str) -> checkpoints.Trained:
+        return checkpoints.fastkvzip(checkpoint)
+
+    def scores_of(self, hidden: torch.Tensor, weights: checkpoints.Weights) -> torch.Tensor:
+        heads, _, _, size = weights["k_base"].shape
+        queries = F.linear(hidden, weights["q_proj.weight"], weights["q_proj.bias"]).unflatten(-1, (heads, -1, size))
+        keys = F.linear(hidden, weights["k_proj.weight"]).unflatten(-1, (heads, 1, size))
+        queries = F.rms_norm(queries.float(), (size,), weights["q_norm.weight"].float(), EPSILON)
+        keys = F.rms_norm(keys.float(), (size,), weights["k_norm.weight"].float(), EPSILON)
+        logits = (queries * keys).sum(-1) / size**0.5 + weights["b"][:, 0].float()  # (batch, tokens, heads, groups)
+        sinks = queries @ weights["k_base"][:, 0].float().mT / size**0.5  # (batch, tokens, heads, groups, sinks)
+        return (logits - sinks.logsumexp(-1)).sigmoid().mean(-1).transpose(1, 2)
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        scores = super().score(queries, keys, values, view)
+        position = torch.arange(keys.shape[2], device=keys.device)
+        if view.padding is not None:
+            position = position - view.padding[..., None]
+        scores = scores.masked_fill(position < self.sinks, float("inf"))
+        return view.protect_recent(scores, [self._window(tokens) for tokens in view.tokens])
+
+    def _window(self, tokens: int) -> int:
+        return max(1, int(tokens * self.window_ratio)) if tokens < 32000 else self.window_size

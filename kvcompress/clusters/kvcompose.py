@@ -1,0 +1,43 @@
+"""KVCompose: heads rank alone, their ranks together are what layers compete with. https://arxiv.org/abs/2509.05165"""
+
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from pydantic import PositiveInt
+
+from ..methods import register_method
+from ..scoring.layer_view import LayerView
+from .base import KVCluster
+
+
+@register_method("kvcompose")
+@dataclass(frozen=True)
+class KVComposeKVCluster(KVCluster):
+    """Keeps what a second reading of the whole prompt attends to most: the largest weight of any of its tokens, mean
+    over a KV head's query heads, plus its mean over the layer's KV heads. Each KV head ranks its own tokens; those of
+    one rank make a composite token, whose score is their mean, and all layers' composite tokens compete for the budget
+    (`layer_budget="composite"`). So the heads of a layer keep as many tokens, but not the same ones.
+
+    With `layer_budget="global"`, `head_budget="adaptive"`, `safeguard=0` it is the paper's unstructured form. While
+    decoding, the last `window_size` queries vote.
+    """
+
+    window_size: PositiveInt = 32
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2509.05165"
+    layer_budget: ClassVar[str] = "composite"
+    mixes_heads: ClassVar[bool] = True
+    second_pass: ClassVar[str] = "context"
+    group_votes: ClassVar[str] = "mean"
+    # The second reading takes in the prompt at once, from its first token.
+    chunk_size: ClassVar[int] = sys.maxsize
+    sinks: ClassVar[int] = 0
+    instruction: ClassVar[tuple[int, ...]] = ()
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        scores = view.received
+        if scores is None:
+            scores = view.window_attention(queries, keys, self.window_size).amax(3).mean(2)
+        return scores + scores.mean(1, keepdim=True)

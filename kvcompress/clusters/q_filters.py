@@ -1,0 +1,53 @@
+"""Q-Filters: keys against the direction in which queries point. https://arxiv.org/abs/2503.02812"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from pydantic import NonNegativeInt
+
+from ..calibration.files import ModelIdentity, Shapes
+from ..calibration.published import tensors_in
+from ..methods import register_method
+from ..scoring.layer_view import LayerView
+from .calibrated import CalibratedKVCluster
+
+
+@register_method("q-filters")
+@dataclass(frozen=True)
+class QFiltersKVCluster(CalibratedKVCluster):
+    """Keeps the keys that lie furthest along their head's filter: the first right-singular vector of the queries of
+    a calibration, turned to where these point (section 3.2), the mean over the query heads of a KV head. Asks no query.
+
+    The authors' cache also keeps a recent window (`preset=code`); their kvpress method keeps none.
+    """
+
+    recent: NonNegativeInt = 0
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2503.02812"
+    presets: ClassVar[dict[str, dict[str, object]]] = {"code": {"recent": 64}}
+    query_window: ClassVar[int] = 0  # asks no query
+    calibrated: ClassVar[Shapes] = {"filters": ("layers", "kv_heads", "head_dim")}
+
+    def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
+        filters = self.known("filters", view, keys.device)
+        return view.protect_recent((keys.float() @ filters[..., None])[..., 0], self.recent)
+
+    def gather(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView
+    ) -> dict[str, torch.Tensor]:
+        grouped = queries[0].double().unflatten(0, (keys.shape[1], -1))  # (kv_heads, groups, queries, head_dim)
+        return {"products": grouped.mT @ grouped, "sum": grouped.sum(2)}
+
+    def known_from(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        # The right-singular vectors of the queries are the eigenvectors of their products.
+        direction = torch.linalg.eigh(sums["products"]).eigenvectors[..., -1]
+        turned = torch.where((direction * sums["sum"]).sum(-1, keepdim=True) < 0, -direction, direction)
+        return {"filters": turned.mean(2)}
+
+    @classmethod
+    def from_published(cls, path: Path, model: ModelIdentity) -> dict[str, torch.Tensor]:
+        """The authors' `model.safetensors` of a model, such as of nthngdy/Llama-3.1-8B_qfilt; its filters point away
+        from the queries."""
+        return {"filters": -tensors_in(path, "q_filters")["q_filters"].float()}

@@ -1,0 +1,124 @@
+"""Reads published checkpoints of learned scores: a local file or folder, or one of the hub."""
+
+import json
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from ..errors import KVCompressError, shown
+
+HUB = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+)?", re.ASCII)
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What was trained for one model.
+
+    Attributes:
+        layers: of each of the model's layers, weights by their names.
+        hidden_size, kv_heads: of the model.
+    """
+
+    layers: list[Weights]
+    hidden_size: int
+    kv_heads: int
+    _moved: dict[tuple, Weights] = field(default_factory=dict)
+
+    def weights(self, layer_idx: int, hidden: torch.Tensor) -> Weights:
+        """A layer's, where and in the precision that `hidden` is."""
+        key = layer_idx, hidden.device, hidden.dtype
+        if key not in self._moved:
+            self._moved[key] = {name: part.to(hidden) for name, part in self.layers[layer_idx].items()}
+        return self._moved[key]
+
+
+@cache
+def kvzap(checkpoint: str) -> Trained:
+    """NVIDIA's KVzap surrogates (hub: nvidia/KVzap-linear-..., nvidia/KVzap-mlp-...): a folder with config.json
+    (`input_dim`, `output_dim`, `n_modules`, `hidden_dim`, null in a linear one) and model.safetensors, in which layer
+    i's weights are `layers.i.weight`, `layers.i.bias`, or `layers.i.0...` and `layers.i.2...` of an MLP."""
+    with reading(checkpoint, "KVzap"):
+        config = json.loads(_file(checkpoint, "config.json").read_text(encoding="utf-8"))
+        tensors = load_file(_file(checkpoint, "model.safetensors"))
+        size, heads, inner = config["input_dim"], config["output_dim"], config["hidden_dim"]
+        shapes = {"weight": (heads, size), "bias": (heads,)}
+        if inner is not None:
+            shapes = {"0.weight": (inner, size), "0.bias": (inner,), "2.weight": (heads, inner), "2.bias": (heads,)}
+        layers = [
+            {name: _of_shape(tensors, f"layers.{layer}.{name}", shape) for name, shape in shapes.items()}
+            for layer in range(config["n_modules"])
+        ]
+    return Trained(layers, size, heads)
+
+
+@cache
+def fastkvzip(checkpoint: str) -> Trained:
+    """NAVER's Fast KVzip gates (hub: Jang-Hyun/Fast-KVzip/MODEL/q4_dim16_sink16.pt): a file of torch.save with, under
+    `module`, one dictionary of tensors for each layer: `q_proj`, `k_proj`, `q_norm`, `k_norm`, `k_base` (kv_heads, 1,
+    sinks, size) and `b` (kv_heads, 1, groups)."""
+    with reading(checkpoint, "Fast KVzip"):
+        core = getattr(np, "_core", None) or np.core
+        plain = [(core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"), np.ndarray, np.dtype]
+        with torch.serialization.safe_globals([*plain, np.dtypes.Float64DType, np.dtypes.Float32DType]):
+            found = torch.load(_file(checkpoint), map_location="cpu", weights_only=True)["module"]
+        heads, _, sinks, size = found[0]["k_base"].shape
+        groups, hidden = found[0]["b"].shape[2], found[0]["k_proj.weight"].shape[1]
+        shapes = {
+            "q_proj.weight": (heads * groups * size, hidden),
+            "q_proj.bias": (heads * groups * size,),
+            "k_proj.weight": (heads * size, hidden),
+            "q_norm.weight": (size,),
+            "k_norm.weight": (size,),
+            "k_base": (heads, 1, sinks, size),
+            "b": (heads, 1, groups),
+        }
+        layers = [{name: _of_shape(layer, name, shape) for name, shape in shapes.items()} for layer in found]
+    return Trained(layers, hidden, heads)
+
+
+@contextmanager
+def reading(checkpoint: str, layout: str) -> Iterator[None]:
+    """What goes wrong with a checkpoint becomes a KVCompressError of one line."""
+    unreadable = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError)
+    unreadable = (*unreadable, SafetensorError, pickle.UnpicklingError, EOFError)
+    try:
+        yield
+    except KVCompressError:
+        raise
+    except unreadable as error:
+        message = " ".join(str(error).split())[:300]
+        raise KVCompressError(
+            f"checkpoint={shown(checkpoint)} is none of {layout}: {type(error).__name__}: {message}"
+        ) from error
+
+
+def _file(checkpoint: str, name: str = "") -> Path:
+    """A file of a checkpoint: of a local folder or itself, or OWNER/NAME/... of the hub."""
+    local = Path(checkpoint, name)
+    if local.is_file():
+        return local
+    if Path(checkpoint).exists() or not HUB.fullmatch(checkpoint):
+        raise KVCompressError(f"checkpoint={shown(checkpoint)}: there is no file {shown(str(local))}")
+    owner, repository, *inside = checkpoint.split("/")
+    try:
+        return Path(hf_hub_download(f"{owner}/{repository}", "/".join(filter(None, [*inside, name]))))
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise KVCompressError(f"checkpoint={shown(checkpoint)} is neither here nor can it be had of the hub") from error
+
+
+def _of_shape(tensors: Weights, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if tuple(tensors[name].shape) != shape:
+        raise ValueError(f"{name} is {tuple(tensors[name].shape)}, not {shape}")
+    return tensors[name]

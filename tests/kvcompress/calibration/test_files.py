@@ -1,0 +1,180 @@
+"""The file of a calibration: what it says, and what is refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvcompress
+from kvcompress import KVCompressError
+from kvcompress.calibration import files
+from kvcompress.calibration.command import main
+from kvcompress.methods import method_info
+from tests.support.calibrations import calibration_file, text_prompts
+from tests.support.families import FAMILIES
+from tests.support.kept import kept_of
+
+MODEL = FAMILIES["qwen2"].build()
+
+
+def test_what_is_saved_is_loaded_and_the_metadata_says_what_it_is(tmp_path):
+    made = kvcompress.calibrate(MODEL, "q-filters", text_prompts(MODEL), "random text", 7, recent=3)
+    files.save(made, path := tmp_path / "new" / "q.safetensors")
+    loaded = files.load(path)
+    assert dataclasses.replace(loaded, tensors={}) == dataclasses.replace(made, tensors={})
+    assert torch.equal(loaded.tensors["filters"], made.tensors["filters"])
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    assert metadata["kvcompress_calibration"] == "1"
+    assert json.loads(metadata["model"])["heads"] == 4
+    assert (metadata["data"], metadata["seed"], metadata["prompts"]) == ('"random text"', "7", "3")
+
+
+def test_a_file_that_is_written_anew_is_read_anew(tmp_path):
+    made = kvcompress.calibrate(MODEL, "q-filters", text_prompts(MODEL))
+    path, inputs = tmp_path / "q.safetensors", FAMILIES["qwen2"].inputs(MODEL, [40])
+
+    def kept() -> list:
+        with kvcompress.compress(MODEL, "q-filters", 0.3, calibration=str(path)) as session:
+            MODEL(**inputs)
+        return [head.tolist() for layer in kept_of(session.cache) for head in layer[0]]
+
+    files.save(made, path)
+    before = kept()
+    files.save(dataclasses.replace(made, tensors={"filters": -made.tensors["filters"]}), path)
+    assert kept() != before
+
+
+def tampered(tmp_path: Path, **changes: object) -> str:
+    """A file of MODEL's filters with other metadata, or other tensors."""
+    path = tmp_path / "tampered.safetensors"
+    with safe_open(calibration_file("q-filters", MODEL), framework="pt") as file:
+        tensors, metadata = {"filters": file.get_tensor("filters")}, file.metadata()
+    tensors = changes.pop("tensors", tensors)
+    kept = {name: text for name, text in (metadata | changes).items() if text is not None}
+    save_file(tensors, path, kept)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kvcompress_calibration": None}, "is a safetensors file without kvcompress's metadata"),
+        ({"kvcompress_calibration": "2"}, "is of format '2': .* writes format '1'"),
+        ({"model": "{}"}, "has metadata that cannot be read: .*missing 7 required"),
+        ({"model": "no JSON"}, "has metadata that cannot be read"),
+        ({"other": "1"}, "has metadata that cannot be read: .*'other'"),
+        ({"method": '"triattention"'}, "was made for method 'triattention', not for 'q-filters'"),
+        ({"tensors": {"mean": torch.ones(3, 2, 16)}}, "the tensors are mean, not filters"),
+        ({"tensors": {"filters": torch.ones(3, 4, 16)}}, r"shape \(3, 4, 16\), not \(3 layers, 2 kv_heads, 16 head"),
+        ({"tensors": {"filters": torch.full((3, 2, 16), torch.nan)}}, "numbers that are not finite"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_with_one_line(tmp_path, changes, message):
+    path = tampered(tmp_path, **changes)
+    with pytest.raises(KVCompressError, match=message) as error:
+        kvcompress.compress(MODEL, "q-filters", 0.3, calibration=path)
+    assert "calibration=" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"text", b"\xff" * 100])
+def test_what_is_no_safetensors_file_is_refused(tmp_path, content):
+    path = tmp_path / "x"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(KVCompressError, match=r"^calibration=.* cannot be read as a safetensors file"):
+        kvcompress.compress(MODEL, "q-filters", 0.3, calibration=str(path))
+    with pytest.raises(KVCompressError, match="cannot be read as a safetensors file"):
+        kvcompress.compress(MODEL, "q-filters", 0.3, calibration=str(tmp_path))
+
+
+def test_a_method_that_needs_a_file_says_so_and_how_it_is_made():
+    with pytest.raises(KVCompressError, match=r"'q-filters' needs calibration=FILE.*kvcompress calibrate MODEL"):
+        kvcompress.compress(MODEL, "q-filters", 0.3)
+    with pytest.raises(KVCompressError, match="'adakv' has no option 'calibration'"):
+        kvcompress.compress(MODEL, "adakv", 0.3, calibration="x")
+    kvcompress.compress(MODEL, "expected-attention", 0.3)  # there it is an option
+
+
+@pytest.mark.parametrize(
+    "other", [FAMILIES["llama"].build(), FAMILIES["qwen2"].build(2), FAMILIES["qwen2"].build(3, 6)]
+)
+def test_another_models_file_is_refused_at_once(other):
+    path = calibration_file("q-filters", MODEL)
+    with pytest.raises(KVCompressError, match=r"is of another model: it is of qwen2 .*, this is "):
+        kvcompress.compress(other, "q-filters", 0.3, calibration=path)
+    with pytest.raises(KVCompressError, match="is of another model"):
+        kvcompress.CompressedCache(other.config, "q-filters", 0.3, calibration=path)
+
+
+def test_statistics_from_a_file_change_what_expected_attention_keeps_and_need_not_be_given():
+    inputs = FAMILIES["qwen2"].inputs(MODEL, [40])
+    kept = []
+    for options in ({}, {"calibration": calibration_file("expected-attention", MODEL)}):
+        with kvcompress.compress(MODEL, "expected-attention", 0.3, **options) as session:
+            MODEL(**inputs)
+        kept.append([head.tolist() for layer in kept_of(session.cache) for head in layer[0]])
+    assert kept[0] != kept[1]
+
+
+# -- what authors have published
+
+
+def published(tmp_path: Path) -> dict[str, Path]:
+    """Files of the forms in which they are, of MODEL's sizes."""
+    q_filters, stats = tmp_path / "qfilt.safetensors", tmp_path / "stats.safetensors"
+    save_file({"q_filters": torch.arange(96.0).view(3, 2, 16)}, q_filters)
+    save_file({"query_mean": torch.ones(3, 4, 16), "query_cov": torch.ones(3, 4, 16, 16)}, stats)
+    gates = tmp_path / "full_attention_heads.tsv"
+    gates.write_text("1.0e-01\t-2.0e-04\n9.9e-01\t1.1e+00\n0\t5e-1\n")
+    names = [f"layer{layer:02d}_head{head:02d}" for layer in range(3) for head in range(4)]
+    of_head = {name: torch.full((8,), float(i)) for i, name in enumerate(("q_mean_real", "q_mean_imag", "q_abs_mean"))}
+    torch.save({"metadata": {"head_dim": 16}, "stats": {name: of_head for name in names}}, tmp_path / "tri.pt")
+    scores = {f"{layer}-{head}": [0.0, layer + head] for layer in range(3) for head in range(4)}
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
+    found = {
+        "q-filters": q_filters,
+        "sparsemm": tmp_path / "scores.json",
+        "expected-attention": stats,
+        "duoattention": gates,
+    }
+    return found | {"triattention": tmp_path / "tri.pt"}
+
+
+def test_published_files_are_read_as_what_the_method_wants(tmp_path):
+    paths, model = published(tmp_path), files.ModelIdentity.of(MODEL.config, 3)
+    for method, path in paths.items():
+        cls = method_info(method).cls
+        known = cls.from_published(path, model)
+        files.check_tensors(known, model, cls.calibrated)
+        with pytest.raises(KVCompressError, match="cannot be read as a"):
+            cls.from_published(tmp_path / "none", model)
+    cls = method_info("duoattention").cls
+    expected = torch.tensor([[0.1, 0.0], [0.99, 1.0], [0.0, 0.5]])
+    torch.testing.assert_close(cls.from_published(paths["duoattention"], model)["gates"], expected)
+    filters = method_info("q-filters").cls.from_published(paths["q-filters"], model)["filters"]
+    assert torch.equal(filters, -torch.arange(96.0).view(3, 2, 16))
+    scores = method_info("sparsemm").cls.from_published(paths["sparsemm"], model)["scores"]
+    assert scores[2, 3] / scores[0, 1] == pytest.approx(5)
+    mean = method_info("triattention").cls.from_published(paths["triattention"], model)["mean"]
+    assert torch.equal(mean[0, 0], torch.tensor([0.0] * 8 + [1.0] * 8))
+
+
+def test_the_command_takes_a_published_file_for_a_models_config_alone(tmp_path, capsys):
+    config = LlamaConfig(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
+    config.save_pretrained(tmp_path / "model")
+    gates, out = published(tmp_path)["duoattention"], tmp_path / "out.safetensors"
+    main([str(tmp_path / "model"), "--method", "duoattention", "--published", str(gates), "--out", str(out)])
+    assert "written: " in capsys.readouterr().out
+    config.intermediate_size, config.vocab_size = 32, 128
+    with pytest.raises(KVCompressError, match="is of another model"):
+        kvcompress.compress(LlamaForCausalLM(config), "duoattention", 0.5, calibration=str(out))
+    gates.write_text("1\t0\n0\t1\n")
+    with pytest.raises(KVCompressError, match=r"--published .* is not of llama .*: tensor 'gates' has the shape"):
+        main([str(tmp_path / "model"), "--method", "duoattention", "--published", str(gates), "--out", str(out)])

@@ -1,0 +1,287 @@
+"""Methods whose scores are foretold from hidden states: the promises that hold for every method, for each of them on
+tiny random checkpoints; and their scores against loops over the layers' real inputs."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvcompress
+from kvcompress.learned import checkpoints
+from kvcompress.paged.session import check_policy
+from kvcompress.policy.policy import check_tensor_parallel, make_policy
+from tests.kvcompress.test_invariants import check_two_turns
+from tests.support.examples import examples
+from tests.support.families import FAMILIES
+from tests.support.in_flight import check_in_flight
+from tests.support.kept import expected_entries, kept_of, real_lengths
+from tests.support.learned_checkpoints import checkpoint_for, write_kvzap
+from tests.support.masked_reference import generate, only_attending_to
+from tests.support.strategies import LEARNED, Case
+
+NEW, TOLERANCE = 4, 1e-4
+FEW = ["qwen2", "llava-onevision", "qwen2.5-vl"]
+each_method = pytest.mark.parametrize("method", LEARNED)
+EVEN = {"layer_budget": "uniform", "head_budget": "uniform"}
+OPTIONS = {
+    "kvzap": {"recent": [0, 4]},
+    "fastkvzip": {"sinks": [0, 4], "window_ratio": [0.02, 0.3], "window_size": [8]},
+}
+
+
+def case_of(method: str, family: str, lengths=(33, 21), heads=(4, 2), ratio=0.3, seed=0, **options: object) -> Case:
+    images = (1, *[0] * (len(lengths) - 1)) if FAMILIES[family].is_vlm and lengths[0] > 20 else None
+    model = FAMILIES[family].build(3, *heads)
+    options = {"checkpoint": checkpoint_for(method, model), **options}
+    if method == "kvzap":
+        options = {"recent": 4, **options}
+    return Case(FAMILIES[family], heads, lengths, images, method, tuple(options.items()), ratio, seed)
+
+
+@pytest.mark.parametrize("family", FEW)
+@each_method
+@examples(6)
+@given(data=st.data())
+def test_the_promises_of_every_method(method, family, data):
+    """Identity, the masked reference, exact budgets, ascending real columns, a row as it is alone."""
+    options = {name: data.draw(st.sampled_from(values)) for name, values in OPTIONS[method].items()}
+    if data.draw(st.booleans()):
+        options["head_budget"] = data.draw(st.sampled_from(["uniform", "shared", "adaptive"]))
+    if data.draw(st.booleans()):
+        options["layer_budget"] = data.draw(st.sampled_from(["uniform", "pyramid", "global", "composite"]))
+    lengths = tuple(data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=3)))
+    heads = data.draw(st.sampled_from([(4, 2), (4, 1), (4, 4), (6, 2)]))
+    ratio = data.draw(st.sampled_from([0.02, 0.1, 0.3, 0.5, 0.99]))
+    case = case_of(method, family, lengths, heads, ratio, data.draw(st.integers(0, 100)), **options)
+    model, inputs = case.model, case.inputs
+    tokens, plain = generate(model, inputs, NEW)
+    with case.compress(ratio=1.0):
+        assert torch.equal(generate(model, inputs, NEW)[1], plain)
+    with case.compress() as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept, columns = kept_of(session.cache), inputs["input_ids"].shape[1]
+    with only_attending_to(model, kept):
+        torch.testing.assert_close(logits, generate(model, inputs, NEW, forced=tokens)[1], atol=TOLERANCE, rtol=0)
+    for row, length in enumerate(real_lengths(inputs)):
+        of_row = [head for layer in kept for head in layer[row]]
+        assert sum(map(len, of_row)) == len(of_row) * (expected_entries(ratio, length) + NEW - 1)
+        assert all(head.tolist() == sorted(set(head.tolist())) and head.min() >= columns - length for head in of_row)
+        with case.compress() as session:
+            _, alone = generate(model, case.family.solo(inputs, row), NEW, forced=tokens[row : row + 1])
+        torch.testing.assert_close(logits[row], alone[0], atol=TOLERANCE, rtol=0)
+
+
+def inputs_of_layers(model, inputs) -> list[torch.Tensor]:
+    """What each attention layer is given in a forward pass, (columns, hidden)."""
+    seen, hooks = [], []
+
+    def note(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        seen.append((args[0] if args else kwargs["hidden_states"])[0].double())
+
+    for module in model.modules():
+        if hasattr(module, "o_proj"):
+            hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            model(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def plain_kvzap(weights: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    weights = {name: part.double() for name, part in weights.items()}
+    if "weight" in weights:
+        return (hidden @ weights["weight"].T + weights["bias"]).T
+    inner = hidden @ weights["0.weight"].T + weights["0.bias"]
+    inner = inner * (1 + torch.erf(inner / math.sqrt(2))) / 2
+    return (inner @ weights["2.weight"].T + weights["2.bias"]).T
+
+
+def plain_gate(weights: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    """The share of the attention of a token's small queries that its own small key gets beside the learned sinks."""
+    weights = {name: part.double() for name, part in weights.items()}
+    heads, _, sinks, size = weights["k_base"].shape
+    groups = weights["b"].shape[2]
+
+    def normed(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        return x / (x.square().mean() + 1e-6).sqrt() * by
+
+    scores = torch.zeros(heads, len(hidden), dtype=torch.float64)
+    for head in range(heads):
+        for token, state in enumerate(hidden):
+            key = normed((weights["k_proj.weight"] @ state)[head * size : (head + 1) * size], weights["k_norm.weight"])
+            queries = weights["q_proj.weight"] @ state + weights["q_proj.bias"]
+            for group in range(groups):
+                start = (head * groups + group) * size
+                query = normed(queries[start : start + size], weights["q_norm.weight"])
+                own = (query @ key / math.sqrt(size) + weights["b"][head, 0, group]).exp()
+                others = sum((query @ weights["k_base"][head, 0, s] / math.sqrt(size)).exp() for s in range(sinks))
+                scores[head, token] += own / (own + others) / groups
+    return scores
+
+
+PLAIN = {"kvzap": plain_kvzap, "fastkvzip": plain_gate}
+FREE = {"kvzap": {"recent": 0}, "fastkvzip": {"sinks": 0, "window_ratio": 0.0}}  # nothing is protected but a last token
+
+
+def held_after(scores: list[float], prompt: int, case: Case, options: dict) -> list[int]:
+    """The columns that last, of one head: the best of each chunk and what was held, then the same at each eviction.
+    Fast KVzip keeps the last token besides."""
+
+    def best(columns: list[int], room: int) -> list[int]:
+        last = columns[-1] if case.method == "fastkvzip" else None
+        return sorted(sorted(columns, key=lambda column: (column == last, scores[column]), reverse=True)[:room])
+
+    held, size = [], options.get("prefill_chunk", prompt)
+    stops = range(prompt, 0, -size)[::-1]
+    for start, stop in zip([0, *stops], stops, strict=False):
+        held = best([*held, *range(start, stop)], math.floor(case.ratio * stop + 0.5))
+    for step, column in enumerate(range(prompt, len(scores)), 1):
+        held.append(column)
+        if "decode_budget" in options and step % options["decode_interval"] == 0:
+            held = best(held, options["decode_budget"])
+    return held
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefill_chunk": 9}, {"decode_budget": 11, "decode_interval": 3}],
+    ids=["prompt", "chunks", "steps"],
+)
+@pytest.mark.parametrize("family", ["qwen2", "llava-onevision"])
+@each_method
+def test_the_highest_scores_last_in_a_prompt_chunk_by_chunk_and_while_decoding(method, family, options):
+    """In the first layer, whose inputs are the tokens' own, whatever was dropped before."""
+    case = case_of(method, family, (40,), **FREE[method], **EVEN)
+    model, inputs = case.model, case.inputs
+    with case.compress(**options) as session:
+        tokens, _ = generate(model, inputs, 8)
+    ids = torch.cat([inputs["input_ids"], tokens[:, :-1]], 1)
+    hidden = inputs_of_layers(model, {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)})[0]
+    weights = getattr(checkpoints, method)(dict(case.options)["checkpoint"]).layers[0]
+    for scores, kept in zip(PLAIN[method](weights, hidden), session.cache.kept_indices(0)[0], strict=True):
+        assert kept.tolist() == held_after(scores.tolist(), 40, case, options)
+
+
+@each_method
+def test_every_layer_has_its_own_weights_and_inputs(method):
+    case = case_of(method, "qwen2", (40,), **FREE[method], **EVEN)
+    with case.compress() as session:
+        generate(case.model, case.inputs, 1)
+    layers = getattr(checkpoints, method)(dict(case.options)["checkpoint"]).layers
+    for layer, hidden in enumerate(inputs_of_layers(case.model, case.inputs)):
+        heads = PLAIN[method](layers[layer], hidden)
+        for scores, kept in zip(heads, session.cache.kept_indices(layer)[0], strict=True):
+            assert kept.tolist() == held_after(scores.tolist(), 40, case, {})
+
+
+def test_fast_kvzip_keeps_sinks_and_a_part_of_the_tokens_at_the_end():
+    case = case_of("fastkvzip", "qwen2", (40, 27), sinks=3, window_ratio=0.15, **EVEN)
+    with case.compress() as session:
+        generate(case.model, case.inputs, 1)
+    for layer in kept_of(session.cache):
+        for heads, first, window in zip(layer, (0, 13), (6, 4), strict=True):
+            for kept in heads:
+                assert {*range(first, first + 3), *range(40 - window, 40)} <= set(kept.tolist())
+
+
+def test_a_linear_surrogate_is_read_as_well(tmp_path):
+    model = FAMILIES["qwen2"].build()
+    write_kvzap(tmp_path / "linear", 3, model.config.hidden_size, 2, None)
+    case = case_of("kvzap", "qwen2", (40,), checkpoint=str(tmp_path / "linear"), recent=0)
+    with case.compress() as session:
+        generate(model, case.inputs, 1)
+    weights, hidden = checkpoints.kvzap(str(tmp_path / "linear")).layers[2], inputs_of_layers(model, case.inputs)[2]
+    for scores, kept in zip(plain_kvzap(weights, hidden), session.cache.kept_indices(2)[0], strict=True):
+        assert kept.tolist() == held_after(scores.tolist(), 40, case, {})
+
+
+@each_method
+def test_in_flight_a_request_is_as_alone(method):
+    model = FAMILIES["qwen2"].build()
+    requests = [FAMILIES["qwen2"].inputs(model, [length]) for length in (30, 17, 41)]
+    options = {"checkpoint": checkpoint_for(method, model), **FREE[method], "decode_budget": 7, "decode_interval": 2}
+    check_in_flight(model, requests, [9] * len(requests), method, 2, ratio=0.3, **options)
+
+
+@each_method
+def test_a_second_prompt_is_compressed_in_turn(method):
+    check_two_turns(case_of(method, "qwen2", (30,)), 12)
+
+
+@each_method
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scope": "context", "context_tokens": 25},
+        {"first_token": "compressed"},
+        {"first_token": "compressed", "decode_budget": 9, "decode_interval": 2},
+        {"cache_implementation": "static"},
+        {"cache_implementation": "offloaded", "decode_budget": 9},
+        {"merge": "average"},
+    ],
+    ids=str,
+)
+def test_a_row_is_as_alone_with_the_options_of_the_engine(method, options):
+    case = case_of(method, "qwen2", (40, 33), **FREE[method])
+    with case.compress(**options, max_new_tokens=NEW + 4) as session:
+        tokens, logits = generate(case.model, case.inputs, NEW + 4)
+    assert max(max(ratios) for ratios in session.cache.realised_ratios()) < 1
+    for row in range(2):
+        with case.compress(**options, max_new_tokens=NEW + 4):
+            _, alone = generate(case.model, case.family.solo(case.inputs, row), NEW + 4, forced=tokens[row : row + 1])
+        torch.testing.assert_close(logits[row], alone[0], atol=TOLERANCE, rtol=0)
+
+
+# -- what is refused
+
+
+def refusal(*args: object, **kwargs: object) -> str:
+    with pytest.raises(kvcompress.KVCompressError) as caught:
+        kvcompress.compress(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@each_method
+def test_without_a_checkpoint_that_fits_there_is_one_line(method, tmp_path):
+    model = FAMILIES["qwen2"].build()
+    assert "needs checkpoint=, a local path or a hub id" in refusal(model, method, 0.3)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    broken = tmp_path if method == "kvzap" else tmp_path / "model.safetensors"
+    assert "is none of" in refusal(model, method, 0.3, checkpoint=str(broken))
+    assert "there is no file" in refusal(model, method, 0.3, checkpoint=str(tmp_path / "nowhere"))
+    for other, heads, what in ((FAMILIES["qwen2"].build(2), None, "layers: 2"), (None, (6, 2), "hidden size: ")):
+        other = other or FAMILIES["qwen2"].build(3, *heads)
+        theirs = checkpoint_for(method, other)
+        assert what in refusal(model, method, 0.3, checkpoint=theirs)
+    checkpoint = checkpoint_for(method, model)
+    with pytest.raises(kvcompress.KVCompressError, match="trained for another model"):
+        kvcompress.CompressedCache(FAMILIES["qwen2"].build(2).config, method, 0.3, checkpoint=checkpoint)
+
+
+@each_method
+def test_what_looks_at_queries_and_pages_are_refused(method):
+    options = {"checkpoint": checkpoint_for(method, FAMILIES["qwen2"].build())}
+    for rule in ("cake", "sparsity", "variance"):
+        with pytest.raises(kvcompress.KVCompressError, match="which looks at queries"):
+            make_policy(method, 0.3, layer_budget=rule, **options)
+    with pytest.raises(kvcompress.KVCompressError, match="chooses for all heads together"):
+        check_tensor_parallel(make_policy(method, 0.3, **options))
+    with pytest.raises(kvcompress.KVCompressError, match="it reads hidden states"):
+        check_policy(make_policy(method, 0.3, **options, **EVEN))
+
+
+def test_a_cache_outside_a_session_does_not_know_hidden_states():
+    model = FAMILIES["qwen2"].build()
+    cache = kvcompress.CompressedCache(model.config, "kvzap", 0.3, checkpoint=checkpoint_for("kvzap", model))
+    states = torch.randn(1, 2, 9, 8)
+    cache.start(1, 9, None, None)
+    cache.update(states, states, 0)
+    with pytest.raises(kvcompress.KVCompressError, match="does not know its hidden states"):
+        cache.layers[0].after_attention(torch.randn(1, 4, 9, 8), 0.3, torch.nn.Module())

@@ -1,0 +1,64 @@
+"""Calibrations of the tiny models, made when they are asked for, so that a calibrated method is tested as all others.
+
+kvcompress.compress(model, method, 0.3, **calibration_of(method, model))
+"""
+
+import inspect
+import tempfile
+from pathlib import Path
+
+import torch
+
+import kvcompress
+from kvcompress.calibration import files
+from kvcompress.clusters.calibrated import CalibratedKVCluster
+from kvcompress.methods import method_info
+from tests.support.families import FIRST_TEXT, VOCAB_SIZE
+
+PROMPTS, LENGTH = 3, 24
+SMALL = {"sinks": 2, "recent": 4}  # where a calibration looks beyond them: shorter than the prompts
+
+_folder = tempfile.TemporaryDirectory(prefix="calibrations-")
+_made: dict[tuple[str, str], str] = {}
+
+
+def calibration_of(method: str | None, model: torch.nn.Module) -> dict[str, str]:
+    """The option `calibration` of a method that needs it; of any other method nothing."""
+    cls = method_info(method).cls
+    needs_it = issubclass(cls, CalibratedKVCluster) and cls.needs_calibration
+    return {"calibration": calibration_file(method, model)} if needs_it else {}
+
+
+def calibration_file(method: str, model: torch.nn.Module) -> str:
+    """A method's file for a model, made of random text, once for all models of a shape."""
+    key = method, files.fingerprint(model.config)
+    if key not in _made:
+        _made[key] = str(Path(_folder.name) / f"{'-'.join(key)}.safetensors")
+        files.save(_drawn(model) if method == "sparsemm" else _gathered(method, model), Path(_made[key]))
+    return _made[key]
+
+
+def _gathered(method: str, model: torch.nn.Module) -> files.Calibration:
+    known = kvcompress.list_methods()[method].options
+    small = {name: value for name, value in SMALL.items() if name in known}
+    return kvcompress.calibrate(model, method, text_prompts(model), **small)
+
+
+def _drawn(model: torch.nn.Module) -> files.Calibration:
+    """Visual scores, which no text tells."""
+    layers = len(kvcompress.CompressedCache(model.config).compressed_layers)
+    identity = files.ModelIdentity.of(model.config, layers)
+    scores = torch.rand(layers, identity.heads, generator=torch.Generator().manual_seed(0))
+    return files.Calibration("sparsemm", identity, {"scores": scores})
+
+
+def text_prompts(model: torch.nn.Module, prompts: int = PROMPTS, length: int = LENGTH) -> list[dict[str, torch.Tensor]]:
+    """Random text, as the model takes it."""
+    generator = torch.Generator().manual_seed(0)
+    typed = "mm_token_type_ids" in inspect.signature(model.forward).parameters
+    found = []
+    for _ in range(prompts):
+        ids = torch.randint(FIRST_TEXT, VOCAB_SIZE, (1, length), generator=generator).to(model.device)
+        prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        found.append(prompt | ({"mm_token_type_ids": torch.zeros_like(ids)} if typed else {}))
+    return found
