@@ -1,12 +1,14 @@
 """What the table of methods asks: the bundled model in each of its regimes, and a small pretrained language model."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 import torch
 
-from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT
+from kvcompress.calibration.files import BUNDLED
+from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT, TINY_MODEL
 from lmms_eval_plugins.tiny_vlm.accuracy import MAX_NEW_TOKENS, MAX_TOKENS_OF_REGIMES, Reader
 from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, Example, read_examples
 from lmms_eval_plugins.tiny_vlm.regimes import Shown
@@ -61,15 +63,22 @@ def tiny(questions: int) -> Task:
         protocols=(QUERY_AWARE,),
         has_images=True,
         window_size=8,
+        calibrations=BUNDLED[TINY_MODEL],
     )
 
 
 def regime(
-    name: str, title: str, questions: int, batch_size: int, protocols: tuple[Protocol, ...] = (QUERY_AWARE,), **options
+    name: str,
+    title: str,
+    questions: int,
+    batch_size: int,
+    alike: Callable[[Shown], Hashable] = lambda shown: None,
+    protocols: tuple[Protocol, ...] = (QUERY_AWARE,),
+    **options,
 ) -> Task:
-    """One of the bundled tasks beyond one picture with a short answer."""
+    """One of the bundled tasks beyond one picture with a short answer. `alike`: what the prompts of a batch share."""
     reader, file = Reader(TINY_CHECKPOINT), file_of(name)
-    prompts = read_asked(file)[:questions]
+    prompts = in_batches(read_asked(file), batch_size, alike)[:questions]
     return Task(
         name=f"tiny_{name}",
         title=f"{title}, `tiny_{name}`",
@@ -83,13 +92,29 @@ def regime(
         protocols=protocols,
         has_images=True,
         window_size=8,
+        calibrations=BUNDLED[TINY_MODEL],
         **options,
     )
 
 
+def in_batches(prompts: list[Shown], batch_size: int, alike: Callable[[Shown], Hashable]) -> list[Shown]:
+    """The whole batches that prompts of a kind make, in the order in which they become whole: a prefix of the list asks
+    of every kind."""
+    waiting: dict[Hashable, list[Shown]] = defaultdict(list)
+    ordered: list[Shown] = []
+    for shown in prompts:
+        batch = waiting[alike(shown)]
+        batch.append(shown)
+        if len(batch) == batch_size:
+            ordered += batch
+            batch.clear()
+    return ordered
+
+
 def read_all(questions: int) -> Task:
     """Long answers: the prompt compressed alone, and a budget that holds while the answer is written."""
-    return regime("read_all", "Long answers", questions, 20, (QUERY_AWARE, DECODE_BUDGETS), kept="what is kept")
+    protocols = (QUERY_AWARE, DECODE_BUDGETS)
+    return regime("read_all", "Long answers", questions, 20, protocols=protocols, kept="what is kept")
 
 
 def multi_image(questions: int) -> Task:
@@ -97,13 +122,13 @@ def multi_image(questions: int) -> Task:
 
 
 def video(questions: int) -> Task:
-    """One by one: transformers' processor takes no videos of different lengths in a batch."""
-    return regime("video", "Video", questions, 1)
+    """Clips of one length in a batch: transformers' processor takes no others."""
+    return regime("video", "Video", questions, 10, lambda shown: len(shown.frames))
 
 
 def needle(questions: int) -> Task:
-    """One by one: half of the texts are behind a picture, and their lengths differ by a factor of four."""
-    return regime("needle", "Long texts", questions, 1)
+    """Half of the texts are behind a picture, which a batch has or has not."""
+    return regime("needle", "Long texts", questions, 10, lambda shown: len(shown.pictures))
 
 
 def smollm2(questions: int) -> Task:
