@@ -27,7 +27,7 @@ SEED = "calibration"
 
 
 def prompts(reader: Reader) -> Iterator[BatchFeature]:
-    for example in draw_examples(PROMPTS, SEED, HEADLINE_KINDS):
+    for example in draw_examples(PROMPTS, HEADLINE_KINDS, SEED):
         yield reader.inputs([example])
     for regime in REGIMES:
         for shown in draw_asked(regime, PROMPTS, SEED):
