@@ -25,9 +25,9 @@ function placed(axis, cells) {
     return { ...axis, marks: values, place: (value) => (value === null ? MISSING : 1 - values.indexOf(value) / last) };
   }
   const bend = axis.log ? Math.log : (value) => value;
-  const [low, high] = [Math.min(...values), Math.max(...values)].map(bend);
+  const [least, most] = [Math.min(...values), Math.max(...values)], [low, high] = [bend(least), bend(most)];
   const place = (value) => (value === null ? MISSING : high > low ? (bend(value) - low) / (high - low) : 0.5);
-  const marks = values.length <= 6 ? values.sort((a, b) => b - a) : ticks(Math.min(...values), Math.max(...values), axis.log).reverse();
+  const marks = values.length <= 6 ? values.sort((a, b) => b - a) : [most, least, ...ticks(least, most, axis.log)];
   const apart = []; // names that would lie upon each other are left out
   for (const mark of marks) if (apart.every((other) => Math.abs(place(mark) - place(other)) > 0.05)) apart.push(mark);
   return { ...axis, place, marks: apart };
@@ -39,7 +39,7 @@ function drawParallel() {
   if (!cells.length) return;
   const all = axes(cells);
   const width = Math.max(where.parentElement.clientWidth, 110 * all.length), height = where.clientHeight;
-  const left = 20 + 7 * Math.max(...cells.map((cell) => cell.method.length)), right = 40, top = 34, bottom = 34;
+  const left = 20 + 7.5 * Math.max(...cells.map((cell) => cell.method.length)), right = 52, top = 34, bottom = 34;
   where.style.width = width + "px";
   const along = (number) => left + ((width - left - right) * number) / (all.length - 1);
   const up = (place) => height - bottom - (height - bottom - top) * place;
@@ -51,19 +51,19 @@ function drawParallel() {
   const best = Math.max(...cells.map((cell) => cell.score)), worst = Math.min(...cells.map((cell) => cell.score));
   for (const cell of [...cells].sort((a, b) => a.score - b.score)) {
     const share = best > worst ? (cell.score - worst) / (best - worst) : 1, chosen = isChosen(cell);
-    const stroke = `color-mix(in oklab, ${COLOURS[0]} ${(100 * share).toFixed(0)}%, ${COLOURS[4]})`;
+    const stroke = `color-mix(in oklch, ${COLOURS[0]} ${(100 * share).toFixed(0)}%, ${COLOURS[4]})`;
     const points = all.map(({ value, place }, number) => `${along(number)},${up(place(value(cell)))}`).join(" ");
     const line = svg("polyline", { class: chosen ? "cell" : "cell unchosen", points, fill: "none", stroke: chosen ? stroke : ink("--line"), "stroke-width": 1.8 });
     hint(line, all.map(({ name, value, text }) => `${name} ${value(cell) === null ? "-" : text(value(cell))}`).join("\n"));
     chosen ? drawing.append(line) : drawing.prepend(line);
   }
-  all.forEach((axis, number) => drawAxis(drawing, axis, along(number), up, number === 0));
+  all.forEach((axis, number) => drawAxis(drawing, axis, along(number), up, number === 0, number === all.length - 1));
   where.append(drawing);
 }
 
-function drawAxis(drawing, { name, text, marks, place }, x, up, isFirst) {
+function drawAxis(drawing, { name, text, marks, place }, x, up, isFirst, isLast) {
   drawing.append(svg("line", { x1: x, x2: x, y1: up(0), y2: up(1), stroke: ink("--faint") }));
-  drawing.append(svg("text", { x, y: up(1) - 16, "text-anchor": isFirst ? "end" : "middle", "font-weight": 600 }, name));
+  drawing.append(svg("text", { x: isLast ? x + 50 : x, y: up(1) - 16, "text-anchor": isFirst || isLast ? "end" : "middle", "font-weight": 600 }, name));
   for (const mark of marks) {
     const y = up(place(mark));
     drawing.append(svg("line", { x1: x - 3, x2: x + 3, y1: y, y2: y, stroke: ink("--faint") }));
