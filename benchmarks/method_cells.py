@@ -1,5 +1,6 @@
 """Accuracy of methods on a task: which cells its tables have, and the answers, computed once and kept in a file."""
 
+import hashlib
 import inspect
 import json
 import time
@@ -62,6 +63,7 @@ class Task:
     `identity`: hash of the questions and of the model; answers of another one are not used.
     `window_size`: what takes the place of the published window in every method that observes the prompt's last queries;
     None: nothing does.
+    `calibrations`: a folder with a file of each method that needs one; where there is none, such methods are left out.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Task:
     has_images: bool
     window_size: int | None = None
     kept: str = "the ratio kept"  # what the columns say
+    calibrations: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,15 @@ class Cell:
     method: str
     column: Column
     options: dict[str, object] = field(default_factory=dict)
+    calibration: Path | None = None
 
     @property
     def key(self) -> str:
         """All that the answers depend on besides the task: with the method's own code."""
         options = json.dumps({**self.options, **self.column.options, **self.protocol.options}, sort_keys=True)
         code = method_code(self.method)
+        if self.calibration:
+            code += f" {hashlib.sha256(self.calibration.read_bytes()).hexdigest()[:16]}"
         return f"{self.protocol.name} {self.method} {self.column.ratio} {options} {code}"
 
 
@@ -110,7 +116,11 @@ def cells_of(task: Task, methods: list[str]) -> list[Cell]:
     cells = []
     for protocol in task.protocols:
         for method in methods:
-            info, options = kvcompress.list_methods()[method], {}
+            info, options, calibration = kvcompress.list_methods()[method], {}, None
+            if getattr(info.cls, "needs_calibration", False):
+                calibration = task.calibrations and task.calibrations / f"{method}.safetensors"
+                if calibration is None or not calibration.exists():
+                    continue
             if issubclass(info.cls, KVCluster):
                 window = info.options.get("window_size")
                 if task.window_size and window and make_cluster(method).query_window == window:
@@ -121,7 +131,7 @@ def cells_of(task: Task, methods: list[str]) -> list[Cell]:
             takes = {"budget", *all_options(info)}
             if any(not takes.issuperset(column.options) for column in columns):
                 continue
-            cells += [Cell(protocol, method, column, options) for column in columns]
+            cells += [Cell(protocol, method, column, options, calibration) for column in columns]
     return cells
 
 
@@ -183,6 +193,8 @@ def answer(
     takes = all_options(kvcompress.list_methods()[cell.method])
     options = {name: value for name, value in cell.protocol.options.items() if name in takes}
     options |= {**cell.column.options, **cell.options}
+    if cell.calibration:
+        options["calibration"] = str(cell.calibration)
     with (
         SharedPrompt(task.model, known) as shared,
         kvcompress.compress(task.model, cell.method, cell.column.ratio, **options),

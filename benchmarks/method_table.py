@@ -198,9 +198,7 @@ def plot(tables: list[tuple[Protocol, Rows]], kept: str, path: Path) -> None:
 
 def tables(arguments: argparse.Namespace) -> Iterator[Path]:
     """Compute and write the tables; yields the file of each."""
-    # One that needs a calibration of the model is compared once it comes with one.
-    found = kvcompress.list_methods().items()
-    methods = [name for name, info in found if not getattr(info.cls, "needs_calibration", False)]
+    methods = list(kvcompress.list_methods())
     asked = {*RULERS, *(arguments.methods or methods)}
     for name in arguments.tasks or TASKS:
         task = TASKS[name](arguments.questions)

@@ -1,19 +1,32 @@
-"""What the table of methods asks: the bundled model, and a small pretrained language model."""
+"""What the table of methods asks: the bundled model in each of its regimes, and a small pretrained language model."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 import torch
 
-from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT
-from lmms_eval_plugins.tiny_vlm.accuracy import MAX_NEW_TOKENS, Reader
+from kvcompress.calibration.files import BUNDLED
+from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT, TINY_MODEL
+from lmms_eval_plugins.tiny_vlm.accuracy import MAX_NEW_TOKENS, MAX_TOKENS_OF_REGIMES, Reader
 from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, Example, read_examples
+from lmms_eval_plugins.tiny_vlm.regimes import Shown
+from lmms_eval_plugins.tiny_vlm.regimes.dataset import file_of, read_asked
 
-from .method_cells import Protocol, Task
+from .method_cells import Column, Protocol, Task
 from .retrieval import CONTEXT_TOKENS, draw_examples, load_smollm2
 
 QUERY_AWARE = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"})
+
+DECODE_BUDGETS = Protocol(
+    "decode budgets",
+    {"first_token": "compressed"},
+    tuple(
+        Column(f"{budget} / {interval}", None, {"budget": budget, "decode_budget": budget, "decode_interval": interval})
+        for budget, interval in ((192, 8), (96, 8), (48, 8), (96, 1), (96, 32))
+    ),
+)
 DEFINE_MODEL = ("model.safetensors", "config.json")  # files of the bundled checkpoint
 
 
@@ -25,7 +38,7 @@ def _hash_with_model(questions: Path) -> str:
     return _hash(*(file.read_bytes() for file in (questions, *(TINY_CHECKPOINT / name for name in DEFINE_MODEL))))
 
 
-def _exact(reader: Reader, asked: Sequence[Example]) -> Callable[[slice, torch.Tensor], list[bool]]:
+def _exact(reader: Reader, asked: Sequence[Example | Shown]) -> Callable[[slice, torch.Tensor], list[bool]]:
     def right(batch: slice, new: torch.Tensor) -> list[bool]:
         texts = reader.processor.batch_decode(new, skip_special_tokens=True)
         return [text.strip() == one.question.answer for text, one in zip(texts, asked[batch], strict=True)]
@@ -50,7 +63,72 @@ def tiny(questions: int) -> Task:
         protocols=(QUERY_AWARE,),
         has_images=True,
         window_size=8,
+        calibrations=BUNDLED[TINY_MODEL],
     )
+
+
+def regime(
+    name: str,
+    title: str,
+    questions: int,
+    batch_size: int,
+    alike: Callable[[Shown], Hashable] = lambda shown: None,
+    protocols: tuple[Protocol, ...] = (QUERY_AWARE,),
+    **options,
+) -> Task:
+    """One of the bundled tasks beyond one picture with a short answer. `alike`: what the prompts of a batch share."""
+    reader, file = Reader(TINY_CHECKPOINT), file_of(name)
+    prompts = in_batches(read_asked(file), batch_size, alike)[:questions]
+    return Task(
+        name=f"tiny_{name}",
+        title=f"{title}, `tiny_{name}`",
+        identity=_hash_with_model(file),
+        model=reader.model,
+        questions=len(prompts),
+        batch_size=batch_size,
+        new_tokens=MAX_TOKENS_OF_REGIMES if name == "read_all" else MAX_NEW_TOKENS,
+        inputs=lambda batch: reader.shown_inputs(prompts[batch]),
+        right=_exact(reader, prompts),
+        protocols=protocols,
+        has_images=True,
+        window_size=8,
+        calibrations=BUNDLED[TINY_MODEL],
+        **options,
+    )
+
+
+def in_batches(prompts: list[Shown], batch_size: int, alike: Callable[[Shown], Hashable]) -> list[Shown]:
+    """The whole batches that prompts of a kind make, in the order in which they become whole: a prefix of the list asks
+    of every kind."""
+    waiting: dict[Hashable, list[Shown]] = defaultdict(list)
+    ordered: list[Shown] = []
+    for shown in prompts:
+        batch = waiting[alike(shown)]
+        batch.append(shown)
+        if len(batch) == batch_size:
+            ordered += batch
+            batch.clear()
+    return ordered
+
+
+def read_all(questions: int) -> Task:
+    """Long answers: the prompt compressed alone, and a budget that holds while the answer is written."""
+    protocols = (QUERY_AWARE, DECODE_BUDGETS)
+    return regime("read_all", "Long answers", questions, 20, protocols=protocols, kept="what is kept")
+
+
+def multi_image(questions: int) -> Task:
+    return regime("multi_image", "Several pictures", questions, 10)
+
+
+def video(questions: int) -> Task:
+    """Clips of one length in a batch: transformers' processor takes no others."""
+    return regime("video", "Video", questions, 10, lambda shown: len(shown.frames))
+
+
+def needle(questions: int) -> Task:
+    """Half of the texts are behind a picture, which a batch has or has not."""
+    return regime("needle", "Long texts", questions, 10, lambda shown: len(shown.pictures))
 
 
 def smollm2(questions: int) -> Task:
@@ -93,5 +171,9 @@ def smollm2(questions: int) -> Task:
 
 TASKS = {
     "tiny": tiny,
+    "tiny_read_all": read_all,
+    "tiny_multi_image": multi_image,
+    "tiny_video": video,
+    "tiny_needle": needle,
     "smollm2": smollm2,
 }

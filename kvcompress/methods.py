@@ -115,6 +115,11 @@ def method_info(name: str | None) -> MethodInfo:
     return _METHODS[key]
 
 
+def name_of(cls: type[Method]) -> str:
+    """The name of a class that is registered."""
+    return next(info.name for info in _METHODS.values() if info.cls is cls)
+
+
 def make_method(method: str | None, **options: object) -> Method:
     """The method with the given options, validated. Raises KVCompressError."""
     info = method_info(method)

@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .cells.data import DEFAULT_DATA_ROOT, find_tasks, load_tasks, working_directory
@@ -61,6 +62,7 @@ def command(argv: list[str]) -> None:
     with working_directory(root and os.path.abspath(root)):
         prompts = prompts_of(tasks, chat, flags.questions, flags.seed, model.device)
         made = calibrate(model, name, prompts, f"task: {flags.task}", flags.seed, **options)
+    made = replace(made, model=replace(made.model, name=flags.model))  # as it was called, not where it lies
     write(made, flags.out.absolute(), time.perf_counter() - start)
 
 

@@ -22,6 +22,7 @@ SHAPE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hi
 SHAPE += ("num_key_value_heads", "head_dim")
 
 Shapes = Mapping[str, tuple[str, ...]]
+BUNDLED: dict[str, Path] = {}  # name of a model that comes with calibrations -> their folder
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,17 @@ class Calibration:
     prompts: int = 0
     tokens: int = 0
     seed: int | None = None
+
+
+def file_of(calibration: str, method: str) -> Path:
+    """What the option `calibration` says: a file, or in a folder (or a name in BUNDLED) METHOD.safetensors. Raises
+    KVCompressError where the folder has none."""
+    path = BUNDLED.get(calibration, Path(calibration))
+    if not path.is_dir():
+        return path
+    if not (file := path / f"{method}.safetensors").is_file():
+        raise KVCompressError(f"calibration={shown(str(calibration))}: the folder has no {file.name}")
+    return file
 
 
 def save(calibration: Calibration, path: Path) -> None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from ..calibration import files
 from ..errors import KVCompressError
 from ..layer_budgets import LayerBudget
+from ..methods import name_of
 from ..scoring.layer_view import LayerView
 from .base import KVCluster
 
@@ -42,6 +43,11 @@ class CalibratedKVCluster(KVCluster):
         return sums
 
     @property
+    def calibration_file(self) -> Path | None:
+        """What `calibration` says."""
+        return self.calibration and files.file_of(self.calibration, name_of(type(self)))
+
+    @property
     def known_layer_budget(self) -> LayerBudget | None:
         """Where the file says what each layer keeps: that, in the place of the layer budget that is prescribed."""
         return None
@@ -57,17 +63,17 @@ class CalibratedKVCluster(KVCluster):
 
     def known_whole(self, name: str) -> torch.Tensor:
         """One of `calibrated`, of all layers, in fp32 on the CPU."""
-        if self.calibration is None:
+        if self.calibration_file is None:
             raise KVCompressError(f"{type(self).__name__} needs calibration=FILE")
-        return files.load(self.calibration).tensors[name]
+        return files.load(self.calibration_file).tensors[name]
 
 
 def check_calibration(cluster: KVCluster, method: str) -> None:
     """Raises KVCompressError where a method lacks the file that it needs, or was given another's."""
     if not isinstance(cluster, CalibratedKVCluster):
         return
-    if cluster.calibration is not None:
-        files.check_method(files.load(cluster.calibration), cluster.calibration, method, cluster.calibrated)
+    if (file := cluster.calibration_file) is not None:
+        files.check_method(files.load(file), file, method, cluster.calibrated)
     elif cluster.needs_calibration:
         raise KVCompressError(
             f"method {method!r} needs calibration=FILE, made by: "
@@ -78,8 +84,8 @@ def check_calibration(cluster: KVCluster, method: str) -> None:
 def check_calibrated_for(cluster: KVCluster, config: PreTrainedConfig, layers: int) -> None:
     """Raises KVCompressError where the method's file is of another model than one of this config, of which `layers` are
     compressed."""
-    if isinstance(cluster, CalibratedKVCluster) and cluster.calibration is not None:
-        files.check_model(files.load(cluster.calibration), cluster.calibration, config, layers)
+    if isinstance(cluster, CalibratedKVCluster) and (file := cluster.calibration_file) is not None:
+        files.check_model(files.load(file), file, config, layers)
 
 
 def options_of(cluster: CalibratedKVCluster) -> dict[str, object]:

@@ -123,15 +123,18 @@ def fingerprint(
     `data` and `tasks`: the identity of each task's data, and of the task itself.
     """
     import kvcompress
+    from kvcompress.calibration.files import file_of
+    from kvcompress.methods import method_name
 
     model, calibration = Path(arguments.pretrained), options.get("calibration")
     method = kvcompress.list_methods()[cell.method].cls
+    known = calibration and file_of(calibration, method_name(options.get("scorer") or cell.method)).read_bytes()
     return {
         **asdict(cell),
         "options": options,
         "model_files": files_identity(model) if model.is_dir() else arguments.revision,
         "text_files": {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in _texts(arguments)},
-        **({} if calibration is None else {"calibration": hashlib.sha256(Path(calibration).read_bytes()).hexdigest()}),
+        **({"calibration": hashlib.sha256(known).hexdigest()} if known else {}),
         "data": data,
         "tasks": tasks,
         "code": own_code(Path(__file__).parents[2])

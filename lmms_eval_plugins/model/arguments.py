@@ -25,6 +25,7 @@ from pydantic import (
 
 import kvcompress
 from kvcompress import KVCompressError
+from kvcompress.calibration.files import BUNDLED as BUNDLED_CALIBRATIONS
 from kvcompress.errors import plain_number, shown, unknown_name
 from kvcompress.methods import method_info
 from kvcompress.policy.options import all_options
@@ -38,6 +39,7 @@ PROMPT_CACHE_GB = 4.0
 
 TINY_MODEL = "tiny"
 TINY_CHECKPOINT = Path(__file__).parents[1] / "tiny_vlm" / "checkpoint"
+BUNDLED_CALIBRATIONS[TINY_MODEL] = TINY_CHECKPOINT.with_name("calibrations")
 
 # Arguments of lmms-eval's LLaVA wrappers -> (values that mean what transformers does anyway, what to do instead).
 LEGACY_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {

@@ -284,7 +284,7 @@ class _Averages:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for state, log and the finished model")
-    parser.add_argument("--edition", type=int, choices=EDITIONS, default=1, help="see editions.py")
+    parser.add_argument("--edition", type=int, choices=EDITIONS, default=2, help="see editions.py")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--scale", type=float, default=1.0, help="length of all stages, as a share of the recipe's")

@@ -1,5 +1,6 @@
 """The table of all methods: only what is missing is computed, and what is worse than random is marked."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from benchmarks.method_cells import BY_RATIO, FULL, RATIOS, Answers, Cell, Colum
 from benchmarks.method_table import Estimate, markdown, rows_of, sign_test
 from benchmarks.method_tasks import TASKS
 from benchmarks.retrieval import OPENING, draw_examples
+from tests.support.calibrations import calibration_file
 from tests.support.families import FAMILIES
 
 PROTOCOL = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"})
@@ -215,3 +217,18 @@ def test_the_docs_page_has_a_place_for_each_table(name):
     text = method_table.PAGE.read_text(encoding="utf-8")
     assert text.count(f"<!-- {name}: made by benchmarks/method_table.py -->\n") == 1
     assert text.count(f"<!-- end of {name} -->") == 1
+
+
+def test_a_method_that_needs_a_calibration_answers_where_there_is_one(task, tmp_path):
+    assert cells_of(task, ["q-filters"]) == []
+    task = replace(task, calibrations=tmp_path)
+    assert cells_of(task, ["q-filters"]) == []
+    shutil.copy(calibration_file("q-filters", task.model), tmp_path / "q-filters.safetensors")
+    cells = cells_of(task, ["q-filters"])
+    answers = Answers(tmp_path / "answers.json", "even")
+    compute(task, cells, answers)
+    assert answers.refused == {}
+    assert all(len(answers.of(cell, task.questions)) == task.questions for cell in cells)
+    key = cells[0].key
+    (tmp_path / "q-filters.safetensors").write_bytes(b"another")
+    assert cells[0].key != key

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -90,8 +91,6 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path, content):
         path.write_bytes(content)
     with pytest.raises(KVCompressError, match=r"^calibration=.* cannot be read as a safetensors file"):
         kvcompress.compress(MODEL, "q-filters", 0.3, calibration=str(path))
-    with pytest.raises(KVCompressError, match="cannot be read as a safetensors file"):
-        kvcompress.compress(MODEL, "q-filters", 0.3, calibration=str(tmp_path))
 
 
 def test_a_method_that_needs_a_file_says_so_and_how_it_is_made():
@@ -174,6 +173,23 @@ def test_published_files_are_read_as_what_the_method_wants(tmp_path):
     torch.testing.assert_close(sizes[:, 6], torch.tensor([0.7, 1.0, 0.4]))  # 0.3 is forgotten
     mean = method_info("triattention").cls.from_published(paths["triattention"], model)["mean"]
     assert torch.equal(mean[0, 0], torch.tensor([0.0] * 8 + [1.0] * 8))
+
+
+def test_a_folder_has_a_file_per_method(tmp_path, monkeypatch):
+    (prompt,) = text_prompts(MODEL, 1)
+
+    def kept(method, calibration):
+        with kvcompress.compress(MODEL, method, 0.3, calibration=calibration) as session:
+            MODEL(**prompt)
+        return [head.tolist() for layer in kept_of(session.cache) for head in layer[0]]
+
+    monkeypatch.setitem(files.BUNDLED, "mine", tmp_path)
+    for method in ("q-filters", "triattention"):
+        file = calibration_file(method, MODEL)
+        shutil.copy(file, tmp_path / f"{method}.safetensors")
+        assert kept(method, str(tmp_path)) == kept(method, "mine") == kept(method, file)
+    with pytest.raises(KVCompressError, match=r"calibration='mine': the folder has no duoattention\.safetensors"):
+        kvcompress.compress(MODEL, "duoattention", 0.3, calibration="mine")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,98 @@
+"""The search for a method of our own: halves are disjoint, and a recipe is a published method with other parts."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import own_method
+from benchmarks.method_cells import BY_RATIO, Answers, cells_of, compute
+from benchmarks.method_tasks import QUERY_AWARE
+from benchmarks.own_method import Asked, changes, difference, half, published, search
+from tests.benchmarks.test_method_table import task  # noqa: F401 (a fixture)
+
+
+def numbered(questions, size):
+    """A task whose inputs say which questions were asked for."""
+    return own_method.Task(
+        name="numbered",
+        title="",
+        identity="",
+        model=None,
+        questions=questions,
+        batch_size=size,
+        new_tokens=1,
+        inputs=lambda batch: {"places": torch.arange(batch.start, batch.stop)},
+        right=lambda batch, new: list(range(batch.start, batch.stop)),
+        protocols=(QUERY_AWARE,),
+        has_images=False,
+    )
+
+
+@pytest.mark.parametrize(("questions", "size", "asked"), [(8, 2, 8), (10, 2, 8), (100, 20, 80), (6, 3, 6)])
+def test_halves_are_disjoint_and_of_one_size(questions, size, asked):
+    places = []
+    for number in (0, 1):
+        part = half(numbered(questions, size), number)
+        assert part.questions == asked // 2
+        for start in range(0, part.questions, size):
+            batch = slice(start, start + size)
+            places += (found := part.inputs(batch)["places"].tolist())
+            assert found == part.right(batch, None)
+    assert sorted(places) == list(range(asked))
+
+
+def test_less_than_two_batches_have_no_halves():
+    with pytest.raises(ValueError, match="3 questions are less than two batches of 2"):
+        half(numbered(3, 2), 0)
+
+
+def test_published_answers_are_those_of_the_half(task, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
+    cells = cells_of(task, ["knorm", "tova"])
+    answers = Answers(tmp_path / "method_table_even.json", task.identity)
+    for cell in cells:
+        answers.add(cell, [True, True, False, cell.method == "tova"])
+    found = [published("even", tmp_path, number, 4) for number in (0, 1)]
+    assert found[0]["knorm"].tolist() == [[1, 1]] * len(BY_RATIO)
+    assert found[1]["tova"].tolist() == [[0, 1]] * len(BY_RATIO)
+    assert found[1].keys() == {"knorm", "tova"}
+
+
+def test_the_search_keeps_what_is_better_and_writes_every_step(task, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
+    monkeypatch.setattr(own_method, "PARTS", ("kernel_size", "head_budget", "safeguard"))
+    asked = Asked(("even",), 0, 4, tmp_path)
+    scores = {("uniform", 3): 5.0, ("uniform", 5): 1.0, ("adaptive", 3): 9.0}
+    monkeypatch.setattr(
+        Asked, "score", lambda self, it: scores.get((it.get("head_budget", "uniform"), it.get("kernel_size", 5)), 0.0)
+    )
+    recipe = search(asked, "snapkv", [], tmp_path / "steps.json")
+    assert recipe == {"method": "snapkv", "window_size": 8, "kernel_size": 3, "head_budget": "adaptive"}
+    steps = own_method.json.loads((tmp_path / "steps.json").read_text())["steps"]
+    assert [step["part"] for step in steps].count("safeguard") == 3
+
+
+def test_a_recipe_is_answered_on_its_half(task, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
+    whole = Answers(tmp_path / "whole.json", task.identity)
+    cells = cells_of(replace(task, protocols=(QUERY_AWARE,)), ["knorm"])
+    compute(task, cells, whole)
+    right = Asked(("even",), 1, 4, tmp_path).right("even", {"method": "knorm"})
+    assert np.array_equal(right, np.stack([whole.of(cell, 4) for cell in cells])[:, 2:])
+    assert Asked(("even",), 1, 4, tmp_path).right("even", {"method": "dycoke"}) is None
+
+
+def test_parts_that_a_method_lacks_are_not_changed():
+    assert list(changes({"method": "knorm"}, "kernel_size", [])) == []
+    assert [change["kernel_size"] for change in changes({"method": "snapkv"}, "kernel_size", [])] == [1, 3, 5, 7]
+    assert list(changes({"method": "snapkv"}, "safeguard", [])) == []
+    assert len(list(changes({"method": "snapkv", "head_budget": "adaptive"}, "safeguard", []))) == 3
+
+
+def test_a_difference_has_the_sign_of_the_better():
+    ours, theirs = np.array([[1, 1, 1, 0], [1, 1, 0, 0]]), np.array([[1, 0, 0, 0], [1, 0, 0, 0]])
+    points, low, high = difference(ours, theirs)
+    assert points == pytest.approx(37.5)
+    assert low <= points <= high
