@@ -12,11 +12,11 @@ REGIMES = {
     "video": video.draw,
     "needle": needle.draw,
 }
-KINDS = {  # of question, in turn in an evaluation set; a fifth of the needle's ask each kind of a picture
+KINDS = {  # of question, in turn in an evaluation set; a tenth of the needle's ask for the picture in front of the text
     "read_all": read_all.KINDS,
     "multi_image": multi_image.KINDS,
     "video": video.KINDS,
-    "needle": (*needle.KINDS * 3, *needle.PICTURE_KINDS),
+    "needle": (*needle.KINDS * 9, "i_c2n"),
 }
 
 __all__ = ["KINDS", "REGIMES", "WORDS", "Shown"]
