@@ -80,8 +80,10 @@ scores. It ran through the evaluation command with the bundled model and data of
 task, which the tests make (`tests/support/official_tasks.py`); nothing was downloaded. So the scores say nothing, and
 are not shown. What the table shows is that the task runs, and that a batch changes nothing:
 
-    python -m lmms_eval_plugins.evaluate TASK tiny full,snapkv 0.5 --data-root data batch_size={BATCH} \\
-        --gen_kwargs {GENERATION}
+```bash
+python -m lmms_eval_plugins.evaluate TASK tiny full,snapkv 0.5 --data-root data batch_size={BATCH} \\
+    --gen_kwargs {GENERATION}
+```
 
 - *equal*: with `batch_size=1` and in padded batches of {BATCH} all answers and all scores are the same, of `full` and
   of `snapkv` at ratio 0.5;

@@ -1,30 +1,25 @@
 """docs/first-hour.md: what it says, done."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.docs import DOCS
+from tests.support.docs import DOCS, code_blocks
 
-PAGE = (DOCS / "first-hour.md").read_text(encoding="utf-8")
+PAGE = DOCS / "first-hour.md"
 pytestmark = pytest.mark.slow
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-
-
 def test_every_command_of_the_first_hour_does_what_the_page_says(tmp_path):
-    (tmp_path / "value_norm.py").write_text(blocks("python")[0])
-    (tmp_path / "window.yaml").write_text(blocks("yaml")[0])
+    (tmp_path / "value_norm.py").write_text(code_blocks(PAGE, "python")[0])
+    (tmp_path / "window.yaml").write_text(code_blocks(PAGE, "yaml")[0])
     # The commands of the interpreter that runs the tests, from a folder that is no checkout.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-    script = "set -euo pipefail\n" + "\n".join(blocks("bash"))
+    script = "set -euo pipefail\n" + "\n".join(code_blocks(PAGE, "bash")[1:])  # without Install
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -1,5 +1,6 @@
 """One trial: parameters -> a cell of the results folder, evaluated unless it is complete there -> values for wandb."""
 
+import hashlib
 import os
 import re
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ METRICS = (
     "peak_memory_bytes",
 )
 DEFAULT_PROJECT = "kvcompress"
+MAX_ARTIFACT_NAME = 128  # wandb's
 
 
 def trial_argv(parameters: dict[str, Any], output_path: Path) -> list[str]:
@@ -176,7 +178,7 @@ def trial_values(results: dict[str, Any]) -> dict[str, float]:
 
 
 def log_results(run: "wandb.Run", folder: Path) -> dict[str, float]:
-    """Log a complete cell to a wandb run: its values, its protocol and environment. Returns the values."""
+    """Log a complete cell to a wandb run: its values, its protocol and environment, its files. Returns the values."""
     results = read_results(folder)
     values = trial_values(results)
     run.config.update(
@@ -184,7 +186,23 @@ def log_results(run: "wandb.Run", folder: Path) -> dict[str, float]:
         allow_val_change=True,
     )
     run.log(values)
+    run.log_artifact(results_artifact(folder))
     return values
+
+
+def results_artifact(folder: Path) -> "wandb.Artifact":
+    """A cell's results and samples, at their place below the results' root: artifacts that are downloaded into one
+    folder make a results folder. A cell has the same name wherever it lies, so its later results are a new version."""
+    import wandb
+
+    place = Path(*folder.parts[-3:]).as_posix()
+    digest = hashlib.sha256(place.encode()).hexdigest()[:8]
+    readable = re.sub(r"[^A-Za-z0-9._-]", "_", place.replace("/", "-"))
+    artifact = wandb.Artifact(f"{readable[: MAX_ARTIFACT_NAME - 1 - len(digest)]}-{digest}", type="results")
+    for file in (results.RESULTS_FILE, results.SAMPLES_FILE):
+        # Uploaded from where they lie: offline, wandb would keep a copy of each in the user's home.
+        artifact.add_file(str(folder / file), f"{place}/{file}", policy="immutable", skip_cache=True)
+    return artifact
 
 
 @contextmanager

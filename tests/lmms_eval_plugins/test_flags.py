@@ -220,6 +220,9 @@ def test_each_cell_is_a_run_of_wandb_offline_without_an_account(monkeypatch, tmp
         def log(self, values):
             self.logged |= values
 
+        def log_artifact(self, artifact):
+            self.artifact = artifact
+
         def __enter__(self):
             return self
 
@@ -243,6 +246,10 @@ def test_each_cell_is_a_run_of_wandb_offline_without_an_account(monkeypatch, tmp
     table = runs[1].logged["samples"]
     assert table.columns == ["task", "doc_id", "input", "target", "filtered_resps", "exact_match"]
     assert [row[1] for row in table.data] == [0, 1]
+    assert len({each.artifact.name for each in runs}) == 2
+    assert {each.artifact.type for each in runs} == {"results"}
+    place = "tiny_textvqa/tiny/snapkv-0.2-limit=2"
+    assert sorted(runs[1].artifact.manifest.entries) == [f"{place}/results.json", f"{place}/samples.jsonl"]
     ids = [each.settings["id"] for each in runs]
     runs.clear()  # what was complete is logged as the same runs
     assert run("--wandb_args", "project=p,mode=disabled", words=words) == 0

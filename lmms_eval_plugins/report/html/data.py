@@ -38,6 +38,7 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
     overlays = overlay_data(entries)
     needed = needs_by_question(entries)
     parts = headrooms(frame.assign(scores=question_scores(samples, len(frame))))
+    varied = varied_options([cell["protocol"] for cell in group.cells])
     cells = []
     for index, row in enumerate(frame.itertuples()):
         efficiency = group.cells[index]["efficiency"]
@@ -48,6 +49,7 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
                 "size": f"budget {row.budget:.0f}" if pd.isna(row.ratio) else exact(row.ratio),
                 **{name: number(getattr(row, name)) for name in CELL_NUMBERS},
                 "samples": int(row.samples),
+                "options": varied[index],
                 "same": same_as_full(samples, frame, index),
                 "headroom": None if parts[index] is None else [*astuple(parts[index])],
                 "per_layer": efficiency.get("realised_ratio", {}).get("per_layer"),
@@ -84,6 +86,23 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
         "questions": questions,
         "overlays": overlays,
     }
+
+
+def varied_options(protocols: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each cell, the options that are not the same in all cells of some method; what is no number is text."""
+    values: dict[tuple[str, str], set[str]] = {}
+    for protocol in protocols:
+        for name, value in protocol.get("options", {}).items():
+            values.setdefault((protocol["method"], name), set()).add(str(value))
+    names = {name for (_, name), found in values.items() if len(found) > 1}
+    return [
+        {
+            name: value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+            for name, value in protocol.get("options", {}).items()
+            if name in names
+        }
+        for protocol in protocols
+    ]
 
 
 def _entries(folder: Path, images: dict[str, str | None]) -> list[dict[str, Any]]:

@@ -15,12 +15,12 @@ def write_page(path: Path, title: str, data: dict[str, Any], folder: Path = TEMP
     """Write the page that shows `data`, JSON-ready; by default the report's, see `data.page_data`.
 
     Args:
-        folder, name: of its template, which extends `base.html.jinja`; beside it `<name>.js`, and `<name>.css` where it
-            has styles of its own, come behind those of all pages.
+        folder, name: of its template, which extends `base.html.jinja`; beside it `<name>.js`, and where it has them
+            `<name>-*.js` and `<name>.css`, come behind those of all pages.
     """
     environment = Environment(loader=FileSystemLoader([folder, TEMPLATES]), autoescape=True)
     styles = [TEMPLATES / "common.css", *folder.glob(f"{name}.css")]
-    scripts = [TEMPLATES / "common.js", folder / f"{name}.js"]
+    scripts = [TEMPLATES / "common.js", *sorted(folder.glob(f"{name}-*.js")), folder / f"{name}.js"]
     page = environment.get_template(f"{name}.html.jinja").render(
         title=title,
         style="".join(file.read_text(encoding="utf-8") for file in styles),

@@ -56,9 +56,11 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("results")
     for (method, ratio), score in SCORES.items():
         cell = Cell(TASK, "org/model", method, ratio, settings={"limit": QUESTIONS})
+        options = {"sinks": 4, "pooling": None} | ({"window_size": int(20 * ratio)} if method == "snapkv" else {})
         protocol = {
             "task": TASK, "model": cell.model, "method": method, "ratio": ratio, "budget": None,
             "settings": cell.settings, "changed_options": {}, "scope": "prompt", "first_token": "full",
+            "options": options,
         }  # fmt: skip
         efficiency = {name: {"median": SPEED[ratio]} for name in ("ttft_s", "tpot_s")}
         efficiency |= {
@@ -356,6 +358,23 @@ def test_the_page_works_in_a_browser(browser, report, width):
     assert page.locator("#plot-size circle.point").count() == 3
     page.select_option("#x-time", "ttft_s")
     assert "time to first token" in page.text_content("#plot-time svg")
+
+    # All settings: an axis for each that varies; what is drawn along one chooses lines, a click takes that back.
+    page.click("#legend button:has-text('snapkv')")
+    lines, axis = page.locator("#plot-all .cell"), page.locator("[data-axis=kept]")
+    names = [name.get_attribute("data-axis") for name in page.locator("#plot-all .axis").all()]
+    assert names == ["method", "window_size", "kept", "KV cache", "per token", "exact_match"]
+    assert (lines.count(), page.locator("#plot-all .unchosen").count()) == (5, 0)
+    axis.scroll_into_view_if_needed()
+    box = axis.bounding_box()
+    x, top, middle = (box["x"] + box["width"] / 2, box["y"] + 1, box["y"] + box["height"] / 2)
+    for end, unchosen in ((middle, 2), (top, 0)):
+        page.mouse.move(x, top)
+        page.mouse.down()
+        page.mouse.move(x, end)
+        page.mouse.up()
+        assert (lines.count(), page.locator("#plot-all .unchosen").count()) == (5, unchosen)
+    page.click("#legend button:has-text('snapkv')")
 
     # Overlay: each layer is another picture; a patch that is kept is as bright as the image, another is dark.
     page.select_option("#survivor-size", "0.5")

@@ -18,8 +18,6 @@ import torch
 import wandb
 import yaml
 from wandb import wandb_agent
-from wandb.proto import wandb_internal_pb2
-from wandb.sdk.internal.datastore import DataStore
 
 from lmms_eval_plugins.cells.errors import EvaluationFailed, UsageError
 from lmms_eval_plugins.cells.results import dumps, new_cell, write_cell
@@ -30,6 +28,7 @@ from lmms_eval_plugins.sweep.runner import Sweep, locked, run_here
 from lmms_eval_plugins.sweep.study import JOURNAL_FILE, Trials
 from lmms_eval_plugins.sweep.table import write_table
 from tests.support.result_cells import write_answers
+from tests.support.wandb_files import read_run
 
 ROOT = Path(__file__).parents[3]
 TRIAL = {"task": "tiny_textvqa", "model": "tiny", "method": "snapkv", "ratio": 0.2, "limit": 2, "window_size": 8}
@@ -66,30 +65,6 @@ def offline(tmp_path, monkeypatch):
     wandb.teardown()
     yield tmp_path / "wandb"
     wandb.teardown()
-
-
-def read_run(folder: Path) -> dict:
-    """What an offline run under a folder holds: project, group, config and history, as wandb reads it."""
-    wandb.teardown()  # its writing process has then written all
-    (file,) = folder.rglob("*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(file))
-    found = {"config": {}, "history": []}
-    while (data := store.scan_data()) is not None:
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        kind = record.WhichOneof("record_type")
-        if kind == "run":
-            found |= {"project": record.run.project, "group": record.run.run_group, "id": record.run.run_id}
-            found["sweep"] = record.run.sweep_id
-        for item in {"run": record.run.config, "config": record.config}.get(kind, record.config).update:
-            found["config"][item.key] = json.loads(item.value_json)
-        if kind == "history":
-            items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-            found["history"].append(items)
-        if kind == "exit":
-            found["exit"] = record.exit.exit_code
-    return found
 
 
 def results_of(folder: Path) -> dict:
@@ -148,6 +123,11 @@ def test_a_trial_offline_logs_all_that_lmms_eval_leaves_out(tmp_path, offline):
     assert run["config"]["window_size"] == 8
     assert run["config"]["protocol"] == cell["protocol"]
     assert run["exit"] == 0
+    (artifact,) = run["artifacts"]
+    assert artifact["type"] == "results"
+    place = "tiny_textvqa/tiny/snapkv-0.2-limit=2-window_size=8"
+    names = ("results.json", "samples.jsonl")
+    assert artifact["files"] == {f"{place}/{name}": str(tmp_path / "results" / place / name) for name in names}
 
 
 def test_a_trial_that_is_complete_on_disk_is_only_logged(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ const $ = (id) => document.getElementById(id);
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f00", "#a6611a", "#5a7d9a"];
 let group = null;
 let hidden = new Set();
+const furtherPlots = []; // of a page: functions that draw them
 
 // -- small helpers
 
@@ -183,6 +184,7 @@ function drawPlots() {
   const isRate = time.endsWith("_per_s");
   const timeText = (value) => (isRate ? String(Number(value.toPrecision(3))) : String(Number((1000 * value).toPrecision(3))) + " ms");
   drawPlot($("plot-time"), time, false, timeText, label($("x-time")), isRate);
+  for (const draw of furtherPlots) draw();
 }
 
 function drawLegend() {

@@ -336,6 +336,7 @@ function show(index) {
     return [series, alone ? method : series];
   }));
   hidden = new Set();
+  parts = new Map();
   order = {};
   group.most ??= Math.max(...group.cells.map((cell) => cell.score ?? 0)) || 1;
   shown = PAGE;
@@ -350,7 +351,7 @@ function show(index) {
   const heads = group.cells.some((cell) => cell.per_head);
   const keys = Object.keys(group.overlays);
   $("cells").hidden = !group.cells.some((cell) => cell.score !== null || cell.ttft_s !== null);
-  $("plots").hidden = !scored;
+  $("plots").hidden = $("all-settings").hidden = !scored;
   $("budgets").hidden = !group.cells.some((cell) => cell.method !== "full" && (cell.per_head || cell.per_layer));
   const foreseen = group.cells.some((cell) => cell.needs_kept);
   $("budget-of").parentElement.hidden = !foreseen;
