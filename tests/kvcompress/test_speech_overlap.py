@@ -1,6 +1,7 @@
 """The talker begins with the first text tokens: the same text and the same speech, sooner."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -11,12 +12,13 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import kvcompress
-from kvcompress import CompressedCache, KVCompressError, speech, speech_overlap, speech_stream
+from kvcompress import KVCompressError, speech, speech_overlap, speech_stream
 from kvcompress.speech_overlap import generate_overlapped
 from kvcompress.speech_stream import Window, stream
 from tests.support.omni import CODE_S, UNHEARD
 
 SEED = 5
+PARTS = ("thinker", "talker")
 
 
 class Noting(StoppingCriteria):
@@ -75,9 +77,7 @@ def overlapped(omni) -> Callable[..., tuple[torch.LongTensor, torch.Tensor]]:
 
 def lengths(text: int, codes: int) -> dict[str, int]:
     limits = {"max_new_tokens": (text, codes), "min_new_tokens": (text, codes)}
-    return {
-        f"{part}_{name}": of[place] for name, of in limits.items() for place, part in enumerate(("thinker", "talker"))
-    }
+    return {f"{part}_{name}": of[place] for name, of in limits.items() for place, part in enumerate(PARTS)}
 
 
 @pytest.mark.parametrize(("text", "codes"), [(2, 6), (3, 6), (12, 30), (12, 5)])
@@ -138,27 +138,21 @@ def test_the_talker_begins_before_the_text_ends_and_waits_for_it(omni, overlappe
     assert torch.equal(along.logits, after.logits)
 
 
-def caches(model) -> dict[str, CompressedCache]:
-    return {
-        f"{part}_past_key_values": CompressedCache(getattr(model, part).config, "snapkv", 0.3, window_size=4)
-        for part in ("thinker", "talker")
-    }
-
-
 def test_both_caches_are_compressed_as_without_overlap(omni, overlapped, given, answered):
     model, _ = omni
     given |= lengths(8, 20)
     plain = answered(model.generate, **given)
-    with kvcompress.attach(model.thinker), kvcompress.attach(model.talker):
-        before, after = caches(model), caches(model)
-        whole = answered(model.generate, **given, **before)
-        along = answered(overlapped, **given, **after)
-    assert along.tokens == whole.tokens
-    assert torch.equal(along.logits, whole.logits)
+    method = {"method": "snapkv", "ratio": 0.3, "window_size": 4}
+    with kvcompress.compress(model, **method) as thinker, kvcompress.compress(model.talker, **method) as talker:
+        after, caches = answered(model.generate, **given), (thinker.cache, talker.cache)
+        along = answered(overlapped, **given)
+    assert along.tokens == after.tokens
+    assert torch.equal(along.logits, after.logits)
     assert not torch.equal(along.logits, plain.logits)
-    for name, cache in after.items():
-        assert cache.nbytes == before[name].nbytes
-        assert cache.realised_ratios()[0][0] == pytest.approx(0.3, abs=0.01)
+    for session, cache in zip((thinker, talker), caches, strict=True):
+        assert session.cache is not cache
+        assert session.cache.nbytes == cache.nbytes
+        assert session.cache.realised_ratios()[0][0] == pytest.approx(0.3, abs=0.01)
 
 
 def test_a_stream_may_overlap(omni, omni_inputs, monkeypatch):
@@ -170,6 +164,30 @@ def test_a_stream_may_overlap(omni, omni_inputs, monkeypatch):
     assert torch.equal(along.waveform, after.waveform)
     assert along.audio_s == pytest.approx((40 - UNHEARD) * CODE_S)
     assert after.first_code_s > after.text_s
+
+
+def test_thinker_and_talker_wait_while_the_first_sound_is_made(omni, omni_inputs, monkeypatch):
+    model, _ = omni
+    monkeypatch.setattr(speech_stream, "STEPS", 2)
+    thinker, talker = Noting(), Noting()
+    written, make = [], speech_stream.SoundStream._make_mel
+
+    def slowly(self, *given):
+        before = len(thinker.tokens), len(talker.tokens)
+        time.sleep(0.3)
+        written.append((len(thinker.tokens) - before[0], len(talker.tokens) - before[1]))
+        make(self, *given)
+
+    monkeypatch.setattr(speech_stream.SoundStream, "_make_mel", slowly)
+    noting = {
+        f"{part}_stopping_criteria": StoppingCriteriaList([note])
+        for part, note in zip(PARTS, (thinker, talker), strict=True)
+    }
+    inputs = speech._for_thinker_only(omni_inputs)
+    for _ in stream(model, "Chelsie", Window(4, 0, 0), overlap=True, **inputs, **noting, **lengths(400, 60)):
+        pass
+    assert max(written[0]) <= 1, "a token that was under way may come"
+    assert max(map(max, written[1:])) > 1, "afterwards they do not wait"
 
 
 def test_states_of_a_token_go_when_the_talker_has_them(omni, given, monkeypatch):
@@ -205,7 +223,7 @@ def test_what_fails_in_either_is_raised_and_ends_the_other(omni, given):
         if count == 3:
             raise RuntimeError("broken")
 
-    for part in ("thinker", "talker"):
+    for part in PARTS:
         criteria = {f"{part}_stopping_criteria": StoppingCriteriaList([Noting(fail)])}
         with pytest.raises(RuntimeError, match="broken"):
             generate_overlapped(model, **given, **criteria, **lengths(100_000, 100_000))
