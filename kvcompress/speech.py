@@ -1,14 +1,15 @@
 """Omni models that speak (Qwen2.5-Omni): load the parts that are needed, answer aloud, and time it.
 
 Three models take turns. The thinker, a Qwen2 with a vision and an audio tower, reads the prompt and writes text. The
-talker reads the thinker's hidden states and writes codec tokens. token2wav makes the waveform: of all of them at once,
-as in transformers, or of a window of them while the talker still writes (speech_stream.py).
+talker reads the thinker's hidden states and writes codec tokens: when all text is there, as in transformers, or while
+the thinker still writes (speech_overlap.py). token2wav makes the waveform: of all of them at once, as in transformers,
+or of a window of them while the talker still writes (speech_stream.py).
 """
 
 import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers import (
@@ -25,11 +26,11 @@ from .device import peak_memory, reset_peak_memory, synchronise
 from .errors import KVCompressError, loading, unknown_name
 from .measure import TokenTimes
 from .policy.policy import Policy
+from .speech_overlap import FEWEST_TEXT_TOKENS, generate_overlapped
 from .speech_stream import Window, stream
 
 MODEL_TYPE = "qwen2_5_omni"
 SAMPLING_RATE = 24_000  # of the waveforms; it is in the model card, not in the config
-FEWEST_TEXT_TOKENS = 2  # transformers' `generate` fails to speak a single one
 PARTS = {
     "vision": "the vision tower",
     "audio": "the audio tower, which hears",
@@ -121,7 +122,8 @@ class Answer:
 
     Attributes:
         text: LongTensor (new,), the thinker's tokens.
-        waveform: float32 (samples,) at `SAMPLING_RATE`; None without speech, as are all that speech alone has.
+        waveform: float32 (samples,) at `SAMPLING_RATE`; None where `hear` was given it.
+        audio_s: seconds of sound; None without speech, as are all that speech alone has.
         first_text_s, text_s: the thinker's first and last token are there.
         first_code_s, codes_s: the talker's first and last codec token are there.
         first_audio_s: the first sample is there: of a stream in its first block, else together with the last one.
@@ -135,6 +137,7 @@ class Answer:
 
     text: torch.LongTensor
     waveform: torch.Tensor | None
+    audio_s: float | None
     first_text_s: float
     text_s: float
     first_code_s: float | None
@@ -147,14 +150,9 @@ class Answer:
     peak_memory_bytes: int | None
 
     @property
-    def audio_s(self) -> float | None:
-        """Seconds of sound."""
-        return None if self.waveform is None else len(self.waveform) / SAMPLING_RATE
-
-    @property
     def real_time_factor(self) -> float | None:
         """Seconds of computing per second of sound."""
-        return None if self.waveform is None else self.total_s / self.audio_s
+        return None if self.audio_s is None else self.total_s / self.audio_s
 
 
 @torch.no_grad()
@@ -170,6 +168,7 @@ def answer(
     talker_cache: Cache | None = None,
     compile_config: CompileConfig | None = None,
     window: Window | None = None,
+    overlap: bool = False,
     hear: Callable[[torch.Tensor], object] | None = None,
 ) -> Answer:
     """Answer one prompt, aloud where the model has its talker. The thinker is greedy; the talker samples, as
@@ -183,7 +182,8 @@ def answer(
         cache, talker_cache: empty caches; None: transformers' own.
         compile_config: how to compile the thinker's decode step, with a static cache.
         window: make sound while the talker writes, on this window; None: in one piece, as transformers does.
-        hear: is given each block of sound, float32 (samples,), when it is there.
+        overlap: whether the talker begins with the first text tokens; the answer is the same.
+        hear: is given each block of sound, float32 (samples,), when it is there, so that none is held here.
 
     Raises:
         KVCompressError: for an unknown speaker, and for fewer than two text tokens, which `generate` cannot speak.
@@ -208,6 +208,7 @@ def answer(
     }
     device = inputs["input_ids"].device
     columns = inputs["input_ids"].shape[1]
+    heard: list[torch.Tensor] = []
     torch.manual_seed(seed)
     reset_peak_memory(device)
     synchronise(device)
@@ -221,27 +222,26 @@ def answer(
             "speaker": _speaker(model, speaker),
         }
         if window is None:
-            sequences, waveform = model.generate(**given)
-            sound = [(_since(start, device), waveform)]
-            if hear:
-                hear(waveform)
+            source = _in_one_piece(model, overlap, given)
         else:
-            sequences, sound = _listen(stream(model, window=window, seed=seed, **given), start, hear)
+            source = stream(model, window=window, seed=seed, overlap=overlap, **given)
+        sequences, blocks = _listen(source, start, hear or heard.append)
     else:
-        sequences, sound = model.thinker.generate(**inputs, **for_thinker), []
+        sequences, blocks = model.thinker.generate(**inputs, **for_thinker), []
     total = _since(start, device)
-    speaks = bool(sound)
+    speaks = bool(blocks)
     return Answer(
         text=sequences[0, columns:].cpu(),
-        waveform=torch.cat([block for _, block in sound]).cpu() if speaks else None,
+        waveform=torch.cat(heard) if heard else None,
+        audio_s=sum(samples for _, samples in blocks) / SAMPLING_RATE if speaks else None,
         first_text_s=thinker.times[0] - start,
         text_s=thinker.times[-1] - start,
         first_code_s=talker.times[0] - start if speaks else None,
         codes_s=talker.times[-1] - start if speaks else None,
-        first_audio_s=sound[0][0] if speaks else None,
-        waveform_s=sound[-1][0] if speaks else None,
+        first_audio_s=blocks[0][0] if speaks else None,
+        waveform_s=blocks[-1][0] if speaks else None,
         total_s=total,
-        underruns=underruns([(at, len(block) / SAMPLING_RATE) for at, block in sound]) if window and speaks else None,
+        underruns=underruns([(at, samples / SAMPLING_RATE) for at, samples in blocks]) if window and speaks else None,
         codes=len(talker.times) if speaks else None,
         peak_memory_bytes=peak_memory(device),
     )
@@ -252,21 +252,27 @@ def _since(start: float, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
+def _in_one_piece(
+    model: Qwen2_5OmniForConditionalGeneration, overlap: bool, given: dict[str, Any]
+) -> Generator[torch.Tensor, None, torch.LongTensor]:
+    """As `stream`, with one block."""
+    sequences, waveform = generate_overlapped(model, **given) if overlap else model.generate(**given)
+    yield waveform.cpu()
+    return sequences
+
+
 def _listen(
-    source: Generator[torch.Tensor, None, torch.LongTensor],
-    start: float,
-    hear: Callable[[torch.Tensor], object] | None,
-) -> tuple[torch.LongTensor, list[tuple[float, torch.Tensor]]]:
-    """What a stream returns, and its blocks with the seconds since `start` when each was there."""
-    sound = []
+    source: Generator[torch.Tensor, None, torch.LongTensor], start: float, hear: Callable[[torch.Tensor], object]
+) -> tuple[torch.LongTensor, list[tuple[float, int]]]:
+    """What a stream returns, and of each block the seconds since `start` when it was there, and its samples."""
+    blocks = []
     while True:
         try:
             block = next(source)
         except StopIteration as end:
-            return end.value, sound
-        sound.append((time.perf_counter() - start, block))  # it is on the CPU: there is nothing to synchronise
-        if hear:
-            hear(block)
+            return end.value, blocks
+        blocks.append((_since(start, block.device), len(block)))  # the CPU: the talker need not pause for that
+        hear(block)
 
 
 def underruns(blocks: list[tuple[float, float]]) -> int:

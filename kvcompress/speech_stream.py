@@ -13,18 +13,15 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import (
-    PreTrainedModel,
-    Qwen2_5OmniForConditionalGeneration,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import PreTrainedModel, Qwen2_5OmniForConditionalGeneration, StoppingCriteriaList
 
 from .errors import KVCompressError
+from .speech_overlap import Stopped, generate_overlapped
 
 STEPS = 10  # token2wav's points in time from noise to spectrogram, by default; between two of them, four evaluations
 EVALUATIONS = 4
@@ -203,12 +200,13 @@ def stream(
     speaker: str,
     window: Window | None = None,
     seed: int = 0,
+    overlap: bool = False,
     **generate_kwargs: Any,
 ) -> Generator[torch.Tensor, None, torch.LongTensor]:
     """`model.generate(speaker=speaker, **generate_kwargs)` for one prompt, heard while it is spoken.
 
-    `generate` runs in a thread of its own; this one makes the sound of the codec tokens that are there. Closing the
-    generator ends the answer.
+    `generate` runs in a thread of its own; this one makes the sound of the codec tokens that are there. While it makes
+    the first sound, thinker and talker wait, so that they do not delay it. Closing the generator ends the answer.
 
     ```python
     for block in stream(model, "Chelsie", **inputs):
@@ -217,6 +215,7 @@ def stream(
 
     Args:
         seed: of the noise that sound begins with; the talker samples from torch's own generator.
+        overlap: whether the talker begins with the first text tokens, see speech_overlap.py; it says the same, sooner.
 
     Yields:
         float32 (samples,) on the CPU at 24 kHz.
@@ -229,14 +228,19 @@ def stream(
         model.token2wav.float()  # as `generate` would, but while we read it
     sound = SoundStream(model.token2wav, voice["cond"], voice["ref_mel"], window, seed)
     arriving: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-    stopped, whole = threading.Event(), []
-    for part, criterion in (("thinker", _Stopped(stopped)), ("talker", _Arriving(stopped, arriving))):
+    stopped, may_write, whole = threading.Event(), threading.Event(), []
+    may_write.set()
+    for part, criterion in (
+        ("thinker", _Waiting(stopped, may_write)),
+        ("talker", _Arriving(stopped, may_write, arriving)),
+    ):
         name = f"{part}_stopping_criteria"
         generate_kwargs[name] = StoppingCriteriaList([*generate_kwargs.get(name, ()), criterion])
 
     def answer() -> torch.LongTensor:
+        generate = partial(generate_overlapped, model) if overlap else model.generate
         try:
-            return model.generate(speaker=speaker, **generate_kwargs)[0]
+            return generate(speaker=speaker, **generate_kwargs)[0]
         finally:
             arriving.put(None)
 
@@ -244,31 +248,42 @@ def stream(
         answering = pool.submit(contextvars.copy_context().run, answer)  # with the settings of this thread
         try:
             # The last token is spoken or not, as `generate` decides; so each waits for the next.
-            waiting, fed = [], 0
+            waiting, fed, is_heard = [], 0, False
             while (code := arriving.get()) is not None:
                 ready, waiting = waiting, [code]
                 fed += len(ready)
-                yield from sound.feed(ready)
+                if not is_heard:
+                    may_write.clear()
+                for block in sound.feed(ready):
+                    is_heard = True
+                    may_write.set()
+                    yield block
+                may_write.set()
             sequences = answering.result()
             yield from sound.feed(whole[fed:], is_end=True)
             return sequences
         finally:
             stopped.set()
+            may_write.set()
 
 
-class _Stopped(StoppingCriteria):
-    def __init__(self, stopped: threading.Event):
-        self.stopped = stopped
+class _Waiting(Stopped):
+    """After each token, waits until more may be written."""
+
+    def __init__(self, stopped: threading.Event, may_write: threading.Event):
+        super().__init__(stopped)
+        self.may_write = may_write
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
-        return torch.full((input_ids.shape[0],), self.stopped.is_set(), dtype=torch.bool, device=input_ids.device)
+        self.may_write.wait()
+        return super().__call__(input_ids, scores, **kwargs)
 
 
-class _Arriving(_Stopped):
+class _Arriving(_Waiting):
     """Hands on each codec token."""
 
-    def __init__(self, stopped: threading.Event, arriving: queue.SimpleQueue):
-        super().__init__(stopped)
+    def __init__(self, stopped: threading.Event, may_write: threading.Event, arriving: queue.SimpleQueue):
+        super().__init__(stopped, may_write)
         self.arriving = arriving
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:

@@ -145,9 +145,10 @@ def test_a_streamed_answer_is_the_answer(omni, inputs, two_steps):
     blocks = []
     streamed = speech.answer(model, inputs, **given, window=Window(2, 4, 4), hear=blocks.append)
     assert torch.equal(streamed.text, whole.text)
-    assert torch.equal(torch.cat(blocks), streamed.waveform)
+    assert streamed.waveform is None, "what was heard is not held"
+    assert streamed.audio_s == whole.audio_s
     assert len(blocks) > 5
-    torch.testing.assert_close(streamed.waveform, whole.waveform, atol=1e-4 * float(whole.waveform.abs().max()), rtol=0)
+    torch.testing.assert_close(torch.cat(blocks), whole.waveform, atol=1e-4 * float(whole.waveform.abs().max()), rtol=0)
     assert whole.underruns is None
     assert streamed.underruns >= 0
     times = [streamed.text_s, streamed.first_code_s, streamed.first_audio_s, streamed.waveform_s, streamed.total_s]

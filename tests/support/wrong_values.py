@@ -46,7 +46,7 @@ def wrong_for_flag(action: argparse.Action) -> list[str]:
         return [*UNPRINTABLE, "7", "A", "a-b", "a b", "../a", LONG]
     if kind == "device_name":
         return [*NOTHING, "gpu", "meta", "cuda:x", "cuda:-1"]
-    if kind == "folder":
+    if kind in ("folder", "folder_or_speech"):
         return ["", "no/such/folder", "a\x00b", LONG]
     return [*NOTHING, "-1", "true", "wide", str(2**31)]
 

@@ -9,6 +9,7 @@ import torch
 from pydantic import NonNegativeInt, PositiveInt
 
 from ... import speech
+from ...__main__ import find_command
 from ...errors import KVCompressError, unknown_name
 from ...files import check_output, write_text
 from ...policy.options import Fraction
@@ -19,7 +20,7 @@ from ..grid import Results
 from ..timing import environment
 from .prompts import read_lines
 from .report import markdown
-from .strategies import STRATEGIES, method_of
+from .strategies import AFTER_THE_TEXT, STRATEGIES, method_of, talker_method
 from .turns import cold, warm
 
 
@@ -32,10 +33,18 @@ def parser() -> argparse.ArgumentParser:
     this.add_argument("method", type=label, metavar="METHOD[:OPTION=VALUE...]")
     this.add_argument("ratio", type=flag(Fraction))
     this.add_argument(
-        "--strategies", nargs="+", type=label, default=list(STRATEGIES), help=f"of {', '.join(STRATEGIES)}"
+        "--strategies", nargs="+", type=label, default=list(AFTER_THE_TEXT), help=f"of {', '.join(STRATEGIES)}"
     )
     this.add_argument("--no-compile", dest="compile", action="store_false", help="static caches without compiling")
     this.add_argument("--compress-talker", action="store_true", help="the method compresses the talker's cache, too")
+    this.add_argument(
+        "--decode-budget", type=flag(PositiveInt), help="entries that the method keeps in the thinker while it writes"
+    )
+    this.add_argument(
+        "--talker-decode-budget",
+        type=flag(PositiveInt),
+        help="entries that the method keeps in the talker while it speaks; with it goes --compress-talker",
+    )
     this.add_argument(
         "--without", nargs="+", type=label, default=[], metavar="PART", help=f"of {', '.join(speech.PARTS)}"
     )
@@ -67,23 +76,33 @@ def parser() -> argparse.ArgumentParser:
     this.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     this.add_argument("--threads", type=flag(Threads), default=torch.get_num_threads())
     this.add_argument("--save-audio", type=new_file, metavar="FOLDER", help="the last warm answers, as they are spoken")
-    this.add_argument("--out", type=new_file, default=Path("speech"), help="without a suffix: .json and .md")
+    this.add_argument(
+        "--html",
+        action="store_true",
+        help="also a page that plays the last warm answers side by side; without --save-audio they go to OUT-audio",
+    )
+    this.add_argument("--out", type=new_file, default=Path("speech"), help="without a suffix: .json, .md, .html")
     this.add_argument("--resume", action="store_true", help="keep what is in the .json")
     return this
 
 
-def main(arguments: list[str]) -> None:
-    """Raises KVCompressError for what is wrong, before anything is loaded where that can be told."""
+def main(arguments: list[str]) -> int:
+    """The exit code. Raises KVCompressError for what is wrong, before anything is loaded where that can be told."""
     given = parser().parse_args(arguments)
     check(given)
-    check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
+    report = find_command("report") if given.html else None
+    if given.html and given.save_audio is None and "speech" not in given.without:
+        given.save_audio = given.out.with_name(f"{given.out.name}-audio")
+    suffixes = (".json", ".md", ".html") if given.html else (".json", ".md")
+    check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in suffixes))
     if given.save_audio:
         check_output(given.save_audio)
-    elsewhere = ("out", "resume", "save_audio", "repeats", "cold")  # they may change where a run goes on
+    elsewhere = ("out", "resume", "save_audio", "html", "repeats", "cold")  # they may change where a run goes on
     settings = {
         **{name: value for name, value in vars(given).items() if name not in elsewhere},
         "prompts": given.prompts and str(given.prompts),
         "labels": labels(given),
+        "talker": None if (method := talker_method(given)) is None else str(method),
     }
     content = {
         "command": shlex.join(["python", "-m", "kvcompress", "speech", *arguments]),
@@ -96,6 +115,7 @@ def main(arguments: list[str]) -> None:
     text = markdown(results.content)
     write_text(given.out.with_suffix(".md"), text)
     print(text)
+    return report([str(results.file)]) if report else 0
 
 
 def check(given: argparse.Namespace) -> None:
@@ -113,15 +133,21 @@ def check(given: argparse.Namespace) -> None:
     if speaks and given.text_tokens < speech.FEWEST_TEXT_TOKENS:
         raise KVCompressError(f"--text-tokens {given.text_tokens}: at least {speech.FEWEST_TEXT_TOKENS} can be spoken")
     for strategy in ["compressed", *given.strategies]:
-        if not STRATEGIES[strategy][0]:
+        kind = STRATEGIES[strategy]
+        if kind.overlaps and not speaks:
+            raise KVCompressError(f"strategy {strategy!r} overlaps text and speech, which --without speech leaves out")
+        if not kind.compresses:
             continue
-        method = method_of(strategy, given)
+        method = method_of(kind, given)
         policy = make_policy(method.name, method.ratio, **method.options)
         if speaks:
             speech.check_policy(policy)
-        if speaks and given.compress_talker and policy.cluster.second_pass:
+    method = talker_method(given) if speaks else None
+    if method is not None:
+        policy = make_policy(method.name, method.ratio, **method.options)
+        if policy.cluster.second_pass:
             raise KVCompressError(f"--compress-talker: method {method.name!r} reads the prompt again, a talker cannot")
-        if speaks and given.compress_talker and strategy == "compressed" and method.is_static:
+        if method.is_static:
             raise KVCompressError("--compress-talker: transformers' talker takes no static cache")
 
 
@@ -129,7 +155,12 @@ def labels(given: argparse.Namespace) -> dict[str, str]:
     """strategy -> what the table calls it."""
     compiled = ", compiled" if given.compile else ""
     names = {"dynamic": "transformers DynamicCache", "static": f"transformers StaticCache{compiled}"}
+    found = {}
     for strategy in given.strategies:
-        if STRATEGIES[strategy][0]:
-            names[strategy] = str(method_of(strategy, given)) + (compiled if STRATEGIES[strategy][1] else "")
-    return {strategy: names[strategy] for strategy in given.strategies}
+        kind = STRATEGIES[strategy]
+        if kind.compresses:
+            name = str(method_of(kind, given)) + (compiled if kind.is_static else "")
+        else:
+            name = names["static" if kind.is_static else "dynamic"]
+        found[strategy] = name + (", overlapped" if kind.overlaps else "")
+    return found

@@ -32,6 +32,11 @@ class SpeechPrompt:
     image: Image.Image | None = None
     audio: np.ndarray | None = None
 
+    def in_words(self, rate: int) -> dict[str, Any]:
+        """What it is, JSON-ready; `rate`: samples per second."""
+        seconds = None if self.audio is None else len(self.audio) / rate
+        return {"text": self.text, "image": self.image is not None, "audio_s": seconds}
+
 
 def bundled_prompts(rate: int, without: list[str]) -> list[SpeechPrompt]:
     """Text alone, with a picture, with sound, and with both, as far as the parts are there.

@@ -4,6 +4,7 @@ import statistics
 from typing import Any
 
 from ..timing import cell, short, summary, table
+from .strategies import STRATEGIES
 
 # Label -> the field of a row and how many of it are one unit.
 COLUMNS = {
@@ -45,13 +46,21 @@ def markdown(content: dict[str, Any]) -> str:
 def how_it_sounds(settings: dict[str, Any]) -> str:
     if "speech" in settings["without"]:
         return ""
-    if settings["one_piece"]:
-        return "The waveform was made in one piece, so that its first byte is there with its last. "
     chunk, behind, ahead = settings["window"]
-    return (
-        f"Sound was streamed while the talker wrote: {chunk} blocks of codec tokens at a time, of which token2wav saw "
-        f"{behind} blocks behind and {ahead} ahead. "
+    sound = (
+        "The waveform was made in one piece, so that its first byte is there with its last. "
+        if settings["one_piece"]
+        else f"Sound was streamed while the talker wrote: {chunk} blocks of codec tokens at a time, of which token2wav "
+        f"saw {behind} blocks behind and {ahead} ahead. "
     )
+    if settings["talker"]:
+        sound += f"Where the thinker's cache is compressed, so is the talker's: {settings['talker']}. "
+    overlaps = {STRATEGIES[strategy].overlaps for strategy in settings["strategies"]}
+    if True not in overlaps:
+        return sound + "The talker began after the last text token. "
+    where = "" if overlaps == {True} else "Where it says overlapped, "
+    after = "" if overlaps == {True} else ", else after the last"
+    return f"{sound}{where}{'the' if where else 'The'} talker began with the second text token{after}. "
 
 
 def rows_of(content: dict[str, Any]) -> list[list[str]]:

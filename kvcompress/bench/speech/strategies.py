@@ -4,7 +4,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -27,24 +27,46 @@ from ...tokens.base import TokenMethod
 from ..contenders import MethodSpec, compile_config
 from ..standalone import held_bytes
 
-# name -> (whether our method compresses, whether the shapes are fixed)
-STRATEGIES = {
-    "dynamic": (False, False),
-    "static": (False, True),
-    "compressed": (True, False),
-    "compressed-static": (True, True),
+
+@dataclass(frozen=True)
+class Kind:
+    """compresses: whether our method does; is_static: whether the thinker's shapes are fixed; overlaps: whether the
+    talker begins with the first text tokens."""
+
+    compresses: bool = False
+    is_static: bool = False
+    overlaps: bool = False
+
+
+AFTER_THE_TEXT = {
+    "dynamic": Kind(),
+    "static": Kind(is_static=True),
+    "compressed": Kind(compresses=True),
+    "compressed-static": Kind(compresses=True, is_static=True),
 }
+STRATEGIES = AFTER_THE_TEXT | {f"{name}-overlap": replace(kind, overlaps=True) for name, kind in AFTER_THE_TEXT.items()}
 
 
-def method_of(strategy: str, given: argparse.Namespace) -> MethodSpec:
+def method_of(kind: Kind, given: argparse.Namespace) -> MethodSpec:
     """The method as a strategy that compresses uses it. Raises KVCompressError."""
     info = method_info(given.method.split(":")[0])
     if issubclass(info.cls, TokenMethod):
         raise KVCompressError(f"method {info.name!r} drops tokens of the prompt, and the talker reads all of them")
     method = MethodSpec.parse(given.method, given.ratio)
-    if STRATEGIES[strategy][1]:
+    if kind.is_static:
         method = replace(method, options={**method.options, "cache_implementation": "static"})
-    return method
+    return decoding_within(given.decode_budget, method)
+
+
+def talker_method(given: argparse.Namespace) -> MethodSpec | None:
+    """The method as it compresses the talker's cache, on no static one: transformers' talker takes none."""
+    if not given.compress_talker and given.talker_decode_budget is None:
+        return None
+    return decoding_within(given.talker_decode_budget, method_of(Kind(compresses=True), given))
+
+
+def decoding_within(budget: int | None, method: MethodSpec) -> MethodSpec:
+    return method if budget is None else replace(method, options={**method.options, "decode_budget": budget})
 
 
 class CacheStrategy:
@@ -62,20 +84,20 @@ class CacheStrategy:
         given: argparse.Namespace,
     ):
         self.model, self.tokenizer, self.given = model, tokenizer, given
-        self.compresses, self.is_static = STRATEGIES[name]
-        self.method = method_of(name, given) if self.compresses else None
+        self.kind = STRATEGIES[name]
+        self.method = method_of(self.kind, given) if self.kind.compresses else None
         self._static: StaticCache | None = None
 
     def room_for(self, longest: int) -> "CacheStrategy":
         """Prepare for prompts of at most `longest` tokens: transformers' static cache has one shape for all."""
-        if self.is_static and not self.compresses:
+        if self.kind.is_static and not self.kind.compresses:
             self._static = StaticCache(self.model.thinker.config, max_cache_len=longest + self.given.text_tokens)
         return self
 
     def answer(
         self, inputs: dict[str, torch.Tensor], hear: Callable[[torch.Tensor], object] | None = None
     ) -> dict[str, Any]:
-        """A row of numbers. `hear` is given the sound, block by block."""
+        """A row of numbers. `hear` is given the sound, block by block; nobody holds it."""
         model, given = self.model, self.given
         cache = self._cache()
         talker_cache = self._talker_cache() if model.has_talker else None
@@ -93,9 +115,10 @@ class CacheStrategy:
                 given.seed,
                 cache,
                 talker_cache,
-                self._compile_config() if self.is_static and given.compile else None,
+                self._compile_config() if self.kind.is_static and given.compile else None,
                 None if given.one_piece else Window(*given.window),
-                hear,
+                self.kind.overlaps,
+                hear or (lambda block: None),
             )
         row = asdict(replace(answer, waveform=None))
         del row["waveform"]
@@ -121,7 +144,7 @@ class CacheStrategy:
 
     def _cache(self) -> Cache:
         config = self.model.thinker.config
-        if self.compresses:
+        if self.method is not None:
             return self._compressed(config, self.method, self.given.text_tokens)
         if self._static is not None:
             self._static.reset()
@@ -130,8 +153,9 @@ class CacheStrategy:
 
     def _talker_cache(self) -> Cache:
         config = self.model.talker.config
-        if self.compresses and self.given.compress_talker:  # as METHOD says; transformers' talker takes no static cache
-            return self._compressed(config, method_of("compressed", self.given), self.given.codec_tokens)
+        method = talker_method(self.given)
+        if self.kind.compresses and method is not None:
+            return self._compressed(config, method, self.given.codec_tokens)
         return DynamicCache(config=config)
 
     def _compressed(self, config: Any, method: MethodSpec, tokens: int) -> CompressedCache:

@@ -1,6 +1,7 @@
 """The answers: cold starts in fresh processes, then warm rounds in which the strategies take turns."""
 
 import argparse
+import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -59,6 +60,7 @@ def warm(results: Results, given: argparse.Namespace) -> None:
     """
     loaded = load(given)
     results.content["weight_bytes"] = speech.weight_bytes(loaded.model)
+    results.content["prompts"] = loaded.prompts
     longest = max(inputs["input_ids"].shape[1] for inputs in loaded.inputs)
     strategies = {name: loaded.strategy(name, given).room_for(longest) for name in given.strategies}
     names, turn = list(strategies), 0
@@ -74,23 +76,25 @@ def warm(results: Results, given: argparse.Namespace) -> None:
                 with garbage_left():
                     for name in names[begin:] + names[:begin]:
                         with ExitStack() as stack:
-                            hear = None
+                            hear, saved = None, {}
                             if given.save_audio and repeat == given.repeats and loaded.model.has_talker:
                                 file = given.save_audio / f"{name}-{place}.wav"
                                 hear = stack.enter_context(growing_wav(file))
+                                saved = {"wav": os.path.relpath(file, given.out.parent)}
                             row = attempt(strategies[name], inputs, hear)
-                        answers.append({"strategy": name, "prompt": place, **row})
+                        answers.append({"strategy": name, "prompt": place, **saved, **row})
             if repeat:
                 results.add("warm", {"repeat": repeat, "answers": answers})
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """inputs: what the processor made of each prompt."""
+    """inputs: what the processor made of each prompt; prompts: in words, JSON-ready."""
 
     model: Qwen2_5OmniForConditionalGeneration
     processor: ProcessorMixin
     inputs: list[dict[str, torch.Tensor]]
+    prompts: list[dict[str, Any]]
 
     def strategy(self, name: str, given: argparse.Namespace) -> CacheStrategy:
         return CacheStrategy(name, self.model, self.processor.tokenizer, given)
@@ -104,7 +108,8 @@ def load(given: argparse.Namespace) -> Loaded:
         prompts = bundled_prompts(rate, given.without)
     else:
         prompts = read_prompts(given.prompts, rate, given.without)
-    return Loaded(model, processor, [model_inputs(processor, prompt, model.device) for prompt in prompts])
+    inputs = [model_inputs(processor, prompt, model.device) for prompt in prompts]
+    return Loaded(model, processor, inputs, [prompt.in_words(rate) for prompt in prompts])
 
 
 def attempt(

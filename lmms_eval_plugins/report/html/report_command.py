@@ -1,6 +1,11 @@
-"""`python -m kvcompress report`: tables, files with all numbers, and one HTML page of results on disk."""
+"""`python -m kvcompress report`: tables, files with all numbers, and one HTML page of results on disk.
+
+Of the .json of `kvcompress speech`: the page that plays its answers, beside it.
+"""
 
 import argparse
+import os
+from pathlib import Path
 
 from kvcompress.files import check_output
 
@@ -10,14 +15,30 @@ from ...cells.flag_types import folder, path
 from .data import page_data
 from .groups import load_groups
 from .page import write_page
+from .speech import speech_data
 from .tables import write_tables
 
 
 def parser() -> argparse.ArgumentParser:
     this = Parser(prog="python -m kvcompress report", description=__doc__)
-    this.add_argument("results", type=folder, help="results, results/<task> or results/<task>/<model>")
-    this.add_argument("--out", type=path, metavar="DIR", help="where to write (default: `report` in that folder)")
+    this.add_argument(
+        "results",
+        type=folder_or_speech,
+        help="results, results/<task> or results/<task>/<model>; or the .json of a speech run",
+    )
+    this.add_argument(
+        "--out",
+        type=path,
+        metavar="DIR",
+        help="where to write (default: `report` in that folder; of a speech run, the .json's own)",
+    )
     return this
+
+
+def folder_or_speech(text: str) -> Path:
+    """As `folder`, or a .json file."""
+    is_file = text.endswith(".json") and os.path.isfile(text)
+    return path(text).resolve() if is_file else folder(text)
 
 
 def main(arguments: list[str]) -> int:
@@ -28,6 +49,8 @@ def main(arguments: list[str]) -> int:
 def report(arguments: list[str]) -> None:
     """Write the report. Raises UsageError, or KVCompressError where there are no results."""
     given = parser().parse_args(arguments)
+    if given.results.suffix == ".json" and given.results.is_file():
+        return speech_report(given.results, given.out or given.results.parent)
     out, page = given.out or given.results / "report", "report.html"
     check_output(out, page)
     groups = load_groups(given.results)
@@ -35,3 +58,11 @@ def report(arguments: list[str]) -> None:
     write_page(out / page, "KV-cache compression", page_data(groups))
     for file in [*files, out / page]:
         print(f"written: {file} ({file.stat().st_size / 1e3:.0f} kB)")
+
+
+def speech_report(results: Path, out: Path) -> None:
+    """Write the page of a speech run."""
+    page = out / results.with_suffix(".html").name
+    check_output(out, page.name)
+    write_page(page, "Answers aloud", speech_data(results), name="speech")
+    print(f"written: {page} ({page.stat().st_size / 1e3:.0f} kB)")

@@ -99,6 +99,39 @@ def test_compress_talker_makes_its_cache_smaller(run):
     assert less["kv_bytes"] == whole["kv_bytes"]
 
 
+def test_overlapped_answers_stand_beside_the_others_and_say_the_same(run, capsys):
+    content = run("--strategies", "dynamic", "dynamic-overlap", "compressed-overlap", "--text-tokens", "12")
+    rows = {row["strategy"]: row for row in content["warm"][0]["answers"]}
+    assert rows["dynamic-overlap"]["text"] == rows["dynamic"]["text"]
+    assert rows["dynamic"]["first_code_s"] > rows["dynamic"]["text_s"]
+    assert rows["compressed-overlap"]["realised_ratio"] == pytest.approx(0.3, abs=0.01)
+    out = capsys.readouterr().out
+    assert "| warm | snapkv:window_size=4@0.3, overlapped | 1 |" in out
+    assert "Where it says overlapped, the talker began with the second text token, else after the last." in out
+    run("--strategies", "dynamic")
+    assert "The talker began after the last text token." in capsys.readouterr().out
+
+
+def test_decode_budgets_bound_both_caches(run, capsys):
+    lengths = ("--strategies", "compressed", "--text-tokens", "60", "--codec-tokens", "60")
+    (whole,) = run(*lengths)["warm"][0]["answers"]
+    (less,) = run(*lengths, "--decode-budget", "10", "--talker-decode-budget", "12")["warm"][0]["answers"]
+    assert less["kv_bytes"] < 0.6 * whole["kv_bytes"]
+    assert less["talker_kv_bytes"] < 0.3 * whole["talker_kv_bytes"]
+    out = capsys.readouterr().out
+    assert "| warm | snapkv:window_size=4:decode_budget=10@0.3 | 1 |" in out
+    assert "so is the talker's: snapkv:window_size=4:decode_budget=12@0.3." in out
+
+
+def test_a_page_plays_what_was_measured(run, tmp_path):
+    content = run("--strategies", "dynamic", "compressed", "--html")
+    assert content["prompts"] == [{"text": "Hello, who are you?", "image": False, "audio_s": None}]
+    for row in content["warm"][0]["answers"]:
+        with wave.open(str(tmp_path / row["wav"])) as sound:
+            assert sound.getnframes() / sound.getframerate() == row["audio_s"]
+    assert (tmp_path / "speech.html").read_text().count("data:audio/wav;base64,") == 2
+
+
 def test_without_speech_the_table_has_no_empty_columns(run, capsys):
     content = run("--strategies", "compressed", "--without", "vision", "audio", "speech")
     assert content["weight_bytes"]["talker"] == content["weight_bytes"]["vision"] == 0
@@ -167,6 +200,9 @@ def test_saved_audio_is_what_was_measured(run, tmp_path):
         ({"flags": ["--speaker", "Nobody"]}, "no speaker 'Nobody'"),
         ({"flags": ["--window", "0", "1", "1"]}, "chunk must be at least 1"),
         ({"flags": ["--text-tokens", "1"]}, "--text-tokens 1: at least 2"),
+        ({"flags": ["--strategies", "static-overlap", "--without", "speech"]}, "overlaps text and speech"),
+        ({"flags": ["--decode-budget", "9"]}, "do not go with cache_implementation='static'"),
+        ({"method": "full", "ratio": "1", "flags": ["--talker-decode-budget", "9"]}, "decode_budget"),
         ({"method": "kvzip", "flags": ["--compress-talker"]}, "a talker cannot"),
         ({"method": "snapkv:cache_implementation=static", "flags": ["--compress-talker"]}, "takes no static cache"),
         ({"flags": ["--prompts", "nothing.jsonl"]}, "nothing.jsonl"),
@@ -293,7 +329,7 @@ def test_the_script_measures_in_fresh_processes_what_it_prints(omni_checkpoint, 
         [
             *(ROOT / "scripts" / "run_speech.sh", omni_checkpoint, "snapkv", "0.3", "--cold", "1", "--repeats", "1"),
             *("--text-tokens", "4", "--codec-tokens", "5", "--threads", "1", "--device", "cpu"),
-            *("--strategies", "dynamic", "compressed-static", "--out", "speech"),
+            *("--strategies", "dynamic", "compressed-static", "--out", "speech", "--html"),
         ],
         cwd=tmp_path,
         env=os.environ | {"VIRTUAL_ENV": str(tmp_path / "venv")},
@@ -309,3 +345,5 @@ def test_the_script_measures_in_fresh_processes_what_it_prints(omni_checkpoint, 
     assert cold["compressed-static"] > 3 * max(warm["compressed-static"])  # it compiled
     assert len(warm["dynamic"]) == len(bundled_prompts(16_000, []))
     assert (tmp_path / "speech.md").read_text() in done.stdout
+    assert len(list((tmp_path / "speech-audio").glob("*.wav"))) == 2 * len(warm["dynamic"])
+    assert (tmp_path / "speech.html").read_text().count("data:audio/wav;base64,") == 2 * len(warm["dynamic"])

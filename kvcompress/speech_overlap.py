@@ -1,0 +1,209 @@
+"""The talker of a Qwen2.5-Omni begins with the first text tokens, while the thinker still writes.
+
+transformers' `generate` lets the thinker write all of its text, then the talker all of its codec tokens. But the
+talker's prefill reads no more than the prompt's states and those of the first text token, and each of its steps adds
+one text token. So `generate` is here given the thinker's result as it would be if the text ended after two tokens. The
+thinker goes on in a thread of its own, and each step of the talker takes the next text token's states when they are
+there. What `generate` puts behind two tokens, the end of the text and then padding, comes behind the last.
+"""
+
+import contextvars
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    PreTrainedModel,
+    Qwen2_5OmniForConditionalGeneration,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from .errors import KVCompressError
+
+FEWEST_TEXT_TOKENS = 2  # transformers' `generate` fails to speak a single one
+
+
+def generate_overlapped(
+    model: Qwen2_5OmniForConditionalGeneration, **generate_kwargs: Any
+) -> tuple[torch.LongTensor, torch.Tensor]:
+    """`model.generate(**generate_kwargs)` for one prompt, with the same tokens of text and speech.
+
+    A thinker that samples shares torch's generator with the talker; which of them draws first is then left to chance.
+
+    Returns:
+        As `generate`: LongTensor (1, tokens), the prompt and the text; float32 (samples,).
+
+    Raises:
+        KVCompressError: for several prompts, and for a text of one token, which transformers cannot speak.
+    """
+    if len(generate_kwargs["input_ids"]) != 1:
+        raise KVCompressError(
+            f"{len(generate_kwargs['input_ids'])} prompts: speech overlaps its text for one at a time"
+        )
+    reply = Reply()
+    with ThreadPoolExecutor(1) as pool, reply.written_by(model.thinker, pool), reply.read_by(model.talker):
+        try:
+            _, waveform = model.generate(**generate_kwargs)
+            return reply.sequences(), waveform
+        finally:
+            reply.stopped.set()
+
+
+class Stopped(StoppingCriteria):
+    """Ends a `generate` when the event is set."""
+
+    def __init__(self, stopped: threading.Event):
+        self.stopped = stopped
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+        return torch.full((input_ids.shape[0],), self.stopped.is_set(), dtype=torch.bool, device=input_ids.device)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What transformers reads of a thinker's result.
+
+    Attributes:
+        sequences: (1, prompt and two tokens).
+        hidden_states: of the prompt and of the first token: embeddings and last hidden states, (1, tokens, hidden).
+    """
+
+    sequences: torch.LongTensor
+    hidden_states: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+class Reply:
+    """The thinker's text on its way to the talker.
+
+    Attributes:
+        stopped: set it, and the thinker ends.
+    """
+
+    def __init__(self):
+        self.stopped = threading.Event()
+        self._begun = threading.Event()  # two tokens are there, or no more will come
+        self._two_tokens: torch.LongTensor | None = None
+        self._first: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the prompt and of the first token
+        self._later: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
+        self._fed = 0  # text tokens that the thinker has read back
+        self._writing: Future[Any] | None = None
+
+    def sequences(self) -> torch.LongTensor:
+        """The prompt and the whole text; waits for it. Raises what failed in the thinker."""
+        return self._writing.result().sequences
+
+    # -- the thinker
+
+    @contextmanager
+    def written_by(self, thinker: PreTrainedModel, pool: ThreadPoolExecutor) -> Iterator[None]:
+        """Inside, `thinker.generate` returns after two tokens, and goes on in `pool`."""
+        generate, update = thinker.generate, thinker._update_model_kwargs_for_generation
+
+        def write(**kwargs: Any) -> Any:
+            try:
+                return generate(**kwargs)
+            finally:
+                self._later.put(None)
+                self._begun.set()
+
+        def begin(stopping_criteria: Any = (), **kwargs: Any) -> Begun:
+            kwargs["stopping_criteria"] = StoppingCriteriaList([*stopping_criteria, _Beginning(self)])
+            # With the settings of this thread.
+            self._writing = pool.submit(contextvars.copy_context().run, lambda: write(**kwargs))
+            self._begun.wait()
+            if self._two_tokens is None:
+                text = self.sequences().shape[1] - kwargs["input_ids"].shape[1]
+                raise KVCompressError(f"the text has {text} token: at least {FEWEST_TEXT_TOKENS} can be spoken")
+            return Begun(self._two_tokens, tuple(self._first))
+
+        def note(outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+            # Here, since a hook on the module would be compiled with it.
+            self._take(outputs.hidden_states[0], outputs.hidden_states[-1])
+            outputs.hidden_states = None  # else `generate` holds those of every layer until the text ends
+            return update(outputs, model_kwargs, *args, **kwargs)
+
+        with _in_place_of(thinker, generate=begin, _update_model_kwargs_for_generation=note):
+            yield
+
+    def _take(self, embeddings: torch.Tensor, last: torch.Tensor) -> None:
+        if len(self._first) < 2:
+            self._first.append((embeddings, last))
+        else:
+            self._later.put(embeddings + last)
+        self._fed += 1
+
+    def begin(self, sequences: torch.LongTensor) -> None:
+        """Two tokens are there."""
+        self._two_tokens = sequences
+        self._begun.set()
+
+    # -- the talker
+
+    @contextmanager
+    def read_by(self, talker: PreTrainedModel) -> Iterator[None]:
+        """Inside, each step of `talker.generate` waits for its text token."""
+        parts: Iterator[torch.Tensor] = iter(())
+
+        def hand_over(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            nonlocal parts
+            if kwargs.get("inputs_embeds") is not None:  # the prefill
+                parts = self._parts(kwargs["thinker_reply_part"])
+                return args, kwargs
+            return args, {**kwargs, "thinker_reply_part": next(parts)}
+
+        hook = talker.register_forward_pre_hook(hand_over, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _parts(self, ending: torch.Tensor) -> Iterator[torch.Tensor]:
+        """What the talker's steps add, (1, 1, hidden) each, without end. `ending`: (1, 2, hidden), what transformers
+        puts behind the text, of which the latter is repeated."""
+        while (part := self._later.get()) is not None:
+            yield part
+        sequences = self.sequences()
+        prompt = self._two_tokens.shape[1] - FEWEST_TEXT_TOKENS
+        if self._fed != sequences.shape[1] - prompt:  # the prompt, and every text token but the last
+            raise KVCompressError(
+                f"transformers fed {self._fed - 1} of {sequences.shape[1] - prompt} text tokens to the thinker, as it "
+                "does where it looks late whether a text ends (mps): speech cannot overlap its text there"
+            )
+        yield ending[:, :1]
+        while True:
+            yield ending[:, 1:]
+
+
+class _Beginning(Stopped):
+    """Says when two tokens are there."""
+
+    def __init__(self, reply: Reply):
+        super().__init__(reply.stopped)
+        self._reply, self._tokens = reply, 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+        self._tokens += 1
+        if self._tokens == FEWEST_TEXT_TOKENS:
+            self._reply.begin(input_ids)
+        return super().__call__(input_ids, scores, **kwargs)
+
+
+@contextmanager
+def _in_place_of(module: PreTrainedModel, **functions: Callable[..., Any]) -> Iterator[None]:
+    """Inside, these are methods of `module`."""
+    before = {name: vars(module)[name] for name in functions if name in vars(module)}
+    for name, function in functions.items():
+        setattr(module, name, function)
+    try:
+        yield
+    finally:
+        for name in functions:
+            delattr(module, name)
+            if name in before:
+                setattr(module, name, before[name])

@@ -1,0 +1,167 @@
+"""Long speech on bounded memory: thinker and talker evict while they write."""
+
+import gc
+import wave
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+import kvcompress
+from kvcompress import CompressedCache, speech, speech_stream
+from kvcompress.bench.speech.prompts import SpeechPrompt, growing_wav, model_inputs
+from kvcompress.speech_overlap import generate_overlapped
+from kvcompress.speech_stream import Window, stream
+from tests.support.omni import CODE_S, UNHEARD
+
+BUDGET = 40
+PARTS = ("thinker", "talker")
+
+
+class EachToken(StoppingCriteria):
+    """Calls `do` whenever a token is there."""
+
+    def __init__(self, do: Callable[[], object]):
+        self.do = do
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+        self.do()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def asked(inputs: dict[str, torch.Tensor], text: int, codes: int) -> dict[str, Any]:
+    """What `generate` is given for an answer of these lengths, greedy throughout."""
+    given = {**speech._for_thinker_only(inputs), "talker_eos_token_id": [65, 67]}
+    for part, length in zip(PARTS, (text, codes), strict=True):
+        given |= {f"{part}_{name}": length for name in ("max_new_tokens", "min_new_tokens")}
+        given[f"{part}_do_sample"] = False
+    return given
+
+
+@contextmanager
+def watched(part: PreTrainedModel, before: Callable[[dict], dict]) -> Iterator[list[torch.Tensor]]:
+    """Inside, `before` may change what each forward pass of a part is given; collects the logits of its last token."""
+    logits: list[torch.Tensor] = []
+    hooks = [
+        part.register_forward_pre_hook(lambda module, args, kwargs: (args, before(kwargs)), with_kwargs=True),
+        part.register_forward_hook(lambda module, args, output: logits.append(output.logits[0, -1])),
+    ]
+    try:
+        yield logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_evicting_while_writing_is_hiding_what_is_evicted(omni, omni_inputs, name):
+    """On the full cache, with the mask of what is still held: so every position is right."""
+    model, _ = omni
+    part, given, held = getattr(model, name), asked(omni_inputs, 12, 16), []
+    config = part.config
+    cache = CompressedCache(config, "streamingllm", 0.5, decode_budget=BUDGET, decode_interval=1)
+
+    def note(kwargs: dict) -> dict:
+        held.append(None if cache.is_empty else cache.kept_indices(0)[0][0])
+        return kwargs
+
+    with kvcompress.attach(part), watched(part, note) as evicting:
+        model.generate(**given, **{f"{name}_past_key_values": cache})
+    steps = iter(held)
+
+    def hide(kwargs: dict) -> dict:
+        kept = next(steps)
+        if kept is None:
+            return kwargs
+        seen = kwargs["past_key_values"].get_seq_length()
+        mask = torch.zeros(1, seen + 1, dtype=torch.long)
+        mask[0, kept] = mask[0, -1] = 1
+        if kwargs.get("attention_mask") is None and kwargs.get("position_ids") is None:
+            # `generate` dropped a mask of ones, and the talker, which has none, counts its tokens.
+            kwargs = {**kwargs, "position_ids": torch.full((3, 1, 1), seen)}
+        return {**kwargs, "attention_mask": mask}
+
+    with watched(part, hide) as hiding:
+        model.generate(**given)
+    assert len(evicting) == len(hiding) == {"thinker": 12, "talker": 16}[name]
+    assert len(held[1]) > 2 * BUDGET, "the prompt keeps more than the answer may"
+    assert [len(kept) for kept in held[2:]] == [BUDGET] * (len(held) - 2)
+    torch.testing.assert_close(torch.stack(evicting), torch.stack(hiding), atol=1e-4, rtol=0)
+    with watched(part, lambda kwargs: kwargs) as full:
+        model.generate(**given)
+    assert (torch.stack(full) - torch.stack(hiding)).abs().max() > 1e-2, "what was evicted makes a difference"
+
+
+def caches(model: Any, **options: Any) -> dict[str, CompressedCache]:
+    """Of thinker and talker, which keep a fifth of their prompts."""
+    return {
+        part: CompressedCache(getattr(model, part).config, "snapkv", 0.2, window_size=4, **options) for part in PARTS
+    }
+
+
+def sampling(held: dict[str, CompressedCache]) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """Arguments of `generate` with these caches; and the bytes that each has after each token."""
+    sizes: dict[str, list[int]] = {part: [] for part in held}
+    given: dict[str, Any] = {}
+    for part, cache in held.items():
+        note = EachToken(lambda part=part, cache=cache: sizes[part].append(cache.nbytes))
+        given |= {f"{part}_past_key_values": cache, f"{part}_stopping_criteria": StoppingCriteriaList([note])}
+    return given, sizes
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_kv_bytes_stay_level_while_both_write(omni, overlap):
+    model, processor = omni
+    inputs = model_inputs(processor, SpeechPrompt("Hello, who are you?"), model.device)
+
+    def run(**options: Any) -> dict[str, list[int]]:
+        given, sizes = sampling(caches(model, **options))
+        with kvcompress.attach(model.thinker), kvcompress.attach(model.talker):
+            if overlap:
+                generate_overlapped(model, **asked(inputs, 60, 120), **given)
+            else:
+                model.generate(**asked(inputs, 60, 120), **given)
+        return sizes
+
+    for part, sizes in run(decode_budget=BUDGET).items():
+        third = len(sizes) // 3
+        assert max(sizes[-third:]) <= max(sizes[third : 2 * third]), part
+    for part, sizes in run().items():
+        assert sizes[-1] > 1.3 * sizes[0], part
+
+
+def live_tensor_bytes() -> int:
+    gc.collect()
+    return sum({t.data_ptr(): t.nbytes for t in gc.get_objects() if type(t) is torch.Tensor}.values())
+
+
+@pytest.mark.slow
+def test_a_minute_of_speech_holds_no_more_than_ten_seconds(omni, tmp_path: Path, monkeypatch):
+    """Codec tokens, as ids, are all that `generate` adds to: 8 bytes each, 50 of them a second, with their mask."""
+    monkeypatch.setattr(speech_stream, "STEPS", 2)
+    model, processor = omni
+    inputs = model_inputs(processor, SpeechPrompt("Hello, who are you?"), model.device)
+    given, sizes = sampling(caches(model, decode_budget=BUDGET))
+    tensors, heard = {}, 0
+    with kvcompress.attach(model.thinker), kvcompress.attach(model.talker), growing_wav(tmp_path / "a.wav") as write:
+        asking = asked(inputs, 600, 3000 + UNHEARD)
+        for block in stream(model, "Chelsie", Window(16, 2, 1), overlap=True, **asking, **given):
+            write(block)
+            heard += len(block)
+            second = heard // speech.SAMPLING_RATE
+            if second % 10 == 0 and second not in tensors:
+                tensors[second] = live_tensor_bytes()
+    with wave.open(str(tmp_path / "a.wav")) as sound:
+        assert sound.getnframes() / sound.getframerate() == pytest.approx(3000 * CODE_S) == 60
+    assert {part: len(taken) for part, taken in sizes.items()} == {"thinker": 600, "talker": 3000 + UNHEARD}
+    for part, taken in sizes.items():
+        print(part, [taken[place] for place in range(0, len(taken), len(taken) // 6)])
+        later = [max(taken[place : place + 100]) for place in range(100, len(taken) - 99, 100)]
+        assert len(set(later)) == 1, part
+    print("live tensors", tensors)
+    minute, ten = max(tensors.values()), min(tensors[place] for place in tensors if place <= 20)
+    assert minute - ten < 0.5e6 < 40 * 4 * speech.SAMPLING_RATE
