@@ -128,7 +128,7 @@ def test_results_hold_scores_efficiency_and_protocol(finished):
     environment, efficiency = results["environment"], results["efficiency"]
     assert environment["versions"]["lmms-eval"] == "0.7.3"
     shape = environment["config"]
-    assert (shape["model_type"], shape["layers"], shape["kv_heads"], shape["head_dim"]) == ("llava_onevision", 4, 2, 48)
+    assert (shape["model_type"], shape["layers"], shape["kv_heads"], shape["head_dim"]) == ("llava_onevision", 5, 2, 48)
     assert (efficiency["images"]["median"], efficiency["videos"]["median"]) == (1, 0)
 
 

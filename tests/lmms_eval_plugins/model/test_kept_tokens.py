@@ -61,7 +61,7 @@ def test_text_videos_and_images_that_are_not_told_apart_have_no_picture_drawn_ov
     text, of_video, both = (row["survivors"] for row in sorted(lm.rows, key=lambda row: row["doc_id"]))
     assert text["images"] == []
     assert shares(text, "vision") is None
-    assert shares(text, "text").shape == (4, 2)
+    assert shares(text, "text").shape == (5, 2)
     (strip,) = of_video["images"]
     assert strip["layout"]["tokens"] == of_video["vision"]["shape"][2]
     assert "videos" in strip["layout"]["note"]
