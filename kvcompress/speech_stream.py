@@ -215,7 +215,7 @@ def stream(
 
     Args:
         seed: of the noise that sound begins with; the talker samples from torch's own generator.
-        overlap: whether the talker begins with the first text tokens, see speech_overlap.py; it says the same, sooner.
+        overlap: whether the talker begins with the first text tokens, see speech_overlap.py; it says the same.
 
     Yields:
         float32 (samples,) on the CPU at 24 kHz.

@@ -42,7 +42,7 @@ RUN = {
     r"bench throughput --shape smollm2-135m( --requests 24 .*)?$": SHORT_ANSWERS,
     r"calibrate tiny ": "--questions 2",
     r"-m kvcompress show photo\.jpg": "",
-    r"-m kvcompress (report|leaderboard) ": "",
+    r"-m kvcompress (report (?!speech)|leaderboard )": "",
     r": tar ": "",
     r"plugins\.metrics results": "",
     r"plugins\.report results": "",
@@ -77,8 +77,10 @@ NOT_RUN = {
     "test_wheel.py builds": r": python -m build",
     "test_first_hour.py runs it": r"^docs/first-hour\.md",
     "answers to generated tasks": r"results/long_|plugins\.heatmap results/<",
+    "what a speech run wrote, which test_speech_page.py shows": r"kvcompress report speech\.json",
+    "long: some minutes, which test_run_speech.py runs shorter": r"kvcompress speech OMNI",
     "long: a training": r"tiny_vlm\.train",
-    "long: some minutes to hours": r"benchmarks\.(method_table|leaderboard)|--stage 1 --smoke",
+    "long: some minutes to hours": r"benchmarks\.(method_table|own_method|leaderboard)|--stage 1 --smoke",
     "long: one of many tasks, which test_official_tasks.py runs": r"--data-root data batch_size=3",
 }
 
@@ -104,6 +106,7 @@ def scratch(tmp_path, monkeypatch):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     shutil.copy(ROOT / "benchmarks/results/leaderboard.tar.xz", tmp_path / "benchmarks/results")
+    (tmp_path / "speech.json").write_text("{}")
     return tmp_path
 
 
