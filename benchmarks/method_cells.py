@@ -58,7 +58,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Task:
-    """Questions in batches: the model's inputs for some of them, and which answers to them are right.
+    """Questions in batches: the model's inputs for some of them, and how right the answers to them are, from 0 to 1.
 
     `identity`: hash of the questions and of the model; answers of another one are not used.
     `window_size`: what takes the place of the published window in every method that observes the prompt's last queries;
@@ -74,11 +74,12 @@ class Task:
     batch_size: int
     new_tokens: int
     inputs: Callable[[slice], dict[str, torch.Tensor]]
-    right: Callable[[slice, torch.Tensor], list[bool]]
+    right: Callable[[slice, torch.Tensor], list[float]]
     protocols: tuple[Protocol, ...]
     has_images: bool
     window_size: int | None = None
     kept: str = "the ratio kept"  # what the columns say
+    measure: str = "Accuracy"  # what `right` gives, from 0 to 1
     calibrations: Path | None = None
 
 
@@ -121,6 +122,8 @@ def cells_of(task: Task, methods: list[str]) -> list[Cell]:
                 calibration = task.calibrations and task.calibrations / f"{method}.safetensors"
                 if calibration is None or not calibration.exists():
                     continue
+            if info.options.get("answer_tokens", task.new_tokens) < task.new_tokens:  # hindsight knows the whole answer
+                options["answer_tokens"] = task.new_tokens
             if issubclass(info.cls, KVCluster):
                 window = info.options.get("window_size")
                 if task.window_size and window and make_cluster(method).query_window == window:
@@ -136,8 +139,8 @@ def cells_of(task: Task, methods: list[str]) -> list[Cell]:
 
 
 class Answers:
-    """A JSON file, written whenever something is added: which questions each cell has answered rightly, as text of 0
-    and 1, key -> "1101..."; and the cells that the library refuses, key -> message.
+    """A JSON file, written whenever something is added: how right each cell's answers are, key -> "1101...", or
+    "1 0.5 0 ..." where there is something between; and the cells that the library refuses, key -> message.
 
     What the file holds of another `identity` (see `Task`) is forgotten.
     """
@@ -149,8 +152,9 @@ class Answers:
         self.right: dict[str, str] = stored["right"] if is_ours else {}
         self.refused: dict[str, str] = stored["refused"] if is_ours else {}
 
-    def add(self, cell: Cell, right: list[bool]) -> None:
-        self.right[cell.key] = self.right.get(cell.key, "") + "".join(str(int(one)) for one in right)
+    def add(self, cell: Cell, right: list[float]) -> None:
+        every = [*_numbers(self.right.get(cell.key, "")), *map(float, right)]
+        self.right[cell.key] = ("" if set(every) <= {0.0, 1.0} else " ").join(f"{one:.4g}" for one in every)
         self._write()
 
     def refuse(self, cell: Cell, error: kvcompress.KVCompressError) -> None:
@@ -162,7 +166,11 @@ class Answers:
         write_text(self.path, json.dumps(stored, indent=0, sort_keys=True) + "\n")
 
     def of(self, cell: Cell, questions: int) -> np.ndarray:
-        return np.array([int(one) for one in self.right.get(cell.key, "")[:questions]])
+        return np.array(_numbers(self.right.get(cell.key, ""))[:questions])
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(one) for one in (text.split() if "." in text else text.replace(" ", ""))]
 
 
 def compute(task: Task, cells: list[Cell], answers: Answers) -> None:

@@ -35,7 +35,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "methods-compared.md"
 
 @dataclass(frozen=True)
 class Estimate:
-    """Accuracy in percent with its 95 % bootstrap interval over the questions; `right`: 0 or 1 of each."""
+    """Accuracy in percent with its 95 % bootstrap interval over the questions; `right`: 0 to 1 of each."""
 
     mean: float
     low: float
@@ -86,7 +86,7 @@ def is_below_random(rows: Rows, method: str, title: str) -> bool:
 
 def sign_test(better: np.ndarray, worse: np.ndarray) -> float:
     """P(at least so many of the questions that only one of the two answered go to `better`), were it a coin's toss.
-    Both 0 or 1 per question; of the questions that both were asked."""
+    Both 0 to 1 per question; of the questions that both were asked."""
     shared = min(len(better), len(worse))
     difference = better[:shared] - worse[:shared]
     wins, decided = int((difference > 0).sum()), int((difference != 0).sum())
@@ -124,7 +124,7 @@ def report(task: Task, tables: list[tuple[Protocol, Rows]], missing: dict[str, s
     """The Markdown file; `missing`: why a method is not in every column."""
     window = f", but with a window of {task.window_size} queries" if task.window_size else ""
     settings = (
-        f"Accuracy (%) on {task.questions} questions with 95 % bootstrap intervals, by {task.kept}, sorted by "
+        f"{task.measure} (%) on {task.questions} questions with 95 % bootstrap intervals, by {task.kept}, sorted by "
         "the mean. ▼: random answers significantly more of the same questions (sign test, p < 0.05). Methods with "
         f"their published defaults{window}. Headroom (%): how far a method has come from `random` to "
         "`hindsight`, which knows the answer, over all columns."
@@ -153,14 +153,15 @@ def put_into_page(page: Path, name: str, report: str) -> None:
     write_text(page, f"{before}{begin}\n{deeper}\n{end}{after}")
 
 
-def plot(tables: list[tuple[Protocol, Rows]], kept: str, path: Path) -> None:
-    """A panel per method, with random (dashed) and the full cache (dotted) behind it; a colour per table. The tables
-    have the same number of columns."""
+def plot(tables: list[tuple[Protocol, Rows]], task: Task, path: Path) -> None:
+    """A panel per method, with random (dashed) and the full cache (dotted) behind it; a colour per table. Of tables
+    with other columns than the first has, none is drawn."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    tables = [table for table in tables if table[0].columns == tables[0][0].columns]
     methods = list(dict.fromkeys(method for _, rows in tables for method in rows))
     methods = [method for method in methods if method not in RULERS]
     columns = 6
@@ -189,8 +190,8 @@ def plot(tables: list[tuple[Protocol, Rows]], kept: str, path: Path) -> None:
         axis.tick_params(labelsize=7)
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=len(tables), fontsize=8, frameon=False)
-    figure.supxlabel(f"{kept}; dashed: random, dotted: full cache", fontsize=8, y=0.35 / (1.9 * height))
-    figure.supylabel("accuracy (%)", fontsize=8)
+    figure.supxlabel(f"{task.kept}; dashed: random, dotted: full cache", fontsize=8, y=0.35 / (1.9 * height))
+    figure.supylabel(f"{task.measure.lower()} (%)", fontsize=8)
     figure.tight_layout(rect=(0.01, 0.5 / (1.9 * height), 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -214,7 +215,7 @@ def tables(arguments: argparse.Namespace) -> Iterator[Path]:
         write_text(base.with_suffix(".md"), text)
         if arguments.out == RESULTS:
             put_into_page(PAGE, name, text)
-        plot(rows, task.kept, base.with_suffix(".png"))
+        plot(rows, task, base.with_suffix(".png"))
         yield base.with_suffix(".md")
 
 

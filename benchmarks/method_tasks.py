@@ -9,6 +9,7 @@ import torch
 
 from kvcompress.calibration.files import BUNDLED
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT, TINY_MODEL
+from lmms_eval_plugins.tasks.regimes import process_long_results
 from lmms_eval_plugins.tiny_vlm.accuracy import MAX_NEW_TOKENS, MAX_TOKENS_OF_REGIMES, Reader
 from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, Example, read_examples
 from lmms_eval_plugins.tiny_vlm.regimes import Shown
@@ -46,6 +47,17 @@ def _exact(reader: Reader, asked: Sequence[Example | Shown]) -> Callable[[slice,
     return right
 
 
+def _signs_read(reader: Reader, asked: Sequence[Shown]) -> Callable[[slice, torch.Tensor], list[float]]:
+    """As the task's own `signs_read`."""
+
+    def right(batch: slice, new: torch.Tensor) -> list[float]:
+        texts = reader.processor.batch_decode(new, skip_special_tokens=True)
+        docs = [{"answer": one.question.answer} for one in asked[batch]]
+        return [process_long_results(doc, [text])["signs_read"] for doc, text in zip(docs, texts, strict=True)]
+
+    return right
+
+
 def tiny(questions: int) -> Task:
     """One picture, an answer of a few tokens."""
     reader = Reader(TINY_CHECKPOINT)
@@ -78,7 +90,7 @@ def regime(
 ) -> Task:
     """One of the bundled tasks beyond one picture with a short answer. `alike`: what the prompts of a batch share."""
     reader, file = Reader(TINY_CHECKPOINT), file_of(name)
-    prompts = in_batches(read_asked(file), batch_size, alike)[:questions]
+    prompts, is_long = in_batches(read_asked(file), batch_size, alike)[:questions], name == "read_all"
     return Task(
         name=f"tiny_{name}",
         title=f"{title}, `tiny_{name}`",
@@ -86,9 +98,10 @@ def regime(
         model=reader.model,
         questions=len(prompts),
         batch_size=batch_size,
-        new_tokens=MAX_TOKENS_OF_REGIMES if name == "read_all" else MAX_NEW_TOKENS,
+        new_tokens=MAX_TOKENS_OF_REGIMES if is_long else MAX_NEW_TOKENS,
         inputs=lambda batch: reader.shown_inputs(prompts[batch]),
-        right=_exact(reader, prompts),
+        right=(_signs_read if is_long else _exact)(reader, prompts),
+        measure="Signs read" if is_long else "Accuracy",
         protocols=protocols,
         has_images=True,
         window_size=8,

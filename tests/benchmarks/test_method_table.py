@@ -62,6 +62,16 @@ def test_answers_to_other_questions_are_forgotten(tmp_path):
     assert Answers(file, "odd").of(cell, 2).tolist() == []
 
 
+def test_answers_may_be_partly_right(tmp_path):
+    file, cell = tmp_path / "answers.json", Cell(PROTOCOL, "knorm", Column.of(0.5))
+    Answers(file, "even").add(cell, [1, 0])
+    Answers(file, "even").add(cell, [0.25, 1])
+    Answers(file, "even").add(cell, [0, 0])
+    assert Answers(file, "even").of(cell, 6).tolist() == [1, 0, 0.25, 1, 0, 0]
+    better, worse = np.array([0.5, 0.75, 1, 0.2]), np.array([0.25, 0.5, 1, 0.5])
+    assert sign_test(better, worse) == 4 / 8  # two or three of three tosses
+
+
 def test_an_interrupted_run_goes_on_where_it_was(task, tmp_path, monkeypatch):
     cells = cells_of(task, ["full", "knorm", "random"])
     whole, cut = Answers(tmp_path / "whole.json", "even"), Answers(tmp_path / "cut.json", "even")
