@@ -46,7 +46,7 @@ def pack(results: Path, archive: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--limit", type=whole(1), default=32, metavar="N", help="questions per task (32)")
+    parser.add_argument("--limit", type=whole(1), default=16, metavar="N", help="questions per task (16)")
     parser.add_argument("--folder", type=path, default=ROOT / "runs" / "leaderboard", help="results (runs/leaderboard)")
     parser.add_argument("--out", type=path, default=ROOT / "benchmarks" / "results" / "leaderboard.tar.xz")
     given = parser.parse_args()
