@@ -957,7 +957,7 @@ MUTATIONS = {
     ),
     "calibration-hash": Mutation(
         "lmms_eval_plugins/cells/identity.py",
-        "hashlib.sha256(Path(calibration).read_bytes()).hexdigest()",
+        "hashlib.sha256(known).hexdigest()",
         "str(calibration)",
         "a cell stays when its calibration is another",
         ("tests/lmms_eval_plugins/test_calibrate.py",),

@@ -63,7 +63,7 @@ EDITS = {
         None,
         "there is no method 'mine'",
     ),
-    "limit": (lambda r: r["config"].update(limit=8), None, "lmms-eval was given limit=8, its settings say 32"),
+    "limit": (lambda r: r["config"].update(limit=8), None, "lmms-eval was given limit=8, its settings say 16"),
     "no code": (lambda r: r["fingerprint"].pop("code"), None, "its fingerprint has no code"),
     "no fingerprint": (lambda r: r.pop("fingerprint"), None, "results.json has no fingerprint"),
     "no version": (lambda r: r["environment"]["versions"].pop("torch"), None, "the versions of torch are missing"),
@@ -82,26 +82,26 @@ EDITS = {
     "a question is missing": (
         lambda r: r["n-samples"][TASK].update(effective=40),
         None,
-        "32 of 40 questions of tiny_textvqa are there",
+        "16 of 40 questions of tiny_textvqa are there",
     ),
-    "a question is there twice": (None, lambda s: s.update(doc_id=1), "31 of 32 questions of tiny_textvqa are there"),
+    "a question is there twice": (None, lambda s: s.update(doc_id=1), "15 of 16 questions of tiny_textvqa are there"),
     "another ratio": (
         None,
         each_measurement(realised_ratio=lambda layers: [1.1 * layer for layer in layers]),
-        "1 of 32 realised ratios are not what was asked for: 0.2",
+        "1 of 16 realised ratios are not what was asked for: 0.2",
     ),
     "more bytes": (
         None,
         each_measurement(kv_held_bytes=lambda held: 2 * held),
-        "1 of 32 KV bytes are not those of 2 KV",
+        "1 of 16 KV bytes are not those of 2 KV",
     ),
     "fewer bytes": (
         None,
         each_measurement(kv_held_bytes=lambda held: held // 2),
         "KV bytes are not those of 2 KV heads",
     ),
-    "another model's bytes": (lambda r: r["environment"]["config"].update(head_dim=24), None, "32 of 32 KV"),
-    "no time": (None, each_measurement(ttft_s=lambda _: 0.0), "1 of 32 times are not above 0: ttft_s=0.0"),
+    "another model's bytes": (lambda r: r["environment"]["config"].update(head_dim=24), None, "16 of 16 KV"),
+    "no time": (None, each_measurement(ttft_s=lambda _: 0.0), "1 of 16 times are not above 0: ttft_s=0.0"),
     "no time per token": (None, each_measurement(tpot_s=lambda _: None), "times are not above 0: ttft_s="),
     "no throughput": (lambda r: r["efficiency"].update(answers_per_s=-1), None, "answers_per_s is -1, not above 0"),
     "another median": (
@@ -139,7 +139,7 @@ def test_cells_that_are_damaged_moved_alone_or_unfinished_are_named(two, capsys)
         file.write("{}\n")
     found = problems(root)
     assert [any(said in line for line in found) for said in (
-        "was never finished", "expected tiny_textvqa/tiny/snapkv-0.2", "samples.jsonl, line 33, is damaged: no task",
+        "was never finished", "expected tiny_textvqa/tiny/snapkv-0.2", "samples.jsonl, line 17, is damaged: no task",
         "no cell of the full cache to compare it with",
     )] == [True] * 4  # fmt: skip
     assert len(found) == 4
