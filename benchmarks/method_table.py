@@ -135,9 +135,11 @@ def report(task: Task, tables: list[tuple[Protocol, Rows]], missing: dict[str, s
     )
     for protocol, rows in tables:
         text += f"\n## {protocol.title}\n\n{markdown(rows, protocol.columns, task.questions)}"
-    return text + "".join(
-        f"\n{wrapped(f'Not in every column: {method} ({why}).')}" for method, why in sorted(missing.items())
-    )
+    reasons: dict[str, list[str]] = {}
+    for method, why in sorted(missing.items()):
+        reasons.setdefault(why, []).append(method)
+    lines = [f"Not in every column: {', '.join(methods)} ({why})." for why, methods in reasons.items()]
+    return text + "".join(f"\n{wrapped(line)}" for line in lines)
 
 
 def wrapped(text: str) -> str:
