@@ -78,7 +78,7 @@ NOT_RUN = {
     "test_first_hour.py runs it": r"^docs/first-hour\.md",
     "answers to generated tasks": r"results/long_|plugins\.heatmap results/<",
     "what a speech run wrote, which test_speech_page.py shows": r"kvcompress report speech\.json",
-    "long: some minutes, which test_run_speech.py runs shorter": r"kvcompress speech OMNI",
+    "long: some minutes, which bench/test_speech.py runs shorter": r"kvcompress speech OMNI",
     "long: a training": r"tiny_vlm\.train",
     "long: some minutes to hours": r"benchmarks\.(method_table|own_method|leaderboard)|--stage 1 --smoke",
     "long: one of many tasks, which test_official_tasks.py runs": r"--data-root data batch_size=3",
