@@ -11,7 +11,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTo
 from kvcompress import KVCompressError, speech, speech_stream
 from kvcompress.bench.speech.prompts import SpeechPrompt, model_inputs
 from kvcompress.speech_stream import BlockNoise, GivenNoise, SoundStream, Window, stream, vocoder_reach
-from tests.support.omni import CODE_S, MEL, UNHEARD, tiny_config
+from tests.support.omni import CODE_S, MEL, UNHEARD, randomize_sound, tiny_config
 
 SEED = 5
 EXACT = "exact"
@@ -19,14 +19,8 @@ EXACT = "exact"
 
 @pytest.fixture(scope="module")
 def token2wav() -> Qwen2_5OmniToken2WavModel:
-    """With weights so large that each block of the spectrogram depends on its neighbours."""
     model = Qwen2_5OmniToken2WavModel(tiny_config().token2wav_config).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim >= 2:
-                scale = 1.0 if "dit" in name else 0.7
-                weight.normal_(std=scale * weight[0].numel() ** -0.5, generator=generator)
+    randomize_sound(model)
     return model
 
 

@@ -171,3 +171,14 @@ def randomize(model: torch.nn.Module) -> None:
             scale = 3.0 if name.endswith("q_proj.weight") else 1.0
             weight.normal_(std=scale * weight[0].numel() ** -0.5, generator=generator)
     model.thinker.lm_head.weight[: len(SPECIALS)] = 0  # special tokens are never the most likely
+    randomize_sound(model.token2wav)
+
+
+@torch.no_grad()
+def randomize_sound(token2wav: torch.nn.Module) -> None:
+    """Weights so large that each block of the spectrogram depends on its neighbours, and that something is heard."""
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in token2wav.named_parameters():
+        if weight.ndim >= 2:
+            scale = 1.0 if "dit" in name else 0.7
+            weight.normal_(std=scale * weight[0].numel() ** -0.5, generator=generator)
