@@ -6,13 +6,14 @@
 The search starts from the published method with the best mean over the tasks, and then changes one part after the
 other, each time to what is best on its half: the scores of the other methods, the window and the pooling, how heads and
 layers share the budget, and what becomes of evicted entries. It writes every step and the recipe into
-`<out>/own_method_search.json`; `held-out` reads the recipe and asks what the search never asked. Answers are kept, so
-that a run that was cut goes on. Both need the tables of benchmarks/method_table.py.
+`<out>/own_method_search.json`; `held-out` reads the recipe and asks what the search never asked, of the recipe, of the
+recipe without each of its parts, and of the published methods that were best on the first half. Answers are kept, so
+that a run that was cut goes on. Both begin with the tables of benchmarks/method_table.py.
 """
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,11 +32,15 @@ from .method_cells import BY_RATIO, Answers, Cell, Task, cells_of, compute
 from .method_table import RESULTS, RULERS
 from .method_tasks import QUERY_AWARE, TASKS
 
-SEARCHED = ("tiny", "tiny_read_all", "tiny_multi_image", "tiny_video", "tiny_needle")
-NEVER_SEEN = "smollm2"
-WINDOW = 8  # of queries, where a method looks on from some; as in the tables
-PARTS = ("scorer", "window_size", "pooling", "kernel_size", "head_budget", "safeguard", "layer_budget", "merge")
+SEARCHED = {"tiny": 100, "tiny_read_all": 40, "tiny_multi_image": 40, "tiny_video": 40, "tiny_needle": 40}
+HELD_OUT = {"tiny": 250, "tiny_read_all": 80, "tiny_multi_image": 100, "tiny_video": 100, "tiny_needle": 100}
+HELD_OUT |= {"smollm2": 200}  # questions of both halves; this model the search never sees
+COMPETITORS = 5  # the best published methods of a task, on the half that is not held out
+OWN_SCORES = "attention-and-leverage"  # of own_scores.py
+PARTS = ("scorer", "blending", "window_size", "pooling", "kernel_size", "head_budget", "safeguard", "layer_budget")
+PARTS += ("merge", "blending")  # the last again: how much depends on the parts between
 VALUES = {
+    "blending": (0.1, 0.3, 1.0, 3.0),
     "window_size": (4, 8, 16),
     "pooling": ("avg", "max"),
     "kernel_size": (1, 3, 5, 7),
@@ -68,88 +73,105 @@ def half(task: Task, number: int) -> Task:
 
 
 class Asked:
-    """One half of some tasks, and what recipes answer there, computed when it is asked for."""
+    """One half of some tasks, name -> questions of both halves, and what recipes answer there, computed when it is
+    asked for."""
 
-    def __init__(self, names: tuple[str, ...], number: int, questions: int, out: Path):
-        self.tasks = {name: half(TASKS[name](questions), number) for name in names}
+    def __init__(self, questions: dict[str, int], number: int, out: Path):
+        self.tasks = {name: half(TASKS[name](asked), number) for name, asked in questions.items()}
         identity = {name: f"{task.identity} half {number}" for name, task in self.tasks.items()}
-        files = {name: out / f"own_method_{('search', 'held_out')[number]}_{name}.json" for name in names}
-        self.answers = {name: Answers(files[name], identity[name]) for name in names}
+        files = {name: out / f"own_method_{('search', 'held_out')[number]}_{name}.json" for name in questions}
+        self.answers = {name: Answers(files[name], identity[name]) for name in questions}
+
+    def compute(self, name: str, recipes: list[Recipe]) -> None:
+        """Answer what is missing of a task: the prefill once for all recipes."""
+        compute(
+            self.tasks[name], [cell for recipe in recipes for cell in self._cells(name, recipe)], self.answers[name]
+        )
 
     def right(self, name: str, recipe: Recipe) -> np.ndarray | None:
-        """(ratios, questions) of a task, 0 or 1; None where the library refuses the recipe."""
-        task, answers, cells = self.tasks[name], self.answers[name], cells_of_recipe(recipe)
-        compute(task, cells, answers)
-        if any(cell.key in answers.refused for cell in cells):
+        """(ratios, questions) of a task, 0 to 1; None where the library refuses the recipe."""
+        self.compute(name, [recipe])
+        cells, answers = self._cells(name, recipe), self.answers[name]
+        if not cells or any(cell.key in answers.refused for cell in cells):
             return None
-        return np.stack([answers.of(cell, task.questions) for cell in cells])
+        return np.stack([answers.of(cell, self.tasks[name].questions) for cell in cells])
 
-    def score(self, recipe: Recipe) -> float:
-        """The mean over tasks and ratios, percent; -1 where a task refuses the recipe."""
-        means = []
+    def _cells(self, name: str, recipe: Recipe) -> list[Cell]:
+        """As in the table of methods, with the recipe's options before the table's."""
+        own = {option: value for option, value in recipe.items() if option != "method"}
+        cells = cells_of(self.tasks[name], [str(recipe["method"])])
+        return [replace(cell, options=cell.options | own) for cell in cells]
+
+    def scores(self, recipes: list[Recipe]) -> list[float]:
+        """Of each the mean over tasks and ratios, percent; -1 where a task refuses it."""
         for name in self.tasks:
-            if (right := self.right(name, recipe)) is None:
-                return -1.0
-            means.append(100 * right.mean())
-        return float(np.mean(means))
+            self.compute(name, recipes)
+        return [self._score(recipe) for recipe in recipes]
 
-
-def cells_of_recipe(recipe: Recipe) -> list[Cell]:
-    options = {name: value for name, value in recipe.items() if name != "method"}
-    return [Cell(QUERY_AWARE, str(recipe["method"]), column, options) for column in BY_RATIO]
+    def _score(self, recipe: Recipe) -> float:
+        right = [self.right(name, recipe) for name in self.tasks]
+        return -1.0 if any(one is None for one in right) else 100 * float(np.mean([one.mean() for one in right]))
 
 
 def published(name: str, out: Path, number: int, questions: int) -> dict[str, np.ndarray]:
-    """Method -> (ratios, questions) of one half, from the answers of the method table."""
-    task = TASKS[name](questions)
+    """Method -> (ratios, questions) of one half, from the answers of the method table: of as many of the questions as
+    `random` answered, and the methods that answered as many."""
+    task = replace(TASKS[name](questions), protocols=(QUERY_AWARE,))
     answers = Answers(out / f"method_table_{name}.json", task.identity)
-    asked = half(task, number).questions * 2
-    batches = np.arange(asked) // task.batch_size
-    found = {}
-    for method in kvcompress.list_methods():
-        cells = cells_of(replace(task, protocols=(QUERY_AWARE,)), [method])
-        right = [answers.of(cell, task.questions) for cell in cells]
-        if len(right) == len(BY_RATIO) and all(len(row) == task.questions for row in right):
-            found[method] = np.stack(right)[:, :asked][:, batches % 2 == number]
-    return found
+    right = {
+        method: [answers.of(cell, task.questions) for cell in cells_of(task, [method])]
+        for method in kvcompress.list_methods()
+    }
+    asked = min(map(len, right["random"]))
+    is_of_half = np.arange(asked) // task.batch_size % 2 == number
+    return {
+        method: np.stack([row[:asked] for row in rows])[:, is_of_half]
+        for method, rows in right.items()
+        if len(rows) == len(BY_RATIO) and min(map(len, rows)) >= asked
+    }
 
 
-def best_published(names: tuple[str, ...], out: Path, number: int, questions: int) -> list[tuple[str, float]]:
-    """The clusters that answered everywhere, best first, with their means over tasks and ratios, percent."""
-    tables = [published(name, out, number, questions) for name in names]
+def best_published(names: Iterable[str], out: Path) -> list[tuple[str, float]]:
+    """The clusters that answered the searched half of each task, best first, with their means over tasks and ratios,
+    percent. What drops vision tokens before they are cached is left out: its ratio counts these alone, and no text."""
+    tables = [published(name, out, 0, HELD_OUT[name]) for name in names]
     shared = set.intersection(*map(set, tables)) - set(RULERS)
-    shared = [name for name in shared if issubclass(method_info(name).cls, KVCluster)]
+    shared = {name for name in shared if issubclass(method_info(name).cls, KVCluster)}
     means = {name: 100 * float(np.mean([table[name].mean() for table in tables])) for name in shared}
     return sorted(means.items(), key=lambda item: -item[1])
 
 
 def changes(recipe: Recipe, part: str, scorers: list[str]) -> Iterator[Recipe]:
     """The recipe with another value of one part, where its method has that part."""
+    known = all_options(method_info(str(recipe["method"])), recipe.get("scorer"))
     if part == "scorer":
         for scorer in scorers:
-            yield {**recipe, "method": scorer} | _window(scorer)
-        return
-    known = all_options(method_info(str(recipe["method"])))
-    for value in VALUES[part] if part in known else ():
-        if part != "safeguard" or {**known, **recipe}["head_budget"] != "uniform":
-            yield {**recipe, part: value}
+            if scorer != recipe["method"]:
+                yield without_unknown({**recipe, part: scorer})
+    elif part in known and (part != "safeguard" or {**known, **recipe}["head_budget"] != "uniform"):
+        yield from ({**recipe, part: value} for value in VALUES[part])
 
 
-def _window(method: str) -> Recipe:
-    return {"window_size": WINDOW} if "window_size" in method_info(method).options else {}
+def without_unknown(recipe: Recipe) -> Recipe:
+    """Without the options that its scores do not take."""
+    takes = {"method", *all_options(method_info(str(recipe["method"])), recipe.get("scorer"))}
+    return {name: value for name, value in recipe.items() if name in takes}
 
 
 def search(asked: Asked, start: str, scorers: list[str], path: Path) -> Recipe:
     """One part after the other; a part stays as it is unless a change is better."""
-    recipe: Recipe = {"method": start, **_window(start)}
-    best, steps = asked.score(recipe), []
-    steps.append({"part": "start", "recipe": recipe, "score": best})
+    info = method_info(start)
+    recipe: Recipe = {"method": start, "head_budget": info.cls.head_budget, "layer_budget": info.cls.layer_budget}
+    recipe |= {part: info.options[part] for part in ("pooling", "kernel_size") if part in info.options}
+    best = asked.scores([recipe])[0]
+    steps = [{"part": "start", "recipe": recipe, "score": best}]
     for part in PARTS:
-        tried = [(asked.score(change), change) for change in changes(recipe, part, scorers)]
-        steps += [{"part": part, "recipe": change, "score": score} for score, change in tried]
-        top = max(tried, key=lambda pair: pair[0], default=(best, recipe))
-        if top[0] > best:
-            best, recipe = top
+        tried = list(changes(recipe, part, scorers))
+        scores = asked.scores(tried)
+        steps += [{"part": part, "recipe": change, "score": score} for change, score in zip(tried, scores, strict=True)]
+        if tried and max(scores) > best:
+            best = max(scores)
+            recipe = tried[scores.index(best)]
         print(f"{part}: {best:.1f} with {recipe}", flush=True)
         write_text(path, json.dumps({"recipe": recipe, "score": best, "steps": steps}, indent=1) + "\n")
     return recipe
@@ -163,39 +185,58 @@ def difference(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, floa
     return float(per_question.mean()), float(low), float(high)
 
 
-def held_out(out: Path, recipe: Recipe, questions: int) -> str:
-    """Markdown: of each task the recipe, the best published methods there, and the difference to the best."""
-    lines = ["| task | recipe | best published | difference |", "| --- | ---: | --- | ---: |"]
-    for name in (*SEARCHED, NEVER_SEEN):
-        theirs = published(name, out, 1, questions)
-        named = max((method for method in theirs if method not in RULERS), key=lambda method: theirs[method].mean())
-        right = Asked((name,), 1, questions, out).right(name, recipe)
-        if right is None:
-            lines.append(f"| `{name}` | refused | {named} {100 * theirs[named].mean():.1f} | |")
+def ablations(recipe: Recipe) -> dict[str, Recipe]:
+    """Part -> the recipe with what its method has in this place; only where that is something else."""
+    cls = method_info(str(recipe["method"])).cls
+    changed = [part for part in recipe if part != "method" and recipe[part] != getattr(cls, part, None)]
+    return {part: without_unknown({name: value for name, value in recipe.items() if name != part}) for part in changed}
+
+
+def held_out(out: Path, recipe: Recipe) -> str:
+    """Markdown: of each task the recipe beside its best published methods, and what each part of it brings."""
+    without = ablations(recipe)
+    lines = ["| task | questions | recipe | best published | difference |", "| --- | ---: | ---: | --- | ---: |"]
+    parts = [f"| task | {' | '.join(without)} |", "| --- |" + " ---: |" * len(without)]
+    for name, questions in HELD_OUT.items():
+        rivals = [{"method": method} for method, _ in best_published([name], out)[:COMPETITORS]]
+        asked = Asked({name: questions}, 1, out)
+        asked.compute(name, [recipe, *rivals, *without.values()])
+        means = {str(rival["method"]): asked.right(name, rival) for rival in rivals}
+        best = max(means, key=lambda method: means[method].mean())
+        ours = asked.right(name, recipe)
+        if ours is None:
+            lines.append(f"| `{name}` | {asked.tasks[name].questions} | refused | | |")
             continue
-        points, low, high = difference(right, theirs[named])
         lines.append(
-            f"| `{name}` | {100 * right.mean():.1f} | {named} {100 * theirs[named].mean():.1f} "
-            f"| {points:+.1f} [{low:+.1f}, {high:+.1f}] |"
+            f"| `{name}` | {ours.shape[1]} | {100 * ours.mean():.1f} | {best} {100 * means[best].mean():.1f} "
+            f"| {in_points(*difference(ours, means[best]))} |"
         )
-    return "\n".join(lines) + "\n"
+        taken = [asked.right(name, one) for one in without.values()]
+        cells = ["refused" if one is None else in_points(*difference(ours, one)) for one in taken]
+        parts.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", "What each part brings:", "", *parts]) + "\n"
+
+
+def in_points(mean: float, low: float, high: float) -> str:
+    return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("step", choices=["search", "held-out"])
-    parser.add_argument("--questions", type=int, default=100, help="of a task, both halves together (default: 100)")
-    parser.add_argument("--scorers", type=int, default=5, help="best published methods whose scores are tried (5)")
+    parser.add_argument("--scorers", type=int, default=6, help="best published methods whose scores are tried (6)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    from . import own_scores  # noqa: F401 (registers a method, which is no business of who imports this file)
+
     path = given.out / "own_method_search.json"
     if given.step == "search":
-        names = [name for name, _ in best_published(SEARCHED, given.out, 0, given.questions)[: given.scorers]]
-        search(Asked(SEARCHED, 0, given.questions, given.out), names[0], names, path)
+        best = [name for name, _ in best_published(SEARCHED, given.out)][: given.scorers]
+        search(Asked(SEARCHED, 0, given.out), best[0], [*best, OWN_SCORES], path)
     else:
-        recipe = json.loads(path.read_text(encoding="utf-8"))["recipe"]
-        text = held_out(given.out, recipe, given.questions)
+        found = json.loads(path.read_text(encoding="utf-8"))
+        text = held_out(given.out, found["recipe"])
         write_text(given.out / "own_method.md", text)
         print(text)
 

@@ -9,7 +9,7 @@ import torch
 from benchmarks import own_method
 from benchmarks.method_cells import BY_RATIO, Answers, cells_of, compute
 from benchmarks.method_tasks import QUERY_AWARE
-from benchmarks.own_method import Asked, changes, difference, half, published, search
+from benchmarks.own_method import Asked, ablations, changes, difference, half, held_out, published, search
 from tests.benchmarks.test_method_table import task  # noqa: F401 (a fixture)
 
 
@@ -48,28 +48,35 @@ def test_less_than_two_batches_have_no_halves():
         half(numbered(3, 2), 0)
 
 
-def test_published_answers_are_those_of_the_half(task, tmp_path, monkeypatch):  # noqa: F811
+def test_published_answers_are_those_of_the_half_and_of_what_random_answered(task, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
-    cells = cells_of(task, ["knorm", "tova"])
     answers = Answers(tmp_path / "method_table_even.json", task.identity)
-    for cell in cells:
+    for cell in cells_of(task, ["random", "knorm", "tova"]):
         answers.add(cell, [True, True, False, cell.method == "tova"])
+    for cell in cells_of(task, ["keydiff"]):
+        answers.add(cell, [True, True])
     found = [published("even", tmp_path, number, 4) for number in (0, 1)]
     assert found[0]["knorm"].tolist() == [[1, 1]] * len(BY_RATIO)
     assert found[1]["tova"].tolist() == [[0, 1]] * len(BY_RATIO)
-    assert found[1].keys() == {"knorm", "tova"}
+    assert found[1].keys() == {"random", "knorm", "tova"}
 
 
 def test_the_search_keeps_what_is_better_and_writes_every_step(task, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
     monkeypatch.setattr(own_method, "PARTS", ("kernel_size", "head_budget", "safeguard"))
-    asked = Asked(("even",), 0, 4, tmp_path)
-    scores = {("uniform", 3): 5.0, ("uniform", 5): 1.0, ("adaptive", 3): 9.0}
+    asked = Asked({"even": 4}, 0, tmp_path)
+    known = {("uniform", 3): 5.0, ("uniform", 5): 1.0, ("adaptive", 3): 9.0}
     monkeypatch.setattr(
-        Asked, "score", lambda self, it: scores.get((it.get("head_budget", "uniform"), it.get("kernel_size", 5)), 0.0)
+        Asked, "scores", lambda self, tried: [known.get((it["head_budget"], it["kernel_size"]), 0.0) for it in tried]
     )
     recipe = search(asked, "snapkv", [], tmp_path / "steps.json")
-    assert recipe == {"method": "snapkv", "window_size": 8, "kernel_size": 3, "head_budget": "adaptive"}
+    assert recipe == {
+        "method": "snapkv",
+        "layer_budget": "uniform",
+        "pooling": "avg",
+        "kernel_size": 3,
+        "head_budget": "adaptive",
+    }
     steps = own_method.json.loads((tmp_path / "steps.json").read_text())["steps"]
     assert [step["part"] for step in steps].count("safeguard") == 3
 
@@ -79,9 +86,52 @@ def test_a_recipe_is_answered_on_its_half(task, tmp_path, monkeypatch):  # noqa:
     whole = Answers(tmp_path / "whole.json", task.identity)
     cells = cells_of(replace(task, protocols=(QUERY_AWARE,)), ["knorm"])
     compute(task, cells, whole)
-    right = Asked(("even",), 1, 4, tmp_path).right("even", {"method": "knorm"})
+    asked = Asked({"even": 4}, 1, tmp_path)
+    right = asked.right("even", {"method": "knorm"})
     assert np.array_equal(right, np.stack([whole.of(cell, 4) for cell in cells])[:, 2:])
-    assert Asked(("even",), 1, 4, tmp_path).right("even", {"method": "dycoke"}) is None
+    assert asked.right("even", {"method": "knorm", "kernel_size": 3}) is None
+    assert asked.scores([{"method": "knorm"}, {"method": "dycoke"}]) == [100 * right.mean(), -1.0]
+
+
+def test_a_recipe_has_the_tables_window_unless_it_names_another(task, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(own_method.TASKS, "even", lambda questions: replace(task, window_size=3))
+    asked = Asked({"even": 4}, 1, tmp_path)
+
+    def windows(recipe):
+        return {cell.options["window_size"] for cell in asked._cells("even", recipe)}
+
+    assert windows({"method": "snapkv"}) == {3}
+    assert windows({"method": "snapkv", "window_size": 2}) == {2}
+
+
+def test_held_out_compares_with_the_best_of_the_other_half(task, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
+    monkeypatch.setattr(own_method, "HELD_OUT", {"even": 4})
+    monkeypatch.setattr(own_method, "COMPETITORS", 1)
+    answers = Answers(tmp_path / "method_table_even.json", task.identity)
+    for cell in cells_of(task, ["random", "knorm", "tova"]):
+        answers.add(cell, [cell.method == "tova"] * 2 + [cell.method == "knorm"] * 2)
+    page = held_out(tmp_path, {"method": "snapkv", "kernel_size": 3})
+    own, rival = (Asked({"even": 4}, 1, tmp_path).right("even", {"method": one}) for one in ("snapkv", "tova"))
+    assert f"| `even` | 2 | {100 * own.mean():.1f} | tova {100 * rival.mean():.1f} |" in page
+    assert "| task | kernel_size |" in page
+
+
+def test_each_part_of_a_recipe_that_is_not_its_methods_own_is_taken_back_alone():
+    recipe = {"method": "adakv", "scorer": "mixkv", "head_budget": "adaptive", "kernel_size": 3, "variant": "paper"}
+    assert ablations(recipe) == {
+        "scorer": {"method": "adakv", "head_budget": "adaptive", "kernel_size": 3, "variant": "paper"},
+        "kernel_size": {"method": "adakv", "scorer": "mixkv", "head_budget": "adaptive", "variant": "paper"},
+    }
+
+
+def test_other_scores_bring_the_recipes_parts_that_they_know():
+    recipe = {"method": "adakv", "head_budget": "adaptive", "kernel_size": 7}
+    found = list(changes(recipe, "scorer", ["adakv", "mixkv", "knorm"]))
+    assert found == [
+        {"method": "adakv", "head_budget": "adaptive", "kernel_size": 7, "scorer": "mixkv"},
+        {"method": "adakv", "head_budget": "adaptive", "scorer": "knorm"},
+    ]
 
 
 def test_parts_that_a_method_lacks_are_not_changed():
