@@ -4,20 +4,35 @@
     python -m benchmarks.ruler --length 2048 --ratios 0.5,0.2 --limit 10
 
 The table is the command's own report, below results/ruler. Complete cells are skipped, so a run that was cut goes on.
+`--kvpress-python PYTHON`, of an environment with kvpress, then asks it the first prompts too, at the least ratio, and
+compares answers and kept entries.
 """
 
 import argparse
 import json
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+import kvcompress
 from benchmarks.retrieval import load_smollm2
 from lmms_eval_plugins import evaluate
+from lmms_eval_plugins.report.table import markdown_table
 
 WORK = Path("results/ruler")
 NEW_TOKENS = 12  # a needle's number has seven digits, each a token
+# What both have, with the options with which ours choose as kvpress does.
+COMPARED: dict[str, dict[str, object]] = {
+    "snapkv": {"window_size": 64},
+    "knorm": {},
+    "keydiff": {},
+    "tova": {"variant": "kvpress"},
+    "streamingllm": {},
+}
 
 
 def main() -> int:
@@ -28,12 +43,19 @@ def main() -> int:
     parser.add_argument("--ratios", default="0.5,0.2")
     parser.add_argument("--length", type=int, default=2048, help="of the prompts, in tokens, at most")
     parser.add_argument("--limit", type=int, default=10, help="questions")
+    parser.add_argument("--kvpress-python", metavar="PYTHON", help="of an environment with kvpress, to compare with")
+    parser.add_argument("--compared", type=int, default=5, metavar="N", help="prompts that kvpress is given (5)")
     asked = parser.parse_args()
+    work = WORK / f"{asked.task}-{asked.length}"
     model = export(WORK / "SmolLM2-135M-Instruct")
     words = [asked.task, str(model), asked.methods, asked.ratios, "prompt_cache_gb=4"]
     flags = ["--limit", str(asked.limit), "--metadata", json.dumps({"max_seq_lengths": [asked.length]})]
-    flags += ["--gen_kwargs", f"max_new_tokens={NEW_TOKENS}", "--output_path", str(WORK)]
-    return evaluate.main([*words, *flags])
+    flags += ["--gen_kwargs", f"max_new_tokens={NEW_TOKENS}", "--output_path", str(work)]
+    code = evaluate.main([*words, *flags])
+    if asked.kvpress_python and not code:
+        least = min(map(float, asked.ratios.split(",")))
+        print(beside_kvpress(asked.kvpress_python, model, prompts_of(work)[: asked.compared], least))
+    return code
 
 
 def export(folder: Path) -> Path:
@@ -47,6 +69,69 @@ def export(folder: Path) -> Path:
         tokenizer.save_pretrained(folder)
         plain.save_pretrained(folder)
     return folder
+
+
+def prompts_of(work: Path) -> list[str]:
+    """The prompts that the command's cells answered, which are the same in each."""
+    file = next(work.glob("**/samples.jsonl"))
+    return [json.loads(line)["input"] for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def beside_kvpress(python: str, folder: Path, prompts: list[str], ratio: float) -> str:
+    """Markdown: of each method how many kept entries and how many answers are the same, both in float32."""
+    with tempfile.TemporaryDirectory() as scratch:
+        order, reply = Path(scratch) / "order.json", Path(scratch) / "reply.json"
+        asked = {"model": str(folder.resolve()), "methods": list(COMPARED), "ratio": ratio, "new_tokens": NEW_TOKENS}
+        order.write_text(json.dumps({**asked, "prompts": prompts}), encoding="utf-8")
+        script = Path(__file__).with_name("ruler_kvpress.py")
+        subprocess.run([python, str(script), str(order), str(reply)], check=True)
+        theirs = json.loads(reply.read_text(encoding="utf-8"))
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    rows = []
+    for method, options in COMPARED.items():
+        same, entries, answers = 0, 0, 0
+        for prompt, other in zip(prompts, theirs[method], strict=True):
+            budget = len(other["kept"][0][0])  # theirs, which rounds another way
+            new, kept = ours(model, tokenizer, prompt, method, {"budget": budget, **options})
+            answers += new == other["new"]
+            entries += len(kept)
+            same += len(kept & places(other["kept"]))
+        shown = " ".join(f"{name}={value}" for name, value in options.items())
+        rows.append([f"{method} {shown}".strip(), f"{same:,} of {entries:,}", str(answers)])
+    told = ", ".join(f"{name} {number}" for name, number in theirs["versions"].items())
+    header = ["method", "same kept entries, of all layers and heads", f"same answers, of {len(prompts)}"]
+    table = markdown_table(header, rows, ["---", "---:", "---:"])
+    return f"Beside {told}, float32, ratio {ratio:g}:\n\n{table}"
+
+
+@torch.no_grad()
+def ours(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    method: str,
+    options: dict[str, object],
+) -> tuple[list[int], set[tuple[int, int, int]]]:
+    """The new tokens of a prompt, and the places (layer, KV head, column) of the prompt that live on."""
+    inputs = tokenizer(prompt, return_tensors="pt")
+    tokens = inputs["input_ids"].shape[1]
+    with kvcompress.compress(model, method=method, **options) as session:
+        output = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+        heads = [session.cache.kept_indices(layer)[0] for layer in range(model.config.num_hidden_layers)]
+    kept = places([[column for column in head.tolist() if column < tokens] for head in layer] for layer in heads)
+    return output[0, tokens:].tolist(), kept
+
+
+def places(kept) -> set[tuple[int, int, int]]:
+    """(layers, kv_heads, columns) as a set of places."""
+    return {
+        (layer, head, column)
+        for layer, heads in enumerate(kept)
+        for head, columns in enumerate(heads)
+        for column in columns
+    }
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from kvcompress.files import write_text
 from lmms_eval_plugins.leaderboard.command import TEMPLATES, main
 from lmms_eval_plugins.report.html.page import TEMPLATES as SHARED
 from tests.lmms_eval_plugins.leaderboard.conftest import ARCHIVE
+from tests.support.browser import opened
 from tests.support.result_cells import write_answers
 
 SCOPE = {"scope": "prompt", "ratio_of": "prompt", "options": {}}
@@ -81,12 +82,7 @@ def rows(page, place=1):
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
 def test_the_page_works_in_a_browser(browser, page_file, data, width, scheme):
-    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    said, asked = [], []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto(f"file://{page_file}")
+    page, said, asked = opened(browser, page_file, viewport={"width": width, "height": 900}, color_scheme=scheme)
 
     # The lists lead from the regime over the task to the protocol; a table holds one protocol alone.
     page.select_option("#regime", "an image")

@@ -23,6 +23,7 @@ from lmms_eval_plugins.report.html.data import mean_needs_kept, needs_by_questio
 from lmms_eval_plugins.report.html.groups import gold, load_groups
 from lmms_eval_plugins.report.html.page import TEMPLATES
 from lmms_eval_plugins.report.html.tables import latex, write_tables
+from tests.support.browser import opened
 from tests.support.result_cells import write_answers
 
 TASK, LAYERS, HEADS, SIDE, QUESTIONS = "signs_val", 3, 2, 4, 25
@@ -332,12 +333,7 @@ def picture(page, series):
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_works_in_a_browser(browser, report, width):
-    page = browser.new_page(viewport={"width": width, "height": 900})
-    said, asked = [], []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto(f"file://{report / 'report.html'}")
+    page, said, asked = opened(browser, report / "report.html", viewport={"width": width, "height": 900})
     page.wait_for_selector("[data-series=snapkv] canvas")
 
     # Sorting: by method as it comes, then by score, both ways.

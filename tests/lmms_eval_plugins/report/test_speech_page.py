@@ -12,6 +12,7 @@ from kvcompress.bench.speech.prompts import growing_wav
 from kvcompress.speech import SAMPLING_RATE
 from lmms_eval_plugins.report.html.page import TEMPLATES
 from lmms_eval_plugins.report.html.speech import BINS, MOST_PROMPTS
+from tests.support.browser import opened
 
 ASKED = ["Why is the sky blue? </script><script>alert(1)</script>", "What do you hear?"]
 LABELS = {
@@ -143,12 +144,7 @@ def test_another_file_is_refused_in_one_line(tmp_path, monkeypatch, capsys, cont
 @pytest.mark.parametrize("width", [1280, 400])
 def test_the_page_plays_in_a_browser(browser, results, width):
     written(results)
-    page = browser.new_page(viewport={"width": width, "height": 900})
-    said, asked = [], []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto(f"file://{results.with_suffix('.html')}")
+    page, said, asked = opened(browser, results.with_suffix(".html"), viewport={"width": width, "height": 900})
     page.wait_for_function("[...document.querySelectorAll('audio')].every((audio) => audio.readyState >= 1)")
 
     lengths = page.evaluate("[...document.querySelectorAll('audio')].map((audio) => audio.duration)")
