@@ -82,7 +82,7 @@ class ChatProcessor:
             raise KVCompressError(f"chat template {which}: {type(error).__name__}: {error}") from error
 
     def inputs(self, prompts: list[ChatPrompt]) -> BatchFeature:
-        """Model inputs of a batch, left-padded, on the CPU."""
+        """Model inputs of a batch, left-padded, on the CPU. Raises KVCompressError for clips that go into no batch."""
         texts = [self.text(prompt) for prompt in prompts]
         arguments: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
         # A chat template writes the begin-of-sequence token where the model wants one.
@@ -100,7 +100,16 @@ class ChatProcessor:
             arguments["videos"] = [video for prompt in prompts for video in prompt.videos]
             arguments["video_metadata"] = [metadata for prompt in prompts for metadata in prompt.video_metadata]
             arguments["do_sample_frames"] = False
-        inputs = dict(self.processor(text=texts, **arguments))
+        try:
+            inputs = dict(self.processor(text=texts, **arguments))
+        except ValueError as error:
+            if len(lengths := {len(video) for prompt in prompts for video in prompt.videos}) < 2:
+                raise
+            frames = " and ".join(map(str, sorted(lengths)))
+            raise KVCompressError(
+                f"{self.args.pretrained}: its processor takes no clips of {frames} frames in one batch: give "
+                "batch_size=1, or slots=N for N questions at a time"
+            ) from error
         # Frames' positions are multiples of it, so it is not rounded.
         exact = {name: value for name, value in inputs.items() if name == "second_per_grid_ts"}
         return BatchFeature({**BatchFeature(inputs).to(self.dtype), **exact})

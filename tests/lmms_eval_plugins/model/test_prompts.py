@@ -109,6 +109,17 @@ def test_frames_and_area_of_a_video_are_bounded(checkpoint, tmp_path, family):
     assert small < whole < large
 
 
+def test_clips_of_different_lengths_go_into_a_batch_or_it_is_said_what_to_do(checkpoint, tmp_path):
+    """Qwen2-VL's processor lays patches one behind the other; LLaVA-OneVision's stacks clips."""
+    clips = [{"text": "?", "videos": [write_video(tmp_path / f"{n}.mp4", frames=n, fps=4)]} for n in (3, 5)]
+    lm = load_lm(checkpoint("qwen2-vl"), max_frames_num=8)
+    assert len(lm.prepare(requests(lm, clips)).inputs["input_ids"]) == 2
+    lm = load_lm(checkpoint("llava-onevision"), max_frames_num=8)
+    assert len(lm.prepare(requests(lm, [clips[0]] * 2)).inputs["input_ids"]) == 2
+    with pytest.raises(KVCompressError, match="no clips of 3 and 5 frames in one batch: give batch_size=1, or slots=N"):
+        lm.prepare(requests(lm, clips))
+
+
 def test_area_of_a_video_is_no_argument_where_nothing_scales_by_it(checkpoint):
     with pytest.raises(KVCompressError, match="video_min_pixels and video_max_pixels have no meaning for"):
         load_lm(checkpoint("llava-onevision"), video_max_pixels=100)
