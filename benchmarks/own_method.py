@@ -41,9 +41,9 @@ PARTS = ("scorer", "blending", "window_size", "pooling", "kernel_size", "head_bu
 PARTS += ("merge", "blending")  # the last again: how much depends on the parts between
 VALUES = {
     "blending": (0.1, 0.3, 1.0, 3.0),
-    "window_size": (4, 8, 16),
+    "window_size": (1, 2, 4, 8, 16),
     "pooling": ("avg", "max"),
-    "kernel_size": (1, 3, 5, 7),
+    "kernel_size": (1, 3, 5, 7, 9, 13, 17, 21),
     "head_budget": ("uniform", "shared", "adaptive"),
     "safeguard": (0.0, 0.2, 0.5),
     "layer_budget": ("uniform", *(name for name in list_layer_budgets() if name != "uniform")),

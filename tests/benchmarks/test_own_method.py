@@ -136,7 +136,7 @@ def test_other_scores_bring_the_recipes_parts_that_they_know():
 
 def test_parts_that_a_method_lacks_are_not_changed():
     assert list(changes({"method": "knorm"}, "kernel_size", [])) == []
-    assert [change["kernel_size"] for change in changes({"method": "snapkv"}, "kernel_size", [])] == [1, 3, 5, 7]
+    assert [change["kernel_size"] for change in changes({"method": "snapkv"}, "kernel_size", [])] == [1, 3, 5, 7, 9, 13, 17, 21]
     assert list(changes({"method": "snapkv"}, "safeguard", [])) == []
     assert len(list(changes({"method": "snapkv", "head_budget": "adaptive"}, "safeguard", []))) == 3
 
