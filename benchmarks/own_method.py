@@ -34,7 +34,8 @@ from .method_tasks import QUERY_AWARE, TASKS
 
 SEARCHED = {"tiny": 100, "tiny_read_all": 40, "tiny_multi_image": 40, "tiny_video": 40, "tiny_needle": 40}
 HELD_OUT = {"tiny": 250, "tiny_read_all": 80, "tiny_multi_image": 100, "tiny_video": 100, "tiny_needle": 100}
-HELD_OUT |= {"smollm2": 200}  # questions of both halves; this model the search never sees
+NEVER_SEEN = {"smollm2": 40}  # whose answers choose its rivals; no recipe is asked
+HELD_OUT |= {"smollm2": 200}  # as above, questions of both halves
 COMPETITORS = 5  # the best published methods of a task, on the half that is not held out
 OWN_SCORES = "attention-and-leverage"  # of own_scores.py
 PARTS = ("scorer", "blending", "window_size", "pooling", "kernel_size", "head_budget", "safeguard", "layer_budget")
@@ -114,27 +115,27 @@ class Asked:
 
 
 def published(name: str, out: Path, number: int, questions: int) -> dict[str, np.ndarray]:
-    """Method -> (ratios, questions) of one half, from the answers of the method table: of as many of the questions as
-    `random` answered, and the methods that answered as many."""
+    """Method -> (ratios, questions) of one half, from the answers of the method table to those questions of the half
+    that `random` answered, and of the methods that answered them."""
     task = replace(TASKS[name](questions), protocols=(QUERY_AWARE,))
     answers = Answers(out / f"method_table_{name}.json", task.identity)
     right = {
         method: [answers.of(cell, task.questions) for cell in cells_of(task, [method])]
         for method in kvcompress.list_methods()
     }
-    asked = min(map(len, right["random"]))
-    is_of_half = np.arange(asked) // task.batch_size % 2 == number
+    asked = np.arange(min(map(len, right["random"])))
+    asked = asked[asked // task.batch_size % 2 == number]
     return {
-        method: np.stack([row[:asked] for row in rows])[:, is_of_half]
+        method: np.stack([row[asked] for row in rows])
         for method, rows in right.items()
-        if len(rows) == len(BY_RATIO) and min(map(len, rows)) >= asked
+        if len(rows) == len(BY_RATIO) and min(map(len, rows)) > asked[-1]
     }
 
 
 def best_published(names: Iterable[str], out: Path) -> list[tuple[str, float]]:
     """The clusters that answered the searched half of each task, best first, with their means over tasks and ratios,
     percent. What drops vision tokens before they are cached is left out: its ratio counts these alone, and no text."""
-    tables = [published(name, out, 0, HELD_OUT[name]) for name in names]
+    tables = [published(name, out, 0, {**SEARCHED, **NEVER_SEEN}[name]) for name in names]
     shared = set.intersection(*map(set, tables)) - set(RULERS)
     shared = {name for name in shared if issubclass(method_info(name).cls, KVCluster)}
     means = {name: 100 * float(np.mean([table[name].mean() for table in tables])) for name in shared}

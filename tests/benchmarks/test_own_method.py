@@ -54,8 +54,9 @@ def test_published_answers_are_those_of_the_half_and_of_what_random_answered(tas
     for cell in cells_of(task, ["random", "knorm", "tova"]):
         answers.add(cell, [True, True, False, cell.method == "tova"])
     for cell in cells_of(task, ["keydiff"]):
-        answers.add(cell, [True, True])
+        answers.add(cell, [False, True])
     found = [published("even", tmp_path, number, 4) for number in (0, 1)]
+    assert found[0]["keydiff"].tolist() == [[0, 1]] * len(BY_RATIO)
     assert found[0]["knorm"].tolist() == [[1, 1]] * len(BY_RATIO)
     assert found[1]["tova"].tolist() == [[0, 1]] * len(BY_RATIO)
     assert found[1].keys() == {"random", "knorm", "tova"}
@@ -107,6 +108,7 @@ def test_a_recipe_has_the_tables_window_unless_it_names_another(task, tmp_path, 
 def test_held_out_compares_with_the_best_of_the_other_half(task, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
     monkeypatch.setattr(own_method, "HELD_OUT", {"even": 4})
+    monkeypatch.setattr(own_method, "NEVER_SEEN", {"even": 4})
     monkeypatch.setattr(own_method, "COMPETITORS", 1)
     answers = Answers(tmp_path / "method_table_even.json", task.identity)
     for cell in cells_of(task, ["random", "knorm", "tova"]):
@@ -136,7 +138,16 @@ def test_other_scores_bring_the_recipes_parts_that_they_know():
 
 def test_parts_that_a_method_lacks_are_not_changed():
     assert list(changes({"method": "knorm"}, "kernel_size", [])) == []
-    assert [change["kernel_size"] for change in changes({"method": "snapkv"}, "kernel_size", [])] == [1, 3, 5, 7, 9, 13, 17, 21]
+    assert [change["kernel_size"] for change in changes({"method": "snapkv"}, "kernel_size", [])] == [
+        1,
+        3,
+        5,
+        7,
+        9,
+        13,
+        17,
+        21,
+    ]
     assert list(changes({"method": "snapkv"}, "safeguard", [])) == []
     assert len(list(changes({"method": "snapkv", "head_budget": "adaptive"}, "safeguard", []))) == 3
 
