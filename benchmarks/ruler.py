@@ -25,14 +25,7 @@ from lmms_eval_plugins.report.table import markdown_table
 
 WORK = Path("results/ruler")
 NEW_TOKENS = 12  # a needle's number has seven digits, each a token
-# What both have, with the options with which ours choose as kvpress does.
-COMPARED: dict[str, dict[str, object]] = {
-    "snapkv": {"window_size": 64},
-    "knorm": {},
-    "keydiff": {},
-    "tova": {"variant": "kvpress"},
-    "streamingllm": {},
-}
+COMPARED = ("snapkv", "knorm", "keydiff", "tova", "streamingllm")  # methods that kvpress has too
 
 
 def main() -> int:
@@ -90,8 +83,8 @@ def beside_kvpress(python: str, folder: Path, prompts: list[str], ratio: float) 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rows = []
-    for method, options in COMPARED.items():
-        same, entries, answers = 0, 0, 0
+    for method in COMPARED:
+        options, same, entries, answers = theirs["forms"][method], 0, 0, 0
         for prompt, other in zip(prompts, theirs[method], strict=True):
             budget = len(other["kept"][0][0])  # theirs, which rounds another way
             new, kept = ours(model, tokenizer, prompt, method, {"budget": budget, **options})

@@ -1,7 +1,8 @@
 """kvpress' side of benchmarks/ruler.py: a script for the Python of an environment that has kvpress.
 
 Reads a JSON file {"model", "methods", "ratio", "new_tokens", "prompts"}; writes JSON, method -> of each prompt {"new",
-the new tokens, "kept", the columns kept: (layers, kv_heads, entries)}, and under "versions" what it ran on.
+the new tokens, "kept", the columns kept: (layers, kv_heads, entries)}; under "forms" the options with which our methods
+choose as these do, and under "versions" what it ran on.
 """
 
 import json
@@ -9,11 +10,13 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+# ruff: noqa: E402
+# In place of this script's folder, whose kernels.py would be taken for a package: where the bench's worker is.
+sys.path[0] = str(Path(__file__).parents[1] / "kvcompress" / "bench")
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kvcompress" / "bench"))
-from kvpress_worker import PRESSES  # a script, which imports `standalone` beside it by name
+import torch
+from kvpress_worker import FORMS, PRESSES
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 
 @torch.no_grad()
@@ -63,6 +66,7 @@ def main() -> None:
             ]
             new = answer(model, cache, first, ids.shape[1], asked["new_tokens"])
             found[name].append({"new": new, "kept": kept})
+    found["forms"] = {name: FORMS.get(name, {}) for name in asked["methods"]}
     found["versions"] = {name: version(name) for name in ("kvpress", "transformers", "torch")}
     Path(sys.argv[2]).write_text(json.dumps(found))
 
