@@ -47,7 +47,8 @@ VALUES = {
     "kernel_size": (1, 3, 5, 7, 9, 13, 17, 21),
     "head_budget": ("uniform", "shared", "adaptive"),
     "safeguard": (0.0, 0.2, 0.5),
-    "layer_budget": ("uniform", *(name for name in list_layer_budgets() if name != "uniform")),
+    # Of those that keep to the budget: a search would find any other.
+    "layer_budget": tuple(name for name, rule in list_layer_budgets().items() if rule.is_exact),
     "merge": ("none", *MERGES),
 }
 Recipe = dict[str, object]  # "method", and options of it

@@ -157,3 +157,9 @@ def test_a_difference_has_the_sign_of_the_better():
     points, low, high = difference(ours, theirs)
     assert points == pytest.approx(37.5)
     assert low <= points <= high
+
+
+def test_layers_share_the_budget_and_no_more():
+    layers = {change["layer_budget"] for change in changes({"method": "snapkv"}, "layer_budget", [])}
+    assert "pyramid" in layers
+    assert not layers & {"lazy-paper", "lazy-code"}, "what keeps more than it was asked for wins any search"
