@@ -33,9 +33,9 @@ from .method_table import RESULTS, RULERS
 from .method_tasks import QUERY_AWARE, TASKS
 
 SEARCHED = {"tiny": 100, "tiny_read_all": 40, "tiny_multi_image": 40, "tiny_video": 40, "tiny_needle": 40}
-HELD_OUT = {"tiny": 250, "tiny_read_all": 80, "tiny_multi_image": 100, "tiny_video": 100, "tiny_needle": 100}
+HELD_OUT = {"tiny": 250, "tiny_read_all": 80, "tiny_multi_image": 100, "tiny_video": 80, "tiny_needle": 80}
 NEVER_SEEN = {"smollm2": 40}  # whose answers choose its rivals; no recipe is asked
-HELD_OUT |= {"smollm2": 200}  # as above, questions of both halves
+HELD_OUT |= {"smollm2": 120}  # as above, questions of both halves
 COMPETITORS = 5  # the best published methods of a task, on the half that is not held out
 OWN_SCORES = "attention-and-leverage"  # of own_scores.py
 PARTS = ("scorer", "blending", "window_size", "pooling", "kernel_size", "head_budget", "safeguard", "layer_budget")
