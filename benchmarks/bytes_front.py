@@ -4,7 +4,7 @@
     python -m benchmarks.bytes_front                           # or one of them: tiny, smollm2
 
 Answers are written down as they come, in `<out>/bytes_front_<task>.json`, and only what is missing is computed. Then it
-writes the table (.md) and the plot (.png).
+writes the table (.md) and the plot (.png), and the table's first part into docs/low-bits.md.
 """
 
 import argparse
@@ -20,10 +20,11 @@ from lmms_eval_plugins.cells.results import write_text
 from lmms_eval_plugins.report.table import markdown_table
 
 from .method_cells import RATIOS, Answers, Cell, Column, Protocol, Task, compute
-from .method_table import RESULTS, Estimate, wrapped
+from .method_table import RESULTS, Estimate, put_into_page, wrapped
 from .method_tasks import TASKS
 
 PROTOCOL = Protocol("front", {"first_token": "compressed"})
+PAGE = Path(__file__).parent.parent / "docs" / "low-bits.md"
 MODELS = ("tiny", "smollm2")  # tasks of the table of methods
 METHODS = ("snapkv", "keydiff")
 STORAGES: dict[str, dict[str, object]] = {"bf16": {}} | {
@@ -101,7 +102,7 @@ def best_of(points: list[Point], kind: str, most: float) -> Point | None:
 
 def name_of(point: Point) -> str:
     size = "" if point.ratio is None else f" {point.ratio:g}"
-    return f"`{point.method}{size}`" + ("" if point.storage == "bf16" else f", {point.storage}")
+    return f"{point.method}{size}" + ("" if point.storage == "bf16" else f", {point.storage}")
 
 
 def report(task: Task, points: list[Point]) -> str:
@@ -134,6 +135,13 @@ def report(task: Task, points: list[Point]) -> str:
     text += "\n## All\n\n●: no other is as accurate with fewer bytes, or more accurate with no more.\n\n"
     header = ["", "cache", "bytes of full", "KiB", "accuracy"]
     return text + markdown_table(header, everything, ["---", "---", "---:", "---:", "---:"])
+
+
+def best_alone(text: str, name: str) -> str:
+    """Of a report what it says and its first table, under one heading."""
+    said, _, table = text.partition("\n## All\n")[0].partition("\n## ")
+    said, table = said.partition("\n")[2].strip(), table.partition("\n")[2].strip()
+    return f"## On {name}\n\n{said}\n\n{table}\n"
 
 
 def plot(task: Task, points: list[Point], path: Path) -> None:
@@ -189,7 +197,10 @@ def main() -> None:
             for cell, storage in cells
             if len(right := answers.of(cell, task.questions))
         ]
-        write_text(base.with_suffix(".md"), report(task, points))
+        text = report(task, points)
+        write_text(base.with_suffix(".md"), text)
+        if arguments.out == RESULTS:
+            put_into_page(PAGE, name, best_alone(text, name), "bytes_front")
         plot(task, points, base.with_suffix(".png"))
         print(base.with_suffix(".md").read_text(encoding="utf-8"))
 

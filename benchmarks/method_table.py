@@ -146,9 +146,9 @@ def wrapped(text: str) -> str:
     return textwrap.fill(text, 118, break_on_hyphens=False) + "\n"
 
 
-def put_into_page(page: Path, name: str, report: str) -> None:
+def put_into_page(page: Path, name: str, report: str, script: str = "method_table") -> None:
     """Replace what stands between the page's two marks of that name, one level of headings deeper."""
-    begin, end = f"<!-- {name}: made by benchmarks/method_table.py -->\n", f"<!-- end of {name} -->"
+    begin, end = f"<!-- {name}: made by benchmarks/{script}.py -->\n", f"<!-- end of {name} -->"
     before, rest = page.read_text(encoding="utf-8").split(begin)
     after = rest.split(end)[1]
     deeper = re.sub("^#", "##", report, flags=re.MULTILINE)

@@ -80,7 +80,7 @@ NOT_RUN = {
     "what a speech run wrote, which test_speech_page.py shows": r"kvcompress report speech\.json",
     "long: some minutes, which bench/test_speech.py runs shorter": r"kvcompress speech OMNI",
     "long: a training": r"tiny_vlm\.train",
-    "long: some minutes to hours": r"benchmarks\.(method_table|own_method|leaderboard)|--stage 1 --smoke",
+    "long: some minutes to hours": r"benchmarks\.(method_table|own_method|leaderboard|bytes_front)|--stage 1 --smoke",
     "long: one of many tasks, which test_official_tasks.py runs": r"--data-root data batch_size=3",
 }
 

@@ -74,3 +74,8 @@ def test_a_run_on_a_small_model_has_every_storage_and_its_bytes(tmp_path):
     assert sizes[0.5, "turboquant 4"] < sizes[0.5, "bf16"] < sizes[None, "bf16"]
     text = report(task, points)
     assert all(f", {storage} |" in text for storage in bytes_front.STORAGES if storage[:2] in ("hq", "tu", "ch"))
+
+
+def test_the_page_has_the_first_table_alone():
+    text = "# Bytes, tiny\n\nSaid.\n\n## The best within so many bytes\n\n| 1 |\n\n## All\n\n| 2 |\n"
+    assert bytes_front.best_alone(text, "tiny") == "## On tiny\n\nSaid.\n\n| 1 |\n"
