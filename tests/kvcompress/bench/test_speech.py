@@ -180,10 +180,12 @@ def test_memory_that_runs_out_is_written_down(run, monkeypatch, capsys):
     assert "transformers DynamicCache (out of memory) | 0 |" in capsys.readouterr().out
 
 
-def test_saved_audio_is_what_was_measured(run, tmp_path):
+def test_saved_audio_is_what_was_measured_and_is_heard(run, tmp_path):
     content = run("--strategies", "dynamic", "--save-audio", str(tmp_path / "heard"))
     with wave.open(str(tmp_path / "heard" / "dynamic-0.wav")) as sound:
         seconds = sound.getnframes() / sound.getframerate()
+        samples = torch.frombuffer(bytearray(sound.readframes(sound.getnframes())), dtype=torch.int16)
+    assert samples.abs().max() > 1000
     assert seconds == content["warm"][0]["answers"][0]["audio_s"]
 
 
