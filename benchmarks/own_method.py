@@ -181,10 +181,19 @@ def search(asked: Asked, start: str, scorers: list[str], path: Path) -> Recipe:
 
 def difference(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float]:
     """Ours - theirs over the same questions, in points, with its 95 % bootstrap interval; both (ratios, questions)."""
-    per_question = 100 * (ours - theirs).mean(0)
-    draws = np.random.default_rng(0).integers(len(per_question), size=(10_000, len(per_question)))
-    low, high = np.percentile(per_question[draws].mean(1), [2.5, 97.5])
-    return float(per_question.mean()), float(low), float(high)
+    return mean_difference([(ours, theirs)])
+
+
+def mean_difference(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float, float]:
+    """The same, as the mean of several tasks, whose questions are drawn anew each for itself."""
+    generator, means, drawn = np.random.default_rng(0), [], []
+    for ours, theirs in pairs:
+        per_question = 100 * (ours - theirs).mean(0)
+        draws = generator.integers(len(per_question), size=(10_000, len(per_question)))
+        means.append(per_question.mean())
+        drawn.append(per_question[draws].mean(1))
+    low, high = np.percentile(np.mean(drawn, axis=0), [2.5, 97.5])
+    return float(np.mean(means)), float(low), float(high)
 
 
 def ablations(recipe: Recipe) -> dict[str, Recipe]:
@@ -195,28 +204,42 @@ def ablations(recipe: Recipe) -> dict[str, Recipe]:
 
 
 def held_out(out: Path, recipe: Recipe) -> str:
-    """Markdown: of each task the recipe beside its best published methods, and what each part of it brings."""
+    """Markdown: of each task the recipe, the published method that it began with and the best published ones there; and
+    what each part of it brings."""
+    start: Recipe = {"method": recipe["method"]}
     without = ablations(recipe)
-    lines = ["| task | questions | recipe | best published | difference |", "| --- | ---: | ---: | --- | ---: |"]
+    header = ["task", "questions", "recipe", str(start["method"]), "difference", "best published", "difference"]
+    lines = [f"| {' | '.join(header)} |", "| --- |" + " ---: |" * 4 + " --- | ---: |"]
     parts = [f"| task | {' | '.join(without)} |", "| --- |" + " ---: |" * len(without)]
+    pairs = []  # the recipe's answers and those of the method that it began with, of the tasks that were searched
     for name, questions in HELD_OUT.items():
         rivals = [{"method": method} for method, _ in best_published([name], out)[:COMPETITORS]]
         asked = Asked({name: questions}, 1, out)
-        asked.compute(name, [recipe, *rivals, *without.values()])
-        means = {str(rival["method"]): asked.right(name, rival) for rival in rivals}
-        best = max(means, key=lambda method: means[method].mean())
-        ours = asked.right(name, recipe)
+        asked.compute(name, [recipe, start, *rivals, *without.values()])
+        ours, theirs = asked.right(name, recipe), asked.right(name, start)
+        published_ones = {str(rival["method"]): asked.right(name, rival) for rival in rivals}
+        best = max(published_ones, key=lambda method: published_ones[method].mean())
         if ours is None:
-            lines.append(f"| `{name}` | {asked.tasks[name].questions} | refused | | |")
+            lines.append(f"| `{name}` | {asked.tasks[name].questions} | refused | | | | |")
             continue
+        if name in SEARCHED:
+            pairs.append((ours, theirs))
+        to_start, to_best = (in_points(*difference(ours, one)) for one in (theirs, published_ones[best]))
         lines.append(
-            f"| `{name}` | {ours.shape[1]} | {100 * ours.mean():.1f} | {best} {100 * means[best].mean():.1f} "
-            f"| {in_points(*difference(ours, means[best]))} |"
+            f"| `{name}` | {ours.shape[1]} | {percent(ours)} | {percent(theirs)} | {to_start} "
+            f"| {best} {percent(published_ones[best])} | {to_best} |"
         )
         taken = [asked.right(name, one) for one in without.values()]
         cells = ["refused" if one is None else in_points(*difference(ours, one)) for one in taken]
         parts.append(f"| `{name}` | {' | '.join(cells)} |")
+    if pairs:
+        means = [f"{np.mean([100 * pair[number].mean() for pair in pairs]):.1f}" for number in (0, 1)]
+        lines.append(f"| mean of those searched | | {' | '.join(means)} | {in_points(*mean_difference(pairs))} | | |")
     return "\n".join([*lines, "", "What each part brings:", "", *parts]) + "\n"
+
+
+def percent(right: np.ndarray) -> str:
+    return f"{100 * right.mean():.1f}"
 
 
 def in_points(mean: float, low: float, high: float) -> str:
