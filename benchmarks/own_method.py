@@ -179,13 +179,9 @@ def search(asked: Asked, start: str, scorers: list[str], path: Path) -> Recipe:
     return recipe
 
 
-def difference(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float]:
-    """Ours - theirs over the same questions, in points, with its 95 % bootstrap interval; both (ratios, questions)."""
-    return mean_difference([(ours, theirs)])
-
-
-def mean_difference(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float, float]:
-    """The same, as the mean of several tasks, whose questions are drawn anew each for itself."""
+def difference(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float, float]:
+    """Ours - theirs, in points, the mean of one or more tasks, with its 95 % bootstrap interval. A pair is of one task,
+    both (ratios, questions); each task's questions are drawn anew for itself."""
     generator, means, drawn = np.random.default_rng(0), [], []
     for ours, theirs in pairs:
         per_question = 100 * (ours - theirs).mean(0)
@@ -204,42 +200,40 @@ def ablations(recipe: Recipe) -> dict[str, Recipe]:
 
 
 def held_out(out: Path, recipe: Recipe) -> str:
-    """Markdown: of each task the recipe, the published method that it began with and the best published ones there; and
-    what each part of it brings."""
-    start: Recipe = {"method": recipe["method"]}
+    """Markdown: the recipe beside the best published method, on each task and in the mean of those that were searched;
+    and what each part of it brings. The rivals are the best of the searched half, of the task and of all."""
     without = ablations(recipe)
-    header = ["task", "questions", "recipe", str(start["method"]), "difference", "best published", "difference"]
-    lines = [f"| {' | '.join(header)} |", "| --- |" + " ---: |" * 4 + " --- | ---: |"]
+    overall = [method for method, _ in best_published(SEARCHED, out)[:COMPETITORS]]
+    lines = ["| task | questions | recipe | best published | difference |", "| --- | ---: | ---: | --- | ---: |"]
     parts = [f"| task | {' | '.join(without)} |", "| --- |" + " ---: |" * len(without)]
-    pairs = []  # the recipe's answers and those of the method that it began with, of the tasks that were searched
+    searched: list[dict[str, np.ndarray]] = []  # of each such task the answers of the recipe, "", and of `overall`
     for name, questions in HELD_OUT.items():
-        rivals = [{"method": method} for method, _ in best_published([name], out)[:COMPETITORS]]
+        there = [method for method, _ in best_published([name], out)[:COMPETITORS]]
+        rivals: dict[str, Recipe] = {method: {"method": method} for method in dict.fromkeys([*there, *overall])}
         asked = Asked({name: questions}, 1, out)
-        asked.compute(name, [recipe, start, *rivals, *without.values()])
-        ours, theirs = asked.right(name, recipe), asked.right(name, start)
-        published_ones = {str(rival["method"]): asked.right(name, rival) for rival in rivals}
-        best = max(published_ones, key=lambda method: published_ones[method].mean())
-        if ours is None:
-            lines.append(f"| `{name}` | {asked.tasks[name].questions} | refused | | | | |")
+        asked.compute(name, [recipe, *rivals.values(), *without.values()])
+        right = {method: asked.right(name, rival) for method, rival in {"": recipe, **rivals}.items()}
+        if right[""] is None:
+            lines.append(f"| `{name}` | {asked.tasks[name].questions} | refused | | |")
             continue
         if name in SEARCHED:
-            pairs.append((ours, theirs))
-        to_start, to_best = (in_points(*difference(ours, one)) for one in (theirs, published_ones[best]))
-        lines.append(
-            f"| `{name}` | {ours.shape[1]} | {percent(ours)} | {percent(theirs)} | {to_start} "
-            f"| {best} {percent(published_ones[best])} | {to_best} |"
-        )
+            searched.append(right)
+        best = max(rivals, key=lambda method: right[method].mean())
+        lines.append(f"| `{name}` | {right[''].shape[1]} | {compared([right], best)} |")
         taken = [asked.right(name, one) for one in without.values()]
-        cells = ["refused" if one is None else in_points(*difference(ours, one)) for one in taken]
+        cells = ["refused" if one is None else in_points(*difference([(right[""], one)])) for one in taken]
         parts.append(f"| `{name}` | {' | '.join(cells)} |")
-    if pairs:
-        means = [f"{np.mean([100 * pair[number].mean() for pair in pairs]):.1f}" for number in (0, 1)]
-        lines.append(f"| mean of those searched | | {' | '.join(means)} | {in_points(*mean_difference(pairs))} | | |")
+    if searched:
+        best = max(overall, key=lambda method: np.mean([right[method].mean() for right in searched]))
+        lines.append(f"| mean of those searched | | {compared(searched, best)} |")
     return "\n".join([*lines, "", "What each part brings:", "", *parts]) + "\n"
 
 
-def percent(right: np.ndarray) -> str:
-    return f"{100 * right.mean():.1f}"
+def compared(tasks: list[dict[str, np.ndarray]], best: str) -> str:
+    """The recipe, the best published method, and the difference, as cells of a row."""
+    ours, theirs = (100 * np.mean([right[method].mean() for right in tasks]) for method in ("", best))
+    points = in_points(*difference([(right[""], right[best]) for right in tasks]))
+    return f"{ours:.1f} | {best} {theirs:.1f} | {points}"
 
 
 def in_points(mean: float, low: float, high: float) -> str:

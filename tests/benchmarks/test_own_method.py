@@ -108,16 +108,15 @@ def test_a_recipe_has_the_tables_window_unless_it_names_another(task, tmp_path, 
 def test_held_out_compares_with_the_best_of_the_other_half(task, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
     monkeypatch.setattr(own_method, "HELD_OUT", {"even": 4})
-    monkeypatch.setattr(own_method, "NEVER_SEEN", {"even": 4})
+    monkeypatch.setattr(own_method, "SEARCHED", {"even": 4})
     monkeypatch.setattr(own_method, "COMPETITORS", 1)
     answers = Answers(tmp_path / "method_table_even.json", task.identity)
     for cell in cells_of(task, ["random", "knorm", "tova"]):
         answers.add(cell, [cell.method == "tova"] * 2 + [cell.method == "knorm"] * 2)
     page = held_out(tmp_path, {"method": "snapkv", "kernel_size": 3})
     own, rival = (Asked({"even": 4}, 1, tmp_path).right("even", {"method": one}) for one in ("snapkv", "tova"))
-    line = next(line for line in page.splitlines() if line.startswith("| `even` | 2 |"))
-    assert f"| tova {100 * rival.mean():.1f} |" in line
-    assert f" | {100 * own.mean():.1f} | " in line
+    assert f"| `even` | 2 | {100 * own.mean():.1f} | tova {100 * rival.mean():.1f} |" in page
+    assert f"| mean of those searched | | {100 * own.mean():.1f} | tova {100 * rival.mean():.1f} |" in page
     assert "| task | kernel_size |" in page
 
 
@@ -156,16 +155,16 @@ def test_parts_that_a_method_lacks_are_not_changed():
 
 def test_a_difference_has_the_sign_of_the_better():
     ours, theirs = np.array([[1, 1, 1, 0], [1, 1, 0, 0]]), np.array([[1, 0, 0, 0], [1, 0, 0, 0]])
-    points, low, high = difference(ours, theirs)
+    points, low, high = difference([(ours, theirs)])
     assert points == pytest.approx(37.5)
     assert low <= points <= high
 
 
 def test_a_mean_difference_gives_each_task_the_same_weight():
     pairs = [(np.ones((4, 100)), np.zeros((4, 100))), (np.zeros((4, 2)), np.zeros((4, 2)))]
-    assert own_method.mean_difference(pairs) == pytest.approx((50, 50, 50))
+    assert difference(pairs) == pytest.approx((50, 50, 50))
     noisy = np.tile([1.0, 0.0], (4, 50))
-    points, low, high = own_method.mean_difference([(noisy, np.zeros((4, 100))), pairs[1]])
+    points, low, high = difference([(noisy, np.zeros((4, 100))), pairs[1]])
     assert points == pytest.approx(25)
     assert 18 < low < 22 < 28 < high < 32
 
