@@ -39,6 +39,7 @@ RUN = {
     r"kvcompress eval tiny_textvqa tiny value-norm,snapkv": FEW,
     r"adding-a-method\S+ export ": "",
     r"bench --shape smollm2-135m --methods snapkv adakv tova ": SHORT,
+    r"bench --shape smollm2-135m .*bench_low_bits": SHORT,
     r"bench throughput --shape smollm2-135m( --requests 24 .*)?$": SHORT_ANSWERS,
     r"calibrate tiny ": "--questions 2",
     r"-m kvcompress show photo\.jpg": "",
