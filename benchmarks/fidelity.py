@@ -83,7 +83,7 @@ def markdown(found: list[Row]) -> str:
         marks = ", ".join(str(notes.index(note) + 1) for note in row.differs)
         label = f"{row.label} <sup>{marks}</sup>" if marks else row.label
         links[f"[{name}]: {row.repository}/tree/{row.commit}"] = None
-        lines.append(f"| {label} | [{name}] | {row.states} | {' | '.join(cells)} |")
+        lines.append(f"| {label} | [{name}] | {row.states} |{'|'.join(cells)}|")  # no spaces: some labels are long
     said = [wrapped(f"{number}. {note}") for number, note in enumerate(notes, 1)]
     return "\n".join([*lines, "", *said, *(["", *links] if said else links)]) + "\n"
 

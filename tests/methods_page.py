@@ -13,7 +13,7 @@ from kvcompress.methods import MethodInfo
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
 
-AUTHORS, KVPRESS, FORMULA = "authors' code", "kvpress", "formula"
+AUTHORS, KVPRESS, FORMULA, PARTS = "authors' code", "kvpress", "formula", "its parts"
 CHECKED_BY = {
     **dict.fromkeys(("adakv", "cake", "cam", "chunkkv", "criticalkv", "csp", "d2o", "h2o", "infinipot-v"), AUTHORS),
     **dict.fromkeys(("knorm", "kvzip", "lagkv", "look-m", "meda", "mixkv", "prefixkv", "pyramidkv", "r-kv"), AUTHORS),
@@ -24,6 +24,7 @@ CHECKED_BY = {
     **dict.fromkeys(("q-filters", "sparsemm", "triattention"), AUTHORS),
     **dict.fromkeys(("duoattention", "entropy-gated-chunkkv", "fastkvzip", "kvzap"), KVPRESS),
     **dict.fromkeys(("capkv", "cur", "expected-attention", "finch", "keydiff", "kvcompose"), KVPRESS),
+    "adamixkv": PARTS,
     **dict.fromkeys(("aircache", "full", "hindsight", "random", "sagekv", "simlayerkv", "vl-cache", "vnorm"), FORMULA),
 }
 
@@ -51,7 +52,8 @@ The tables name what checks the method's own selection besides:
 - *formula*: a plain reference, float64, loops, written from the paper, in `tests/oracle/`. No code was released, or
   what runs by default is nobody's: `simlayerkv`'s published rule is `variant="code"`, which its authors' code checks;
   `full` has the logits of the plain model bit for bit, `random` its distribution, and `hindsight` is held against
-  the model's own attention weights.
+  the model's own attention weights;
+- *its parts*: it keeps what `adakv` does with the scores and options of a recipe, whose parts are checked as above.
 
 Related pages: where a method differs from its paper ([differences.md](differences.md)), what vision-language methods
 do on any prompt ([vision-methods.md](vision-methods.md)), all methods compared on two small models
