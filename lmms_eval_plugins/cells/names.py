@@ -73,7 +73,8 @@ def check_names(request: Request) -> None:
     What passes may still be wrong, for the text of files tells less than the code: `Plan.of` and `find_tasks` know.
     """
     check_tasks(request.tasks, request.flags.include_path)
-    if "kvcompress" in sys.modules:  # a notebook may have methods of its own, and what is imported answers at once
+    # A notebook may have methods of its own, and what is imported answers at once; so may files of one's own.
+    if "kvcompress" in sys.modules or os.environ.get("KVCOMPRESS_METHODS"):
         return
     methods = method_names()
     for method in request.methods:

@@ -9,6 +9,7 @@ import pytest
 import kvcompress
 from kvcompress.policy.options import all_options
 from lmms_eval_plugins.cells import names
+from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.errors import UsageError
 from lmms_eval_plugins.model.arguments import LEGACY_ARGUMENTS, ModelArguments
 
@@ -34,6 +35,15 @@ def test_slips_are_answered_within_two_seconds_and_without_heavy_imports():
     assert done.stdout.split() == f"{[2] * len(SLIPS)} False False False True".split(), done.stderr
     for line, (_, message) in zip(done.stderr.splitlines(), SLIPS, strict=True):
         assert message in line
+
+
+def test_who_names_files_with_methods_is_not_told_that_there_is_none(monkeypatch):
+    request = parse(["tiny_textvqa", "tiny", "mine", "0.2", "my_option=3"])
+    monkeypatch.delitem(sys.modules, "kvcompress")
+    with pytest.raises(UsageError, match="there is no method 'mine'"):
+        names.check_names(request)
+    monkeypatch.setenv("KVCOMPRESS_METHODS", "mine.py")
+    names.check_names(request)
 
 
 def test_the_text_knows_every_method_and_argument():
