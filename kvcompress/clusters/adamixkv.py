@@ -1,4 +1,4 @@
-"""AdaMixKV: MixKV's scores in AdaKV's heads, a recipe that a search over parts found (docs/own-method.md)."""
+"""AdaMixKV: MixKV's scores in AdaKV's heads, found by a search over parts (docs/own-method.md)."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,5 +1,7 @@
 """The tiny models and their inputs are right by themselves: without any compression."""
 
+from importlib.metadata import version
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from tests.support.families import FAMILIES, FIRST_TEXT, IMAGE, MORE_FAMILIES, P
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+# Their model asks for the frames of each video, and does not hand them on to where they are asked for.
+GEMMA4_VIDEOS_FAIL = ("5.20.2",)
 vlm_families = pytest.mark.parametrize("family", VLM_FAMILIES.values(), ids=VLM_FAMILIES)
 NEW = 12
 
@@ -65,6 +69,8 @@ def test_logits_of_the_other_families_depend_on_the_image_or_recording(family):
 )
 def test_logits_depend_on_the_video(family):
     model, inputs = family.build(), family.video_inputs()
+    if family.image_format == "gemma4" and version("transformers") in GEMMA4_VIDEOS_FAIL:
+        pytest.skip("transformers itself loses what this release asks for")
     other = inputs | {"pixel_values_videos": inputs["pixel_values_videos"].flip(-1)}
     assert (model(**inputs).logits[0, -1] - model(**other).logits[0, -1]).abs().max() > 0.05
 
