@@ -40,6 +40,12 @@ OPTIONS: dict[str, dict[str, list]] = {
     "look-m": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
     "prefixkv": {"sinks": [0, 4, 9], "distance": [1, 25]},
     "csp": {"recent": [0.0, 0.5, 1.0], "cross": [0.0, 0.1, 1.0], "recent_bias": [0.5, 1.0, 1.5]},
+    "adamixkv": {
+        "window_size": [1, 8, 32],
+        "kernel_size": [1, 5],
+        "pooling": ["avg", "max"],
+        "variant": ["code", "paper"],
+    },
     "mixkv": {
         "window_size": [1, 8, 32],
         "kernel_size": [1, 5],

@@ -249,7 +249,12 @@ def test_a_model_is_untouched_by_a_calibration_also_after_an_exception():
 @pytest.mark.parametrize(
     ("method", "options", "count", "message"),
     [
-        ("snapkv", {}, 1, "method 'snapkv' is not calibrated; those that are: duoattention, expected-attention, "),
+        (
+            "snapkv",
+            {},
+            1,
+            "method 'snapkv' is not calibrated; those that are: adamixkv, duoattention, ",
+        ),
         ("q-filters", {"sinks": 1}, 1, "method 'q-filters' has no option 'sinks'"),
         ("q-filters", {"calibration": "x"}, 1, "calibration= is what calibrating makes"),
         ("q-filters", {}, 0, "there is no prompt to calibrate on"),
