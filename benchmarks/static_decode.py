@@ -123,6 +123,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/static_decode"), help="without a suffix")
     arguments = parser.parse_args()
+    if arguments.new <= WARM_UP + 1:
+        parser.error(f"--new {arguments.new}: the first {WARM_UP} tokens warm up; give more than {WARM_UP + 1}")
     torch.set_num_threads(arguments.threads)
     config = Qwen2Config(
         vocab_size=32000,

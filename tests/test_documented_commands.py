@@ -56,7 +56,7 @@ RUN = {
     r"tests\.fuzz$": "--configurations 3",
     r"benchmarks\.ragged_decode --threads": "--repeats 1 --prompt 0",
     r"benchmarks\.kernels --threads": "--lengths 64 --repeats 1",
-    r"benchmarks\.static_decode --threads": "--layers 2 --prompt 32 --new 4 --rounds 1",
+    r"benchmarks\.static_decode --threads": "--layers 2 --prompt 32 --new 8 --rounds 1",
     r"benchmarks\.eval_throughput --limit": FEW,
 }
 # Why the others are not run; their words are read all the same.
