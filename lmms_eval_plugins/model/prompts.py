@@ -103,7 +103,8 @@ class ChatProcessor:
         try:
             inputs = dict(self.processor(text=texts, **arguments))
         except ValueError as error:
-            if len(lengths := {len(video) for prompt in prompts for video in prompt.videos}) < 2:
+            lengths = {len(video) for prompt in prompts for video in prompt.videos}
+            if len(lengths) < 2 or "pixel_values_videos" not in str(error):
                 raise
             frames = " and ".join(map(str, sorted(lengths)))
             raise KVCompressError(

@@ -111,8 +111,9 @@ def test_held_out_compares_with_the_best_of_the_other_half(task, tmp_path, monke
     monkeypatch.setattr(own_method, "SEARCHED", {"even": 4})
     monkeypatch.setattr(own_method, "COMPETITORS", 1)
     answers = Answers(tmp_path / "method_table_even.json", task.identity)
-    for cell in cells_of(task, ["random", "knorm", "tova"]):
-        answers.add(cell, [cell.method == "tova"] * 2 + [cell.method == "knorm"] * 2)
+    for cell in cells_of(task, ["random", "knorm", "tova", "adamixkv"]):  # the last is our own: no rival
+        of_first = [cell.method in ("tova", "adamixkv"), cell.method == "adamixkv"]
+        answers.add(cell, of_first + [cell.method == "knorm"] * 2)
     page = held_out(tmp_path, {"method": "snapkv", "kernel_size": 3})
     own, rival = (Asked({"even": 4}, 1, tmp_path).right("even", {"method": one}) for one in ("snapkv", "tova"))
     assert f"| `even` | 2 | {100 * own.mean():.1f} | tova {100 * rival.mean():.1f} |" in page
