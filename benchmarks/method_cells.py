@@ -173,8 +173,11 @@ def _numbers(text: str) -> list[float]:
     return [float(one) for one in (text.split() if "." in text else text.replace(" ", ""))]
 
 
-def compute(task: Task, cells: list[Cell], answers: Answers) -> None:
-    """Answer what is missing, batch by batch: the batch's prefill once, then each cell from there."""
+def compute(
+    task: Task, cells: list[Cell], answers: Answers, prompts: dict[tuple[str, int], PromptPass] | None = None
+) -> None:
+    """Answer what is missing, batch by batch: the batch's prefill once, then each cell from there. `prompts`: prefills
+    by task and first question, where they are to be kept for another call."""
     for start in range(0, task.questions, task.batch_size):
         batch = slice(start, min(start + task.batch_size, task.questions))
         missing = [
@@ -182,13 +185,15 @@ def compute(task: Task, cells: list[Cell], answers: Answers) -> None:
         ]
         if not missing:
             continue
-        inputs, began, known = task.inputs(batch), time.monotonic(), None
+        inputs, began, known = task.inputs(batch), time.monotonic(), (prompts or {}).get((task.name, start))
         for cell in missing:
             try:
                 tokens, known = answer(task, cell, inputs, known)
                 answers.add(cell, task.right(batch, tokens))
             except kvcompress.KVCompressError as error:  # such as a method for videos that is given an image
                 answers.refuse(cell, error)
+        if prompts is not None and known:
+            prompts[task.name, start] = known
         seconds = time.monotonic() - began
         print(f"{task.name}: questions {start} to {batch.stop}: {len(missing)} cells in {seconds:.0f} s", flush=True)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcompress.calibration.files import BUNDLED
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT, TINY_MODEL
@@ -16,7 +17,9 @@ from lmms_eval_plugins.tiny_vlm.regimes import Shown
 from lmms_eval_plugins.tiny_vlm.regimes.dataset import file_of, read_asked
 
 from .method_cells import Column, Protocol, Task
-from .retrieval import CONTEXT_TOKENS, draw_examples, load_smollm2
+from .pretrained import load_gemma3, load_smollm2
+from .retrieval import CONTEXT_TOKENS, draw_examples
+from .ruler import NEW_TOKENS, needles
 
 QUERY_AWARE = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"})
 
@@ -28,6 +31,7 @@ DECODE_BUDGETS = Protocol(
         for budget, interval in ((192, 8), (96, 8), (48, 8), (96, 1), (96, 32))
     ),
 )
+SMOLLM2_CALIBRATIONS = Path(__file__).parent / "results" / "calibrations_smollm2"  # benchmarks/calibrations.py
 DEFINE_MODEL = ("model.safetensors", "config.json")  # files of the bundled checkpoint
 
 
@@ -179,7 +183,42 @@ def smollm2(questions: int) -> Task:
             ),
         ),
         has_images=False,
+        calibrations=SMOLLM2_CALIBRATIONS,
     )
+
+
+def ruler(
+    name: str, load: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]], calibrations: Path | None = None
+) -> Callable[[int], Task]:
+    """RULER's needle for a model: one number in 2,048 tokens of repeated sentences."""
+
+    def task(questions: int) -> Task:
+        model, tokenizer = load()
+        asked = needles(tokenizer, questions)
+
+        def inputs(batch: slice) -> dict[str, torch.Tensor]:
+            return dict(tokenizer([text for text, _ in asked[batch]], padding=True, return_tensors="pt"))
+
+        def right(batch: slice, new: torch.Tensor) -> list[bool]:
+            texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+            return [number in text for text, (_, number) in zip(texts, asked[batch], strict=True)]
+
+        return Task(
+            name=name,
+            title=f"Methods on RULER's needle, {name}",
+            identity=_hash(repr((asked[:2], model.config.model_type, model.dtype)).encode()),
+            model=model,
+            questions=len(asked),
+            batch_size=10,
+            new_tokens=NEW_TOKENS,
+            inputs=inputs,
+            right=right,
+            protocols=(QUERY_AWARE,),
+            has_images=False,
+            calibrations=calibrations,
+        )
+
+    return task
 
 
 TASKS = {
@@ -189,4 +228,8 @@ TASKS = {
     "tiny_video": video,
     "tiny_needle": needle,
     "smollm2": smollm2,
+}
+RULER = {  # without tables of their own
+    "smollm2_ruler": ruler("smollm2_ruler", load_smollm2, SMOLLM2_CALIBRATIONS),
+    "gemma3_ruler": ruler("gemma3_ruler", load_gemma3),
 }

@@ -1,19 +1,22 @@
 """A search for a method of our own: the parts of the published ones, put together anew.
 
-    python -m benchmarks.own_method search       # on one half of each bundled task's questions
+    python -m benchmarks.own_method search       # on one half of the questions of every regime
     python -m benchmarks.own_method held-out     # the recipe that it found, on the other half and on another model
 
 The search starts from the published method with the best mean over the tasks, and then changes one part after the
-other, each time to what is best on its half: the scores of the other methods, the window and the pooling, how heads and
-layers share the budget, and what becomes of evicted entries. It writes every step and the recipe into
-`<out>/own_method_search.json`; `held-out` reads the recipe and asks what the search never asked, of the recipe, of the
-recipe without each of its parts, and of the published methods that were best on the first half. Answers are kept, so
-that a run that was cut goes on. Both begin with the tables of benchmarks/method_table.py.
+other: the scores of the other methods and whether they are calibrated, the window and the pooling, how heads and
+layers share the budget, what becomes of evicted entries, and how often a long answer is compressed. The best change of
+a part is taken where its 95 % interval against the recipe so far is above zero. Every step and the recipe are written
+into `<out>/own_method_search.json`; `held-out` reads the recipe and asks what the search never asked, of the recipe, of
+the recipe without each of its parts, and of the published methods that were best on the first half. Answers are kept,
+so that a run that was cut goes on. Both begin with the tables of benchmarks/method_table.py.
 """
 
 import argparse
 import json
+import multiprocessing
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,37 +25,49 @@ import torch
 
 import kvcompress
 from kvcompress.clusters.base import KVCluster
+from kvcompress.clusters.calibrated import CalibratedKVCluster
 from kvcompress.files import write_text
-from kvcompress.layer_budgets import list_layer_budgets
+from kvcompress.hooks.shared_prompt import PromptPass
 from kvcompress.methods import method_info
 from kvcompress.policy.options import all_options
-from kvcompress.scoring.merging import MERGES
 
-from .method_cells import BY_RATIO, Answers, Cell, Task, cells_of, compute
+from .method_cells import Answers, Cell, Column, Protocol, Task, cells_of, compute
 from .method_table import RESULTS, RULERS
-from .method_tasks import QUERY_AWARE, TASKS
+from .method_tasks import QUERY_AWARE, RULER, TASKS
 
-SEARCHED = {"tiny": 100, "tiny_read_all": 40, "tiny_multi_image": 40, "tiny_video": 40, "tiny_needle": 40}
-HELD_OUT = {"tiny": 250, "tiny_read_all": 80, "tiny_multi_image": 100, "tiny_video": 80, "tiny_needle": 80}
-NEVER_SEEN = {"smollm2": 40}  # whose answers choose its rivals; no recipe is asked
-HELD_OUT |= {"smollm2": 120}  # as above, questions of both halves
+# Task -> questions of both halves; those that take longest first.
+SEARCHED = {"smollm2_ruler": 40, "smollm2": 40, "tiny_read_all": 40, "tiny_needle": 40, "tiny_video": 40}
+SEARCHED |= {"tiny_multi_image": 40, "tiny": 100}
+HELD_OUT = {"smollm2_ruler": 80, "smollm2": 120, "tiny_read_all": 80, "tiny_needle": 80, "tiny_video": 80}
+HELD_OUT |= {"tiny_multi_image": 100, "tiny": 250, "gemma3_ruler": 40}
+RIVALS_OF = {"smollm2_ruler": "smollm2", "gemma3_ruler": "smollm2"}  # without a table: whose best are asked there
+BUDGETS = Protocol(
+    "decode budgets",
+    {"first_token": "compressed"},
+    tuple(Column(f"{budget}", None, {"budget": budget, "decode_budget": budget}) for budget in (96, 48)),
+)
+LONG_ANSWERS = "tiny_read_all"  # where the schedule is searched and held out, under BUDGETS
+INTERVAL = 8  # decode steps between two evictions, where a recipe names none
 COMPETITORS = 5  # the best published methods of a task, on the half that is not held out
-OWN = "adamixkv"  # what the search found, which is not published
+OWN = "adamixkv"  # what the first search found, which is not published
 OWN_SCORES = "attention-and-leverage"  # of own_scores.py
-PARTS = ("scorer", "blending", "window_size", "pooling", "kernel_size", "head_budget", "safeguard", "layer_budget")
-PARTS += ("merge", "blending")  # the last again: how much depends on the parts between
+PARTS = ("scorer", "calibrated", "blending", "window_size", "pooling", "kernel_size", "head_budget", "safeguard")
+PARTS += ("layer_budget", "merge")
 VALUES = {
+    "calibrated": (True,),
     "blending": (0.1, 0.3, 1.0, 3.0),
-    "window_size": (1, 2, 4, 8, 16),
+    "window_size": (2, 4, 8, 16),
     "pooling": ("avg", "max"),
-    "kernel_size": (1, 3, 5, 7, 9, 13, 17, 21),
+    "kernel_size": (3, 5, 7, 9, 13),
     "head_budget": ("uniform", "shared", "adaptive"),
     "safeguard": (0.0, 0.2, 0.5),
-    # Of those that keep to the budget: a search would find any other.
-    "layer_budget": tuple(name for name, rule in list_layer_budgets().items() if rule.is_exact),
-    "merge": ("none", *MERGES),
+    # One of each kind that keeps to the budget (a search would find any other), and what lost no ten points in the
+    # first search, over the bundled tasks.
+    "layer_budget": ("pyramid-effivlm", "composite", "global", "cake", "entropy", "lava"),
+    "merge": ("cam", "pivot"),
+    "decode_interval": (1, 4, 16, 32),
 }
-Recipe = dict[str, object]  # "method", and options of it
+Recipe = dict[str, object]  # "method", "calibrated", and options of it
 
 
 def half(task: Task, number: int) -> Task:
@@ -71,55 +86,96 @@ def half(task: Task, number: int) -> Task:
         questions=task.questions // (2 * size) * size,
         inputs=lambda batch: task.inputs(of_whole(batch)),
         right=lambda batch, new: task.right(of_whole(batch), new),
-        protocols=(QUERY_AWARE,),
     )
 
 
 class Asked:
     """One half of some tasks, name -> questions of both halves, and what recipes answer there, computed when it is
-    asked for."""
+    asked for; with `processes` the tasks are spread over so many."""
 
-    def __init__(self, questions: dict[str, int], number: int, out: Path):
-        self.tasks = {name: half(TASKS[name](asked), number) for name, asked in questions.items()}
-        identity = {name: f"{task.identity} half {number}" for name, task in self.tasks.items()}
-        files = {name: out / f"own_method_{('search', 'held_out')[number]}_{name}.json" for name in questions}
-        self.answers = {name: Answers(files[name], identity[name]) for name in questions}
+    def __init__(
+        self,
+        questions: dict[str, int],
+        number: int,
+        out: Path,
+        protocol: Protocol = QUERY_AWARE,
+        processes: int = 0,
+    ):
+        makers = TASKS | RULER
+        self.protocol = protocol
+        self.tasks = {
+            name: replace(half(makers[name](asked), number), protocols=(protocol,)) for name, asked in questions.items()
+        }
+        self.files = {name: out / f"own_method_{('search', 'held_out')[number]}_{name}.json" for name in questions}
+        self.identities = {name: f"{task.identity} half {number}" for name, task in self.tasks.items()}
+        self.prompts: dict[tuple[str, int], PromptPass] = {}
+        self.pools = [_forked(self) for _ in range(processes)]
 
-    def compute(self, name: str, recipes: list[Recipe]) -> None:
-        """Answer what is missing of a task: the prefill once for all recipes."""
-        compute(
-            self.tasks[name], [cell for recipe in recipes for cell in self._cells(name, recipe)], self.answers[name]
-        )
+    def answers(self, name: str) -> Answers:
+        return Answers(self.files[name], self.identities[name])
+
+    def compute(self, names: Iterable[str], recipes: list[Recipe]) -> None:
+        """Answer what is missing of tasks: the prefill once for all recipes."""
+        for name in names:
+            cells = [cell for recipe in recipes for cell in self._cells(name, recipe)]
+            compute(self.tasks[name], cells, self.answers(name), self.prompts)
 
     def right(self, name: str, recipe: Recipe) -> np.ndarray | None:
-        """(ratios, questions) of a task, 0 to 1; None where the library refuses the recipe."""
-        self.compute(name, [recipe])
-        cells, answers = self._cells(name, recipe), self.answers[name]
+        """(columns, questions) of a task, 0 to 1; None where the library refuses the recipe."""
+        self.compute([name], [recipe])
+        cells, answers = self._cells(name, recipe), self.answers(name)
         if not cells or any(cell.key in answers.refused for cell in cells):
             return None
         return np.stack([answers.of(cell, self.tasks[name].questions) for cell in cells])
 
     def _cells(self, name: str, recipe: Recipe) -> list[Cell]:
-        """As in the table of methods, with the recipe's options before the table's."""
-        own = {option: value for option, value in recipe.items() if option != "method"}
-        cells = cells_of(self.tasks[name], [str(recipe["method"])])
-        return [replace(cell, options=cell.options | own) for cell in cells]
+        """As in the table of methods, with the recipe's options before the table's; none for a recipe that is
+        calibrated, on a model that is not."""
+        task = self.tasks[name]
+        own = {option: value for option, value in recipe.items() if option not in ("method", "calibrated")}
+        if self.protocol is BUDGETS:
+            own.setdefault("decode_interval", INTERVAL)
+        else:
+            own.pop("decode_interval", None)
+        cells = [replace(cell, options=cell.options | own) for cell in cells_of(task, [str(recipe["method"])])]
+        if recipe.get("calibrated"):
+            file = task.calibrations and task.calibrations / f"{recipe.get('scorer', recipe['method'])}.safetensors"
+            return [replace(cell, calibration=file) for cell in cells] if file and file.exists() else []
+        return cells
 
-    def scores(self, recipes: list[Recipe]) -> list[float]:
-        """Of each the mean over tasks and ratios, percent; -1 where a task refuses it."""
-        for name in self.tasks:
-            self.compute(name, recipes)
-        return [self._score(recipe) for recipe in recipes]
+    def all_right(self, recipes: list[Recipe]) -> list[list[np.ndarray] | None]:
+        """Of each the answers to every task; None where a task refuses it."""
+        if self.pools:
+            names = list(self.tasks)
+            parts = [names[number :: len(self.pools)] for number in range(len(self.pools))]
+            for done in [pool.submit(_compute, part, recipes) for pool, part in zip(self.pools, parts, strict=True)]:
+                done.result()
+        found = [[self.right(name, recipe) for name in self.tasks] for recipe in recipes]
+        return [None if any(one is None for one in right) else right for right in found]
 
-    def _score(self, recipe: Recipe) -> float:
-        right = [self.right(name, recipe) for name in self.tasks]
-        return -1.0 if any(one is None for one in right) else 100 * float(np.mean([one.mean() for one in right]))
+
+_asked: Asked | None = None  # in a process of a pool
+
+
+def _forked(asked: Asked) -> ProcessPoolExecutor:
+    """One process that has the tasks' models, and keeps their prefills from one part of the search to the next."""
+
+    def begin() -> None:
+        global _asked
+        _asked = asked
+
+    return ProcessPoolExecutor(1, multiprocessing.get_context("fork"), begin)
+
+
+def _compute(names: list[str], recipes: list[Recipe]) -> None:
+    _asked.compute(names, recipes)
 
 
 def published(name: str, out: Path, number: int, questions: int) -> dict[str, np.ndarray]:
     """Method -> (ratios, questions) of one half, from the answers of the method table to those questions of the half
     that `random` answered, and of the methods that answered them."""
     task = replace(TASKS[name](questions), protocols=(QUERY_AWARE,))
+    columns = len(task.protocols[0].columns)
     answers = Answers(out / f"method_table_{name}.json", task.identity)
     right = {
         method: [answers.of(cell, task.questions) for cell in cells_of(task, [method])]
@@ -130,14 +186,14 @@ def published(name: str, out: Path, number: int, questions: int) -> dict[str, np
     return {
         method: np.stack([row[asked] for row in rows])
         for method, rows in right.items()
-        if len(rows) == len(BY_RATIO) and min(map(len, rows)) > asked[-1]
+        if len(rows) == columns and min(map(len, rows)) > asked[-1]
     }
 
 
 def best_published(names: Iterable[str], out: Path) -> list[tuple[str, float]]:
     """The clusters that answered the searched half of each task, best first, with their means over tasks and ratios,
     percent. What drops vision tokens before they are cached is left out: its ratio counts these alone, and no text."""
-    tables = [published(name, out, 0, {**SEARCHED, **NEVER_SEEN}[name]) for name in names]
+    tables = [published(name, out, 0, SEARCHED[name]) for name in names if name in TASKS]
     shared = set.intersection(*map(set, tables)) - {*RULERS, OWN}
     shared = {name for name in shared if issubclass(method_info(name).cls, KVCluster)}
     means = {name: 100 * float(np.mean([table[name].mean() for table in tables])) for name in shared}
@@ -146,38 +202,50 @@ def best_published(names: Iterable[str], out: Path) -> list[tuple[str, float]]:
 
 def changes(recipe: Recipe, part: str, scorers: list[str]) -> Iterator[Recipe]:
     """The recipe with another value of one part, where its method has that part."""
+    cls = method_info(str(recipe.get("scorer", recipe["method"]))).cls
     known = all_options(method_info(str(recipe["method"])), recipe.get("scorer"))
     if part == "scorer":
         for scorer in scorers:
             if scorer != recipe["method"]:
                 yield without_unknown({**recipe, part: scorer})
-    elif part in known and (part != "safeguard" or {**known, **recipe}["head_budget"] != "uniform"):
-        yield from ({**recipe, part: value} for value in VALUES[part])
+    elif part == "calibrated" and not issubclass(cls, CalibratedKVCluster):
+        return
+    elif part in {"calibrated", *known} and (part != "safeguard" or {**known, **recipe}["head_budget"] != "uniform"):
+        yield from ({**recipe, part: value} for value in VALUES[part] if recipe.get(part) != value)
 
 
 def without_unknown(recipe: Recipe) -> Recipe:
     """Without the options that its scores do not take."""
-    takes = {"method", *all_options(method_info(str(recipe["method"])), recipe.get("scorer"))}
+    takes = {"method", "calibrated", *all_options(method_info(str(recipe["method"])), recipe.get("scorer"))}
     return {name: value for name, value in recipe.items() if name in takes}
 
 
-def search(asked: Asked, start: str, scorers: list[str], path: Path) -> Recipe:
-    """One part after the other; a part stays as it is unless a change is better."""
+def search(asked: Asked, schedules: Asked, start: str, scorers: list[str], path: Path) -> Recipe:
+    """One part after the other, the schedule last, on `schedules`; a part stays as it is unless the best of its changes
+    is better by more than its interval."""
     info = method_info(start)
     recipe: Recipe = {"method": start, "head_budget": info.cls.head_budget, "layer_budget": info.cls.layer_budget}
     recipe |= {part: info.options[part] for part in ("pooling", "kernel_size") if part in info.options}
-    best = asked.scores([recipe])[0]
-    steps = [{"part": "start", "recipe": recipe, "score": best}]
-    for part in PARTS:
+    steps: list[dict] = []
+    for part in (*PARTS, "decode_interval"):
+        where = schedules if part == "decode_interval" else asked
         tried = list(changes(recipe, part, scorers))
-        scores = asked.scores(tried)
-        steps += [{"part": part, "recipe": change, "score": score} for change, score in zip(tried, scores, strict=True)]
-        if tried and max(scores) > best:
-            best = max(scores)
-            recipe = tried[scores.index(best)]
-        print(f"{part}: {best:.1f} with {recipe}", flush=True)
-        write_text(path, json.dumps({"recipe": recipe, "score": best, "steps": steps}, indent=1) + "\n")
+        so_far, *found = where.all_right([recipe, *tried])
+        steps.append({"part": part, "recipe": recipe, "score": score(so_far)})
+        for change, right in zip(tried, found, strict=True):
+            gain = None if right is None else difference(list(zip(right, so_far, strict=True)))
+            steps.append({"part": part, "recipe": change, "score": score(right), "gain": gain})
+        better = [step for step in steps if step["part"] == part and (step.get("gain") or (0, 0, 0))[1] > 0]
+        if better:
+            recipe = max(better, key=lambda step: step["score"])["recipe"]
+        print(f"{part}: {recipe}", flush=True)
+        write_text(path, json.dumps({"recipe": recipe, "steps": steps}, indent=1) + "\n")
     return recipe
+
+
+def score(right: list[np.ndarray] | None) -> float | None:
+    """The mean over tasks and columns, percent; None where a task refuses the recipe."""
+    return None if right is None else 100 * float(np.mean([one.mean() for one in right]))
 
 
 def difference(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float, float]:
@@ -208,22 +276,26 @@ def held_out(out: Path, recipe: Recipe) -> str:
     lines = ["| task | questions | recipe | best published | difference |", "| --- | ---: | ---: | --- | ---: |"]
     parts = [f"| task | {' | '.join(without)} |", "| --- |" + " ---: |" * len(without)]
     searched: list[dict[str, np.ndarray]] = []  # of each such task the answers of the recipe, "", and of `overall`
-    for name, questions in HELD_OUT.items():
-        there = [method for method, _ in best_published([name], out)[:COMPETITORS]]
+    regimes = [(name, QUERY_AWARE) for name in HELD_OUT]
+    regimes += [(name, BUDGETS) for name in HELD_OUT if name == LONG_ANSWERS]
+    for name, protocol in regimes:
+        there = [method for method, _ in best_published([RIVALS_OF.get(name, name)], out)[:COMPETITORS]]
         rivals: dict[str, Recipe] = {method: {"method": method} for method in dict.fromkeys([*there, *overall])}
-        asked = Asked({name: questions}, 1, out)
-        asked.compute(name, [recipe, *rivals.values(), *without.values()])
+        asked = Asked({name: HELD_OUT[name]}, 1, out, protocol)
+        asked.compute([name], [recipe, *rivals.values(), *without.values()])
         right = {method: asked.right(name, rival) for method, rival in {"": recipe, **rivals}.items()}
+        title = f"`{name}`" if protocol is QUERY_AWARE else f"`{name}`, {protocol.name}"
         if right[""] is None:
-            lines.append(f"| `{name}` | {asked.tasks[name].questions} | refused | | |")
+            lines.append(f"| {title} | {asked.tasks[name].questions} | refused | | |")
             continue
-        if name in SEARCHED:
+        if name in SEARCHED and protocol is QUERY_AWARE:
             searched.append(right)
-        best = max(rivals, key=lambda method: right[method].mean())
-        lines.append(f"| `{name}` | {right[''].shape[1]} | {compared([right], best)} |")
+        known = [method for method in rivals if right[method] is not None]
+        best = max(known, key=lambda method: right[method].mean())
+        lines.append(f"| {title} | {right[''].shape[1]} | {compared([right], best)} |")
         taken = [asked.right(name, one) for one in without.values()]
         cells = ["refused" if one is None else in_points(*difference([(right[""], one)])) for one in taken]
-        parts.append(f"| `{name}` | {' | '.join(cells)} |")
+        parts.append(f"| {title} | {' | '.join(cells)} |")
     if searched:
         best = max(overall, key=lambda method: np.mean([right[method].mean() for right in searched]))
         lines.append(f"| mean of those searched | | {compared(searched, best)} |")
@@ -245,6 +317,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("step", choices=["search", "held-out"])
     parser.add_argument("--scorers", type=int, default=6, help="best published methods whose scores are tried (6)")
+    parser.add_argument("--processes", type=int, default=2, help="over which the search spreads its tasks (2)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -253,7 +326,9 @@ def main() -> None:
     path = given.out / "own_method_search.json"
     if given.step == "search":
         best = [name for name, _ in best_published(SEARCHED, given.out)][: given.scorers]
-        search(Asked(SEARCHED, 0, given.out), best[0], [*best, OWN_SCORES], path)
+        asked = Asked(SEARCHED, 0, given.out, processes=given.processes)
+        schedules = Asked({LONG_ANSWERS: SEARCHED[LONG_ANSWERS]}, 0, given.out, BUDGETS)
+        search(asked, schedules, best[0], [*best, OWN_SCORES], path)
     else:
         found = json.loads(path.read_text(encoding="utf-8"))
         text = held_out(given.out, found["recipe"])

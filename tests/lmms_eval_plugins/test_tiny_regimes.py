@@ -333,6 +333,15 @@ def test_the_bundled_files_come_from_the_generator_and_stay_small():
     assert sum(file.stat().st_size for file in [*map(file_of, REGIMES), HEADLINE, COLOR]) < 12e6
 
 
+def test_a_bundled_text_with_its_picture_and_question_has_no_more_tokens_than_4096(tokenizer):
+    for shown in read_asked(file_of("needle")):
+        facts = len(tokenizer(shown.text)["input_ids"])
+        prompt = facts + needle.PICTURE_TOKENS * len(shown.pictures) + needle.QUESTION_TOKENS
+        assert needle.fits(shown)
+        assert 1000 < prompt <= 4096
+    assert not needle.fits(needle.draw(Random(0), (4090, 4090), picture_share=0.0))
+
+
 @pytest.mark.parametrize("regime", ["multi_image", "video"])
 def test_compression_leaves_pictures_and_clips_as_they_were_drawn(regime, tmp_path):
     drawn = draw_asked(regime, 2, "validation")

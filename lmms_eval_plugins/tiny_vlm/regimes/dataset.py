@@ -23,7 +23,7 @@ from PIL import Image
 
 from lmms_eval_plugins.tasks import BUNDLED_TASKS
 from lmms_eval_plugins.tiny_vlm.dataset import write_table
-from lmms_eval_plugins.tiny_vlm.regimes import KINDS, REGIMES, Shown
+from lmms_eval_plugins.tiny_vlm.regimes import KINDS, REGIMES, Shown, needle
 from lmms_eval_plugins.tiny_vlm.signs import Question
 
 QUESTIONS = 500  # of each regime
@@ -66,7 +66,7 @@ def draw_asked(regime: str, count: int, name: str) -> list[Shown]:
         shown = REGIMES[regime](rng)
         kind = KINDS[regime][len(prompts) % len(KINDS[regime])]
         possible = [question for question in shown.questions if question.kind == kind]
-        if possible:
+        if possible and (regime != "needle" or needle.fits(shown)):
             prompts.append(replace(shown, questions=[rng.choice(possible)]))
     return prompts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from random import Random
 
@@ -13,7 +14,11 @@ KINDS = ("k2v",)  # a word to its number
 BACKWARDS = ("v2k",)  # a number to its word; asked in training, as is the number of a fact (f2v)
 PICTURE_KINDS = ("i_c2n", "i_c2w")  # of a sign of the picture, with the text behind it: its colour to number, to word
 PICTURE_TEXTS = ("i_w2n", "i_n2w")  # one of its texts to the other; asked in training
-TOKENS = (1024, 4096)  # fewest and most of the text
+TOKENS = (1024, 4096)  # fewest of the text, and most; of a bundled question the most of its whole prompt
+PICTURE_TOKENS = 351  # both views
+QUESTION_TOKENS = 30  # at most, with the post prompt and the chat template
+FACT = re.compile(r"fact (\d+): the number of ([a-z]+) is (\d+)\.\n")
+FACT_TOKENS = 11  # besides the characters of these three, which are a token each
 PICTURE_SHARE = 0.5
 
 
@@ -32,7 +37,7 @@ def draw(rng: Random, tokens: tuple[int, int] = TOKENS, picture_share: float = P
         word, number = (new_text(rng, alphabet, taken, WORDS, shortest=3) for alphabet in (LETTERS, DIGITS))
         fact = len(facts) + 1
         # "fact", the spaces before the fact's number, the word and the number, "the number of", "is", ":.\n"
-        room -= 1 + 3 + len(str(fact)) + len(word) + len(number) + 3 + 1 + 3
+        room -= FACT_TOKENS + len(str(fact)) + len(word) + len(number)
         if room < 0:
             break
         taken += (word, number)
@@ -41,3 +46,9 @@ def draw(rng: Random, tokens: tuple[int, int] = TOKENS, picture_share: float = P
         questions.append(Question("v2k", f"what word has the number {number}?", word))
         questions.append(Question("f2v", f"what number is in fact {fact}?", number))
     return Shown(questions, pictures, labels, text="".join(facts))
+
+
+def fits(shown: Shown) -> bool:
+    """Whether the whole prompt, with its picture and its question, is no longer than TOKENS says."""
+    facts = sum(FACT_TOKENS + sum(map(len, fact)) for fact in FACT.findall(shown.text))
+    return facts + PICTURE_TOKENS * len(shown.pictures) + QUESTION_TOKENS <= TOKENS[1]

@@ -174,7 +174,8 @@ def _listening(seen: dict[int, list]) -> str:
 
 
 def _smollm2():
-    from benchmarks.retrieval import draw_examples, load_smollm2
+    from benchmarks.pretrained import load_smollm2
+    from benchmarks.retrieval import draw_examples
 
     model, tokenizer = load_smollm2()
     (example,) = draw_examples(1)

