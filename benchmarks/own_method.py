@@ -18,6 +18,7 @@ import multiprocessing
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,9 +39,10 @@ from .method_tasks import QUERY_AWARE, RULER, TASKS
 # Task -> questions of both halves; those that take longest first.
 SEARCHED = {"smollm2_ruler": 40, "smollm2": 40, "tiny_read_all": 40, "tiny_needle": 40, "tiny_video": 40}
 SEARCHED |= {"tiny_multi_image": 40, "tiny": 100}
-HELD_OUT = {"smollm2_ruler": 80, "smollm2": 120, "tiny_read_all": 80, "tiny_needle": 80, "tiny_video": 80}
-HELD_OUT |= {"tiny_multi_image": 100, "tiny": 250, "gemma3_ruler": 40}
+HELD_OUT = {"smollm2_ruler": 40, "smollm2": 120, "tiny_read_all": 80, "tiny_needle": 80, "tiny_video": 80}
+HELD_OUT |= {"tiny_multi_image": 100, "tiny": 200, "gemma3_ruler": 40}
 RIVALS_OF = {"smollm2_ruler": "smollm2", "gemma3_ruler": "smollm2"}  # without a table: whose best are asked there
+SEARCHING = Protocol("search", QUERY_AWARE.options, tuple(map(Column.of, (0.2, 0.05))))
 BUDGETS = Protocol(
     "decode budgets",
     {"first_token": "compressed"},
@@ -48,7 +50,7 @@ BUDGETS = Protocol(
 )
 LONG_ANSWERS = "tiny_read_all"  # where the schedule is searched and held out, under BUDGETS
 INTERVAL = 8  # decode steps between two evictions, where a recipe names none
-COMPETITORS = 5  # the best published methods of a task, on the half that is not held out
+COMPETITORS = 3  # the best published methods of a task, on the half that is not held out
 OWN = "adamixkv"  # what the first search found, which is not published
 OWN_SCORES = "attention-and-leverage"  # of own_scores.py
 PARTS = ("scorer", "calibrated", "blending", "window_size", "pooling", "kernel_size", "head_budget", "safeguard")
@@ -67,6 +69,7 @@ VALUES = {
     "merge": ("cam", "pivot"),
     "decode_interval": (1, 4, 16, 32),
 }
+FORK = multiprocessing.get_context("fork")  # which hands models over as they are
 Recipe = dict[str, object]  # "method", "calibrated", and options of it
 
 
@@ -133,7 +136,7 @@ class Asked:
         calibrated, on a model that is not."""
         task = self.tasks[name]
         own = {option: value for option, value in recipe.items() if option not in ("method", "calibrated")}
-        if self.protocol is BUDGETS:
+        if self.protocol == BUDGETS:
             own.setdefault("decode_interval", INTERVAL)
         else:
             own.pop("decode_interval", None)
@@ -163,8 +166,9 @@ def _forked(asked: Asked) -> ProcessPoolExecutor:
     def begin() -> None:
         global _asked
         _asked = asked
+        torch.set_num_threads(1)  # the threads of a forked process's parent are not there
 
-    return ProcessPoolExecutor(1, multiprocessing.get_context("fork"), begin)
+    return ProcessPoolExecutor(1, FORK, begin)
 
 
 def _compute(names: list[str], recipes: list[Recipe]) -> None:
@@ -268,32 +272,56 @@ def ablations(recipe: Recipe) -> dict[str, Recipe]:
     return {part: without_unknown({name: value for name, value in recipe.items() if name != part}) for part in changed}
 
 
-def held_out(out: Path, recipe: Recipe) -> str:
+def regimes() -> list[tuple[str, Protocol]]:
+    """What is held out: each task, and long answers a second time, within a budget."""
+    return [(name, QUERY_AWARE) for name in HELD_OUT] + [(name, BUDGETS) for name in HELD_OUT if name == LONG_ANSWERS]
+
+
+def rivals_of(name: str, out: Path, overall: list[str]) -> list[str]:
+    """The published methods that were best on the searched half, of the task and of all (`overall`)."""
+    there = [method for method, _ in best_published([RIVALS_OF.get(name, name)], out)[:COMPETITORS]]
+    return list(dict.fromkeys([*there, *overall]))
+
+
+def answer_held_out(out: Path, recipe: Recipe, overall: list[str], regime: tuple[str, Protocol]) -> dict[str, object]:
+    """Of one regime the answers of the recipe, "", of its rivals, and of the recipe without each part, under its name
+    and a dash before it; None where the library refuses it."""
+    name, protocol = regime
+    asked = Asked({name: HELD_OUT[name]}, 1, out, protocol)
+    recipes: dict[str, Recipe] = {
+        "": recipe,
+        **{method: {"method": method} for method in rivals_of(name, out, overall)},
+    }
+    recipes |= {f"-{part}": one for part, one in ablations(recipe).items()}
+    asked.compute([name], list(recipes.values()))
+    return {title: asked.right(name, one) for title, one in recipes.items()}
+
+
+def held_out(out: Path, recipe: Recipe, processes: int = 0) -> str:
     """Markdown: the recipe beside the best published method, on each task and in the mean of those that were searched;
-    and what each part of it brings. The rivals are the best of the searched half, of the task and of all."""
-    without = ablations(recipe)
+    and what each part of it brings."""
     overall = [method for method, _ in best_published(SEARCHED, out)[:COMPETITORS]]
     lines = ["| task | questions | recipe | best published | difference |", "| --- | ---: | ---: | --- | ---: |"]
+    without = list(ablations(recipe))
     parts = [f"| task | {' | '.join(without)} |", "| --- |" + " ---: |" * len(without)]
     searched: list[dict[str, np.ndarray]] = []  # of each such task the answers of the recipe, "", and of `overall`
-    regimes = [(name, QUERY_AWARE) for name in HELD_OUT]
-    regimes += [(name, BUDGETS) for name in HELD_OUT if name == LONG_ANSWERS]
-    for name, protocol in regimes:
-        there = [method for method, _ in best_published([RIVALS_OF.get(name, name)], out)[:COMPETITORS]]
-        rivals: dict[str, Recipe] = {method: {"method": method} for method in dict.fromkeys([*there, *overall])}
-        asked = Asked({name: HELD_OUT[name]}, 1, out, protocol)
-        asked.compute([name], [recipe, *rivals.values(), *without.values()])
-        right = {method: asked.right(name, rival) for method, rival in {"": recipe, **rivals}.items()}
-        title = f"`{name}`" if protocol is QUERY_AWARE else f"`{name}`, {protocol.name}"
+    answer = partial(answer_held_out, out, recipe, overall)
+    if processes:
+        with ProcessPoolExecutor(processes, FORK, torch.set_num_threads, (1,)) as pool:
+            answered = list(pool.map(answer, regimes()))
+    else:
+        answered = list(map(answer, regimes()))
+    for (name, protocol), right in zip(regimes(), answered, strict=True):
+        title = f"`{name}`" if protocol == QUERY_AWARE else f"`{name}`, {protocol.name}"
         if right[""] is None:
-            lines.append(f"| {title} | {asked.tasks[name].questions} | refused | | |")
+            lines.append(f"| {title} | | refused | | |")
             continue
-        if name in SEARCHED and protocol is QUERY_AWARE:
+        if name in SEARCHED and protocol == QUERY_AWARE:
             searched.append(right)
-        known = [method for method in rivals if right[method] is not None]
+        known = [method for method, one in right.items() if method and method[0] != "-" and one is not None]
         best = max(known, key=lambda method: right[method].mean())
         lines.append(f"| {title} | {right[''].shape[1]} | {compared([right], best)} |")
-        taken = [asked.right(name, one) for one in without.values()]
+        taken = [right[f"-{part}"] for part in without]
         cells = ["refused" if one is None else in_points(*difference([(right[""], one)])) for one in taken]
         parts.append(f"| {title} | {' | '.join(cells)} |")
     if searched:
@@ -317,7 +345,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("step", choices=["search", "held-out"])
     parser.add_argument("--scorers", type=int, default=6, help="best published methods whose scores are tried (6)")
-    parser.add_argument("--processes", type=int, default=2, help="over which the search spreads its tasks (2)")
+    parser.add_argument("--processes", type=int, default=2, help="over which tasks are spread (2)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -326,12 +354,12 @@ def main() -> None:
     path = given.out / "own_method_search.json"
     if given.step == "search":
         best = [name for name, _ in best_published(SEARCHED, given.out)][: given.scorers]
-        asked = Asked(SEARCHED, 0, given.out, processes=given.processes)
+        asked = Asked(SEARCHED, 0, given.out, SEARCHING, given.processes)
         schedules = Asked({LONG_ANSWERS: SEARCHED[LONG_ANSWERS]}, 0, given.out, BUDGETS)
         search(asked, schedules, best[0], [*best, OWN_SCORES], path)
     else:
         found = json.loads(path.read_text(encoding="utf-8"))
-        text = held_out(given.out, found["recipe"])
+        text = held_out(given.out, found["recipe"], given.processes)
         write_text(given.out / "own_method.md", text)
         print(text)
 
