@@ -198,8 +198,8 @@ def test_parts_that_a_method_lacks_are_not_changed():
         return [change[part] for change in changes(recipe, part, [])]
 
     assert values({"method": "knorm"}, "kernel_size") == []
-    assert values({"method": "snapkv"}, "kernel_size") == [3, 5, 7, 9, 13]
-    assert values({"method": "snapkv", "kernel_size": 5}, "kernel_size") == [3, 7, 9, 13]
+    assert values({"method": "snapkv"}, "kernel_size") == [5, 7, 9, 13]
+    assert values({"method": "snapkv", "kernel_size": 5}, "kernel_size") == [7, 9, 13]
     assert values({"method": "snapkv"}, "safeguard") == []
     assert len(values({"method": "snapkv", "head_budget": "adaptive"}, "safeguard")) == 3
     assert values({"method": "snapkv"}, "calibrated") == []
