@@ -39,7 +39,7 @@ from .method_tasks import QUERY_AWARE, RULER, TASKS
 # Task -> questions of both halves; those that take longest first.
 SEARCHED = {"smollm2_ruler": 20, "smollm2": 40, "tiny_read_all": 40, "tiny_needle": 40, "tiny_video": 40}
 SEARCHED |= {"tiny_multi_image": 40, "tiny": 100}
-HELD_OUT = {"smollm2_ruler": 20, "smollm2": 120, "tiny_read_all": 80, "tiny_needle": 80, "tiny_video": 80}
+HELD_OUT = {"smollm2_ruler": 20, "smollm2": 120, "tiny_read_all": 80, "tiny_needle": 40, "tiny_video": 80}
 HELD_OUT |= {"tiny_multi_image": 100, "tiny": 200, "gemma3_ruler": 40}
 RIVALS_OF = {"smollm2_ruler": "smollm2", "gemma3_ruler": "smollm2"}  # without a table: whose best are asked there
 SEARCHING = Protocol("search", QUERY_AWARE.options, tuple(map(Column.of, (0.2, 0.05))))
@@ -48,16 +48,19 @@ BUDGETS = Protocol(
     {"first_token": "compressed"},
     tuple(Column(f"{budget}", None, {"budget": budget, "decode_budget": budget}) for budget in (96, 48)),
 )
+NEVER_SEEN = "gemma3_ruler"
+WHOLE_FIRST = Protocol("first token from the whole cache", {"scope": "prompt"})  # all that sliding windows allow
 LONG_ANSWERS = "tiny_read_all"  # where the schedule is searched and held out, under BUDGETS
 INTERVAL = 8  # decode steps between two evictions, where a recipe names none
 COMPETITORS = 3  # the best published methods of a task, on the half that is not held out
 OWN = "adamixkv"  # what the first search found, which is not published
 OWN_SCORES = "attention-and-leverage"  # of own_scores.py
 PARTS = ("scorer", "calibrated", "blending", "window_size", "pooling", "kernel_size", "head_budget", "safeguard")
-PARTS += ("layer_budget", "merge")
+PARTS += ("layer_budget", "merge", "balance")
 VALUES = {
     "calibrated": (True,),
     "blending": (0.1, 0.3, 1.0, 3.0),
+    "balance": (0.03, 0.15, 0.3, 0.6),
     "window_size": (2, 4, 8, 16),
     "pooling": ("avg", "max"),
     "kernel_size": (5, 7, 9, 13),
@@ -274,7 +277,8 @@ def ablations(recipe: Recipe) -> dict[str, Recipe]:
 
 def regimes() -> list[tuple[str, Protocol]]:
     """What is held out: each task, and long answers a second time, within a budget."""
-    return [(name, QUERY_AWARE) for name in HELD_OUT] + [(name, BUDGETS) for name in HELD_OUT if name == LONG_ANSWERS]
+    asked = [(name, WHOLE_FIRST if name == NEVER_SEEN else QUERY_AWARE) for name in HELD_OUT]
+    return asked + [(name, BUDGETS) for name in HELD_OUT if name == LONG_ANSWERS]
 
 
 def rivals_of(name: str, out: Path, overall: list[str]) -> list[str]:
@@ -284,14 +288,14 @@ def rivals_of(name: str, out: Path, overall: list[str]) -> list[str]:
 
 
 def answer_held_out(out: Path, recipe: Recipe, overall: list[str], regime: tuple[str, Protocol]) -> dict[str, object]:
-    """Of one regime the answers of the recipe, "", of its rivals, and of the recipe without each part, under its name
-    and a dash before it; None where the library refuses it."""
+    """Of one regime the answers of the recipe, "", of its rivals, of the first search's method, and of the recipe
+    without each part, under its name and a dash before it; None where the library refuses it."""
     name, protocol = regime
     asked = Asked({name: HELD_OUT[name]}, 1, out, protocol)
-    recipes: dict[str, Recipe] = {
-        "": recipe,
-        **{method: {"method": method} for method in rivals_of(name, out, overall)},
-    }
+    # What evicts less often holds more in between: all have the recipe's schedule.
+    schedule = {option: recipe[option] for option in ("decode_interval",) if option in recipe}
+    recipes: dict[str, Recipe] = {"": recipe}
+    recipes |= {method: {"method": method, **schedule} for method in [*rivals_of(name, out, overall), OWN]}
     recipes |= {f"-{part}": one for part, one in ablations(recipe).items()}
     asked.compute([name], list(recipes.values()))
     return {title: asked.right(name, one) for title, one in recipes.items()}
@@ -301,7 +305,8 @@ def held_out(out: Path, recipe: Recipe, processes: int = 0) -> str:
     """Markdown: the recipe beside the best published method, on each task and in the mean of those that were searched;
     and what each part of it brings."""
     overall = [method for method, _ in best_published(SEARCHED, out)[:COMPETITORS]]
-    lines = ["| task | questions | recipe | best published | difference |", "| --- | ---: | ---: | --- | ---: |"]
+    lines = [f"| task | questions | recipe | best published | difference | {OWN} |"]
+    lines += ["| --- | ---: | ---: | --- | ---: | ---: |"]
     without = list(ablations(recipe))
     parts = [f"| task | {' | '.join(without)} |", "| --- |" + " ---: |" * len(without)]
     searched: list[dict[str, np.ndarray]] = []  # of each such task the answers of the recipe, "", and of `overall`
@@ -314,27 +319,32 @@ def held_out(out: Path, recipe: Recipe, processes: int = 0) -> str:
     for (name, protocol), right in zip(regimes(), answered, strict=True):
         title = f"`{name}`" if protocol == QUERY_AWARE else f"`{name}`, {protocol.name}"
         if right[""] is None:
-            lines.append(f"| {title} | | refused | | |")
+            lines.append(f"| {title} | | refused | | | |")
             continue
         if name in SEARCHED and protocol == QUERY_AWARE:
             searched.append(right)
-        known = [method for method, one in right.items() if method and method[0] != "-" and one is not None]
-        best = max(known, key=lambda method: right[method].mean())
-        lines.append(f"| {title} | {right[''].shape[1]} | {compared([right], best)} |")
+        rivals = [it for it, one in right.items() if it not in ("", OWN) and it[0] != "-" and one is not None]
+        best = max(rivals, key=lambda method: right[method].mean())
+        lines.append(f"| {title} | {right[''].shape[1]} | {compared([right], best)} | {percent([right], OWN)} |")
         taken = [right[f"-{part}"] for part in without]
         cells = ["refused" if one is None else in_points(*difference([(right[""], one)])) for one in taken]
         parts.append(f"| {title} | {' | '.join(cells)} |")
     if searched:
         best = max(overall, key=lambda method: np.mean([right[method].mean() for right in searched]))
-        lines.append(f"| mean of those searched | | {compared(searched, best)} |")
+        lines.append(f"| mean of those searched | | {compared(searched, best)} | {percent(searched, OWN)} |")
     return "\n".join([*lines, "", "What each part brings:", "", *parts]) + "\n"
 
 
 def compared(tasks: list[dict[str, np.ndarray]], best: str) -> str:
     """The recipe, the best published method, and the difference, as cells of a row."""
-    ours, theirs = (100 * np.mean([right[method].mean() for right in tasks]) for method in ("", best))
     points = in_points(*difference([(right[""], right[best]) for right in tasks]))
-    return f"{ours:.1f} | {best} {theirs:.1f} | {points}"
+    return f"{percent(tasks, '')} | {best} {percent(tasks, best)} | {points}"
+
+
+def percent(tasks: list[dict[str, np.ndarray]], name: str) -> str:
+    """The mean over tasks; nothing where one of them refuses it."""
+    found = [right[name] for right in tasks]
+    return "" if any(one is None for one in found) else f"{100 * np.mean([one.mean() for one in found]):.1f}"
 
 
 def in_points(mean: float, low: float, high: float) -> str:
