@@ -178,6 +178,7 @@ def compute(
 ) -> None:
     """Answer what is missing, batch by batch: the batch's prefill once, then each cell from there. `prompts`: prefills
     by task and first question, where they are to be kept for another call."""
+    cells = list({cell.key: cell for cell in cells}.values())  # the same cell twice would be answered twice
     for start in range(0, task.questions, task.batch_size):
         batch = slice(start, min(start + task.batch_size, task.questions))
         missing = [

@@ -39,6 +39,13 @@ def task():
     )
 
 
+def test_a_cell_that_is_named_twice_is_answered_once(task, tmp_path):
+    one_batch = replace(task, questions=task.batch_size)
+    answers = Answers(tmp_path / "answers.json", "even")
+    compute(one_batch, 2 * cells_of(one_batch, ["knorm"]), answers)
+    assert {len(right) for right in answers.right.values()} == {task.batch_size}
+
+
 def test_a_second_run_computes_only_what_is_missing(task, tmp_path, monkeypatch):
     file = tmp_path / "answers.json"
     compute(task, cells_of(task, ["full", "knorm"]), Answers(file, "even"))
