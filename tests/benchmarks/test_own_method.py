@@ -9,7 +9,7 @@ import torch
 from benchmarks import own_method
 from benchmarks.method_cells import BY_RATIO, Answers, cells_of, compute
 from benchmarks.method_tasks import QUERY_AWARE
-from benchmarks.own_method import Asked, ablations, changes, difference, half, held_out, published, search
+from benchmarks.own_method import Asked, ablations, changes, difference, half, held_out, later, published, search
 from kvcompress.layer_budgets import list_layer_budgets
 from tests.benchmarks.test_method_table import task  # noqa: F401 (a fixture)
 
@@ -42,6 +42,29 @@ def test_halves_are_disjoint_and_of_one_size(questions, size, asked):
             places += (found := part.inputs(batch)["places"].tolist())
             assert found == part.right(batch, None)
     assert sorted(places) == list(range(asked))
+
+
+def test_what_comes_later_is_in_no_half():
+    part = later(numbered(10, 2), 6)
+    places = [part.inputs(slice(start, start + 2))["places"].tolist() for start in range(0, part.questions, 2)]
+    assert places == [[6, 7], [8, 9]]
+    assert part.right(slice(2, 4), None) == [8, 9]
+
+
+def test_the_recipe_is_confirmed_on_questions_that_no_half_had(task, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(own_method.TASKS, "even", lambda questions: replace(task, questions=questions))
+    monkeypatch.setattr(own_method, "HELD_OUT", {"even": 2})
+    monkeypatch.setattr(own_method, "CONFIRMED", {"even": 4})
+    monkeypatch.setattr(own_method, "CONFIRMED_AGAINST", "tova")
+    whole = Answers(tmp_path / "whole.json", task.identity)
+    compute(task, cells_of(replace(task, protocols=(QUERY_AWARE,)), ["knorm", "tova"]), whole)
+    known = {
+        method: np.stack([whole.of(cell, 4) for cell in cells_of(replace(task, protocols=(QUERY_AWARE,)), [method])])
+        for method in ("knorm", "tova")
+    }
+    last = own_method.confirm(tmp_path, {"method": "knorm"}).splitlines()[-1]
+    means = [f"{100 * known[method][:, 2:].mean():.1f}" for method in ("knorm", "tova")]
+    assert last.startswith(f"| `even` | 2 | {means[0]} | tova {means[1]} | ")
 
 
 def test_less_than_two_batches_have_no_halves():
