@@ -9,7 +9,7 @@ import kvcompress
 from benchmarks.method_table import RESULTS
 from tests.support.families import FAMILIES
 
-RECIPE = json.loads((RESULTS / "own_method_search.json").read_text(encoding="utf-8"))["recipe"]
+RECIPE = json.loads((RESULTS / "own_method_first_search.json").read_text(encoding="utf-8"))["recipe"]
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.2])
