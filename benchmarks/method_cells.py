@@ -61,7 +61,7 @@ class Task:
     """Questions in batches: the model's inputs for some of them, and how right the answers to them are, from 0 to 1.
 
     `identity`: hash of the questions and of the model; answers of another one are not used.
-    `window_size`: what takes the place of the published window in every method that observes the prompt's last queries;
+    `window_size`: what takes the place of a longer window in every method that observes the prompt's last queries;
     None: nothing does.
     `calibrations`: a folder with a file of each method that needs one; where there is none, such methods are left out.
     """
@@ -126,7 +126,8 @@ def cells_of(task: Task, methods: list[str]) -> list[Cell]:
                 options["answer_tokens"] = task.new_tokens
             if issubclass(info.cls, KVCluster):
                 window = info.options.get("window_size")
-                if task.window_size and window and make_cluster(method).query_window == window:
+                observes = window and make_cluster(method).query_window == window
+                if task.window_size and observes and window > task.window_size:
                     options["window_size"] = task.window_size
             elif not task.has_images:
                 continue

@@ -122,7 +122,7 @@ def markdown(rows: Rows, columns: tuple[Column, ...], questions: int) -> str:
 
 def report(task: Task, tables: list[tuple[Protocol, Rows]], missing: dict[str, str]) -> str:
     """The Markdown file; `missing`: why a method is not in every column."""
-    window = f", but with a window of {task.window_size} queries" if task.window_size else ""
+    window = f", but with a window of at most {task.window_size} queries" if task.window_size else ""
     settings = (
         f"{task.measure} (%) on {task.questions} questions with 95 % bootstrap intervals, by {task.kept}, sorted by "
         "the mean. ▼: random answers significantly more of the same questions (sign test, p < 0.05). Methods with "

@@ -176,10 +176,16 @@ def test_a_recipe_has_the_tables_window_unless_it_names_another(task, tmp_path, 
     asked = Asked({"even": 4}, 1, tmp_path)
 
     def windows(recipe):
-        return {cell.options["window_size"] for cell in asked._cells("even", recipe)}
+        return {cell.options.get("window_size") for cell in asked._cells("even", recipe)}
 
     assert windows({"method": "snapkv"}) == {3}
+    assert windows({"method": "adamixkv"}) == {3}, "its own is 4"
     assert windows({"method": "snapkv", "window_size": 2}) == {2}
+
+
+def test_a_window_shorter_than_the_tables_stays(task):  # noqa: F811
+    assert {"window_size": 8} in [cell.options for cell in cells_of(replace(task, window_size=8), ["snapkv"])]
+    assert all(cell.options == {} for cell in cells_of(replace(task, window_size=8), ["adamixkv"]))
 
 
 def test_held_out_compares_with_the_best_of_the_other_half(task, tmp_path, monkeypatch):  # noqa: F811
