@@ -127,7 +127,7 @@ def cells_of(task: Task, methods: list[str]) -> list[Cell]:
             if issubclass(info.cls, KVCluster):
                 window = info.options.get("window_size")
                 observes = window and make_cluster(method).query_window == window
-                if task.window_size and observes and window > task.window_size:
+                if task.window_size and observes and window >= task.window_size:
                     options["window_size"] = task.window_size
             elif not task.has_images:
                 continue

@@ -59,7 +59,8 @@ WHOLE_FIRST = Protocol("first token from the whole cache", {"scope": "prompt"}) 
 LONG_ANSWERS = "tiny_read_all"  # where the schedule is searched and held out, under BUDGETS
 INTERVAL = 8  # decode steps between two evictions, where a recipe names none
 COMPETITORS = 3  # the best published methods of a task, on the half that is not held out
-OWN = "adamixkv"  # what the first search found, which is not published
+FIRST = "adamixkv"  # what the first search found
+OWN = {FIRST, "r-cake"}  # not published
 OWN_SCORES = "attention-and-leverage"  # of own_scores.py
 PARTS = ("scorer", "calibrated", "blending", "window_size", "pooling", "kernel_size", "head_budget", "safeguard")
 PARTS += ("layer_budget", "merge", "balance")
@@ -218,7 +219,7 @@ def best_published(names: Iterable[str], out: Path) -> list[tuple[str, float]]:
     """The clusters that answered the searched half of each task, best first, with their means over tasks and ratios,
     percent. What drops vision tokens before they are cached is left out: its ratio counts these alone, and no text."""
     tables = [published(name, out, 0, SEARCHED[name]) for name in names if name in TASKS]
-    shared = set.intersection(*map(set, tables)) - {*RULERS, OWN}
+    shared = set.intersection(*map(set, tables)) - {*RULERS, *OWN}
     shared = {name for name in shared if issubclass(method_info(name).cls, KVCluster)}
     means = {name: 100 * float(np.mean([table[name].mean() for table in tables])) for name in shared}
     return sorted(means.items(), key=lambda item: -item[1])
@@ -312,7 +313,7 @@ def answer_held_out(out: Path, recipe: Recipe, overall: list[str], regime: tuple
     # What evicts less often holds more in between: all have the recipe's schedule.
     schedule = {option: recipe[option] for option in ("decode_interval",) if option in recipe}
     recipes: dict[str, Recipe] = {"": recipe}
-    recipes |= {method: {"method": method, **schedule} for method in [*rivals_of(name, out, overall), OWN]}
+    recipes |= {method: {"method": method, **schedule} for method in [*rivals_of(name, out, overall), FIRST]}
     recipes |= {f"-{part}": one for part, one in ablations(recipe).items()}
     asked.compute([name], list(recipes.values()))
     return {title: asked.right(name, one) for title, one in recipes.items()}
@@ -322,7 +323,7 @@ def held_out(out: Path, recipe: Recipe, processes: int = 0) -> str:
     """Markdown: the recipe beside the best published method, on each task and in the mean of those that were searched;
     and what each part of it brings."""
     overall = [method for method, _ in best_published(SEARCHED, out)[:COMPETITORS]]
-    lines = [f"| task | questions | recipe | best published | difference | {OWN} |"]
+    lines = [f"| task | questions | recipe | best published | difference | {FIRST} |"]
     lines += ["| --- | ---: | ---: | --- | ---: | ---: |"]
     without = list(ablations(recipe))
     parts = [f"| task | {' | '.join(without)} |", "| --- |" + " ---: |" * len(without)]
@@ -340,27 +341,30 @@ def held_out(out: Path, recipe: Recipe, processes: int = 0) -> str:
             continue
         if name in SEARCHED and protocol == QUERY_AWARE:
             searched.append(right)
-        rivals = [it for it, one in right.items() if it not in ("", OWN) and it[0] != "-" and one is not None]
+        rivals = [it for it, one in right.items() if it not in ("", FIRST) and it[0] != "-" and one is not None]
         best = max(rivals, key=lambda method: right[method].mean())
-        lines.append(f"| {title} | {right[''].shape[1]} | {compared([right], best)} | {percent([right], OWN)} |")
+        lines.append(f"| {title} | {right[''].shape[1]} | {compared([right], best)} | {percent([right], FIRST)} |")
         taken = [right[f"-{part}"] for part in without]
         cells = ["refused" if one is None else in_points(*difference([(right[""], one)])) for one in taken]
         parts.append(f"| {title} | {' | '.join(cells)} |")
     if searched:
         best = max(overall, key=lambda method: np.mean([right[method].mean() for right in searched]))
-        lines.append(f"| mean of those searched | | {compared(searched, best)} | {percent(searched, OWN)} |")
+        lines.append(f"| mean of those searched | | {compared(searched, best)} | {percent(searched, FIRST)} |")
     return "\n".join([*lines, "", "What each part brings:", "", *parts]) + "\n"
 
 
 def confirm(out: Path, recipe: Recipe) -> str:
-    """Markdown: the recipe beside the best published method, on questions of `CONFIRMED` that no half had."""
+    """Markdown: the recipe, and the first search's, beside the best published method, on questions of `CONFIRMED` that
+    no half had."""
     asked = Asked({name: questions for name, (questions, _) in CONFIRMED.items()}, 2, out)
-    lines = ["| task | new questions | recipe | best published | difference |", "| --- | ---: | ---: | --- | ---: |"]
+    lines = [f"| task | new questions | recipe | best published | difference | {FIRST} | difference |"]
+    lines += ["| --- | ---: | ---: | --- | ---: | ---: | ---: |"]
     for name, (_, rival) in CONFIRMED.items():
-        recipes = {"": recipe, rival: {"method": rival}}
+        recipes = {"": recipe} | {method: {"method": method} for method in (rival, FIRST)}
         asked.compute([name], list(recipes.values()))
         right = {title: asked.right(name, one) for title, one in recipes.items()}
-        lines.append(f"| `{name}` | {right[''].shape[1]} | {compared([right], rival)} |")
+        first = f"{percent([right], FIRST)} | {in_points(*difference([(right[FIRST], right[rival])]))}"
+        lines.append(f"| `{name}` | {right[''].shape[1]} | {compared([right], rival)} | {first} |")
     return "\n".join(lines) + "\n"
 
 

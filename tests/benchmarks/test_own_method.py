@@ -56,14 +56,16 @@ def test_the_recipe_is_confirmed_on_questions_that_no_half_had(task, tmp_path, m
     monkeypatch.setattr(own_method, "HELD_OUT", {"even": 2})
     monkeypatch.setattr(own_method, "CONFIRMED", {"even": (4, "tova")})
     whole = Answers(tmp_path / "whole.json", task.identity)
-    compute(task, cells_of(replace(task, protocols=(QUERY_AWARE,)), ["knorm", "tova"]), whole)
+    methods = ("knorm", "tova", own_method.FIRST)
+    compute(task, cells_of(replace(task, protocols=(QUERY_AWARE,)), list(methods)), whole)
     known = {
         method: np.stack([whole.of(cell, 4) for cell in cells_of(replace(task, protocols=(QUERY_AWARE,)), [method])])
-        for method in ("knorm", "tova")
+        for method in methods
     }
     last = own_method.confirm(tmp_path, {"method": "knorm"}).splitlines()[-1]
-    means = [f"{100 * known[method][:, 2:].mean():.1f}" for method in ("knorm", "tova")]
+    means = [f"{100 * known[method][:, 2:].mean():.1f}" for method in methods]
     assert last.startswith(f"| `even` | 2 | {means[0]} | tova {means[1]} | ")
+    assert last.split(" | ")[5] == means[2]
 
 
 def test_less_than_two_batches_have_no_halves():
@@ -194,8 +196,8 @@ def test_held_out_compares_with_the_best_of_the_other_half(task, tmp_path, monke
     monkeypatch.setattr(own_method, "SEARCHED", {"even": 4})
     monkeypatch.setattr(own_method, "COMPETITORS", 1)
     answers = Answers(tmp_path / "method_table_even.json", task.identity)
-    for cell in cells_of(task, ["random", "knorm", "tova", "adamixkv"]):  # the last is our own: no rival
-        of_first = [cell.method in ("tova", "adamixkv"), cell.method == "adamixkv"]
+    for cell in cells_of(task, ["random", "knorm", "tova", *own_method.OWN]):  # these are no rivals
+        of_first = [cell.method == "tova" or cell.method in own_method.OWN, cell.method in own_method.OWN]
         answers.add(cell, of_first + [cell.method == "knorm"] * 2)
     page = held_out(tmp_path, {"method": "snapkv", "kernel_size": 3})
     own, rival = (Asked({"even": 4}, 1, tmp_path).right("even", {"method": one}) for one in ("snapkv", "tova"))
