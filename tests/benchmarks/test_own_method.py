@@ -54,7 +54,7 @@ def test_what_comes_later_is_in_no_half():
 def test_the_recipe_is_confirmed_on_questions_that_no_half_had(task, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setitem(own_method.TASKS, "even", lambda questions: replace(task, questions=questions))
     monkeypatch.setattr(own_method, "HELD_OUT", {"even": 2})
-    monkeypatch.setattr(own_method, "CONFIRMED", {"even": (4, "tova")})
+    monkeypatch.setattr(own_method, "CONFIRMED", {"even": (4, ["tova"])})
     whole = Answers(tmp_path / "whole.json", task.identity)
     methods = ("knorm", "tova", own_method.FIRST)
     compute(task, cells_of(replace(task, protocols=(QUERY_AWARE,)), list(methods)), whole)
