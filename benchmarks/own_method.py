@@ -45,9 +45,10 @@ HELD_OUT = {"smollm2_ruler": 20, "smollm2": 120, "tiny_read_all": 80, "tiny_need
 HELD_OUT |= {"tiny_multi_image": 100, "tiny": 200, "gemma3_ruler": 40}
 # Where the recipe is ahead on the held-out half, but not by more than its interval: task -> all questions, of which
 # those are asked that no half had, and the best published methods of the held-out half that are near each other.
-CONFIRMED = {"smollm2_ruler": (60, ["r-kv"]), "smollm2": (220, ["r-kv"])}
+CONFIRMED = {"smollm2_ruler": (60, ["r-kv", "leverage"]), "smollm2": (220, ["r-kv"])}
 CONFIRMED |= {"tiny_video": (280, ["r-kv", "adakv", "lava"]), "tiny_multi_image": (300, ["adakv", "lava"])}
-RIVALS_OF = {"smollm2_ruler": "smollm2", "gemma3_ruler": "smollm2"}  # without a table: whose best are asked there
+# Tasks without a table: whose best are asked there, and what was best there when it was asked.
+RIVALS_OF = {"smollm2_ruler": ("smollm2", ["leverage"]), "gemma3_ruler": ("smollm2", ["leverage"])}
 SEARCHING = Protocol("search", QUERY_AWARE.options, tuple(map(Column.of, (0.2, 0.05))))
 BUDGETS = Protocol(
     "decode budgets",
@@ -59,8 +60,7 @@ WHOLE_FIRST = Protocol("first token from the whole cache", {"scope": "prompt"}) 
 LONG_ANSWERS = "tiny_read_all"  # where the schedule is searched and held out, under BUDGETS
 INTERVAL = 8  # decode steps between two evictions, where a recipe names none
 COMPETITORS = 3  # the best published methods of a task, on the half that is not held out
-FIRST = "adamixkv"  # what the first search found
-OWN = {FIRST, "r-cake"}  # not published
+FIRST = "adamixkv"  # what the first search found, which is not published
 OWN_SCORES = "attention-and-leverage"  # of own_scores.py
 PARTS = ("scorer", "calibrated", "blending", "window_size", "pooling", "kernel_size", "head_budget", "safeguard")
 PARTS += ("layer_budget", "merge", "balance")
@@ -219,7 +219,7 @@ def best_published(names: Iterable[str], out: Path) -> list[tuple[str, float]]:
     """The clusters that answered the searched half of each task, best first, with their means over tasks and ratios,
     percent. What drops vision tokens before they are cached is left out: its ratio counts these alone, and no text."""
     tables = [published(name, out, 0, SEARCHED[name]) for name in names if name in TASKS]
-    shared = set.intersection(*map(set, tables)) - {*RULERS, *OWN}
+    shared = set.intersection(*map(set, tables)) - {*RULERS, FIRST}
     shared = {name for name in shared if issubclass(method_info(name).cls, KVCluster)}
     means = {name: 100 * float(np.mean([table[name].mean() for table in tables])) for name in shared}
     return sorted(means.items(), key=lambda item: -item[1])
@@ -301,8 +301,9 @@ def regimes() -> list[tuple[str, Protocol]]:
 
 def rivals_of(name: str, out: Path, overall: list[str]) -> list[str]:
     """The published methods that were best on the searched half, of the task and of all (`overall`)."""
-    there = [method for method, _ in best_published([RIVALS_OF.get(name, name)], out)[:COMPETITORS]]
-    return list(dict.fromkeys([*there, *overall]))
+    table, more = RIVALS_OF.get(name, (name, []))
+    there = [method for method, _ in best_published([table], out)[:COMPETITORS]]
+    return list(dict.fromkeys([*there, *overall, *more]))
 
 
 def answer_held_out(out: Path, recipe: Recipe, overall: list[str], regime: tuple[str, Protocol]) -> dict[str, object]:

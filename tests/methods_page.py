@@ -24,7 +24,7 @@ CHECKED_BY = {
     **dict.fromkeys(("q-filters", "sparsemm", "triattention"), AUTHORS),
     **dict.fromkeys(("duoattention", "entropy-gated-chunkkv", "fastkvzip", "kvzap"), KVPRESS),
     **dict.fromkeys(("capkv", "cur", "expected-attention", "finch", "keydiff", "kvcompose"), KVPRESS),
-    **dict.fromkeys(("adamixkv", "r-cake"), PARTS),
+    "adamixkv": PARTS,
     **dict.fromkeys(("aircache", "full", "hindsight", "random", "sagekv", "simlayerkv", "vl-cache", "vnorm"), FORMULA),
 }
 
@@ -53,7 +53,7 @@ The tables name what checks the method's own selection besides:
   what runs by default is nobody's: `simlayerkv`'s published rule is `variant="code"`, which its authors' code checks;
   `full` has the logits of the plain model bit for bit, `random` its distribution, and `hindsight` is held against
   the model's own attention weights;
-- *its parts*: it keeps what another method does with the options of a recipe, whose parts are checked as above.
+- *its parts*: it keeps what `adakv` does with the scores and options of a recipe, whose parts are checked as above.
 
 Related pages: where a method differs from its paper ([differences.md](differences.md)), what vision-language methods
 do on any prompt ([vision-methods.md](vision-methods.md)), all methods compared on two small models

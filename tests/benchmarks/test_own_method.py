@@ -196,8 +196,8 @@ def test_held_out_compares_with_the_best_of_the_other_half(task, tmp_path, monke
     monkeypatch.setattr(own_method, "SEARCHED", {"even": 4})
     monkeypatch.setattr(own_method, "COMPETITORS", 1)
     answers = Answers(tmp_path / "method_table_even.json", task.identity)
-    for cell in cells_of(task, ["random", "knorm", "tova", *own_method.OWN]):  # these are no rivals
-        of_first = [cell.method == "tova" or cell.method in own_method.OWN, cell.method in own_method.OWN]
+    for cell in cells_of(task, ["random", "knorm", "tova", own_method.FIRST]):  # the last is our own: no rival
+        of_first = [cell.method in ("tova", own_method.FIRST), cell.method == own_method.FIRST]
         answers.add(cell, of_first + [cell.method == "knorm"] * 2)
     page = held_out(tmp_path, {"method": "snapkv", "kernel_size": 3})
     own, rival = (Asked({"even": 4}, 1, tmp_path).right("even", {"method": one}) for one in ("snapkv", "tova"))

@@ -74,7 +74,6 @@ OPTIONS: dict[str, dict[str, list]] = {
         "similar": [0.2, 0.5],
         "variant": ["code", "paper"],
     },
-    "r-cake": {"window_size": [1, 8], "kernel_size": [1, 7], "balance": [0.0, 0.1, 1.0]},
     "d2o": {"recent": [0.0, 0.5], "sinks": [0, 4], "variant": ["code", "paper"]},
     "tova": {"variant": ["code", "kvpress"]},
     "vnorm": {"variant": ["code", "kvpress"]},
