@@ -133,7 +133,8 @@ def task_files(manager, task):
 
 @pytest.mark.parametrize("name", ["snapkv", "reasoning"])
 def test_grids_of_text_dry_run_with_and_without_lm_eval(name, monkeypatch, capsys):
-    monkeypatch.setattr(names, "lm_eval_folder", lambda: None)
+    for module in (names, run):
+        monkeypatch.setattr(module, "lm_eval_folder", lambda: None)
     assert main([name, "--dry-run", "device=cpu"]) == 0
     assert "needs lm-evaluation-harness: " in capsys.readouterr().out
     for module in (names, run):
