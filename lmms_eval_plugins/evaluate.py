@@ -17,7 +17,7 @@ from .cells.errors import EvaluationFailed, exit_code
 from .cells.failures import TaskFailures, run_tasks
 from .cells.inspection import show_config
 from .cells.listing import show_list
-from .cells.machine import check_environment, join_processes, number_of_processes, rank, say, set_offline
+from .cells.machine import check_environment, join_processes, number_of_processes, rank, say, set_offline, uncollected
 from .cells.names import check_names
 from .cells.plan import Plan, check_folders
 from .cells.run import evaluate_cells, load_model, quiet, score_again
@@ -32,7 +32,9 @@ def evaluate(argv: list[str]) -> int:
     request = parse(argv)
     check_names(request)
     set_offline(request)
-    return run(Plan.of(request), argv)
+    with uncollected():
+        plan = Plan.of(request)
+    return run(plan, argv)
 
 
 def run(plan: Plan, argv: list[str]) -> int:
@@ -44,7 +46,8 @@ def run(plan: Plan, argv: list[str]) -> int:
         return run_tasks(processes, argv)
 
     join_processes()
-    quiet(flags.verbosity)
+    with uncollected():
+        quiet(flags.verbosity)
     log = CellLog(plan)
     jobs, failures, managers = [], TaskFailures(plan.request.tasks), plan.managers()
     for task in plan.request.tasks:

@@ -63,8 +63,9 @@ def compress(
     policy = make_policy(method, ratio, budget, **options)
     check_room(policy, max_new_tokens)
     inner = unwrapped(model)
-    check_heads(inner, attention_config(inner), policy)
-    check_learned_for(policy.cluster, attention_config(inner))
+    config = attention_config(inner)
+    check_heads(inner, config, policy)
+    check_learned_for(policy.cluster, config)
     check_answers(writing_part(inner), policy)
     if policy.watches_rotary:
         rotary_embeddings(text_decoder(inner))

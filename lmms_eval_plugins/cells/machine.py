@@ -1,9 +1,12 @@
 """What this machine has: a GPU, the network, the model's files, several processes."""
 
+import gc
 import os
 import re
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +38,16 @@ def check_environment() -> None:
     for name, (pattern, meaning) in VARIABLES.items():
         if (value := os.environ.get(name)) and not re.fullmatch(pattern, value, re.ASCII):
             raise UsageError(f"{name}={shown(value)} is not {meaning}")
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, Python's garbage collector rests: imports make objects by the million, which all stay."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def number_of_processes() -> int:

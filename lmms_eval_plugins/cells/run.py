@@ -356,6 +356,9 @@ def load_model(arguments: "ModelArguments", needs_template: bool = True) -> "KVC
     if arguments.pretrained == ModelArguments(pretrained=TINY_MODEL).pretrained and "OMP_NUM_THREADS" not in os.environ:
         # Its layers are too small to share: two threads mostly wait for each other, on a busy machine for seconds.
         torch.set_num_threads(1)
+        # Once glibc has unmapped a block, freed memory up to twice its size stays with the process. Else each pass
+        # gives its own back and takes it again page by page, a twentieth of the time.
+        torch.empty(31 << 20, dtype=torch.uint8)
     try:
         return KVCompressLM(needs_template=needs_template, **arguments.model_dump(exclude_unset=True))
     except (OSError, ImportError) as error:

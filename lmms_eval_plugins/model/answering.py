@@ -102,19 +102,13 @@ class Answering:
         """
         kwargs = wanted.arguments
         inputs = on_device(batch.inputs, self.model.device)
+        is_first = not self.is_warm
+        if is_first:
+            self._warm_up(batch, inputs, kwargs)
         tower = VisionTower(self.model, self.known_of_tower(batch), self.held)
         # The first batch of a cell runs its own prefill: its peak of memory is the cell's.
-        shares = self.has_cells and self.is_warm
-        prompt = SharedPrompt(
-            self.model,
-            batch.prompt_pass if shares else None,
-            self.batches.prompt_room if shares else 0,
-            lambda: tower.spent_s,
-        )
-        if not self.is_warm:
-            few = min(kwargs["max_new_tokens"], WARM_UP_TOKENS)
-            self.generate(inputs, {**kwargs, "max_new_tokens": few}, VisionTower(self.model, tower.known), prompt)
-            self.is_warm = True
+        shares = self.has_cells and not is_first
+        prompt = self._shared_prompt(batch, tower) if shares else SharedPrompt(self.model, room=0)
         if wanted.seed is not None:
             torch.manual_seed(wanted.seed)
         synchronise(self.model.device)
@@ -126,6 +120,23 @@ class Answering:
             self.keep(batch, tower, prompt)
         texts = self.texts(new, measured.tokens_out, wanted.skip_special_tokens)
         return Answers(texts, seconds, measured, tower, prompt, inputs, kept)
+
+    def _warm_up(self, batch: Batch, inputs: BatchFeature, kwargs: dict[str, Any]) -> None:
+        """Generate a few tokens, of which nothing is measured. The prefill is another cell's, once the batch was
+        answered in one: the pass itself is warm then, and what the method does with it is not."""
+        was_answered = self.batches.get(batch.key) is not None
+        tower = VisionTower(self.model, self.known_of_tower(batch))
+        prompt = self._shared_prompt(batch, tower) if was_answered else SharedPrompt(self.model, room=0)
+        self.generate(
+            inputs, {**kwargs, "max_new_tokens": min(kwargs["max_new_tokens"], WARM_UP_TOKENS)}, tower, prompt
+        )
+        if was_answered:
+            self.batches.keep(batch, {}, prompt.prompt_pass)
+        self.is_warm = True
+
+    def _shared_prompt(self, batch: Batch, tower: VisionTower) -> SharedPrompt:
+        """A prefill that is shared with other cells."""
+        return SharedPrompt(self.model, batch.prompt_pass, self.batches.prompt_room, lambda: tower.spent_s)
 
     @property
     def _watches_tower(self) -> bool:

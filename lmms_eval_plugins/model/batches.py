@@ -12,6 +12,7 @@ from transformers import BatchFeature
 
 from kvcompress.hooks.shared_prompt import PromptPass
 
+from .kept_tokens import Shown
 from .media import ChatPrompt
 from .vision_tower import Encoded, tensor_bytes
 
@@ -28,6 +29,7 @@ class Batch:
         prompt_pass: the same of the prefill; None as long as there is none.
         prompts: what was read, in the order of the rows; a kept batch has none.
         media: how many images and videos each row shows; counted of `prompts` where it is not given.
+        shown: row -> what its overlays show whatever is kept, once one was asked for; shared with the kept batch.
     """
 
     key: bytes
@@ -36,6 +38,7 @@ class Batch:
     prompt_pass: PromptPass | None = None
     prompts: list[ChatPrompt] = field(default_factory=list)
     media: list[tuple[int, int]] = field(default_factory=list)
+    shown: dict[int, Shown] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.media = self.media or [(len(prompt.images), len(prompt.videos)) for prompt in self.prompts]

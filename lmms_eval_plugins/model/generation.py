@@ -1,6 +1,7 @@
 """How a task wants its answers generated: its YAML's `generation_kwargs`, with those of `--gen_kwargs`."""
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import Annotated, Any, Literal
 
@@ -63,12 +64,17 @@ class GenerationArguments(Arguments):
     skip_special_tokens: bool | None = None
 
 
+@cache
+def argument_names() -> frozenset[str]:
+    """Of what a task may say of its answers' generation."""
+    return frozenset({*GenerationConfig().to_dict(), *STOP_STRING_KEYS, "seed", "skip_special_tokens"})
+
+
 def check_generation(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `generate` with their values checked. Raises KVCompressError for an unknown one too."""
-    valid = {*GenerationConfig().to_dict(), *STOP_STRING_KEYS, "seed", "skip_special_tokens"}
     for name in given:
-        if name not in valid:
-            raise unknown_name("there is no generation argument", name, valid)
+        if name not in argument_names():
+            raise unknown_name("there is no generation argument", name, argument_names())
     return validated(GenerationArguments, **given).model_dump(include=set(given))
 
 

@@ -50,63 +50,86 @@ def kept_mask(kept: KeptSets, row: int, real: torch.Tensor) -> np.ndarray:
 
     Args:
         row: among those of `kept` (beam search has several for each prompt).
-        real: bool (columns,), False at the prompt's padding.
+        real: bool (columns,), False at the prompt's padding, on the CPU.
     """
     heads = max(len(rows[row]) for rows in kept.columns.values())
     mask = np.zeros((len(kept.columns), heads, len(real)), dtype=bool)
     for place, rows in enumerate(kept.columns.values()):
         for head, columns in enumerate(rows[row]):
             mask[place, head, columns[columns < len(real)].numpy()] = True  # beyond it: the answer's own tokens
-    return mask[..., real.cpu().numpy()]
+    return mask[..., real.numpy()]
 
 
-def record(
-    model: PreTrainedModel,
-    chat: ChatProcessor,
-    prompt: ChatPrompt,
-    inputs: dict[str, torch.Tensor],
-    kept: KeptSets,
-    row: int,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Shown:
+    """What the overlays of a question show whatever is kept: the same under every method.
+
+    Attributes:
+        real: bool (columns,), False at the prompt's padding.
+        vision: bool (tokens,), of the real tokens: those of images and videos.
+        pieces: the others, as text.
+        images: JSON, each with its `layout`, and where it is an image with its `size` and its `jpeg` in base64.
+    """
+
+    real: torch.Tensor
+    vision: torch.Tensor
+    pieces: list[str]
+    images: list[dict[str, Any]]
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        chat: ChatProcessor,
+        prompt: ChatPrompt,
+        inputs: dict[str, torch.Tensor],
+        row: int,
+    ) -> "Shown":
+        """Of the question that is row `row` of a batch's `inputs`."""
+        ids, mask = inputs["input_ids"][row], inputs.get("attention_mask")
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[row].bool()
+        vision = vision_token_mask(model.config, inputs["input_ids"])[row][real].cpu()
+        found = []
+        if bool(vision.any()):
+            pictures = [painted(*image.size) for image in prompt.images]
+            seen = on_device(chat.inputs([replace(prompt, images=pictures)]), model.device)
+            found = layouts(model, chat.processor, seen)
+        images = [{"jpeg": base64.b64encode(jpeg(image)).decode(), "size": list(image.size)} for image in prompt.images]
+        if len(images) != len(found):  # not known which tokens are whose: pictures and strips stand apart
+            note = found[0].note if found else ""
+            found = [Layout(0, 0, note=note) for _ in images] + strips(vision, note)
+            images += [{} for _ in found[len(images) :]]
+        for one, layout in zip(images, found, strict=True):
+            one["layout"] = asdict(layout)
+        pieces = [chat.tokenizer.decode([token]) for token in ids[real].cpu()[~vision].tolist()]
+        return cls(real.cpu(), vision, pieces, images)
+
+
+def record(shown: Shown, kept: KeptSets, place: int, questions: int) -> dict[str, Any]:
     """What the overlays of one answered question need; JSON, with the images as JPEG in base64 under `jpeg`.
 
     Args:
-        inputs: of the batch that the question was in; `row`: its place there.
-        kept: of the batch's cache.
+        kept: of the batch's cache; the question is at `place` among the batch's `questions`.
     """
-    ids = inputs["input_ids"][row]
-    mask = inputs.get("attention_mask")
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[row].bool()
-    beams = len(next(iter(kept.columns.values()))) // len(inputs["input_ids"])
-    stored = kept_mask(kept, row * beams, real)
-    vision = vision_token_mask(model.config, inputs["input_ids"])[row][real].cpu()
-    found = []
-    if bool(vision.any()):
-        pictures = [painted(*image.size) for image in prompt.images]
-        seen = on_device(chat.inputs([replace(prompt, images=pictures)]), model.device)
-        found = layouts(model, chat.processor, seen)
-    images = [{"jpeg": base64.b64encode(jpeg(image)).decode(), "size": list(image.size)} for image in prompt.images]
-    if len(images) != len(found):  # not known which tokens are whose: pictures and strips stand apart
-        note = found[0].note if found else ""
-        found = [Layout(0, 0, note=note) for _ in images] + strips(vision, note)
-        images += [{} for _ in found[len(images) :]]
-    for one, layout in zip(images, found, strict=True):
-        one["layout"] = asdict(layout)
+    rows = len(next(iter(kept.columns.values())))
+    row = place * (rows // questions)  # of beams, the first
+    stored = kept_mask(kept, row, shown.real)
+    vision = shown.vision.numpy()
     entry = {
         "layers": list(kept.columns),
         "kv_heads": stored.shape[1],
-        "vision": packed_bits(stored[..., vision.numpy()]),
-        "text": packed_bits(stored[..., ~vision.numpy()]),
-        "pieces": [chat.tokenizer.decode([token]) for token in ids[real].cpu()[~vision].tolist()],
-        "images": images,
+        "vision": packed_bits(stored[..., vision]),
+        "text": packed_bits(stored[..., ~vision]),
+        "pieces": shown.pieces,
+        "images": shown.images,
     }
     if kept.foreseen:
         worth = np.zeros(stored.shape, dtype=np.float32)
         for place, layer in enumerate(kept.columns):
-            worth[place] = kept.foreseen[layer][row * beams][:, real.cpu()].numpy()
+            worth[place] = kept.foreseen[layer][row][:, shown.real].numpy()
         entry["needs"] = {
-            "vision": packed_worth(worth[..., vision.numpy()], worth.max(2)),
-            "text": packed_worth(worth[..., ~vision.numpy()], worth.max(2)),
+            "vision": packed_worth(worth[..., vision], worth.max(2)),
+            "text": packed_worth(worth[..., ~vision], worth.max(2)),
         }
     return entry
 

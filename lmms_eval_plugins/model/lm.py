@@ -36,7 +36,7 @@ from .batches import Batch, BatchStore
 from .fewshot import FewShot
 from .generation import Generation, check_one_sequence, generation_of
 from .in_flight import Asked, Flight
-from .kept_tokens import record
+from .kept_tokens import Shown, record
 from .loading import device_of, load
 from .look_ahead import ahead
 from .measurements import log_averages, row_of, write_rows
@@ -118,8 +118,7 @@ class KVCompressLM(Answerer):
     # -- what lmms-eval asks for ----------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
-        """Answers in the order of the requests, the longest prompts first: in batches of one kind of generation, or in
-        flight."""
+        """Answers in the order of the requests, longest first: in batches of one kind of generation, or in flight."""
         self.batches.begin(request.args[4] for request in requests)
         counted = len(self.rows)
         with self.progress_bar(len(requests)) as progress:
@@ -381,8 +380,9 @@ class KVCompressLM(Answerer):
                 continue
             self.rows.append({**row_of(request, answers, place, batch.media[place]), "rank": self.rank, "answer": text})
             if self._has_overlay(request):
-                kept = record(self.model, self.chat, batch.prompts[place], answers.inputs, answers.kept, place)
-                self.rows[-1]["survivors"] = kept
+                if place not in batch.shown:
+                    batch.shown[place] = Shown.of(self.model, self.chat, batch.prompts[place], answers.inputs, place)
+                self.rows[-1]["survivors"] = record(batch.shown[place], answers.kept, place, len(requests))
         return results
 
     # -- small things ---------------------------------------------------------------------------------------------
