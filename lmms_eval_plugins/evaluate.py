@@ -9,15 +9,23 @@ wrong, with 128 and the signal's number after Ctrl-C (130), SIGTERM or SIGHUP.
 """
 
 import os
-import sys
 
 from .cells.cell_log import CellLog
 from .cells.command_line import parse
-from .cells.errors import EvaluationFailed, exit_code
+from .cells.errors import EvaluationFailed, exit_code, leave
 from .cells.failures import TaskFailures, run_tasks
 from .cells.inspection import show_config
 from .cells.listing import show_list
-from .cells.machine import check_environment, join_processes, number_of_processes, rank, say, set_offline, uncollected
+from .cells.machine import (
+    check_environment,
+    join_processes,
+    number_of_processes,
+    rank,
+    say,
+    set_offline,
+    settled,
+    uncollected,
+)
 from .cells.names import check_names
 from .cells.plan import Plan, check_folders
 from .cells.run import evaluate_cells, load_model, quiet, score_again
@@ -73,7 +81,9 @@ def run(plan: Plan, argv: list[str]) -> int:
                 log(job)
     unanswered = [job for job, kept in zip(pending, answers, strict=True) if kept is None]
     if unanswered := [job for job in unanswered if job.cell.task not in failures.reasons]:
-        evaluate_cells(load_model(plan.arguments, plan.needs_template), unanswered, failures, log)
+        lm = load_model(plan.arguments, plan.needs_template)
+        with settled():
+            evaluate_cells(lm, unanswered, failures, log)
     if rank() == 0:
         from .report.table import report
 
@@ -94,4 +104,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -1,5 +1,6 @@
 """What ends a command with one line, and its exit code. Imports nothing heavy."""
 
+import atexit
 import contextlib
 import difflib
 import errno
@@ -12,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 # What the machine, not the program, is to blame for.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
@@ -109,6 +110,16 @@ def exit_code(command: Callable[[list[str]], int | None], argv: list[str] | None
             return fail(f"memory does not suffice: {' '.join(str(error).split())[:300]}", 1)
         traceback.print_exc()
         return fail(f"{type(error).__name__}: {error}", 1)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with this exit code, after what was registered for its end. Python's own end goes on to free what
+    was imported, a million objects one by one: two seconds."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 def fail(error: object, code: int) -> int:

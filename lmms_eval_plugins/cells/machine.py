@@ -50,6 +50,16 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
+@contextmanager
+def settled() -> Iterator[None]:
+    """Inside, the garbage collector does not look at what there was before."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def number_of_processes() -> int:
     """How many ranks are asked for."""
     return int(os.environ.get("NUM_PROCESSES") or 1)
