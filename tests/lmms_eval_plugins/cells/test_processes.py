@@ -233,3 +233,16 @@ def test_an_error_is_one_line(error, code, line, capsys):
 
 def test_a_commands_own_exit_code_is_kept():
     assert exit_code(lambda argv: 3, [], "cells") == 3
+
+
+def test_a_process_leaves_with_its_code_and_after_what_was_registered_for_its_end():
+    program = """
+import atexit, sys
+from lmms_eval_plugins.cells.errors import leave
+atexit.register(print, "tidied")
+print("written")
+print("said", end="", file=sys.stderr)
+leave(3)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "written\ntidied\n", "said")
