@@ -72,7 +72,9 @@ def turns(scores: torch.Tensor, real: torch.Tensor, size: int, spiky: int) -> to
     order = ranks(mean.masked_fill(count == 0, -torch.inf))
     within = ranks(chunks.masked_fill(~real, -torch.inf))
     first = order[..., None] * size + within
-    later = chunks.shape[-2] * size + ranks(chunks.masked_fill(~real, -torch.inf).flatten(-2)).view(chunks.shape)
+    # Counted in the row's own chunks, not in those of the batch: a merge weighs by how far apart scores are.
+    behind_all = (count > 0).sum(-1)[..., None, None] * size
+    later = behind_all + ranks(chunks.masked_fill(~real, -torch.inf).flatten(-2)).view(chunks.shape)
     turn = torch.where(gated[..., None] & (within >= spiky), later, first)
     return turn.flatten(-2)[..., :tokens]
 

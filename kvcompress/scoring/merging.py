@@ -124,7 +124,7 @@ def into_followers(kept: Kept, keys: torch.Tensor, values: torch.Tensor, scores:
     columns, followers = keys.shape[2], getattr(view.settings.cluster, "followers", FOLLOWERS)
     first = torch.arange(1, columns + 1, device=keys.device)  # the first column behind each
     last = (first + followers).clamp(max=columns)
-    known = scores.isfinite()
+    known = scores.isfinite() & view.real_columns(keys)
 
     def of_followers(x: torch.Tensor) -> torch.Tensor:
         upto = F.pad(x.double().cumsum(-1), (1, 0))
