@@ -16,11 +16,11 @@ def sinks_and_recent(keys: torch.Tensor, sinks: int, padding: torch.Tensor | Non
     """Scores (batch, kv_heads, keys) that rank the last token first, then the first `sinks` tokens in their order,
     then the rest by position, the most recent first. `keys` (batch, kv_heads, keys, ...); padding as in
     scoring/windows.py."""
-    columns = keys.shape[2]
-    position = torch.arange(columns, device=keys.device, dtype=torch.float32)
+    tokens = keys.shape[2]
+    position = torch.arange(tokens, device=keys.device, dtype=torch.float32)
     if padding is not None:
-        position = position - padding[..., None]  # 0 at the first real token
-    score = torch.where(position < sinks, 2 * columns - position, position)
+        position, tokens = position - padding[..., None], tokens - padding[..., None]  # 0 at the first real token
+    score = torch.where(position < sinks, 2 * tokens - position, position)
     score[..., -1] = float("inf")
     return score.expand(keys.shape[:3])
 

@@ -144,6 +144,30 @@ def test_a_row_does_not_depend_on_its_batch_or_padding(family, data):
                 assert (a - (columns - length)).tolist() == b.tolist()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_scores_of_a_row_do_not_depend_on_its_batch_or_padding(method, monkeypatch):
+    """Their order decides what is kept, but a merge weighs by their size."""
+    case = Case(FAMILIES["llava-onevision"], (4, 2), (60, 26), (1, 0), method, (), 0.5, seed=0)
+    seen = []
+
+    def noting(kept, keys, values, scores, view):
+        seen.append((scores.masked_fill(~view.real_columns(keys), 0.0), view.is_decoding))
+        return kept
+
+    monkeypatch.setitem(MERGES, "average", noting)
+    runs, tokens = [], None
+    for inputs in (case.inputs, case.family.solo(case.inputs, 1)):
+        with case.compress(merge="average", decode_budget=10, decode_interval=2):
+            tokens, _ = generate(case.model, inputs, 2 * NEW, tokens)
+        runs.append(list(seen))
+        seen.clear()
+        tokens = tokens[1:]
+    assert {is_decoding for _, is_decoding in runs[0]} == {False, True}
+    for (scores, _), (alone, _) in zip(*runs, strict=True):
+        columns = alone.shape[-1]
+        torch.testing.assert_close(scores[1:, :, -columns:], alone, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "llava-onevision", "qwen2.5-vl"])
 @property_test
 @given(data=st.data())
