@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from .errors import KVCompressError, unknown_name, validated
 
@@ -17,13 +17,18 @@ class Method:
     """What has a name in `list_methods()`: a dataclass; its fields are its options.
 
     `paper`: where it comes from. `presets`: settings that were published, as options under a name (`preset=`); a
-    `ratio` or `budget` among them holds where neither is given. `by_variant`: what one of the method's variants
-    prescribes in place of the class, such as its `layer_budget`.
+    `ratio` or `budget` among them holds where neither is given. `by_variant`: for each value of the option `variant`
+    but the default, the class attributes that it replaces. Code asks `of_variant(name)` for them and never compares
+    `variant`, so that no variant can run what was written for another.
     """
 
     paper: ClassVar[str] = ""
     presets: ClassVar[dict[str, dict[str, object]]] = {}
     by_variant: ClassVar[dict[str, dict[str, object]]] = {}
+
+    def of_variant(self, name: str) -> Any:
+        """A class attribute, or what the chosen variant has in its place."""
+        return self.by_variant.get(getattr(self, "variant", None), {}).get(name, getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -68,10 +73,39 @@ def register_method(name: str) -> Callable[[MethodClass], MethodClass]:
             if default is MISSING:
                 raise KVCompressError(f"option {option.name!r} of method {key!r} has no default")
             options[option.name] = default
+        _check_variants(cls, key, options)
         _METHODS[key] = MethodInfo(key, cls, cls.paper, options, cls.presets)
         return cls
 
     return register
+
+
+def _check_variants(cls: type[Method], method: str, options: dict[str, object]) -> None:
+    """Raises KVCompressError unless each variant but the default says in `by_variant` what it changes, and no two
+    change the same."""
+    names = get_args(get_type_hints(cls).get("variant")) if "variant" in options else ()
+    changes = {name: cls.by_variant.get(name) for name in names if name != options["variant"]}
+    if strange := set(cls.by_variant) - set(changes):
+        raise KVCompressError(f"method {method!r}: by_variant has {min(strange)!r}, which is no variant to choose")
+    if missing := [name for name, changed in changes.items() if not changed]:
+        raise KVCompressError(f"method {method!r}: by_variant does not say what variant {missing[0]!r} changes")
+    for name, changed in changes.items():
+        for attribute, value in changed.items():
+            if not hasattr(cls, attribute) or getattr(cls, attribute) == value:
+                raise KVCompressError(
+                    f"method {method!r}: variant {name!r} gives {attribute!r} in by_variant, which the class "
+                    f"{'has with the same value' if hasattr(cls, attribute) else 'does not have'}"
+                )
+        if other := [other for other in changes if other != name and changes[other] == changed]:
+            raise KVCompressError(f"method {method!r}: variants {name!r} and {other[0]!r} change the same")
+    for base in cls.__mro__ if names else ():
+        for name, function in vars(base).items():
+            function = getattr(function, "fget", function)  # a property's
+            if "variant" in getattr(getattr(function, "__code__", None), "co_names", ()) and not name.startswith("__"):
+                raise KVCompressError(
+                    f"method {method!r}: {base.__name__}.{name} reads `variant`; it should name in by_variant what a "
+                    "variant changes, and read self.of_variant(NAME)"
+                )
 
 
 def _import_files() -> None:

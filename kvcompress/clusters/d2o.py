@@ -30,10 +30,11 @@ class D2OKVCluster(HeavyHitterKVCluster):
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.13035"
     layer_budget: ClassVar[str] = "variance"
     merge: ClassVar[str] = "d2o"
-    by_variant: ClassVar[dict[str, dict[str, object]]] = {"paper": {"merge": "d2o-paper"}}
+    recent_quarter: ClassVar[bool] = False
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {"paper": {"merge": "d2o-paper", "recent_quarter": True}}
 
     def recent_tokens(self, budget: int) -> int:
-        return budget // 4 if self.variant == "paper" else super().recent_tokens(budget)
+        return budget // 4 if self.of_variant("recent_quarter") else super().recent_tokens(budget)
 
     def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
         return super().final_scores(view.protect_sinks(scores, self.sinks), view)

@@ -46,6 +46,8 @@ class H2OKVCluster(HeavyHitterKVCluster):
     variant: Literal["paper", "effivlm"] = "paper"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.14048"
+    recent_tenth: ClassVar[bool] = False
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {"effivlm": {"recent_tenth": True}}
 
     def recent_tokens(self, budget: int) -> int:
-        return effivlm_window(budget) if self.variant == "effivlm" else super().recent_tokens(budget)
+        return effivlm_window(budget) if self.of_variant("recent_tenth") else super().recent_tokens(budget)

@@ -31,6 +31,8 @@ class LookMKVCluster(KVCluster):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.18139"
     merge: ClassVar[str] = "pivot"
+    recent_tenth: ClassVar[bool] = False
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {"effivlm": {"recent_tenth": True}}
     query_window: ClassVar[int] = 0  # `observe` has seen them
 
     observe = H2OKVCluster.observe
@@ -39,5 +41,6 @@ class LookMKVCluster(KVCluster):
         return text_first(self.summed(queries, keys, view), view)
 
     def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
-        recent = [effivlm_window(n) if self.variant == "effivlm" else int(self.recent * n) for n in view.budgets]
+        tenth = self.of_variant("recent_tenth")
+        recent = [effivlm_window(n) if tenth else int(self.recent * n) for n in view.budgets]
         return super().final_scores(view.protect_recent(scores, recent), view)

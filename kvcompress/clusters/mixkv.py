@@ -35,6 +35,8 @@ class MixKVCluster(WindowKVCluster, CalibratedKVCluster):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2510.20707"
     needs_calibration: ClassVar[bool] = False
+    averages_window: ClassVar[bool] = True  # the mean key and the redundancy are of the window, too
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {"paper": {"averages_window": False}}
     calibrated: ClassVar[Shapes] = {"weights": ("layers", "kv_heads")}
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
@@ -43,7 +45,7 @@ class MixKVCluster(WindowKVCluster, CalibratedKVCluster):
         if view.padding is not None:
             mixed = mixed & ~pad_columns(view.padding, keys.shape[2])
         averaged = mixed
-        if self.variant == "code":
+        if self.of_variant("averages_window"):
             averaged = torch.ones_like(mixed)
             if view.padding is not None:
                 averaged = ~pad_columns(view.padding, keys.shape[2]).expand_as(mixed)
@@ -68,7 +70,7 @@ class MixKVCluster(WindowKVCluster, CalibratedKVCluster):
     def gather(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView
     ) -> dict[str, torch.Tensor]:
-        before = keys.shape[2] if self.variant == "code" else max(keys.shape[2] - self.window_size, 0)
+        before = max(keys.shape[2] - (0 if self.of_variant("averages_window") else self.window_size), 0)
         if before < 2:
             return {"sum": keys.new_zeros(keys.shape[1]), "prompts": keys.new_zeros(1)}
         unit = F.normalize(keys[:, :, :before].float(), dim=-1)

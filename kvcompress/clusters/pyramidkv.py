@@ -12,12 +12,15 @@ from .snapkv import LONGBENCH, SnapKVCluster
 class PyramidKVCluster(SnapKVCluster):
     """SnapKV's selection with budgets that fall linearly over the layers (section 3.3): every layer keeps the window,
     `layer_budget="pyramid"` shares out the rest; the mean is the budget asked for, to the entry. `variant="kvpress"`
-    lets the whole budget fall (`layer_budget="pyramid-kvpress"`). `variant="effivlm"` has EffiVLM-Bench's window, a
+    lets the whole budget fall, the window inside it (`layer_budget="pyramid-kvpress"`). `variant="effivlm"` has EffiVLM-Bench's window, a
     tenth of the mean budget; its layers are `layer_budget="pyramid-effivlm"`."""
 
     variant: Literal["paper", "kvpress", "effivlm"] = "paper"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.02069"
     layer_budget: ClassVar[str] = "pyramid"
-    by_variant: ClassVar[dict[str, dict[str, object]]] = {"kvpress": {"layer_budget": "pyramid-kvpress"}}
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {
+        **SnapKVCluster.by_variant,
+        "kvpress": {"layer_budget": "pyramid-kvpress"},
+    }
     presets: ClassVar[dict[str, dict[str, object]]] = {"longbench": LONGBENCH}

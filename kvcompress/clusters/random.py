@@ -28,10 +28,13 @@ class RandomKVCluster(KVCluster):
 
     mixes_heads: ClassVar[bool] = True  # one draw for all
     query_window: ClassVar[int] = 0  # asks no query
+    recent_tenth: ClassVar[bool] = False
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {"effivlm": {"recent_tenth": True}}
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         return uniform_noise(view, keys.shape[1], keys.shape[2], self.seed).to(keys.device)
 
     def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
-        windows = [effivlm_window(n) if self.variant == "effivlm" else self.window_size for n in view.budgets]
+        tenth = self.of_variant("recent_tenth")
+        windows = [effivlm_window(n) if tenth else self.window_size for n in view.budgets]
         return super().final_scores(view.protect_recent(scores, windows), view)

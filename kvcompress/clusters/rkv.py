@@ -68,6 +68,8 @@ class RKVCluster(KVCluster):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2505.24133"
     decode_interval: ClassVar[int] = 128
+    spares_first: ClassVar[bool] = True
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {"paper": {"spares_first": False}}
     presets: ClassVar[dict[str, dict[str, object]]] = {"paper": {"variant": "paper", "balance": 0.1}}
 
     def __post_init__(self) -> None:
@@ -81,5 +83,5 @@ class RKVCluster(KVCluster):
         weights = logits.amax(2).softmax(-1)  # (batch, kv_heads, window, keys)
         # NaN: a pad's query, which has no vote, or nothing before the window.
         importance = pool_scores(weights.nanmean(2).nan_to_num(0.0), self.kernel_size, "max")
-        repeated = redundancy(keys, self.similar, view.padding, spares_first=self.variant == "code")
+        repeated = redundancy(keys, self.similar, view.padding, spares_first=self.of_variant("spares_first"))
         return view.protect_recent(self.balance * importance - (1 - self.balance) * repeated, window)

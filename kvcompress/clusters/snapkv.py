@@ -67,9 +67,11 @@ class SnapKVCluster(WindowKVCluster):
         "paper": {"window_size": 32, "kernel_size": 7, "pooling": "max"},
         "longbench": LONGBENCH,
     }
+    recent_tenth: ClassVar[bool] = False
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {"effivlm": {"recent_tenth": True}}
 
     def windows(self, view: LayerView) -> list[int]:
-        if self.variant == "paper":
+        if not self.of_variant("recent_tenth"):
             return super().windows(view)
         most = self.window_size if view.is_decoding else max(view.lengths)
         return [min(effivlm_window(budget), most) for budget in view.mean_budgets or view.budgets]

@@ -41,12 +41,14 @@ class StreamingLLMKVCluster(KVCluster):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2309.17453"
     query_window: ClassVar[int] = 0  # asks no query
+    recent_tenth: ClassVar[bool] = False
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {"effivlm": {"recent_tenth": True}}
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
-        sinks = keys.shape[2] if self.variant == "effivlm" else self.sinks
+        sinks = keys.shape[2] if self.of_variant("recent_tenth") else self.sinks
         return sinks_and_recent(keys, sinks, view.padding)
 
     def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
-        if self.variant == "effivlm":
+        if self.of_variant("recent_tenth"):
             scores = view.protect_recent(scores, [effivlm_window(budget) for budget in view.budgets])
         return super().final_scores(scores, view)

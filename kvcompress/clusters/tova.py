@@ -23,10 +23,12 @@ class TOVAKVCluster(KVCluster):
     head_budget: ClassVar[str] = "shared"
     decode_interval: ClassVar[int] = 1
     query_window: ClassVar[int] = 1
+    keeps_last: ClassVar[bool] = False
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {"kvpress": {"keeps_last": True}}
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         weights = view.window_attention(queries, keys, 1)
         scores = weights[..., 0, :].mean(2)  # (batch, kv_heads, keys)
-        if self.variant == "kvpress":
+        if self.of_variant("keeps_last"):
             scores[..., -1] = float("inf")
         return scores

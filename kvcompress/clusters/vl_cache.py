@@ -32,14 +32,16 @@ class VLCacheKVCluster(KVCluster):
     whole_prompt: ClassVar[bool] = True
     layer_budget: ClassVar[str] = "sparsity"
     query_window: ClassVar[int] = DECODED_QUERIES
+    recent_tenth: ClassVar[bool] = False
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {"effivlm": {"recent_tenth": True}}
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         scores = question_attention(queries, keys, view)
-        if self.variant == "effivlm":  # here the budget is still the mean over the layers
+        if self.of_variant("recent_tenth"):  # here the budget is still the mean over the layers
             scores = view.protect_recent(scores, [effivlm_window(budget) for budget in view.budgets])
         return scores
 
     def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
-        if self.variant == "paper":
+        if not self.of_variant("recent_tenth"):
             scores = view.protect_recent(scores, [int(self.recent * budget) for budget in view.budgets])
         return super().final_scores(scores, view)

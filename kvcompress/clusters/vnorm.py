@@ -20,6 +20,8 @@ class VNormKVCluster(KVCluster):
     variant: Literal["code", "kvpress"] = "code"
 
     query_window: ClassVar[int] = 0  # asks no query
+    norm: ClassVar[int] = 1
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {"kvpress": {"norm": 2}}
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
-        return values.float().norm(p=1 if self.variant == "code" else 2, dim=-1)
+        return values.float().norm(p=self.of_variant("norm"), dim=-1)

@@ -32,8 +32,11 @@ class EffiVLMPyramidLayerBudget(PyramidLayerBudget):
 
 @register_layer_budget("pyramid-kvpress")
 class KVPressPyramidLayerBudget(LayerBudget):
-    """The pyramid of kvpress: the whole budget falls from layer to layer, the window inside it; uniform where the last
-    layer would hold less than the method's window."""
+    """The pyramid of kvpress (pyramidkv_press.py): the whole budget falls from layer to layer, from the prompt less the
+    window at most; uniform where the budget is more than that, or the last layer would hold less than the window. The
+    sum is exact; there each layer's size is rounded by itself."""
 
     def fixed(self, budget: int, length: int, num_layers: int, window: int, beta: float) -> list[int]:
-        return pyramid(budget, length, num_layers, beta, least=max(1, min(window, budget)))
+        if budget > length - window:
+            return [budget] * num_layers
+        return pyramid(budget, length - window, num_layers, beta, least=max(1, window))

@@ -33,8 +33,9 @@ class Policy:
         given, cls = getattr(self.engine, name), method_info(self.method).cls
         if given is not None:
             return given
-        variant = getattr(self.cluster, "variant", None) if isinstance(self.cluster, cls) else None  # not a scorer's
-        return cls.by_variant.get(variant, {}).get(name, getattr(cls, name, getattr(KVCluster, name)))
+        if isinstance(self.cluster, cls):
+            return self.cluster.of_variant(name)
+        return getattr(cls, name, getattr(KVCluster, name))  # another method scores: its variant is not this one's
 
     @property
     def head_budget(self) -> str:

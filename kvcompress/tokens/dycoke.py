@@ -46,6 +46,8 @@ class DyCoke(TokenMethod):
         },
     }
     sees: ClassVar[Sees] = "frames"
+    spares_third: ClassVar[bool] = True  # of the last four frames
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {"paper": {"spares_third": False}}
 
     def layers(self, num_layers: int) -> list[int]:
         return [0]
@@ -82,7 +84,7 @@ class DyCoke(TokenMethod):
     def _later(self, frames: int) -> list[int]:
         """Of so many frames those that lose tokens: of each four all but the first, and in the released code all but
         the third of the last four, or fewer, there are (llava_arch.py:78)."""
-        last = frames - 1 - (frames - 1) % 4 if self.variant == "code" else frames
+        last = frames - 1 - (frames - 1) % 4 if self.of_variant("spares_third") else frames
         return [frame for frame in range(frames) if frame % 4 and frame != last + 2]
 
     def choose(self, scores: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,6 +38,8 @@ class PruMergePlus(TokenMethod):
     paper: ClassVar[str] = "https://arxiv.org/abs/2403.15388"
     presets: ClassVar[dict[str, dict[str, object]]] = {"adaptive": {"count": "outliers", "ratio": 1.0}}
     sees: ClassVar[Sees] = "tower"
+    joins_heads: ClassVar[bool] = True
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {"heads": {"joins_heads": False}}
 
     @property
     def sets_budgets(self) -> bool:
@@ -47,7 +49,7 @@ class PruMergePlus(TokenMethod):
         return [0]
 
     def received(self, queries: torch.Tensor, keys: torch.Tensor, has_class: bool) -> torch.Tensor:
-        if self.variant == "code":
+        if self.of_variant("joins_heads"):
             queries, keys = (states.flatten(1)[:, None] for states in (queries, keys))
         return received_attention(queries, keys, has_class)
 

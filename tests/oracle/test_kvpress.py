@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress.scoring.budget import pyramid
+from kvcompress.layer_budgets.base import layer_budget
 from kvcompress.scoring.layer_view import Settings
 from kvcompress.scoring.rotary import Rotary
 
@@ -168,15 +168,12 @@ def test_h2o_sums_over_the_queries_that_see_a_key_are_kvpress_observed_attention
 @pytest.mark.parametrize(("press", "beta"), [("pyramidkv-8-5", 20), ("pyramidkv-8-5-beta-3", 3)])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_pyramid_budgets_differ_from_kvpress_only_by_an_exact_sum(prompt, press, beta):
-    """Ours sum to layers * budget; kvpress rounds each layer, and clamps the first layer to the prompt without its
-    window, where ours clamps to the prompt."""
-    length, clamped = PROMPTS[prompt], 0
+    """Ours sum to layers * budget; kvpress rounds each layer, and was asked for half an entry more than it kept."""
+    rule = layer_budget("pyramid-kvpress")
     for entries, layers in recorded(prompt, press).items():
-        theirs = layers[:, 0].sum(-1).tolist()
-        ours = pyramid(entries, length, len(layers), beta, least=8)
-        assert sum(ours) == entries * len(layers)
-        if max(theirs) == length - 8:
-            clamped += 1
-            continue
-        assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= 1, entries
-    assert clamped < len(recorded(prompt, press))
+        theirs, apart = layers[:, 0].sum(-1).tolist(), []
+        for asked in (entries, entries + 1):
+            ours = rule.fixed(asked, PROMPTS[prompt], len(layers), 8, beta)
+            assert sum(ours) == asked * len(layers)
+            apart.append(max(abs(a - b) for a, b in zip(ours, theirs, strict=True)))
+        assert min(apart) <= 1, entries
