@@ -12,8 +12,8 @@ from .snapkv import LONGBENCH, SnapKVCluster
 class PyramidKVCluster(SnapKVCluster):
     """SnapKV's selection with budgets that fall linearly over the layers (section 3.3): every layer keeps the window,
     `layer_budget="pyramid"` shares out the rest; the mean is the budget asked for, to the entry. `variant="kvpress"`
-    lets the whole budget fall, the window inside it (`layer_budget="pyramid-kvpress"`). `variant="effivlm"` has EffiVLM-Bench's window, a
-    tenth of the mean budget; its layers are `layer_budget="pyramid-effivlm"`."""
+    lets the whole budget fall, the window inside it (`layer_budget="pyramid-kvpress"`). `variant="effivlm"` has
+    EffiVLM-Bench's window, a tenth of the mean budget; its layers are `layer_budget="pyramid-effivlm"`."""
 
     variant: Literal["paper", "kvpress", "effivlm"] = "paper"
 
