@@ -17,9 +17,9 @@ class Method:
     """What has a name in `list_methods()`: a dataclass; its fields are its options.
 
     `paper`: where it comes from. `presets`: settings that were published, as options under a name (`preset=`); a
-    `ratio` or `budget` among them holds where neither is given. `by_variant`: for each value of the option `variant`
-    but the default, the class attributes that it replaces. Code asks `of_variant(name)` for them and never compares
-    `variant`, so that no variant can run what was written for another.
+    `ratio` or `budget` among them holds where neither is given, and a `decode_budget` beside it with it. `by_variant`:
+    for each value of the option `variant` but the default, the class attributes that it replaces. Code asks
+    `of_variant(name)` for them and never compares `variant`, so that no variant can run what was written for another.
     """
 
     paper: ClassVar[str] = ""

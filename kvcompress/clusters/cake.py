@@ -19,7 +19,8 @@ class CAKEKVCluster(WindowKVCluster):
     and the change of their attention (section 4, layer preferences, `layer_budget="cake"`), temperatures `tau1`
     and `tau2`, which the paper fits per model and cache size (presets, from model2tau.json of its code).
 
-    While decoding the latest query's attention alone decides, at each step."""
+    While decoding (`decode_budget=`, in the presets the cache size) the latest query's attention alone decides, at each
+    step, and layers keep the shares that the prompt gave them."""
 
     gamma: Annotated[float, Field(ge=0)] = 200.0
     tau1: PositiveFloat = 1.0
@@ -29,7 +30,7 @@ class CAKEKVCluster(WindowKVCluster):
     layer_budget: ClassVar[str] = "cake"
     decode_interval: ClassVar[int] = 1
     presets: ClassVar[dict[str, dict[str, object]]] = {
-        f"{model}-{size}": {"tau1": tau1, "tau2": tau2, "budget": size}
+        f"{model}-{size}": {"tau1": tau1, "tau2": tau2, "budget": size, "decode_budget": size}
         for model, size, tau1, tau2 in (
             ("llama-2-7b", 128, 0.9, 2.3),
             ("llama-2-7b", 1024, 1.9, 1.8),

@@ -128,10 +128,14 @@ def make_policy(
         preset = str(preset)  # a command line reads 192 as a number
         if preset not in info.presets:
             raise unknown_name(f"method {info.name!r} has no preset", preset, info.presets)
-        options = {**info.presets[preset], **options}
-        of_preset = {name: options.pop(name, None) for name in ("ratio", "budget")}
-        if ratio is None and budget is None:
-            ratio, budget = of_preset["ratio"], of_preset["budget"]
+        published = dict(info.presets[preset])
+        size = {name: published.pop(name) for name in ("ratio", "budget") if name in published}
+        is_resized = bool(size) and not (ratio is None and budget is None)
+        if size and not is_resized:
+            ratio, budget = size.get("ratio"), size.get("budget")
+        if is_resized or "decode_ratio" in options:  # what decoding keeps was published with the preset's own size
+            published.pop("decode_budget", None)
+        options = {**published, **options}
     scored_by = info if scorer is None else method_info(scorer)
     if scored_by is not info and issubclass(scored_by.cls, TokenMethod):
         raise KVCompressError(f"method {scored_by.name!r} cannot be a scorer: it drops tokens before they are cached")

@@ -16,6 +16,9 @@ from kvcompress.scoring.layer_view import Settings
 from tests.oracle.authors.ours import ours as run
 from tests.oracle.authors.states import states
 from tests.support.examples import examples
+from tests.support.families import FAMILIES
+from tests.support.kept import kept_of
+from tests.support.masked_reference import generate
 from tests.support.plain_reference import SCALING, best, check, layers
 
 INF = float("inf")
@@ -239,6 +242,17 @@ def test_cake_measures_layers_of_little_entropy_too():
     entropy = -sum(p * math.log(p + 1e-10) for p in (first, second))
     assert float(ours) == pytest.approx(entropy * ((first - second) ** 2 / 2), rel=1e-4)
     assert entropy < 1
+
+
+@pytest.mark.parametrize("preset", kvcompress.list_methods()["cake"].presets)
+def test_with_a_preset_cake_evicts_at_each_decode_step_as_the_authors_code_always_does(preset):
+    """Down to the size of the preset in the mean over the layers, whatever was decoded."""
+    size, model = int(preset.rpartition("-")[2]), FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [size + 72])
+    with kvcompress.compress(model, "cake", preset=preset) as session:
+        generate(model, inputs, 10)
+    entries = [len(head) for layer in kept_of(session.cache) for head in layer[0]]
+    assert sum(entries) == len(entries) * size
 
 
 @pytest.mark.parametrize("budget", [20, 32, 70])

@@ -137,6 +137,19 @@ def test_a_preset_stands_for_its_options_and_what_is_given_besides_goes_before_i
     assert make_policy("published", 0.5, preset=None).options["window_size"] == 4
 
 
+def test_a_preset_that_brings_its_size_brings_what_decoding_keeps_with_it():
+    def sizes(*size: object, **options: object) -> tuple:
+        policy = make_policy("cake", *size, preset="llama-3.1-8b-128", **options)
+        return policy.budget.ratio, policy.budget.entries, policy.engine.decode_ratio, policy.engine.decode_budget
+
+    assert sizes() == (None, 128, None, 128)
+    assert sizes(decode_budget=64) == (None, 128, None, 64)
+    assert sizes(decode_ratio=0.5) == (None, 128, 0.5, None)
+    assert sizes(0.5) == (0.5, None, None, None)
+    assert sizes(None, 60) == (None, 60, None, None)
+    assert sizes(None, 60, decode_budget=60) == (None, 60, None, 60)
+
+
 @pytest.mark.usefixtures("published")
 @pytest.mark.parametrize(("method", "message"), [("published", "no preset 'x'.*longbench"), ("knorm", "no option")])
 def test_an_unknown_preset_is_an_error_that_names_those_that_there_are(method, message):
