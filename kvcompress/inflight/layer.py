@@ -13,6 +13,8 @@ from ..cache.passes import evict
 from ..scoring.rotary import Rotary
 from .pool import RaggedSlotPool, SlotPool
 
+SPARE = 16  # tokens that a slot has room for besides, once it had to grow: the next steps may need more, too
+
 
 @dataclass
 class Slots:
@@ -242,13 +244,17 @@ class SlotLayer(DecodingLayer):
         if rotary is not None:
             rotary = rotary.rows(torch.tensor(slots, device=rotary.cos.device)).to(before.keys.device)
         evict(self.choice, joined, self._scaling, self._module, rotary)
-        if joined.result is not before or before.sums is not None:
+        is_same = joined.result is before and before.sums is None
+        if is_same:
+            counts = self.storage.counts(slots)
+        else:
             left = joined.give_back(memories)
             counts = (left.indices >= 0).sum(-1).tolist()
-            rows = max(self._pool_type.rows_for(of_heads, self.policy.decode_interval) for of_heads in counts)
-            if rows > self.storage.rows:  # heads shared out their budget in another way than so far
-                moves = {slot: slot for slot in self._memories}
-                self.storage = self.storage.resized(self.storage.slots, rows, moves)
+        rows = max(self._pool_type.rows_for(of_heads, self.policy.decode_interval) for of_heads in counts)
+        if rows > self.storage.rows:  # heads, or layers, shared out their budget in another way than so far
+            rows += SPARE * self.storage.heads
+            self.storage = self.storage.resized(self.storage.slots, rows, {slot: slot for slot in self._memories})
+        if not is_same:
             self.storage.place(slots, left, counts, room=0)
         for slot in slots:
             self._decoded[slot] = 0

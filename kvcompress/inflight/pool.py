@@ -8,6 +8,8 @@ spare rows behind it wait for tokens to come. A decode step writes `slots * kv_h
   to the segments where they lie.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 from ..kernels.ragged_decode import ragged_decode
@@ -97,6 +99,10 @@ class SlotPool:
         for slot, placed in self._placed.items():
             self.lengths[slot] = torch.tensor(placed, device=self.lengths.device) + steps
 
+    def counts(self, slots: Iterable[int]) -> list[list[int]]:
+        """Entries of each head of these slots."""
+        return [[placed + self.steps for placed in self._placed[slot]] for slot in slots]
+
     @property
     def longest(self) -> int:
         """Entries of the head that holds most."""
@@ -132,8 +138,7 @@ class SlotPool:
         held = self.kept(list(moves))
         pool = type(self)(held, slots, rows, self.is_fixed, self.columns is not None)
         pool.steps = self.steps
-        counts = [[placed + self.steps for placed in self._placed[slot]] for slot in moves]
-        pool.place(list(moves.values()), held, counts, room=0)
+        pool.place(list(moves.values()), held, self.counts(moves), room=0)
         return pool
 
     @property

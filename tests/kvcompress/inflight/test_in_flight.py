@@ -84,6 +84,15 @@ def test_every_option_of_the_engine_works_in_flight(options):
     check_in_flight(model, requests, NEW, "snapkv", 2, ratio=0.3, **options)
 
 
+@pytest.mark.parametrize("head_budget", ["uniform", "adaptive-kvpress"])
+def test_a_slot_grows_with_its_layers_share_of_the_decode_budget_where_nothing_is_evicted(head_budget):
+    """A pyramid begins at a length that the answer reaches: until then its last layer keeps more than at the end."""
+    model = FAMILIES["llama"].build()
+    requests = [FAMILIES["llama"].inputs(model, [40])]
+    options = {"variant": "kvpress", "window_size": 8, "head_budget": head_budget}
+    check_in_flight(model, requests, [20], "pyramidkv", 1, ratio=0.6, decode_ratio=0.6, decode_interval=1, **options)
+
+
 @pytest.mark.parametrize("family", some([*FAMILIES, *MORE_FAMILIES], ["gemma4", "qwen3-vl", "qwen2.5-vl", "qwen3.5"]))
 def test_every_family_answers_in_flight_or_says_why_not(family):
     linear = "LinearAttentionLayer"
