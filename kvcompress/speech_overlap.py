@@ -10,7 +10,7 @@ there. What `generate` puts behind two tokens, the end of the text and then padd
 import contextvars
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from .errors import KVCompressError
+from .hooks.replacement import Replacement
 
 FEWEST_TEXT_TOKENS = 2  # transformers' `generate` fails to speak a single one
 
@@ -128,7 +129,10 @@ class Reply:
             outputs.hidden_states = None  # else `generate` holds those of every layer until the text ends
             return update(outputs, model_kwargs, *args, **kwargs)
 
-        with _in_place_of(thinker, generate=begin, _update_model_kwargs_for_generation=note):
+        with (
+            Replacement(thinker, "generate", begin),
+            Replacement(thinker, "_update_model_kwargs_for_generation", note),
+        ):
             yield
 
     def _take(self, embeddings: torch.Tensor, last: torch.Tensor) -> None:
@@ -192,18 +196,3 @@ class _Beginning(Stopped):
         if self._tokens == FEWEST_TEXT_TOKENS:
             self._reply.begin(input_ids)
         return super().__call__(input_ids, scores, **kwargs)
-
-
-@contextmanager
-def _in_place_of(module: PreTrainedModel, **functions: Callable[..., Any]) -> Iterator[None]:
-    """Inside, these are methods of `module`."""
-    before = {name: vars(module)[name] for name in functions if name in vars(module)}
-    for name, function in functions.items():
-        setattr(module, name, function)
-    try:
-        yield
-    finally:
-        for name in functions:
-            delattr(module, name)
-            if name in before:
-                setattr(module, name, before[name])

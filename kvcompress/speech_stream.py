@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel, Qwen2_5OmniForConditionalGeneration, StoppingCriteriaList
 
 from .errors import KVCompressError
+from .hooks.replacement import Replacement
 from .speech_overlap import Stopped, generate_overlapped
 
 STEPS = 10  # token2wav's points in time from noise to spectrogram, by default; between two of them, four evaluations
@@ -299,12 +300,5 @@ def _codes_only(token2wav: PreTrainedModel, codes: list[int]) -> Iterator[None]:
         codes.extend(code[0].tolist())
         return torch.empty(0)
 
-    before = vars(token2wav).get("forward")
-    token2wav.forward = note
-    try:
+    with Replacement(token2wav, "forward", note):
         yield
-    finally:
-        if before is None:
-            del token2wav.forward
-        else:
-            token2wav.forward = before

@@ -35,7 +35,8 @@ class PositionRecorder:
 
     def __exit__(self, *exception: object) -> None:
         self._hook.remove()
-        _entered.remove(self)
+        if self in _entered:
+            _entered.remove(self)
 
     def _before_forward(self, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> None:
         self.note((dict(zip(self._names, args, strict=False)) | kwargs).get("position_ids"))

@@ -7,7 +7,7 @@ The model keeps its own forward; nothing is stored on its modules; leaving the c
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -107,36 +107,42 @@ class Session:
         self._threads: set[int] = set()  # in a forward pass
         self._alone: int | None = None  # the one of them whose pass needs hooks of its own
         self._of_pass: list[RemovableHandle] = []
+        self._undo = ExitStack()  # what leaving the context does
 
     def __enter__(self) -> "Session":
         base = self._config._attn_implementation
         if base.startswith(PREFIX) or id(self._config) in connected:
             raise KVCompressError("this model is already being compressed: leave the other context first")
-        self._connect(base)
-        connected[id(self._config)] = lambda: threading.get_ident() in self._threads
-        self._hooks = [
-            self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self.model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
-        ]
-        self._hooks += self._frames.attach()
-        if self._tower is not None:
-            self._hooks += self._tower.attach()
+        with ExitStack() as undo:
+            self._connect(base)
+            undo.callback(self._disconnect)
+            connected[id(self._config)] = lambda: threading.get_ident() in self._threads
+            undo.callback(connected.pop, id(self._config))
+            before = self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            undo.callback(before.remove)
+            after = self.model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
+            undo.callback(after.remove)
+            for watch in (self._frames, self._tower):
+                for hook in watch.attach() if watch is not None else ():
+                    undo.callback(hook.remove)
+            undo.callback(self._end_pass)
+            self._undo = undo.pop_all()
         self.is_entered = True
         return self
 
     def __exit__(self, *exception: object) -> None:
+        """Leave the model as it was. Doing it again does nothing."""
         self.is_entered = False
-        self._end_pass()
-        for hook in self._hooks:
-            hook.remove()
-        del connected[id(self._config)]
-        if self._config._attn_implementation == self._name:
-            self._config._attn_implementation = self._base
+        self._undo.close()
 
     def _connect(self, base: str) -> None:
         """Put the compressed form in the place of the attention implementation `base`."""
         self._base, self._name = base, register_attention(base)
         self._config._attn_implementation = self._name
+
+    def _disconnect(self) -> None:
+        if self._config._attn_implementation == self._name:
+            self._config._attn_implementation = self._base
 
     def _before_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Give a new generation its cache and tell the cache what is coming."""

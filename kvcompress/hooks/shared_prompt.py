@@ -4,7 +4,6 @@ A prefill computes the same whatever is kept of it, and a method only looks at i
 generation with the same prompt hands those states to its own cache, layer by layer, and goes on with the answer.
 """
 
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from ..errors import KVCompressError
 from ..scoring.rotary import Rotary
 from .model import text_decoder, unwrapped, writing_part
 from .positions import PositionRecorder, note_positions
+from .replacement import wrapped
 from .rotary import watch_rotary
 
 
@@ -114,31 +114,27 @@ class SharedPrompt:
         self.is_known, self.correction_s = False, 0.0
 
     def __enter__(self) -> "SharedPrompt":
-        self._forward = self.model.forward
-        self._is_hooked = "forward" in vars(self.model)  # by accelerate, where a model lies on several devices
-        # `generate` reads the signature.
-        self.model.forward = functools.wraps(self._forward)(functools.partial(self._prompt_forward))
+        self._replaced = wrapped(self.model, "forward", self._prompt_forward)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._is_hooked:
-            self.model.forward = self._forward
-        else:
-            vars(self.model).pop("forward", None)
+        self._replaced.remove()
 
-    def _prompt_forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.__exit__()  # what follows is decoding, maybe compiled: it does not come through here
+    def _prompt_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._replaced.remove()  # what follows is decoding, maybe compiled: it does not come through here
         cache = kwargs.get("past_key_values")  # a session passes everything by name
         is_wanted = self.known is not None or self.room > 0
         if not is_wanted or not is_shareable(self.model, cache, kwargs):
-            return self._forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         inputs = {name: kwargs.get(name) for name in ("input_ids", "attention_mask", "logits_to_keep")}
         if self.known is not None and self.known.is_of(inputs):
             self.prompt_pass, self.is_known = self.known, True
             return self._replay(cache)
-        return self._record(cache, inputs, kwargs)
+        return self._record(forward, cache, inputs, kwargs)
 
-    def _record(self, cache: CompressedCache, inputs: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+    def _record(
+        self, forward: Callable[..., Any], cache: CompressedCache, inputs: dict[str, Any], kwargs: dict[str, Any]
+    ) -> Any:
         rotaries: list[Rotary] = []
         try:
             handles = watch_rotary(text_decoder(self.model), rotaries.append)
@@ -148,7 +144,7 @@ class SharedPrompt:
         elsewhere_s, start = self.elsewhere_s(), _now(self.model.device)
         try:
             with PositionRecorder(text_decoder(self.model)) as positions:
-                output = self._forward(**kwargs)
+                output = forward(**kwargs)
         finally:
             for handle in [*handles, *notes]:
                 handle.remove()

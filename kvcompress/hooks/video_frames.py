@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..errors import KVCompressError
 from ..scoring.vision import vision_token_mask, writes_lines
-from .vision_tower import Replacement
+from .replacement import Replacement, wrapped
 
 # They write the frames of a video with the tokens of images.
 FRAMES_AS_IMAGES = ("glm4v", "glm4v_moe", "glm46v", "molmo2")
@@ -35,11 +35,11 @@ class FrameRecorder:
         self.has_grid = encode is not None and "video_grid_thw" in inspect.signature(encode).parameters
         self.is_pooled = model.config.model_type == "llava_onevision"
 
-    def attach(self) -> list["Replacement"]:
+    def attach(self) -> list[Replacement]:
         """Start watching; returns what ends it."""
         if not (self.has_grid or self.is_pooled):
             return []
-        return [Replacement(self.model, "get_video_features", self._encoding)]
+        return [wrapped(self.model, "get_video_features", self._encoding)]
 
     def grid(self, input_ids: torch.Tensor | None) -> torch.Tensor | None:
         """The `video_grid_thw` of a prompt (batch, columns), which `generate` does not give to the model where it has

@@ -3,7 +3,6 @@
 `generate` may encode images before it calls the model, so this watches from the start of a session.
 """
 
-import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 from ..errors import KVCompressError
 from ..scoring.vision import vision_token_mask, writes_lines
 from ..tokens.base import TokenMethod, Tower
+from .replacement import Replacement, wrapped
 
 FAMILIES = ("llava", "llava_next", "llava_onevision")  # an image token is a patch of the tower, or a mean of some
 
@@ -48,7 +48,7 @@ class TowerRecorder:
         self.attention, self.method = attentions[layer], method
         self.states = self.output = self.packed = None
 
-    def attach(self) -> list["RemovableHandle | Replacement"]:
+    def attach(self) -> list[RemovableHandle | Replacement]:
         """Start watching; returns what ends it."""
         handles = [
             self.attention.register_forward_pre_hook(self._attending, with_kwargs=True),
@@ -56,7 +56,7 @@ class TowerRecorder:
             self.model.multi_modal_projector.register_forward_hook(self._projected),
         ]
         if hasattr(self.model, "pack_image_features"):
-            handles.append(Replacement(self.model, "pack_image_features", self._packing))
+            handles.append(wrapped(self.model, "pack_image_features", self._packing))
         return handles
 
     def take(self, input_ids: torch.Tensor) -> dict[str, Tower]:
@@ -156,16 +156,3 @@ class Packed:
                 left -= length
             rows.append(torch.cat(of_row))
         return rows
-
-
-class Replacement:
-    """A module's method replaced by `wrapper(method, *args, **kwargs)` until `remove`."""
-
-    def __init__(self, module: torch.nn.Module, name: str, wrapper: Callable):
-        self.module, self.name = module, name
-        method = getattr(module, name)
-        # `generate` reads the signature.
-        setattr(module, name, functools.wraps(method)(functools.partial(wrapper, method)))
-
-    def remove(self) -> None:
-        delattr(self.module, self.name)

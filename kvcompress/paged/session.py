@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from contextlib import ExitStack
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from ..errors import KVCompressError
 from ..hooks.attention import PREFIX
 from ..hooks.model import text_decoder, unwrapped
+from ..hooks.replacement import Replacement
 from ..hooks.rotary import rotary_embeddings, watch_rotary
 from ..policy.policy import Policy, make_policy
 from ..scoring.selection import ADAPTIVE
@@ -133,6 +135,7 @@ class PagedSession:
         self._evictions: list[Any] = []
         self._managers: list[Any] = []
         self._hooks: list[RemovableHandle] = []
+        self._undo = ExitStack()  # what leaving the context does
 
     @property
     def peak_pages(self) -> int:
@@ -152,18 +155,25 @@ class PagedSession:
             raise KVCompressError(
                 "the model has a manager from before: call destroy_cached_continuous_batching_manager() first"
             )
-        self.model.init_continuous_batching = self._manager
+        self._undo.callback(self._disconnect)
+        self._undo.callback(self._unhook)
+        self._undo.callback(self.model.destroy_cached_continuous_batching_manager)
+        self._undo.callback(self._stop)
+        self._undo.callback(Replacement(self.model, "init_continuous_batching", self._manager).remove)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        del self.model.init_continuous_batching
+        """Leave the model as it was, its managers ended. Doing it again does nothing."""
+        self._undo.close()
+
+    def _stop(self) -> None:
         for manager in self._managers:
             if manager.is_running():
                 manager.stop(block=True, hard_stop=True)
-        self.model.destroy_cached_continuous_batching_manager()
+
+    def _unhook(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._disconnect()
 
     def _manager(
         self,

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from kvcompress.device import peak_memory, synchronise
+from kvcompress.hooks.replacement import wrapped
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,16 @@ class VisionTower:
         return bool(self.calls) and self.calls.keys() <= self.known.keys()
 
     def __enter__(self) -> "VisionTower":
-        for modality in ("image", "video"):
-            name = f"get_{modality}_features"
-            if (encode := getattr(self.model, name, None)) is not None:
-                # `generate` reads the signature.
-                setattr(self.model, name, functools.wraps(encode)(functools.partial(self._encode, modality, encode)))
+        self._replaced = [
+            wrapped(self.model, name, functools.partial(self._encode, modality))
+            for modality in ("image", "video")
+            if hasattr(self.model, name := f"get_{modality}_features")
+        ]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for modality in ("image", "video"):
-            vars(self.model).pop(f"get_{modality}_features", None)  # a watch inside may have removed it already
+        for replacement in self._replaced:
+            replacement.remove()
 
     def _encode(self, modality: str, encode: Callable, *args: Any, **kwargs: Any) -> Any:
         if self._is_encoding:  # Qwen3-VL encodes videos through get_image_features

@@ -17,6 +17,7 @@ from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES
 from tests.support.kept import LargestTensor, expected_entries, kept_of, real_lengths
 from tests.support.masked_reference import generate, only_attending_to
+from tests.support.snapshot import snapshot
 from tests.support.strategies import METHODS, OPTIONS, SOME_METHODS, Case, cases
 
 NEW = 4
@@ -272,16 +273,6 @@ def test_kv_bytes_are_those_of_the_tensors_and_fall_with_the_ratio():
     with kvcompress.compress(model, max_new_tokens=NEW) as session:
         generate(model, inputs, NEW)
     assert session.cache.nbytes == 3 * kv_heads * (200 + NEW) * head_dim * 2 * fp32
-
-
-def snapshot(model: torch.nn.Module) -> list:
-    """Every attribute name and hook of every module, and the attention implementations."""
-    modules = [
-        (name, sorted(module.__dict__), len(module._forward_pre_hooks), len(module._forward_hooks))
-        for name, module in model.named_modules()
-    ]
-    configs = [model.config, *(getattr(model.config, key) for key in model.config.sub_configs)]
-    return [modules, [config._attn_implementation for config in configs], model.config.to_dict()]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,155 @@
+"""Whatever happens inside a context, and however often it is left, the model is then as it was."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+import kvcompress
+from kvcompress.hooks.positions import PositionRecorder
+from kvcompress.hooks.replacement import Replacement, wrapped
+from kvcompress.hooks.shared_prompt import SharedPrompt
+from tests.support.families import FAMILIES
+from tests.support.learned_checkpoints import checkpoint_for
+from tests.support.masked_reference import generate
+from tests.support.snapshot import snapshot
+
+VLM = FAMILIES["llava-onevision"]
+# Between them they put every hook on the model: rotary, hidden states, a second reading, an answer ahead, chunks,
+# dropped tokens, the vision tower, a video's frames, a last token fed again.
+CASES = {
+    "attention": ("snapkv", {}),
+    "sums": ("h2o", {"decode_budget": 8, "decode_interval": 1}),
+    "rotary": ("expected-attention", {"decode_budget": 8, "decode_interval": 1}),
+    "hidden states": ("fastkvzip", {}),
+    "second reading": ("kvzip", {}),
+    "answer ahead": ("hindsight", {}),
+    "chunks": ("snapkv", {"prefill_chunk": 8}),
+    "moved keys": ("snapkv", {"positions": "cache"}),
+    "dropped tokens": ("fastv", {"layer": 1}),
+    "vision tower": ("visionzip", {}),
+    "frames": ("evs", {"ratio": 1.0}),  # of images it drops none
+    "hidden tokens": ("dycoke", {"layer": 1, "ratio": 1.0}),
+    "fed again": ("snapkv", {"first_token": "compressed"}),
+}
+
+
+class Interruption(BaseException):
+    """As a keyboard's, which no handler of errors takes for one."""
+
+
+def places(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Where the model's own work may be cut off."""
+    decoder = model.model.language_model
+    return {
+        "vision tower": model.model.vision_tower,
+        "first layer": decoder.layers[0],
+        "last layer's output": decoder.layers[-1].self_attn.o_proj,
+        "logits": model.lm_head,
+    }
+
+
+def session_of(model: torch.nn.Module, case: str) -> kvcompress.Session:
+    method, options = CASES[case]
+    options = {"ratio": 0.5, **options}
+    if method == "fastkvzip":
+        options["checkpoint"] = checkpoint_for(method, model)
+    return kvcompress.compress(model, method, **options)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("place", ["vision tower", "first layer", "last layer's output", "logits"])
+@pytest.mark.parametrize("passes", [0, 1], ids=["in the prompt", "after it"])
+def test_an_exception_anywhere_in_a_forward_pass_leaves_the_model_as_it_was(case, place, passes):
+    model, inputs = VLM.build(), VLM.inputs(VLM.build(), [40], [1])
+    _, expected = generate(model, inputs, 3)
+    before = snapshot(model)
+    with ExitStack() as stack:
+        entered = [stack.enter_context(context) for context in (SharedPrompt(model), session_of(model, case))]
+        calls = iter(range(100))
+
+        def interrupt(*args: object) -> None:
+            if next(calls) >= passes:
+                raise Interruption
+
+        with places(model)[place].register_forward_pre_hook(interrupt):
+            if place == "vision tower" and passes:  # it encodes images once
+                generate(model, inputs, 3)
+            else:
+                with pytest.raises(Interruption):
+                    generate(model, inputs, 3)
+    assert snapshot(model) == before
+    for context in entered:
+        context.__exit__(None, None, None)
+    assert snapshot(model) == before
+    assert torch.equal(generate(model, inputs, 3)[1], expected)
+    with session_of(model, case):
+        generate(model, inputs, 3)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_context_that_is_left_twice_or_was_never_entered_does_nothing_then(case):
+    model, inputs = VLM.build(), VLM.inputs(VLM.build(), [40], [1])
+    generate(model, inputs, 2)
+    before = snapshot(model)
+    session = session_of(model, case)
+    session.__exit__(None, None, None)
+    assert snapshot(model) == before
+    for _ in range(2):  # it may be entered again
+        with session:
+            generate(model, inputs, 2)
+            session.__exit__(None, None, None)
+            assert snapshot(model) == before
+            assert not session.is_entered
+        assert snapshot(model) == before
+    with session, pytest.raises(kvcompress.KVCompressError, match="already being compressed"), session:
+        pass
+    assert snapshot(model) == before
+
+
+def test_leaving_a_context_twice_leaves_the_next_one_connected():
+    model, inputs = VLM.build(), VLM.inputs(VLM.build(), [40], [1])
+    first = session_of(model, "attention")
+    with first:
+        pass
+    with session_of(model, "attention") as second:
+        first.__exit__(None, None, None)
+        generate(model, inputs, 2)
+        assert second.cache.realised_ratios()[0] == [0.5]
+
+
+def test_entering_that_fails_half_way_leaves_the_model_as_it_was(monkeypatch):
+    model = VLM.build()
+    before = snapshot(model)
+    session = session_of(model, "frames")
+    monkeypatch.setattr(session._frames, "attach", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError), session:
+        pass
+    assert snapshot(model) == before
+    with session_of(model, "attention"):
+        pass
+    assert snapshot(model) == before
+
+
+def test_positions_are_recorded_until_the_recorder_is_left_once_or_twice():
+    model = VLM.build()
+    before = snapshot(model)
+    with PositionRecorder(model.model.language_model) as positions:
+        positions.__exit__(None, None, None)
+    assert snapshot(model) == before
+
+
+def test_what_stood_in_a_methods_place_comes_back_where_two_replace_it():
+    model = VLM.build()
+    before = snapshot(model)
+    method = model.get_output_embeddings
+    with Replacement(model, "get_output_embeddings", lambda: 1) as outer:
+        inner = wrapped(model, "get_output_embeddings", lambda of_outer: of_outer() + 1)
+        assert model.get_output_embeddings() == 2
+        for _ in range(2):
+            inner.remove()
+            assert model.get_output_embeddings() == 1
+        outer.remove()
+        assert model.get_output_embeddings == method
+    assert snapshot(model) == before
