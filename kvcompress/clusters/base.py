@@ -11,7 +11,7 @@ from ..methods import Method, make_method, method_info
 from ..scoring.layer_view import Kept, LayerView, gather
 from ..scoring.merging import merge_evicted
 from ..scoring.places import moved_together
-from ..scoring.selection import ADAPTIVE, adaptive_indices, top_indices
+from ..scoring.selection import ADAPTIVE, adaptive_indices, sinks_first, top_indices
 
 
 class KVCluster(Method):
@@ -121,6 +121,8 @@ class KVCluster(Method):
         `view.budgets` are the layer's own here: the place to protect a part of the budget."""
         if (view.settings.head_budget or self.head_budget) == "shared":
             scores = scores.mean(1, keepdim=True).expand_as(scores)
+        if sinks := getattr(self, "sinks", 0):
+            scores = sinks_first(scores, sinks, view.padding)
         if view.protected is not None:
             # What must stay goes before what the method itself protects, such as its window.
             scores = scores.clamp(max=torch.finfo(scores.dtype).max)

@@ -5,6 +5,8 @@ import torch
 
 from .windows import pad_columns
 
+STEP = 2.0**-23  # two neighbours among the largest numbers of fp32 differ by this part
+
 
 def top_indices(scores: torch.Tensor, budgets: list[int], padding: torch.Tensor | None = None) -> torch.Tensor:
     """The columns of each KV head's highest scores.
@@ -29,6 +31,19 @@ def top_indices(scores: torch.Tensor, budgets: list[int], padding: torch.Tensor 
     if padding is not None:
         kept = kept.masked_fill(kept < padding[..., None], -1)
     return kept.sort(-1).values
+
+
+def sinks_first(scores: torch.Tensor, sinks: int, padding: torch.Tensor | None = None) -> torch.Tensor:
+    """The scores (batch, kv_heads, keys), fp32, with an order among those that must stay, for a budget that has no room
+    for all: the last token, then each row's first `sinks` tokens from the first on, then the others, of which the most
+    recent win."""
+    columns, most = scores.shape[-1], torch.finfo(scores.dtype).max
+    position = torch.arange(columns, device=scores.device)
+    if padding is not None:
+        position = position - padding[..., None]
+    rank = (position + 1).clamp(max=sinks + 1)
+    rank[..., -1] = 0
+    return torch.where(scores >= most, most * (1 - rank * STEP), scores)
 
 
 def ranks(scores: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
@@ -71,7 +86,7 @@ def blended_shares(scores: torch.Tensor, total: torch.Tensor, safeguard: float) 
     observation window, stays besides. Of the rest, `safeguard` is shared out evenly and the other part as the ranking
     of all heads would; a fraction of an entry goes to the heads with the largest.
     """
-    must = scores >= torch.finfo(scores.dtype).max
+    must = scores >= torch.finfo(scores.dtype).max / 2
     protected = must.sum(-1)
     rest = total - protected.sum(-1, keepdim=True)
     free = scores.masked_fill(must, float("-inf"))

@@ -358,6 +358,23 @@ def test_a_window_or_sinks_beyond_prompt_and_budget_are_no_error(method):
         assert sum(kept) == len(kept) * (expected_entries(ratio, length) + 2)
 
 
+@pytest.mark.parametrize("method", [name for name in METHODS if "sinks" in kvcompress.list_methods()[name].options])
+@pytest.mark.parametrize("head_budget", ["uniform", "shared", "adaptive"])
+def test_of_sinks_that_the_budget_has_no_room_for_the_first_stay(method, head_budget):
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [40, 33])
+    given = {"sinks": 6, "layer_budget": "uniform", "head_budget": head_budget, **calibration_of(method, model)}
+    for budget in range(1, 10):
+        with kvcompress.compress(model, method, budget=budget, **given) as session:
+            generate(model, inputs, 1)
+        for layer in kept_of(session.cache):
+            for row, pads in zip(layer, (0, 7), strict=True):
+                for head in row:
+                    sinks = [column - pads for column in head.tolist() if column - pads < 6]
+                    assert sinks == list(range(len(sinks)))
+                    assert sinks or len(head) < 2, "the last token at most goes before the first"
+
+
 def test_compression_that_cannot_happen_is_an_error_not_a_silent_full_cache():
     model = FAMILIES["qwen2"].build()
     inputs = FAMILIES["qwen2"].inputs(model, [20])
