@@ -35,8 +35,8 @@ class SlotPool:
         self.values = like.values.new_zeros(slots * rows, like.values.shape[3])
         self.columns = torch.zeros(slots * rows, dtype=torch.int32, device=device) if knows_columns else None
         self.sums = None if like.sums is None else like.sums.new_zeros(slots * rows)
-        first = torch.arange(slots * self.heads, device=device) * (rows // self.heads)
-        self.starts = first.view(slots, self.heads)
+        of_slot, of_head = torch.arange(slots, device=device) * rows, torch.arange(self.heads, device=device)
+        self.starts = of_slot[:, None] + of_head * (rows // self.heads)
         self.lengths = torch.zeros(slots, self.heads, dtype=torch.long, device=device)
         self._places = torch.arange(rows, device=device)
         if is_fixed:  # the graph writes into these: see `StaticStorage`

@@ -4,7 +4,9 @@ from typing import ClassVar
 
 import torch
 
+from ..scoring.budget import allocate
 from ..scoring.layer_view import LayerView
+from ..scoring.selection import ADAPTIVE
 from ..scoring.windows import pad_columns
 from .base import LayerBudget, register_layer_budget
 
@@ -12,8 +14,8 @@ from .base import LayerBudget, register_layer_budget
 @register_layer_budget("global")
 class GlobalLayerBudget(LayerBudget):
     """Every layer keeps as many as it has among the highest scores of all layers (KVzip, section 3.3). With adaptive
-    heads and no safeguard what is kept is the best of all layers and heads, but for the rounding of a layer's total to
-    whole entries per head. Scores of different layers must mean the same: attention weights do."""
+    heads and no safeguard what is kept is the best of all layers and heads, to the entry: a layer's total is then that
+    of all its heads, but one at least. Scores of different layers must mean the same: attention weights do."""
 
     measures_queries: ClassVar[bool] = False
 
@@ -25,6 +27,16 @@ class GlobalLayerBudget(LayerBudget):
     def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
         layers, heads, _ = measured.shape
         return shares_of_highest(measured.flatten(1), budget * layers * heads)
+
+    def budgets(self, view: LayerView, measured: torch.Tensor | None = None) -> list[list[float]]:
+        if measured is None or view.settings.head_budget not in ADAPTIVE:
+            return super().budgets(view, measured)
+        heads, rows = measured.shape[2], []
+        for row, (budget, length) in enumerate(zip(view.budgets, view.lengths, strict=True)):
+            weights = self.weights(measured[:, row], budget, length) if budget else [0] * view.num_layers
+            totals = allocate(weights, budget * view.num_layers * heads, most=length * heads)
+            rows.append([total / heads for total in totals])
+        return [list(layer) for layer in zip(*rows, strict=True)]
 
 
 def evictable_scores(scores: torch.Tensor, view: LayerView) -> torch.Tensor:

@@ -60,7 +60,8 @@ class LayerView:
         place: of the layer among those that are compressed.
         num_layers: how many layers are compressed.
         lengths: real tokens of each row (while decoding: its entries, of the KV head that has most).
-        budgets: entries to keep per KV head, one number per row; with adaptive heads their mean.
+        budgets: entries to keep per KV head, one number per row; with adaptive heads their mean, a
+            fraction where the heads' total is no multiple of their number.
         mean_budgets: their mean over the layers, where `budgets` are the layer's own; else empty.
         scaling: factor of q·k before the softmax.
         padding: LongTensor (batch, 1 or kv_heads) of leading columns that hold nothing, or None where there are none.

@@ -55,7 +55,7 @@ def ranks(scores: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Te
 
 def adaptive_indices(
     scores: torch.Tensor,
-    budgets: list[int],
+    budgets: list[float],
     safeguard: float,
     padding: torch.Tensor | None = None,
     head_budget: str = "adaptive",
@@ -70,7 +70,7 @@ def adaptive_indices(
     columns = scores.shape[-1]
     if padding is not None:
         scores = scores.masked_fill(pad_columns(padding, columns), float("-inf"))
-    total = torch.tensor(budgets, device=scores.device)[:, None] * scores.shape[1]
+    total = torch.tensor([round(budget * scores.shape[1]) for budget in budgets], device=scores.device)[:, None]
     sure = ADAPTIVE[head_budget](scores, total, safeguard)
     scores = scores.masked_fill(ranks(scores) < sure[..., None], float("inf"))
     chosen = _ranks_of_all(scores) < total[..., None]

@@ -11,6 +11,8 @@ from kvcompress.layer_budgets import LayerBudget, base, list_layer_budgets, regi
 from kvcompress.methods import method_info
 from kvcompress.policy.options import all_options
 from kvcompress.policy.policy import make_policy
+from kvcompress.scoring.layer_view import LayerView, Settings
+from kvcompress.scoring.selection import adaptive_indices
 from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES
 from tests.support.kept import kept_of
@@ -61,6 +63,23 @@ def test_every_rule_shares_out_exactly_what_uniform_layers_would_hold(rule):
     for row in range(2):
         total = sum(len(head) for layer in ours for head in layer[row])
         assert total == sum(len(head) for layer in uniform for head in layer[row])
+
+
+def test_one_ranking_of_all_layers_and_heads_keeps_the_best_of_all_to_the_entry():
+    draw = torch.Generator().manual_seed(0)
+    scores = [torch.randn(2, 3, 40, generator=draw) for _ in range(4)]
+    view = LayerView(0, 4, [40, 40], [11, 3], 1.0, settings=Settings(head_budget="adaptive", safeguard=0.0))
+    rule = list_layer_budgets()["global"]
+    shares = rule.budgets(view, torch.stack([rule.measure(None, None, None, of_layer, view) for of_layer in scores]))
+    chosen = [adaptive_indices(of_layer, own, 0.0) for of_layer, own in zip(scores, shares, strict=True)]
+    for row, budget in enumerate(view.budgets):
+        found = [
+            of_layer[row, head, columns[row, head][columns[row, head] >= 0]]
+            for of_layer, columns in zip(scores, chosen, strict=True)
+            for head in range(3)
+        ]
+        best = torch.stack(scores)[:, row].flatten().topk(budget * 4 * 3).values
+        assert torch.equal(torch.cat(found).sort(descending=True).values, best)
 
 
 @pytest.mark.parametrize("rule", sorted(list_layer_budgets()))

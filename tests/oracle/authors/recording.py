@@ -24,6 +24,8 @@ class Recording:
             steps followed it.
         budget: entries asked for per layer and KV head.
         kept: bool (layers, kv_heads, prompt + decoded).
+        ratio: the one of the table that it stands for, where the authors' code holds whole heads, chunks or frames, so
+            that `budget` is what is nearest; None where `budget` says it.
         known: what a calibrated method knows of the states' model, as in its file; else empty.
         keys, values: of merged entries (layers, kv_heads, kept, head_dim) where all heads keep as many; else None.
     """
@@ -36,6 +38,7 @@ class Recording:
     budget: int
     kept: torch.Tensor = field(repr=False)
     decoded: int = 0
+    ratio: float | None = None
     keys: torch.Tensor | None = field(default=None, repr=False)
     values: torch.Tensor | None = field(default=None, repr=False)
     known: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)

@@ -13,7 +13,7 @@ from .states import NAMES, cases, states
 FILE, CLASS = "sparsemm/sparsemm_utils.py", "SparseMM"
 WINDOWS = {"sparsemm, window_size=8": 8, "sparsemm": 32}
 
-ROUNDED = "there each head's capacity is rounded, here so that a layer's heads keep as many on average, and all exactly"
+ROUNDED = "there each head's capacity is rounded by itself, here so that the sum is exact"
 LEFT = "there what a head has no keys for is lost, here others get it; and what differs by rounding"
 DIFFERENCES: dict[str, tuple[float, str]] = {
     **{f"{label}/": (0.97, ROUNDED) for label in WINDOWS},
