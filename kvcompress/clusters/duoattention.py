@@ -43,12 +43,13 @@ class DuoAttentionKVCluster(CalibratedKVCluster):
         gates = self.known("gates", view, keys.device).clamp(0, 1)
         columns = keys.shape[2]
         age = torch.arange(columns - 1, -1, -1, device=keys.device)
-        # Streaming tokens come before all gates: sinks, then the more recent the better.
+        # Streaming tokens come before all gates: sinks, the first first, then the more recent the better.
         scores = torch.where(age < self.recent, 2 - age / self.recent, gates[:, None]).expand(keys.shape[:3])
         position = torch.arange(columns, device=keys.device)
         if view.padding is not None:
             position = position - view.padding[..., None]
-        return view.protect_recent(scores.masked_fill(position < self.sinks, 2.0), 1)
+        scores = torch.where(position < self.sinks, 3 - position / max(self.sinks, 1), scores)
+        return view.protect_recent(scores, 1)
 
     def gather(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView

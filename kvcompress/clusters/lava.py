@@ -8,6 +8,7 @@ from pydantic import PositiveInt
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.windows import pool_scores
 from .snapkv import WindowKVCluster
 
 
@@ -29,8 +30,8 @@ class LAVaKVCluster(WindowKVCluster):
     head_budget: ClassVar[str] = "adaptive"
     presets: ClassVar[dict[str, dict[str, object]]] = {"infinitebench": {"window_size": 64, "budget": 10000}}
 
-    def votes(self, weights: torch.Tensor, in_window: torch.Tensor) -> torch.Tensor:
-        return super().votes(weights, in_window).amax(2, keepdim=True)
+    def pooled(self, votes: torch.Tensor) -> torch.Tensor:
+        return pool_scores(votes, self.kernel_size, self.pooling).amax(2)
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         scores = super().score(queries, keys, values, view)

@@ -42,6 +42,10 @@ class WindowKVCluster(KVCluster):
         a query is in its row's window (batch, 1, 1, queries, 1): the window's mean."""
         return (weights * in_window).sum(3) / in_window.sum(3)
 
+    def pooled(self, votes: torch.Tensor) -> torch.Tensor:
+        """(batch, kv_heads, keys) from `votes`: the mean of the group, pooled."""
+        return pool_scores(votes.mean(2), self.kernel_size, self.pooling)
+
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         windows = [min(window, keys.shape[2]) for window in self.windows(view)]
         weights = view.window_attention(queries, keys, max(windows))
@@ -49,7 +53,7 @@ class WindowKVCluster(KVCluster):
         in_window = torch.arange(weights.shape[3], 0, -1, device=keys.device) <= sizes
         votes = self.votes(weights, in_window[:, None, None, :, None])
         before = torch.arange(keys.shape[2], 0, -1, device=keys.device) > sizes  # the window itself has no vote
-        scores = pool_scores(votes.mean(2) * before[:, None], self.kernel_size, self.pooling)
+        scores = self.pooled(votes * before[:, None, None])
         return view.protect_recent(scores, windows)
 
 

@@ -11,7 +11,10 @@ from .recording import Recording, kept_columns, save
 from .released import definitions
 from .states import NAMES, cases, states
 
-FLOOR = "a misspelt name leaves every layer the same floor for its heads, a fifth of the whole budget"
+FLOOR = (
+    "a misspelt name leaves every layer the same floor for its heads, a fifth of the budget with the window in it, so "
+    "that a head holds up to a fifth of the window more than was asked for"
+)
 ROUNDED = "it rounds each layer's and each head's part, and a layer that would be full keeps the rest to itself"
 DIFFERENCES = {"lava/": (0.91, FLOOR), "lava, each layer's floor": (0.91, ROUNDED)}
 
@@ -25,13 +28,14 @@ def main() -> None:
     }
     theirs = definitions(utils, "LavaKVCluster", **stand_ins)["LavaKVCluster"]
 
-    def keep(name: str, prompt: int, budget: int, window: int, own_floor: bool) -> torch.Tensor:
+    def keep(name: str, prompt: int, budget: int, window: int, own_floor: bool, pooling: str) -> torch.Tensor:
         given = states(name)
         clusters = []
         for place in range(given.layers):
             queries, keys, values = given.layer(place, slice(0, prompt))
             cluster = theirs(
                 window_size=window,
+                pooling=f"{pooling}pool",
                 base_capacity=budget,
                 floor_alpha=0.2,
                 skip=0,
@@ -57,15 +61,17 @@ def main() -> None:
     recordings = []
     for name in NAMES:
         for prompt, budget in cases(name):
-            for label, window, own_floor in (
-                ("lava", 32, False),
-                ("lava, each layer's floor", 32, True),
-                ("lava, each layer's floor, window_size=8", 8, True),
+            for label, window, own_floor, pooling in (
+                ("lava", 32, False, "max"),
+                ("lava, each layer's floor", 32, True, "max"),
+                ("lava, each layer's floor, window_size=8", 8, True, "max"),
+                ("lava, each layer's floor, window_size=8, pooling=avg", 8, True, "avg"),
             ):
                 if budget <= window or budget >= prompt:
                     continue
-                kept = keep(name, prompt, budget, window, own_floor)
-                recordings.append(Recording(label, "lava", {"window_size": window}, name, prompt, budget, kept))
+                kept = keep(name, prompt, budget, window, own_floor, pooling)
+                options = {"window_size": window} | ({"pooling": "avg"} if pooling == "avg" else {})
+                recordings.append(Recording(label, "lava", options, name, prompt, budget, kept))
     functions = "adaptive_snapkv/monkeypatch/snapkv_utils.py: LavaKVCluster"
     save("lava", recordings, "MGDDestiny/Lava", checkout, functions)
 
