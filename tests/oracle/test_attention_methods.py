@@ -74,7 +74,7 @@ def test_cake_keeps_window_and_what_is_attended_to_much_or_changingly(layer, win
 def test_sagekv_keeps_sinks_recent_tokens_and_what_the_last_query_attends_to(layer, sinks, recent):
     def reference(q, k, v, budget):
         scores = recent_first(attention(q, k)[:, -1].mean(0), max(1, int(recent * budget)))
-        return best([INF if column < sinks else score for column, score in enumerate(scores)], budget)
+        return best([INF if column < sinks else score for column, score in enumerate(scores)], budget, sinks)
 
     check(kvcompress.make_cluster("sagekv", sinks=sinks, recent=recent), layer, reference)
 
@@ -139,7 +139,7 @@ def test_rkv_keeps_the_latest_of_tokens_that_repeat_each_other():
 def test_d2o_keeps_sinks_recent_tokens_and_heavy_hitters(layer, sinks):
     def reference(q, k, v, budget):
         scores = recent_first(attention(q, k).sum(1).mean(0), max(1, int(0.5 * budget)))
-        return best([INF if column < sinks else score for column, score in enumerate(scores)], budget)
+        return best([INF if column < sinks else score for column, score in enumerate(scores)], budget, sinks)
 
     queries, keys, values, prompt = layer
     unmerged = dataclasses.replace(prompt, settings=Settings(merge="none"))

@@ -57,7 +57,7 @@ def test_lagkv_keeps_what_varies_most_within_the_range_of_the_next_partition(lay
             information = (varied(k, begin) + varied(v, begin)).tolist()
             for rank, token in enumerate(sorted(range(lag), key=lambda token: (information[token], token))):
                 scores[begin + token] = rank / lag
-        return best(scores, budget)
+        return best(scores, budget, sinks)
 
     check(kvcompress.make_cluster("lagkv", sinks=sinks, lag=lag), layer, reference)
 
@@ -79,7 +79,7 @@ def test_cur_keeps_the_largest_shares_of_their_windows_squared_norms(layer, sink
             "kv_product": lambda a, b: a * b,
         }[leverage]
         scores = [combine(a, b) for a, b in zip(shares(k), shares(v), strict=True)]
-        return best([*[INFINITE] * min(sinks, len(k)), *scores[sinks:]], budget)
+        return best([*[INFINITE] * min(sinks, len(k)), *scores[sinks:]], budget, sinks)
 
     check(kvcompress.make_cluster("cur", sinks=sinks, window_size=window, leverage=leverage), layer, reference)
 
@@ -153,7 +153,7 @@ def test_expected_attention_keeps_what_gaussian_queries_to_come_would_take_most_
             total = sum(math.exp(logit - max(logits)) for logit in logits)
             weights += torch.tensor([math.exp(logit - max(logits)) / total / len(q) for logit in logits])
         scores = [(w + epsilon) * value.norm() for w, value in zip(weights.tolist(), v[sinks:], strict=True)]
-        return best([*[INFINITE] * min(sinks, length), *scores], budget)
+        return best([*[INFINITE] * min(sinks, length), *scores], budget, sinks)
 
     cluster = kvcompress.make_cluster("expected-attention", sinks=sinks, future=future, epsilon=epsilon)
     check(cluster, (queries, keys, values, prompt), reference)
@@ -176,7 +176,7 @@ def test_capkv_keeps_what_the_capacity_loses_most_with(layer, sinks, tau):
             capacity = torch.eye(8, dtype=torch.float64)
             capacity += sum((w + 1e-6) * torch.outer(x, x) for w, x in zip(weights, v, strict=True))
             scores += weights * torch.stack([x @ capacity.inverse() @ x for x in v]) / len(q)
-        return best([*[INFINITE] * min(sinks, length), *scores.tolist()], budget)
+        return best([*[INFINITE] * min(sinks, length), *scores.tolist()], budget, sinks)
 
     cluster = kvcompress.make_cluster("capkv", sinks=sinks, tau=tau, future=7)
     check(cluster, (queries, keys, values, prompt), reference)
@@ -257,7 +257,7 @@ def test_compactor_adds_both_standardised_over_all_heads(layer, sinks, recent, b
         for head in range(kv_heads):
             slots = kept.indices[row, head]
             whole = [INFINITE] * sinks + scores[head].tolist() + [INFINITE] * recent
-            assert (slots[slots >= 0] - first).tolist() == sorted(best(whole, budget))
+            assert (slots[slots >= 0] - first).tolist() == sorted(best(whole, budget, sinks))
 
 
 def test_keys_before_their_rotation_where_it_is_unknown_are_a_clear_error():

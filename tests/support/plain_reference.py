@@ -52,9 +52,16 @@ def check(cluster: kvcompress.KVCluster, layer: tuple, reference) -> None:
             assert torch.equal(kept.values[row, head][used], v[slots[used]])
 
 
-def best(scores: list[float], budget: int) -> list[int]:
-    """Columns of the highest scores; the later one of two equals."""
-    return sorted(range(len(scores)), key=lambda column: (scores[column], column))[-budget:]
+def best(scores: list[float], budget: int, sinks: int = 0) -> list[int]:
+    """Columns of the highest scores; the later one of two equals. Of those that must stay first the last, then the
+    sinks from the first on."""
+
+    def place(column: int) -> tuple[float, int]:
+        if scores[column] == math.inf and column < len(scores) - 1 and column < sinks:
+            return math.inf, len(scores) + sinks - column
+        return scores[column], 2 * len(scores) + sinks if column == len(scores) - 1 else column
+
+    return sorted(range(len(scores)), key=place)[-budget:]
 
 
 def snapkv_scores(q, k, window: int, kernel: int, pooling: str) -> list[float]:
