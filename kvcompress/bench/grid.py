@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import KVCompressError
-from ..files import write_text
+from ..files import parse_json, write_text
 from .contenders import Contender, Turn, Workload
 from .timing import CLOCKS, synchronise
 
@@ -119,7 +119,7 @@ class Results:
         if not (resume and file.exists()):
             return
         try:
-            before = json.loads(file.read_text(encoding="utf-8"))
+            before = parse_json(file.read_bytes())
             then, now = ({**made["environment"], **made["settings"], "date": None} for made in (before, content))
             stored = {part: list(before[part]) for part in parts}
         except (OSError, ValueError, KeyError, TypeError) as error:

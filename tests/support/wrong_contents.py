@@ -60,10 +60,12 @@ def damaged(rng: random.Random, content: bytes) -> tuple[str, bytes]:
 def wrong_tree(rng: random.Random, tree: Any) -> tuple[str, Any]:
     """Lists and dictionaries with one change somewhere: a part less, renamed, or of another value."""
     tree = copy.deepcopy(tree)
-    places = list(_places(tree, ""))
-    if not places:
+    holder, key, where, below = None, None, "", tree
+    while below and isinstance(below, dict | list) and (holder is None or rng.random() < 0.7):  # as often near the top
+        holder, key = below, rng.choice(list(below) if isinstance(below, dict) else range(len(below)))
+        where, below = f"{where}/{key}", holder[key]
+    if holder is None:
         return "another value", rng.choice(VALUES)
-    where, holder, key = rng.choice(places)
     change = rng.choice(["less", "renamed", "value", "value", "value"])
     if change == "less":
         del holder[key]
@@ -73,14 +75,6 @@ def wrong_tree(rng: random.Random, tree: Any) -> tuple[str, Any]:
         holder[key] = rng.choice(VALUES)
         change = f"{holder[key]!r:.30}"
     return f"{where}: {change}", tree
-
-
-def _places(tree: Any, above: str) -> Any:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for key, value in items:
-        where = f"{above}/{key}"
-        yield where, tree, key
-        yield from _places(value, where)
 
 
 def wrong_json(rng: random.Random, content: bytes) -> tuple[str, bytes]:

@@ -22,7 +22,9 @@ FINGERPRINT = {"method": "snapkv", "code": "abc", "settings": {"limit": 2}}
 
 
 def content(fingerprint=FINGERPRINT):
-    return {"protocol": {}, "results": {}, "efficiency": {}, "fingerprint": fingerprint}
+    protocol = {"task": "t", "model": "m", "method": "snapkv", "ratio": 0.2, "budget": None}
+    protocol |= {"settings": {}, "changed_options": {}}
+    return {"protocol": protocol, "results": {}, "efficiency": {}, "fingerprint": fingerprint}
 
 
 def samples(*answers):
