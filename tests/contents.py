@@ -89,6 +89,7 @@ class Kind:
         commands: that read it; one is drawn. Each returns its exit code.
         named: what an error may call it, beside its name.
         made_again: files that a command rightly replaces, as a pattern.
+        most: bytes that are left of what was drawn.
     """
 
     files: tuple[str, ...]
@@ -96,6 +97,7 @@ class Kind:
     commands: tuple[Callable[[], int], ...]
     named: tuple[str, ...] = ()
     made_again: str = "$^"
+    most: int = 10**9
 
 
 def answering(*words: str, task: str = "tiny_textvqa", model: str = TINY_MODEL, method: str = "knorm") -> int:
@@ -119,7 +121,9 @@ def aloud() -> int:
 def resumed() -> int:
     """What the benches do with their earlier results."""
     given = {"settings": {"a": 1}, "environment": {"device": "cpu"}}
-    return exit_code(lambda argv: Results(Path("bench.json"), given, resume=True).has("cells", length=1) and None, [], "")
+    return exit_code(
+        lambda argv: Results(Path("bench.json"), given, resume=True).has("cells", length=1) and None, [], ""
+    )
 
 
 def with_methods() -> int:
@@ -146,7 +150,13 @@ PUBLISHED = {
     "triattention": ("tri.pt", wrong_pickle),
 }
 CALIBRATED = ("adamixkv", "duoattention", "expected-attention", "prefixkv", "q-filters", "sparsemm", "triattention")
-MODEL_FILES = ("config.json", "generation_config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json")
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "processor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 READERS = (
     lambda: table_main(["results/tiny_textvqa/tiny"]),
     lambda: metrics_main(["results/tiny_textvqa/tiny"]),
@@ -161,7 +171,7 @@ READERS = (
 
 KINDS = {
     "chat template": Kind(("template.jinja",), wrong_template, (lambda: answering("chat_template=template.jinja"),)),
-    "system prompt": Kind(("system.txt",), damaged, (lambda: answering("system_prompt=system.txt"),)),
+    "system prompt": Kind(("system.txt",), damaged, (lambda: answering("system_prompt=system.txt"),), most=2000),
     "model": Kind(
         tuple(f"model/{name}" for name in MODEL_FILES), wrong_json, (lambda: answering(model="./model"),), ("model",)
     ),
@@ -182,53 +192,86 @@ KINDS = {
         for method, (file, wrong) in PUBLISHED.items()
     },
     "text to calibrate": Kind(
-        ("text.txt",), damaged,
-        (lambda: core_main(["calibrate", "model", "--method", "q-filters", "--text", "text.txt", "--length", "64",
-                            "--questions", "1", "--out", "out/x.safetensors"]),),
+        ("text.txt",),
+        damaged,
+        (
+            lambda: core_main(
+                [
+                    "calibrate",
+                    "model",
+                    "--method",
+                    "q-filters",
+                    "--text",
+                    "text.txt",
+                    "--length",
+                    "64",
+                    "--questions",
+                    "1",
+                    "--out",
+                    "out/x.safetensors",
+                ]
+            ),
+        ),
     ),  # fmt: skip
     "KVzap config": Kind(
         ("kvzap/config.json",), wrong_json, (lambda: answering("checkpoint=kvzap", method="kvzap"),), ("kvzap",)
     ),
     "KVzap weights": Kind(
-        ("kvzap/model.safetensors",), wrong_tensors, (lambda: answering("checkpoint=kvzap", method="kvzap"),), ("kvzap",)
+        ("kvzap/model.safetensors",),
+        wrong_tensors,
+        (lambda: answering("checkpoint=kvzap", method="kvzap"),),
+        ("kvzap",),
     ),
     "gates": Kind(("gates.pt",), wrong_pickle, (lambda: answering("checkpoint=gates.pt", method="fastkvzip"),)),
     "sweep": Kind(("sweep.yaml",), wrong_yaml, (sweeping,), ("parameter", "trial"), r"^sweeping/"),
-    "sweep's note": Kind(("sweeping/sweeps/sweep/sweep.json",), wrong_json, (sweeping,), ("sweeps/sweep",), r"^sweeping/"),
-    "sweep's journal": Kind(
-        ("sweeping/sweeps/sweep/study.journal",), wrong_lines, (sweeping,), (), r"^sweeping/"
+    "sweep's note": Kind(
+        ("sweeping/sweeps/sweep/sweep.json",), wrong_json, (sweeping,), ("sweeps/sweep",), r"^sweeping/"
     ),
+    "sweep's journal": Kind(("sweeping/sweeps/sweep/study.journal",), wrong_lines, (sweeping,), (), r"^sweeping/"),
     "reproduction": Kind(
         ("paper.yaml",), wrong_yaml, (lambda: reproduce_main(["paper.yaml", "--dry-run"]),), ("model", "task", "method")
     ),
     "reference": Kind(("paper.csv",), wrong_table, (lambda: reproduce_main(["paper.yaml", "--report-only"]),)),
     "task": Kind(
-        ("tasks/mine_needle/mine_needle.yaml",), wrong_yaml,
-        (lambda: answering("--include_path", "tasks", task="mine_needle"),), ("tasks", "mine_needle"),
+        ("tasks/mine_needle/mine_needle.yaml",),
+        wrong_yaml,
+        (lambda: answering("--include_path", "tasks", task="mine_needle"),),
+        ("tasks", "mine_needle"),
     ),  # fmt: skip
     "questions": Kind(
-        ("tasks/mine_needle/questions.parquet",), wrong_parquet,
-        (lambda: answering("--include_path", "tasks", task="mine_needle"),
-         lambda: answering("--include_path", "tasks", "--check_integrity", task="mine_needle")),
+        ("tasks/mine_needle/questions.parquet",),
+        wrong_parquet,
+        (
+            lambda: answering("--include_path", "tasks", task="mine_needle"),
+            lambda: answering("--include_path", "tasks", "--check_integrity", task="mine_needle"),
+        ),
         ("mine_needle",),
     ),  # fmt: skip
     "cell's results": Kind((f"{CELL}/results.json",), wrong_json, READERS, (CELL,), f"^{CELL}/|/images/"),
     "cell's samples": Kind((f"{CELL}/samples.jsonl",), wrong_lines, READERS, (CELL,), f"^{CELL}/|/images/"),
     "cell's survivors": Kind((f"{CELL}/survivors.jsonl",), wrong_lines, READERS, (CELL,), f"^{CELL}/|/images/"),
     "archive": Kind(
-        ("mine.tar.xz",), damaged,
-        (lambda: core_main(["leaderboard", "mine.tar.xz", "--out", "out/leaderboard.html"]),
-         lambda: core_main(["leaderboard", "--check", "mine.tar.xz"])),
+        ("mine.tar.xz",),
+        damaged,
+        (
+            lambda: core_main(["leaderboard", "mine.tar.xz", "--out", "out/leaderboard.html"]),
+            lambda: core_main(["leaderboard", "--check", "mine.tar.xz"]),
+        ),
         ("mine",),
     ),  # fmt: skip
-    "answers": Kind(("answers",), wrong_lines, (lambda: answering("--use_cache", "answers"),), ("answers",), "^answers/"),
+    "answers": Kind(
+        ("answers",), wrong_lines, (lambda: answering("--use_cache", "answers"),), ("answers",), "^answers/"
+    ),
     "spoken prompts": Kind(("speech.jsonl",), wrong_lines, (aloud,), ("picture.png", "sound.wav")),
     "sound": Kind(("sound.wav",), damaged, (aloud,)),
     "picture": Kind(
-        ("picture.png",), damaged,
+        ("picture.png",),
+        damaged,
         (aloud, lambda: core_main(["show", "picture.png", "What?", "--out", "out/x.html", "window_size=4"])),
     ),  # fmt: skip
-    "speech results": Kind(("speech.json",), wrong_json, (lambda: core_main(["report", "speech.json", "--out", "out"]),)),
+    "speech results": Kind(
+        ("speech.json",), wrong_json, (lambda: core_main(["report", "speech.json", "--out", "out"]),)
+    ),
     "bench results": Kind(("bench.json",), wrong_json, (resumed,)),
     "methods": Kind(("mine.py",), wrong_program, (with_methods,)),
 }
@@ -387,7 +430,7 @@ def draw(seed: int, index: int, only: str = "") -> Case:
         file = str(rng.choice(sorted((world() / file).rglob("*.jsonl"))).relative_to(world()))
     content = (world() / file).read_bytes()
     what, wrong = (damaged if rng.random() < 0.3 else kind.wrong)(rng, content)
-    return Case(name, file, what, wrong, rng.randrange(len(kind.commands)))
+    return Case(name, file, what, wrong[: kind.most], rng.randrange(len(kind.commands)))
 
 
 class WithoutEnd(BaseException):

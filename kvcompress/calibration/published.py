@@ -24,7 +24,9 @@ def tensors_in(path: Path, *names: str) -> dict[str, torch.Tensor]:
         raise _unreadable(path, "safetensors file", error) from None
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
-            raise KVCompressError(f"{shown(str(path))}: tensor {name!r} is of {tensor.dtype}, not of floating-point numbers")
+            raise KVCompressError(
+                f"{shown(str(path))}: tensor {name!r} is of {tensor.dtype}, not of floating-point numbers"
+            )
     return tensors
 
 

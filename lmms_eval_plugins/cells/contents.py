@@ -41,6 +41,11 @@ class Sums(TypedDict):
     score: Number
 
 
+class Environment(TypedDict):
+    versions: NotRequired[dict[Text, Any]]
+    processes: NotRequired[Count]
+
+
 class Results(TypedDict):
     protocol: Protocol
     results: dict[Text, dict[Text, Any]]
@@ -52,17 +57,16 @@ class Results(TypedDict):
     metric_questions: NotRequired[dict[Text, dict[Text, Count]]]
     metric_tokens: NotRequired[dict[Text, dict[Text, Sums]]]
     throughput: NotRequired[dict[Text, Any] | None]
-    environment: NotRequired[dict[Text, Any]]
-    fingerprint: NotRequired[Any]
+    environment: NotRequired[Environment]
 
 
 class Measurement(TypedDict):
-    ttft_s: NotRequired[Number]
-    tpot_s: NotRequired[Number | None]
-    tokens_in: NotRequired[Number]
-    tokens_out: NotRequired[Number]
-    vision_tokens: NotRequired[Number]
-    kv_bytes_prompt: NotRequired[Number]
+    ttft_s: Number
+    tpot_s: Number | None
+    tokens_in: Number
+    tokens_out: Number
+    vision_tokens: Number
+    kv_bytes_prompt: Number
 
 
 class Sample(TypedDict):

@@ -105,13 +105,12 @@ class ChatProcessor:
             arguments["do_sample_frames"] = False
         try:
             inputs = dict(self.processor(text=texts, **arguments))
-        except ValueError as error:
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             lengths = {len(video) for prompt in prompts for video in prompt.videos}
             if len(lengths) < 2 or "pixel_values_videos" not in str(error):
-                shows = {kind for prompt in prompts for kind in ("images", "videos") if getattr(prompt, kind)}
-                if not shows or prompts[0].written is not None:
-                    raise
-                raise self._wrong_template(f"with {' and '.join(sorted(shows))}: {error}") from error
+                raise self._wrong_template(
+                    f"the processor refuses its prompt: {type(error).__name__}: {error}"
+                ) from error
             frames = " and ".join(map(str, sorted(lengths)))
             raise KVCompressError(
                 f"{self.args.pretrained}: its processor takes no clips of {frames} frames in one batch: give "

@@ -61,7 +61,7 @@ def wrong_tree(rng: random.Random, tree: Any) -> tuple[str, Any]:
     """Lists and dictionaries with one change somewhere: a part less, renamed, or of another value."""
     tree = copy.deepcopy(tree)
     holder, key, where, below = None, None, "", tree
-    while below and isinstance(below, dict | list) and (holder is None or rng.random() < 0.7):  # as often near the top
+    while isinstance(below, dict | list) and below and (holder is None or rng.random() < 0.7):  # as often near the top
         holder, key = below, rng.choice(list(below) if isinstance(below, dict) else range(len(below)))
         where, below = f"{where}/{key}", holder[key]
     if holder is None:
@@ -104,7 +104,15 @@ def wrong_yaml(rng: random.Random, content: bytes) -> tuple[str, bytes]:
     number = rng.randrange(len(lines))
     if kind == "line":
         lines[number] = rng.choice(
-            ["\t" + lines[number], "- " + lines[number], "", "? [a\n", "*nobody\n", "a: !!python/name:os.system\n", "%x\n"]
+            [
+                "\t" + lines[number],
+                "- " + lines[number],
+                "",
+                "? [a\n",
+                "*nobody\n",
+                "a: !!python/name:os.system\n",
+                "%x\n",
+            ]
         )
         return f"line {number}: {lines[number]!r:.40}", "".join(lines).encode()
     if kind == "twice":
@@ -112,7 +120,9 @@ def wrong_yaml(rng: random.Random, content: bytes) -> tuple[str, bytes]:
     if "!function" in text:  # which only lmms-eval reads
         name, _, _ = lines[number].partition(":")
         value = rng.choice(VALUES)
-        return f"{name}: {value!r:.30}", "".join([*lines[:number], f"{name}: {value!r}\n", *lines[number + 1 :]]).encode()
+        return f"{name}: {value!r:.30}", "".join(
+            [*lines[:number], f"{name}: {value!r}\n", *lines[number + 1 :]]
+        ).encode()
     what, tree = wrong_tree(rng, yaml.safe_load(text))
     return what, yaml.safe_dump(tree).replace(f"'{DEEP}'", "[" * DEPTH + "]" * DEPTH).encode()
 

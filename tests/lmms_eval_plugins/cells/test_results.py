@@ -28,8 +28,9 @@ def content(fingerprint=FINGERPRINT):
 
 
 def samples(*answers):
+    measured = dict.fromkeys(["ttft_s", "tpot_s", "tokens_in", "tokens_out", "vision_tokens", "kv_bytes_prompt"], 1)
     return [
-        {"task": "t", "doc_id": number, "filtered_resps": [answer], "measurement": {}}
+        {"task": "t", "doc_id": number, "filtered_resps": [answer], "measurement": measured}
         for number, answer in enumerate(answers)
     ]
 
