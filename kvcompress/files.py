@@ -1,5 +1,4 @@
-"""Files that are whole or not there, also where several processes write into one folder; whether one can write; and JSON,
-as far as its errors go."""
+"""Files that are whole or not there, also where several processes write into one folder; can one write; JSON."""
 
 import contextlib
 import json

@@ -49,7 +49,7 @@ class Environment(TypedDict):
 class Results(TypedDict):
     protocol: Protocol
     results: dict[Text, dict[Text, Any]]
-    efficiency: dict[Text, Number | None | Spread]
+    efficiency: dict[Text, Number | Spread | None]
     n_samples: Count
     n_questions: NotRequired[Count]
     configs: NotRequired[dict[Text, TaskConfig]]
@@ -103,7 +103,7 @@ def fault(content: Any, kind: type) -> str | None:
     try:
         _adapter(kind).validate_python(content)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = max(error.errors(), key=lambda each: len(each["loc"]))  # of a union, the part that fits best
         where = ".".join(str(part) for part in first["loc"] if part not in KINDS)
         if first["type"] == "missing":
             return f"no {where}"

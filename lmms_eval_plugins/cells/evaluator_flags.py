@@ -130,8 +130,7 @@ def _metadata(text: str) -> dict[str, Any]:
     are_lengths = isinstance(lengths, list) and all(type(length) is int for length in lengths)
     if not are_lengths or not lengths or not all(0 < length <= MOST_TOKENS for length in lengths):
         raise argparse.ArgumentTypeError(
-            f"max_seq_lengths {shown(lengths)} is no list of whole numbers from 1 to {MOST_TOKENS}: tasks write prompts "
-            "of so many tokens"
+            f"max_seq_lengths {shown(lengths)} is no list of whole numbers from 1 to {MOST_TOKENS}, tokens of a prompt"
         )
     return found
 

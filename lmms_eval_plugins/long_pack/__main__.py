@@ -22,7 +22,7 @@ from .prompts import Look
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}", re.ASCII)
 MOST_PIXELS = 8192  # of a side
-MOST_PICTURES = 200_000  # pictures and pages that all prompts show: about an hour of drawing
+MOST_PICTURES = 200_000  # pictures and pages that all prompts show: about half an hour of drawing
 
 
 def items(convert: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
@@ -100,8 +100,8 @@ def pack_of(argv: list[str]) -> tuple[Pack, argparse.Namespace]:
     pack = Pack(flags.seed, flags.name, flags.lengths, flags.questions, flags.depths, flags.kinds, look)
     if (pictures := pack.pictures) > MOST_PICTURES:
         raise UsageError(
-            f"--questions {pack.questions} of {len(pack.kinds)} kinds and --lengths {','.join(map(str, pack.lengths))}: "
-            f"their prompts show {pictures} pictures and pages, at most {MOST_PICTURES} are drawn"
+            f"--questions, --kinds and --lengths ask for prompts that show {pictures} pictures and pages; at most "
+            f"{MOST_PICTURES} are drawn"
         )
     smallest = smallest_picture(look.font_px)
     if "needle" in pack.tasks() and any(side < least for side, least in zip(look.picture_size, smallest, strict=True)):

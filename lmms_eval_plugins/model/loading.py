@@ -20,7 +20,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from kvcompress import KVCompressError
-from kvcompress.errors import loading, shown
+from kvcompress.errors import MOST, loading, shown
 
 from . import llava_next
 from .arguments import LLAVA_ONEVISION_ARGUMENTS, ModelArguments
@@ -200,13 +200,12 @@ def _set_up_video(args: ModelArguments, processor: Any) -> None:
 
 
 def _check_end_tokens(model: Any) -> None:
-    """Raises ValueError for what is no token of the model; transformers asks only when it generates."""
-    size = model.config.get_text_config(decoder=True).vocab_size
+    """Raises ValueError for what is no number of a token; transformers asks only when it generates."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         given = getattr(model.generation_config, name)
         for token in given if isinstance(given, list) and given else [given]:
-            if token is not None and not (type(token) is int and -1 <= token < size):  # some write -1 for none
-                raise ValueError(f"generation_config.json: {name} is {shown(given)}, no number of a token below {size}")
+            if token is not None and not (type(token) is int and -1 <= token <= MOST):  # some write -1 for none
+                raise ValueError(f"generation_config.json: {name} is {shown(given)}, no number of a token")
 
 
 def _set_end_tokens(model: Any, tokenizer: Any) -> None:
