@@ -1,12 +1,14 @@
-"""Files that are whole or not there, also where several processes write into one folder; and whether one can write."""
+"""Files that are whole or not there, also where several processes write into one folder; can one write; JSON."""
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 try:
     import fcntl
@@ -90,6 +92,14 @@ def replacing(path: Path) -> Iterator[Path]:
     with unfinished(path.parent) as folder:
         yield folder / path.name
         os.replace(folder / path.name, path)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What JSON says. Raises ValueError, also for bytes that are no text, and for what is nested too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def write_text(path: Path, text: str) -> None:

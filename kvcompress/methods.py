@@ -127,7 +127,7 @@ def _import_files() -> None:
             spec.loader.exec_module(module)
             if set(_METHODS) == before:
                 raise KVCompressError("it registers no method")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             _FILES.discard(path)
             what = "" if isinstance(error, KVCompressError) else f"{type(error).__name__}: "
             raise KVCompressError(f"{FILES}: {name}: {what}{' '.join(str(error).split())}") from error

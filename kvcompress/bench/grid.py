@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import KVCompressError
-from ..files import write_text
+from ..files import parse_json, write_text
 from .contenders import Contender, Turn, Workload
 from .timing import CLOCKS, synchronise
 
@@ -119,9 +119,9 @@ class Results:
         if not (resume and file.exists()):
             return
         try:
-            before = json.loads(file.read_text(encoding="utf-8"))
+            before = parse_json(file.read_bytes())
             then, now = ({**made["environment"], **made["settings"], "date": None} for made in (before, content))
-            stored = {part: list(before[part]) for part in parts}
+            stored = {part: [dict(cell) for cell in before[part]] for part in parts}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise KVCompressError(
                 f"{file} cannot be resumed, it is damaged: {type(error).__name__}: {' '.join(str(error).split())}"
@@ -134,7 +134,7 @@ class Results:
         self.content |= stored
 
     def has(self, part: str, **at: object) -> bool:
-        return any(all(cell[key] == value for key, value in at.items()) for cell in self.content[part])
+        return any(all(cell.get(key) == value for key, value in at.items()) for cell in self.content[part])
 
     def add(self, part: str, cell: dict[str, Any]) -> None:
         self.content[part].append(cell)

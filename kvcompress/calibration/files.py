@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 
-from ..errors import KVCompressError, shown
-from ..files import replacing
+from ..errors import KVCompressError, shown, validated
+from ..files import parse_json, replacing
 
 FORMAT = "1"
 # Fields of a text model's config that tell one architecture from another and that every transformers writes alike.
@@ -140,11 +140,16 @@ def _load(path: str, mtime_ns: int, size: int) -> Calibration:
             kind = "a safetensors file without kvcompress's metadata" if version is None else f"of format {version!r}"
             raise KVCompressError(f"is {kind}: `python -m kvcompress calibrate` writes format {FORMAT!r}")
         try:
-            given = {name: json.loads(text) for name, text in metadata.items() if name != "kvcompress_calibration"}
-            model = ModelIdentity(**given.pop("model"))
-            return Calibration(model=model, tensors={name: file.get_tensor(name) for name in file.keys()}, **given)  # noqa: SIM118 (it is no dict)
-        except (TypeError, KeyError, json.JSONDecodeError) as error:
+            given = {name: parse_json(text) for name, text in metadata.items() if name != "kvcompress_calibration"}
+            model = validated(ModelIdentity, "model:", given.pop("model"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            found = Calibration(model=model, tensors=tensors, **given)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise KVCompressError(f"has metadata that cannot be read: {' '.join(str(error).split())[:200]}") from None
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            raise KVCompressError(f"has a tensor {name!r} of {tensor.dtype}, not of {torch.float32}")
+    return found
 
 
 def check_method(calibration: Calibration, path: str | Path, method: str, shapes: Shapes) -> None:

@@ -1,6 +1,5 @@
 """Reading the files in which authors have published what their methods know of a model."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import KVCompressError, shown
+from ..files import parse_json
 
 
 def tensors_in(path: Path, *names: str) -> dict[str, torch.Tensor]:
@@ -19,9 +19,15 @@ def tensors_in(path: Path, *names: str) -> dict[str, torch.Tensor]:
                 raise KVCompressError(
                     f"{shown(str(path))} has no tensor {missing[0]!r}; it has {', '.join(sorted(found)) or 'none'}"
                 )
-            return {name: file.get_tensor(name) for name in names}
+            tensors = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise _unreadable(path, "safetensors file", error) from None
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise KVCompressError(
+                f"{shown(str(path))}: tensor {name!r} is of {tensor.dtype}, not of floating-point numbers"
+            )
+    return tensors
 
 
 def numbers_in(path: Path) -> torch.Tensor:
@@ -36,7 +42,7 @@ def numbers_in(path: Path) -> torch.Tensor:
 def json_in(path: Path) -> Any:
     """What a JSON file says. Raises KVCompressError."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise _unreadable(path, "JSON file", error) from None
 
@@ -48,7 +54,7 @@ def means_by_head(path: Path, heads: int, layers: int, ending: str = "") -> torc
     try:
         samples = [[table[f"{layer}-{head}{ending}"] for head in range(heads)] for layer in range(layers)]
         return torch.tensor([[sum(own) / len(own) for own in row] for row in samples], dtype=torch.float64)
-    except (KeyError, TypeError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ZeroDivisionError, OverflowError) as error:
         raise KVCompressError(
             f"{shown(str(path))} does not have numbers for {layers} layers of {heads} heads: {error}"
         ) from None

@@ -97,5 +97,5 @@ class PrefixKVCluster(CalibratedKVCluster):
             forgotten.append(json_in(one if path.is_file() else path))
         try:
             return {"sizes": 1 - torch.tensor(forgotten).T.float()}
-        except (RuntimeError, TypeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise KVCompressError(f"{shown(str(path))} and those beside it do not list layers: {error}") from None

@@ -71,9 +71,10 @@ class TriAttentionKVCluster(CalibratedKVCluster):
             ]
             means = [[torch.cat([head["q_mean_real"], head["q_mean_imag"]]) for head in layer] for layer in heads]
             norms = [[head["q_abs_mean"] for head in layer] for layer in heads]
-        except (KeyError, TypeError) as error:
-            raise KVCompressError(f"{shown(str(path))} does not have TriAttention's statistics: {error}") from None
-        return {"mean": _table(means), "norms": _table(norms)}
+            return {"mean": _table(means), "norms": _table(norms)}
+        except (LookupError, TypeError, RuntimeError) as error:
+            what = " ".join(str(error).split())
+            raise KVCompressError(f"{shown(str(path))} does not have TriAttention's statistics: {what}") from None
 
 
 def _table(rows: list[list[torch.Tensor]]) -> torch.Tensor:

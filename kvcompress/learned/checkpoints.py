@@ -1,6 +1,5 @@
 """Reads published checkpoints of learned scores: a local file or folder, or one of the hub."""
 
-import json
 import pickle
 import re
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..errors import KVCompressError, shown
+from ..files import parse_json
 
 HUB = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+)?", re.ASCII)
 Weights = dict[str, torch.Tensor]
@@ -50,7 +50,7 @@ def kvzap(checkpoint: str) -> Trained:
     (`input_dim`, `output_dim`, `n_modules`, `hidden_dim`, null in a linear one) and model.safetensors, in which layer
     i's weights are `layers.i.weight`, `layers.i.bias`, or `layers.i.0...` and `layers.i.2...` of an MLP."""
     with reading(checkpoint, "KVzap"):
-        config = json.loads(_file(checkpoint, "config.json").read_text(encoding="utf-8"))
+        config = parse_json(_file(checkpoint, "config.json").read_bytes())
         tensors = load_file(_file(checkpoint, "model.safetensors"))
         size, heads, inner = config["input_dim"], config["output_dim"], config["hidden_dim"]
         shapes = {"weight": (heads, size), "bias": (heads,)}
@@ -121,4 +121,6 @@ def _file(checkpoint: str, name: str = "") -> Path:
 def _of_shape(tensors: Weights, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     if tuple(tensors[name].shape) != shape:
         raise ValueError(f"{name} is {tuple(tensors[name].shape)}, not {shape}")
+    if not (tensors[name].is_floating_point() and tensors[name].isfinite().all()):
+        raise ValueError(f"{name} holds what is no finite floating-point number")
     return tensors[name]

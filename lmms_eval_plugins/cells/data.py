@@ -50,20 +50,50 @@ def load_tasks(
 ) -> list["Task"]:
     """The task, or the tasks of the group, with their data.
 
-    Raises EvaluationFailed where data is missing, and what `check` raises; it sees each task before its data.
+    Raises EvaluationFailed where data is missing, UsageError where a file of it is damaged, and what `check` raises; it
+    sees each task before its data.
     """
     from huggingface_hub.constants import HF_HOME
 
     from kvcompress import KVCompressError
 
+    files: list[str] = []
+
+    def noted(task: "Task") -> None:
+        files[:] = local_files((task.config.dataset_kwargs or {}).get("data_files"))
+        check(task)
+
     os.environ.setdefault("HF_HOME", HF_HOME)  # where some tasks look for their videos, and fail without it
     try:
-        with working_directory(data_root), one_attempt(), checked_first(check):
+        with working_directory(data_root), one_attempt(), checked_first(noted):
             return leaf_tasks(manager.load_task_or_group([name], "chat"))
     except (UsageError, KVCompressError, EvaluationFailed):
         raise
     except Exception as error:
+        if files:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise UsageError(f"the data of task {name!r} cannot be read from {', '.join(files)}: {reason}") from error
+        own = own_file(manager, name)
+        if own is not None and not isinstance(error, OSError):  # which says that its data is not here
+            raise UsageError(
+                f"task file {own}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            ) from error
         raise EvaluationFailed(data_error(name, error, data_root)) from error
+
+
+def own_file(manager: "TaskManager", name: str) -> Path | None:
+    """The file of a task that is neither bundled nor lmms-eval's; None for those."""
+    from .names import task_folders
+
+    path = Path(str(manager.task_index.get(name, {}).get("yaml_path")))
+    return None if any(folder in path.parents for folder in task_folders().values()) else path
+
+
+def local_files(named: Any) -> list[str]:
+    """Those of a task's `data_files`, a name or a list or dictionary of them, that are here."""
+    if isinstance(named, dict | list):
+        return [file for each in (named.values() if isinstance(named, dict) else named) for file in local_files(each)]
+    return [named] if isinstance(named, str) and os.path.isfile(named) else []
 
 
 @contextlib.contextmanager

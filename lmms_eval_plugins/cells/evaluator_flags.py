@@ -12,6 +12,7 @@ from .errors import UsageError, nearest
 from .flag_types import label, path, prose, shown, whole
 
 # Takes out of an answer, before it is scored, what stands between these tags: lmms-eval's own default.
+MOST_TOKENS = 2**20  # of a prompt that a task writes itself
 REASONING_TAGS = '[["<think>", "</think>"], ["<analysis>", "</analysis>"]]'
 
 METRICS = "python -m lmms_eval_plugins.metrics --compare tests differences between cells"
@@ -125,6 +126,12 @@ def _metadata(text: str) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f'{shown(text)} is no JSON object, such as {{"max_seq_lengths": [2048]}}')
+    lengths = found.get("max_seq_lengths", [2048])
+    are_lengths = isinstance(lengths, list) and all(type(length) is int for length in lengths)
+    if not are_lengths or not lengths or not all(0 < length <= MOST_TOKENS for length in lengths):
+        raise argparse.ArgumentTypeError(
+            f"max_seq_lengths {shown(lengths)} is no list of whole numbers from 1 to {MOST_TOKENS}, tokens of a prompt"
+        )
     return found
 
 

@@ -24,6 +24,7 @@ WITHOUT_EFFECT = (
     "__init__.py",
     "cell_log.py",
     "command_line.py",
+    "contents.py",
     "errors.py",
     "failures.py",
     "flag_types.py",

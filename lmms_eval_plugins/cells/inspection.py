@@ -54,10 +54,12 @@ def messages_of(task: "Task", doc_id: int, doc: dict[str, Any], flags: argparse.
     return FewShot(flags.seed[3], flags.fewshot_as_multiturn).messages(task.doc_to_messages, doc, doc_id)
 
 
-def check_integrity(tasks: list["Task"], flags: argparse.Namespace, data_root: Path | None) -> None:
-    """Read every question that is asked, with its images and videos, and its target.
+def check_integrity(
+    tasks: list["Task"], flags: argparse.Namespace, data_root: Path | None, most: int | None = None
+) -> None:
+    """Read every question that is asked, with its images and videos, and its target; `most`: only so many, in silence.
 
-    Raises EvaluationFailed that names the first questions which cannot be read, and why.
+    Raises UsageError that names the first questions which cannot be read, and why.
     """
     from lmms_eval.protocol import ChatMessages
 
@@ -65,7 +67,7 @@ def check_integrity(tasks: list["Task"], flags: argparse.Namespace, data_root: P
 
     for task in tasks:
         docs, counted, broken = task.eval_docs, {"image": 0, "video": 0}, []
-        number = limited(len(docs), flags.limit, flags.offset)
+        number = min(limited(len(docs), flags.limit, flags.offset), most or len(docs))
         for doc_id in range(flags.offset, flags.offset + number):
             try:
                 with working_directory(data_root):
@@ -79,10 +81,12 @@ def check_integrity(tasks: list["Task"], flags: argparse.Namespace, data_root: P
                 counted["video"] += len(prompt.videos)
         if broken:
             more = f"; and {len(broken) - MOST_NAMED} more" if len(broken) > MOST_NAMED else ""
-            raise EvaluationFailed(
+            raise UsageError(
                 f"task {task.config.task!r}: {len(broken)} of {number} questions cannot be read: "
                 f"{'; '.join(broken[:MOST_NAMED])}{more}"
             )
+        if most is not None:
+            continue
         media = ", ".join(f"{count} {kind}s" for kind, count in counted.items() if count) or "no images"
         say(f"checked {task.config.task}: {number} questions with {media} can be read")
 

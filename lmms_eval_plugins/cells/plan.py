@@ -110,8 +110,9 @@ class Plan:
         counts = {task.config.task: limited(len(task.eval_docs), flags.limit, flags.offset) for task in tasks}
         if empty := [task for task, count in counts.items() if not count]:
             raise UsageError(f"--offset {flags.offset} leaves no question of {empty[0]!r}")
-        if flags.check_integrity and rank() == 0:
-            check_integrity(tasks, flags, self.data_root)
+        if rank() == 0 and (flags.check_integrity or flags.include_path is not None):
+            # Of a task of one's own, the first question shows whether its file and its data go together.
+            check_integrity(tasks, flags, self.data_root, most=None if flags.check_integrity else 1)
         if flags.write_out and rank() == 0:
             write_out(tasks, flags, self.data_root, self.arguments)
         return self._jobs(name, data, definitions, counts, managers.lmms_eval)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import EvaluationFailed, leave_out
+from .errors import UsageError, leave_out
 
 RESULTS_FILE = "results.json"
 SAMPLES_FILE = "samples.jsonl"
@@ -29,12 +29,8 @@ MAX_NAME_BYTES = 200  # most file systems allow 255
 MAX_VALUE_LENGTH = 100
 SHOWN = 40  # characters of a value that is longer or strange
 
-# What every reader of a file relies on, and its kind.
-RESULTS_PARTS = {"protocol": dict, "results": dict, "efficiency": dict, "n_samples": int}
-SAMPLE_PARTS = {"task": str, "doc_id": int, "filtered_resps": list, "measurement": dict}
 
-
-class DamagedFile(EvaluationFailed):
+class DamagedFile(UsageError):
     """A file of a cell does not hold what was written. The message names it."""
 
 
@@ -124,7 +120,10 @@ def read_results(folder: Path) -> dict[str, Any]:
         raise
     except (OSError, ValueError, RecursionError) as error:  # not UTF-8 and not JSON are ValueErrors
         raise DamagedFile(f"{RESULTS_FILE} is damaged: {_one_line(error)}") from None
-    _check(RESULTS_FILE, results, RESULTS_PARTS)
+    from .contents import Results, fault  # takes a tenth of a second, and a wrong command line is answered without it
+
+    if wrong := fault(results, Results):
+        raise DamagedFile(f"{RESULTS_FILE} is damaged: {wrong}")
     return results
 
 
@@ -137,8 +136,11 @@ def read_samples(folder: Path) -> list[dict[str, Any]]:
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedFile(f"{SAMPLES_FILE} is damaged: {_one_line(error)}") from None
+    from .contents import Sample, fault
+
     for number, sample in enumerate(samples, 1):
-        _check(f"{SAMPLES_FILE}, line {number},", sample, SAMPLE_PARTS)
+        if wrong := fault(sample, Sample):
+            raise DamagedFile(f"{SAMPLES_FILE}, line {number}, is damaged: {wrong}")
     return samples
 
 
@@ -148,14 +150,6 @@ def read_cell(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if len(samples) != results["n_samples"]:
         raise DamagedFile(f"{len(samples)} samples on disk where {results['n_samples']} were evaluated")
     return results, samples
-
-
-def _check(name: str, content: Any, parts: dict[str, type]) -> None:
-    if not isinstance(content, dict):
-        raise DamagedFile(f"{name} is damaged: no object, but {type(content).__name__}")
-    for key, kind in parts.items():
-        if not isinstance(content.get(key), kind):
-            raise DamagedFile(f"{name} is damaged: no {key}")
 
 
 def _one_line(error: Exception) -> str:

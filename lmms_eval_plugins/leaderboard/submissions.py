@@ -2,8 +2,10 @@
 
 import argparse
 import contextlib
+import lzma
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +38,6 @@ def unpacked(path: Path) -> Iterator[Path]:
         try:
             with tarfile.open(path) as archive:
                 archive.extractall(folder, filter="data")  # nothing outside of the folder, and only plain files
-        except (tarfile.TarError, EOFError, OSError) as error:
+        except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError) as error:
             raise UsageError(f"{str(path)!r} cannot be unpacked: {' '.join(str(error).split())}") from None
         yield Path(folder)

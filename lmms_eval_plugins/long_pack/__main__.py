@@ -22,6 +22,7 @@ from .prompts import Look
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}", re.ASCII)
 MOST_PIXELS = 8192  # of a side
+MOST_PICTURES = 200_000  # pictures and pages that all prompts show: about half an hour of drawing
 
 
 def items(convert: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
@@ -97,6 +98,11 @@ def pack_of(argv: list[str]) -> tuple[Pack, argparse.Namespace]:
     flags = parser().parse_args(argv)
     look = Look(flags.picture_size, flags.page_size, flags.font_px, flags.words, flags.distractors)
     pack = Pack(flags.seed, flags.name, flags.lengths, flags.questions, flags.depths, flags.kinds, look)
+    if (pictures := pack.pictures) > MOST_PICTURES:
+        raise UsageError(
+            f"--questions, --kinds and --lengths ask for prompts that show {pictures} pictures and pages; at most "
+            f"{MOST_PICTURES} are drawn"
+        )
     smallest = smallest_picture(look.font_px)
     if "needle" in pack.tasks() and any(side < least for side, least in zip(look.picture_size, smallest, strict=True)):
         raise UsageError(
@@ -117,6 +123,7 @@ def command(argv: list[str]) -> None:
 
     check_output(flags.out)
     names = {}
+    print(f"drawing: prompts that show {pack.pictures} pictures and pages", file=sys.stderr, flush=True)
     for file, count in write(pack, flags.out):
         names[file] = count
         if sys.stderr.isatty():

@@ -63,6 +63,11 @@ class Pack:
         asked = {task: tuple(kind for kind in kinds if kind in self.kinds) for task, (kinds, _) in MAKERS.items()}
         return {task: kinds for task, kinds in asked.items() if kinds}
 
+    @property
+    def pictures(self) -> int:
+        """That all prompts show, pages of documents included."""
+        return self.questions * sum(self.lengths) * len(self.kinds)
+
     def groups(self, task: str) -> Iterator[list[Prompt]]:
         """Prompts that share their images, a question of each kind. Lengths and depths come in turn."""
         kinds = self.tasks()[task]

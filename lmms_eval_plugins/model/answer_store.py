@@ -15,7 +15,7 @@ from typing import Any
 
 from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
 
-from kvcompress.files import write_text
+from kvcompress.files import parse_json, write_text
 
 
 class AnswerStore:
@@ -40,8 +40,9 @@ class AnswerStore:
 
     def _read(self, line: bytes) -> None:
         try:
-            entry = json.loads(line)
-            self._known[entry["key"]] = entry["value"]
+            entry = parse_json(line)
+            if entry["digest"] == _digest(entry["key"], entry["value"]):
+                self._known[entry["key"]] = entry["value"]
         except (ValueError, TypeError, KeyError):  # a line that was cut: its batch is answered again
             return
 
@@ -53,9 +54,14 @@ class AnswerStore:
 
     def put(self, key: str, value: Any) -> None:
         self._known[key] = value
-        line = json.dumps({"key": key, "value": value}).encode()
+        line = json.dumps({"key": key, "value": value, "digest": _digest(key, value)}).encode()
         with open(self._file, "ab", buffering=0) as file:  # one write: no other process's line gets between
             file.write(b"\n" * (file.tell() > 0) + line)  # before: the last line may have been cut
+
+
+def _digest(key: str, value: Any) -> str:
+    """By which a line that was damaged is known."""
+    return hashlib.sha256(json.dumps([key, value]).encode()).hexdigest()[:16]
 
 
 def key_of(requests: Sequence[Instance], what: bytes = b"") -> str:

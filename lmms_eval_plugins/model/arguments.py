@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from jinja2 import TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -245,6 +245,10 @@ class ModelArguments(Arguments):
                 raise KVCompressError(
                     f"chat_template={shown(name)} is no Jinja template: line {error.lineno}: {error.message}"
                 ) from None
+            except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:  # of what is nested too deep
+                raise KVCompressError(
+                    f"chat_template={shown(name)} is no Jinja template: {type(error).__name__}: {error}"
+                ) from None
         return name
 
     @field_validator("pretrained")
@@ -327,15 +331,16 @@ def split_arguments(
     infos = [method_info(name) for name in methods]
     options = {name: None for info in infos for name in all_options(info, given.get("scorer"))}
     asked = ", ".join(dict.fromkeys(info.name for info in infos))
+    valid = ModelArguments.model_fields.keys() - {"legacy"}  # which gathers LEGACY_ARGUMENTS
     for name in given:
-        if name in options or name in ModelArguments.model_fields or name in LEGACY_ARGUMENTS:
+        if name in options or name in valid or name in LEGACY_ARGUMENTS:
             continue
         if owners := [info.name for info in kvcompress.list_methods().values() if name in all_options(info)]:
             raise KVCompressError(
                 f"{name!r} is an option of {', '.join(owners)}, not of {asked}; valid: {', '.join(options) or 'none'}"
             )
-        own = ModelArguments.model_fields.keys() - {"legacy", "pretrained"}
-        raise unknown_name(f"neither the model nor {asked} has an argument", name, {*own, *others, *options})
+        valid = {*valid - {"pretrained"}, *others, *options}
+        raise unknown_name(f"neither the model nor {asked} has an argument", name, valid)
     own = {name: value for name, value in given.items() if name not in options}
     return own, {name: value for name, value in given.items() if name in options}
 

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from kvcompress import KVCompressError
-from kvcompress.errors import loading
+from kvcompress.errors import MOST, loading, shown
 
 from . import llava_next
 from .arguments import LLAVA_ONEVISION_ARGUMENTS, ModelArguments
@@ -69,6 +69,7 @@ def load(args: ModelArguments, device: torch.device, needs_template: bool = True
     config, processor = load_processor(args, needs_template)
     with loading(args.pretrained):
         model = _read(args, raw_config, config, processor, settings)
+        _check_end_tokens(model)
     _set_end_tokens(model, getattr(processor, "tokenizer", processor))
     return model.eval(), processor
 
@@ -196,6 +197,15 @@ def _set_up_video(args: ModelArguments, processor: Any) -> None:
         shortest_edge=args.video_min_pixels or size["shortest_edge"],
         longest_edge=args.video_max_pixels or size["longest_edge"],
     )
+
+
+def _check_end_tokens(model: Any) -> None:
+    """Raises ValueError for what is no number of a token; transformers asks only when it generates."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        given = getattr(model.generation_config, name)
+        for token in given if isinstance(given, list) and given else [given]:
+            if token is not None and not (type(token) is int and -1 <= token <= MOST):  # some write -1 for none
+                raise ValueError(f"generation_config.json: {name} is {shown(given)}, no number of a token")
 
 
 def _set_end_tokens(model: Any, tokenizer: Any) -> None:

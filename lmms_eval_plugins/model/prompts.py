@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from lmms_eval.protocol import ChatMessages
 from transformers import BatchFeature
 
@@ -77,12 +76,16 @@ class ChatProcessor:
                 tokenize=False,
                 **({"continue_final_message": True} if starts_answer else {"add_generation_prompt": True}),
             )
-        except TemplateError as error:
-            which = self.args.chat_template or f"of {self.args.pretrained}"
-            raise KVCompressError(f"chat template {which}: {type(error).__name__}: {error}") from error
+        except Exception as error:  # whatever its own expressions raise
+            raise self._wrong_template(f"{type(error).__name__}: {error}") from error
+
+    def _wrong_template(self, reason: str) -> KVCompressError:
+        which = self.args.chat_template or f"of {self.args.pretrained}"
+        return KVCompressError(f"chat template {which}: {' '.join(reason.split())}")
 
     def inputs(self, prompts: list[ChatPrompt]) -> BatchFeature:
-        """Model inputs of a batch, left-padded, on the CPU. Raises KVCompressError for clips that go into no batch."""
+        """Model inputs of a batch, left-padded, on the CPU. Raises KVCompressError for clips that go into no batch, and
+        where the chat template does not show the pictures, each once."""
         texts = [self.text(prompt) for prompt in prompts]
         arguments: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
         # A chat template writes the begin-of-sequence token where the model wants one.
@@ -102,18 +105,32 @@ class ChatProcessor:
             arguments["do_sample_frames"] = False
         try:
             inputs = dict(self.processor(text=texts, **arguments))
-        except ValueError as error:
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             lengths = {len(video) for prompt in prompts for video in prompt.videos}
             if len(lengths) < 2 or "pixel_values_videos" not in str(error):
-                raise
+                raise self._wrong_template(
+                    f"the processor refuses its prompt: {type(error).__name__}: {error}"
+                ) from error
             frames = " and ".join(map(str, sorted(lengths)))
             raise KVCompressError(
                 f"{self.args.pretrained}: its processor takes no clips of {frames} frames in one batch: give "
                 "batch_size=1, or slots=N for N questions at a time"
             ) from error
+        self._check_shown(prompts, inputs["input_ids"])
         # Frames' positions are multiples of it, so it is not rounded.
         exact = {name: value for name, value in inputs.items() if name == "second_per_grid_ts"}
         return BatchFeature({**BatchFeature(inputs).to(self.dtype), **exact})
+
+    def _check_shown(self, prompts: list[ChatPrompt], input_ids: torch.Tensor) -> None:
+        """Raises KVCompressError for a prompt whose template leaves out its pictures: the model would not see them."""
+        names = ("image_token_id", "video_token_id")
+        ids = [value for name in names if isinstance(value := getattr(self.processor, name, None), int)]
+        sees = torch.isin(input_ids, torch.tensor(ids, dtype=input_ids.dtype)).any(1).tolist()
+        for prompt, is_shown in zip(prompts, sees, strict=True):
+            if ids and (prompt.images or prompt.videos) and prompt.written is None and not is_shown:
+                raise self._wrong_template(
+                    f"it leaves out the question's pictures: no {' or '.join(self._placeholders)} is in its prompt"
+                )
 
 
 def on_device(inputs: BatchFeature, device: torch.device) -> BatchFeature:

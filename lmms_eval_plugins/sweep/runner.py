@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..cells.data import find_tasks
 from ..cells.errors import EvaluationFailed, UsageError, nearest
+from ..cells.results import DamagedFile
 from .config import SweepConfig
 from .study import Trial, Trials
 from .trial import (
@@ -53,7 +54,7 @@ class Sweep:
     def _is_readable(self, trial: Trial) -> bool:
         try:
             read_results(self.cell(trial))
-        except EvaluationFailed as error:
+        except (EvaluationFailed, DamagedFile) as error:
             self.say(f"{self.label(trial)}: evaluated again: {error}")
             return False
         return True

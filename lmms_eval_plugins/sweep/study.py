@@ -17,7 +17,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from ..cells.errors import EvaluationFailed, UsageError
+from ..cells.errors import UsageError
 from ..cells.results import write_text
 from .config import SweepConfig
 
@@ -43,8 +43,8 @@ class Trials:
         cap: most trials, in place of the file's run_cap; a grid needs neither.
 
     Raises:
-        UsageError: `folder` holds another sweep, or nothing says how many trials a random or bayes sweep has.
-        EvaluationFailed: a file of `folder` is damaged.
+        UsageError: `folder` holds another sweep, or a damaged file; or nothing says how many trials a random or bayes
+            sweep has.
     """
 
     def __init__(self, config: SweepConfig, folder: Path, seed: int, outer: set[str], cap: int | None = None):
@@ -63,21 +63,26 @@ class Trials:
                 direction=config.goal,
                 load_if_exists=True,
             )
+            self._left = self._taken_up(grid)
+            self._drawn = len(self.drawn())
         except Exception as error:  # anything, where the journal does not hold what optuna wrote
-            raise EvaluationFailed(
+            raise UsageError(
                 f"{folder / JOURNAL_FILE} cannot be read ({_one_line(error)}): remove it; finished cells are kept"
             ) from error
+
+    def _taken_up(self, grid: list[dict[str, Any]] | None) -> deque[Trial]:
+        """What an earlier run has not finished; what is new of the grid is noted."""
         known = self._study.get_trials(deepcopy=False)
         if grid is not None:
             for parameters in grid[sum(trial.state != TrialState.FAIL for trial in known) : self.total]:
                 self._study.enqueue_trial(parameters)
-        self._left = deque(trial for trial in self.drawn() if not trial.is_told)
+        left = deque(trial for trial in self.drawn() if not trial.is_told)
         for trial in known:
             if trial.state == TrialState.RUNNING and not self._is_drawn(trial):  # cut within the draw: draw again
                 self._study.tell(trial.number, state=TrialState.FAIL)
                 if grid is not None:
                     self._study.enqueue_trial(trial.system_attrs["fixed_params"])
-        self._drawn = len(self.drawn())
+        return left
 
     @property
     def left(self) -> int:
@@ -136,8 +141,8 @@ def _check_same_sweep(config: SweepConfig, folder: Path, seed: int) -> None:
         write_text(path, json.dumps(wanted, indent=2) + "\n")
     try:
         stored = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise EvaluationFailed(f"{path} is damaged ({_one_line(error)}): remove it") from None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UsageError(f"{path} is damaged ({_one_line(error)}): remove it") from None
     if changed := sorted(key for key in wanted if stored.get(key) != json.loads(json.dumps(wanted[key]))):
         raise UsageError(
             f"{folder} holds another sweep of this name ({', '.join(changed)} changed): give --name, or remove it"

@@ -147,7 +147,7 @@ def _evaluate_on_ranks(argv: list[str]) -> None:
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """A cell's results.json. Raises EvaluationFailed where it is not there or damaged."""
+    """A cell's results.json. Raises EvaluationFailed where it is not there, DamagedFile where it is damaged."""
     try:
         return results.read_results(folder)
     except FileNotFoundError:

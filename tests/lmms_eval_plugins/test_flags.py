@@ -61,7 +61,7 @@ def test_a_question_that_cannot_be_read_is_named_before_the_model_loads(monkeypa
 
     monkeypatch.setattr(ConfigurableMessagesTask, "doc_to_messages", doc_to_messages)
     monkeypatch.setattr(evaluate, "load_model", None)
-    assert run("--check_integrity") == 1
+    assert run("--check_integrity") == 2
     assert error_line(capsys) == (
         "error: task 'tiny_textvqa': 2 of 2 questions cannot be read: question 0: OSError: image file is truncated "
         "(3 bytes not processed); question 1: OSError: image file is truncated (3 bytes not processed)"

@@ -1,6 +1,5 @@
 """What is asked aloud: bundled prompts, or a file of them with pictures and sounds."""
 
-import json
 import os
 import wave
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from transformers import ProcessorMixin
 
 from ... import speech
 from ...errors import KVCompressError, shown
+from ...files import parse_json
 
 # Without this system prompt the model is not meant to speak (model card).
 SYSTEM = (
@@ -88,8 +88,8 @@ def read_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
             continue
         where = f"{file}:{number}"
         try:
-            given = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            given = parse_json(line)
+        except ValueError as error:
             raise KVCompressError(f"{where} is not JSON: {error}") from None
         if not isinstance(given, dict) or set(given) - {"text", "image", "audio"} or "text" not in given:
             raise KVCompressError(f"{where} needs text, and may have image and audio: {line.strip()[:80]}")
@@ -119,6 +119,8 @@ def read_wav(file: Path, rate: int) -> np.ndarray:
         with wave.open(str(file)) as sound:
             found, width, channels = sound.getframerate(), sound.getsampwidth(), sound.getnchannels()
             frames = sound.readframes(sound.getnframes())
+        if not frames or len(frames) % (width * channels):
+            raise EOFError("it is cut")
     except (wave.Error, EOFError, OSError) as error:
         raise KVCompressError(f"{file} is not a WAV file: {error}") from None
     if (found, width) != (rate, 2):

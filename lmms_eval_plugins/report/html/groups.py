@@ -102,7 +102,7 @@ def samples_frame(cells: list[dict[str, Any]], frame: pd.DataFrame) -> pd.DataFr
                     "size": frame["size"][index],
                     "task": sample["task"],
                     "doc_id": sample["doc_id"],
-                    "question": sample["input"],
+                    "question": sample.get("input"),
                     "gold": gold(sample),
                     "answer": " ".join(str(answer).strip() for answer in np.ravel(sample["filtered_resps"])),
                     "score": score,

@@ -1,7 +1,6 @@
 """The page of a speech run: the answers of every cache side by side, to listen to."""
 
 import base64
-import json
 import statistics
 import wave
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from kvcompress import KVCompressError
 from kvcompress.bench.speech.report import how_it_sounds
 from kvcompress.bench.speech.strategies import STRATEGIES
+from kvcompress.files import parse_json
 
 from ...cells.errors import leave_out
 
@@ -29,10 +29,10 @@ def speech_data(file: Path) -> dict[str, Any]:
     Raises KVCompressError for another file, and where no warm round is finished.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_bytes())
         if content["warm"]:
             return page_of(content, file.parent)
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise KVCompressError(f"{str(file)!r} is not the result of a speech run ({what})") from None
     raise KVCompressError(f"{str(file)!r} has no finished warm round: go on with --resume")

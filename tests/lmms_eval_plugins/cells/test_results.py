@@ -22,12 +22,15 @@ FINGERPRINT = {"method": "snapkv", "code": "abc", "settings": {"limit": 2}}
 
 
 def content(fingerprint=FINGERPRINT):
-    return {"protocol": {}, "results": {}, "efficiency": {}, "fingerprint": fingerprint}
+    protocol = {"task": "t", "model": "m", "method": "snapkv", "ratio": 0.2, "budget": None}
+    protocol |= {"settings": {}, "changed_options": {}}
+    return {"protocol": protocol, "results": {}, "efficiency": {}, "fingerprint": fingerprint}
 
 
 def samples(*answers):
+    measured = dict.fromkeys(["ttft_s", "tpot_s", "tokens_in", "tokens_out", "vision_tokens", "kv_bytes_prompt"], 1)
     return [
-        {"task": "t", "doc_id": number, "filtered_resps": [answer], "measurement": {}}
+        {"task": "t", "doc_id": number, "filtered_resps": [answer], "measurement": measured}
         for number, answer in enumerate(answers)
     ]
 

@@ -110,7 +110,7 @@ EDITS = {
         "the median of tpot_s is said to be 1e-05, but that of its questions is ",
     ),
     "odd content": (lambda r: r.update(efficiency={"a": 1}), None, "the median of ttft_s is said to be None"),
-    "odder content": (lambda r: r["protocol"].pop("settings"), None, "not as this version writes it"),
+    "odder content": (lambda r: r["protocol"].pop("options"), None, "not as this version writes it"),
 }
 
 

@@ -83,7 +83,7 @@ def test_a_sweep_whose_notes_are_damaged_says_which(tmp_path, config):
         folder = tmp_path / name.partition(".")[2]
         Trials(config(), folder, 0, set())
         (folder / name).write_text(damage)
-        with pytest.raises(EvaluationFailed, match=f"{name} .*: remove it") as error:
+        with pytest.raises(UsageError, match=f"{name} .*: remove it") as error:
             Trials(config(), folder, 0, set())
         assert "\n" not in str(error.value)
 

@@ -1,0 +1,116 @@
+"""What readers of a cell's files rely on: the kind of each part that they look at. Other parts may be anything."""
+
+from functools import cache
+from typing import Annotated, Any
+
+from pydantic import Field, Strict, TypeAdapter, ValidationError
+from typing_extensions import NotRequired, TypedDict
+
+from .flag_types import MOST, shown
+
+Number = Annotated[float, Strict()]
+Count = Annotated[int, Strict(), Field(ge=0, le=MOST)]
+Text = Annotated[str, Strict()]
+KINDS = ("float", "Spread")  # of a union, of which pydantic says which it tried
+
+
+class Protocol(TypedDict):
+    task: Text
+    model: Text
+    method: Text
+    ratio: Number | None
+    budget: Number | None
+    settings: dict[Text, Any]
+    changed_options: dict[Text, Any]
+    options: NotRequired[dict[Text, Any]]
+
+
+class Spread(TypedDict):
+    mean: NotRequired[Number | None]
+    median: NotRequired[Number | None]
+    per_layer: NotRequired[list[Number]]
+
+
+class TaskConfig(TypedDict):
+    metric_list: NotRequired[list[dict[Text, Any]] | None]
+    score_key: NotRequired[Text | None]
+
+
+class Sums(TypedDict):
+    tokens_out: Number
+    score: Number
+
+
+class Environment(TypedDict):
+    versions: NotRequired[dict[Text, Any]]
+    processes: NotRequired[Count]
+
+
+class Results(TypedDict):
+    protocol: Protocol
+    results: dict[Text, dict[Text, Any]]
+    efficiency: dict[Text, Number | Spread | None]
+    n_samples: Count
+    n_questions: NotRequired[Count]
+    configs: NotRequired[dict[Text, TaskConfig]]
+    group_subtasks: NotRequired[dict[Text, list[Text]]]
+    metric_questions: NotRequired[dict[Text, dict[Text, Count]]]
+    metric_tokens: NotRequired[dict[Text, dict[Text, Sums]]]
+    throughput: NotRequired[dict[Text, Any] | None]
+    environment: NotRequired[Environment]
+
+
+class Measurement(TypedDict):
+    ttft_s: Number
+    tpot_s: Number | None
+    tokens_in: Number
+    tokens_out: Number
+    vision_tokens: Number
+    kv_bytes_prompt: Number
+
+
+class Sample(TypedDict):
+    task: Text
+    doc_id: Annotated[int, Strict()]
+    filtered_resps: list[Any]
+    measurement: Measurement
+    measurements: NotRequired[list[Measurement]]
+
+
+class Packed(TypedDict):
+    shape: list[Count]
+
+
+class Asked(TypedDict):
+    asked: Count
+
+
+class Entry(TypedDict):
+    task: Text
+    doc_id: Annotated[int, Strict()]
+    layers: list[Any]
+    kv_heads: Count
+    vision: Packed
+    text: Packed
+    pieces: list[Text]
+    images: list[dict[Text, Any]]
+
+
+def fault(content: Any, kind: type) -> str | None:
+    """What a part of `content` should be and is not, in one line; None where all are of their kinds."""
+    if not isinstance(content, dict):
+        return f"no object, but {type(content).__name__}"
+    try:
+        _adapter(kind).validate_python(content)
+    except ValidationError as error:
+        first = max(error.errors(), key=lambda each: len(each["loc"]))  # of a union, the part that fits best
+        where = ".".join(str(part) for part in first["loc"] if part not in KINDS)
+        if first["type"] == "missing":
+            return f"no {where}"
+        return f"{where} is {shown(first['input'])}: {first['msg']}"
+    return None
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
