@@ -3,15 +3,16 @@ model's for methods that tell images from text.
 
     python -m benchmarks.fidelity
 
-Compares ours with the recordings in tests/oracle/authors/fixtures/ and writes the table into docs/differences.md. The
-recordings are made again by the script of each repository, which `tests/oracle/authors/` explains. A second table says
-what a method's variants change: kept entries, and answers of the bundled model. Answers are written down as they come,
-in benchmarks/results/variants.json.
+Compares ours with the recordings in tests/oracle/authors/fixtures/ and writes the table into docs/differences.md, with
+another of the methods that drop tokens below it. The recordings are made again by the script of each repository, which
+`tests/oracle/authors/` explains. A last table says what a method's variants change: kept entries, and answers of the
+bundled model. Answers are written down as they come, in benchmarks/results/variants.json.
 """
 
 import argparse
 import textwrap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
 from itertools import product
@@ -24,21 +25,26 @@ import kvcompress
 from kvcompress.tokens import TokenMethod
 from lmms_eval_plugins.cells.results import write_text
 from tests.oracle.authors import recording as recordings
+from tests.oracle.authors import token_recording
 from tests.oracle.authors.ours import of, ours, share
 from tests.oracle.authors.recording import Recording
 from tests.oracle.authors.states import DECODED, RATIOS, states
+from tests.oracle.authors.token_recording import TokenRecording
 
 from . import method_cells, method_tasks
 from .method_table import RESULTS
 
 STATES = ("smollm2", "smollm2_image", "tiny")  # the first that a method was recorded on
 PAGE = Path(__file__).parent.parent / "docs" / "differences.md"
+TOKENS = """Methods that drop vision tokens: the share of the states that the authors' code lets through and ours lets
+through too, in percent, the least of drawn prompts at these budgets (vision tokens, as `budget=` counts them)."""
 VARIANT_RATIOS = (0.5, 0.2)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A method and its authors' repository; `shares`: (decode steps, ratio) -> the share of common entries."""
+    """A method and its authors' repository; `shares`: (decode steps, ratio) -> the share of common entries; `held`: the
+    same keys -> the ratio that their code holds in a prompt, where it cannot hold the one that was asked for."""
 
     label: str
     states: str
@@ -46,15 +52,27 @@ class Row:
     commit: str
     shares: dict[tuple[int, float], float]
     differs: tuple[str, ...]  # what is named as different
+    held: dict[tuple[int, float], float]
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A method that drops tokens; `budgets`: of its recordings; `share`: the least of common states in any of them."""
+
+    label: str
+    repository: str
+    commit: str
+    budgets: tuple[int, ...]
+    share: float
 
 
 def rows() -> Iterator[Row]:
-    """Of each fixture the labels that have recordings of the whole prompt."""
+    """Of each fixture the labels that have recordings at the table's ratios and steps."""
     for fixture in recordings.fixtures():
         about, named = recordings.about(fixture), import_module(f"tests.oracle.authors.{fixture}").DIFFERENCES
         of_label: dict[str, list[Recording]] = {}
         for one in recordings.load(fixture):
-            if one.states in STATES and ratio_of(one):
+            if one.states in STATES and one.decoded in (0, DECODED) and ratio_of(one):
                 of_label.setdefault(one.label, []).append(one)
         for label, ones in of_label.items():
             on = min((one.states for one in ones), key=STATES.index)
@@ -62,30 +80,77 @@ def rows() -> Iterator[Row]:
             shares = {(one.decoded, ratio_of(one)): share(one, of(one)) for one in ones}
             starts = [start for start in named if any(one.name.startswith(start) for one in ones)]
             differs = tuple(dict.fromkeys(named[start][1] for start in starts))
-            yield Row(label, on, about["repository"], about["commit"], shares, differs)
+            held = {(one.decoded, one.ratio): one.budget / one.prompt for one in ones if one.ratio}
+            yield Row(label, on, about["repository"], about["commit"], shares, differs, held)
+
+
+def token_rows() -> Iterator[TokenRow]:
+    for path in sorted(token_recording.FIXTURES.glob("*.npz")):
+        about = recordings.about(f"tokens/{path.stem}")
+        script = import_module(f"tests.oracle.authors.{path.stem}")
+        of_label: dict[str, list[TokenRecording]] = {}
+        for one in token_recording.load(path.stem):
+            of_label.setdefault(one.label, []).append(one)
+        for label, ones in of_label.items():
+            shares = [
+                token_recording.share(theirs, states)
+                for one in ones
+                for theirs, states in zip(one.states, script.ours(one), strict=True)
+            ]
+            budgets = tuple(one.budget for one in ones)
+            yield TokenRow(label, about["repository"], about["commit"], budgets, min(shares))
 
 
 def ratio_of(one: Recording) -> float | None:
-    """Which of `RATIOS` it asks for; None for another budget, or a part of the prompt."""
+    """Which of `RATIOS` it stands for; None for another budget, or a part of the prompt."""
+    if one.ratio is not None:
+        return one.ratio
     prompt = states(one.states).prompt
     return {round(ratio * prompt): ratio for ratio in RATIOS}.get(one.budget) if one.prompt == prompt else None
 
 
-def markdown(found: list[Row]) -> str:
+def names(found: Sequence[Row | TokenRow]) -> dict[tuple[str, str], str]:
+    """(repository, commit) -> what links to it, unlike all others."""
+    sources = dict.fromkeys((row.repository, row.commit) for row in found)
+    counts = Counter(repository.rpartition("/")[2] for repository, _ in sources)
+    named = {}
+    for repository, commit in sources:
+        name = repository.rpartition("/")[2]
+        named[repository, commit] = name if counts[name] == 1 else f"{name} {commit[:7]}"
+    return named
+
+
+def markdown(found: list[Row], dropping: list[TokenRow]) -> str:
     ratios = " | ".join(f"{ratio:g}" for ratio in RATIOS)
     lines = [f"| method | authors' code | states | {ratios} | {ratios} |", "|---|---|---|" + "---:|" * 2 * len(RATIOS)]
     notes: list[str] = []
-    links: dict[str, None] = {}
+    linked = names([*found, *dropping])
     for row in sorted(found, key=lambda row: (row.label, row.repository)):
-        name = row.repository.rpartition("/")[2]
-        cells = [percent(row.shares.get((steps, ratio))) for steps in (0, DECODED) for ratio in RATIOS]
+        cells = [cell(row, (steps, ratio)) for steps in (0, DECODED) for ratio in RATIOS]
         notes += [note for note in row.differs if note not in notes]
         marks = ", ".join(str(notes.index(note) + 1) for note in row.differs)
         label = f"{row.label} <sup>{marks}</sup>" if marks else row.label
-        links[f"[{name}]: {row.repository}/tree/{row.commit}"] = None
+        name = linked[row.repository, row.commit]
         lines.append(f"| {label} | [{name}] | {row.states} |{'|'.join(cells)}|")  # no spaces: some labels are long
     said = [wrapped(f"{number}. {note}") for number, note in enumerate(notes, 1)]
-    return "\n".join([*lines, "", *said, *(["", *links] if said else links)]) + "\n"
+    links = [f"[{name}]: {repository}/tree/{commit}" for (repository, commit), name in linked.items()]
+    blocks = [lines, said, [TOKENS, "", *tokens_table(dropping, linked)] if dropping else [], links]
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def tokens_table(found: list[TokenRow], linked: dict[tuple[str, str], str]) -> list[str]:
+    lines = ["| method | authors' code | budgets | the same |", "|---|---|---|---:|"]
+    for row in sorted(found, key=lambda row: row.label):
+        budgets = ", ".join(map(str, row.budgets))
+        name = linked[row.repository, row.commit]
+        lines.append(f"| {row.label} | [{name}] | {budgets} | {percent(row.share)} |")
+    return lines
+
+
+def cell(row: Row, key: tuple[int, float]) -> str:
+    """A share, with the ratio that was held where that is not the column's."""
+    held = f" ({row.held[key]:.2f})" if key in row.held else ""
+    return percent(row.shares.get(key)) + held
 
 
 def wrapped(note: str) -> str:
@@ -167,7 +232,7 @@ def main() -> None:
     torch.set_num_threads(1)
     wanted = arguments.tables or ["fidelity", "variants"]
     if "fidelity" in wanted:
-        put("fidelity", markdown(list(rows())))
+        put("fidelity", markdown(list(rows()), list(token_rows())))
     if "variants" in wanted:
         put("variants", variants_table(arguments.questions, RESULTS / "variants.json"))
 

@@ -45,7 +45,56 @@ def test_a_row_has_the_shares_of_its_recordings_and_the_named_difference(monkeyp
     assert (same.shares, same.differs) == ({(0, 0.5): 1.0}, ())
     kept = int(held[0, 0].sum())
     assert differs.shares == {(0, 0.5): pytest.approx((kept - 1) / kept)}
-    table = fidelity.markdown([same, differs])
+    table = fidelity.markdown([same, differs], [])
     assert "| five sinks <sup>1</sup> | [name] | tiny |" in table
     assert "| streamingllm | [name] | tiny |100|" in table
     assert table.endswith("\n1. a sink\n\n[name]: https://github.com/owner/name/tree/0123456789\n")
+
+
+def of(label: str, repository: str, commit: str, **known: object) -> fidelity.Row:
+    return fidelity.Row(label, "tiny", repository, commit, **({"shares": {}, "differs": (), "held": {}} | known))
+
+
+def test_no_two_commits_are_linked_by_the_same_name():
+    home, other = "https://github.com/owner/name", "https://github.com/other/else"
+    found = [of("a", home, "0123456789"), of("b", home, "v0.5.5"), of("c", other, "0123456789")]
+    dropping = [fidelity.TokenRow("d", home, "0123456789", (64,), 1.0)]
+    links = [line for line in fidelity.markdown(found, dropping).splitlines() if line.startswith("[")]
+    assert links == [
+        f"[name 0123456]: {home}/tree/0123456789",
+        f"[name v0.5.5]: {home}/tree/v0.5.5",
+        f"[else]: {other}/tree/0123456789",
+    ]
+
+
+def test_a_label_without_a_figure_has_no_row(monkeypatch):
+    prompt = states("tiny").prompt
+    kept = torch.ones(4, 2, prompt + 16, dtype=torch.bool)
+    one = Recording("streamingllm", "streamingllm", {}, "tiny", prompt, round(0.5 * prompt), kept, decoded=16)
+    monkeypatch.setattr(recording, "fixtures", lambda: ["kvcache_factory"])
+    monkeypatch.setattr(recording, "load", lambda name: [one])
+    assert list(fidelity.rows()) == []
+
+
+def test_the_page_has_no_row_without_a_figure_and_no_link_twice():
+    table = fidelity.PAGE.read_text(encoding="utf-8").partition("<!-- fidelity: ")[2].partition("<!-- end of")[0]
+    rows = [line for line in table.splitlines() if "| [" in line]
+    assert len(rows) > 50
+    assert all(any(letter.isdigit() for letter in line.rpartition("] |")[2].partition("|")[2]) for line in rows)
+    links = [line.partition("]: ")[0] for line in table.splitlines() if "]: " in line]
+    assert len(links) == len(set(links))
+
+
+def test_what_their_code_holds_in_place_of_the_ratio_stands_beside_the_share():
+    prompt = states("tiny").prompt
+    one = Recording("snapkv", "snapkv", {}, "tiny", prompt - 1, 100, torch.empty(0), ratio=0.2)
+    assert fidelity.ratio_of(one) == 0.2
+    row = of("a", "https://github.com/owner/name", "0", shares={(0, 0.2): 0.98}, held={(0, 0.2): 0.264})
+    assert [fidelity.cell(row, (0, ratio)) for ratio in (0.5, 0.2)] == ["", "98 (0.26)"]
+
+
+def test_a_token_methods_row_has_the_least_share_of_its_recordings():
+    (row,) = [row for row in fidelity.token_rows() if row.label == "fastv"]
+    assert (row.budgets, row.share) == ((48, 24, 10, 95), 1.0)
+    assert row.repository.endswith("/FastV")
+    assert "| fastv | [FastV] | 48, 24, 10, 95 | 100 |" in fidelity.markdown([], [row])

@@ -109,7 +109,7 @@ def main() -> None:
                 recordings.append(recording("cake", name, prompt, 0, budget, {}))
             if budget > 32:
                 recordings.append(recording("cake", name, prompt, DECODED, budget, {}))
-                recordings.append(recording("cake, kernel_size=1", name, prompt, 16, budget, UNPOOLED))
+                recordings.append(recording("cake, kernel_size=1", name, prompt, DECODED, budget, UNPOOLED))
     functions = "cake/model/modify_llama.py: llama_attn_forward_cake; cake/cake_cache.py; cake/utils.py"
     save("cakekv", recordings, "antgroup/cakekv", checkout, functions)
 

@@ -15,7 +15,7 @@ from kvcompress.calibration.files import Calibration, ModelIdentity, save
 from kvcompress.hooks.second_reading import DecoderInputs, read_again
 
 from .recording import Recording
-from .states import States, states
+from .states import States, gates, hidden, states
 
 IMAGE = 3  # the token that stands for an image's
 
@@ -63,6 +63,8 @@ def ours(given: States, prompt: int, decoded: int, method: str, budget: int, **o
         for place, layer in enumerate(cache.compressed_layers):
             queries, keys, values = given.layer(place, tokens)
             cache.update(keys, values, place)
+            if cache.policy.cluster.reads_hidden:
+                layer.foretell(cache.policy.cluster.foretell(hidden(given, place, tokens), place))
             layer.after_attention(queries, keys.shape[-1] ** -0.5, _module(given, place))
         if ids is not None and cache.policy.cluster.second_pass:
             inputs = DecoderInputs(torch.arange(float(count))[None, :, None], None)
@@ -119,14 +121,16 @@ def _held(cache: kvcompress.CompressedCache, tokens: int) -> tuple:
 def of(recording: Recording) -> Held:
     """What ours keeps where the authors' code kept a recording."""
     given, options = states(recording.states), dict(recording.options)
-    if recording.known:
-        with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder:
+        if recording.method == "fastkvzip":
+            options["checkpoint"] = str(Path(folder) / "gates.pt")
+            torch.save({"module": gates(given)}, options["checkpoint"])
+        if recording.known:
             path = Path(folder) / "calibration.safetensors"
             model = ModelIdentity.of(config_of(given), given.layers)
             save(Calibration(recording.method, model, recording.known), path)
             options["calibration"] = str(path)
-            return ours(given, recording.prompt, recording.decoded, recording.method, recording.budget, **options)
-    return ours(given, recording.prompt, recording.decoded, recording.method, recording.budget, **options)
+        return ours(given, recording.prompt, recording.decoded, recording.method, recording.budget, **options)
 
 
 def share(recording: Recording, held: Held) -> float:

@@ -92,6 +92,30 @@ def states(name: str) -> States:
     return States(**tensors, prompt=tokens - DECODED, inv_freq=inv_freq, vision=vision, o_proj=o_proj)
 
 
+def hidden(given: States, place: int, tokens: slice) -> torch.Tensor:
+    """What stands for the hidden states (1, tokens, heads * head_dim) that a layer is given: its queries."""
+    return given.layer(place, tokens)[0].transpose(1, 2).flatten(2)
+
+
+def gates(given: States, size: int = 4, sinks: int = 3) -> list[dict[str, torch.Tensor]]:
+    """Of each layer a drawn gate for `hidden`, in the layout of Fast KVzip's."""
+    draw, groups = np.random.Generator(np.random.PCG64(len(NAMES))), given.groups
+    _, kv_heads, _, head_dim = given.keys.shape
+    shapes = {
+        "q_proj.weight": (kv_heads * groups * size, kv_heads * groups * head_dim),
+        "q_proj.bias": (kv_heads * groups * size,),
+        "k_proj.weight": (kv_heads * size, kv_heads * groups * head_dim),
+        "q_norm.weight": (size,),
+        "k_norm.weight": (size,),
+        "k_base": (kv_heads, 1, sinks, size),
+        "b": (kv_heads, 1, groups),
+    }
+    return [
+        {name: torch.from_numpy(draw.standard_normal(shape, dtype=np.float32)) for name, shape in shapes.items()}
+        for _ in range(given.layers)
+    ]
+
+
 def cases(name: str) -> list[tuple[int, int]]:
     """(prompt, budget) to record of states: the whole prompt and a third of it, at each of `RATIOS`; a budget above the
     prompt."""
