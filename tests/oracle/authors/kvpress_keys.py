@@ -1,17 +1,20 @@
 """NVIDIA/kvpress, the home of these methods, at a newer commit than the recordings of `test_kvpress.py`: scores and
-`ScorerPress`'s choice by them."""
+`ScorerPress`'s choice by them; and its PyramidKVPress, whose layers are SnapKV's."""
 
 import ast
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
 from .recording import Recording, kept_columns, save
+from .released import attention
 from .states import NAMES, cases, states
 
+WINDOW = 8  # PyramidKV's
 PRESSES = {
     "keydiff": ("keydiff_press.py", SimpleNamespace()),
     "cur": (
@@ -26,7 +29,8 @@ PRESSES = {
     ),
 }
 
-DIFFERENCES: dict[str, tuple[float, str]] = {}
+ROUNDED = "each layer's size is rounded by itself there; our sum is exact"
+DIFFERENCES = {"pyramidkv, variant=kvpress": (0.98, ROUNDED)}
 
 
 def main() -> None:
@@ -47,8 +51,37 @@ def main() -> None:
                     stays, _ = compress(press, module, None, keys, values, None, {})
                     kept.append(kept_columns(stays[0], keys[0]))
                 recordings.append(Recording(method, method, {}, name, prompt, budget, torch.stack(kept)))
-    functions = "presses/keydiff_press.py, cur_press.py: score; scorer_press.py: ScorerPress.compress"
+    recordings += [
+        _pyramid(checkout, name, *case, beta)
+        for name in NAMES
+        for case in cases(name)
+        for beta in (20, 3)
+        if WINDOW < case[1] < case[0]
+    ]
+    functions = (
+        "presses/keydiff_press.py, cur_press.py: score; scorer_press.py: ScorerPress.compress; snapkv_press.py: score; "
+        "pyramidkv_press.py: PyramidKVPress.compress, get_layer_budget"
+    )
     save("kvpress_keys", recordings, "NVIDIA/kvpress", checkout, functions)
+
+
+def _pyramid(checkout: Path, name: str, prompt: int, budget: int, beta: int) -> Recording:
+    given, kept = states(name), []
+    press = SimpleNamespace(window_size=WINDOW, kernel_size=5, beta=beta, compression_ratio=1 - budget / prompt)
+    for method, file in (("score", "snapkv_press.py"), ("get_layer_budget", "pyramidkv_press.py")):
+        setattr(press, method, partial(_function(checkout, file, method), press))
+    compress = _function(checkout, "pyramidkv_press.py", "compress")
+    heads, kv_heads = given.queries.shape[1], given.keys.shape[1]
+    config = SimpleNamespace(num_hidden_layers=given.layers, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    for place in range(given.layers):
+        queries, keys, values = given.layer(place, slice(0, prompt))
+        module = SimpleNamespace(head_dim=keys.shape[-1], config=config, layer_idx=place)
+        weights = attention(queries, keys).float()
+        stays, _ = compress(press, module, torch.empty(1, prompt, 1), keys, values, weights, {})
+        kept.append(kept_columns(stays[0], keys[0]))
+    label = "pyramidkv, variant=kvpress" + (f", pyramid_beta={beta}" if beta != 20 else "")
+    options = {"variant": "kvpress", "window_size": WINDOW, "pyramid_beta": float(beta)}
+    return Recording(label, "pyramidkv", options, name, prompt, budget, torch.stack(kept))
 
 
 def _function(checkout: Path, file: str, name: str) -> object:
