@@ -135,15 +135,17 @@ def test_rkv_keeps_the_latest_of_tokens_that_repeat_each_other():
 
 
 @reference_test
-@given(layer=layers(), sinks=st.sampled_from([0, 4]))
-def test_d2o_keeps_sinks_recent_tokens_and_heavy_hitters(layer, sinks):
+@given(layer=layers(), sinks=st.sampled_from([0, 4]), variant=st.sampled_from(["code", "paper"]))
+def test_d2o_keeps_sinks_recent_tokens_and_heavy_hitters(layer, sinks, variant):
+    share = {"code": 0.5, "paper": 0.25}[variant]  # three heavy hitters to a recent token
+
     def reference(q, k, v, budget):
-        scores = recent_first(attention(q, k).sum(1).mean(0), max(1, int(0.5 * budget)))
+        scores = recent_first(attention(q, k).sum(1).mean(0), max(1, int(share * budget)))
         return best([INF if column < sinks else score for column, score in enumerate(scores)], budget, sinks)
 
     queries, keys, values, prompt = layer
     unmerged = dataclasses.replace(prompt, settings=Settings(merge="none"))
-    check(kvcompress.make_cluster("d2o", sinks=sinks), (queries, keys, values, unmerged), reference)
+    check(kvcompress.make_cluster("d2o", sinks=sinks, variant=variant), (queries, keys, values, unmerged), reference)
 
 
 @reference_test
@@ -287,16 +289,20 @@ def test_variance_shares_by_the_softmax_of_the_negative():
 @given(layer=layers(), last=st.sampled_from([1, 3, 10]), threshold=st.sampled_from([0.3, 0.5, 0.8]))
 def test_lazy_layers_are_those_that_look_at_first_and_last_tokens(layer, last, threshold):
     cluster = kvcompress.make_cluster("simlayerkv", lazy_threshold=threshold)
-    judges = mock.patch.object(lazy.LazyLayerBudget, "judges", 8)
-    with judges, mock.patch.multiple(lazy, FIRST=2, LAST=last):
-        ours = measured("lazy", layer, cluster).tolist()
-    for share, weights in zip(ours, rows(layer), strict=True):
-        length = weights.shape[1]
-        spent = []
+    judges = [mock.patch.object(rule, "judges", 8) for rule in (lazy.LazyLayerBudget, lazy.PublishedLazyLayerBudget)]
+    with judges[0], judges[1], mock.patch.multiple(lazy, FIRST=2, LAST=last):
+        ours, published = (measured(rule, layer, cluster).tolist() for rule in ("lazy", "lazy-paper"))
+
+    def is_lazy(weights: torch.Tensor, last: int) -> bool:
+        length, spent = weights.shape[1], []
         for query in range(max(length - 8, 0), length):
             near = {*range(min(2, query + 1)), *range(max(query + 1 - last, 0), query + 1)}
             spent += [float(head[query, sorted(near)].sum()) for head in weights]
-        assert share == (lazy.SHARE if sum(spent) / len(spent) > threshold else 1.0)
+        return sum(spent) / len(spent) > threshold
+
+    for share, in_paper, weights, budget in zip(ours, published, rows(layer), layer[3].budgets, strict=True):
+        assert share == (lazy.SHARE if is_lazy(weights, last) else 1.0)
+        assert in_paper == is_lazy(weights, max(budget - 2, 0)), "the paper's looks at what a lazy layer keeps"
 
 
 def test_a_lazy_layer_gives_three_quarters_of_its_share_to_the_others():

@@ -9,7 +9,7 @@ import torch
 
 import kvcompress
 from kvcompress import KVCompressError, methods
-from kvcompress.policy.options import all_options
+from kvcompress.policy.options import PRESCRIBED, all_options
 from kvcompress.policy.policy import make_policy
 from kvcompress.tokens import TokenMethod
 from tests.oracle.authors.ours import Held, ours
@@ -47,6 +47,15 @@ def test_no_two_variants_of_a_method_keep_the_same(method, one, other):
         is_same(*(held(method, *prompt, variant=name, **WHERE.get(method, {})) for name in (one, other)))
         for prompt in prompts
     )
+
+
+@pytest.mark.parametrize("method", KV)
+def test_what_a_variant_prescribes_is_in_force_where_it_is_chosen(method):
+    for variant in VARIANTS[method]:
+        policy = make_policy(method, 0.5, variant=variant)
+        for name, value in INFOS[method].cls.by_variant.get(variant, {}).items():
+            assert policy.cluster.of_variant(name) == value
+            assert name not in PRESCRIBED or policy.chosen(name) == value
 
 
 def test_every_variant_of_every_method_is_drawn_by_the_property_tests():
