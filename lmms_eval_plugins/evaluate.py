@@ -12,7 +12,7 @@ import os
 
 from .cells.cell_log import CellLog
 from .cells.command_line import parse
-from .cells.errors import EvaluationFailed, exit_code, leave
+from .cells.errors import DamagedFile, EvaluationFailed, exit_code, leave
 from .cells.failures import TaskFailures, run_tasks
 from .cells.inspection import show_config
 from .cells.listing import show_list
@@ -59,7 +59,7 @@ def run(plan: Plan, argv: list[str]) -> int:
     log = CellLog(plan)
     jobs, failures, managers = [], TaskFailures(plan.request.tasks), plan.managers()
     for task in plan.request.tasks:
-        with failures.noted(task, EvaluationFailed):
+        with failures.noted(task, (EvaluationFailed, DamagedFile)):
             jobs += plan.jobs_of(task, managers)
     if rank() == 0:
         check_folders(jobs)

@@ -282,7 +282,7 @@ KINDS = {
 
 def make_world(here: Path) -> None:
     """Every kind of file, right, in a new folder."""
-    with contextlib.chdir(here) if hasattr(contextlib, "chdir") else working_in(here):
+    with working_in(here):
         shutil.copytree(TINY_CHECKPOINT, "model", ignore=shutil.ignore_patterns("*.md", "*.jsonl"))
         shutil.copy("model/chat_template.jinja", "template.jinja")
         Path("system.txt").write_text("Answer in one word.\n")
@@ -451,14 +451,26 @@ def limited_time() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def outcome(case: Case) -> tuple[str, str]:
-    """`ok`, `refused`, or what is wrong about how it ends; and what was said."""
-    with tempfile.TemporaryDirectory(prefix="kvcompress-contents-") as name:
+@contextlib.contextmanager
+def in_a_world() -> Iterator[Path]:
+    """Works in a new folder with every kind of file, right."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvcompress-contents-") as name,
+        mock.patch.dict(os.environ),
+        small_index(),
+    ):
         here = Path(name, "here")
         shutil.copytree(world(), here)
+        with working_in(here):
+            yield here
+
+
+def outcome(case: Case) -> tuple[str, str]:
+    """`ok`, `refused`, or what is wrong about how it ends; and what was said."""
+    with in_a_world() as here:
         (here / case.file).write_bytes(case.content)
         before = hashes(here)
-        code, said = run(KINDS[case.kind].commands[case.command], here)
+        code, said = run(KINDS[case.kind].commands[case.command])
         after = hashes(here)
     kind = KINDS[case.kind]
     lost = [
@@ -485,13 +497,10 @@ def outcome(case: Case) -> tuple[str, str]:
     return "refused", said
 
 
-def run(command: Callable[[], int], here: Path) -> tuple[int | str, str]:
+def run(command: Callable[[], int]) -> tuple[int | str, str]:
     """The exit code, and stderr."""
     said = io.StringIO()
     with (
-        working_in(here),
-        mock.patch.dict(os.environ),
-        small_index(),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(said),
     ):

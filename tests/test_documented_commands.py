@@ -70,7 +70,7 @@ NOT_RUN = {
     "an environment with kvpress": r"--kvpress-python",
     "a model of text only, and a book": r"kvcompress calibrate MODEL",
     "it installs": r": (\.venv/bin/)?pip |: python3 -m venv|test_pythons\.sh|test_versions\.sh|lock\.sh",
-    "it is the tests": r"run_tests\.sh|pytest tests|tests\.(mutate|lines_run)",
+    "it is the tests": r"run_tests\.sh|pytest tests|tests\.(contents|mutate|lines_run)",
     "it writes into this repository": (
         r"tests\.(methods_page|family_table)|tiny_vlm\.dataset$|regimes\.dataset|--write-reference|benchmarks\.fidelity"
     ),

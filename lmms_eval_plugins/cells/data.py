@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import EvaluationFailed, UsageError, nearest
+from .errors import DamagedFile, EvaluationFailed, UsageError, nearest
 from .machine import HUB, is_offline
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def load_tasks(
 ) -> list["Task"]:
     """The task, or the tasks of the group, with their data.
 
-    Raises EvaluationFailed where data is missing, UsageError where a file of it is damaged, and what `check` raises; it
+    Raises EvaluationFailed where data is missing, DamagedFile where a file of it is damaged, what `check` raises; it
     sees each task before its data.
     """
     from huggingface_hub.constants import HF_HOME
@@ -72,10 +72,10 @@ def load_tasks(
     except Exception as error:
         if files:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            raise UsageError(f"the data of task {name!r} cannot be read from {', '.join(files)}: {reason}") from error
+            raise DamagedFile(f"the data of task {name!r} cannot be read from {', '.join(files)}: {reason}") from error
         own = own_file(manager, name)
         if own is not None and not isinstance(error, OSError):  # which says that its data is not here
-            raise UsageError(
+            raise DamagedFile(
                 f"task file {own}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             ) from error
         raise EvaluationFailed(data_error(name, error, data_root)) from error

@@ -26,6 +26,10 @@ class UsageError(ValueError):
     """Bad input. The message is one line that names the value and what is allowed."""
 
 
+class DamagedFile(UsageError):
+    """A file does not hold what was written, or what is asked of it. The message names it."""
+
+
 class EvaluationFailed(RuntimeError):
     """The input is fine, but there are no results. The message is one line and says what to do."""
 

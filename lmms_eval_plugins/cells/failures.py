@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import EvaluationFailed, fail
+from .errors import DamagedFile, EvaluationFailed, fail
 from .processes import run_ranks
 
 # Environment variable of ranks: a folder where a rank leaves why a task fails, and finds which did before.
@@ -31,14 +31,14 @@ class TaskFailures:
         self.reasons: dict[str, str] = read(self._folder) if self._folder else {}
 
     @contextlib.contextmanager
-    def noted(self, task: str, kind: type[Exception] = Exception) -> Iterator[None]:
-        """Note and print why `task` fails inside, with an error of this kind."""
+    def noted(self, task: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+        """Note and print why `task` fails inside, with an error of these kinds."""
         try:
             yield
-        except kind as error:
+        except kinds as error:
             if task in self.reasons:  # ranks that were started again find what ended them before
                 return
-            is_known = isinstance(error, EvaluationFailed) or type(error).__name__ == "KVCompressError"
+            is_known = isinstance(error, EvaluationFailed | DamagedFile) or type(error).__name__ == "KVCompressError"
             reason = str(error) if is_known else f"{type(error).__name__}: {error}"
             if self._ends_run:
                 if self._folder:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .data import limited, working_directory
-from .errors import EvaluationFailed, UsageError
+from .errors import DamagedFile, EvaluationFailed, UsageError
 from .machine import say
 from .results import dumps, read_results
 
@@ -59,7 +59,7 @@ def check_integrity(
 ) -> None:
     """Read every question that is asked, with its images and videos, and its target; `most`: only so many, in silence.
 
-    Raises UsageError that names the first questions which cannot be read, and why.
+    Raises DamagedFile that names the first questions which cannot be read, and why.
     """
     from lmms_eval.protocol import ChatMessages
 
@@ -81,7 +81,7 @@ def check_integrity(
                 counted["video"] += len(prompt.videos)
         if broken:
             more = f"; and {len(broken) - MOST_NAMED} more" if len(broken) > MOST_NAMED else ""
-            raise UsageError(
+            raise DamagedFile(
                 f"task {task.config.task!r}: {len(broken)} of {number} questions cannot be read: "
                 f"{'; '.join(broken[:MOST_NAMED])}{more}"
             )

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import UsageError, leave_out
+from .errors import DamagedFile, leave_out
 
 RESULTS_FILE = "results.json"
 SAMPLES_FILE = "samples.jsonl"
@@ -28,10 +28,6 @@ SAMPLES_FILE = "samples.jsonl"
 MAX_NAME_BYTES = 200  # most file systems allow 255
 MAX_VALUE_LENGTH = 100
 SHOWN = 40  # characters of a value that is longer or strange
-
-
-class DamagedFile(UsageError):
-    """A file of a cell does not hold what was written. The message names it."""
 
 
 @dataclass(frozen=True)

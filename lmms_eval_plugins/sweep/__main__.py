@@ -50,7 +50,10 @@ def run(argv: list[str]) -> None:
     except ImportError as error:
         raise EvaluationFailed(f"{error.name} is not installed: pip install -e '.[sweep]'") from error
     config = read_config(flags.config, overrides, flags.name)
-    check_tasks([str(task) for task in config.values("task")], _include_path(config.constants))
+    try:
+        check_tasks([str(task) for task in config.values("task")], _include_path(config.constants))
+    except UsageError as error:
+        raise UsageError(f"{flags.config}: {error}") from None
     stay_offline([str(model) for model in config.values("model")], [str(task) for task in config.values("task")])
     from kvcompress.files import check_output
 

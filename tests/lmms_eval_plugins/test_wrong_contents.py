@@ -15,7 +15,7 @@ from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells.results import RESULTS_FILE, SAMPLES_FILE
 from lmms_eval_plugins.long_pack.__main__ import main as long_pack_main
 from lmms_eval_plugins.model.answer_store import AnswerStore
-from tests.contents import CELL, KINDS, Case, draw, outcome, world
+from tests.contents import CELL, KINDS, Case, draw, in_a_world, outcome, world
 from tests.support.wrong_contents import DEPTH, TEMPLATES
 
 from .test_evaluate import FOUR, clean_process, error_line  # noqa: F401 (a fixture that each test here uses)
@@ -152,6 +152,15 @@ def test_data_that_cannot_be_read_is_bad_input():
     assert "questions.parquet: " in refused("questions", data[:3665] + b"\0" + data[3665:])  # no hub is to blame
     task = (world() / "tasks/mine_needle/mine_needle.yaml").read_bytes()
     assert "mine_needle.yaml: TypeError" in refused("task", task.replace(b"dataset_path: parquet", b"dataset_path: 7"))
+
+
+def test_a_task_of_a_list_whose_data_is_damaged_is_left_out(capsys):
+    with in_a_world() as here:
+        (here / "tasks/mine_needle/questions.parquet").write_bytes(b"PAR1")
+        argv = ["mine_needle,tiny_textvqa", *FOUR[1:], "--include_path", "tasks", "--limit", "1"]
+        assert evaluate.main([*argv, "--output_path", "listed"]) == 1
+        assert "1 task(s) without results: mine_needle (the data of task 'mine_needle' cannot be" in error_line(capsys)
+        assert (here / "listed/tiny_textvqa/tiny/snapkv-0.2-limit=1/results.json").is_file()
 
 
 def test_an_archive_that_is_damaged_within_is_one_line():
