@@ -103,8 +103,10 @@ class Choice:
         if self.policy.decode is None or not max(context):
             return sums, None
         cluster, part = self.policy.cluster, self.candidates(states, view, context, sums)
-        if sums is not None and context == view.lengths:  # those of a context are of the whole prompt's queries
-            sums = cluster.carried(sums, view)
+        if sums is not None:  # those of a context are of the whole prompt's queries
+            is_whole = [of_row == length for of_row, length in zip(context, view.lengths, strict=True)]
+            is_whole = torch.tensor(is_whole, device=sums.device)[:, None, None]
+            sums = torch.where(is_whole, cluster.carried(sums, view), sums)
         return sums, self._note_of_all(part.keys, part.values, part.view)
 
     @property

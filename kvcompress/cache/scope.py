@@ -56,7 +56,11 @@ class Candidates:
         source = self.source[:, None].expand(-1, kept.indices.shape[1], -1)
         indices = source.gather(2, kept.indices.clamp(min=0)).masked_fill(kept.indices < 0, -1)
         whole = right_aligned(joined(replace(kept, indices=indices), self.question))
-        return replace(self.with_sums(whole), merge_threshold=kept.merge_threshold, noted=kept.noted)
+        sums = whole.sums
+        if self.sums is not None:  # a row that is nothing but context has chosen by all of its queries
+            asks = (self.question.indices >= 0).any(-1, keepdim=True)
+            sums = torch.where(asks, self.with_sums(whole).sums, sums)
+        return replace(whole, sums=sums, merge_threshold=kept.merge_threshold, noted=kept.noted)
 
     def with_sums(self, kept: Kept) -> Kept:
         """`kept`, in the prompt's columns, with the sums of its entries."""

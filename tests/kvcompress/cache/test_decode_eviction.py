@@ -326,3 +326,12 @@ def test_a_row_that_is_kept_whole_goes_on_as_alone_beside_one_that_is_cut(method
     """What later choices are told is the same whether there was anything to choose in the prompt."""
     config = {"family": "llama", "heads": (4, 2), "lengths": lengths, "images": None, "seed": 3, "method": method}
     fuzz.check({**config, "options": {**options, "decode_interval": 1, "first_token": "full"}})
+
+
+@pytest.mark.parametrize("cut", [{"ratio": 0.571}, {"budget": 14}], ids=["that is cut", "that is kept whole"])
+def test_a_row_without_a_question_goes_on_as_alone_beside_one_that_has_one(cut):
+    """A row no longer than `context_tokens` is nothing but context: alone it is a prompt like any other."""
+    options = {"sinks": 0, "recent": 0.25, "scope": "context", "context_tokens": 14, "decode_ratio": 0.166}
+    options |= {"decode_interval": 1, "first_token": "full", **cut}
+    config = {"family": "llama", "heads": (4, 2), "lengths": [49, 11, 29], "images": None, "seed": 7585}
+    fuzz.check({**config, "method": "sagekv", "options": options})
