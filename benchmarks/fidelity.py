@@ -28,7 +28,7 @@ from tests.oracle.authors import recording as recordings
 from tests.oracle.authors import token_recording
 from tests.oracle.authors.ours import of, ours, share
 from tests.oracle.authors.recording import Recording
-from tests.oracle.authors.states import DECODED, RATIOS, states
+from tests.oracle.authors.states import DECODED, RATIOS, ratio_of, states
 from tests.oracle.authors.token_recording import TokenRecording
 
 from . import method_cells, method_tasks
@@ -72,12 +72,12 @@ def rows() -> Iterator[Row]:
         about, named = recordings.about(fixture), import_module(f"tests.oracle.authors.{fixture}").DIFFERENCES
         of_label: dict[str, list[Recording]] = {}
         for one in recordings.load(fixture):
-            if one.states in STATES and one.decoded in (0, DECODED) and ratio_of(one):
+            if one.states in STATES and one.decoded in (0, DECODED) and ratio_in_table(one):
                 of_label.setdefault(one.label, []).append(one)
         for label, ones in of_label.items():
             on = min((one.states for one in ones), key=STATES.index)
             ones = [one for one in ones if one.states == on]
-            shares = {(one.decoded, ratio_of(one)): share(one, of(one)) for one in ones}
+            shares = {(one.decoded, ratio_in_table(one)): share(one, of(one)) for one in ones}
             starts = [start for start in named if any(one.name.startswith(start) for one in ones)]
             differs = tuple(dict.fromkeys(named[start][1] for start in starts))
             held = {(one.decoded, one.ratio): one.budget / one.prompt for one in ones if one.ratio}
@@ -101,12 +101,8 @@ def token_rows() -> Iterator[TokenRow]:
             yield TokenRow(label, about["repository"], about["commit"], budgets, min(shares))
 
 
-def ratio_of(one: Recording) -> float | None:
-    """Which of `RATIOS` it stands for; None for another budget, or a part of the prompt."""
-    if one.ratio is not None:
-        return one.ratio
-    prompt = states(one.states).prompt
-    return {round(ratio * prompt): ratio for ratio in RATIOS}.get(one.budget) if one.prompt == prompt else None
+def ratio_in_table(one: Recording) -> float | None:
+    return ratio_of(one.states, one.prompt, one.budget) if one.ratio is None else one.ratio
 
 
 def names(found: Sequence[Row | TokenRow]) -> dict[tuple[str, str], str]:
@@ -149,8 +145,8 @@ def tokens_table(found: list[TokenRow], linked: dict[tuple[str, str], str]) -> l
 
 def cell(row: Row, key: tuple[int, float]) -> str:
     """A share, with the ratio that was held where that is not the column's."""
-    held = f" ({row.held[key]:.2f})" if key in row.held else ""
-    return percent(row.shares.get(key)) + held
+    held, asked = f"{row.held.get(key, key[1]):.2f}", f"{key[1]:.2f}"
+    return percent(row.shares.get(key)) + ("" if held == asked else f" ({held})")
 
 
 def wrapped(note: str) -> str:
