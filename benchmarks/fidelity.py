@@ -43,8 +43,8 @@ VARIANT_RATIOS = (0.5, 0.2)
 
 @dataclass(frozen=True)
 class Row:
-    """A method and its authors' repository; `shares`: (decode steps, ratio) -> the share of common entries; `held`: the
-    same keys -> the ratio that their code holds in a prompt, where it cannot hold the one that was asked for."""
+    """A method and its authors' repository; `shares`: (decode steps, ratio) -> the share of common entries; `held`: ratio
+    -> the one that their code holds of a prompt, where it cannot hold what was asked for."""
 
     label: str
     states: str
@@ -52,7 +52,7 @@ class Row:
     commit: str
     shares: dict[tuple[int, float], float]
     differs: tuple[str, ...]  # what is named as different
-    held: dict[tuple[int, float], float]
+    held: dict[float, float]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def rows() -> Iterator[Row]:
             shares = {(one.decoded, ratio_in_table(one)): share(one, of(one)) for one in ones}
             starts = [start for start in named if any(one.name.startswith(start) for one in ones)]
             differs = tuple(dict.fromkeys(named[start][1] for start in starts))
-            held = {(one.decoded, one.ratio): one.budget / one.prompt for one in ones if one.ratio}
+            held = {one.ratio: one.budget / one.prompt for one in ones if one.ratio}
             yield Row(label, on, about["repository"], about["commit"], shares, differs, held)
 
 
@@ -122,7 +122,8 @@ def markdown(found: list[Row], dropping: list[TokenRow]) -> str:
     notes: list[str] = []
     linked = names([*found, *dropping])
     for row in sorted(found, key=lambda row: (row.label, row.repository)):
-        cells = [cell(row, (steps, ratio)) for steps in (0, DECODED) for ratio in RATIOS]
+        cells = [cell(row, ratio) for ratio in RATIOS]
+        cells += [percent(row.shares.get((DECODED, ratio))) for ratio in RATIOS]
         notes += [note for note in row.differs if note not in notes]
         marks = ", ".join(str(notes.index(note) + 1) for note in row.differs)
         label = f"{row.label} <sup>{marks}</sup>" if marks else row.label
@@ -143,10 +144,10 @@ def tokens_table(found: list[TokenRow], linked: dict[tuple[str, str], str]) -> l
     return lines
 
 
-def cell(row: Row, key: tuple[int, float]) -> str:
-    """A share, with the ratio that was held where that is not the column's."""
-    held, asked = f"{row.held.get(key, key[1]):.2f}", f"{key[1]:.2f}"
-    return percent(row.shares.get(key)) + ("" if held == asked else f" ({held})")
+def cell(row: Row, ratio: float) -> str:
+    """A share of a prompt, with the ratio that was held where that is not the column's."""
+    held = f"{row.held.get(ratio, ratio):.2f}"
+    return percent(row.shares.get((0, ratio))) + ("" if held == f"{ratio:.2f}" else f" ({held})")
 
 
 def wrapped(note: str) -> str:

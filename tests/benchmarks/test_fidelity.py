@@ -89,9 +89,9 @@ def test_what_their_code_holds_in_place_of_the_ratio_stands_beside_the_share():
     prompt = states("tiny").prompt
     one = Recording("snapkv", "snapkv", {}, "tiny", prompt - 1, 100, torch.empty(0), ratio=0.2)
     assert fidelity.ratio_in_table(one) == 0.2
-    shares, held = {(0, 0.5): 1.0, (0, 0.2): 0.98}, {(0, 0.5): 0.499, (0, 0.2): 0.264}
+    shares, held = {(0, 0.5): 1.0, (0, 0.2): 0.98}, {0.5: 0.499, 0.2: 0.264}
     row = of("a", "https://github.com/owner/name", "0", shares=shares, held=held)
-    assert [fidelity.cell(row, (0, ratio)) for ratio in (0.5, 0.2, 0.1)] == ["100", "98 (0.26)", ""]
+    assert [fidelity.cell(row, ratio) for ratio in (0.5, 0.2, 0.1)] == ["100", "98 (0.26)", ""]
 
 
 def test_a_token_methods_row_has_the_least_share_of_its_recordings():
