@@ -43,8 +43,8 @@ VARIANT_RATIOS = (0.5, 0.2)
 
 @dataclass(frozen=True)
 class Row:
-    """A method and its authors' repository; `shares`: (decode steps, ratio) -> the share of common entries; `held`: ratio
-    -> the one that their code holds of a prompt, where it cannot hold what was asked for."""
+    """A method and its authors' repository; `shares`: (decode steps, ratio) -> the share of common entries; `held`:
+    ratio -> the one that their code holds of a prompt, where it cannot hold what was asked for."""
 
     label: str
     states: str
