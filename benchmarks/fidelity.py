@@ -28,7 +28,7 @@ from tests.oracle.authors import recording as recordings
 from tests.oracle.authors import token_recording
 from tests.oracle.authors.ours import of, ours, share
 from tests.oracle.authors.recording import Recording
-from tests.oracle.authors.states import DECODED, RATIOS, states
+from tests.oracle.authors.states import DECODED, RATIOS, ratio_of, states
 from tests.oracle.authors.token_recording import TokenRecording
 
 from . import method_cells, method_tasks
@@ -43,8 +43,8 @@ VARIANT_RATIOS = (0.5, 0.2)
 
 @dataclass(frozen=True)
 class Row:
-    """A method and its authors' repository; `shares`: (decode steps, ratio) -> the share of common entries; `held`: the
-    same keys -> the ratio that their code holds in a prompt, where it cannot hold the one that was asked for."""
+    """A method and its authors' repository; `shares`: (decode steps, ratio) -> the share of common entries; `held`:
+    ratio -> the one that their code holds of a prompt, where it cannot hold what was asked for."""
 
     label: str
     states: str
@@ -52,7 +52,7 @@ class Row:
     commit: str
     shares: dict[tuple[int, float], float]
     differs: tuple[str, ...]  # what is named as different
-    held: dict[tuple[int, float], float]
+    held: dict[float, float]
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,15 @@ def rows() -> Iterator[Row]:
         about, named = recordings.about(fixture), import_module(f"tests.oracle.authors.{fixture}").DIFFERENCES
         of_label: dict[str, list[Recording]] = {}
         for one in recordings.load(fixture):
-            if one.states in STATES and one.decoded in (0, DECODED) and ratio_of(one):
+            if one.states in STATES and one.decoded in (0, DECODED) and ratio_in_table(one):
                 of_label.setdefault(one.label, []).append(one)
         for label, ones in of_label.items():
             on = min((one.states for one in ones), key=STATES.index)
             ones = [one for one in ones if one.states == on]
-            shares = {(one.decoded, ratio_of(one)): share(one, of(one)) for one in ones}
+            shares = {(one.decoded, ratio_in_table(one)): share(one, of(one)) for one in ones}
             starts = [start for start in named if any(one.name.startswith(start) for one in ones)]
             differs = tuple(dict.fromkeys(named[start][1] for start in starts))
-            held = {(one.decoded, one.ratio): one.budget / one.prompt for one in ones if one.ratio}
+            held = {one.ratio: one.budget / one.prompt for one in ones if one.ratio}
             yield Row(label, on, about["repository"], about["commit"], shares, differs, held)
 
 
@@ -101,12 +101,8 @@ def token_rows() -> Iterator[TokenRow]:
             yield TokenRow(label, about["repository"], about["commit"], budgets, min(shares))
 
 
-def ratio_of(one: Recording) -> float | None:
-    """Which of `RATIOS` it stands for; None for another budget, or a part of the prompt."""
-    if one.ratio is not None:
-        return one.ratio
-    prompt = states(one.states).prompt
-    return {round(ratio * prompt): ratio for ratio in RATIOS}.get(one.budget) if one.prompt == prompt else None
+def ratio_in_table(one: Recording) -> float | None:
+    return ratio_of(one.states, one.prompt, one.budget) if one.ratio is None else one.ratio
 
 
 def names(found: Sequence[Row | TokenRow]) -> dict[tuple[str, str], str]:
@@ -126,7 +122,8 @@ def markdown(found: list[Row], dropping: list[TokenRow]) -> str:
     notes: list[str] = []
     linked = names([*found, *dropping])
     for row in sorted(found, key=lambda row: (row.label, row.repository)):
-        cells = [cell(row, (steps, ratio)) for steps in (0, DECODED) for ratio in RATIOS]
+        cells = [cell(row, ratio) for ratio in RATIOS]
+        cells += [percent(row.shares.get((DECODED, ratio))) for ratio in RATIOS]
         notes += [note for note in row.differs if note not in notes]
         marks = ", ".join(str(notes.index(note) + 1) for note in row.differs)
         label = f"{row.label} <sup>{marks}</sup>" if marks else row.label
@@ -147,10 +144,10 @@ def tokens_table(found: list[TokenRow], linked: dict[tuple[str, str], str]) -> l
     return lines
 
 
-def cell(row: Row, key: tuple[int, float]) -> str:
-    """A share, with the ratio that was held where that is not the column's."""
-    held = f" ({row.held[key]:.2f})" if key in row.held else ""
-    return percent(row.shares.get(key)) + held
+def cell(row: Row, ratio: float) -> str:
+    """A share of a prompt, with the ratio that was held where that is not the column's."""
+    held = f"{row.held.get(ratio, ratio):.2f}"
+    return percent(row.shares.get((0, ratio))) + ("" if held == f"{ratio:.2f}" else f" ({held})")
 
 
 def wrapped(note: str) -> str:

@@ -19,9 +19,9 @@ def test_only_whole_prompts_at_the_tables_ratios_count():
     def at(length: int, budget: int) -> Recording:
         return Recording("snapkv", "snapkv", {}, "tiny", length, budget, torch.empty(0))
 
-    assert fidelity.ratio_of(at(prompt, round(0.2 * prompt))) == 0.2
-    assert fidelity.ratio_of(at(prompt, round(0.2 * prompt) + 1)) is None
-    assert fidelity.ratio_of(at(prompt // 3, round(0.2 * prompt))) is None
+    assert fidelity.ratio_in_table(at(prompt, round(0.2 * prompt))) == 0.2
+    assert fidelity.ratio_in_table(at(prompt, round(0.2 * prompt) + 1)) is None
+    assert fidelity.ratio_in_table(at(prompt // 3, round(0.2 * prompt))) is None
 
 
 def test_a_row_has_the_shares_of_its_recordings_and_the_named_difference(monkeypatch):
@@ -88,9 +88,10 @@ def test_the_page_has_no_row_without_a_figure_and_no_link_twice():
 def test_what_their_code_holds_in_place_of_the_ratio_stands_beside_the_share():
     prompt = states("tiny").prompt
     one = Recording("snapkv", "snapkv", {}, "tiny", prompt - 1, 100, torch.empty(0), ratio=0.2)
-    assert fidelity.ratio_of(one) == 0.2
-    row = of("a", "https://github.com/owner/name", "0", shares={(0, 0.2): 0.98}, held={(0, 0.2): 0.264})
-    assert [fidelity.cell(row, (0, ratio)) for ratio in (0.5, 0.2)] == ["", "98 (0.26)"]
+    assert fidelity.ratio_in_table(one) == 0.2
+    shares, held = {(0, 0.5): 1.0, (0, 0.2): 0.98}, {0.5: 0.499, 0.2: 0.264}
+    row = of("a", "https://github.com/owner/name", "0", shares=shares, held=held)
+    assert [fidelity.cell(row, ratio) for ratio in (0.5, 0.2, 0.1)] == ["100", "98 (0.26)", ""]
 
 
 def test_a_token_methods_row_has_the_least_share_of_its_recordings():

@@ -25,7 +25,7 @@ SINKS, RECENT = 4, 16
 SPARSITIES = (0.25, 0.5, 0.75)  # of all heads, those that stream
 ENABLE, ATTEND = "enable_llama_duo_attention_eval", "llama_duo_attention_forward_one_way_reordered"
 
-LABEL = f"duoattention, sinks={SINKS}, recent={RECENT}"
+LABEL = f"duoattention, {SINKS} + {RECENT}"  # short, for the table
 
 SHARES = "while decoding layers share a budget of whole entries as in the prompt; there what streams grows no more"
 DIFFERENCES = {

@@ -8,7 +8,7 @@ import torch
 
 from .recording import Recording, kept_columns, save
 from .released import definitions
-from .states import states
+from .states import RATIOS, states
 
 FILE = "kvcache_utils.py"
 FUNCTION = "process_kv_cache"
@@ -31,16 +31,19 @@ def main() -> None:
         model = SimpleNamespace(
             model=SimpleNamespace(language_model=SimpleNamespace(layers=range(given.layers))), config=SimpleNamespace()
         )
-        for part in PARTS:
+        stays = [(int(part * frames), None) for part in PARTS]
+        if name == "smollm2_image":  # as many frames as are nearest
+            near = [(round((ratio * prompt - system) / size), ratio) for ratio in RATIOS]
+            stays += [(stay, ratio) for stay, ratio in near if stay >= 2 * int(frames / 4)]
+        for stay, ratio in stays:
             layers = [given.layer(place, slice(0, prompt)) for place in range(given.layers)]
             held = [SimpleNamespace(keys=keys, values=values) for _, keys, values in layers]
             cache = SimpleNamespace(layers=held, get_seq_length=lambda prompt=prompt: prompt)
-            stay = int(part * frames)
             theirs(cache, model, system, 0, size, stay, method="infinipot-v")
             of_layers = zip(held, layers, strict=True)
             kept = torch.stack([kept_columns(layer.keys[0], keys[0]) for layer, (_, keys, _) in of_layers])
             budget, options = system + stay * size, {"frame_tokens": size}
-            recordings.append(Recording("infinipot-v", "infinipot-v", options, name, prompt, budget, kept))
+            recordings.append(Recording("infinipot-v", "infinipot-v", options, name, prompt, budget, kept, ratio=ratio))
     save("infinipot_v", recordings, "aiha-lab/InfiniPot-V", checkout, f"{FILE}: {FUNCTION}")
 
 

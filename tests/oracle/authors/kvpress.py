@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 from .recording import Recording, kept_columns, save
-from .states import NAMES, cases, states
+from .states import NAMES, cases, ratio_of, states
 
 PRESSES = ("criticalkv", "chunkkv")
 ADAPTIVE = {"head_budget": "adaptive-kvpress"}
@@ -64,7 +64,8 @@ def main() -> None:
         press.compression_ratio = 1 - (budget + 0.5) / prompt  # it keeps int((1 - ratio) * length)
         kept = torch.stack([keep(press, name, place, prompt) for place in range(states(name).layers)])
         held = int(kept.sum()) // kept.shape[0] // kept.shape[1]
-        return Recording(label, label.split(",")[0], options, name, prompt, held, kept)
+        ratio = None if held == budget else ratio_of(name, prompt, budget)
+        return Recording(label, label.split(",")[0], options, name, prompt, held, kept, ratio=ratio)
 
     snap = partial(presses["SnapKVPress"], window_size=32)
     small = partial(presses["SnapKVPress"], window_size=8)

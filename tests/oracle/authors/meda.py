@@ -12,7 +12,7 @@ import torch
 
 from .recording import Recording, save
 from .released import attention, branch, definitions, of_kv_heads
-from .states import NAMES, WITH_IMAGE, cases, states
+from .states import NAMES, WITH_IMAGE, cases, ratio_of, states
 
 FOLDER = "Dynamic-MLLMs/LLaVA-mix_merge_v1/llava/model/kv_token_merge/"
 FILE, LAYERS = FOLDER + "modify_llama.py", FOLDER + "v433_modeling_dynamic_llama.py"
@@ -72,7 +72,8 @@ def main() -> None:
             except RuntimeError:
                 continue  # 100 tokens more than all text do not leave as many others as heavy hitters are asked for
             if not exceeds:
-                recordings.append(Recording("meda", "meda", {}, name, prompt + 1, budget, kept))
+                ratio = ratio_of(name, prompt, budget)
+                recordings.append(Recording("meda", "meda", {}, name, prompt + 1, budget, kept, ratio=ratio))
     for name, prompt, budget in (("tiny", 378, 40), ("random_mha", 300, 60)):
         text = prompt - states(name).vision[1] + states(name).vision[0]
         kept, _, exceeds = keep(name, prompt, evenly(states(name).layers, budget, prompt))

@@ -123,6 +123,12 @@ def cases(name: str) -> list[tuple[int, int]]:
     return [(n, round(ratio * n)) for n in lengths for ratio in RATIOS] + [(lengths[1], lengths[1] + 20)]
 
 
+def ratio_of(name: str, prompt: int, budget: int) -> float | None:
+    """Which of `RATIOS` a case asks for; None for another budget, or a part of the prompt."""
+    whole = states(name).prompt
+    return {round(ratio * whole): ratio for ratio in RATIOS}.get(budget) if prompt == whole else None
+
+
 def _drawn(heads: int, kv_heads: int, seed: int, layers: int = 4, prompt: int = 300, head_dim: int = 32) -> States:
     """Numpy's generator gives the same everywhere. Vision tokens in the middle; keys of neighbours are alike, so that
     there is something to merge; a few keys get much attention, more of it in later layers."""
