@@ -409,8 +409,8 @@ MUTATIONS = {
     # -- clusters, layer budgets, tokens, policy
     "pads-as-sinks": Mutation(
         "clusters/streamingllm.py",
-        "position = position - padding[..., None]",
-        "position = position - 0 * padding[..., None]",
+        "position, tokens = position - padding[..., None],",
+        "position, tokens = position - 0 * padding[..., None],",
         "a padded row's first columns, its pads, count as sinks",
         (CORE + "clusters/test_clusters.py",),
     ),
@@ -613,8 +613,8 @@ MUTATIONS = {
     ),
     "snapkv-pools-first": Mutation(
         "clusters/snapkv.py",
-        "pool_scores(votes.mean(2) * before[:, None], self.kernel_size, self.pooling)",
-        "pool_scores(votes * before[:, None, None], self.kernel_size, self.pooling).mean(2)",
+        "pool_scores(votes.mean(2), self.kernel_size, self.pooling)",
+        "pool_scores(votes, self.kernel_size, self.pooling).mean(2)",
         "votes are pooled before the mean over the query heads",
         recorded("kvcache_factory snapkv, preset=longbench"),
     ),
@@ -879,8 +879,8 @@ MUTATIONS = {
     ),
     "mixkv-mean": Mutation(
         "clusters/mixkv.py",
-        'if self.variant == "code":',
-        'if self.variant == "paper":',
+        'if self.of_variant("averages_window"):',
+        'if not self.of_variant("averages_window"):',
         "the mean key leaves the window out",
         recorded("mixkv mixkv"),
     ),

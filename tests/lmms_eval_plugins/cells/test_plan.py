@@ -34,7 +34,7 @@ def test_budgets_make_cells_of_their_own():
     [
         (["full,fastv", "-", "preset=k2-r50"], ["full-1", "fastv-0.5"]),  # as if 0.5 was given
         (["sparsevlm", "-", "preset=192"], ["sparsevlm-budget=192"]),
-        (["cake", "-", "preset=qwen2.5-7b-128"], ["cake-budget=128-tau1=0.4-tau2=0.6"]),
+        (["cake", "-", "preset=qwen2.5-7b-128"], ["cake-budget=128-decode_budget=128-tau1=0.4-tau2=0.6"]),
         (["fastv", "0.3,0.2", "preset=k2-r50"], ["fastv-0.3", "fastv-0.2"]),  # what is given goes first
         (["fastv", "-", "preset=k2-r50", "budget=9"], ["fastv-budget=9"]),
     ],

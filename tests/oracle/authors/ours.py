@@ -138,17 +138,20 @@ def share(recording: Recording, held: Held) -> float:
 
     In a prompt, entries whose score is that of the last that ours keeps (of the head, or of all heads where these share
     a budget) count as kept while there are as many: of equals top-k takes any."""
-    both = recording.kept & held.kept
+    both = int((recording.kept & held.kept).sum())
     if not recording.decoded:
         scores = [layer[0] if layer.ndim == 3 else layer for layer in held.scores]
-        for theirs, our, layer, same in zip(recording.kept, held.kept, scores, both, strict=True):
+        for theirs, our, layer in zip(recording.kept, held.kept, scores, strict=True):
             if layer.shape == our.shape:
-                same |= _tied(theirs, our, layer, recording.options.get("head_budget") == "adaptive")
-    return int(both.sum()) / max(int(recording.kept.sum()), int(held.kept.sum()))
+                both += _tied(theirs, our, layer, recording.options.get("head_budget") == "adaptive")
+    return both / max(int(recording.kept.sum()), int(held.kept.sum()))
 
 
-def _tied(theirs: torch.Tensor, our: torch.Tensor, scores: torch.Tensor, together: bool) -> torch.Tensor:
-    """Entries of theirs (kv_heads, tokens) that only a tie, or rounding, keeps from being of ours."""
+def _tied(theirs: torch.Tensor, our: torch.Tensor, scores: torch.Tensor, together: bool) -> int:
+    """How many entries of theirs (kv_heads, tokens) only a tie, or rounding, keeps from being of ours: no more than
+    ours has in their place."""
     lowest = scores.masked_fill(~our, torch.inf)
     cut = lowest.min() if together else lowest.amin(-1, keepdim=True)
-    return theirs & ~our & torch.isclose(scores, cut, rtol=1e-5, atol=0.0)
+    equal = torch.isclose(scores, cut, rtol=1e-5, atol=0.0)
+    missing, instead = ((part & equal).sum(-1) for part in (theirs & ~our, our & ~theirs))
+    return int(missing.sum().minimum(instead.sum()) if together else missing.minimum(instead).sum())
