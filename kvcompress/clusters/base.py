@@ -37,6 +37,7 @@ class KVCluster(Method):
     unrotated_queries: ClassVar[bool] = False  # `score` gets queries before RoPE; `view.rotary` rotates those to come
     unrotated_keys: ClassVar[bool] = False  # `score` asks `view.before_rotation(keys)`
     foresees_positions: ClassVar[bool] = False  # `score` asks `view.future_rotation(...)`
+    sinks_on_top: ClassVar[bool] = False  # `ratio` counts what stands behind the option `sinks`, which is kept besides
     mixes_heads: ClassVar[bool] = False  # a KV head's choice depends on other heads' states: no tensor parallel
 
     @property

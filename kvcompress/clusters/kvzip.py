@@ -1,7 +1,7 @@
 """KVzip: what the model needs to repeat its context. https://arxiv.org/abs/2505.23416"""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import NonNegativeInt, PositiveInt
@@ -17,7 +17,9 @@ class KVzipKVCluster(KVCluster):
     """Keeps what a second pass over the context attends to most, over all layers and heads together (sections 3.2 and
     3.3). Asks nothing of the question: meant for `scope="context"`, and for a cache that answers many.
 
-    The first `sinks` tokens, in place of the code's system prompt, stay, and every chunk is scored beside them.
+    The first `sinks` tokens, in place of the code's system prompt, stay, and every chunk is scored beside them. They
+    are a part of what `ratio` keeps. With `variant="code"` it counts only what is behind them and they stay on top, so
+    that a prompt keeps more than `ratio`; `budget`, `decode_ratio` and `decode_budget` count them all the same.
     `instruction`: token ids that precede each chunk of `chunk_size` tokens, such as those of "Repeat the previous
     context:" (none by default: the library has no tokenizer). While decoding, the last `window_size` queries vote.
     """
@@ -26,12 +28,14 @@ class KVzipKVCluster(KVCluster):
     sinks: NonNegativeInt = 4
     instruction: tuple[int, ...] = ()
     window_size: PositiveInt = 32
+    variant: Literal["budget", "code"] = "budget"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2505.23416"
     second_pass: ClassVar[str] = "context"
     layer_budget: ClassVar[str] = "global"
     head_budget: ClassVar[str] = "adaptive"
     safeguard: ClassVar[float] = 0.0
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {"code": {"sinks_on_top": True}}
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         scores = view.received

@@ -1,6 +1,6 @@
 """Everything that the user asked for, checked: the method and its options, how much is kept, of what, and when."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from ..clusters.base import KVCluster, make_cluster
 from ..clusters.calibrated import CalibratedKVCluster, check_calibration
@@ -150,7 +150,10 @@ def make_policy(
         check_checkpoint(cluster, scored_by.name)
         check_calibration(cluster, scored_by.name)
     engine = validated(Engine, "option", of_engine)
-    policy = Policy(info.name, cluster, method_budget(info.name, ratio, budget), engine, tokens)
+    wanted = method_budget(info.name, ratio, budget)
+    if cluster.of_variant("sinks_on_top") and engine.ratio_of == "prompt":  # else `ratio` counts no sinks anyway
+        wanted = replace(wanted, on_top=cluster.sinks)
+    policy = Policy(info.name, cluster, wanted, engine, tokens)
     if tokens is not None and engine.ratio_of != "vision":
         raise KVCompressError(f"method {info.name!r} drops vision tokens only: ratio_of='vision', not 'prompt'")
     _check_combination(policy, info, scored_by)

@@ -16,10 +16,12 @@ class Budget:
         ratio: fraction of the prompt's KV entries that is kept, in (0, 1]. (kvpress's `compression_ratio` is the
             fraction that is dropped.)
         entries: entries kept per layer and KV head; in place of `ratio`.
+        on_top: first tokens of a prompt that are kept besides and that `ratio` does not count.
     """
 
     ratio: float | None = None
     entries: int | None = None
+    on_top: int = 0
 
     def __post_init__(self) -> None:
         if (self.ratio is None) == (self.entries is None):
@@ -34,9 +36,12 @@ class Budget:
             raise KVCompressError(f"budget={self.entries!r} is not an integer of at least 1: it counts entries kept")
 
     def __call__(self, length: int) -> int:
-        """Entries kept of `length`: `ratio * length` rounded half up, at least 1 and at most `length`."""
-        wanted = self.entries if self.ratio is None else math.floor(self.ratio * length + 0.5)
-        return min(max(wanted, 1), length)
+        """Entries kept of `length`: `ratio * length` rounded half up, at least 1 and at most `length`; of a length less
+        `on_top`, these besides."""
+        if self.ratio is None:
+            return min(self.entries, length)
+        on_top = min(self.on_top, length)
+        return min(max(on_top + math.floor(self.ratio * (length - on_top) + 0.5), 1), length)
 
 
 def effivlm_window(budget: int) -> int:

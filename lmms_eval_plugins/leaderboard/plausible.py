@@ -29,11 +29,20 @@ def realised_ratio(protocol: dict[str, Any], row: dict[str, Any]) -> Bounds:
         least, most = (tokens - vision) / tokens, 1.0
     else:
         candidates = vision if options["ratio_of"] == "vision" else tokens
-        least = (tokens - candidates + Budget(protocol["ratio"], protocol["budget"])(candidates)) / tokens
+        asked = Budget(protocol["ratio"], protocol["budget"], _on_top(protocol))
+        least = (tokens - candidates + asked(candidates)) / tokens
         is_exact = options["scope"] == "prompt" and layer_budget(options["layer_budget"]).is_exact
         most = least if is_exact else 1.0
     near = NEAR + 2 / tokens
     return least - near, most + near
+
+
+def _on_top(protocol: dict[str, Any]) -> int:
+    """First tokens of a prompt that its ratio does not count."""
+    options = protocol["options"]
+    scored_by = method_info(options.get("scorer") or protocol["method"]).cls
+    of_variant = scored_by.by_variant.get(options.get("variant"), {})
+    return options["sinks"] if of_variant.get("sinks_on_top") and options["ratio_of"] == "prompt" else 0
 
 
 def held_bytes(protocol: dict[str, Any], environment: dict[str, Any], row: dict[str, Any]) -> Bounds:

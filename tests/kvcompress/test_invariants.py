@@ -91,7 +91,7 @@ def test_every_layer_and_head_stores_exactly_its_budget(family, data):
     inputs = case.inputs
     with case.compress() as session:
         generate(case.model, inputs, NEW)
-    wanted = [expected_entries(case.ratio, length) for length in real_lengths(inputs)]
+    wanted = [expected_entries(case.ratio, length, case.on_top) for length in real_lengths(inputs)]
     decoded = NEW - 1  # the last token is returned, never fed
     kept_per_layer = kept_of(session.cache)
     if not case.is_uniform:
@@ -205,7 +205,7 @@ def check_two_turns(case: Case, length: int) -> None:
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
     lengths = [first["input_ids"].shape[1], more.shape[1] + 1]  # the first answer's last token is new here
     kept = sum(layer.memory.log.kept for layer in cache.layers).tolist()
-    assert kept == [3 * sum(expected_entries(case.ratio, n) for n in lengths)]
+    assert kept == [3 * sum(expected_entries(case.ratio, n, case.on_top) for n in lengths)]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -16,8 +16,9 @@ def real_lengths(inputs: dict) -> list[int]:
     return inputs["attention_mask"].sum(1).tolist()
 
 
-def expected_entries(ratio: float, length: int) -> int:
-    return max(1, math.floor(ratio * length + 0.5))
+def expected_entries(ratio: float, length: int, on_top: int = 0) -> int:
+    on_top = min(on_top, length)
+    return max(1, on_top + math.floor(ratio * (length - on_top) + 0.5))
 
 
 class LargestTensor(TorchDispatchMode):

@@ -35,7 +35,13 @@ OPTIONS: dict[str, dict[str, list]] = {
         "variant": ["paper", "kvpress"],
     },
     "hindsight": {"by": ["attention", "output"], "answer_tokens": [2, 5], "window_size": [1, 32]},
-    "kvzip": {"chunk_size": [7, 2000], "sinks": [0, 4], "instruction": [(), (9, 11, 13)], "window_size": [1, 32]},
+    "kvzip": {
+        "chunk_size": [7, 2000],
+        "sinks": [0, 4],
+        "instruction": [(), (9, 11, 13)],
+        "window_size": [1, 32],
+        "variant": ["budget", "code"],
+    },
     "kvcompose": {"window_size": [1, 32]},
     "look-m": {"recent": [0.0, 0.5, 1.0], "variant": ["paper", "effivlm"]},
     "prefixkv": {"sinks": [0, 4, 9], "distance": [1, 25]},
@@ -179,6 +185,12 @@ class Case:
     def is_adaptive(self) -> bool:
         """Whether the KV heads of a row share one budget."""
         return self.policy.head_budget in ADAPTIVE
+
+    @property
+    def on_top(self) -> int:
+        """Tokens that `ratio` does not count."""
+        options = {"sinks": 4, **dict(self.options)}
+        return options["sinks"] if (self.method, options.get("variant")) == ("kvzip", "code") else 0
 
     @property
     def is_uniform(self) -> bool:

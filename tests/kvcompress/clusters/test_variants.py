@@ -21,7 +21,11 @@ INFOS = kvcompress.list_methods()
 VARIANTS = {
     name: get_args(get_type_hints(info.cls)["variant"]) for name, info in INFOS.items() if "variant" in info.options
 }
-WHERE = {"r-kv": {"similar": 0.99, "balance": 0.0}, "simlayerkv": {"lazy_threshold": 0.5}}  # what they differ by shows
+WHERE = {  # what they differ by shows
+    "kvzip": {"ratio": 0.2},
+    "r-kv": {"similar": 0.99, "balance": 0.0},
+    "simlayerkv": {"lazy_threshold": 0.5},
+}
 KV = [name for name in VARIANTS if not issubclass(INFOS[name].cls, TokenMethod)]  # others: tokens/test_tokens.py
 
 

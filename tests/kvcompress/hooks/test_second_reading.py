@@ -10,6 +10,7 @@ from kvcompress.hooks import second_reading
 from kvcompress.hooks.second_reading import DecoderInputs
 from kvcompress.scoring.rereading import received
 from tests.support.families import FAMILIES
+from tests.support.kept import kept_of
 from tests.support.masked_reference import generate
 
 LENGTH = 40
@@ -54,6 +55,28 @@ def test_kvzip_keeps_what_repeating_the_context_attends_to_over_all_layers_and_h
     for layer in range(layers):
         for head, kept in enumerate(session.cache.kept_indices(layer)[0]):
             assert kept.tolist() == best[layer, head].nonzero().flatten().tolist()
+
+
+def test_kvzips_code_keeps_the_sinks_on_top_of_the_ratio_of_what_is_behind_them():
+    lengths = [50, 27, 3]
+    model = FAMILIES["llava-onevision"].build()
+    inputs = FAMILIES["llava-onevision"].inputs(model, lengths, [1, 0, 0])
+
+    def per_head(**options: object) -> tuple[list[float], kvcompress.CompressedCache]:
+        """Entries of each row, in the mean over layers and heads, and the cache."""
+        with kvcompress.compress(model, "kvzip", variant="code", **options) as session:
+            generate(model, inputs, 1)
+        sizes = torch.tensor([[list(map(len, heads)) for heads in layer] for layer in kept_of(session.cache)])
+        return sizes.float().mean((0, 2)).tolist(), session.cache
+
+    kept, cache = per_head(ratio=0.3)
+    assert kept == [4 + 14, 4 + 7, 3]  # 0.3 of 46 and of 23
+    realised = torch.tensor(cache.realised_ratios()).mean(0)  # over layers
+    torch.testing.assert_close(realised, torch.tensor(kept) / torch.tensor(lengths))
+    for layer in kept_of(cache):
+        for row, length in zip(layer, lengths, strict=True):
+            assert all((head[:4] - (50 - length)).tolist() == [0, 1, 2, 3][:length] for head in row)
+    assert per_head(budget=10)[0] == [10, 10, 3], "a number of entries counts the sinks"
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llava-onevision"])

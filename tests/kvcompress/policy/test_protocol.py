@@ -58,7 +58,7 @@ def test_scope_context_keeps_the_question_and_the_budget_of_the_context(family, 
         assert all(head[head > end].tolist() == list(range(end + 1, columns)) for head in heads)
         context = end + 1 - (columns - length)
         of_context = sum(int((head <= end).sum()) for head in heads)
-        assert of_context == 3 * case.heads[1] * expected_entries(case.ratio, context)
+        assert of_context == 3 * case.heads[1] * expected_entries(case.ratio, context, case.on_top)
 
 
 @pytest.mark.parametrize("method", some(METHODS, SOME_METHODS))

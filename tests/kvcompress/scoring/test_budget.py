@@ -24,6 +24,18 @@ def test_halves_round_up(ratio, length, kept):
     assert Budget(ratio)(length) == kept
 
 
+@given(
+    ratio=st.floats(0, 1, exclude_min=True),
+    entries=st.integers(1, 100),
+    on_top=st.integers(0, 9),
+    length=st.integers(1, 99),
+)
+def test_what_is_kept_on_top_is_no_part_of_a_ratio_but_of_a_number_of_entries(ratio, entries, on_top, length):
+    kept = Budget(ratio, on_top=on_top)(length)
+    assert kept == min(on_top, length) if length <= on_top else kept - on_top in (0, Budget(ratio)(length - on_top))
+    assert Budget(entries=entries, on_top=on_top)(length) == Budget(entries=entries)(length)
+
+
 @given(entries=st.integers(1, 1000), length=st.integers(1, 1000))
 def test_a_number_of_entries_is_capped_by_the_prompt(entries, length):
     assert Budget(entries=entries)(length) == min(entries, length)

@@ -8,12 +8,11 @@ from pathlib import Path
 import torch
 
 from .recording import Recording, save
-from .states import NAMES, cases, states
+from .states import NAMES, cases, ratio_of, states
 
 SINKS = 4
 
-ROUNDED = "a layer's total is rounded to whole entries per head"
-DIFFERENCES = {"kvzip/": (0.97, ROUNDED), "kvzip, chunks of 50/": (0.97, ROUNDED)}
+DIFFERENCES = {}
 
 
 def main() -> None:
@@ -32,13 +31,22 @@ def main() -> None:
             if budget >= prompt or budget <= SINKS + 1:
                 continue  # they cut something, and never the system prompt
             for label, chunk, options in (("kvzip", 2000, {}), ("kvzip, chunks of 50", 50, {"chunk_size": 50})):
-                kept = _kept(KVScore(), wrapper["chunk_fn"], states(name), prompt, budget, chunk)
+                kept = _kept(KVScore(), wrapper["chunk_fn"], states(name), prompt, budget - SINKS, chunk)
                 recordings.append(Recording(label, "kvzip", options, name, prompt, budget, kept))
+            # The ratio as they count it: of what stands behind the system prompt, which stays on top.
+            behind = round(budget / prompt * (prompt - SINKS))
+            options = {"variant": "code", "ratio": behind / (prompt - SINKS)}
+            kept = _kept(KVScore(), wrapper["chunk_fn"], states(name), prompt, behind, 2000)
+            of_table = ratio_of(name, prompt, budget)
+            recordings.append(
+                Recording("kvzip, variant=code", "kvzip", options, name, prompt, behind + SINKS, kept, ratio=of_table)
+            )
     functions = "attention/score.py: KVScore._get_score, _threshold; model/wrapper.py: chunk_fn, with scoring's indices"
     save("kvzip", recordings, "snu-mllab/KVzip", checkout, functions)
 
 
-def _kept(cache, chunk_fn, given, prompt: int, budget: int, chunk: int) -> torch.Tensor:
+def _kept(cache, chunk_fn, given, prompt: int, behind: int, chunk: int) -> torch.Tensor:
+    """What is kept where so many entries per head behind the system prompt are."""
     layers, heads = given.keys.shape[:2]
     cache.n_layers, cache.n_heads_kv, cache.dtype, cache.device = layers, heads, torch.float32, "cpu"
     cache.sink = cache.start_idx = SINKS
@@ -50,9 +58,9 @@ def _kept(cache, chunk_fn, given, prompt: int, budget: int, chunk: int) -> torch
             fed, fed_keys, _ = given.layer(place, slice(cache.start_idx, cache.end_idx))
             cache._get_score(fed, torch.cat([keys, fed_keys], 2), place)
         cache.start_idx = cache.end_idx
-    wanted = (budget - SINKS) * layers * heads
     # They keep one less than the ratio says, the scores above that of the last.
-    valid, _ = cache._threshold(cache.score, (wanted + 1.5) / (layers * heads * (prompt - SINKS)))
+    ratio = (behind * layers * heads + 1.5) / (layers * heads * (prompt - SINKS))
+    valid, _ = cache._threshold(cache.score, ratio)
     return torch.cat([torch.ones(layers, heads, SINKS, dtype=torch.bool), valid[:, 0]], -1)
 
 

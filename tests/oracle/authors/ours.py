@@ -44,11 +44,12 @@ def config_of(given: States) -> LlavaOnevisionConfig:
 
 @torch.no_grad()
 def ours(given: States, prompt: int, decoded: int, method: str, budget: int, **options: object) -> Held:
-    """What the method keeps of a prompt of so many tokens and of as many decode steps behind it; `budget` of the
-    options, if there is one, or else what is asked for. Attention itself does not matter: the states are given."""
+    """What the method keeps of a prompt of so many tokens and of as many decode steps behind it; `ratio` of the
+    options, if there is one, or else `budget` is asked for. Attention itself does not matter: the states are given."""
     ids = torch.ones(1, prompt, dtype=torch.long)
     ids[:, slice(*given.vision)] = IMAGE
-    cache = kvcompress.CompressedCache(config_of(given), method, budget=budget, **options)
+    asked = {} if "ratio" in options else {"budget": budget}
+    cache = kvcompress.CompressedCache(config_of(given), method, **asked, **options)
     scores = [torch.empty(0)] * given.layers
     final_scores = type(cache.policy.cluster).final_scores
 
