@@ -1,7 +1,7 @@
 """Compactor: keys of high leverage, and what neighbours attend to; no query asked. https://arxiv.org/abs/2507.08143"""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -20,7 +20,7 @@ class CompactorKVCluster(KVCluster):
     non-causal attention and `blending` times approximate leverage, both standardised over a layer's heads and tokens
     (defaults of the authors' kvpress; without `blending` it is the part of the prompt that is evicted). Asks nothing of
     the question: made for a cache that answers many. `sketch`, `seed`: see `leverage`; `chunk_size`: see
-    `non-causal-attention`.
+    `non-causal-attention`; `variant="kvpress"`: that of both.
 
     The paper's engine, compactor-vllm, blends 0.5, weighs no values, measures leverage in chunks and lets heads share a
     budget (`head_budget=adaptive`).
@@ -32,18 +32,23 @@ class CompactorKVCluster(KVCluster):
     sketch: PositiveInt = 48
     blending: Annotated[float, Field(ge=0)] | None = None
     seed: int = 0
+    variant: Literal["exact", "kvpress"] = "exact"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2507.08143"
     mixes_heads: ClassVar[bool] = True  # standardises over them
     whole_prompt: ClassVar[bool] = True
     unrotated_keys: ClassVar[bool] = True
+    fills_chunks: ClassVar[bool] = False
+    sketches_all: ClassVar[bool] = False
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {"kvpress": {"fills_chunks": True, "sketches_all": True}}
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         real = view.real_columns(keys)
         ends = view.protect_recent(real.float(), self.recent).isinf() | (real.cumsum(-1) <= self.sinks)
         counted = real & ~ends
-        leverage = leverage_scores(view.before_rotation(keys), counted, self.sketch, self.seed)
-        votes = value_weighted_votes(queries, keys, values, view, self.chunk_size, counted, self.sinks)
+        fills, sketches_all = self.of_variant("fills_chunks"), self.of_variant("sketches_all")
+        leverage = leverage_scores(view.before_rotation(keys), counted, self.sketch, self.seed, sketches_all)
+        votes = value_weighted_votes(queries, keys, values, view, self.chunk_size, counted, self.sinks, fills)
         blending = torch.tensor(self._blending(view), device=keys.device)[:, None, None]
         scores = blending * standardised(leverage, counted) + standardised(votes, counted)
         return scores.masked_fill(ends, float("inf"))

@@ -1,7 +1,7 @@
 """Leverage scores: keys that other keys do not add up to. https://arxiv.org/abs/2507.08143"""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import PositiveInt
@@ -13,9 +13,12 @@ from .base import KVCluster
 RIDGE = 1e-2  # on the Gram matrix's diagonal, as in the authors' code in kvpress
 
 
-def leverage_scores(keys: torch.Tensor, counted: torch.Tensor, sketch: int, seed: int) -> torch.Tensor:
+def leverage_scores(
+    keys: torch.Tensor, counted: torch.Tensor, sketch: int, seed: int, sketches_all: bool = False
+) -> torch.Tensor:
     """The diagonal of X (X'X + ridge)^-1 X', where X are the centred keys: near 1 for a key that points where no other
-    does. Exact where the sketch is no smaller than a key, else of X times a Gaussian (head_dim, sketch).
+    does. Exact where the sketch is no smaller than a key, unless `sketches_all`; else of X times a Gaussian (head_dim,
+    sketch).
 
     Args:
         keys: (batch, kv_heads, columns, head_dim).
@@ -28,7 +31,7 @@ def leverage_scores(keys: torch.Tensor, counted: torch.Tensor, sketch: int, seed
     keys = keys.float().masked_fill(~counted[..., None], 0.0)
     mean = keys.sum(2, keepdim=True) / counted.sum(2, keepdim=True).clamp(min=1)[..., None]
     centred = (keys - mean).masked_fill(~counted[..., None], 0.0)
-    if sketch < keys.shape[-1]:
+    if sketch < keys.shape[-1] or sketches_all:
         centred = centred @ gaussian(keys.shape[-1], sketch, seed).to(keys.device)
     centred = centred.double()  # a large common direction would round the ridge away
     gram = centred.mT @ centred + RIDGE * torch.eye(centred.shape[-1], dtype=torch.double, device=keys.device)
@@ -54,16 +57,21 @@ class LeverageKVCluster(KVCluster):
     geometry): how much of a key the other keys of its head do not explain. Keys are centred and seen through a Gaussian
     sketch of `sketch` dimensions (48 in the authors' kvpress), drawn from `seed`. Needs no queries.
 
-    While decoding keys count as they are stored: rotated.
+    Where the sketch is no smaller than a key, scores are exact; with `variant="kvpress"` a Gaussian is drawn then as
+    well. While decoding keys count as they are stored: rotated.
     """
 
     sketch: PositiveInt = 48
     seed: int = 0
+    variant: Literal["exact", "kvpress"] = "exact"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2507.08143"
     query_window: ClassVar[int] = 0  # asks no query
     whole_prompt: ClassVar[bool] = True
     unrotated_keys: ClassVar[bool] = True
+    sketches_all: ClassVar[bool] = False
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {"kvpress": {"sketches_all": True}}
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
-        return leverage_scores(view.before_rotation(keys), view.real_columns(keys), self.sketch, self.seed)
+        keys, sketches_all = view.before_rotation(keys), self.of_variant("sketches_all")
+        return leverage_scores(keys, view.real_columns(keys), self.sketch, self.seed, sketches_all)

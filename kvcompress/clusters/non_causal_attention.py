@@ -1,7 +1,7 @@
 """Non-causal attention: what its neighbours on both sides attend to. https://arxiv.org/abs/2507.08143"""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,19 @@ def non_causal_attention(queries: torch.Tensor, keys: torch.Tensor, counted: tor
     return torch.cat(received, -1)
 
 
+def filled_up(
+    queries: torch.Tensor, keys: torch.Tensor, counted: torch.Tensor, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`non_causal_attention`'s arguments with each row's last, shorter chunk filled up with tokens of zeros, which ask
+    and answer: kvpress masks them with -1e-9, which hides nothing. What is counted begins at column 0."""
+    queries, keys = (
+        F.pad(states.masked_fill(~counted[..., None], 0.0), (0, 0, 0, -states.shape[2] % chunk))
+        for states in (queries, keys)
+    )
+    chunks = (counted.sum(-1, keepdim=True) + chunk - 1) // chunk
+    return queries, keys, torch.arange(keys.shape[2], device=keys.device) < chunks * chunk
+
+
 @register_method("non-causal-attention")
 @dataclass(frozen=True)
 class NonCausalAttentionKVCluster(KVCluster):
@@ -42,17 +55,22 @@ class NonCausalAttentionKVCluster(KVCluster):
     have no more voters than late ones, times the value's norm, pooled over three neighbours (Compactor, its part about
     attention; 256 as in the authors' kvpress). Logits are not scaled, there as in the authors' compactor-vllm.
 
-    Chunks are counted from a row's first token. While decoding the causal attention of the last 32 queries votes
-    instead: those of stored entries are gone.
+    Chunks are counted from a row's first token. A last, shorter chunk is attended to as it is; with `variant="kvpress"`
+    it is filled up with tokens of zeros, to which every query attends and which attend to all alike, as kvpress does.
+    While decoding the causal attention of the last 32 queries votes instead: those of stored entries are gone.
     """
 
     chunk_size: PositiveInt = 256
+    variant: Literal["exact", "kvpress"] = "exact"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2507.08143"
     whole_prompt: ClassVar[bool] = True
+    fills_chunks: ClassVar[bool] = False
+    by_variant: ClassVar[dict[str, dict[str, object]]] = {"kvpress": {"fills_chunks": True}}
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
-        return value_weighted_votes(queries, keys, values, view, self.chunk_size, view.real_columns(keys))
+        counted, fills = view.real_columns(keys), self.of_variant("fills_chunks")
+        return value_weighted_votes(queries, keys, values, view, self.chunk_size, counted, fills=fills)
 
 
 def value_weighted_votes(
@@ -63,16 +81,20 @@ def value_weighted_votes(
     chunk: int,
     counted: torch.Tensor,
     first: int = 0,
+    fills: bool = False,
 ) -> torch.Tensor:
     """`non_causal_attention` times the value's norm, pooled: (batch, kv_heads, columns) in fp32, zero where not
-    `counted`. Chunks begin at each row's token `first`. Of stored entries, whose queries are gone: what the latest
-    queries attend to."""
-    padding = view.padding
+    `counted`. Chunks begin at each row's token `first`; the last is `filled_up`, or not. Of stored entries, whose
+    queries are gone: what the latest queries attend to."""
+    padding, columns = view.padding, keys.shape[2]
     if view.is_decoding:
         votes = view.column_sums(queries, keys)
     else:
-        first = min(first, keys.shape[2])
-        aligned = (aligned_left(states, padding)[:, :, first:] for states in (queries, keys, counted))
-        votes = aligned_right(F.pad(non_causal_attention(*aligned, chunk), (first, 0)), padding)
+        first = min(first, columns)
+        aligned = [aligned_left(states, padding)[:, :, first:] for states in (queries, keys, counted)]
+        if fills:
+            aligned = filled_up(*aligned, chunk)
+        votes = non_causal_attention(*aligned, chunk)[..., : columns - first]
+        votes = aligned_right(F.pad(votes, (first, 0)), padding)
     scores = (votes * values.float().norm(dim=-1)).masked_fill(~counted, 0.0)
     return pool_scores(scores, 3, "avg").masked_fill(~counted, 0.0)

@@ -244,9 +244,18 @@ def test_a_row_whose_states_are_not_finite_gets_nan_logits_and_changes_no_other_
     assert logits[0][:, 1].isnan().all()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_scoring_memory_is_linear_in_the_prompt(method):
+@pytest.mark.parametrize(
+    ("method", "variant"),
+    [
+        (name, one)
+        for name in METHODS
+        for one in OPTIONS.get(name, {}).get("variant", [None])
+        if one != "effivlm"  # whose window is a part of the budget, and this of the prompt
+    ],
+)
+def test_scoring_memory_is_linear_in_the_prompt(method, variant):
     given = calibration_of(method, FAMILIES["qwen2"].build(2))  # two layers of the same heads
+    given |= {} if variant is None else {"variant": variant}
 
     def largest(length: int) -> int:
         generator = torch.Generator().manual_seed(0)

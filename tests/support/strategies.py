@@ -100,8 +100,8 @@ OPTIONS: dict[str, dict[str, list]] = {
         "epsilon": [0.0, 0.01],
         "window_size": [4, 128],
     },
-    "leverage": {"sketch": [4, 48], "seed": [0, 7]},
-    "non-causal-attention": {"chunk_size": [1, 5, 256]},
+    "leverage": {"sketch": [4, 48], "seed": [0, 7], "variant": ["exact", "kvpress"]},
+    "non-causal-attention": {"chunk_size": [1, 5, 256], "variant": ["exact", "kvpress"]},
     "compactor": {
         "sinks": [0, 8],
         "recent": [0, 4],
@@ -109,6 +109,7 @@ OPTIONS: dict[str, dict[str, list]] = {
         "sketch": [4, 48],
         "blending": [None, 0.0, 0.5],
         "seed": [0, 7],
+        "variant": ["exact", "kvpress"],
     },
     "morphkv": {"window_size": [1, 8], "fusion": ["max", "sum"]},
     "lava": {"window_size": [1, 8], "kernel_size": [1, 7], "pooling": ["avg", "max"]},

@@ -18,6 +18,7 @@ CHUNK, ENDS = 16, 8 + 4  # Compactor's sinks and recent tokens stand outside the
 BLENDED = f"compactor, chunk_size={CHUNK}, blending=0.5"
 FILLED = "its last chunk is filled up with tokens that attend, and are attended to"
 SQUARE = "it draws a Gaussian that is larger than a key, whose dimensions the ridge then weighs differently"
+TIED = "what must stay has the layer's best score, so that where it has no room the best other token may go before it"
 PROMPTS = [(name, length) for name in NAMES for length in (states(name).prompt, states(name).prompt // 3)]
 DIFFERENCES = {
     "leverage/tiny": (0.91, SQUARE),
@@ -28,6 +29,13 @@ DIFFERENCES = {
         for label, ends in ((f"non-causal-attention, chunk_size={CHUNK}", 0), (BLENDED, ENDS))
         for name, length in PROMPTS
         if (length - ends) % CHUNK
+    },
+    **{
+        f"{label}, variant=kvpress/{name}/{prompt}+0/{budget}": (0.9, TIED)
+        for label in ("compactor", BLENDED)
+        for name in NAMES
+        for prompt, budget in cases(name)
+        if budget < ENDS
     },
 }
 
@@ -79,6 +87,11 @@ def main() -> None:
             {"chunk_size": CHUNK, "blending": 0.5},
             lambda: presses["CompactorPress"](chunk_size=CHUNK, blending=0.5),
         ),
+    ]
+    runs += [
+        (f"{label}, variant=kvpress", {**options, "variant": "kvpress"}, make)
+        for label, options, make in runs
+        if "sketch" not in options
     ]
     recordings = []
     for name in NAMES:
