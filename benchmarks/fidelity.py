@@ -203,9 +203,8 @@ def in_common(method: str, variant: str, ratio: float) -> float | None:
     if issubclass(kvcompress.list_methods()[method].cls, TokenMethod):
         return None
     given = states("tiny")
-    budget = round(ratio * given.prompt)
     one, other = (
-        ours(given, given.prompt, 0, method, budget, **options).kept for options in ({"variant": variant}, {})
+        ours(given, given.prompt, 0, method, 0, ratio=ratio, **options).kept for options in ({"variant": variant}, {})
     )
     return float((one & other).sum() / max(one.sum(), other.sum()))
 
