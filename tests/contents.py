@@ -76,6 +76,7 @@ from tests.support.wrong_contents import (
 MOST_SECONDS = 60  # of a case: then it counts as without end
 CELL = "results/tiny_textvqa/tiny/knorm-0.2-limit=2"
 RATE = 16_000
+WORLD = tempfile.TemporaryDirectory(prefix="kvcompress-contents-")  # goes with the process
 OUTPUTS = re.compile(r"(^|/)(out/|report|throughput|heatmap|leaderboard\.html|speech\.html|x\.html|\.lock$)")
 
 
@@ -392,7 +393,7 @@ def make_speech() -> None:
 @cache
 def world() -> Path:
     """A folder with every kind of file, made once."""
-    folder = Path(tempfile.mkdtemp(prefix="kvcompress-contents-"))
+    folder = Path(WORLD.name)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), small_index():
         make_world(folder)
     return folder
