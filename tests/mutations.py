@@ -76,8 +76,8 @@ MUTATIONS = {
     ),
     "budget-rounded-down": Mutation(
         "scoring/budget.py",
-        "math.floor(self.ratio * length + 0.5)",
-        "math.floor(self.ratio * length)",
+        "math.floor(self.ratio * (length - on_top) + 0.5)",
+        "math.floor(self.ratio * (length - on_top))",
         "a ratio's entries are rounded down, not half up",
         (CORE + "scoring/test_budget.py",),
     ),
