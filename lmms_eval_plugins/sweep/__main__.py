@@ -1,9 +1,10 @@
 """`python -m lmms_eval_plugins.sweep run|trial`: see docs/sweeps.md. Exit codes as of the evaluation command."""
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,8 @@ def run(argv: list[str]) -> None:
     except ImportError as error:
         raise EvaluationFailed(f"{error.name} is not installed: pip install -e '.[sweep]'") from error
     config = read_config(flags.config, overrides, flags.name)
-    try:
+    with _naming(flags.config):
         check_tasks([str(task) for task in config.values("task")], _include_path(config.constants))
-    except UsageError as error:
-        raise UsageError(f"{flags.config}: {error}") from None
     stay_offline([str(model) for model in config.values("model")], [str(task) for task in config.values("task")])
     from kvcompress.files import check_output
 
@@ -61,7 +60,8 @@ def run(argv: list[str]) -> None:
     from .table import write_table
 
     quiet("WARNING")
-    check_trials(config, flags.output_path)
+    with _naming(flags.config):
+        check_trials(config, flags.output_path)
     check_output(flags.output_path / "sweeps" / config.name)
     with locked(flags.output_path / "sweeps" / config.name):
         sweep = Sweep(config, flags.output_path, flags.seed, flags.trials)
@@ -78,6 +78,17 @@ def run(argv: list[str]) -> None:
     if sweep.failures:
         failed = f"{len(sweep.failures)} of {sweep.trials.total} trials failed; the same command tries them again"
         raise EvaluationFailed(f"{failed}; the last: {sweep.failures[-1]}")
+
+
+@contextlib.contextmanager
+def _naming(config: object) -> Iterator[None]:
+    """What is wrong with a trial names the sweep file."""
+    from kvcompress import KVCompressError
+
+    try:
+        yield
+    except (UsageError, KVCompressError) as error:
+        raise UsageError(f"{config}: {error}") from None
 
 
 def trial(argv: list[str]) -> None:
