@@ -61,7 +61,8 @@ def test_scope_context_keeps_the_question_and_the_budget_of_the_context(family, 
         assert of_context == 3 * case.heads[1] * expected_entries(case.ratio, context, case.on_top)
 
 
-@pytest.mark.parametrize("method", some(METHODS, SOME_METHODS))
+# hindsight looks at the answer, which the question changes.
+@pytest.mark.parametrize("method", some([name for name in METHODS if name != "hindsight"], SOME_METHODS))
 def test_the_question_does_not_steer_what_scope_context_keeps(method):
     family = FAMILIES["llava-onevision"]
     model = family.build()
