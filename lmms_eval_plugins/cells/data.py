@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import DamagedFile, EvaluationFailed, UsageError, nearest
+from .flag_types import shown
 from .machine import HUB, is_offline
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from lmms_eval.tasks import TaskManager
 
 DEFAULT_DATA_ROOT = Path("data")
+LOCAL_FORMATS = ("arrow", "csv", "imagefolder", "json", "parquet", "text")  # as `dataset_path`: files, not a hub's data
 LIKELIHOODS = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")
 GENERATED = ("generate_until", "generate_until_multi_round", "generate_until_agentic")  # the output types
 
@@ -58,9 +60,13 @@ def load_tasks(
     from kvcompress import KVCompressError
 
     files: list[str] = []
+    missing: list[str] = []
 
     def noted(task: "Task") -> None:
-        files[:] = local_files((task.config.dataset_kwargs or {}).get("data_files"))
+        named = data_files((task.config.dataset_kwargs or {}).get("data_files"))
+        files[:] = filter(os.path.isfile, named)
+        is_local = task.config.dataset_path in LOCAL_FORMATS
+        missing[:] = [file for file in named if is_local and not (os.path.exists(file) or set("*:") & set(file))]
         check(task)
 
     os.environ.setdefault("HF_HOME", HF_HOME)  # where some tasks look for their videos, and fail without it
@@ -74,6 +80,8 @@ def load_tasks(
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise DamagedFile(f"the data of task {name!r} cannot be read from {', '.join(files)}: {reason}") from error
         own = own_file(manager, name)
+        if own is not None and missing:
+            raise DamagedFile(f"task file {own}: there is no file {shown(missing[0])}") from error
         if own is not None and not isinstance(error, OSError):  # which says that its data is not here
             raise DamagedFile(
                 f"task file {own}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -89,11 +97,11 @@ def own_file(manager: "TaskManager", name: str) -> Path | None:
     return None if any(folder in path.parents for folder in task_folders().values()) else path
 
 
-def local_files(named: Any) -> list[str]:
-    """Those of a task's `data_files`, a name or a list or dictionary of them, that are here."""
+def data_files(named: Any) -> list[str]:
+    """The names in a task's `data_files`, which is one or a list or dictionary of them."""
     if isinstance(named, dict | list):
-        return [file for each in (named.values() if isinstance(named, dict) else named) for file in local_files(each)]
-    return [named] if isinstance(named, str) and os.path.isfile(named) else []
+        return [file for each in (named.values() if isinstance(named, dict) else named) for file in data_files(each)]
+    return [named] if isinstance(named, str) else []
 
 
 @contextlib.contextmanager

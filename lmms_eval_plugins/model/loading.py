@@ -70,6 +70,7 @@ def load(args: ModelArguments, device: torch.device, needs_template: bool = True
     with loading(args.pretrained):
         model = _read(args, raw_config, config, processor, settings)
         _check_end_tokens(model)
+        _check_tiles(config)
     _set_end_tokens(model, getattr(processor, "tokenizer", processor))
     return model.eval(), processor
 
@@ -206,6 +207,14 @@ def _check_end_tokens(model: Any) -> None:
         for token in given if isinstance(given, list) and given else [given]:
             if token is not None and not (type(token) is int and -1 <= token <= MOST):  # some write -1 for none
                 raise ValueError(f"generation_config.json: {name} is {shown(given)}, no number of a token")
+
+
+def _check_tiles(config: PreTrainedConfig) -> None:
+    """Raises ValueError for sizes of tiles that are none; transformers asks only when it encodes an image."""
+    for size in getattr(config, "image_grid_pinpoints", None) or ():
+        is_pair = isinstance(size, list | tuple) and len(size) == 2
+        if not (is_pair and all(type(side) is int and side > 0 for side in size)):
+            raise ValueError(f"config.json: image_grid_pinpoints has {shown(size)}, which is no height and width")
 
 
 def _set_end_tokens(model: Any, tokenizer: Any) -> None:

@@ -5,6 +5,7 @@ Contents are drawn by `tests/contents.py`, for every kind of file that a command
 
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -181,6 +182,21 @@ def test_an_end_that_is_no_token_is_named():
     for wrong in ("x", float("nan"), 1.5, -2, [2, None, "x"], {}):
         wrong_end = json.dumps({"eos_token_id": wrong}).encode()
         assert "eos_token_id" in refused("model", wrong_end, "model/generation_config.json")
+
+
+def test_a_size_of_tiles_that_is_none_is_named():
+    config = json.loads((world() / "model/config.json").read_text())
+    for wrong in ([336], [336, "x"], [0, 336], 7):
+        wrong_size = json.dumps({**config, "image_grid_pinpoints": [[336, 336], wrong]}).encode()
+        assert "image_grid_pinpoints" in refused("model", wrong_size, "model/config.json")
+
+
+def test_a_file_of_data_that_is_not_here_is_named_and_no_hub():
+    file = KINDS["task"].files[0]
+    task = re.sub(r"(?m)^( +test): .*$", r"\1: nowhere.parquet", (world() / file).read_text())
+    line = refused("task", task.encode(), file)
+    assert file.rpartition("/")[2] in line
+    assert "there is no file 'nowhere.parquet'" in line
 
 
 def test_a_processor_that_fails_is_named():
