@@ -70,7 +70,7 @@ def load(args: ModelArguments, device: torch.device, needs_template: bool = True
     with loading(args.pretrained):
         model = _read(args, raw_config, config, processor, settings)
         _check_end_tokens(model)
-        _check_tiles(config)
+        _check_pictures(config, processor)
     _set_end_tokens(model, getattr(processor, "tokenizer", processor))
     return model.eval(), processor
 
@@ -205,12 +205,18 @@ def _check_end_tokens(model: Any) -> None:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         given = getattr(model.generation_config, name)
         for token in given if isinstance(given, list) and given else [given]:
-            if token is not None and not (type(token) is int and -1 <= token <= MOST):  # some write -1 for none
+            is_none = token is None and not isinstance(given, list)
+            if not is_none and not (type(token) is int and -1 <= token <= MOST):  # some write -1 for none
                 raise ValueError(f"generation_config.json: {name} is {shown(given)}, no number of a token")
 
 
-def _check_tiles(config: PreTrainedConfig) -> None:
-    """Raises ValueError for sizes of tiles that are none; transformers asks only when it encodes an image."""
+def _check_pictures(config: PreTrainedConfig, processor: Any) -> None:
+    """Raises ValueError for what would fail only when an image is encoded: sizes of tiles that are none, and LLaVA's
+    token of an image where the processor writes another."""
+    known = getattr(config, "image_token_index", getattr(config, "image_token_id", None))
+    written = getattr(processor, "image_token_id", None)
+    if config.model_type.startswith("llava") and isinstance(written, int) and known != written:
+        raise ValueError(f"config.json: image_token_index is {shown(known)}, and the processor writes {written}")
     for size in getattr(config, "image_grid_pinpoints", None) or ():
         is_pair = isinstance(size, list | tuple) and len(size) == 2
         if not (is_pair and all(type(side) is int and side > 0 for side in size)):

@@ -179,7 +179,7 @@ def test_a_sound_that_is_cut_is_one_line():
 
 
 def test_an_end_that_is_no_token_is_named():
-    for wrong in ("x", float("nan"), 1.5, -2, [2, None, "x"], {}):
+    for wrong in ("x", float("nan"), 1.5, -2, [2, None, "x"], [None], {}):
         wrong_end = json.dumps({"eos_token_id": wrong}).encode()
         assert "eos_token_id" in refused("model", wrong_end, "model/generation_config.json")
 
@@ -189,6 +189,12 @@ def test_a_size_of_tiles_that_is_none_is_named():
     for wrong in ([336], [336, "x"], [0, 336], 7):
         wrong_size = json.dumps({**config, "image_grid_pinpoints": [[336, 336], wrong]}).encode()
         assert "image_grid_pinpoints" in refused("model", wrong_size, "model/config.json")
+
+
+def test_an_image_token_that_the_processor_does_not_write_is_named():
+    config = json.loads((world() / "model/config.json").read_text())
+    del config["image_token_index"]
+    assert "image_token_index" in refused("model", json.dumps(config).encode(), "model/config.json")
 
 
 def test_a_file_of_data_that_is_not_here_is_named_and_no_hub():
