@@ -211,12 +211,17 @@ def _check_end_tokens(model: Any) -> None:
 
 
 def _check_pictures(config: PreTrainedConfig, processor: Any) -> None:
-    """Raises ValueError for what would fail only when an image is encoded: sizes of tiles that are none, and LLaVA's
-    token of an image where the processor writes another."""
+    """Raises ValueError for what would fail only when an image is encoded: sizes of tiles that are none, a layer
+    that the tower does not have, and LLaVA's token of an image where the processor writes another."""
     known = getattr(config, "image_token_index", getattr(config, "image_token_id", None))
     written = getattr(processor, "image_token_id", None)
     if config.model_type.startswith("llava") and isinstance(written, int) and known != written:
         raise ValueError(f"config.json: image_token_index is {shown(known)}, and the processor writes {written}")
+    layers = getattr(config, "vision_feature_layer", None)
+    for layer in layers if isinstance(layers, list | tuple) else [layers]:
+        count = getattr(getattr(config, "vision_config", None), "num_hidden_layers", None)
+        if isinstance(layer, int) and isinstance(count, int) and not -count - 1 <= layer <= count:
+            raise ValueError(f"config.json: vision_feature_layer is {shown(layer)}, of a tower of {count} layers")
     for size in getattr(config, "image_grid_pinpoints", None) or ():
         is_pair = isinstance(size, list | tuple) and len(size) == 2
         if not (is_pair and all(type(side) is int and side > 0 for side in size)):
