@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save
 
 from lmms_eval_plugins import evaluate
@@ -189,6 +190,20 @@ def test_a_size_of_tiles_that_is_none_is_named():
     for wrong in ([336], [336, "x"], [0, 336], 7):
         wrong_size = json.dumps({**config, "image_grid_pinpoints": [[336, 336], wrong]}).encode()
         assert "image_grid_pinpoints" in refused("model", wrong_size, "model/config.json")
+
+
+def test_a_layer_that_the_vision_tower_does_not_have_is_named():
+    config = json.loads((world() / "model/config.json").read_text())
+    for wrong in (10**9, -(10**9)):
+        wrong_layer = json.dumps({**config, "vision_feature_layer": wrong}).encode()
+        assert "vision_feature_layer" in refused("model", wrong_layer, "model/config.json")
+
+
+def test_a_wrong_trial_names_its_sweep():
+    file = KINDS["sweep"].files[0]
+    wrong = yaml.safe_load((world() / file).read_text())
+    wrong["parameters"]["limit"] = {"value": 0}
+    assert file in refused("sweep", yaml.safe_dump(wrong).encode(), file)
 
 
 def test_an_image_token_that_the_processor_does_not_write_is_named():
