@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from zlib import crc32
 
-# Okabe and Ito's colours, which colour-blind people tell apart, without black (the full cache) and yellow; and four more.
+# Six of Okabe and Ito, which colour-blind people tell apart, and four more. Black is the full cache.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f00", "#a6611a", "#5a7d9a")
 MARKERS = "os^Dv<>pXP*hd"  # matplotlib's names
 # Methods that are often in one plot have colours of their own.
