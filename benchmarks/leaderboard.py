@@ -15,8 +15,8 @@ import tarfile
 from pathlib import Path
 
 from kvcompress.files import replacing
+from kvcompress.flag_types import path, whole
 from lmms_eval_plugins import evaluate
-from lmms_eval_plugins.cells.flag_types import path, whole
 from lmms_eval_plugins.cells.results import RESULTS_FILE, SAMPLES_FILE
 from lmms_eval_plugins.leaderboard.checks import problems
 

@@ -1,20 +1,48 @@
-"""KV-cache compression for vision-language models in transformers."""
+"""KV-cache compression for vision-language models in transformers.
 
-from .cache.cache import CompressedCache
-from .calibration.collect import calibrate
-from .clusters import KVCluster, make_cluster
+What `__all__` names is imported when it is first used: torch and transformers take seconds, and a command that is
+misspelt is answered without them.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
 from .errors import KVCompressError
-from .hooks.session import Session, attach, compress
-from .hooks.shared_prompt import SharedPrompt
-from .inflight import Answer, Request
 from .methods import MethodInfo, list_methods, register_method
-from .scoring.budget import Budget
-from .scoring.layer_view import Kept, LayerView
-from .tokens import TokenMethod
+from .version import __version__
 
-__version__ = "0.2.0"
+if TYPE_CHECKING:
+    from .cache.cache import CompressedCache
+    from .calibration.collect import calibrate
+    from .clusters.base import KVCluster, make_cluster
+    from .hooks.session import Session, attach, compress
+    from .hooks.shared_prompt import SharedPrompt
+    from .inflight import Answer, Request
+    from .scoring.budget import Budget
+    from .scoring.layer_view import Kept, LayerView
+    from .scoring.rows import handles_padding
+    from .tokens.base import TokenMethod
 
-Prompt = LayerView  # its name up to version 0.1
+    Prompt = LayerView
+
+_LATER = {
+    "Answer": "inflight",
+    "Budget": "scoring.budget",
+    "CompressedCache": "cache.cache",
+    "KVCluster": "clusters.base",
+    "Kept": "scoring.layer_view",
+    "LayerView": "scoring.layer_view",
+    "Request": "inflight",
+    "Session": "hooks.session",
+    "SharedPrompt": "hooks.shared_prompt",
+    "TokenMethod": "tokens.base",
+    "attach": "hooks.session",
+    "calibrate": "calibration.collect",
+    "compress": "hooks.session",
+    "handles_padding": "scoring.rows",
+    "make_cluster": "clusters.base",
+}
 
 __all__ = [
     "Answer",
@@ -34,7 +62,24 @@ __all__ = [
     "attach",
     "calibrate",
     "compress",
+    "handles_padding",
     "list_methods",
     "make_cluster",
     "register_method",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """PEP 562: a name of `_LATER`, or a module of this package."""
+    if name == "Prompt":  # the name of LayerView up to version 0.1
+        name = "LayerView"
+    if name in _LATER:
+        globals()[name] = value = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+        return value
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

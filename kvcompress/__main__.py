@@ -1,28 +1,35 @@
 """`kvcompress COMMAND ...`, or `python -m kvcompress COMMAND ...`.
 
-Other packages add commands of their own by entry points of the group `kvcompress.commands`.
+Other packages add commands by entry points of the group `kvcompress.commands`: a function that takes the arguments, in
+a module whose docstring begins with a line about the command, and whose `parser()` makes its parser. One of the name of
+a command here goes before it. No module of a command imports anything heavy before it runs.
 """
 
 import os
 import re
-import signal
 import sys
-import traceback
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
+from types import ModuleType
 
-from . import __version__
+from .command_line import exit_code
 from .errors import KVCompressError, shown, unknown_name
+from .version import __version__
 
 GROUP = "kvcompress.commands"
 OWN = {  # a module with `main(arguments)`
-    "bench": "kvcompress.bench.cli",
+    "bench": "kvcompress.bench.command",
     "calibrate": "kvcompress.calibration.command",
-    "methods": "kvcompress.list_command",
-    "speech": "kvcompress.bench.speech",
+    "list": "kvcompress.list_command",
+    "speech": "kvcompress.bench.speech.command",
 }
+BEGIN = """To begin:
+  kvcompress list methods                           every method, with its paper
+  kvcompress eval                                   accuracy against ratio on the bundled model; no GPU, no model hub
+  kvcompress eval textvqa_val MODEL snapkv 0.2      a benchmark of lmms-eval under a method and a ratio
 
+`eval` and all that reads its results come with: pip install 'kvcompress[eval]'"""
 
 # Environment variable -> what it may be, as a pattern and in words. An empty one counts as not set.
 VARIABLES = {
@@ -38,72 +45,80 @@ def check_environment() -> None:
             raise KVCompressError(f"{name}={shown(value)} is not {meaning}")
 
 
+def commands() -> list[str]:
+    """The names of all commands."""
+    return sorted({*OWN, *entry_points(group=GROUP).names})
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a command. Raises KVCompressError for an unknown one."""
+    return sys.modules[find_command(name).__module__]
+
+
 def find_command(name: str) -> Callable[[list[str]], int | None]:
     """The function that runs a command, given its arguments; what it returns, if anything, is the exit code.
 
     Raises KVCompressError for an unknown one.
     """
-    if name in OWN:
-        return import_module(OWN[name]).main
     registered = entry_points(group=GROUP)
     if name in registered.names:
         return registered[name].load()
-    error = unknown_name("there is no command", name, {*OWN, *registered.names})
-    raise KVCompressError(f"{error}; a package's commands are known once it is installed anew: pip install -e .")
+    if name in OWN:
+        return import_module(OWN[name]).main
+    raise unknown_name("there is no command", name, commands())
 
 
-class Interrupted(KeyboardInterrupt):
-    """SIGINT, SIGTERM or SIGHUP came; all is tidied up on the way out."""
+def overview() -> str:
+    """All commands with the first line of what they say of themselves."""
+    lines = [f"  {name:<12} {summary(name)}" for name in commands()]
+    return "\n".join(["usage: kvcompress COMMAND ...", "", *lines, "", "kvcompress COMMAND --help says more."])
 
 
-def interrupt(number: int, frame: object) -> None:
-    raise Interrupted(number)
+def summary(name: str) -> str:
+    """A command in a line, without the command itself where that stands first."""
+    line = (module_of(name).__doc__ or "").strip().partition("\n")[0]
+    return re.sub(r"^`[^`]*`: ", "", line).rstrip(".:")
 
 
-def main(arguments: list[str]) -> int:
-    """Run a command; its exit code, or 2 for what the user can correct, 1 where something else is wrong; after a signal
-    128 and its number. Every error ends with one line on stderr."""
-    name, *rest = arguments or ["--help"]
-    if name in ("-h", "--help"):
-        names = sorted({*OWN, *entry_points(group=GROUP).names})
-        print(f"usage: kvcompress {{{','.join(names)}}} ...\n\nCOMMAND --help says more.")
+def complete() -> None:
+    """Answer the shell that asks how a command line may go on (argcomplete); returns where none asks."""
+    if "_ARGCOMPLETE" not in os.environ:
+        return
+    import argparse
+
+    import argcomplete
+
+    words = os.environ.get("COMP_LINE", "").split()
+    if len(words) > 1 and words[1] in commands():
+        os.environ["_ARGCOMPLETE"] = str(int(os.environ["_ARGCOMPLETE"]) + 1)  # so many words are the command's name
+        parser = module_of(words[1]).parser()
+    else:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("command", choices=commands())
+    argcomplete.autocomplete(parser)
+
+
+def run(arguments: list[str]) -> int | None:
+    """Run what the arguments say; its exit code, if it returns one. Raises what the command raises."""
+    name, *rest = arguments or [""]
+    if name in ("", "-h", "--help"):
+        print(overview() if name else f"{overview()}\n\n{BEGIN}")
         return 0
     if name == "--version":
         print(f"kvcompress {__version__}")
         return 0
-    signals = [getattr(signal, each) for each in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, each)]
-    signals = [each for each in signals if signal.getsignal(each) not in (signal.SIG_IGN, None)]  # as under nohup
-    before = {each: signal.signal(each, interrupt) for each in signals}
-    try:
-        check_environment()
-        return find_command(name)(rest) or 0
-    except KVCompressError as error:
-        return fail(str(error), 2)
-    except Interrupted as error:
-        number = error.args[0]
-        return fail(f"ended by {signal.Signals(number).name}", 128 + number)
-    except KeyboardInterrupt:
-        return fail("interrupted", 130)
-    except Exception as error:
-        if isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
-            return fail(f"memory does not suffice: {' '.join(str(error).split())[:300]}", 1)
-        traceback.print_exc()
-        return fail(f"{type(error).__name__}: {error}", 1)
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    check_environment()
+    return find_command(name)(rest)
 
 
-def fail(message: str, code: int) -> int:
-    """Print the error's line, control characters spelt out and endless words cut; returns the exit code."""
-    line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in message)
-    line = re.sub(r"\S{500,}", lambda word: word[0][:80] + "...", line)
-    print(f"error: {line}", file=sys.stderr, flush=True)
-    return code
+def main(arguments: list[str]) -> int:
+    """Run a command; its exit code, as `command_line.exit_code` has it. Every error ends with one line on stderr."""
+    return exit_code(run, arguments)
 
 
 def console() -> None:
     """The console command `kvcompress`."""
+    complete()
     sys.exit(main(sys.argv[1:]))
 
 

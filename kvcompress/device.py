@@ -5,6 +5,11 @@ from pathlib import Path
 import torch
 
 
+def default_device() -> torch.device:
+    """A CUDA GPU if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until all work given to the device is done."""
     if device.type == "cuda":

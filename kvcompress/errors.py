@@ -20,6 +20,8 @@ LONGEST_SHOWN = 80
 class KVCompressError(ValueError):
     """A wrong method, option, ratio, model or call. The message is one line: the value and what is allowed."""
 
+    exit_code = 2  # of a command that it ends
+
 
 def unknown_name(problem: str, name: object, valid: Iterable[str]) -> KVCompressError:
     """The error "`problem` `name`" for a name that is not among the `valid` ones; points at the nearest one."""

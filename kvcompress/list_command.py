@@ -1,25 +1,38 @@
-"""`kvcompress methods [WORD]`: every method with its paper and what it does."""
+"""`kvcompress list methods [WORD]`: every method with its paper and what it does."""
 
+import argparse
 import re
+from collections.abc import Callable
 
-from .bench.flags import Parser, label
+from .command_line import Parser
 from .errors import KVCompressError
+from .flag_types import label
 from .methods import list_methods
 
 
-def lines() -> list[str]:
+def methods() -> list[str]:
     """A line per method."""
     return [f"{info.name:<20} {info.paper:<32} {_first_sentence(info.cls)}" for info in list_methods().values()]
 
 
-def main(arguments: list[str]) -> None:
+KINDS: dict[str, Callable[[], list[str]]] = {"methods": methods}
+
+
+def parser(kinds: dict[str, Callable[[], list[str]]] = KINDS) -> argparse.ArgumentParser:
+    """`kinds`: what can be listed -> its lines."""
+    this = Parser("list", description=f"List {', '.join(kinds)}, a line each.")
+    this.add_argument("kind", choices=list(kinds))
+    this.add_argument("word", nargs="?", type=label, metavar="WORD", help="only lines with it; case is ignored")
+    return this
+
+
+def main(arguments: list[str], kinds: dict[str, Callable[[], list[str]]] = KINDS) -> None:
     """Print the lines that have WORD in them, all without one. Raises KVCompressError where none has."""
-    parser = Parser(prog="kvcompress methods", description=__doc__)
-    parser.add_argument("word", nargs="?", type=label, metavar="WORD", help="to look for; case is ignored")
-    word = parser.parse_args(arguments).word or ""
-    found = [line for line in lines() if word.lower() in line.lower()]
+    given = parser(kinds).parse_args(arguments)
+    lines, word = kinds[given.kind](), given.word or ""
+    found = [line for line in lines if word.lower() in line.lower()]
     if not found:
-        raise KVCompressError(f"none of {len(lines())} methods has {word!r} in its line")
+        raise KVCompressError(f"none of {len(lines)} {given.kind} has {word!r} in its line")
     print("\n".join(found))
 
 

@@ -1,5 +1,6 @@
 """The registry of methods: by name, with paper, options and their defaults."""
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -108,8 +109,11 @@ def _check_variants(cls: type[Method], method: str, options: dict[str, object]) 
                 )
 
 
-def _import_files() -> None:
-    """Import what KVCOMPRESS_METHODS names, each file once. Raises KVCompressError for one that cannot be."""
+def _import_all() -> None:
+    """Import the methods of this package, and what KVCOMPRESS_METHODS names, each file once. Raises KVCompressError for
+    one that cannot be."""
+    for package in ("clusters", "tokens"):
+        importlib.import_module(f"{__package__}.{package}")
     for name in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
         path = Path(name).expanduser().absolute()
         if path in _FILES:
@@ -136,13 +140,13 @@ def _import_files() -> None:
 def list_methods() -> dict[str, MethodInfo]:
     """All registered methods: name -> class, paper, options with defaults. Those of the files that the environment
     variable KVCOMPRESS_METHODS names are among them; raises KVCompressError where one cannot be imported."""
-    _import_files()
+    _import_all()
     return dict(sorted(_METHODS.items()))
 
 
 def method_info(name: str | None) -> MethodInfo:
     """The entry of a method name; None is `full`. Raises KVCompressError with the valid names."""
-    _import_files()
+    _import_all()
     key = method_name("full" if name is None else name)
     if key not in _METHODS:
         raise unknown_name("there is no method", name, _METHODS)

@@ -1,9 +1,6 @@
-"""Calibrate a method on the prompts of a task, images and all:
+"""`kvcompress calibrate`: gather what a calibrated method must know of a model, and write it to a file.
 
-    python -m lmms_eval_plugins.calibrate MODEL --task TASK --method NAME --out FILE [key=value ...]
-
-MODEL is a hub id, a local folder, or `tiny`; `key=value` are the method's options and the model's arguments
-(docs/model-args.md). On a text: `python -m kvcompress calibrate`.
+The prompts are a task's, images and all (`--task`); what the core's command takes, too, is its.
 """
 
 import argparse
@@ -15,9 +12,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .cells.data import DEFAULT_DATA_ROOT, find_tasks, load_tasks, working_directory
-from .cells.errors import UsageError, exit_code
-from .cells.names import check_tasks, is_lm_eval
+from kvcompress.calibration import command as core
+from kvcompress.command_line import exit_code
+from kvcompress.flag_types import label
+
+from .cells.errors import UsageError
 
 if TYPE_CHECKING:
     from lmms_eval.api.task import Task
@@ -26,35 +25,38 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    from kvcompress.bench.flags import Parser, label
-    from kvcompress.calibration.command import add_common_flags
+    def add(data: Any) -> None:
+        data.add_argument("--task", type=label, help="of lmms-eval, or a bundled one; MODEL may be `tiny`")
 
-    this = Parser(prog="python -m lmms_eval_plugins.calibrate", description=__doc__.splitlines()[0])
-    add_common_flags(this)
-    this.add_argument("--task", type=label, required=True, help="of lmms-eval, or a bundled one")
-    return this
+    return core.parser(add)
 
 
 def command(argv: list[str]) -> None:
     """Write the file. Raises UsageError, KVCompressError or EvaluationFailed."""
+    flags = parser().parse_intermixed_args(argv)
+    if flags.task is None:
+        core.calibrate(flags)
+        return
     from kvcompress.calibration.collect import calibrate, calibrated_method
-    from kvcompress.calibration.command import key_values, write
     from kvcompress.files import check_output
 
+    from .cells.data import DEFAULT_DATA_ROOT, find_tasks, load_tasks, working_directory
+    from .cells.names import check_tasks, is_lm_eval
     from .model.arguments import model_arguments, split_arguments
     from .model.loading import device_of, load
     from .model.prompts import ChatProcessor
 
-    flags = parser().parse_intermixed_args(argv)
-    own, options = split_arguments(key_values(flags.options), [flags.method], ())
+    own, options = split_arguments(core.key_values(flags.options), [flags.method], ())
     name, _ = calibrated_method(flags.method, **options)
+    for argument in ("device", "dtype"):
+        given = getattr(flags, argument)
+        if given not in (None, "auto"):
+            own[argument] = given
     arguments = model_arguments(pretrained=flags.model, **own)
     check_output(flags.out.absolute().parent, flags.out.name)
     check_tasks([flags.task])
     if is_lm_eval(flags.task):
-        raise UsageError(
-            f"task {flags.task!r} is not lmms-eval's, nor bundled: text has python -m kvcompress calibrate"
-        )
+        raise UsageError(f"--task {flags.task!r} is not lmms-eval's, nor bundled: for text there is --text")
     start, root = time.perf_counter(), DEFAULT_DATA_ROOT if DEFAULT_DATA_ROOT.is_dir() else None
     tasks = load_tasks(find_tasks([flags.task], None), flags.task, root)
     model, processor = load(arguments, device_of(arguments, 1))
@@ -63,7 +65,7 @@ def command(argv: list[str]) -> None:
         prompts = prompts_of(tasks, chat, flags.questions, flags.seed, model.device)
         made = calibrate(model, name, prompts, f"task: {flags.task}", flags.seed, **options)
     made = replace(made, model=replace(made.model, name=flags.model))  # as it was called, not where it lies
-    write(made, flags.out.absolute(), time.perf_counter() - start)
+    core.write(made, flags.out.absolute(), time.perf_counter() - start)
 
 
 def prompts_of(

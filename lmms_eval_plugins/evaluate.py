@@ -1,7 +1,6 @@
-"""The command behind `scripts/run_eval.sh`: methods x ratios x tasks on one loaded model, through lmms-eval.
+"""`kvcompress eval`: evaluate a model under methods and ratios, with lmms-eval; without arguments, a demo.
 
-    python -m lmms_eval_plugins.evaluate TASK MODEL METHOD RATIO [flags] [key=value ...]
-    python -m lmms_eval_plugins.evaluate list tasks|methods|models [WORD]
+    kvcompress eval TASK MODEL METHOD RATIO [flags] [key=value ...]
 
 lmms-eval runs in this process. Its own command line exits with 0 when an evaluation fails; this one exits with 0
 only where the results of every cell are complete on disk, with 2 for bad input, with 1 where something else is
@@ -10,12 +9,14 @@ wrong, with 128 and the signal's number after Ctrl-C (130), SIGTERM or SIGHUP.
 
 import os
 
+from kvcompress.command_line import exit_code, leave
+
 from .cells.cell_log import CellLog
-from .cells.command_line import parse
-from .cells.errors import DamagedFile, EvaluationFailed, exit_code, leave
+from .cells.command_line import flag_parser, parse
+from .cells.errors import DamagedFile, EvaluationFailed
 from .cells.failures import TaskFailures, run_tasks
 from .cells.inspection import show_config
-from .cells.listing import show_list
+from .cells.listing import main as list_command
 from .cells.machine import (
     check_environment,
     join_processes,
@@ -30,11 +31,13 @@ from .cells.names import check_names
 from .cells.plan import Plan, check_folders
 from .cells.run import evaluate_cells, load_model, quiet, score_again
 
+parser = flag_parser  # asked for by the shell's completion
+
 
 def evaluate(argv: list[str]) -> int:
     """Evaluate every cell that is asked for; the exit code. Raises UsageError, KVCompressError or EvaluationFailed."""
-    if argv[:1] == ["list"]:
-        show_list(argv[1:])
+    if argv[:1] == ["list"]:  # the script's
+        list_command(argv[1:])
         return 0
     check_environment()
     request = parse(argv)

@@ -102,3 +102,4 @@ else
     _install "$ROOT/.venv" yes "$@"
 fi
 export PYTHON
+export KVCOMPRESS_SCRIPTS="$(dirname "$0")" # messages name commands as they were called

@@ -46,15 +46,15 @@ from kvcompress.bench.grid import Results
 from kvcompress.bench.speech.prompts import growing_wav, read_prompts
 from kvcompress.cache.cache import CompressedCache
 from kvcompress.calibration.files import ModelIdentity
+from kvcompress.command_line import exit_code
 from kvcompress.learned import checkpoints
 from lmms_eval_plugins import evaluate
-from lmms_eval_plugins.cells.errors import exit_code
 from lmms_eval_plugins.long_pack.dataset import Pack, write
 from lmms_eval_plugins.long_pack.prompts import Look
 from lmms_eval_plugins.model.arguments import BUNDLED_CALIBRATIONS, TINY_CHECKPOINT, TINY_MODEL
-from lmms_eval_plugins.report.__main__ import main as table_main
-from lmms_eval_plugins.report.heatmap import main as heatmap_main
+from lmms_eval_plugins.report.heatmap_command import main as heatmap_main
 from lmms_eval_plugins.report.metrics_command import main as metrics_main
+from lmms_eval_plugins.report.table_command import main as table_main
 from lmms_eval_plugins.reproduce.__main__ import main as reproduce_main
 from lmms_eval_plugins.sweep.__main__ import main as sweep_main
 from tests.support.docs import DOCS, python_blocks
@@ -133,7 +133,7 @@ def with_methods() -> int:
         mock.patch.object(methods, "_FILES", set()),
         mock.patch.dict(os.environ, {methods.FILES: "mine.py"}),
     ):
-        return core_main(["methods"])
+        return core_main(["list", "methods"])
 
 
 def calibrating(method: str, file: str) -> Callable[[], int]:

@@ -36,22 +36,27 @@ BENCH = "kvcompress.bench"
 # command -> (module with its parser, the parser's name, words that are right, what must not be reached)
 COMMANDS = {
     "run_eval": (f"{PLUGIN}.cells.command_line", "flag_parser", FOUR, f"{PLUGIN}.evaluate.run"),
-    "run_sweep": (f"{PLUGIN}.sweep.__main__", "run_parser", [DEMO], f"{PLUGIN}.sweep.__main__.quiet"),
-    "reproduce": (f"{PLUGIN}.reproduce.__main__", "parser", ["tiny"], f"{PLUGIN}.reproduce.__main__.run_all"),
-    "metrics": (f"{PLUGIN}.report.metrics_command", "parser", ["."], f"{PLUGIN}.report.metrics_command.load_grid"),
-    "table": (f"{PLUGIN}.report.__main__", "parser", ["."], f"{PLUGIN}.report.__main__.report"),
-    "heatmap": (f"{PLUGIN}.report.heatmap", "parser", ["."], f"{PLUGIN}.report.heatmap.question_rows"),
+    "run_sweep": (f"{PLUGIN}.sweep.__main__", "parser", [DEMO], f"{PLUGIN}.sweep.__main__.quiet"),
+    "reproduce": (f"{PLUGIN}.reproduce.__main__", "parser", ["tiny"], f"{PLUGIN}.reproduce.grid.run_all"),
+    "metrics": (f"{PLUGIN}.report.metrics_command", "parser", ["."], f"{PLUGIN}.report.metrics_tables.load_grid"),
+    "table": (f"{PLUGIN}.report.table_command", "parser", ["."], f"{PLUGIN}.report.table.report"),
+    "heatmap": (f"{PLUGIN}.report.heatmap_command", "parser", ["."], f"{PLUGIN}.report.heatmap.question_rows"),
     "long_pack": (f"{PLUGIN}.long_pack.__main__", "parser", ["--out", "x"], f"{PLUGIN}.long_pack.__main__.write"),
     "report": (
         f"{PLUGIN}.report.html.report_command",
         "parser",
         ["."],
-        f"{PLUGIN}.report.html.report_command.load_groups",
+        f"{PLUGIN}.report.html.groups.load_groups",
     ),
-    "leaderboard": (f"{PLUGIN}.leaderboard.command", "parser", ["."], f"{PLUGIN}.leaderboard.command.load_groups"),
-    "show": (f"{PLUGIN}.report.html.show", "parser", ["a.png", "What?"], f"{PLUGIN}.report.html.show.read_image"),
-    "bench": (f"{BENCH}.cli", "parser", ["org/model"], f"{BENCH}.cli.load"),
-    "speech": (f"{BENCH}.speech.command", "parser", ["org/model", "snapkv", "0.2"], f"{BENCH}.speech.command.cold"),
+    "leaderboard": (f"{PLUGIN}.leaderboard.command", "parser", ["."], f"{PLUGIN}.report.html.groups.load_groups"),
+    "show": (
+        f"{PLUGIN}.report.html.show_command",
+        "parser",
+        ["a.png", "What?"],
+        f"{PLUGIN}.report.html.show.read_image",
+    ),
+    "bench": (f"{BENCH}.command", "parser", ["org/model"], f"{BENCH}.comparison.load"),
+    "speech": (f"{BENCH}.speech.command", "parser", ["org/model", "snapkv", "0.2"], f"{BENCH}.speech.run.cold"),
 }
 FREE = {"words", "overrides", "options", "question"}  # text, or `key=value`, tried below by what the keys are
 

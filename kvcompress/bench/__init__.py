@@ -1,5 +1,6 @@
-"""`python -m kvcompress bench`: what compression costs and saves, beside its peers; see docs/bench.md.
+"""What compression costs and saves, beside its peers: `kvcompress bench`; see docs/bench.md.
 
-`models`: what is measured on; `contenders`: what takes turns; `grid`: the turns; `report`: what they amount to; `cli`.
-`speech` is a bench of its own, for models that speak.
+`command`: the command line; `shapes`, `models`: what is measured on; `contenders`: what takes turns; `grid`: the turns;
+`comparison`, `throughput`: what is measured; `report`: what it amounts to. `speech` is a bench of its own, for models
+that speak.
 """

@@ -9,22 +9,20 @@ import random
 import shlex
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from pydantic import NonNegativeInt, PositiveInt
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from .. import paged
+from ..device import default_device
 from ..errors import KVCompressError, loading
 from ..files import check_output, write_text
 from ..hooks.session import compress
 from ..inflight.request import Request
 from .contenders import MethodSpec
-from .flags import Parser, PositiveNumber, Threads, device_name, flag, label, new_file
 from .grid import Results, release
-from .models import SHAPES, nbytes, source
+from .models import nbytes, source
 from .standalone import CLOCKS, held_bytes, load
 from .timing import environment, short, table
 
@@ -201,88 +199,20 @@ def workload(vocabulary: int, count: int, prompt: int, least: int, most: int, se
     ]
 
 
-def gigabytes(text: str) -> float | None:
-    """None for `auto`."""
-    return None if text == "auto" else flag(PositiveNumber)(text)
-
-
-def parser() -> argparse.ArgumentParser:
-    this = Parser(
-        prog="python -m kvcompress bench throughput",
-        description="Answers and tokens per second at equal KV memory: requests in flight with compressed caches, "
-        "beside transformers' padded batches and continuous batching with the full cache.",
-    )
-    this.add_argument("model", nargs="?", type=label, help="hub id or local path")
-    this.add_argument(
-        "--shape", type=label, help=f"in place of a model, random weights in the shape of one: {', '.join(SHAPES)}"
-    )
-    this.add_argument(
-        "--methods",
-        nargs="*",
-        type=label,
-        metavar="NAME[:OPTION=VALUE...]",
-        default=["full", "r-kv", "snapkv", "adakv", "streamingllm"],
-    )
-    this.add_argument(
-        "--decode-budget",
-        type=flag(PositiveInt),
-        default=128,
-        help="entries per layer and KV head, of each method that names no other",
-    )
-    this.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
-    this.add_argument(
-        "--paged",
-        nargs="*",
-        type=label,
-        metavar="NAME[:OPTION=VALUE...]",
-        default=[],
-        help="methods inside transformers' continuous batching",
-    )
-    this.add_argument("--requests", type=flag(PositiveInt), default=96)
-    this.add_argument("--prompt", type=flag(PositiveInt), default=512, help="tokens of each prompt")
-    this.add_argument(
-        "--answers",
-        nargs=2,
-        type=flag(PositiveInt),
-        default=[64, 1024],
-        metavar=("LEAST", "MOST"),
-        help="tokens of an answer",
-    )
-    this.add_argument("--seed", type=flag(NonNegativeInt), default=0)
-    this.add_argument(
-        "--kv-gb", type=gigabytes, default=0.345, help="GiB for keys and values; on CUDA auto: 0.8 of what is free"
-    )
-    this.add_argument(
-        "--static", action="store_true", help="requests in flight in steps of one shape, compiled on CUDA"
-    )
-    this.add_argument(
-        "--minutes", type=flag(PositiveNumber), default=float("inf"), help="each contender stops after these"
-    )
-    this.add_argument("--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu")
-    this.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], default=None, help="default: bfloat16 on CUDA"
-    )
-    this.add_argument("--threads", type=flag(Threads), default=torch.get_num_threads())
-    this.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: the process's own time")
-    this.add_argument("--out", type=new_file, default=Path("throughput"), help="without a suffix: .json and .md")
-    this.add_argument("--resume", action="store_true", help="keep the contenders that are in the .json")
-    return this
-
-
-def main(arguments: list[str]) -> None:
-    """Raises KVCompressError, before anything is loaded, for what is wrong."""
-    given = parser().parse_args(arguments)
+def measure(given: argparse.Namespace, arguments: list[str]) -> None:
+    """Measure what `given` asks for, which `arguments` said. Raises KVCompressError, before anything is loaded."""
     origin, (least, most) = source(given.model, given.shape), given.answers
     if least > most:
         raise KVCompressError(f"--answers {least} {most}: the least is more than the most")
     methods = [MethodSpec.parse(name, None if name.split(":")[0] == "full" else 1.0) for name in given.methods]
     in_pages = [MethodSpec.parse(name, 1.0) for name in given.paged]
     check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
-    where = torch.device(given.device)
+    where = torch.device(given.device) if given.device else default_device()
     dtype = given.dtype or ("bfloat16" if where.type == "cuda" else "float32")
     if given.kv_gb is None and where.type != "cuda":
         raise KVCompressError("--kv-gb auto asks a CUDA device what is free; on a CPU give a number")
-    torch.set_num_threads(given.threads)
+    torch.set_num_threads(given.threads or torch.get_num_threads())
+    given.device, given.threads = str(where), torch.get_num_threads()
     with loading(given.model or given.shape):
         model = load(origin, dtype, where)
     if given.kv_gb is None:
@@ -291,7 +221,7 @@ def main(arguments: list[str]) -> None:
     names = ("decode_budget", "requests", "prompt", "answers", "seed", "kv_gb", "static", "minutes")
     names += ("clock", "device", "threads")
     content = {
-        "command": shlex.join(["python", "-m", "kvcompress", "bench", "throughput", *arguments]),
+        "command": shlex.join(["python", "-m", "kvcompress", "bench", *arguments]),
         "settings": {
             "model": given.model or f"shape {given.shape}",
             "dtype": dtype,

@@ -1,49 +1,40 @@
-"""The command line: `python -m kvcompress calibrate MODEL --method NAME --text FILE --out FILE`."""
+"""`kvcompress calibrate`: gather what a calibrated method must know of a model, and write it to a file."""
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from pydantic import NonNegativeInt, PositiveInt
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-from ..bench.flags import Parser, device_name, flag, label, new_file
-from ..cache.cache import CompressedCache
+from ..command_line import Parser
 from ..errors import KVCompressError, loading, shown
 from ..files import check_output
-from .collect import calibrate, calibrated_method
-from .files import Calibration, ModelIdentity, check_tensors, save
-from .text import pieces
+from ..flag_types import device_name, label, new_file, whole
+
+if TYPE_CHECKING:
+    from .files import Calibration
 
 
-def parser() -> argparse.ArgumentParser:
-    this = Parser(
-        prog="python -m kvcompress calibrate",
-        description="Gather what a calibrated method knows of a model, over a text, and write it to a file. Prompts "
-        "with images: python -m lmms_eval_plugins.calibrate.",
-    )
-    add_common_flags(this)
-    data = this.add_mutually_exclusive_group(required=True)
-    data.add_argument("--text", type=new_file, metavar="FILE", help="a text in UTF-8, read in pieces")
-    data.add_argument(
-        "--published", type=new_file, metavar="FILE", help="what the method's authors have published; no model is run"
-    )
-    this.add_argument("--length", type=flag(PositiveInt), default=2048, help="tokens of a piece of text (2048)")
-    this.add_argument("--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu")
-    this.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
-    return this
-
-
-def add_common_flags(this: argparse.ArgumentParser) -> None:
-    """What both commands that calibrate take."""
+def parser(further: Callable[[Any], None] | None = None) -> argparse.ArgumentParser:
+    """`further` adds flags that name prompts to the group of which one must be given."""
+    this = Parser("calibrate", description=__doc__.partition(": ")[2])
     this.add_argument("model", type=label, help="hub id or local path")
     this.add_argument("options", nargs="*", type=label, metavar="OPTION=VALUE", help="of the method")
     this.add_argument("--method", type=label, required=True, help="one that is calibrated")
     this.add_argument("--out", type=new_file, required=True, help="the file, NAME.safetensors")
-    this.add_argument("--questions", type=flag(PositiveInt), default=32, help="prompts to draw, or all there are (32)")
-    this.add_argument("--seed", type=flag(NonNegativeInt), default=0, help="by which they are drawn (0)")
+    this.add_argument("--questions", type=whole(1), default=32, help="prompts to draw, or all there are (32)")
+    this.add_argument("--seed", type=whole(), default=0, help="by which they are drawn (0)")
+    data = this.add_mutually_exclusive_group(required=True)
+    if further is not None:
+        further(data)
+    data.add_argument("--text", type=new_file, metavar="FILE", help="a text in UTF-8, read in pieces")
+    data.add_argument(
+        "--published", type=new_file, metavar="FILE", help="what the method's authors have published; no model is run"
+    )
+    this.add_argument("--length", type=whole(1), default=2048, help="tokens of a piece of text (2048)")
+    this.add_argument("--device", type=device_name, help="default: cuda where there is one")
+    this.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    return this
 
 
 def key_values(given: list[str]) -> dict[str, str]:
@@ -54,8 +45,10 @@ def key_values(given: list[str]) -> dict[str, str]:
     return dict(each.split("=", 1) for each in given)
 
 
-def write(calibration: Calibration, out: Path, seconds: float) -> None:
+def write(calibration: "Calibration", out: Path, seconds: float) -> None:
     """Write the file and say what is in it."""
+    from .files import save
+
     save(calibration, out)
     print(
         f"written: {out}: {calibration.method} of {calibration.model}, from {calibration.prompts} prompts, "
@@ -65,9 +58,22 @@ def write(calibration: Calibration, out: Path, seconds: float) -> None:
 
 def main(arguments: list[str]) -> None:
     """Write the file. Raises KVCompressError."""
-    flags = parser().parse_intermixed_args(arguments)
+    calibrate(parser().parse_intermixed_args(arguments))
+
+
+def calibrate(flags: argparse.Namespace) -> None:
+    """Gather over a text, or take what is published. Raises KVCompressError."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    from ..cache.cache import CompressedCache
+    from ..device import default_device
+    from . import collect
+    from .files import Calibration, ModelIdentity, check_tensors
+    from .text import pieces
+
     options = key_values(flags.options)
-    name, cluster = calibrated_method(flags.method, **options)
+    name, cluster = collect.calibrated_method(flags.method, **options)
     check_output(flags.out.absolute().parent, flags.out.name)
     start = time.perf_counter()
     with loading(flags.model):
@@ -85,8 +91,8 @@ def main(arguments: list[str]) -> None:
     auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     with loading(flags.model):
         tokenizer = AutoTokenizer.from_pretrained(flags.model)
-        model = auto.from_pretrained(flags.model, dtype=flags.dtype).eval().to(flags.device)
+        model = auto.from_pretrained(flags.model, dtype=flags.dtype).eval().to(flags.device or default_device())
     prompts = pieces(flags.text, tokenizer, flags.length, flags.questions, flags.seed)
     prompts = [{key: tensor.to(model.device) for key, tensor in prompt.items()} for prompt in prompts]
-    made = calibrate(model, name, prompts, f"text: {flags.text.name}", flags.seed, **options)
+    made = collect.calibrate(model, name, prompts, f"text: {flags.text.name}", flags.seed, **options)
     write(made, flags.out, time.perf_counter() - start)

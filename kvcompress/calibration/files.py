@@ -7,14 +7,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedConfig
 
 from ..errors import KVCompressError, shown, validated
 from ..files import parse_json, replacing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 FORMAT = "1"
 # Fields of a text model's config that tell one architecture from another and that every transformers writes alike.
@@ -45,7 +48,7 @@ class ModelIdentity:
     fingerprint: str
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, layers: int) -> "ModelIdentity":
+    def of(cls, config: "PreTrainedConfig", layers: int) -> "ModelIdentity":
         """As the config says; `layers` as above."""
         text = config.get_text_config(decoder=True)
         heads = _field(text, "num_attention_heads")
@@ -60,7 +63,7 @@ class ModelIdentity:
         return f"{self.model_type}{name} ({shape}, {self.fingerprint})"
 
 
-def fingerprint(config: PreTrainedConfig) -> str:
+def fingerprint(config: "PreTrainedConfig") -> str:
     """Of what in a model's config decides about the sizes of its states."""
     text = config.get_text_config(decoder=True)
     shape = {name: _field(text, name) for name in SHAPE}
@@ -68,7 +71,7 @@ def fingerprint(config: PreTrainedConfig) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
-def _field(config: PreTrainedConfig, name: str) -> object:
+def _field(config: "PreTrainedConfig", name: str) -> object:
     """A field of a config, None where it has none; of layers that differ in it, what the config's file says."""
     try:
         return getattr(config, name, None)
@@ -184,7 +187,7 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], model: ModelIdentity, sha
             raise KVCompressError(f"tensor {name!r} has numbers that are not finite")
 
 
-def check_model(calibration: Calibration, path: str | Path, config: PreTrainedConfig, layers: int) -> None:
+def check_model(calibration: Calibration, path: str | Path, config: "PreTrainedConfig", layers: int) -> None:
     """Raises KVCompressError unless the file is of a model of this config, of which `layers` are compressed."""
     found, this = calibration.model, ModelIdentity.of(config, layers)
     if (found.fingerprint, found.layers) != (this.fingerprint, this.layers):

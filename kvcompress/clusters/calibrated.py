@@ -2,17 +2,20 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from transformers import PreTrainedConfig
 
 from ..calibration import files
+from ..command_line import called
 from ..errors import KVCompressError
 from ..layer_budgets import LayerBudget
 from ..methods import name_of
 from ..scoring.layer_view import LayerView
 from .base import KVCluster
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,11 @@ def check_calibration(cluster: KVCluster, method: str) -> None:
     elif cluster.needs_calibration:
         raise KVCompressError(
             f"method {method!r} needs calibration=FILE, made by: "
-            f"python -m kvcompress calibrate MODEL --method {method} --text TEXT --out FILE"
+            f"{called('calibrate')} MODEL --method {method} --text TEXT --out FILE"
         )
 
 
-def check_calibrated_for(cluster: KVCluster, config: PreTrainedConfig, layers: int) -> None:
+def check_calibrated_for(cluster: KVCluster, config: "PreTrainedConfig", layers: int) -> None:
     """Raises KVCompressError where the method's file is of another model than one of this config, of which `layers` are
     compressed."""
     if isinstance(cluster, CalibratedKVCluster) and (file := cluster.calibration_file) is not None:

@@ -1,15 +1,18 @@
 """What a method is whose scores were learned: small models foretell them from hidden states, token by token."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from transformers import PreTrainedConfig
 
 from ..errors import KVCompressError
 from ..learned.checkpoints import Trained, Weights
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .base import KVCluster
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class LearnedKVCluster(KVCluster):
         at = place.clamp(0, foretold.shape[2] - 1)
         return torch.where((place == at), foretold.gather(2, at), 0.0)
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         return self.summed(queries, keys, view)
 
@@ -58,7 +62,7 @@ def check_checkpoint(cluster: KVCluster, method: str) -> None:
         cluster.trained(cluster.checkpoint)
 
 
-def check_learned_for(cluster: KVCluster, config: PreTrainedConfig) -> None:
+def check_learned_for(cluster: KVCluster, config: "PreTrainedConfig") -> None:
     """Raises KVCompressError where a checkpoint was trained for another model than one of this config."""
     if not isinstance(cluster, LearnedKVCluster):
         return

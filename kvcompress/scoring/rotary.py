@@ -6,11 +6,14 @@ and padding need no formula of their own.
 """
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedConfig
 
 from .windows import pad_columns
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Rotary:
     @classmethod
     def of(
         cls,
-        config: PreTrainedConfig,
+        config: "PreTrainedConfig",
         module: torch.nn.Module,
         states: torch.Tensor,
         positions: torch.Tensor,
@@ -78,6 +81,11 @@ class Rotary:
         """Of these rows of the batch only."""
         taken = {name: getattr(self, name) for name in ("cos", "sin", "positions", "least")}
         return replace(self, **{name: part[rows] for name, part in taken.items() if part is not None})
+
+    def from_column(self, first: int) -> "Rotary":
+        """Without the columns before it."""
+        taken = {name: getattr(self, name) for name in ("cos", "sin", "positions", "least")}
+        return replace(self, **{name: part[:, first:] for name, part in taken.items() if part is not None})
 
     def positions_of(self, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest and the least position of the tokens in these columns, LongTensors (batch, kv_heads, entries);
@@ -178,7 +186,7 @@ def interleaved(states: torch.Tensor) -> torch.Tensor:
     return torch.stack(states.chunk(2, dim=-1), dim=-1).flatten(-2)
 
 
-def _merged_axes(config: PreTrainedConfig, angle: torch.Tensor) -> torch.Tensor:
+def _merged_axes(config: "PreTrainedConfig", angle: torch.Tensor) -> torch.Tensor:
     """cos or sin as the attention applies it, (batch, columns, rotated). Up to transformers 5.14 or so, Qwen2-VL's
     M-RoPE comes as (3, batch, columns, rotated), for time, height and width, and its attention takes sections of each.
     """

@@ -1,28 +1,32 @@
 """Where the image and video tokens of a prompt are."""
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import PreTrainedConfig
 
 from .layer_view import LayerView
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 RECENT_QUERIES = 32  # observe where no image says where the question begins
 VIDEO_ID_NAMES = ("video_token_id", "video_token_index")
 DECODED_QUERIES = 16  # observe while decoding
 
 
-def vision_token_ids(config: PreTrainedConfig) -> list[int]:
+def vision_token_ids(config: "PreTrainedConfig") -> list[int]:
     """The placeholder ids of image and video tokens in `input_ids`, empty for a text-only model."""
     names = ("image_token_id", "image_token_index", *VIDEO_ID_NAMES)
     return sorted({value for name in names if (value := getattr(config, name, None)) is not None})
 
 
-def vision_token_mask(config: PreTrainedConfig, input_ids: torch.Tensor) -> torch.Tensor:
+def vision_token_mask(config: "PreTrainedConfig", input_ids: torch.Tensor) -> torch.Tensor:
     """True at image and video tokens: bool (batch, columns). There may be several spans or none."""
     return torch.isin(input_ids, torch.tensor(vision_token_ids(config), device=input_ids.device, dtype=input_ids.dtype))
 
 
 def frame_tokens(
-    config: PreTrainedConfig, input_ids: torch.Tensor, video_grid_thw: torch.Tensor | None
+    config: "PreTrainedConfig", input_ids: torch.Tensor, video_grid_thw: torch.Tensor | None
 ) -> tuple[int, ...]:
     """How many vision tokens each frame has, per row of `input_ids`; 0 where that is unknown.
 
@@ -58,12 +62,12 @@ def frame_tokens(
     return tuple(result)
 
 
-def writes_lines(config: PreTrainedConfig) -> bool:
+def writes_lines(config: "PreTrainedConfig") -> bool:
     """Whether each line of patches of an image is a span of vision tokens of its own (Pixtral, Mistral 3)."""
     return getattr(getattr(config, "vision_config", None), "model_type", None) == "pixtral"
 
 
-def _grid_sizes(config: PreTrainedConfig, video_grid_thw: torch.Tensor) -> list[tuple[int, int]]:
+def _grid_sizes(config: "PreTrainedConfig", video_grid_thw: torch.Tensor) -> list[tuple[int, int]]:
     """Frames, and tokens per frame, of each video."""
     merged = config.vision_config.spatial_merge_size**2
     return [(frames, height * width // merged) for frames, height, width in video_grid_thw.tolist()]

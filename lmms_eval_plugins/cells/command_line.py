@@ -1,4 +1,4 @@
-"""The command line of `scripts/run_eval.sh`: what is asked for, checked as far as no model is needed.
+"""The command line of an evaluation: what is asked for, checked as far as no model is needed.
 
 Imports nothing heavy, so that a slip of the fingers is answered at once.
 """
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvcompress.command_line import Parser, called
+from kvcompress.flag_types import NUMBER, count_or_fraction, folder, fraction, label, path, seeds, shown, whole
+
 from .errors import UsageError
 from .evaluator_flags import add_evaluator_flags, check_known, size_of_batch
-from .flag_types import NUMBER, count_or_fraction, folder, fraction, label, path, seeds, shown, whole
 
 USAGE = "TASK MODEL METHOD RATIO [flags] [key=value ...]"
 # Flags that are model arguments by another name.
@@ -62,21 +64,13 @@ class Request:
     flags: argparse.Namespace
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises UsageError where argparse would print its usage and exit."""
-
-    def error(self, message: str) -> None:
-        raise UsageError(message)
-
-
 def flag_parser() -> argparse.ArgumentParser:
     """The flags. Each has its check in `type=`, one of flag_types.py, or in `choices=`."""
     parser = Parser(
-        prog="run_eval.sh",
+        "eval",
         usage=f"%(prog)s {USAGE}\n       %(prog)s [flags]        the demo: bundled model and task\n"
-        "       %(prog)s list tasks|methods|models [WORD]",
+        f"       {called('list')} tasks|methods|models [WORD]",
         description="Evaluate a model under KV-cache compression with lmms-eval. METHOD and RATIO may be comma lists.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("words", nargs="*", metavar="TASK MODEL METHOD RATIO key=value", help="MODEL `tiny` is the bundled one")

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcompress.flag_types import shown
+
 from .errors import DamagedFile, EvaluationFailed, UsageError, nearest
-from .flag_types import shown
 from .machine import HUB, is_offline
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def load_tasks(
     try:
         with working_directory(data_root), one_attempt(), checked_first(noted):
             return leaf_tasks(manager.load_task_or_group([name], "chat"))
-    except (UsageError, KVCompressError, EvaluationFailed):
+    except (KVCompressError, EvaluationFailed):
         raise
     except Exception as error:
         if files:

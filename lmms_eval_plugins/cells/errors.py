@@ -1,29 +1,14 @@
 """What ends a command with one line, and its exit code. Imports nothing heavy."""
 
-import atexit
-import contextlib
 import difflib
-import errno
-import math
-import os
-import re
-import signal
 import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Iterable
 
-# What the machine, not the program, is to blame for.
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
-MEMORY_ERRORS = ("allocate memory", "out of memory", "_ALLOC_FAILED")  # torch's, of a CPU, of a GPU and its libraries
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-TIDY_S = 10  # so long a process that is asked to end is not asked again
+from kvcompress.errors import KVCompressError
 
 
-class UsageError(ValueError):
-    """Bad input. The message is one line that names the value and what is allowed."""
+class UsageError(KVCompressError):
+    """Bad input of a command. The message is one line that names the value and what is allowed."""
 
 
 class DamagedFile(UsageError):
@@ -33,105 +18,13 @@ class DamagedFile(UsageError):
 class EvaluationFailed(RuntimeError):
     """The input is fine, but there are no results. The message is one line and says what to do."""
 
+    exit_code = 1
+
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """` (did you mean 'x'?)` where some valid name is near, else nothing."""
     near = difflib.get_close_matches(name, list(valid), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
-
-
-class Interrupted(KeyboardInterrupt):
-    """The process is to end: `number` is the signal's."""
-
-    def __init__(self, number: int):
-        super().__init__()
-        self.number = number
-
-
-def interrupt_on_signals() -> dict[int, Any]:
-    """From now on SIGTERM and SIGHUP end the process as Ctrl-C does: by an exception, so that all is tidied up.
-
-    A signal that is ignored stays ignored, as under nohup. Returns the handlers before; outside the main thread it
-    changes none.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
-    asked_at = -math.inf
-
-    def interrupt(number: int, frame: object) -> None:
-        nonlocal asked_at
-        is_tidying = time.monotonic() - asked_at < TIDY_S
-        if is_tidying and number != signal.SIGINT:  # a second Ctrl-C counts
-            return
-        asked_at = time.monotonic()
-        raise Interrupted(number)
-
-    for number in before:
-        signal.signal(number, interrupt)
-    return before
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """`interrupt_on_signals` inside."""
-    before = interrupt_on_signals()
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def exit_code(command: Callable[[list[str]], int | None], argv: list[str] | None, kept: str) -> int:
-    """Run a command: its exit code, 0 where it returns none; 2 for bad input, 1 where something else is wrong; after
-    SIGINT (Ctrl-C), SIGTERM or SIGHUP 128 and the signal's number.
-
-    Every error ends with one line on stderr. `argv` defaults to the process's; `kept`: what outlives a signal.
-    """
-    try:
-        with interruptible():
-            return command(sys.argv[1:] if argv is None else argv) or 0
-    except KeyboardInterrupt as error:
-        number = getattr(error, "number", signal.SIGINT)
-        if "LOCAL_RANK" in os.environ:  # one of several processes: what started them says it
-            return 128 + number
-        how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-        return fail(f"{how}; finished {kept} are kept, the same command goes on from there", 128 + number)
-    except UsageError as error:
-        return fail(error, 2)
-    except EvaluationFailed as error:
-        return fail(error, 1)
-    except Exception as error:
-        from kvcompress import KVCompressError  # takes seconds, unless something imported it already
-
-        if isinstance(error, KVCompressError):
-            return fail(error, 2)
-        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-            return fail(f"{error.filename or 'a file'} cannot be written or read: {error.strerror}", 1)
-        if isinstance(error, MemoryError) or any(words in str(error) for words in MEMORY_ERRORS):
-            return fail(f"memory does not suffice: {' '.join(str(error).split())[:300]}", 1)
-        traceback.print_exc()
-        return fail(f"{type(error).__name__}: {error}", 1)
-
-
-def leave(code: int) -> NoReturn:
-    """End the process with this exit code, after what was registered for its end. Python's own end goes on to free what
-    was imported, a million objects one by one: two seconds."""
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            stream.flush()
-    os._exit(code)
-
-
-def fail(error: object, code: int) -> int:
-    """Print the error's line, control characters spelt out and endless words cut; returns the exit code."""
-    line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in str(error))
-    line = re.sub(r"\S{500,}", lambda word: word[0][:80] + "...", line)
-    print(f"error: {line}", file=sys.stderr, flush=True)
-    return code
 
 
 def leave_out(what: object, reason: object) -> None:

@@ -8,20 +8,22 @@ import json
 import zoneinfo
 from typing import Any
 
+from kvcompress.command_line import called
+from kvcompress.flag_types import label, path, prose, shown, whole
+
 from .errors import UsageError, nearest
-from .flag_types import label, path, prose, shown, whole
 
 # Takes out of an answer, before it is scored, what stands between these tags: lmms-eval's own default.
 MOST_TOKENS = 2**20  # of a prompt that a task writes itself
 REASONING_TAGS = '[["<think>", "</think>"], ["<analysis>", "</analysis>"]]'
 
-METRICS = "python -m lmms_eval_plugins.metrics --compare tests differences between cells"
+METRICS = f"{called('metrics')} --compare tests differences between cells"
 POWER = "`lmms-eval power` plans the number of questions"
 WANDB = "--wandb_args logs a run per cell"
 REPLACED = {
-    "--config": "scripts/run_sweep.sh FILE runs what a file asks for",
+    "--config": f"{called('sweep')} FILE runs what a file asks for",
     "--model": "the second word, MODEL, names the checkpoint; the wrapper is always kvcompress",
-    "--tasks": "the first word, TASK, names tasks; `run_eval.sh list tasks [WORD]` lists them",
+    "--tasks": f"the first word, TASK, names tasks; `{called('list')} tasks [WORD]` lists them",
     "--model_args": "give key=value words",
     "--launcher_args": "start the judge's server yourself, and name it by the variables that the task reads",
     "--cache_requests": "there is nothing to cache: prompts are made while the model answers, once for all cells "

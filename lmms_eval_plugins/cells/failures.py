@@ -10,7 +10,9 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import DamagedFile, EvaluationFailed, fail
+from kvcompress.command_line import fail
+
+from .errors import DamagedFile, EvaluationFailed
 from .processes import run_ranks
 
 # Environment variable of ranks: a folder where a rank leaves why a task fails, and finds which did before.

@@ -27,7 +27,6 @@ WITHOUT_EFFECT = (
     "contents.py",
     "errors.py",
     "failures.py",
-    "flag_types.py",
     "hub_upload.py",
     "identity.py",
     "kept_tokens.py",

@@ -1,9 +1,12 @@
-"""`run_eval.sh list tasks|methods|models [WORD]`: what may stand on the command line, with a word to look for."""
+"""`kvcompress list`: tasks, methods or models, a line each."""
 
-from .errors import UsageError, nearest
+import argparse
+
+from kvcompress import list_command as core
+from kvcompress.list_command import methods
+
 from .names import LM_EVAL, installed_tasks, lm_eval_tasks, task_folders, task_kinds
 
-KINDS = ("tasks", "methods", "models")
 # Model types that docs/families.md has tests of; transformers knows more.
 TESTED = (
     "gemma3", "gemma4", "glm4v", "idefics3", "internvl", "llama", "llava", "llava_next", "llava_next_video",
@@ -12,32 +15,12 @@ TESTED = (
 )  # fmt: skip
 
 
-def show_list(argv: list[str]) -> None:
-    """Print the list that `argv` names, a line each. Raises UsageError for another one, and where nothing is found."""
-    if not argv or argv[0] not in KINDS or len(argv) > 2:
-        wrong = f"; {argv[0]!r} is not one of them{nearest(argv[0], KINDS)}" if argv and argv[0] not in KINDS else ""
-        raise UsageError(f"usage: run_eval.sh list {'|'.join(KINDS)} [WORD]{wrong}")
-    kind, word = argv[0], argv[1].lower() if len(argv) > 1 else ""
-    lines = {"tasks": tasks, "methods": methods, "models": models}[kind]()
-    found = [line for line in lines if word in line.lower()]
-    if not found:
-        raise UsageError(f"none of {len(lines)} {kind} has {argv[1]!r} in its line")
-    print("\n".join(found))
-
-
 def tasks() -> list[str]:
     """Bundled tasks, then lmms-eval's tasks, groups and tags, then lm-eval's, where that is installed."""
     kinds = {origin: task_kinds(folder) for origin, folder in task_folders().items()}
     shared = installed_tasks() & lm_eval_tasks().keys()
     kinds["lm-eval"] = {LM_EVAL * (name in shared) + name: kind for name, (kind, _) in lm_eval_tasks().items()}
     return [f"{name:<40} {kind}, {origin}" for origin, found in kinds.items() for name, kind in sorted(found.items())]
-
-
-def methods() -> list[str]:
-    """Each method with its paper and what it does."""
-    from kvcompress.list_command import lines
-
-    return lines()
 
 
 def models() -> list[str]:
@@ -61,3 +44,15 @@ def models() -> list[str]:
         tested = ", tested here" if name in TESTED else ""
         lines.append(f"{name:<20} any checkpoint of this model_type: {sees}{tested}")
     return lines
+
+
+KINDS = {"tasks": tasks, "methods": methods, "models": models}
+
+
+def parser() -> argparse.ArgumentParser:
+    return core.parser(KINDS)
+
+
+def main(argv: list[str]) -> None:
+    """Print the list. Raises KVCompressError for another one, and where nothing is found."""
+    core.main(argv, KINDS)

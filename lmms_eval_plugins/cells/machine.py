@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcompress.flag_types import shown
+
 from .command_line import BUNDLED_MODEL, Request
 from .errors import EvaluationFailed, UsageError
-from .flag_types import shown
 
 if TYPE_CHECKING:
     from ..model.arguments import ModelArguments

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+from kvcompress.command_line import called
+from kvcompress.flag_types import shown
+
 from .command_line import Request
 from .errors import UsageError, nearest
-from .flag_types import shown
 from .yaml_files import read_yaml
 
 PLUGIN = Path(__file__).parents[1]
@@ -38,7 +40,7 @@ def check_tasks(names: Iterable[str], include_path: Path | None = None) -> None:
         check_lm_eval(f"unknown task {shown(name)}{nearest(name, installed_tasks() | own)}; ")
         if plain not in lm_eval_tasks() and (plain == name or plain not in own):
             known = lm_eval_tasks().keys() if plain != name else installed_tasks() | own | lm_eval_tasks().keys()
-            hint = nearest(plain, known) or "; list them with: scripts/run_eval.sh list tasks"
+            hint = nearest(plain, known) or f"; list them with: {called('list')} tasks"
             raise UsageError(f"unknown task {shown(name)}{hint}")
 
 
@@ -74,7 +76,7 @@ def check_names(request: Request) -> None:
     """
     check_tasks(request.tasks, request.flags.include_path)
     # A notebook may have methods of its own, and what is imported answers at once; so may files of one's own.
-    if "kvcompress" in sys.modules or os.environ.get("KVCOMPRESS_METHODS"):
+    if "kvcompress.clusters" in sys.modules or os.environ.get("KVCOMPRESS_METHODS"):
         return
     methods = method_names()
     for method in request.methods:

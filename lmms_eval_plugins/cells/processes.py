@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .errors import TIDY_S, fail
+from kvcompress.command_line import TIDY_S, fail
 
 COMMAND = [sys.executable, "-m", "lmms_eval_plugins.evaluate"]
 POLL_S = 0.1

@@ -5,8 +5,9 @@ from typing import Any
 
 import yaml
 
+from kvcompress.flag_types import shown
+
 from .errors import UsageError
-from .flag_types import shown
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,22 +1,18 @@
-"""`python -m kvcompress leaderboard`: one static page of the results of many models and tasks.
+"""`kvcompress leaderboard`: one static page of the results of many models and tasks.
 
-python -m kvcompress leaderboard FOLDER...            writes leaderboard.html
-python -m kvcompress leaderboard --check FOLDER...    is each of them complete and plausible?
+kvcompress leaderboard FOLDER...            writes leaderboard.html
+kvcompress leaderboard --check FOLDER...    is each of them complete and plausible?
 """
 
 import argparse
 import sys
 from pathlib import Path
 
+from kvcompress.command_line import Parser, exit_code
 from kvcompress.files import check_output
+from kvcompress.flag_types import path
 
-from ..cells.command_line import Parser
-from ..cells.errors import EvaluationFailed, exit_code
-from ..cells.flag_types import path
-from ..report.html.groups import load_groups
-from ..report.html.page import write_page
-from .boards import Row, leaderboard, rows_of
-from .checks import problems
+from ..cells.errors import EvaluationFailed
 from .submissions import name_of, submission, unpacked
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -24,7 +20,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 def parser() -> argparse.ArgumentParser:
     this = Parser(
-        prog="python -m kvcompress leaderboard",
+        "leaderboard",
         description="One static page of the results of many models and tasks, or --check of what is to be handed in.",
     )
     add = this.add_argument
@@ -49,6 +45,8 @@ def command(arguments: list[str]) -> int:
 
 def check(folders: list[Path]) -> int:
     """Say what is wrong, one problem a line; 2 where anything is."""
+    from .checks import problems
+
     count = 0
     for each in folders:
         with unpacked(each) as folder:
@@ -63,6 +61,10 @@ def check(folders: list[Path]) -> int:
 
 def write(folders: list[Path], out: Path) -> int:
     """Write the page of all scored cells."""
+    from ..report.html.groups import load_groups
+    from ..report.html.page import write_page
+    from .boards import Row, leaderboard, rows_of
+
     check_output(out.parent, out.name)
     rows: list[Row] = []
     for each in folders:

@@ -9,8 +9,9 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvcompress.flag_types import shown
+
 from ..cells.errors import UsageError
-from ..cells.flag_types import shown
 
 
 def submission(text: str) -> Path:

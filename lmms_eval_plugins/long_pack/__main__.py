@@ -1,4 +1,4 @@
-"""Write generated long tasks for lmms-eval: `python -m lmms_eval_plugins.long_pack --out DIR [--lengths 4,16,64] ...`.
+"""`kvcompress long-pack`: generate long tasks, needles among pictures and documents of many pages, for lmms-eval.
 
 Needles among many pictures (NAME_needle) and documents of many pages (NAME_document), drawn from a seed. They run with
 `./scripts/run_eval.sh NAME_needle MODEL METHOD RATIO --include_path DIR`; docs/long-pack.md says more.
@@ -12,9 +12,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ..cells.command_line import Parser
-from ..cells.errors import UsageError, exit_code, nearest
-from ..cells.flag_types import number, path, shown, whole
+from kvcompress.command_line import Parser, called, exit_code
+from kvcompress.flag_types import number, path, shown, whole
+
+from ..cells.errors import UsageError, nearest
 from .dataset import DATA_FILE, KINDS, Pack, write
 from .documents import MOST_PAGES, check_page
 from .needles import smallest_picture
@@ -59,10 +60,9 @@ def task_name(text: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     this = Parser(
-        prog="python -m lmms_eval_plugins.long_pack",
+        "long-pack",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
         epilog=f"kinds: {', '.join(KINDS)}",
     )
     add, pack, look = this.add_argument, Pack(), Look()
@@ -131,7 +131,7 @@ def command(argv: list[str]) -> None:
     for file, count in names.items():
         print(f"written: {file}, {count} questions, {(file.parent / DATA_FILE).stat().st_size / 1e6:.1f} MB")
     tasks = ",".join(file.stem for file in names)
-    print(f"run: ./scripts/run_eval.sh {tasks} MODEL full,snapkv 0.2 --include_path {flags.out}")
+    print(f"run: {called('eval')} {tasks} MODEL full,snapkv 0.2 --include_path {flags.out}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -20,6 +20,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from kvcompress import KVCompressError
+from kvcompress.command_line import called
 from kvcompress.errors import MOST, loading, shown
 
 from . import llava_next
@@ -41,7 +42,7 @@ def device_of(args: ModelArguments, world_size: int) -> torch.device:
             f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA GPUs; device=cpu runs without one"
         )
     if args.tp_plan is not None and world_size == 1:
-        raise KVCompressError(f"tp_plan={args.tp_plan!r} needs several processes: NUM_PROCESSES=2 scripts/run_eval.sh")
+        raise KVCompressError(f"tp_plan={args.tp_plan!r} needs several processes: NUM_PROCESSES=2 {called('eval')} ...")
     if args.tp_plan is not None and device.type == "cpu" and torch.cuda.is_available():
         raise KVCompressError(f"tp_plan={args.tp_plan!r} takes the GPUs of this machine, not device={name!r}")
     if world_size > 1:

@@ -1,9 +1,4 @@
-"""Scores by two columns of a task's questions: `python -m lmms_eval_plugins.heatmap results/<task>/<model>`.
-
-For the tasks of `python -m lmms_eval_plugins.long_pack` these are the length of the prompt and the needle's depth; any
-columns of a task will do. Beside the cells it writes `heatmap-<x>-<y>[-...].png`, a panel for each method and ratio,
-and the same numbers as `.csv`; it prints them by each column alone. Only cells with the same settings share a figure.
-"""
+"""Scores by two columns of a task's questions, drawn."""
 
 import argparse
 import math
@@ -24,10 +19,9 @@ from rich.table import Table
 
 from kvcompress.errors import unknown_name
 from kvcompress.files import check_output, replacing
+from kvcompress.flag_types import shown
 
-from ..cells.command_line import Parser
-from ..cells.errors import EvaluationFailed, UsageError, exit_code, leave_out
-from ..cells.flag_types import folder, label, shown
+from ..cells.errors import EvaluationFailed, UsageError, leave_out
 from ..cells.results import RESULTS_FILE, DamagedFile, exact, read_cell
 from .headline import by_question, headline
 from .table import cell_row, plain
@@ -148,34 +142,8 @@ def by_column(rows: pd.DataFrame, column: str) -> Table:
     return table
 
 
-def condition(text: str) -> tuple[str, str]:
-    """`kind=counting` -> ("kind", "counting")."""
-    name, equals, value = text.partition("=")
-    if not (equals and name and value and text.isprintable()):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not COLUMN=VALUE")
-    return name, value
-
-
-def parser() -> argparse.ArgumentParser:
-    this = Parser(
-        prog="python -m lmms_eval_plugins.heatmap",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = this.add_argument
-    add("folder", type=folder, help="results/<task>/<model>")
-    add("--x", type=label, default="length", help="column of the questions, from left to right (length)")
-    add("--y", type=label, default="depth", help="column of the questions, from top to bottom (depth)")
-    add("--where", type=condition, metavar="COLUMN=VALUE", help="only these questions, e.g. kind=counting")
-    add("--metric", type=label, help="of the task, in place of its main one")
-    add("--filter", type=label, help="of the task's answers, in place of the first one")
-    return this
-
-
-def command(argv: list[str]) -> None:
+def write(flags: argparse.Namespace) -> None:
     """Write figure and numbers. Raises UsageError, KVCompressError or EvaluationFailed."""
-    flags = parser().parse_args(argv)
     check_output(flags.folder)
     columns = dict.fromkeys([flags.x, flags.y, *([flags.where[0]] if flags.where else [])])
     rows = question_rows(flags.folder, list(columns), flags.metric, flags.filter)
@@ -205,12 +173,3 @@ def command(argv: list[str]) -> None:
             table.to_csv(draft, index=False)
         for file in (path, path.with_suffix(".csv")):
             console.print(f"written: {file}", soft_wrap=True, highlight=False)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The exit code; every error ends with one line on stderr."""
-    return exit_code(command, argv, "files")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from kvcompress.command_line import called
+
 from ..cells import machine
 from ..cells.errors import EvaluationFailed
 from ..cells.names import LM_EVAL_PACKAGE, lm_eval_folder
@@ -45,7 +47,7 @@ def run_all(runs: list[Run], failed: dict[tuple[str, ...], str]) -> None:
     """Run one after the other; `failed` gets why cells have no result."""
     for number, run in enumerate(runs, 1):
         print(f"[{number} of {len(runs)}] {run.cells[0].model.name}, {run.cells[0].benchmark.name}: ", end="")
-        print(shlex.join(["run_eval.sh", *run.argv]), flush=True)
+        print(f"{called('eval')} {shlex.join(run.argv)}", flush=True)
         code, error = execute(run.argv)
         if code:
             failed |= {cell.key: f"failed: {error}" for cell in run.cells}

@@ -1,4 +1,7 @@
-"""`python -m lmms_eval_plugins.sweep run|trial`: see docs/sweeps.md. Exit codes as of the evaluation command."""
+"""`kvcompress sweep`: all trials of a wandb sweep file, here or on a Ray cluster, and their table; see docs/sweeps.md.
+
+`python -m lmms_eval_plugins.sweep run|trial` is the same, and what `wandb agent` runs.
+"""
 
 import argparse
 import contextlib
@@ -8,9 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..cells.command_line import Parser
-from ..cells.errors import EvaluationFailed, UsageError, exit_code
-from ..cells.flag_types import count_or_fraction, folder, label, path, whole
+from kvcompress.command_line import Parser, exit_code
+from kvcompress.flag_types import count_or_fraction, folder, label, path, whole
+
+from ..cells.errors import EvaluationFailed, UsageError
 from ..cells.machine import check_environment, number_of_processes, say
 from ..cells.names import check_tasks
 from ..cells.run import quiet
@@ -20,9 +24,9 @@ USAGE = """CONFIG [flags] [parameter=value ...]
        python -m lmms_eval_plugins.sweep trial --task=TASK --model=MODEL --method=METHOD --ratio=RATIO ..."""
 
 
-def run_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="run_sweep.sh", usage=f"%(prog)s {USAGE}", allow_abbrev=False)
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    this = Parser("sweep", usage=f"%(prog)s {USAGE}")
+    add = this.add_argument
     add("config", type=path, metavar="CONFIG", help="a wandb sweep file, or a name of configs/sweeps: demo")
     add("overrides", nargs="*", metavar="parameter=value", help="constants in place of the file's parameters")
     add("--limit", type=count_or_fraction, help="questions per task: the same as limit=N")
@@ -33,12 +37,12 @@ def run_parser() -> argparse.ArgumentParser:
     add("--ray", type=label, metavar="ADDRESS", help="run on the Ray cluster at ADDRESS, or on a `local` one")
     add("--cpus-per-trial", type=whole(1), metavar="N", help="cores of a trial on Ray (1)")
     add("--workers", type=whole(1), metavar="N", help="trials at once on Ray (default: all that there is room for)")
-    return parser
+    return this
 
 
 def run(argv: list[str]) -> None:
     """All trials of a sweep file, then their table. Raises EvaluationFailed where some trial has no results."""
-    flags = run_parser().parse_intermixed_args(argv)
+    flags = parser().parse_intermixed_args(argv)
     overrides = parse_trial(flags.overrides)
     if flags.limit is not None:
         overrides["limit"] = flags.limit
@@ -49,7 +53,7 @@ def run(argv: list[str]) -> None:
     try:
         from .config import read_config
     except ImportError as error:
-        raise EvaluationFailed(f"{error.name} is not installed: pip install -e '.[sweep]'") from error
+        raise EvaluationFailed(f"{error.name} is not installed: pip install 'kvcompress[sweep]'") from error
     config = read_config(flags.config, overrides, flags.name)
     with _naming(flags.config):
         check_tasks([str(task) for task in config.values("task")], _include_path(config.constants))
@@ -72,7 +76,7 @@ def run(argv: list[str]) -> None:
             try:
                 from .ray_cluster import run_on_ray
             except ImportError as error:
-                raise EvaluationFailed(f"{error.name} is not installed: pip install -e '.[sweep]'") from error
+                raise EvaluationFailed(f"{error.name} is not installed: pip install 'kvcompress[sweep]'") from error
             run_on_ray(sweep, flags.ray, flags.cpus_per_trial or 1, flags.workers)
         write_table(sweep)
     if sweep.failures:
@@ -87,7 +91,7 @@ def _naming(config: object) -> Iterator[None]:
 
     try:
         yield
-    except (UsageError, KVCompressError) as error:
+    except KVCompressError as error:
         raise UsageError(f"{config}: {error}") from None
 
 

@@ -10,7 +10,9 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from tqdm import tqdm
 
-from ..cells.errors import EvaluationFailed, UsageError, interrupt_on_signals
+from kvcompress.command_line import interrupt_on_signals
+
+from ..cells.errors import EvaluationFailed
 from .runner import Sweep
 from .study import Trial
 from .trial import Evaluator
@@ -109,7 +111,7 @@ class Pool:
         while (trial := self.sweep.trials.next()) is not None:
             try:
                 cell = self.sweep.cell(trial)
-            except (UsageError, KVCompressError) as error:
+            except KVCompressError as error:
                 self._end([trial], error)
                 continue
             under_way = [trials for _, trials in self._awaited.values() if trials]

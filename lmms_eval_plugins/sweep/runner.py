@@ -131,7 +131,7 @@ def run_here(sweep: Sweep) -> None:
         try:
             evaluator.evaluate(trial.parameters, sweep.output)
             sweep.finish(trial)
-        except (UsageError, KVCompressError, EvaluationFailed) as error:
+        except (KVCompressError, EvaluationFailed) as error:
             sweep.fail(trial, error)
         except Exception as error:  # one trial that needs too much memory must not end a night's sweep
             traceback.print_exc()

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcompress.flag_types import shown
+
 from ..cells import results
 from ..cells.command_line import literal, parse
 from ..cells.errors import EvaluationFailed, UsageError
-from ..cells.flag_types import shown
 from ..cells.machine import number_of_processes, rank, set_offline
 from ..cells.plan import Plan, check_folders
 from ..cells.processes import evaluation

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcompress import KVCompressError
+from kvcompress.command_line import called
 
 if TYPE_CHECKING:
     from lmms_eval.tasks import TaskManager
@@ -52,7 +53,7 @@ def task_manager(names: list[str], model_name: str | None = None) -> TaskManager
     for name in names:
         if name not in manager.all_tasks:
             near = difflib.get_close_matches(name, manager.all_tasks, n=3)
-            hint = f"did you mean {', '.join(near)}?" if near else "list them with: scripts/run_eval.sh list tasks"
+            hint = f"did you mean {', '.join(near)}?" if near else f"list them with: {called('list')} tasks"
             raise KVCompressError(
                 f"unknown task {name!r}: not bundled ({', '.join(bundled)}), not in lmms-eval; {hint}"
             )

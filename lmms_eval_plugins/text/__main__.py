@@ -8,7 +8,9 @@ Releases of lm-eval that read the entry-point group `lm_eval.models` find the mo
 
 import sys
 
-from ..cells.errors import UsageError, fail
+from kvcompress.command_line import fail
+from kvcompress.errors import KVCompressError
+
 from ..cells.names import check_lm_eval
 
 MODEL = "lmms_eval_plugins.text.model:KVCompressTextLM"
@@ -18,12 +20,10 @@ def main() -> int:
     """The exit code: 2 where lm-eval is not installed, or an argument is wrong."""
     try:
         check_lm_eval()
-    except UsageError as error:
+    except KVCompressError as error:
         return fail(error, 2)
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import model_registry
-
-    from kvcompress import KVCompressError
 
     if "kvcompress" not in model_registry:
         model_registry.register("kvcompress", target=MODEL)

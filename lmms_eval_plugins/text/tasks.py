@@ -84,7 +84,7 @@ class TextTasks:
         try:
             with working_directory(data_root), checked_first(lambda task: check_task(task, flags)), quiet():
                 found = self._manager(_plain(name)).load([_plain(name)])
-        except (UsageError, KVCompressError, EvaluationFailed):
+        except (KVCompressError, EvaluationFailed):
             raise
         except Exception as error:  # whatever a task's own code raises
             raise EvaluationFailed(data_error(name, error, data_root)) from error

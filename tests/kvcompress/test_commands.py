@@ -1,5 +1,8 @@
 """`python -m kvcompress COMMAND`: the package's own commands, and those that others register."""
 
+import argparse
+import os
+import subprocess
 import sys
 from importlib.metadata import EntryPoint, EntryPoints, distribution
 from pathlib import Path
@@ -8,8 +11,15 @@ import pytest
 
 import kvcompress
 from kvcompress import KVCompressError, __main__
+from kvcompress.command_line import SCRIPTS_FOLDER, Parser, called
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+def parser() -> argparse.ArgumentParser:
+    this = Parser("hello")
+    this.add_argument("--to-whom")
+    return this
 
 
 def hello(arguments: list[str]) -> None:
@@ -35,16 +45,87 @@ def test_its_error_is_one_line(registered, capsys):
     assert capsys.readouterr().err == "error: hello whom?\n"
 
 
-def test_help_lists_own_and_registered_commands(registered, capsys):
+def test_help_has_a_line_for_own_and_registered_commands(registered, capsys):
+    assert __main__.main(["--help"]) == 0
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert [name for name, _ in lines] == ["bench", "calibrate", "hello", "list", "speech"]
+    assert dict(lines)["hello"] == "the package's own commands, and those that others register"
+
+
+def test_no_command_says_how_to_begin(capsys):
     assert __main__.main([]) == 0
-    assert "{bench,calibrate,hello,methods,speech}" in capsys.readouterr().out
+    assert "To begin:\n  kvcompress list methods " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("kvcompress ca", "calibrate "),
+        ("kvcompress bench --larg", "--largest-batch "),
+        ("kvcompress list me", "methods "),
+    ],
+)
+def test_the_shell_completes_commands_and_their_flags(tmp_path, line, found):
+    """As bash asks: what is on the line, and where the cursor is; the answers go to a file."""
+    answers = tmp_path / "answers"
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answers),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+    }
+    subprocess.run([sys.executable, "-m", "kvcompress"], env={**os.environ, **asked}, check=True)
+    assert answers.read_text(encoding="utf-8").split("\n") == [found]
+
+
+def test_without_a_shell_that_asks_nothing_is_completed(monkeypatch):
+    monkeypatch.delenv("_ARGCOMPLETE", raising=False)
+    assert __main__.complete() is None
+
+
+@pytest.mark.parametrize(
+    ("program", "scripts", "command", "name"),
+    [
+        ("/usr/bin/kvcompress", None, "heatmap", "kvcompress heatmap"),
+        ("/usr/bin/kvcompress", None, "eval", "kvcompress eval"),
+        ("/x/kvcompress/__main__.py", None, "eval", "python -m kvcompress eval"),
+        ("/x/lmms_eval_plugins/evaluate.py", "./scripts", "eval", "./scripts/run_eval.sh"),
+        ("/x/lmms_eval_plugins/evaluate.py", "./scripts", "list", "./scripts/run_eval.sh list"),
+        ("/x/lmms_eval_plugins/evaluate.py", "./scripts", "heatmap", "python -m kvcompress heatmap"),
+    ],
+)
+def test_a_command_is_named_as_it_is_called(monkeypatch, program, scripts, command, name):
+    monkeypatch.setattr(sys, "argv", [program])
+    monkeypatch.delenv(SCRIPTS_FOLDER, raising=False)
+    if scripts:
+        monkeypatch.setenv(SCRIPTS_FOLDER, scripts)
+    assert called(command) == name
+    assert Parser(command).prog == name
+
+
+def test_every_command_says_the_version(capsys):
+    for name in __main__.commands():
+        with pytest.raises(SystemExit):
+            __main__.module_of(name).parser().parse_args(["--version"])
+        assert capsys.readouterr().out == f"kvcompress {kvcompress.__version__}\n"
+
+
+def test_what_is_not_installed_is_named_with_what_installs_it(monkeypatch, capsys):
+    def missing(arguments):
+        raise ModuleNotFoundError("No module named 'lmms_eval'", name="lmms_eval")
+
+    monkeypatch.setattr(__main__, "find_command", lambda name: missing)
+    assert __main__.main(["eval"]) == 1
+    assert capsys.readouterr().err == (
+        "error: lmms_eval is not installed; all that commands need comes with: pip install 'kvcompress[eval]'\n"
+    )
 
 
 def test_an_unknown_command_is_one_line_with_the_valid_ones(registered, capsys):
     assert __main__.main(["helo"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: there is no command 'helo' (did you mean 'hello'?); valid: bench, calibrate, hello, ")
-    assert "pip install -e ." in err
     assert len(err.splitlines()) == 1
 
 
@@ -54,22 +135,27 @@ def test_every_command_that_this_project_registers_is_there():
 
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     commands = project["entry-points"][__main__.GROUP]
-    assert set(commands) == {"eval", "sweep", "reproduce", "metrics", "report", "show", "leaderboard"}
+    assert set(commands) == {
+        *("calibrate", "eval", "heatmap", "leaderboard", "list", "long-pack"),
+        *("metrics", "report", "reproduce", "show", "sweep", "table"),
+    }
     for name, value in commands.items():
-        assert callable(EntryPoint(name, value, __main__.GROUP).load())
+        function = EntryPoint(name, value, __main__.GROUP).load()
+        assert callable(function)
+        assert isinstance(sys.modules[function.__module__].parser(), Parser)
 
 
 def test_methods_lists_those_with_the_word(capsys):
-    assert __main__.main(["methods"]) == 0
+    assert __main__.main(["list", "methods"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(kvcompress.list_methods())
-    assert __main__.main(["methods", "SnapKV"]) == 0
+    assert __main__.main(["list", "methods", "SnapKV"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert 0 < len(lines) < len(kvcompress.list_methods())
     assert all("snapkv" in line.lower() for line in lines)
 
 
 def test_a_word_that_no_method_has_is_one_line(capsys):
-    assert __main__.main(["methods", "nonesuch"]) == 2
+    assert __main__.main(["list", "methods", "nonesuch"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from safetensors.torch import save_file
 
-from kvcompress import KVCompressError
 from kvcompress.__main__ import main as core_main
 from kvcompress.bench.speech.prompts import read_lines
+from kvcompress.command_line import exit_code
+from kvcompress.errors import KVCompressError
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells.command_line import parse
-from lmms_eval_plugins.cells.errors import UsageError, exit_code
 from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.cells.run import load_model
 from lmms_eval_plugins.model.media import ChatPrompt
@@ -201,7 +201,7 @@ def test_every_key_of_a_reproduction_refuses_what_is_none():
                 tried += 1
                 try:
                     load_config(str(path))
-                except UsageError as error:
+                except KVCompressError as error:
                     failures += [f"{name}={value!r:.60}: {error}"] if "\n" in str(error) else []
                 except Exception as error:
                     failures.append(f"{name}={value!r:.60}: {type(error).__name__}: {str(error)[:100]}")
@@ -217,19 +217,19 @@ def test_every_key_of_a_sweep_refuses_what_is_none():
     for name in {*KEYS} - {"name", "description", "project", "entity", "program", "command"}:
         for value in wrong:
             Path("sweep.yaml").write_text(yaml.safe_dump({**sweep, name: value}))
-            with pytest.raises(UsageError) as error:
+            with pytest.raises(KVCompressError) as error:
                 read_config(Path("sweep.yaml"), {})
             assert "\n" not in str(error.value)
             assert len(str(error.value)) < 1000
     for kind in ("constant", "categorical", "int_uniform", "uniform", "log_uniform_values", "q_uniform", 7, [], None):
         for value in [*wrong[2:], None, "wide", float("inf")]:
             for keys in (("values",), ("min", "max"), ("min", "max", "q")):
-                with pytest.raises(UsageError):
+                with pytest.raises(KVCompressError):
                     distribution("x", {"distribution": kind, **dict.fromkeys(keys, value)})
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a" * 300])
 def test_a_sweep_stays_in_its_own_folder(name):
     Path("sweep.yaml").write_text(yaml.safe_dump({"method": "grid", "parameters": {"task": {"value": "a"}}}))
-    with pytest.raises(UsageError, match="a sweep cannot be called"):
+    with pytest.raises(KVCompressError, match="a sweep cannot be called"):
         read_config(Path("sweep.yaml"), {}, name)

@@ -305,9 +305,9 @@ def test_lists_of_tasks_methods_and_models(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "usage: run_eval.sh list tasks|methods|models [WORD]"),
-        (["taks"], "'taks' is not one of them (did you mean 'tasks'?)"),
-        (["tasks", "a", "b"], "usage: "),
+        ([], "the following arguments are required: kind"),
+        (["taks"], "invalid choice: 'taks' (choose from "),
+        (["tasks", "a", "b"], "unrecognized arguments: b"),
         (["methods", "no such method"], "none of "),
     ],
 )

@@ -5,17 +5,17 @@ import re
 
 import pytest
 
-from kvcompress.bench.cli import parser as bench
+from kvcompress.bench.command import parser as bench
 from kvcompress.bench.speech.command import parser as speech
 from lmms_eval_plugins.cells.command_line import flag_parser
 from lmms_eval_plugins.leaderboard.command import parser as leaderboard
 from lmms_eval_plugins.long_pack.__main__ import parser as long_pack
-from lmms_eval_plugins.report.heatmap import parser as heatmap
+from lmms_eval_plugins.report.heatmap_command import parser as heatmap
 from lmms_eval_plugins.report.html.report_command import parser as report
-from lmms_eval_plugins.report.html.show import parser as show
+from lmms_eval_plugins.report.html.show_command import parser as show
 from lmms_eval_plugins.report.metrics_command import parser as metrics
 from lmms_eval_plugins.reproduce.__main__ import parser as reproduce
-from lmms_eval_plugins.sweep.__main__ import run_parser as sweep
+from lmms_eval_plugins.sweep.__main__ import parser as sweep
 
 PARSERS = {"bench": bench, "speech": speech, "run_eval": flag_parser, "report": report, "show": show}
 PARSERS |= {"metrics": metrics, "reproduce": reproduce, "sweep": sweep, "heatmap": heatmap, "long_pack": long_pack}

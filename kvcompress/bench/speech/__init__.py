@@ -1,9 +1,5 @@
-"""`python -m kvcompress speech`: how soon an omni model speaks, with several KV caches side by side.
+"""How soon an omni model speaks, with several KV caches side by side.
 
-`prompts`: what is asked; `strategies`: the caches; `turns`: cold starts, then warm rounds; `report`: the table;
-`command`: the command line.
+`command`: the command line; `run`: what it does; `prompts`: what is asked; `kinds`, `strategies`: the caches; `turns`:
+cold starts, then warm rounds; `report`: the table.
 """
-
-from .command import main
-
-__all__ = ["main"]

@@ -4,7 +4,7 @@ import statistics
 from typing import Any
 
 from ..timing import cell, short, summary, table
-from .strategies import STRATEGIES
+from .kinds import STRATEGIES
 
 # Label -> the field of a row and how many of it are one unit.
 COLUMNS = {

@@ -4,7 +4,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -26,25 +26,7 @@ from ...speech_stream import Window
 from ...tokens.base import TokenMethod
 from ..contenders import MethodSpec, compile_config
 from ..standalone import held_bytes
-
-
-@dataclass(frozen=True)
-class Kind:
-    """compresses: whether our method does; is_static: whether the thinker's shapes are fixed; overlaps: whether the
-    talker begins with the first text tokens."""
-
-    compresses: bool = False
-    is_static: bool = False
-    overlaps: bool = False
-
-
-AFTER_THE_TEXT = {
-    "dynamic": Kind(),
-    "static": Kind(is_static=True),
-    "compressed": Kind(compresses=True),
-    "compressed-static": Kind(compresses=True, is_static=True),
-}
-STRATEGIES = AFTER_THE_TEXT | {f"{name}-overlap": replace(kind, overlaps=True) for name, kind in AFTER_THE_TEXT.items()}
+from .kinds import STRATEGIES, Kind
 
 
 def method_of(kind: Kind, given: argparse.Namespace) -> MethodSpec:

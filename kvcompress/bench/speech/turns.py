@@ -15,7 +15,7 @@ from torch._inductor import config as inductor_config
 from transformers import ProcessorMixin, Qwen2_5OmniForConditionalGeneration
 
 from ... import speech
-from ..cli import say
+from ..comparison import say
 from ..grid import Results, garbage_left, release
 from .prompts import bundled_prompts, growing_wav, model_inputs, read_prompts
 from .strategies import CacheStrategy

@@ -1,1 +1,1 @@
-"""Reports for reading and for papers: `python -m kvcompress report` and `python -m kvcompress show`."""
+"""Reports for reading and for papers: `kvcompress report` and `kvcompress show`."""

@@ -1,4 +1,4 @@
-"""`python -m kvcompress report`: tables, files with all numbers, and one HTML page of results on disk.
+"""`kvcompress report`: tables, files with all numbers, and one HTML page of results on disk.
 
 Of the .json of `kvcompress speech`: the page that plays its answers, beside it.
 """
@@ -7,20 +7,13 @@ import argparse
 import os
 from pathlib import Path
 
+from kvcompress.command_line import Parser, exit_code
 from kvcompress.files import check_output
-
-from ...cells.command_line import Parser
-from ...cells.errors import exit_code
-from ...cells.flag_types import folder, path
-from .data import page_data
-from .groups import load_groups
-from .page import write_page
-from .speech import speech_data
-from .tables import write_tables
+from kvcompress.flag_types import folder, path
 
 
 def parser() -> argparse.ArgumentParser:
-    this = Parser(prog="python -m kvcompress report", description=__doc__)
+    this = Parser("report", description=__doc__)
     this.add_argument(
         "results",
         type=folder_or_speech,
@@ -51,6 +44,11 @@ def report(arguments: list[str]) -> None:
     given = parser().parse_args(arguments)
     if given.results.suffix == ".json" and given.results.is_file():
         return speech_report(given.results, given.out or given.results.parent)
+    from .data import page_data
+    from .groups import load_groups
+    from .page import write_page
+    from .tables import write_tables
+
     out, page = given.out or given.results / "report", "report.html"
     check_output(out, page)
     groups = load_groups(given.results)
@@ -62,6 +60,9 @@ def report(arguments: list[str]) -> None:
 
 def speech_report(results: Path, out: Path) -> None:
     """Write the page of a speech run."""
+    from .page import write_page
+    from .speech import speech_data
+
     page = out / results.with_suffix(".html").name
     check_output(out, page.name)
     write_page(page, "Answers aloud", speech_data(results), name="speech")

@@ -1,7 +1,4 @@
-"""`python -m kvcompress show`: which patches of one image and which words of one question survive.
-
-python -m kvcompress show IMAGE "QUESTION" --model tiny --method snapkv --ratio 0.1 window_size=8
-"""
+"""Which patches of one image and which words of one question survive, drawn."""
 
 import argparse
 import base64
@@ -23,9 +20,7 @@ from tqdm import tqdm
 from kvcompress import KVCompressError
 from kvcompress.files import check_output, replacing
 
-from ...cells.command_line import Parser, parse
-from ...cells.errors import exit_code
-from ...cells.flag_types import label, path
+from ...cells.command_line import parse
 from ...cells.kept_tokens import shares, unpacked
 from ...cells.machine import check_environment, set_offline
 from ...cells.names import check_names
@@ -41,33 +36,10 @@ PANELS = 8  # layers in a picture; of a deeper model evenly spread ones
 DARKEST = 0.84
 
 
-def parser() -> argparse.ArgumentParser:
-    this = Parser(
-        prog="python -m kvcompress show",
-        description="Answer one question with a compressed KV cache, and show what of the prompt survives.",
-    )
-    this.add_argument("image", type=path)
-    this.add_argument("question")
-    this.add_argument("options", nargs="*", metavar="option=value", help="of the methods or the model")
-    this.add_argument("--model", type=label, default="tiny", help="hub id or local folder (tiny: the bundled model)")
-    this.add_argument("--method", type=label, default="snapkv", help="one, or a comma list (snapkv)")
-    this.add_argument(
-        "--ratio", type=label, default="0.2", help="fraction that is kept, or a comma list; - with budget= (0.2)"
-    )
-    this.add_argument("--out", type=path, default=Path("survivors.html"), help="a .html or .png file (survivors.html)")
-    return this
-
-
-def main(arguments: list[str]) -> int:
-    """The exit code; every error ends with one line on stderr."""
-    return exit_code(show, arguments, "files")
-
-
-def show(arguments: list[str]) -> None:
+def show(given: argparse.Namespace) -> None:
     """Write the picture. Raises UsageError, KVCompressError or EvaluationFailed for what is wrong with the arguments,
     the image or the model."""
     check_environment()
-    given = parser().parse_intermixed_args(arguments)
     if given.out.suffix not in (".html", ".png"):
         raise KVCompressError(f"--out {str(given.out)!r}: the name must end in .html or .png")
     for name in ("method", "ratio"):

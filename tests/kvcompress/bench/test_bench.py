@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvcompress
 from kvcompress.__main__ import main
-from kvcompress.bench import cli, contenders, grid, report, standalone, timing
+from kvcompress.bench import comparison, contenders, grid, report, standalone, timing
 from kvcompress.bench.contenders import KVPress, KVPressProcess, MethodSpec, Ours, Transformers, Turn, Workload
 from kvcompress.bench.models import SHAPES, source, weight_bytes_read
 from kvcompress.bench.timing import summary
@@ -34,7 +34,7 @@ def _quick(monkeypatch):
     """Copying 256 MiB ten times takes seconds, and a plot takes one."""
     copy = grid.copy_bandwidth
     monkeypatch.setattr(grid, "copy_bandwidth", lambda device, clock: copy(device, 1 << 16, clock))
-    monkeypatch.setattr(cli, "plot", lambda content, rows, file: file.touch())
+    monkeypatch.setattr(comparison, "plot", lambda content, rows, file: file.touch())
 
 
 def bench(tmp_path, *arguments: str) -> dict:
@@ -359,7 +359,7 @@ def test_a_damaged_file_is_not_resumed(tmp_path, capsys, damage):
 
 
 def test_output_that_cannot_be_written_is_found_before_a_model_is_loaded(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "load", None)  # a call would raise
+    monkeypatch.setattr(comparison, "load", None)  # a call would raise
     (tmp_path / "file").touch()
     (tmp_path / "a.json").mkdir()
     for out, what in (("file/x", "file"), ("a", "a.json")):
@@ -374,7 +374,7 @@ def test_a_signal_ends_with_one_line_and_no_process_left(tmp_path, fake_worker, 
     monkeypatch.setattr(
         KVPressProcess, "__exit__", lambda self, *error: workers.append(self._process) or original(self, *error)
     )
-    monkeypatch.setattr(cli, "measure_grid", lambda *arguments: os.kill(os.getpid(), number))
+    monkeypatch.setattr(comparison, "measure_grid", lambda *arguments: os.kill(os.getpid(), number))
     assert main(["bench", *QUICK, "--out", str(tmp_path / "b"), "--kvpress-python", sys.executable]) == 128 + number
     assert capsys.readouterr().err.splitlines() == [f"error: ended by {number.name}"]
     assert [worker.returncode for worker in workers] == [-signal.SIGKILL]
@@ -429,7 +429,7 @@ def test_minutes_have_sixty_seconds(tmp_path, monkeypatch, capsys):
     def measure(*given) -> None:
         raise kvcompress.KVCompressError(f"{given[-1]} seconds")
 
-    monkeypatch.setattr(cli, "measure_grid", measure)
+    monkeypatch.setattr(comparison, "measure_grid", measure)
     assert main(["bench", *QUICK, "--out", str(tmp_path / "bench"), "--methods", "knorm", "--minutes", "2"]) == 2
     assert "120.0 seconds" in capsys.readouterr().err
 

@@ -22,7 +22,7 @@ from kvcompress import KVCompressError, speech
 from kvcompress.__main__ import main
 from kvcompress.bench.speech import strategies, turns
 from kvcompress.bench.speech.prompts import bundled_prompts, growing_wav, read_prompts
-from lmms_eval_plugins.cells.errors import interruptible
+from kvcompress.command_line import interruptible
 from tests.support.omni import CODE_S, UNHEARD
 
 ROOT = Path(__file__).parents[3]

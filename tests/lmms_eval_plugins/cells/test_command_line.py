@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from kvcompress.errors import KVCompressError
 from lmms_eval_plugins.cells import command_line
 from lmms_eval_plugins.cells.command_line import parse
-from lmms_eval_plugins.cells.errors import UsageError
 
 FOUR = ["textvqa_val", "org/model", "snapkv", "0.2"]
 
@@ -93,7 +93,7 @@ def test_flags_of_lmms_eval():
     ],
 )
 def test_bad_input_is_one_line_that_names_it(argv, message):
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(KVCompressError) as error:
         parse(argv)
     assert message in str(error.value)
     assert "\n" not in str(error.value)

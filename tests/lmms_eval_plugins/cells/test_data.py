@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from kvcompress.errors import KVCompressError
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import data
 from lmms_eval_plugins.cells.command_line import parse
-from lmms_eval_plugins.cells.errors import UsageError
 from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.tasks import BUNDLED_TASKS
 
@@ -84,5 +84,5 @@ def test_fraction_of_a_group_is_refused(small_index, tmp_path):
     group = "group: two\ntask:\n  - tiny_textvqa\n  - tiny_textvqa_color\n"
     (tmp_path / "two.yaml").write_text(group)
     argv = ["two", *FOUR[1:], "--include_path", str(tmp_path), "--limit"]
-    with pytest.raises(UsageError, match="is a group, which needs a number"):
+    with pytest.raises(KVCompressError, match="is a group, which needs a number"):
         evaluate.run(Plan.of(parse([*argv, "0.5"])), [])

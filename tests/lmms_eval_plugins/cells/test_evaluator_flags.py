@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvcompress.errors import KVCompressError
 from lmms_eval_plugins.cells.command_line import flag_parser, parse
-from lmms_eval_plugins.cells.errors import UsageError
 from lmms_eval_plugins.cells.evaluator_flags import REPLACED
 from lmms_eval_plugins.cells.plan import Plan
 
@@ -39,7 +39,7 @@ def test_every_flag_of_the_installed_lmms_eval_works_or_one_line_says_what_repla
             value = [] if action.nargs == 0 else [VALUES.get(action.dest, "3")]
             if flag in REPLACED:
                 assert flag not in ours
-                with pytest.raises(UsageError) as error:
+                with pytest.raises(KVCompressError) as error:
                     parse([*FOUR, flag, *value])
                 assert re.fullmatch(rf"{flag} is not for this command: \S.{{15,}}", str(error.value))
             else:
@@ -70,13 +70,13 @@ def test_every_flag_of_the_installed_lmms_eval_works_or_one_line_says_what_repla
         (["--hf_hub_log_args", "push_results_to_hub=yes"], "is neither true nor false"),
         (["--hf_hub_log_args", "token=hf_secret"], "set HF_TOKEN"),
         (["--system_instruction", "a", "system_prompt=b"], "system_prompt= is given twice: --system_instruction is"),
-        (["--tasks", "list"], "`run_eval.sh list tasks [WORD]`"),
-        (["--config=run.yaml"], "--config is not for this command: scripts/run_sweep.sh"),
+        (["--tasks", "list"], "`python -m kvcompress list tasks [WORD]`"),
+        (["--config=run.yaml"], "--config is not for this command: python -m kvcompress sweep"),
         (["--batch_siz", "2"], "unknown flag '--batch_siz' (did you mean '--batch_size'?)"),
     ],
 )
 def test_a_wrong_value_is_one_line_that_names_the_flag(argv, message):
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(KVCompressError) as error:
         parse([*FOUR, *argv])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
@@ -105,7 +105,7 @@ def test_the_chat_template_flag_takes_no_word_that_is_needed(argv):
 
 
 def test_what_is_missing_is_named_also_behind_the_chat_template_flag():
-    with pytest.raises(UsageError, match="METHOD is missing"):
+    with pytest.raises(KVCompressError, match="METHOD is missing"):
         parse(["--apply_chat_template", *FOUR[:2]])
 
 

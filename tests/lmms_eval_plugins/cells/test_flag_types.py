@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from lmms_eval_plugins.cells.flag_types import whole
+from kvcompress.flag_types import whole
 
 
 @pytest.mark.parametrize("text", ["2147483648", "4294967296", "99999999999"])

@@ -10,8 +10,11 @@ import time
 import pytest
 import torch
 
-from lmms_eval_plugins.cells import errors, failures, processes
-from lmms_eval_plugins.cells.errors import EvaluationFailed, UsageError, exit_code
+from kvcompress import command_line
+from kvcompress.command_line import exit_code
+from kvcompress.errors import KVCompressError
+from lmms_eval_plugins.cells import failures, processes
+from lmms_eval_plugins.cells.errors import EvaluationFailed
 
 RANKS = """
 import os, signal, sys, time
@@ -72,7 +75,9 @@ def test_a_rank_that_is_killed_is_named(started, capfd):
 
 TASKS = """
 import os, sys, time
-from lmms_eval_plugins.cells.errors import EvaluationFailed, exit_code
+from kvcompress import command_line
+from kvcompress.command_line import exit_code
+from lmms_eval_plugins.cells.errors import EvaluationFailed
 from lmms_eval_plugins.cells.failures import TaskFailures
 
 def evaluate(argv):
@@ -176,7 +181,7 @@ def test_a_signal_tidies_up_and_is_asked_once(number, capsys, monkeypatch):
 
 
 def test_a_signal_that_was_swallowed_may_be_sent_again(monkeypatch):
-    monkeypatch.setattr(errors, "TIDY_S", 0)
+    monkeypatch.setattr(command_line, "TIDY_S", 0)
 
     def command(argv):
         with contextlib.suppress(KeyboardInterrupt):
@@ -197,7 +202,7 @@ def test_an_ignored_signal_stays_ignored():
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (UsageError("no"), 2, "error: no"),
+        (KVCompressError("no"), 2, "error: no"),
         (EvaluationFailed("no"), 1, "error: no"),
         (
             OSError(28, "No space left on device", "/x/y"),
@@ -238,7 +243,7 @@ def test_a_commands_own_exit_code_is_kept():
 def test_a_process_leaves_with_its_code_and_after_what_was_registered_for_its_end():
     program = """
 import atexit, sys
-from lmms_eval_plugins.cells.errors import leave
+from kvcompress.command_line import leave
 atexit.register(print, "tidied")
 print("written")
 print("said", end="", file=sys.stderr)

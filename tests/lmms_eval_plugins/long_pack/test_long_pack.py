@@ -11,9 +11,9 @@ import pytest
 from lmms_eval.protocol import ChatMessages
 from PIL import Image
 
+from kvcompress.errors import KVCompressError
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells.data import find_tasks, load_tasks
-from lmms_eval_plugins.cells.errors import UsageError
 from lmms_eval_plugins.long_pack import documents, drawing, needles, words
 from lmms_eval_plugins.long_pack.__main__ import main, pack_of
 from lmms_eval_plugins.long_pack.dataset import KINDS, table_of
@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_an_error_and_never_cut_off():
         with pytest.raises(TooSmall):
             canvas.write(place, text, 10)
     assert canvas.texts == ["abc"]
-    with pytest.raises(UsageError, match=r"--page-size 200x330 is too small .* --font-px 9"):
+    with pytest.raises(KVCompressError, match=r"--page-size 200x330 is too small .* --font-px 9"):
         documents.check_page(Look(page_size=(200, 330), font_px=9), 12)
     documents.check_page(SMALL, 500)
 

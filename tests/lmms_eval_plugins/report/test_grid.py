@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lmms_eval_plugins.metrics import main
+from lmms_eval_plugins.report.metrics_command import main
 from tests.support.result_cells import write_answers as write
 
 DOCS = Path(__file__).parents[3] / "docs"

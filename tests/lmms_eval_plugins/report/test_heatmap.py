@@ -4,6 +4,7 @@ import pandas as pd
 import pytest
 
 from lmms_eval_plugins.report import heatmap
+from lmms_eval_plugins.report.heatmap_command import main
 from tests.support.result_cells import write_answers
 
 # Two lengths at two depths, twice each, and a question without a depth.
@@ -37,7 +38,7 @@ def scores(table, series, size):
 
 
 def test_each_cell_has_the_mean_of_its_questions_at_each_length_and_depth(folder, drawn, capsys):
-    assert heatmap.main([str(folder)]) == 0
+    assert main([str(folder)]) == 0
     (table,) = drawn
     assert scores(table, "full", "1") == {(n, d): (1.0, 2) for n in (4, 16) for d in (0.0, 1.0)}
     assert scores(table, "snapkv", "0.5") == {(4, 0.0): (0, 2), (4, 1.0): (1, 2), (16, 0.0): (1, 2), (16, 1.0): (1, 2)}
@@ -58,9 +59,9 @@ def test_each_cell_has_the_mean_of_its_questions_at_each_length_and_depth(folder
 
 
 def test_questions_are_chosen_by_a_column_and_other_columns_tabulated(folder, drawn):
-    assert heatmap.main([str(folder), "--where", "kind=text"]) == 0
+    assert main([str(folder), "--where", "kind=text"]) == 0
     assert set(drawn[0]["questions"]) == {1}
-    assert heatmap.main([str(folder), "--x", "kind", "--y", "length"]) == 0
+    assert main([str(folder), "--x", "kind", "--y", "length"]) == 0
     own = drawn[1][(drawn[1]["size"] == "0.5") & (drawn[1]["kind"] == "image")]
     assert list(zip(own["length"], own["score"], own["questions"], strict=True)) == [(4, 0.5, 2), (16, 1.0, 3)]
     names = {"heatmap-length-depth-kind-text.png", "heatmap-kind-length.png"}
@@ -70,7 +71,7 @@ def test_questions_are_chosen_by_a_column_and_other_columns_tabulated(folder, dr
 def test_cells_with_other_settings_have_a_figure_of_their_own(folder, drawn):
     root = folder.parents[1]
     write_answers(root, "long_needle", "full", 1.0, "xxxxxxxxx", TRUTH, docs=DOCS, settings={"limit": 9})
-    assert heatmap.main([str(folder)]) == 0
+    assert main([str(folder)]) == 0
     assert [set(table["score"]) == {0.0} for table in drawn] == [False, True]
     assert (folder / "heatmap-length-depth-limit=9.png").is_file()
 
@@ -86,7 +87,7 @@ def test_cells_with_other_settings_have_a_figure_of_their_own(folder, drawn):
     ],
 )
 def test_what_is_not_there_is_one_line(argv, code, message, folder, drawn, capsys):
-    assert heatmap.main([str(folder), *argv]) == code
+    assert main([str(folder), *argv]) == code
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert not drawn
 
@@ -95,14 +96,14 @@ def test_a_column_with_too_many_values_is_refused(tmp_path, drawn, capsys):
     count = heatmap.MOST_VALUES + 1
     docs = [{"length": n, "depth": 0.5} for n in range(count)]
     folder = write_answers(tmp_path, "t", "full", 1.0, "a" * count, "a" * count, docs=docs)
-    assert heatmap.main([str(folder)]) == 2
+    assert main([str(folder)]) == 2
     assert f"column 'length' has {count} different values" in capsys.readouterr().err
 
 
 def test_the_figure_has_a_panel_for_each_cell_with_its_scores(folder, monkeypatch):
     figures = []
     monkeypatch.setattr(heatmap.plt, "close", figures.append)
-    assert heatmap.main([str(folder)]) == 0
+    assert main([str(folder)]) == 0
     (figure,) = figures
     panels = {axis.get_title(): [text.get_text() for text in axis.texts] for axis in figure.axes if axis.get_title()}
     assert panels == {

@@ -18,7 +18,8 @@ from lmms_eval_plugins.cells import results
 from lmms_eval_plugins.cells.kept_tokens import read_kept_tokens, write_kept_tokens
 from lmms_eval_plugins.cells.results import Cell
 from lmms_eval_plugins.model.kept_tokens import jpeg, packed_bits, packed_worth
-from lmms_eval_plugins.report.html import report_command, show
+from lmms_eval_plugins.report.html import groups as groups_module
+from lmms_eval_plugins.report.html import show
 from lmms_eval_plugins.report.html.data import mean_needs_kept, needs_by_question, page_data
 from lmms_eval_plugins.report.html.groups import gold, load_groups
 from lmms_eval_plugins.report.html.page import TEMPLATES
@@ -277,7 +278,7 @@ def test_damaged_parts_are_left_out_and_named(root, tmp_path, capsys):
 
 
 def test_a_report_that_cannot_be_written_is_found_first(root, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(report_command, "load_groups", None)  # a call would raise
+    monkeypatch.setattr(groups_module, "load_groups", None)  # a call would raise
     (tmp_path / "file").touch()
     assert main(["report", str(root), "--out", str(tmp_path / "file")]) == 2
     assert "file' cannot be written: File exists" in capsys.readouterr().err

@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from kvcompress.__main__ import main as kvcompress_main
-from lmms_eval_plugins import metrics
-from lmms_eval_plugins.report import table
+from lmms_eval_plugins.report import metrics_command, table
 from lmms_eval_plugins.report.html.data import page_data
 from lmms_eval_plugins.report.html.groups import load_groups
 from lmms_eval_plugins.report.short_answers import too_short
@@ -93,9 +92,9 @@ def test_cells_are_named_where_others_of_the_table_show_compression(folder):
 
 
 def test_metrics_say_it_as_text_and_as_json(folder, capsys):
-    assert metrics.main([str(folder)]) == 0
+    assert metrics_command.main([str(folder)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == LINE
-    assert metrics.main([str(folder), "--json"]) == 0
+    assert metrics_command.main([str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["warnings"] == [LINE]
 
 

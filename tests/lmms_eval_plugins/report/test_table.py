@@ -9,7 +9,7 @@ from rich.console import Console
 from lmms_eval_plugins.cells import results
 from lmms_eval_plugins.cells.results import Cell
 from lmms_eval_plugins.report import table
-from lmms_eval_plugins.report.__main__ import main
+from lmms_eval_plugins.report.table_command import main
 
 TASK = "textvqa_val"
 SCORES = {"alias": TASK, "submission,none": None, "exact_match,none": 0.5, "exact_match_stderr,none": 0.02}

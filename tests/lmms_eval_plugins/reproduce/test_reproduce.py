@@ -13,14 +13,14 @@ import pytest
 import torch
 import yaml
 
+from kvcompress.errors import KVCompressError
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import names
-from lmms_eval_plugins.cells.errors import UsageError
 from lmms_eval_plugins.cells.identity import fingerprint
 from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.cells.results import dumps
 from lmms_eval_plugins.reproduce import run
-from lmms_eval_plugins.reproduce.__main__ import main, reproduce
+from lmms_eval_plugins.reproduce.__main__ import command, main
 from lmms_eval_plugins.reproduce.config import CONFIGS, load_config, load_reference
 from lmms_eval_plugins.reproduce.plan import plan
 from lmms_eval_plugins.reproduce.table import interval
@@ -320,7 +320,7 @@ def test_dry_run_lists_cells_and_commands_and_writes_nothing(configuration, caps
         "M, One, KNorm, 0.5: on disk",
         "M, One, KNorm, 0.25: to run",
         *(f"M, Judged, {name}: needs a judge" for name in ("Full, 1", "KNorm, 0.5", "KNorm, 0.25")),
-        "./scripts/run_eval.sh one m full,knorm 0.5,0.25 --output_path results",
+        "python -m kvcompress eval one m full,knorm 0.5,0.25 --output_path results",
     ]
     assert not executed
     assert sorted(tmp_path.rglob("*")) == before
@@ -332,8 +332,8 @@ def test_dry_run_lists_cells_and_commands_and_writes_nothing(configuration, caps
 def test_what_is_no_flag_of_ours_goes_to_evaluate(configuration, executed):
     main([configuration(), "--limit", "4", "device=cpu", "--data-root", ".", "--output_path", "out"])
     assert executed[0][4:] == ["device=cpu", "--data-root", ".", "--output_path", "out", "--limit", "4"]
-    with pytest.raises(UsageError, match="unknown flag '--limi'"):
-        reproduce([configuration(), "--limi", "4"])
+    with pytest.raises(KVCompressError, match="unknown flag '--limi'"):
+        command([configuration(), "--limi", "4"])
 
 
 def test_a_failed_call_stops_nothing_else_and_stands_in_the_table(configuration, executed, tmp_path):

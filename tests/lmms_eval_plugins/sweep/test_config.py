@@ -7,8 +7,8 @@ import yaml
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
+from kvcompress.errors import KVCompressError
 from lmms_eval_plugins.cells.command_line import parse
-from lmms_eval_plugins.cells.errors import UsageError
 from lmms_eval_plugins.sweep.config import distribution, read_config
 from lmms_eval_plugins.sweep.runner import check_trials
 from lmms_eval_plugins.sweep.trial import cell_folder, parse_trial, trial_argv
@@ -50,7 +50,7 @@ def test_a_shipped_sweep_is_found_by_its_name(path, tmp_path, monkeypatch):
 
 def test_a_misspelt_name_of_a_sweep_names_those_there_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"no sweep 'dmo'.*demo.*random"):
+    with pytest.raises(KVCompressError, match=r"no sweep 'dmo'.*demo.*random"):
         read_config(Path("dmo"), {})
 
 
@@ -120,7 +120,7 @@ def test_parameters_mean_what_they_mean_to_wandb(given, expected):
     ],
 )
 def test_what_a_local_sweep_cannot_do_is_an_error_that_names_it(given, message):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(KVCompressError, match=message):
         distribution("x", given)
 
 
@@ -140,15 +140,15 @@ def test_what_a_local_sweep_cannot_do_is_an_error_that_names_it(given, message):
     ],
 )
 def test_a_wrong_sweep_file_is_an_error_that_says_why(file, changes, message):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(KVCompressError, match=message):
         read_config(file(**changes), {})
 
 
 def test_a_file_that_is_not_there_or_no_yaml_is_an_error(tmp_path):
-    with pytest.raises(UsageError, match="cannot be read: No such file"):
+    with pytest.raises(KVCompressError, match="cannot be read: No such file"):
         read_config(tmp_path / "none.yaml", {})
     (tmp_path / "bad.yaml").write_text("a: [")
-    with pytest.raises(UsageError, match="is not YAML"):
+    with pytest.raises(KVCompressError, match="is not YAML"):
         read_config(tmp_path / "bad.yaml", {})
 
 
@@ -177,7 +177,7 @@ def test_trials_that_cannot_be_are_found_before_anything_runs(file, tmp_path):
 
     check(limit=4, window_size=8)
     with pytest.raises(
-        UsageError, match=r"parameter 'sinks' is an option of .*streamingllm.*, of no method in this sweep"
+        KVCompressError, match=r"parameter 'sinks' is an option of .*streamingllm.*, of no method in this sweep"
     ):
         check(sinks=4)
     with pytest.raises(
@@ -222,10 +222,10 @@ def test_a_budget_takes_the_place_of_the_ratio_and_full_needs_neither(tmp_path):
 )
 def test_a_trial_that_is_not_one_cell_is_an_error(changes, message, tmp_path):
     parameters = {"task": "tiny_textvqa", "model": "tiny", "method": "snapkv", "ratio": 0.2, **changes}
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(KVCompressError, match=message):
         cell_folder(parameters, tmp_path)
 
 
 def test_arguments_of_a_trial_without_equals_sign_are_an_error():
-    with pytest.raises(UsageError, match="'--limit' is not --name=value"):
+    with pytest.raises(KVCompressError, match="'--limit' is not --name=value"):
         parse_trial(["--task=a", "--limit", "4"])

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lmms_eval_plugins.cells.command_line import parse
-from lmms_eval_plugins.sweep.__main__ import run_parser
+from lmms_eval_plugins.sweep.__main__ import parser
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "docs" / "scaling"
@@ -44,7 +44,7 @@ def test_a_kubernetes_file_is_a_job_that_calls_a_command_which_exists(path):
     elif command[0] == "ray":
         command = command[command.index("--") + 1 :]
         assert command[:4] == ["python", "-m", "lmms_eval_plugins.sweep", "run"]
-        flags = run_parser().parse_intermixed_args(command[4:])
+        flags = parser().parse_intermixed_args(command[4:])
         assert (ROOT / flags.config).is_file()
         assert f"--address={flags.ray}" in container["command"]
         names = {document["metadata"]["name"] for document in documents}

@@ -19,7 +19,8 @@ import wandb
 import yaml
 from wandb import wandb_agent
 
-from lmms_eval_plugins.cells.errors import EvaluationFailed, UsageError
+from kvcompress.errors import KVCompressError
+from lmms_eval_plugins.cells.errors import EvaluationFailed
 from lmms_eval_plugins.cells.results import dumps, new_cell, write_cell
 from lmms_eval_plugins.sweep import __main__ as command
 from lmms_eval_plugins.sweep import runner, trial
@@ -83,7 +84,7 @@ def test_a_sweep_whose_notes_are_damaged_says_which(tmp_path, config):
         folder = tmp_path / name.partition(".")[2]
         Trials(config(), folder, 0, set())
         (folder / name).write_text(damage)
-        with pytest.raises(UsageError, match=f"{name} .*: remove it") as error:
+        with pytest.raises(KVCompressError, match=f"{name} .*: remove it") as error:
             Trials(config(), folder, 0, set())
         assert "\n" not in str(error.value)
 
@@ -286,7 +287,7 @@ def test_a_grid_that_was_cut_within_a_draw_loses_no_combination(config, tmp_path
 
 
 def test_a_search_without_run_cap_is_an_error_and_a_cap_can_grow(config, tmp_path):
-    with pytest.raises(UsageError, match="a random sweep needs run_cap: in its file, or --trials N"):
+    with pytest.raises(KVCompressError, match="a random sweep needs run_cap: in its file, or --trials N"):
         Trials(config("random", SEARCH), tmp_path, 0, set())
     assert Trials(config("random", SEARCH), tmp_path, 0, set(), cap=2).left == 2
     assert Trials(config("random", SEARCH), tmp_path, 0, set(), cap=5).left == 5
@@ -294,9 +295,11 @@ def test_a_search_without_run_cap_is_an_error_and_a_cap_can_grow(config, tmp_pat
 
 def test_another_sweep_of_the_same_name_is_an_error(config, tmp_path):
     Trials(config(), tmp_path, 0, set())
-    with pytest.raises(UsageError, match=r"holds another sweep of this name \(constants, space changed\): give --name"):
+    with pytest.raises(
+        KVCompressError, match=r"holds another sweep of this name \(constants, space changed\): give --name"
+    ):
         Trials(config("grid", {**SPACE, "ratio": {"value": 0.2}}), tmp_path, 0, set())
-    with pytest.raises(UsageError, match=r"\(seed changed\)"):
+    with pytest.raises(KVCompressError, match=r"\(seed changed\)"):
         Trials(config(), tmp_path, 1, set())
 
 

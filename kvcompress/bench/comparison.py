@@ -1,4 +1,4 @@
-"""The command line of the bench."""
+"""The bench: what is asked for, measured and written."""
 
 import argparse
 import shlex
@@ -6,66 +6,21 @@ import sys
 from contextlib import ExitStack
 from importlib.util import find_spec
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import PositiveInt
 
+from ..device import default_device
 from ..errors import KVCompressError, loading, unknown_name
 from ..files import check_output, replacing, write_text
-from ..policy.options import Fraction
-from . import throughput
 from .contenders import KVPressProcess, MethodSpec, Ours, Workload, make_contenders
-from .flags import Parser, PositiveNumber, Threads, device_name, flag, label, new_file
 from .grid import Results, decodes, largest_batch, measure_grid
-from .models import SHAPES, nbytes, source, weight_bytes_read
+from .models import nbytes, source, weight_bytes_read
 from .report import cells_of, columns, markdown, plot, rows_of
-from .standalone import CLOCKS, load
+from .standalone import load
 from .timing import environment
 
 PEERS = ("dynamic", "static")
-
-
-def parser() -> argparse.ArgumentParser:
-    this = Parser(
-        prog="python -m kvcompress bench",
-        description="Time and count what compression costs and saves, beside transformers' caches and kvpress.",
-    )
-    this.add_argument("model", nargs="?", type=label, help="hub id or local path")
-    this.add_argument(
-        "--shape", type=label, help=f"in place of a model, random weights in the shape of one: {', '.join(SHAPES)}"
-    )
-    this.add_argument("--methods", nargs="+", type=label, default=["snapkv", "adakv"], metavar="NAME[:OPTION=VALUE...]")
-    this.add_argument("--ratios", nargs="+", type=flag(Fraction), default=[0.1])
-    this.add_argument("--lengths", nargs="+", type=flag(PositiveInt), default=[2048], help="prompt tokens")
-    this.add_argument("--batches", nargs="+", type=flag(PositiveInt), default=[1])
-    this.add_argument("--new", type=flag(PositiveInt), default=32, help="decode steps of every answer")
-    this.add_argument(
-        "--one-prompt", action="store_true", help="read one prompt, repeat its cache: large batches sooner"
-    )
-    this.add_argument("--repeats", type=flag(PositiveInt), default=5)
-    this.add_argument("--peers", nargs="*", type=label, default=["dynamic"], help=f"of {', '.join(PEERS)}")
-    this.add_argument(
-        "--kvpress-python", type=label, metavar="PATH", help="Python of an environment with kvpress: a peer too"
-    )
-    this.add_argument("--compile", action="store_true", help="also compile the decode step of every static cache")
-    this.add_argument("--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu")
-    this.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], default=None, help="default: bfloat16 on CUDA"
-    )
-    this.add_argument("--threads", type=flag(Threads), default=torch.get_num_threads())
-    this.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: the process's own time")
-    this.add_argument("--largest-batch", action="store_true", help="on CUDA: find, by trying, the largest that decodes")
-    this.add_argument(
-        "--memory-limit", type=flag(PositiveNumber), metavar="GB", help="count the largest batch that this would hold"
-    )
-    this.add_argument(
-        "--minutes", type=flag(PositiveNumber), default=float("inf"), help="begin no further cell after these"
-    )
-    this.add_argument("--out", type=new_file, default=Path("bench"), help="without a suffix: .json, .md and .png")
-    this.add_argument("--resume", action="store_true", help="keep the cells that are in the .json")
-    return this
 
 
 def methods_of(names: list[str], ratios: list[float]) -> list[MethodSpec]:
@@ -77,22 +32,18 @@ def methods_of(names: list[str], ratios: list[float]) -> list[MethodSpec]:
     return list({str(method): method for method in methods}.values())
 
 
-def main(arguments: list[str]) -> None:
-    """Raises KVCompressError, before anything is loaded, for what is wrong."""
-    if arguments[:1] == ["throughput"]:
-        throughput.main(arguments[1:])
-        return
-    given = parser().parse_args(arguments)
+def measure(given: argparse.Namespace, arguments: list[str]) -> None:
+    """Measure what `given` asks for, which `arguments` said. Raises KVCompressError, before anything is loaded."""
     origin, methods = source(given.model, given.shape), methods_of(given.methods, given.ratios)
     for peer in given.peers:
         if peer not in PEERS:
             raise unknown_name("there is no peer", peer, PEERS)
-    where = torch.device(given.device)
+    where = torch.device(given.device) if given.device else default_device()
     if given.largest_batch and where.type != "cuda":
         raise KVCompressError("--largest-batch tries until memory runs out, on CUDA only; on a CPU give --memory-limit")
     check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md", ".png")))
     dtype = given.dtype or ("bfloat16" if where.type == "cuda" else "float32")
-    torch.set_num_threads(given.threads)
+    torch.set_num_threads(given.threads or torch.get_num_threads())
     settings = {
         "model": given.model or f"shape {given.shape}",
         "dtype": dtype,
@@ -103,8 +54,8 @@ def main(arguments: list[str]) -> None:
         "one_prompt": given.one_prompt,
         "repeats": given.repeats,
         "clock": given.clock,
-        "device": given.device,
-        "threads": given.threads,
+        "device": str(where),
+        "threads": torch.get_num_threads(),
     }
     with ExitStack() as stack:
         with loading(given.model or given.shape):
@@ -123,7 +74,7 @@ def main(arguments: list[str]) -> None:
         process = None
         if given.kvpress_python:
             process = stack.enter_context(
-                KVPressProcess(given.kvpress_python, origin, dtype, given.device, given.threads)
+                KVPressProcess(given.kvpress_python, origin, dtype, str(where), torch.get_num_threads())
             )
             there = process.versions
             results.content["environment"]["kvpress"] = (

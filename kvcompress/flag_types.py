@@ -2,7 +2,7 @@
 
 A flag gets its check where it is declared: `add("--overlays", type=whole(0))`. The parser then answers a wrong value
 with one line that names the flag and what is allowed. Every flag with a value has one of these types, or `choices`;
-`tests/support/commands.py` finds a flag without one, and tries wrong values on all others.
+`tests/test_wrong_values.py` finds a flag without one, and tries wrong values on all others.
 """
 
 import argparse
@@ -12,17 +12,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-# Whole numbers stay below this: beyond it no count means anything, and libraries fail in their own words.
-MOST = 2**31 - 1
-# Python's own conversions also take `1_000`, `nan`, blanks around, and the digits of every script.
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
-LONGEST_SHOWN = 80
-
-
-def shown(value: object) -> str:
-    """The value as it stands in a message: quoted, and cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
+from .errors import MOST, NUMBER, shown
 
 
 def whole(least: int = 0, most: int = MOST) -> Callable[[str], int]:
@@ -54,6 +44,8 @@ def number(least: float = -MOST, most: float = MOST, above: float = -math.inf) -
 
 
 fraction = number(above=0, most=1)
+threads = whole(1, 1024)
+positive = number(above=0)
 
 
 def count_or_fraction(text: str) -> int | float:
@@ -108,3 +100,18 @@ def label(text: str) -> str:
     if not text.strip() or not text.isprintable():
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a name: it is empty or has control characters")
     return text
+
+
+def device_name(text: str) -> str:
+    """What torch knows as a device, told without torch."""
+    if not re.fullmatch(r"cpu|mps|(cuda|xpu)(:\d{1,3})?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a device: cpu, cuda, cuda:0, mps, xpu")
+    return text
+
+
+def new_file(text: str) -> Path:
+    """A file that need not exist, under a name that the file system takes."""
+    found = path(text)
+    if found.name in ("", ".."):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not the name of a file")
+    return found

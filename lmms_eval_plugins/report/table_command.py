@@ -1,22 +1,19 @@
-"""The table and the plot of a sweep: `python -m lmms_eval_plugins.report results/<task>/<model>`.
+"""`kvcompress table`: the table and the plot of one task and model, as an evaluation writes them.
 
 Only cells with the same run settings (limit, dtype, ...) are comparable, so each set of settings gets its own
 table and plot, written beside the cells as `report[-key=value...].md` and `.png`.
 """
 
 import argparse
-import sys
 
-from kvcompress.files import check_output
+from kvcompress.command_line import Parser, exit_code
+from kvcompress.flag_types import folder, label
 
-from ..cells.command_line import Parser
-from ..cells.errors import EvaluationFailed, exit_code
-from ..cells.flag_types import folder, label
-from .table import report
+from ..cells.errors import EvaluationFailed
 
 
 def parser() -> argparse.ArgumentParser:
-    this = Parser(prog="python -m lmms_eval_plugins.report", description=__doc__)
+    this = Parser("table", description=__doc__)
     this.add_argument("folder", type=folder, help="results/<task>/<model>")
     this.add_argument("--metric", type=label, help="of the task, in place of its main one")
     this.add_argument("--filter", type=label, help="of the task's answers, in place of the first one")
@@ -26,6 +23,10 @@ def parser() -> argparse.ArgumentParser:
 def command(argv: list[str]) -> None:
     """Write table and plot. Raises UsageError, KVCompressError, or EvaluationFailed where there is no finished cell."""
     flags = parser().parse_args(argv)
+    from kvcompress.files import check_output
+
+    from .table import report
+
     check_output(flags.folder)
     try:
         report(flags.folder, metric=flags.metric, metric_filter=flags.filter)
@@ -33,10 +34,6 @@ def command(argv: list[str]) -> None:
         raise EvaluationFailed(error) from error
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """The exit code; every error ends with one line on stderr."""
     return exit_code(command, argv, "files")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,34 @@
+"""Shapes of models: configs without weights."""
+
+from typing import Any
+
+
+def _qwen2(
+    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool
+) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2",
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": tied,
+    }
+
+
+# The configs of the models of these names; llava-onevision-7b-lm is that model's language model.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llava-onevision-7b-lm": _qwen2(3584, 18944, 28, 28, 4, 152128, False),
+    "qwen2-0.5b": _qwen2(896, 4864, 24, 14, 2, 151936, True),
+    "qwen2-7b": _qwen2(3584, 18944, 28, 28, 4, 152064, False),
+    "llama-3-8b": {**_qwen2(4096, 14336, 32, 32, 8, 128256, False), "model_type": "llama"},
+    "smollm2-135m": {
+        **_qwen2(576, 1536, 30, 9, 3, 49152, True),
+        "model_type": "llama",
+        "max_position_embeddings": 8192,
+    },
+    "tiny": _qwen2(64, 128, 2, 4, 2, 512, True),
+}

@@ -1,0 +1,22 @@
+"""The cache strategies by name, without what makes them."""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Kind:
+    """compresses: whether our method does; is_static: whether the thinker's shapes are fixed; overlaps: whether the
+    talker begins with the first text tokens."""
+
+    compresses: bool = False
+    is_static: bool = False
+    overlaps: bool = False
+
+
+AFTER_THE_TEXT = {
+    "dynamic": Kind(),
+    "static": Kind(is_static=True),
+    "compressed": Kind(compresses=True),
+    "compressed-static": Kind(compresses=True, is_static=True),
+}
+STRATEGIES = AFTER_THE_TEXT | {f"{name}-overlap": replace(kind, overlaps=True) for name, kind in AFTER_THE_TEXT.items()}

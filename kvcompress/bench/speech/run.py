@@ -1,0 +1,102 @@
+"""The speech bench: what is asked for, measured and written."""
+
+import argparse
+import shlex
+
+import torch
+
+from ... import speech
+from ...__main__ import find_command
+from ...device import default_device
+from ...errors import KVCompressError, unknown_name
+from ...files import check_output, write_text
+from ...policy.policy import make_policy
+from ...speech_stream import Window
+from ..grid import Results
+from ..timing import environment
+from .kinds import STRATEGIES
+from .prompts import read_lines
+from .report import markdown
+from .strategies import method_of, talker_method
+from .turns import cold, warm
+
+
+def measure(given: argparse.Namespace, arguments: list[str]) -> int:
+    """Measure what `given` asks for, which `arguments` said; the exit code. Raises KVCompressError for what is wrong,
+    before anything is loaded where that can be told."""
+    given.device, given.threads = given.device or str(default_device()), given.threads or torch.get_num_threads()
+    check(given)
+    report = find_command("report") if given.html else None
+    if given.html and given.save_audio is None and "speech" not in given.without:
+        given.save_audio = given.out.with_name(f"{given.out.name}-audio")
+    suffixes = (".json", ".md", ".html") if given.html else (".json", ".md")
+    check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in suffixes))
+    if given.save_audio:
+        check_output(given.save_audio)
+    elsewhere = ("out", "resume", "save_audio", "html", "repeats", "cold")  # they may change where a run goes on
+    settings = {
+        **{name: value for name, value in vars(given).items() if name not in elsewhere},
+        "prompts": given.prompts and str(given.prompts),
+        "labels": labels(given),
+        "talker": None if (method := talker_method(given)) is None else str(method),
+    }
+    content = {
+        "command": shlex.join(["python", "-m", "kvcompress", "speech", *arguments]),
+        "settings": settings,
+        "environment": environment(torch.device(given.device)),
+    }
+    results = Results(given.out.with_suffix(".json"), content, given.resume, parts=("cold", "warm"))
+    cold(results, given)
+    warm(results, given)
+    text = markdown(results.content)
+    write_text(given.out.with_suffix(".md"), text)
+    print(text)
+    return report([str(results.file)]) if report else 0
+
+
+def check(given: argparse.Namespace) -> None:
+    """Raises KVCompressError for everything that can be told before the model is loaded."""
+    for strategy in given.strategies:
+        if strategy not in STRATEGIES:
+            raise unknown_name("there is no strategy", strategy, STRATEGIES)
+    for part in given.without:
+        if part not in speech.PARTS:
+            raise unknown_name("there is no part", part, speech.PARTS)
+    if given.prompts is not None:
+        read_lines(given.prompts)
+    Window(*given.window)
+    speaks = "speech" not in given.without
+    if speaks and given.text_tokens < speech.FEWEST_TEXT_TOKENS:
+        raise KVCompressError(f"--text-tokens {given.text_tokens}: at least {speech.FEWEST_TEXT_TOKENS} can be spoken")
+    for strategy in ["compressed", *given.strategies]:
+        kind = STRATEGIES[strategy]
+        if kind.overlaps and not speaks:
+            raise KVCompressError(f"strategy {strategy!r} overlaps text and speech, which --without speech leaves out")
+        if not kind.compresses:
+            continue
+        method = method_of(kind, given)
+        policy = make_policy(method.name, method.ratio, **method.options)
+        if speaks:
+            speech.check_policy(policy)
+    method = talker_method(given) if speaks else None
+    if method is not None:
+        policy = make_policy(method.name, method.ratio, **method.options)
+        if policy.cluster.second_pass:
+            raise KVCompressError(f"--compress-talker: method {method.name!r} reads the prompt again, a talker cannot")
+        if method.is_static:
+            raise KVCompressError("--compress-talker: transformers' talker takes no static cache")
+
+
+def labels(given: argparse.Namespace) -> dict[str, str]:
+    """strategy -> what the table calls it."""
+    compiled = ", compiled" if given.compile else ""
+    names = {"dynamic": "transformers DynamicCache", "static": f"transformers StaticCache{compiled}"}
+    found = {}
+    for strategy in given.strategies:
+        kind = STRATEGIES[strategy]
+        if kind.compresses:
+            name = str(method_of(kind, given)) + (compiled if kind.is_static else "")
+        else:
+            name = names["static" if kind.is_static else "dynamic"]
+        found[strategy] = name + (", overlapped" if kind.overlaps else "")
+    return found

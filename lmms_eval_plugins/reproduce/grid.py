@@ -1,0 +1,77 @@
+"""The cells of a paper's grid: planned, run, and written beside the paper's numbers."""
+
+import argparse
+import shlex
+from collections.abc import Iterator
+
+from kvcompress.command_line import called
+from kvcompress.files import check_output
+
+from ..cells.errors import UsageError
+from ..cells.identity import fingerprint
+from ..cells.results import incomplete_reason
+from .config import load_config, load_reference
+from .plan import PlannedCell, Run, parse_only, plan
+from .run import cannot_run, run_all
+from .table import SUFFIXES, row, write_reference, write_report
+
+
+def reproduce(flags: argparse.Namespace, extra: list[str]) -> int:
+    """Plan the cells, run those that can be run, write the table; the exit code. `extra` goes to each evaluation."""
+    config, path = load_config(flags.name, flags.model_root)
+    reference = load_reference(config, path)
+    extra += ["--output_path", str(flags.output_path)] + (["--limit", str(flags.limit)] if flags.limit else [])
+    cells, runs = plan(config, parse_only(flags.only or "", config), extra)
+    if not cells:
+        raise UsageError(f"--only {flags.only}: no cell has all of that")
+    run_of = {cell.key: run for run in runs for cell in run.cells}
+    reasons = {cell.key: cannot_run(cell, run_of.get(cell.key)) for cell in cells}
+    if flags.dry_run:
+        print("\n".join(listing(cells, run_of, reasons)))
+        return 0
+
+    name = "-".join(["reproduce", path.stem, *([f"limit={flags.limit}"] if flags.limit else [])])
+    check_output(flags.output_path, *(name + suffix for suffix in SUFFIXES))
+    if flags.write_reference:
+        check_output(flags.write_reference.parent, flags.write_reference.name)
+    possible = [run for run in runs if reasons[run.cells[0].key] is None]
+    failed: dict[tuple[str, ...], str] = {}
+    interruption = None
+    if not flags.report_only:
+        try:
+            run_all(possible, failed)
+        except KeyboardInterrupt as error:
+            interruption = error
+    rows = [row(cell, reference, failed.get(cell.key) or reasons[cell.key] or "not run") for cell in cells]
+    for file in write_report(config, rows, flags.output_path / name):
+        print(f"written: {file}")
+    if flags.write_reference:
+        write_reference(rows, flags.write_reference)
+        print(f"written: {flags.write_reference}")
+    print(f"{sum(row.ours is not None for row in rows)} of {len(rows)} cells have a result")
+    if interruption is not None:
+        raise interruption
+    return int(not flags.report_only and (bool(failed) or len(possible) < len(runs)))
+
+
+def listing(
+    cells: list[PlannedCell], run_of: dict[tuple[str, ...], Run], reasons: dict[tuple[str, ...], str | None]
+) -> Iterator[str]:
+    """The lines of `--dry-run`."""
+    for cell in cells:
+        yield f"{', '.join(cell.key)}: {state(cell, run_of.get(cell.key), reasons[cell.key])}"
+    for run in {id(run): run for run in run_of.values()}.values():
+        if reasons[run.cells[0].key] is None:
+            yield f"{called('eval')} {shlex.join(run.argv)}"
+
+
+def state(cell: PlannedCell, run: Run | None, reason: str | None) -> str:
+    """What a run would do with a cell: nothing, for `reason` or as its results are on disk. The task's data is not
+    loaded: whether that has changed shows only in a run."""
+    if run is None or not cell.folder.exists():
+        return reason or "to run"
+    found = fingerprint(cell.asked[0], run.arguments, cell.asked[1], data={}, tasks={})
+    again = incomplete_reason(cell.folder, found, unknown=("data", "tasks"))
+    if again is None and run.request.flags.force:
+        again = "--force"
+    return "on disk" if again is None else reason or f"to run again ({again})"
