@@ -9,6 +9,7 @@ from ..policy.policy import Policy
 from ..scoring.budget import allocate
 from ..scoring.layer_view import Kept, LayerView, Settings, StoredEntries
 from ..scoring.rotary import Rotary
+from ..scoring.rows import scores_of
 from ..scoring.windows import pad_columns
 from .new_tokens import NewTokens
 from .scope import Candidates, States, context_of, evictable, with_budgets
@@ -124,7 +125,9 @@ class Choice:
     def assess(self, candidates: Candidates) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The scores of a prompt that waits, and what the rule for layer budgets wants to know of it."""
         rule, view = self.policy.layer_budget, candidates.view
-        scores = self.policy.cluster.score(self._queries(candidates), candidates.keys, candidates.values, view)
+        scores = scores_of(
+            self.policy.cluster.score, self._queries(candidates), candidates.keys, candidates.values, view
+        )
         measured = None
         if rule.is_measured:
             measured = rule.measure(candidates.queries, candidates.keys, candidates.values, scores, view)

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from ..scoring.vision import DECODED_QUERIES, elite_attention, question_attention, text_first
 from .base import KVCluster
 
@@ -31,6 +32,7 @@ class AirCacheKVCluster(KVCluster):
     layer_budget: ClassVar[str] = "strength"
     query_window: ClassVar[int] = DECODED_QUERIES
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         if view.is_decoding:
             return question_attention(queries, keys, view)

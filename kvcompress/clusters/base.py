@@ -11,6 +11,7 @@ from ..methods import Method, make_method, method_info
 from ..scoring.layer_view import Kept, LayerView, gather
 from ..scoring.merging import merge_evicted
 from ..scoring.places import moved_together
+from ..scoring.rows import scores_of
 from ..scoring.selection import ADAPTIVE, adaptive_indices, sinks_first, top_indices
 
 
@@ -68,7 +69,9 @@ class KVCluster(Method):
             view: the layer's attention (`view.window_attention(queries, keys, n)`), budgets, padding, vision tokens.
 
         Returns:
-            (batch, kv_heads, keys) in fp32, +inf for what must stay. What stands at pad columns does not matter.
+            (batch, kv_heads, keys) in fp32, +inf for what must stay.
+
+        A padded batch comes row by row, without pads, unless the score is marked by `scoring.rows.handles_padding`.
         """
         raise TypeError(f"{type(self).__name__} defines neither score nor update_kv")
 
@@ -97,7 +100,7 @@ class KVCluster(Method):
 
     def update_kv(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> Kept:
         """Compress one layer, before it is stored. A method that does more than score and select overrides this."""
-        return self.keep(self.score(queries, keys, values, view), keys, values, view)
+        return self.keep(scores_of(self.score, queries, keys, values, view), keys, values, view)
 
     def keep(self, scores: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> Kept:
         """What lives on, given scores (batch, kv_heads, keys)."""

@@ -8,6 +8,7 @@ from pydantic import Field, PositiveFloat
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .snapkv import WindowKVCluster
 
 
@@ -45,6 +46,7 @@ class CAKEKVCluster(WindowKVCluster):
         )
     }
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         if view.is_decoding and not view.stored.reading:
             queries = queries[:, :, -1:]

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .base import KVCluster
 from .expected_attention import future_queries
 from .leverage import inverse_form
@@ -35,6 +36,7 @@ class CapKVCluster(KVCluster):
     paper: ClassVar[str] = "https://arxiv.org/abs/2604.25975"
     unrotated_queries: ClassVar[bool] = True
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         mean, _ = future_queries(queries, view, self.sinks, self.future)
         real = view.real_columns(keys)

@@ -9,6 +9,7 @@ from pydantic import PositiveInt
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from ..scoring.windows import aligned_left, aligned_right
 from .snapkv import WindowKVCluster
 
@@ -28,6 +29,7 @@ class ChunkKVCluster(WindowKVCluster):
     paper: ClassVar[str] = "https://arxiv.org/abs/2502.00299"
     head_budget: ClassVar[str] = "shared"
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         size, padding, columns = self.chunk_size, view.padding, keys.shape[2]
         scores = aligned_left(super().score(queries, keys, values, view), padding)

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .base import KVCluster
 from .leverage import leverage_scores
 from .non_causal_attention import value_weighted_votes
@@ -42,6 +43,7 @@ class CompactorKVCluster(KVCluster):
     sketches_all: ClassVar[bool] = False
     by_variant: ClassVar[dict[str, dict[str, object]]] = {"kvpress": {"fills_chunks": True, "sketches_all": True}}
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         real = view.real_columns(keys)
         ends = view.protect_recent(real.float(), self.recent).isinf() | (real.cumsum(-1) <= self.sinks)

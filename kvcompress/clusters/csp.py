@@ -10,6 +10,7 @@ from pydantic import Field
 from ..kernels.column_sums import column_sums
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from ..scoring.selection import top_indices
 from ..scoring.vision import DECODED_QUERIES
 from ..scoring.windows import pad_columns, protect_recent, window_attention
@@ -58,6 +59,7 @@ class CSPKVCluster(KVCluster):
     whole_prompt: ClassVar[bool] = True
     query_window: ClassVar[int] = DECODED_QUERIES
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         columns = keys.shape[2]
         windows = [max(1, int(self.recent * budget)) for budget in view.budgets]

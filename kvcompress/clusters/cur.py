@@ -9,6 +9,7 @@ from pydantic import NonNegativeInt
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from ..scoring.windows import aligned_left, aligned_right, pad_columns
 from .base import KVCluster
 
@@ -30,6 +31,7 @@ class CURKVCluster(KVCluster):
     paper: ClassVar[str] = "https://arxiv.org/abs/2509.15038"
     query_window: ClassVar[int] = 0  # asks no query
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         of_keys = self._leverage(keys, view.padding)
         of_values = self._leverage(values, view.padding)

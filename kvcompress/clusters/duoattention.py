@@ -12,6 +12,7 @@ from ..calibration.published import numbers_in
 from ..errors import KVCompressError
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .calibrated import CalibratedKVCluster
 
 
@@ -39,6 +40,7 @@ class DuoAttentionKVCluster(CalibratedKVCluster):
     query_window: ClassVar[int] = 0  # asks no query
     calibrated: ClassVar[Shapes] = {"gates": ("layers", "kv_heads")}
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         gates = self.known("gates", view, keys.device).clamp(0, 1)
         columns = keys.shape[2]

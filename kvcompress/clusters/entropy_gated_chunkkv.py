@@ -10,6 +10,7 @@ from pydantic import PositiveInt
 from ..errors import KVCompressError
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from ..scoring.selection import ranks
 from ..scoring.windows import aligned_left, aligned_right
 from .snapkv import WindowKVCluster
@@ -41,6 +42,7 @@ class EntropyGatedChunkKVCluster(WindowKVCluster):
         if self.spiky_size >= self.chunk_size:
             raise KVCompressError(f"spiky_size={self.spiky_size} is not below chunk_size={self.chunk_size}")
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         scores = super().score(queries, keys, values, view)
         is_window, real = scores.isinf(), view.real_columns(keys).expand_as(scores)

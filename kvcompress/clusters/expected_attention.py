@@ -11,6 +11,7 @@ from ..calibration.files import ModelIdentity, Shapes
 from ..calibration.published import tensors_in
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .calibrated import CalibratedKVCluster
 
 
@@ -42,6 +43,7 @@ class ExpectedAttentionKVCluster(CalibratedKVCluster):
         "covariance": ("layers", "heads", "head_dim", "head_dim"),
     }
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         if self.calibration is None:
             statistics = statistics_of(queries, view, self.sinks)

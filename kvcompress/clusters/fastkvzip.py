@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from ..learned import checkpoints
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .learned import LearnedKVCluster
 
 EPSILON = 1e-6  # of the gate's norms
@@ -51,6 +52,7 @@ class FastKVzipKVCluster(LearnedKVCluster):
         sinks = queries @ weights["k_base"][:, 0].float().mT / size**0.5  # (batch, tokens, heads, groups, sinks)
         return (logits - sinks.logsumexp(-1)).sigmoid().mean(-1).transpose(1, 2)
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         scores = super().score(queries, keys, values, view)
         position = torch.arange(keys.shape[2], device=keys.device)

@@ -8,6 +8,7 @@ from pydantic import PositiveInt
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .base import KVCluster
 
 
@@ -27,6 +28,7 @@ class FinchKVCluster(KVCluster):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2408.00167"
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         window = min(self.window_size, keys.shape[2])
         weights = view.window_attention(queries, keys, window)

@@ -7,6 +7,7 @@ import torch
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .base import KVCluster
 
 
@@ -17,5 +18,6 @@ class FullKVCluster(KVCluster):
 
     query_window: ClassVar[int] = 0  # asks no query
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         return torch.zeros(keys.shape[:3], device=keys.device)

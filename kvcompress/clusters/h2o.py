@@ -9,6 +9,7 @@ from pydantic import Field
 from ..methods import register_method
 from ..scoring.budget import effivlm_window
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .base import KVCluster
 
 
@@ -25,6 +26,7 @@ class HeavyHitterKVCluster(KVCluster):
     def observe(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
         return view.column_sums(queries, keys)
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         return self.summed(queries, keys, view)
 

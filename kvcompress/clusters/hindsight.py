@@ -9,6 +9,7 @@ from pydantic import PositiveInt
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
 from ..scoring.looking_ahead import Answer, attention_mass, output_error
+from ..scoring.rows import handles_padding
 from .base import KVCluster
 
 
@@ -35,6 +36,7 @@ class HindsightKVCluster(KVCluster):
         """What each key is worth to the answer, (batch, kv_heads, keys) in fp32."""
         return attention_mass(answer) if self.by == "attention" else output_error(answer)
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         if view.received is not None:
             return view.received

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from ..scoring.selection import top_indices
 from ..scoring.vision import text_first
 from .base import KVCluster
@@ -37,6 +38,7 @@ class InfiniPotVKVCluster(KVCluster):
     paper: ClassVar[str] = "https://arxiv.org/abs/2506.15745"
     query_window: ClassVar[int] = 0  # asks no query
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         scores = text_first(values.float().norm(dim=-1), view)
         if view.vision is None:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from ..scoring.windows import pad_columns
 from .base import KVCluster
 
@@ -21,6 +22,7 @@ class KeyDiffKVCluster(KVCluster):
     paper: ClassVar[str] = "https://arxiv.org/abs/2504.15364"
     query_window: ClassVar[int] = 0  # asks no query
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         unit = F.normalize(keys.float(), dim=-1)
         if view.padding is not None:

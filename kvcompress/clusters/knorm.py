@@ -7,6 +7,7 @@ import torch
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .base import KVCluster
 
 
@@ -19,5 +20,6 @@ class KnormKVCluster(KVCluster):
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.11430"
     query_window: ClassVar[int] = 0  # asks no query
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         return -keys.float().norm(dim=-1)

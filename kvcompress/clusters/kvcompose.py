@@ -9,6 +9,7 @@ from pydantic import PositiveInt
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .base import KVCluster
 
 
@@ -36,6 +37,7 @@ class KVComposeKVCluster(KVCluster):
     sinks: ClassVar[int] = 0
     instruction: ClassVar[tuple[int, ...]] = ()
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         scores = view.received
         if scores is None:

@@ -10,6 +10,7 @@ from pydantic import NonNegativeInt
 from ..learned import checkpoints
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .learned import LearnedKVCluster
 
 
@@ -40,5 +41,6 @@ class KVzapKVCluster(LearnedKVCluster):
             scores = F.linear(inner, weights["2.weight"], weights["2.bias"])
         return scores.transpose(1, 2)
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         return view.protect_recent(super().score(queries, keys, values, view), self.recent)

@@ -8,6 +8,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .base import KVCluster
 
 
@@ -37,6 +38,7 @@ class KVzipKVCluster(KVCluster):
     safeguard: ClassVar[float] = 0.0
     by_variant: ClassVar[dict[str, dict[str, object]]] = {"code": {"sinks_on_top": True}}
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         scores = view.received
         if scores is None:

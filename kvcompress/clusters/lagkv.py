@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from ..scoring.windows import aligned_left, aligned_right
 from .base import KVCluster
 
@@ -41,6 +42,7 @@ class LagKVCluster(KVCluster):
     presets: ClassVar[dict[str, dict[str, object]]] = {"kvpress": {"sinks": 4, "lag": 128}}
     query_window: ClassVar[int] = 0  # asks no query
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         sinks, lag, padding, columns = self.sinks, self.lag, view.padding, keys.shape[2]
         scores = torch.ones(keys.shape[:3], device=keys.device)

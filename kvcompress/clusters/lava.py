@@ -8,6 +8,7 @@ from pydantic import PositiveInt
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from ..scoring.windows import pool_scores
 from .snapkv import WindowKVCluster
 
@@ -33,6 +34,7 @@ class LAVaKVCluster(WindowKVCluster):
     def pooled(self, votes: torch.Tensor) -> torch.Tensor:
         return pool_scores(votes, self.kernel_size, self.pooling).amax(2)
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         scores = super().score(queries, keys, values, view)
         older = view.real_columns(keys) & scores.isfinite()  # than the window

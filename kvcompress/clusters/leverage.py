@@ -8,6 +8,7 @@ from pydantic import PositiveInt
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .base import KVCluster
 
 RIDGE = 1e-2  # on the Gram matrix's diagonal, as in the authors' code in kvpress
@@ -72,6 +73,7 @@ class LeverageKVCluster(KVCluster):
     sketches_all: ClassVar[bool] = False
     by_variant: ClassVar[dict[str, dict[str, object]]] = {"kvpress": {"sketches_all": True}}
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         keys, sketches_all = view.before_rotation(keys), self.of_variant("sketches_all")
         return leverage_scores(keys, view.real_columns(keys), self.sketch, self.seed, sketches_all)

@@ -9,6 +9,7 @@ from pydantic import Field
 from ..methods import register_method
 from ..scoring.budget import effivlm_window
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from ..scoring.vision import text_first
 from .base import KVCluster
 from .h2o import H2OKVCluster
@@ -37,6 +38,7 @@ class LookMKVCluster(KVCluster):
 
     observe = H2OKVCluster.observe
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         return text_first(self.summed(queries, keys, view), view)
 

@@ -12,6 +12,7 @@ from ..calibration.published import means_by_head
 from ..errors import KVCompressError
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from ..scoring.windows import pad_columns
 from .calibrated import CalibratedKVCluster
 from .snapkv import WindowKVCluster
@@ -39,6 +40,7 @@ class MixKVCluster(WindowKVCluster, CalibratedKVCluster):
     by_variant: ClassVar[dict[str, dict[str, object]]] = {"paper": {"averages_window": False}}
     calibrated: ClassVar[Shapes] = {"weights": ("layers", "kv_heads")}
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         attention = super().score(queries, keys, values, view)
         mixed = attention.isfinite()  # all but the window

@@ -8,6 +8,7 @@ from pydantic import PositiveInt
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .base import KVCluster
 
 
@@ -36,6 +37,7 @@ class MorphKVCluster(KVCluster):
         )
     }
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         window = min(self.window_size, keys.shape[2])
         logits = view.window_logits(queries, keys, window).sum(2)  # (batch, kv_heads, window, keys)

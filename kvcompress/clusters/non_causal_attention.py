@@ -9,6 +9,7 @@ from pydantic import PositiveInt
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from ..scoring.windows import aligned_left, aligned_right, pool_scores
 from .base import KVCluster
 
@@ -68,6 +69,7 @@ class NonCausalAttentionKVCluster(KVCluster):
     fills_chunks: ClassVar[bool] = False
     by_variant: ClassVar[dict[str, dict[str, object]]] = {"kvpress": {"fills_chunks": True}}
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         counted, fills = view.real_columns(keys), self.of_variant("fills_chunks")
         return value_weighted_votes(queries, keys, values, view, self.chunk_size, counted, fills=fills)

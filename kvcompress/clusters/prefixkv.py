@@ -13,6 +13,7 @@ from ..errors import KVCompressError, shown
 from ..layer_budgets.prefix import KnownPrefixLayerBudget, PrefixLayerBudget
 from ..methods import register_method
 from ..scoring.layer_view import Kept, LayerView
+from ..scoring.rows import handles_padding
 from .calibrated import CalibratedKVCluster
 from .h2o import H2OKVCluster
 
@@ -48,6 +49,7 @@ class PrefixKVCluster(CalibratedKVCluster):
 
     observe = H2OKVCluster.observe
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         return self.summed(queries, keys, view) if view.noted is None else self.place(keys, view)
 

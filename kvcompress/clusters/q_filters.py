@@ -11,6 +11,7 @@ from ..calibration.files import ModelIdentity, Shapes
 from ..calibration.published import tensors_in
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .calibrated import CalibratedKVCluster
 
 
@@ -30,6 +31,7 @@ class QFiltersKVCluster(CalibratedKVCluster):
     query_window: ClassVar[int] = 0  # asks no query
     calibrated: ClassVar[Shapes] = {"filters": ("layers", "kv_heads", "head_dim")}
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         filters = self.known("filters", view, keys.device)
         return view.protect_recent((keys.float() @ filters[..., None])[..., 0], self.recent)

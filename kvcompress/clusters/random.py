@@ -9,6 +9,7 @@ from pydantic import NonNegativeInt
 from ..methods import register_method
 from ..scoring.budget import effivlm_window
 from ..scoring.layer_view import LayerView, uniform_noise
+from ..scoring.rows import handles_padding
 from .base import KVCluster
 
 
@@ -31,6 +32,7 @@ class RandomKVCluster(KVCluster):
     recent_tenth: ClassVar[bool] = False
     by_variant: ClassVar[dict[str, dict[str, object]]] = {"effivlm": {"recent_tenth": True}}
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         return uniform_noise(view, keys.shape[1], keys.shape[2], self.seed).to(keys.device)
 

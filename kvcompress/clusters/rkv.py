@@ -10,6 +10,7 @@ from pydantic import Field, PositiveInt
 from ..errors import KVCompressError
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from ..scoring.windows import pad_columns, pool_scores
 from .base import KVCluster
 
@@ -76,6 +77,7 @@ class RKVCluster(KVCluster):
         if self.kernel_size % 2 == 0:
             raise KVCompressError(f"kernel_size={self.kernel_size} is even: pooling is centred, so it must be odd")
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         window = min(self.window_size, keys.shape[2])
         logits = view.window_logits(queries, keys, window)

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .base import KVCluster
 from .streamingllm import sinks_and_recent
 
@@ -43,5 +44,6 @@ class SimLayerKVCluster(KVCluster):
     }
     query_window: ClassVar[int] = 0  # asks no query
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         return sinks_and_recent(keys, self.sinks, view.padding)

@@ -10,6 +10,7 @@ from ..errors import KVCompressError
 from ..methods import register_method
 from ..scoring.budget import effivlm_window
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from ..scoring.windows import pool_scores
 from .base import KVCluster
 
@@ -46,6 +47,7 @@ class WindowKVCluster(KVCluster):
         """(batch, kv_heads, keys) from `votes`: the mean of the group, pooled."""
         return pool_scores(votes.mean(2), self.kernel_size, self.pooling)
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         windows = [min(window, keys.shape[2]) for window in self.windows(view)]
         weights = view.window_attention(queries, keys, max(windows))

@@ -12,6 +12,7 @@ from ..calibration.published import means_by_head
 from ..errors import KVCompressError
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from ..scoring.selection import ranks
 from ..scoring.vision import observer_queries
 from .calibrated import CalibratedKVCluster
@@ -45,6 +46,7 @@ class SparseMMKVCluster(CalibratedKVCluster):
     def __post_init__(self) -> None:
         SnapKVCluster(self.window_size, self.kernel_size, self.pooling)  # checks them
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         snapkv = SnapKVCluster(self.window_size, self.kernel_size, self.pooling)
         votes = snapkv.score(queries, keys, values, view)

@@ -9,6 +9,7 @@ from pydantic import NonNegativeInt
 from ..methods import register_method
 from ..scoring.budget import effivlm_window
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .base import KVCluster
 
 
@@ -44,6 +45,7 @@ class StreamingLLMKVCluster(KVCluster):
     recent_tenth: ClassVar[bool] = False
     by_variant: ClassVar[dict[str, dict[str, object]]] = {"effivlm": {"recent_tenth": True}}
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         sinks = keys.shape[2] if self.of_variant("recent_tenth") else self.sinks
         return sinks_and_recent(keys, sinks, view.padding)

@@ -8,6 +8,7 @@ from pydantic import NonNegativeInt
 
 from ..methods import register_method
 from ..scoring.layer_view import Kept, LayerView
+from ..scoring.rows import handles_padding
 from ..scoring.vision import observer_queries, text_first
 from .base import KVCluster
 
@@ -35,6 +36,7 @@ class TGVKVCluster(KVCluster):
     decode_interval: ClassVar[int] = 1
     query_window: ClassVar[int] = 1
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         if view.is_decoding:
             scores = view.window_attention(queries, keys, 1)[..., 0, :].mean(2)

@@ -7,6 +7,7 @@ import torch
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .base import KVCluster
 
 
@@ -26,6 +27,7 @@ class TOVAKVCluster(KVCluster):
     keeps_last: ClassVar[bool] = False
     by_variant: ClassVar[dict[str, dict[str, object]]] = {"kvpress": {"keeps_last": True}}
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         weights = view.window_attention(queries, keys, 1)
         scores = weights[..., 0, :].mean(2)  # (batch, kv_heads, keys)

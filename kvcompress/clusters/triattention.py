@@ -12,6 +12,7 @@ from ..calibration.published import pickled_in
 from ..errors import KVCompressError, shown
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .calibrated import CalibratedKVCluster
 
 
@@ -36,6 +37,7 @@ class TriAttentionKVCluster(CalibratedKVCluster):
     decode_interval: ClassVar[int] = 128
     calibrated: ClassVar[Shapes] = {"mean": ("layers", "heads", "head_dim"), "norms": ("layers", "heads", "rotated")}
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         mean, norms = (self.known(name, view, keys.device) for name in ("mean", "norms"))
         kv_heads, head_dim = keys.shape[1], keys.shape[3]

@@ -9,6 +9,7 @@ from pydantic import Field
 from ..methods import register_method
 from ..scoring.budget import effivlm_window
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from ..scoring.vision import DECODED_QUERIES, question_attention
 from .base import KVCluster
 
@@ -35,6 +36,7 @@ class VLCacheKVCluster(KVCluster):
     recent_tenth: ClassVar[bool] = False
     by_variant: ClassVar[dict[str, dict[str, object]]] = {"effivlm": {"recent_tenth": True}}
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         scores = question_attention(queries, keys, view)
         if self.of_variant("recent_tenth"):  # here the budget is still the mean over the layers

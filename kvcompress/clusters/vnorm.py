@@ -7,6 +7,7 @@ import torch
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
+from ..scoring.rows import handles_padding
 from .base import KVCluster
 
 
@@ -23,5 +24,6 @@ class VNormKVCluster(KVCluster):
     norm: ClassVar[int] = 1
     by_variant: ClassVar[dict[str, dict[str, object]]] = {"kvpress": {"norm": 2}}
 
+    @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         return values.float().norm(p=self.of_variant("norm"), dim=-1)

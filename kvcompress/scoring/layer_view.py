@@ -1,8 +1,9 @@
 """What a method is given of a layer, `LayerView`, and what it gives back, `Kept`."""
 
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 
@@ -11,6 +12,8 @@ from ..kernels.column_sums import column_sums
 from ..kernels.compact import compact
 from .rotary import Rotary
 from .windows import attention_blocks, pad_columns, protect_ends, protect_recent, window_attention, window_logits
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,37 @@ class LayerView:
     def vision_by_head(self) -> torch.Tensor | None:
         """`vision` as (batch, 1 or kv_heads, columns)."""
         return self.vision[:, None] if self.vision is not None and self.vision.ndim == 2 else self.vision
+
+    def rows(self, rows: torch.Tensor, first: int, columns: int) -> "LayerView":
+        """Of some rows (LongTensor) of a layer with so many `columns`, from the column `first` on: without the pads
+        before it."""
+        of_rows = rows.tolist()
+
+        def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor[rows][..., first:]
+
+        def chosen(values: Sequence[_Value]) -> list[_Value]:
+            return [values[row] for row in of_rows] if len(values) else []
+
+        stored, rotary = self.stored, self.rotary
+        if stored is not None:
+            stored = replace(stored, columns=cut(stored.columns), tokens=tuple(chosen(stored.tokens)))
+        if rotary is not None:
+            rotary = rotary.rows(rows) if self.is_decoding else rotary.rows(rows).from_column(first)
+        of_columns = ("vision", "vision_rank", "protected", "sums", "received")
+        of_row = {name: getattr(self, name) for name in ("merge_threshold", "noted")}
+        tuples = ("frame_tokens", "protected_lengths", "row_seeds", "mean_budgets")
+        return replace(
+            self,
+            lengths=[min(length, columns - first) for length in chosen(self.lengths)],
+            budgets=chosen(self.budgets),
+            padding=None,
+            rotary=rotary,
+            stored=stored,
+            **{name: cut(getattr(self, name)) for name in of_columns},
+            **{name: None if each is None else each[rows] for name, each in of_row.items()},
+            **{name: tuple(chosen(getattr(self, name))) for name in tuples},
+        )
 
     # -- attention in this layer, right for pads, later chunks and decoding
 

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress import methods
+from kvcompress import KVCompressError, methods
+from kvcompress.clusters.snapkv import SnapKVCluster
+from kvcompress.scoring.layer_view import LayerView, Settings, StoredEntries
+from kvcompress.scoring.rows import scores_of
 from tests import fuzz
 from tests.support.examples import paired
 from tests.support.families import FAMILIES, SOME_FAMILIES
@@ -33,7 +36,18 @@ class SummedKVCluster(kvcompress.KVCluster):
         return view.protect_sinks(view.column_sums(queries, keys), 2)
 
 
-OWN = {"attended": AttendedKVCluster, "summed": SummedKVCluster}
+@dataclass(frozen=True)
+class DistinctKVCluster(kvcompress.KVCluster):
+    """The keys and values that differ most from the mean of all, and from what the queries ask for in the mean."""
+
+    def score(self, queries, keys, values, view):
+        asked = queries.float().unflatten(1, (keys.shape[1], -1)).mean((2, 3))[:, :, None]
+        apart = [each.float() - each.float().mean(2, keepdim=True) for each in (keys, values)]
+        scores = sum(each.norm(dim=-1) for each in apart) - (keys.float() - asked).norm(dim=-1)
+        return (scores - scores.amin(-1, keepdim=True)) / scores.std(-1, keepdim=True)
+
+
+OWN = {"attended": AttendedKVCluster, "summed": SummedKVCluster, "distinct": DistinctKVCluster}
 
 
 @pytest.fixture(autouse=True)
@@ -108,3 +122,56 @@ def test_the_old_name_of_final_scores_still_works_and_says_so():
     view = kvcompress.LayerView(0, 1, [9], [2], 1.0)
     kept = OldKVCluster().select(torch.arange(9.0).expand(1, 1, 9), view)
     assert kept.tolist() == [[[3, 8]]]
+
+
+class Own(SnapKVCluster):
+    """A score of one's own over a class whose score knows pads."""
+
+    def score(self, queries, keys, values, view):
+        return values.float().mean(-1) - values.float().mean((2, 3))[:, :, None]
+
+
+def view_of_two(padding, **more):
+    return LayerView(0, 1, [9, 9], [3, 3], 0.25, padding=padding, **more)
+
+
+def test_a_score_that_overrides_one_that_knows_pads_is_given_rows_without_them():
+    keys = torch.randn(2, 2, 9, 4, generator=torch.Generator().manual_seed(0))
+    padding = torch.tensor([[0], [4]])
+    scores = scores_of(Own().score, keys, keys, keys, view_of_two(padding))
+    torch.testing.assert_close(scores[1:, :, 4:], Own().score(keys, keys[1:, :, 4:], keys[1:, :, 4:], None))
+    assert SnapKVCluster().score.handles_padding
+
+
+def test_heads_that_hold_different_numbers_of_entries_are_scored_by_their_own():
+    keys = torch.randn(2, 2, 9, 4, generator=torch.Generator().manual_seed(0))
+    padding = torch.tensor([[0, 3], [4, 9]])
+    stored = StoredEntries(torch.arange(9).expand(2, 2, 9), 9, (9, 9))
+    scores = scores_of(Own().score, None, keys, keys, view_of_two(padding, stored=stored))
+    for row, head in ((0, 0), (0, 1), (1, 0)):
+        own = keys[row : row + 1, head : head + 1, int(padding[row, head]) :]
+        torch.testing.assert_close(
+            scores[row, head, int(padding[row, head]) :], Own().score(None, own, own, None)[0, 0]
+        )
+    assert not scores[1, 1].any()  # it holds nothing
+
+
+def test_a_score_that_mixes_such_heads_is_refused_unless_it_knows_pads():
+    class Mixing(Own):
+        mixes_heads = True
+
+    keys = torch.randn(2, 2, 9, 4)
+    view = view_of_two(torch.tensor([[0, 3], [4, 4]]), settings=Settings(cluster=Mixing()))
+    with pytest.raises(KVCompressError, match=r"Mixing mixes KV heads.*kvcompress\.handles_padding"):
+        scores_of(Mixing().score, None, keys, keys, view)
+
+
+def test_scores_of_another_shape_are_one_line():
+    class Wrong(Own):
+        def score(self, queries, keys, values, view):
+            return keys.norm(dim=-1).mean(1)
+
+    keys = torch.randn(2, 2, 9, 4)
+    view = view_of_two(None, settings=Settings(cluster=Wrong()))
+    with pytest.raises(KVCompressError, match=r"Wrong.score returned \(2, 9\) for keys \(2, 2, 9, 4\): it must be"):
+        scores_of(Wrong().score, None, keys, keys, view)
