@@ -21,6 +21,7 @@ GROUP = "kvcompress.commands"
 OWN = {  # a module with `main(arguments)`
     "bench": "kvcompress.bench.command",
     "calibrate": "kvcompress.calibration.command",
+    "check": "kvcompress.check.command",
     "list": "kvcompress.list_command",
     "speech": "kvcompress.bench.speech.command",
 }

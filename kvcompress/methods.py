@@ -9,9 +9,12 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
+from .check.passed import has_passed
+from .command_line import called
 from .errors import KVCompressError, unknown_name, validated
 
 FILES = "KVCOMPRESS_METHODS"  # environment variable: Python files with methods, separated as in PATH
+OF_FILE = "kvcompress_methods_"  # the module of such a file begins so
 
 
 class Method:
@@ -111,30 +114,37 @@ def _check_variants(cls: type[Method], method: str, options: dict[str, object]) 
 
 def _import_all() -> None:
     """Import the methods of this package, and what KVCOMPRESS_METHODS names, each file once. Raises KVCompressError for
-    one that cannot be."""
+    one that cannot be; says so of one that never passed `kvcompress check` as it stands."""
     for package in ("clusters", "tokens"):
         importlib.import_module(f"{__package__}.{package}")
     for name in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
         path = Path(name).expanduser().absolute()
-        if path in _FILES:
-            continue
-        if path.suffix != ".py" or not path.is_file():
-            raise KVCompressError(f"{FILES}: there is no Python file {name}")
-        if path.stem in {other.stem for other in _FILES}:  # its module, by which a method is known, has that name
-            raise KVCompressError(f"{FILES}: {name}: another file there has the same name; rename one")
-        spec = importlib.util.spec_from_file_location(f"kvcompress_methods_{path.stem}", path)
-        module = importlib.util.module_from_spec(spec)
-        before = set(_METHODS)
-        _FILES.add(path)  # at once, for the file may ask for the methods that are there
-        sys.modules[module.__name__] = module
-        try:
-            spec.loader.exec_module(module)
-            if set(_METHODS) == before:
-                raise KVCompressError("it registers no method")
-        except (Exception, SystemExit) as error:
-            _FILES.discard(path)
-            what = "" if isinstance(error, KVCompressError) else f"{type(error).__name__}: "
-            raise KVCompressError(f"{FILES}: {name}: {what}{' '.join(str(error).split())}") from error
+        if path not in _FILES:
+            import_file(path, name)
+            if not has_passed(path) and os.environ.get("LOCAL_RANK", "0") == "0":
+                print(f"warning: {name} was never checked as it stands: {called('check')} {name}", file=sys.stderr)
+
+
+def import_file(path: Path, name: str) -> list[str]:
+    """Import the methods of a file, which messages call `name`; their names. Raises KVCompressError."""
+    if path.suffix != ".py" or not path.is_file():
+        raise KVCompressError(f"{FILES}: there is no Python file {name}")
+    if path.stem in {other.stem for other in _FILES}:  # its module, by which a method is known, has that name
+        raise KVCompressError(f"{FILES}: {name}: another file there has the same name; rename one")
+    spec = importlib.util.spec_from_file_location(f"{OF_FILE}{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    before = set(_METHODS)
+    _FILES.add(path)  # at once, for the file may ask for the methods that are there
+    sys.modules[module.__name__] = module
+    try:
+        spec.loader.exec_module(module)
+        if set(_METHODS) == before:
+            raise KVCompressError("it registers no method")
+    except (Exception, SystemExit) as error:
+        _FILES.discard(path)
+        what = "" if isinstance(error, KVCompressError) else f"{type(error).__name__}: "
+        raise KVCompressError(f"{FILES}: {name}: {what}{' '.join(str(error).split())}") from error
+    return sorted(set(_METHODS) - before)
 
 
 def list_methods() -> dict[str, MethodInfo]:

@@ -16,11 +16,11 @@ import torch
 
 import kvcompress
 from kvcompress.cache.layer import CompressedLayer
+from kvcompress.check.reference import Kept, generate, only_attending_to
 from kvcompress.clusters.learned import LearnedKVCluster
 from kvcompress.hooks.model import text_decoder
 from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES, LISTED_FAMILIES, MORE_FAMILIES, Family
-from tests.support.masked_reference import Kept, generate, only_attending_to
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 BEGIN, END = "<!-- made by `python -m tests.family_table` -->\n", "<!-- end -->\n"

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import kvcompress
+from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.layer_budgets import list_layer_budgets
 from kvcompress.policy.policy import make_policy
 from kvcompress.scoring.merging import MERGES
@@ -29,7 +30,6 @@ from kvcompress.scoring.selection import ADAPTIVE
 from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES
 from tests.support.in_flight import check_in_flight
-from tests.support.masked_reference import generate, only_attending_to
 from tests.support.strategies import METHODS, OPTIONS
 
 NEW = 8

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 import kvcompress
+from kvcompress.check.reference import generate
 from kvcompress.scoring.vision import frame_tokens
 from tests import family_table
 from tests.family_table import (
@@ -37,7 +38,6 @@ from tests.family_table import (
 )
 from tests.support import families
 from tests.support.families import FIRST_TEXT, IMAGE, MORE_FAMILIES, VIDEO, Family
-from tests.support.masked_reference import generate
 
 # The seven of FAMILIES have the property tests; here one method each for the others, all of it in the slow test.
 SOME = [

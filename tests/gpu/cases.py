@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 import kvcompress
+from kvcompress.check.reference import generate
 from tests.support.families import FAMILIES, MORE_FAMILIES
-from tests.support.masked_reference import generate
 
 ON_CPU = os.environ.get("GPU_TESTS_ON") == "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -7,13 +7,13 @@ import torch
 from transformers import Cache, DynamicCache
 
 import kvcompress
+from kvcompress.check.reference import generate
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.kernels.quantization import BITS
 from tests.gpu.cases import DTYPES, NEW, STEPS, answered, check_as_on_the_cpu, entries_of, few, on
 from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES, MORE_FAMILIES
 from tests.support.in_flight import check_in_flight
-from tests.support.masked_reference import generate
 
 pytestmark = pytest.mark.gpu
 EVICTING = {"decode_budget": 12, "decode_interval": 2}

@@ -5,11 +5,11 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import kvcompress
+from kvcompress.check.reference import generate, only_attending_to
 from tests.gpu.cases import DTYPES, NEW, check_as_on_the_cpu, few, on
 from tests.support.calibrations import calibration_of
 from tests.support.examples import paired
 from tests.support.families import FAMILIES
-from tests.support.masked_reference import generate, only_attending_to
 from tests.support.strategies import METHODS, SOME_METHODS
 
 pytestmark = pytest.mark.gpu

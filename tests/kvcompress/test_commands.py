@@ -48,7 +48,7 @@ def test_its_error_is_one_line(registered, capsys):
 def test_help_has_a_line_for_own_and_registered_commands(registered, capsys):
     assert __main__.main(["--help"]) == 0
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    assert [name for name, _ in lines] == ["bench", "calibrate", "hello", "list", "speech"]
+    assert [name for name, _ in lines] == ["bench", "calibrate", "check", "hello", "list", "speech"]
     assert dict(lines)["hello"] == "the package's own commands, and those that others register"
 
 
@@ -125,7 +125,7 @@ def test_what_is_not_installed_is_named_with_what_installs_it(monkeypatch, capsy
 def test_an_unknown_command_is_one_line_with_the_valid_ones(registered, capsys):
     assert __main__.main(["helo"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: there is no command 'helo' (did you mean 'hello'?); valid: bench, calibrate, hello, ")
+    assert err.startswith("error: there is no command 'helo' (did you mean 'hello'?); valid: bench, calibrate, check, ")
     assert len(err.splitlines()) == 1
 
 

@@ -7,11 +7,11 @@ import torch
 from transformers import Cache, DynamicCache
 
 import kvcompress
+from kvcompress.check.reference import generate
 from tests.gpu.cases import STEPS
 from tests.support.calibrations import calibration_of
 from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
-from tests.support.masked_reference import generate
 from tests.support.pretended_cuda import CUDA, pretended_cuda
 from tests.support.strategies import METHODS
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress.check.reference import generate
 from kvcompress.layer_budgets import layer_budget, lazy
 from kvcompress.scoring.layer_view import Settings
 from tests.oracle.authors.ours import ours as run
@@ -18,7 +19,6 @@ from tests.oracle.authors.states import states
 from tests.support.examples import examples
 from tests.support.families import FAMILIES
 from tests.support.kept import kept_of
-from tests.support.masked_reference import generate
 from tests.support.plain_reference import SCALING, best, check, layers
 
 INF = float("inf")

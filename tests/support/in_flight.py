@@ -6,8 +6,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import kvcompress
+from kvcompress.check.reference import Force, generate
 from tests.support.calibrations import calibration_of
-from tests.support.masked_reference import Force, generate
 
 Outcome = list[tuple[torch.Tensor, torch.Tensor]]  # of each request: tokens (new,), logits (new, vocabulary)
 

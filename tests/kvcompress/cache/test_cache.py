@@ -8,9 +8,9 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 import kvcompress
 from kvcompress.cache.storage.ragged import RaggedStorage
+from kvcompress.check.reference import generate
 from kvcompress.scoring.layer_view import Kept
 from tests.support.families import FAMILIES
-from tests.support.masked_reference import generate
 
 MODEL = FAMILIES["qwen2"].build()
 

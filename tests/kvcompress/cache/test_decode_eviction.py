@@ -9,13 +9,13 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 import kvcompress
 from kvcompress.cache.choice import Choice
 from kvcompress.cache.memory import Memory
+from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.policy.policy import make_policy
 from kvcompress.scoring.layer_view import StoredEntries
 from tests import fuzz
 from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, FIRST_TEXT, SOME_FAMILIES, VOCAB_SIZE
-from tests.support.masked_reference import generate, only_attending_to
 from tests.support.strategies import METHODS, SOME_METHODS, Case, cases
 
 NEW = 12

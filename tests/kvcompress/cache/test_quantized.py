@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import kvcompress
+from kvcompress.check.reference import generate
 from kvcompress.kernels.quantization import BITS, PACKAGES, Quantizer
 from tests.support.calibrations import calibration_of
 from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
-from tests.support.masked_reference import generate
 from tests.support.strategies import METHODS, SOME_METHODS
 
 pytest.importorskip("hqq", reason="pip install -e .[quantized]")

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import kvcompress
+from kvcompress.check.reference import generate
 from tests.support.calibrations import calibration_of
 from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
-from tests.support.masked_reference import generate
 from tests.support.strategies import METHODS, SOME_METHODS
 
 MODEL = FAMILIES["qwen2"].build()

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.cache.storage.ragged import RaggedStorage
+from kvcompress.check.reference import generate
 from kvcompress.kernels.turboquant import BITS, TurboQuant, codebook, rotation
 from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES
-from tests.support.masked_reference import generate
 from tests.support.strategies import METHODS, SOME_METHODS
 
 MODEL = FAMILIES["qwen2"].build()

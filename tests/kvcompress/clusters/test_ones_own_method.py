@@ -7,6 +7,7 @@ import torch
 
 import kvcompress
 from kvcompress import KVCompressError, methods
+from kvcompress.check.reference import generate
 from kvcompress.clusters.snapkv import SnapKVCluster
 from kvcompress.scoring.layer_view import LayerView, Settings, StoredEntries
 from kvcompress.scoring.rows import scores_of
@@ -14,7 +15,6 @@ from tests import fuzz
 from tests.support.examples import paired
 from tests.support.families import FAMILIES, SOME_FAMILIES
 from tests.support.kept import kept_of, real_lengths
-from tests.support.masked_reference import generate
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import kvcompress
+from kvcompress.check.reference import generate
 from kvcompress.policy.policy import make_policy
 from tests.support.families import FAMILIES
 from tests.support.in_flight import check_in_flight
-from tests.support.masked_reference import generate
 
 
 def held(session: kvcompress.Session) -> list[list[list[torch.Tensor]]]:

@@ -6,7 +6,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, GptOssConfi
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import kvcompress
-from tests.support.masked_reference import generate
+from kvcompress.check.reference import generate
 
 
 def with_sinks(module, query, key, value, attention_mask, scaling, s_aux, **kwargs):

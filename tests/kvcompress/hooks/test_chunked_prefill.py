@@ -16,6 +16,7 @@ from benchmarks.prefill_memory import LargestTensor
 from kvcompress.cache.choice import Choice
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.new_tokens import NewTokens
+from kvcompress.check.reference import generate
 from kvcompress.errors import KVCompressError
 from kvcompress.policy.policy import make_policy
 from tests.support.calibrations import calibration_of
@@ -23,7 +24,6 @@ from tests.support.docs import DOCS, python_blocks
 from tests.support.examples import examples, some
 from tests.support.families import FAMILIES, IMAGE, SOME_FAMILIES, VIDEO, VISION_END, VISION_START
 from tests.support.kept import kept_of, real_lengths
-from tests.support.masked_reference import generate
 from tests.support.strategies import METHODS, OPTIONS, SOME_METHODS, Case, cases
 
 NEW = 4

@@ -5,10 +5,10 @@ import torch
 from transformers import AttentionInterface
 
 import kvcompress
+from kvcompress.check.reference import generate
 from tests.support.calibrations import calibration_of
 from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
-from tests.support.masked_reference import generate
 from tests.support.strategies import METHODS, SOME_METHODS
 
 NEW = 4

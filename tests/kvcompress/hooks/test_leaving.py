@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import kvcompress
+from kvcompress.check.reference import generate
 from kvcompress.hooks.positions import PositionRecorder
 from kvcompress.hooks.replacement import Replacement, wrapped
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from tests.support.families import FAMILIES
 from tests.support.learned_checkpoints import checkpoint_for
-from tests.support.masked_reference import generate
 from tests.support.snapshot import snapshot
 
 VLM = FAMILIES["llava-onevision"]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import kvcompress
+from kvcompress.check.reference import generate
 from tests.support.families import FAMILIES, MORE_FAMILIES
-from tests.support.masked_reference import generate
 
 LENGTH, TOKENS = 40, 6
 

@@ -6,12 +6,12 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import kvcompress
 from kvcompress.cache import passes
+from kvcompress.check.reference import generate
 from kvcompress.hooks import second_reading
 from kvcompress.hooks.second_reading import DecoderInputs
 from kvcompress.scoring.rereading import received
 from tests.support.families import FAMILIES
 from tests.support.kept import kept_of
-from tests.support.masked_reference import generate
 
 LENGTH = 40
 SINKS = 4  # stay, and are not read again

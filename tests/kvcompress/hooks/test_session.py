@@ -12,10 +12,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 import kvcompress
 from kvcompress import CompressedCache, KVCompressError
+from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.hooks import attention
 from tests.support.families import FAMILIES, MORE_FAMILIES
 from tests.support.kept import kept_of
-from tests.support.masked_reference import generate, only_attending_to
 
 FAMILY = FAMILIES["qwen2"]
 MODEL = FAMILY.build()

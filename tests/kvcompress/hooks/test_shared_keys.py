@@ -6,8 +6,8 @@ from transformers import Gemma3nTextConfig
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nForCausalLM
 
 import kvcompress
+from kvcompress.check.reference import generate, only_attending_to
 from tests.family_table import kept_of
-from tests.support.masked_reference import generate, only_attending_to
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import kvcompress
+from kvcompress.check.reference import generate
 from kvcompress.policy.policy import check_tensor_parallel, make_policy
 from kvcompress.scoring.layer_view import Settings
 from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES
-from tests.support.masked_reference import generate
 from tests.support.strategies import LEARNED
 
 CALIBRATED = {name for name, info in kvcompress.list_methods().items() if getattr(info.cls, "needs_calibration", False)}

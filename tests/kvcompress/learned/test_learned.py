@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.learned import checkpoints
 from kvcompress.paged.session import check_policy
 from kvcompress.policy.policy import check_tensor_parallel, make_policy
@@ -18,7 +19,6 @@ from tests.support.families import FAMILIES
 from tests.support.in_flight import check_in_flight
 from tests.support.kept import expected_entries, kept_of, real_lengths
 from tests.support.learned_checkpoints import checkpoint_for, write_kvzap
-from tests.support.masked_reference import generate, only_attending_to
 from tests.support.strategies import LEARNED, Case
 
 NEW, TOLERANCE = 4, 1e-4

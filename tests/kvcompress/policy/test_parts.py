@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kvcompress
+from kvcompress.check.reference import generate
 from kvcompress.layer_budgets import LayerBudget, base, list_layer_budgets, register_layer_budget
 from kvcompress.methods import method_info
 from kvcompress.policy.options import all_options
@@ -16,7 +17,6 @@ from kvcompress.scoring.selection import adaptive_indices
 from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES
 from tests.support.kept import kept_of
-from tests.support.masked_reference import generate
 from tests.support.strategies import LEARNED
 
 

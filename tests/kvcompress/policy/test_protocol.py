@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import kvcompress
+from kvcompress.check.reference import generate, only_attending_to
 from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, IMAGE, VLM_FAMILIES
 from tests.support.kept import expected_entries, kept_of, real_lengths
-from tests.support.masked_reference import generate, only_attending_to
 from tests.support.strategies import METHODS, SOME_METHODS, cases
 
 NEW = 5

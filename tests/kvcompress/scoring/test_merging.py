@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress.check.reference import generate
 from kvcompress.scoring import merging
 from kvcompress.scoring.layer_view import Settings, gather, uniform_noise
 from kvcompress.scoring.merging import MERGES
 from tests.support.examples import examples
 from tests.support.families import FAMILIES
-from tests.support.masked_reference import generate
 from tests.support.plain_reference import layers, merged_by_hand
 
 

@@ -47,6 +47,7 @@ def given(monkeypatch) -> list[tuple]:
     calls = []
     score = ExpectedAttentionKVCluster.score
 
+    @kvcompress.handles_padding
     def noting(self, queries, keys, values, prompt):
         calls.append((queries, prompt))
         return score(self, queries, keys, values, prompt)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvcompress
+from kvcompress.check.reference import generate
 from kvcompress.tokens import Tokens
 from kvcompress.tokens.cdpruner import most_diverse
 from kvcompress.tokens.divprune import farthest_first
@@ -21,7 +22,6 @@ from tests.kvcompress.tokens.test_tokens import (
     vision_of,
 )
 from tests.support.families import VLM_FAMILIES
-from tests.support.masked_reference import generate
 
 
 def farthest(embeddings: torch.Tensor, count: int) -> list[int]:

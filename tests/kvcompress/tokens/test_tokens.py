@@ -18,13 +18,13 @@ from transformers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import kvcompress
+from kvcompress.check.reference import generate
 from kvcompress.hooks.video_frames import FrameRecorder
 from kvcompress.policy.options import all_options
 from kvcompress.policy.policy import make_policy
 from kvcompress.scoring.vision import vision_token_mask
 from kvcompress.tokens import Tokens
 from tests.support.families import FAMILIES, MORE_FAMILIES, VLM_FAMILIES
-from tests.support.masked_reference import generate
 
 NEW = 4
 TOLERANCE = 1e-4  # fp32, logits of order 1

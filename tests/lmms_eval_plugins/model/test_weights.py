@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvcompress import KVCompressError, compress
+from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.hooks.model import text_decoder
 from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.identity import fingerprint
@@ -19,7 +20,6 @@ from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT, parse_arguments
 from lmms_eval_plugins.model.lm import KVCompressLM
 from tests.support.checkpoints import image, requests, save_checkpoint
 from tests.support.examples import some
-from tests.support.masked_reference import generate, only_attending_to
 
 # What runs on a CPU; the packages of all but quanto are an extra.
 PACKAGES = {"quanto-int8": "optimum.quanto", "torchao-int8": "torchao", "bnb-int8": "bitsandbytes"}

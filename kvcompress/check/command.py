@@ -1,0 +1,98 @@
+"""`kvcompress check`: does a method of yours keep what every method promises, in batches, chunks and while decoding?
+
+kvcompress check my_method.py                 all methods of the file
+kvcompress check value-norm window_size=4     one method, with options
+"""
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..command_line import Parser
+from ..errors import KVCompressError, shown
+from ..flag_types import label, whole
+
+if TYPE_CHECKING:
+    from .promises import Checked
+
+
+def parser() -> argparse.ArgumentParser:
+    this = Parser("check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    this.add_argument("what", type=label, metavar="FILE|METHOD", help="a Python file with methods, or a method's name")
+    this.add_argument("options", nargs="*", type=label, metavar="OPTION=VALUE", help="of the method, or of the engine")
+    this.add_argument("--seed", type=whole(), default=0, help="of the prompts (0)")
+    return this
+
+
+def main(arguments: list[str]) -> int:
+    """Check all promises; 1 where one is broken. Raises KVCompressError for what cannot be checked."""
+    given = parser().parse_intermixed_args(arguments)
+    options = {}
+    for each in given.options:
+        name, equals, value = each.partition("=")
+        if not equals:
+            raise KVCompressError(f"{shown(each)} is not OPTION=VALUE")
+        options[name] = value
+    file = Path(given.what).expanduser().absolute() if given.what.endswith(".py") else None
+    from .promises import PROMISES
+
+    broken = 0
+    for checked in methods_of(file, given.what, options, given.seed):
+        start = time.perf_counter()
+        for promise, check in PROMISES.items():
+            if reason := failure(check, checked, file):
+                broken += 1
+                print(f"FAILED  {checked.method}: {promise}\n        {reason}", flush=True)
+            else:
+                print(f"ok      {checked.method}: {promise}", flush=True)
+        print(f"{checked.method}: checked in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    if file is not None and not broken and not options:
+        from .passed import note
+
+        note(file)
+    return int(broken > 0)
+
+
+def methods_of(file: Path | None, name: str, options: dict[str, str], seed: int) -> "list[Checked]":
+    """What is to be checked. Raises KVCompressError for a method that is none, or needs what is not here."""
+    from ..clusters.calibrated import CalibratedKVCluster
+    from ..clusters.learned import LearnedKVCluster
+    from ..methods import FILES, import_file, method_info
+    from .promises import Checked
+
+    if file is not None:
+        os.environ.pop(FILES, None)  # they may have methods of the same names
+        names = import_file(file, name)
+    else:
+        names = [method_info(name).name]
+    found = [Checked(each, options, seed) for each in names]
+    for each in found:
+        if each.policy.tokens is not None:
+            raise KVCompressError(f"method {each.method!r} drops tokens before they are cached: no KVCluster")
+        if isinstance(each.cluster, LearnedKVCluster):
+            raise KVCompressError(f"method {each.method!r} needs the checkpoint of a model that is not here")
+        needs = isinstance(each.cluster, CalibratedKVCluster) and each.cluster.needs_calibration
+        if needs and each.cluster.calibration_file is None:
+            raise KVCompressError(f"method {each.method!r} needs calibration=FILE of a model that is not here")
+    return found
+
+
+def failure(check: Callable[["Checked"], None], checked: "Checked", file: Path | None) -> str:
+    """Why a promise is broken, in a line; nothing where it is kept."""
+    from .promises import Broken
+
+    try:
+        check(checked)
+    except Broken as error:
+        return str(error)
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+        frame = (frames or traceback.extract_tb(error.__traceback__))[-1]
+        line = " ".join(str(error).split())
+        return f"{type(error).__name__}: {line} ({Path(frame.filename).name}, line {frame.lineno})"
+    return ""

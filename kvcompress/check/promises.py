@@ -1,0 +1,336 @@
+"""What every method promises, each as a function that raises Broken where it is not so."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from ..cache.cache import CompressedCache
+from ..clusters.base import KVCluster
+from ..hooks.session import Session, compress
+from ..policy.policy import Policy, make_policy
+from ..scoring.layer_view import LayerView
+from ..scoring.selection import ADAPTIVE
+from .models import Tried, prompts, text_model, vision_model
+from .reference import generate, only_attending_to
+
+NEW = 6  # tokens of an answer
+RATIO = 0.3
+TOLERANCE = 1e-4  # fp32, logits of order 1
+SCORES = 1e-3  # relative, of scores: sums over a batch round otherwise than those over a row
+DECODING = {"decode_budget": 12, "decode_interval": 2}
+RAGGED = {"head_budget": "adaptive", **DECODING}
+CHUNKS = {"prefill_chunk": 16}
+
+
+class Broken(Exception):
+    """A promise that is not kept: the message says what differs."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One choice in one layer, of one row.
+
+    Attributes:
+        scores: (kv_heads, entries) of the row's entries, what no head holds as NaN.
+    """
+
+    layer: int
+    is_decoding: bool
+    scores: torch.Tensor
+
+
+@dataclass
+class Run:
+    """An answer: its tokens (batch, new), logits, and what was scored and kept on the way.
+
+    Attributes:
+        events: of each row, in the order of the choices.
+        history: columns seen -> what every layer held then, [layer][row][kv_head].
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    events: list[list[Event]]
+    history: dict[int, list]
+    cache: CompressedCache
+
+
+@dataclass
+class Checked:
+    """A method with its options, and the prompts that it is tried on."""
+
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    @cached_property
+    def policy(self) -> Policy:
+        return make_policy(self.method, RATIO, **self.options)
+
+    @property
+    def cluster(self) -> KVCluster:
+        return self.policy.cluster
+
+    @cached_property
+    def tried(self) -> list[Tried]:
+        return [
+            prompts("qwen2", text_model(), (50, 31), (0, 0), self.seed),
+            prompts("qwen2-vl", vision_model(), (44, 23), (1, 0), self.seed),
+        ]
+
+    def compress(self, tried: Tried, **engine: Any) -> Session:
+        return compress(tried.model, self.method, max_new_tokens=NEW, **{"ratio": RATIO, **engine}, **self.options)
+
+    def answer(self, tried: Tried, forced: torch.Tensor | None = None, **engine: Any) -> Run:
+        """The answers to a batch, `forced` to these tokens."""
+        with self.compress(tried, **engine) as session, _noted(type(self.cluster), len(tried.images)) as events:
+            history = _History(session)
+            criteria = StoppingCriteriaList([history])
+            tokens, logits = generate(tried.model, tried.inputs, NEW, forced, stopping_criteria=criteria)
+        return Run(tokens, logits, events, history.kept, session.cache)
+
+
+# -- the promises
+
+
+def ratio_one_is_the_full_cache(checked: Checked) -> None:
+    for tried in checked.tried:
+        tokens, expected = generate(tried.model, tried.inputs, NEW)
+        with checked.compress(tried, ratio=1.0):
+            _, logits = generate(tried.model, tried.inputs, NEW, tokens)
+        _same_logits(f"{tried}, ratio 1", logits, expected, "with the method", "without")
+
+
+def keeps_its_budget(checked: Checked) -> None:
+    policy = checked.policy
+    is_even, is_adaptive = policy.chosen("layer_budget") == "uniform", policy.head_budget in ADAPTIVE
+    for tried in checked.tried:
+        run = checked.answer(tried)
+        prompt = run.history[min(run.history)]
+        for row, length in enumerate(tried.lengths):
+            want, counts = policy.budget(length), [[len(head) for head in layer[row]] for layer in prompt]
+            if is_even and not is_adaptive:
+                is_kept = {count for heads in counts for count in heads} == {want}
+            elif is_even:
+                is_kept = all(sum(heads) == want * len(heads) for heads in counts)
+            else:
+                total = sum(map(sum, counts))
+                is_kept = total == want * sum(map(len, counts)) or not policy.layer_budget.is_exact
+            if not is_kept:
+                raise Broken(f"{tried}, ratio {RATIO}: row {row} keeps {counts} per layer and head, asked were {want}")
+
+
+def decodes_as_the_full_cache_under_a_mask(checked: Checked) -> None:
+    """That hides what was dropped: positions, masks and gathered entries are right. Nothing is merged here."""
+    for tried in checked.tried:
+        for engine in ({"merge": "none"}, {"merge": "none", **DECODING}, {"merge": "none", **RAGGED}):
+            run = checked.answer(tried, **engine)
+            with only_attending_to(tried.model, run.history):
+                _, expected = generate(tried.model, tried.inputs, NEW, forced=run.tokens)
+            _same_logits(f"{tried}, {_named(engine)}", run.logits, expected, "compressed", "masked")
+
+
+def a_row_is_as_alone(checked: Checked) -> None:
+    """In a padded batch each row has the scores, and keeps the entries, that it has alone."""
+    _rows_as_alone(checked, {})
+
+
+def a_row_is_as_alone_while_decoding_evicts(checked: Checked) -> None:
+    _rows_as_alone(checked, DECODING)
+
+
+def a_row_is_as_alone_with_ragged_heads(checked: Checked) -> None:
+    _rows_as_alone(checked, RAGGED)
+
+
+def a_row_is_as_alone_in_chunks(checked: Checked) -> None:
+    if not (checked.cluster.whole_prompt or checked.cluster.second_pass or checked.cluster.reads_hidden):
+        _rows_as_alone(checked, {**CHUNKS, **DECODING})
+
+
+def a_second_turn_sees_what_was_kept(checked: Checked) -> None:
+    tried = checked.tried[0].alone(0)
+    ids, more = tried.inputs["input_ids"], prompts("qwen2", tried.model, (12,), (0,), checked.seed + 1)
+    with checked.compress(tried):
+        cache = CompressedCache(tried.model.config, checked.method, RATIO, **checked.options)
+        tokens, _ = generate(tried.model, tried.inputs, NEW, past_key_values=cache)
+        longer = torch.cat([ids, tokens, more.inputs["input_ids"]], 1)
+        second = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
+        _, logits = generate(tried.model, second, NEW, past_key_values=cache)
+    if not bool(logits.isfinite().all()):
+        raise Broken(f"{tried}, then 12 more: logits are not finite")
+    for layer, heads in enumerate(cache.kept_indices(layer)[0] for layer in range(len(cache.layers))):
+        for head, columns in enumerate(heads):
+            if columns.tolist() != sorted(set(columns.tolist())):
+                raise Broken(f"{tried}, then 12 more: layer {layer}, KV head {head} holds columns {columns.tolist()}")
+
+
+def chooses_the_same_twice(checked: Checked) -> None:
+    tried = checked.tried[0]
+    first, second = (checked.answer(tried) for _ in range(2))
+    for one, other in zip(first.history.values(), second.history.values(), strict=True):
+        for layer, (rows, again) in enumerate(zip(one, other, strict=True)):
+            if _lists(rows) != _lists(again):
+                raise Broken(f"{tried}, ratio {RATIO}: layer {layer} keeps other entries when it is run again")
+
+
+def memory_is_linear_in_the_prompt(checked: Checked) -> None:
+    """No tensor of queries x keys."""
+    model, largest = checked.tried[0].model, []
+    for length in (1500, 3000):
+        tried = prompts("qwen2", model, (length,), (0,), checked.seed)
+        with checked.compress(tried), _scoring_under(type(checked.cluster), mode := _LargestTensor()):
+            generate(model, tried.inputs, 1)
+        largest.append(mode.numel)
+    if largest[1] > 2.1 * largest[0]:
+        raise Broken(f"qwen2, 1500 and 3000 tokens: scoring makes a tensor of {largest[0]} and {largest[1]} numbers")
+
+
+PROMISES: dict[str, Callable[[Checked], None]] = {
+    "ratio 1 gives the logits of the full cache": ratio_one_is_the_full_cache,
+    "each row keeps its budget": keeps_its_budget,
+    "decoding equals the full cache under a mask": decodes_as_the_full_cache_under_a_mask,
+    "a row in a padded batch is as alone": a_row_is_as_alone,
+    "a row in a batch is as alone while decoding evicts": a_row_is_as_alone_while_decoding_evicts,
+    "a row in a batch is as alone where heads keep different numbers": a_row_is_as_alone_with_ragged_heads,
+    "a row in a batch is as alone where prompts come in chunks": a_row_is_as_alone_in_chunks,
+    "a second turn sees what was kept": a_second_turn_sees_what_was_kept,
+    "the same prompt keeps the same": chooses_the_same_twice,
+    "memory is linear in the prompt": memory_is_linear_in_the_prompt,
+}
+
+
+# -- how they are told
+
+
+def _rows_as_alone(checked: Checked, engine: dict[str, Any]) -> None:
+    for tried in checked.tried:
+        batch = checked.answer(tried, **engine)
+        where = f"{tried}, {_named(engine)}"
+        for row, length in enumerate(tried.lengths):
+            alone = checked.answer(tried.alone(row), batch.tokens[row : row + 1], **engine)
+            if len(batch.events[row]) != len(alone.events[0]):
+                counts = f"{len(batch.events[row])} times, alone {len(alone.events[0])}"
+                raise Broken(f"{where}: of row {row} entries are chosen {counts}")
+            for one, other in zip(batch.events[row], alone.events[0], strict=True):
+                _same_scores(where, row, one, other)
+            pads = tried.inputs["input_ids"].shape[1] - length
+            if not batch.events[row] or _kept(batch, row, pads) == _kept(alone, 0, 0):  # else rounding broke a tie
+                _same_logits(f"{where}: row {row}", batch.logits[row], alone.logits[0], "in the batch", "alone")
+
+
+def _same_scores(where: str, row: int, one: Event, other: Event) -> None:
+    columns = other.scores.shape[1]
+    together, alone = one.scores[:, -columns:], other.scores
+    if together.shape != alone.shape:
+        raise Broken(f"{where}: row {row}, layer {one.layer} scores {one.scores.shape[1]} entries, alone {columns}")
+    is_near = torch.isclose(together, alone, rtol=SCORES, atol=SCORES, equal_nan=True)
+    # A tie that rounding broke: from there on the row holds other entries.
+    if one.is_decoding and not is_near.all() and bool((together.isfinite() == alone.isfinite()).all()):
+        is_near |= torch.isclose(together.sort(-1).values, alone.sort(-1).values, rtol=SCORES, atol=SCORES)
+    if not bool(is_near.all()):
+        head, column = (~is_near).nonzero()[0].tolist()
+        when = ", while decoding" * one.is_decoding
+        raise Broken(
+            f"{where}: row {row}, layer {one.layer}, KV head {head}{when}: entry {column} of {columns} scores "
+            f"{together[head, column]:.4g} in the batch, {alone[head, column]:.4g} alone"
+        )
+
+
+def _same_logits(where: str, one: torch.Tensor, other: torch.Tensor, name: str, other_name: str) -> None:
+    if not bool(torch.isclose(one, other, atol=TOLERANCE, rtol=0).all()):
+        apart = (one - other).abs().nan_to_num(float("inf")).max()
+        raise Broken(f"{where}: logits {name} differ from those {other_name} by up to {apart:.3g}")
+
+
+def _named(engine: dict[str, Any]) -> str:
+    return ", ".join([f"ratio {RATIO}", *(f"{name}={value}" for name, value in engine.items())])
+
+
+def _kept(run: Run, row: int, pads: int) -> list:
+    return [[[(head - pads).tolist() for head in layer[row]] for layer in held] for held in run.history.values()]
+
+
+def _lists(rows: list) -> list:
+    return [[head.tolist() for head in row] for row in rows]
+
+
+@contextmanager
+def _noted(cls: type[KVCluster], rows: int) -> Iterator[list[list[Event]]]:
+    """The scores that `select` is given, of each row that it has to choose in, while a model runs."""
+    events: list[list[Event]] = [[] for _ in range(rows)]
+
+    def noting(select: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @wraps(select)
+        def noted(self: KVCluster, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
+            hidden = ~view.real_columns(scores).expand(-1, scores.shape[1], -1)
+            for row, of_row in enumerate(scores.masked_fill(hidden, torch.nan)):
+                if view.budgets[row] < view.lengths[row]:  # else another row of the batch has to choose
+                    events[row].append(Event(view.place, view.is_decoding, of_row[:, ~hidden[row].all(0)]))
+            return select(self, scores, view)
+
+        return noted
+
+    with _replaced(cls, "select", noting):
+        yield events
+
+
+@contextmanager
+def _scoring_under(cls: type[KVCluster], mode: TorchDispatchMode) -> Iterator[None]:
+    """The class scores under this mode."""
+
+    def moded(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*arguments: Any) -> Any:
+            with mode:
+                return function(*arguments)
+
+        return run
+
+    with _replaced(cls, "score", moded):
+        yield
+
+
+@contextmanager
+def _replaced(cls: type, name: str, made: Callable[[Any], Any]) -> Iterator[None]:
+    """A method of a class, replaced by what `made` makes of it."""
+    is_own, before = name in vars(cls), getattr(cls, name)
+    setattr(cls, name, made(before))
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(cls, name, before)
+        else:
+            delattr(cls, name)
+
+
+class _History(StoppingCriteria):
+    """Columns seen -> what every layer held then."""
+
+    def __init__(self, session: Session):
+        self.session, self.kept = session, {}
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        cache = self.session.cache
+        self.kept[cache.seen_tokens] = [cache.kept_indices(layer) for layer in range(len(cache.layers))]
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Notes the most elements that any operation returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result

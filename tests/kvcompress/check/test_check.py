@@ -1,0 +1,197 @@
+"""`kvcompress check`: it passes what is right, and names what is wrong with a method and on which prompts."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import kvcompress
+from kvcompress import methods
+from kvcompress.__main__ import main
+from kvcompress.check import command, passed
+from kvcompress.check.promises import PROMISES, Checked
+from tests.support.docs import DOCS, python_blocks
+
+DEFINITION = python_blocks(DOCS / "adding-a-method.md")[0]
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch, tmp_path):
+    """That forgets what a test adds; and a user's cache of its own."""
+    monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
+    monkeypatch.setattr(methods, "_FILES", set())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(methods.FILES, raising=False)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(DEFINITION, encoding="utf-8")
+    return path
+
+
+class Norms(kvcompress.KVCluster):
+    """A right score: the methods below get one thing wrong each."""
+
+    def score(self, queries, keys, values, view):
+        return view.protect_recent(values.float().norm(dim=-1), 4)
+
+
+@dataclass(frozen=True)
+class MeanOverPads(Norms):
+    @kvcompress.handles_padding
+    def score(self, queries, keys, values, view):
+        return (keys - keys.mean(2, keepdim=True)).float().norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class EveryPair(Norms):
+    def score(self, queries, keys, values, view):
+        return (keys.float() @ keys.float().transpose(2, 3)).amax(2)
+
+
+@dataclass(frozen=True)
+class Unseeded(Norms):
+    def score(self, queries, keys, values, view):
+        return torch.rand(keys.shape[:3])
+
+
+@dataclass(frozen=True)
+class OneTooFew(Norms):
+    def select(self, scores, view):
+        return super().select(scores, view)[..., 1:]
+
+
+@dataclass(frozen=True)
+class AddsToValues(Norms):
+    def update_kv(self, queries, keys, values, view):
+        kept = super().update_kv(queries, keys, values, view)
+        return kvcompress.Kept(kept.keys, kept.values + 0.1, kept.indices)
+
+
+@dataclass(frozen=True)
+class ByTheBatch(Norms):
+    @kvcompress.handles_padding
+    def score(self, queries, keys, values, view):
+        if not view.is_decoding:
+            return super().score(queries, keys, values, view)
+        return values.float().norm(dim=-1) / values.float().norm(dim=-1).mean()
+
+
+@dataclass(frozen=True)
+class Divides(Norms):
+    def score(self, queries, keys, values, view):
+        return 1 / 0
+
+
+BATCH, DECODING = "a row in a padded batch is as alone", "a row in a batch is as alone while decoding evicts"
+RAGGED = "a row in a batch is as alone where heads keep different numbers"
+CHUNKS = "a row in a batch is as alone where prompts come in chunks"
+MASKED = "decoding equals the full cache under a mask"
+WRONG = [
+    (MeanOverPads, BATCH, r"qwen2, 50 and 31 tokens, ratio 0.3: row 1, layer 0, KV head 0: entry \d+ of 31 scores"),
+    (MeanOverPads, CHUNKS, "prefill_chunk=16.*while decoding: entry .* in the batch, .* alone"),
+    (EveryPair, "memory is linear in the prompt", "qwen2, 1500 and 3000 tokens: scoring makes a tensor of"),
+    (Unseeded, "the same prompt keeps the same", "layer 0 keeps other entries when it is run again"),
+    (OneTooFew, "each row keeps its budget", r"row 0 keeps \[\[14, 14\].* per layer and head, asked were 15"),
+    (AddsToValues, MASKED, "logits compressed differ from those masked by up to"),
+    (ByTheBatch, DECODING, "while decoding: entry .* in the batch, .* alone"),
+    (ByTheBatch, RAGGED, "head_budget=adaptive"),
+    (Divides, "each row keeps its budget", r"ZeroDivisionError: division by zero \(test_check.py, line \d+\)"),
+]
+
+
+@pytest.mark.parametrize(("cls", "promise", "reason"), WRONG)
+def test_what_is_wrong_with_a_method_is_named_with_the_prompts(cls, promise, reason):
+    kvcompress.register_method("wrong")(cls)
+    found = command.failure(PROMISES[promise], Checked("wrong"), None)
+    assert re.search(reason, found), found
+    assert "\n" not in found
+
+
+def test_a_right_method_keeps_every_promise_and_its_file_is_noted_until_it_changes(file, capsys):
+    assert main(["check", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"ok      value-norm: {promise}" for promise in PROMISES]
+    assert passed.has_passed(file)
+    file.write_text(DEFINITION + "\n# changed\n", encoding="utf-8")
+    assert not passed.has_passed(file)
+
+
+def test_a_file_that_was_never_checked_is_warned_of_once(file, monkeypatch, capsys):
+    monkeypatch.setenv(methods.FILES, str(file))
+    for _ in range(2):
+        kvcompress.list_methods()
+    assert capsys.readouterr().err == (
+        f"warning: {file} was never checked as it stands: python -m kvcompress check {file}\n"
+    )
+
+
+def test_a_checked_file_is_taken_in_silence(file, monkeypatch, capsys):
+    passed.note(file)
+    monkeypatch.setenv(methods.FILES, str(file))
+    assert "value-norm" in kvcompress.list_methods()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_damaged_record_is_as_if_nothing_had_passed(file):
+    passed.record().parent.mkdir(parents=True)
+    for text in ("{", "[1]", ""):
+        passed.record().write_text(text, encoding="utf-8")
+        assert not passed.has_passed(file)
+    passed.note(file)
+    assert passed.has_passed(file)
+
+
+def test_a_broken_promise_is_two_lines_and_exit_code_1_and_is_not_noted(file, capsys):
+    wrong = DEFINITION.replace("    def score", "    @kvcompress.handles_padding\n    def score")
+    wrong = wrong.replace(".norm(dim=-1)  #", ".norm(dim=-1) - values.float().mean((2, 3))[..., None]  #")
+    assert wrong.count("handles_padding") == wrong.count("mean((2, 3))") == 1
+    file.write_text(wrong, encoding="utf-8")
+    assert main(["check", str(file)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    place = lines.index("FAILED  value-norm: a row in a padded batch is as alone")
+    assert lines[place + 1].startswith("        qwen2, 50 and 31 tokens, ratio 0.3: row 1, layer 0, KV head 0: entry ")
+    assert lines[place + 2].startswith(("ok ", "FAILED "))
+    assert not passed.has_passed(file)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["snapk"], "there is no method 'snapk' (did you mean 'snapkv'?)"),
+        (["none.py"], "there is no Python file none.py"),
+        (["snapkv", "window"], "'window' is not OPTION=VALUE"),
+        (["snapkv", "window=3"], "no option 'window'"),
+        (["fastv"], "method 'fastv' drops tokens before they are cached"),
+        (["q-filters"], "method 'q-filters' needs calibration=FILE"),
+        (["kvzap"], "method 'kvzap' is learned: it needs checkpoint="),
+    ],
+)
+def test_what_cannot_be_checked_is_one_line(words, said, capsys):
+    assert main(["check", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_it_runs_outside_of_a_checkout(file, tmp_path):
+    """Of the tests nothing is imported, and no working directory is looked at."""
+    code = "import sys; from kvcompress.check import promises, models, reference; print('tests' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path[1:]))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
+
+
+def test_the_entries_that_are_compared_are_the_rows_own():
+    """A row of a batch is cut out with its own picture, and without pads."""
+    text, vision = Checked("full").tried
+    assert text.alone(1).inputs["input_ids"].shape == (1, 31)
+    assert vision.alone(0).inputs["pixel_values"].shape == vision.inputs["pixel_values"].shape
+    assert "pixel_values" not in vision.alone(1).inputs
+    assert vision.alone(1).inputs["attention_mask"].all()
