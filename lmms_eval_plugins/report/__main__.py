@@ -1,7 +1,7 @@
 """The table and the plot of a sweep: `python -m lmms_eval_plugins.report results/<task>/<model>`.
 
 Only cells with the same run settings (limit, dtype, ...) are comparable, so each set of settings gets its own
-table and plot, written beside the cells as `report[-key=value...].md` and `.png`.
+table and plots, written beside the cells as `report[-key=value...].md` and `.png`, and `throughput[-...].png`.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from kvcompress.files import check_output
 from ..cells.command_line import Parser
 from ..cells.errors import EvaluationFailed, exit_code
 from ..cells.flag_types import folder, label
-from .table import report
+from .folder import report
 
 
 def parser() -> argparse.ArgumentParser:

@@ -30,7 +30,8 @@ from ..cells.errors import EvaluationFailed, UsageError, exit_code, leave_out
 from ..cells.flag_types import folder, label, shown
 from ..cells.results import RESULTS_FILE, DamagedFile, exact, read_cell
 from .headline import by_question, headline
-from .table import cell_row, plain
+from .plots import plain
+from .table import cell_row
 
 MOST_VALUES = 40  # of a column: more would not be legible
 

@@ -181,10 +181,26 @@ def area_under_curve(ratios: Numbers, relative: Numbers, lowest: float) -> float
     return float(np.sum(np.diff(x) * (y[1:] + y[:-1]) / 2) / -start)
 
 
-def on_front(speeds: Numbers, scores: Numbers) -> list[bool]:
-    """Whether each cell is on the front of speed and score: no other is as good in both, and better in one."""
-    cells = list(zip(speeds, scores, strict=True))
-    return [not any(a >= speed and b >= score and (a > speed or b > score) for a, b in cells) for speed, score in cells]
+SAME = 0.03  # the spread of answers per second between runs of one cell is not known: less than 3 % is no difference
+
+
+def on_front(gains: Numbers, scores: Numbers) -> list[bool]:
+    """Whether each cell is on the front of score and gain: no other cell beats it.
+
+    Gains within 3 % of each other count as equal, so that no cell is on the front for the noise of its timing: of two
+    such cells the one with the higher score beats the other. Else a cell beats one whose score and gain are no higher.
+    Cells that are equal in both beat neither.
+
+    Args:
+        gains: above 0, more is better: answers per second; one over seconds, bytes, or the share kept.
+        scores: as many, more is better.
+    """
+    cells = list(zip(gains, scores, strict=True))
+
+    def is_beaten(gain: float, score: float) -> bool:
+        return any((b > score and a >= gain * (1 - SAME)) or (b == score and a * (1 - SAME) > gain) for a, b in cells)
+
+    return [not is_beaten(*cell) for cell in cells]
 
 
 def fastest(speeds: Numbers, scores: Numbers, full: float, points: float) -> float | None:

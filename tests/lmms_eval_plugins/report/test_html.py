@@ -142,7 +142,7 @@ def test_a_page_of_cells_without_a_metric_calls_it_score(root):
 
 def test_markdown_and_latex_hold_the_scores_by_ratio(report):
     text = (report / "tables.md").read_text()
-    assert "| snapkv | 0.1 | 40.0 ± 5.0 |" in text
+    assert "| snapkv | 0.100 | 40.0 ± 5.0 |" in text
     assert "| method | 1 | 0.5 | 0.1 |" in text
     assert "| random |  | 60.0 ± 5.0 | 8.0 ± 5.0 |" in text
     latex = (report / "tables.tex").read_text()
