@@ -21,9 +21,9 @@ def share(value: float) -> str:
     return fixed(value, max(3, 2 - math.floor(math.log10(value))) if value > 0 else 3)
 
 
-def keeps_what_was_asked(realised: float | None, ratio: float | None) -> bool:
-    """Whether the two differ by at most 5 % of the ratio asked for; True where one of them is unknown."""
-    return bool(pd.isna(realised) or pd.isna(ratio) or abs(realised - ratio) <= NEAR * ratio)
+def near(realised: float | None, asked: float | None) -> bool:
+    """Whether two ratios differ by at most 5 % of the second; True where one of them is unknown."""
+    return bool(pd.isna(realised) or pd.isna(asked) or abs(realised - asked) <= NEAR * asked)
 
 
 def kept(realised: float | None, ratio: float | None, budget: float | None = None) -> str:
@@ -32,4 +32,4 @@ def kept(realised: float | None, ratio: float | None, budget: float | None = Non
     asked = exact(ratio) if pd.notna(ratio) else f"budget {budget:.0f}"
     if pd.isna(realised):
         return f"- ({asked})"
-    return share(realised) + ("" if pd.notna(ratio) and keeps_what_was_asked(realised, ratio) else f" ({asked})")
+    return share(realised) + ("" if pd.notna(ratio) and near(realised, ratio) else f" ({asked})")

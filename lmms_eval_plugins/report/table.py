@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..cells.results import settings_name
 from .headline import headline
-from .numbers import fixed, keeps_what_was_asked, kept
+from .numbers import fixed, kept, near
 from .short_answers import too_short, warning
 from .terminal import fitted
 
@@ -124,7 +124,7 @@ def by_layer(frame: pd.DataFrame) -> str:
     same everywhere. Layers count among those that are compressed."""
     lines = []
     for row in frame.itertuples():
-        if not isinstance(row.per_layer, list) or keeps_what_was_asked(row.realised, row.ratio):
+        if not isinstance(row.per_layer, list) or near(row.realised, row.ratio):
             continue
         shown = [fixed(value, 3) for value in row.per_layer]
         runs = [[place for place, _ in run] for _, run in itertools.groupby(enumerate(shown), key=lambda pair: pair[1])]
