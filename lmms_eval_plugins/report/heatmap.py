@@ -98,8 +98,14 @@ def draw(table: pd.DataFrame, x: str, y: str, title: str, metric: str, path: Pat
     most = max(map(len, sizes.values()))
     beside = max(1, min(len(sizes), PANELS // most)) if most == 1 or len(sizes) > FEW else 1  # methods in a row
     width, height = max(2.2, 0.5 * len(xs) + 0.6), max(1.7, 0.3 * len(ys) + 0.9)
+    names = {
+        key: _wrapped(key[0] if key[0] == "full" else f"{key[0]} {_kept(cells)}", width - 0.5, 8)
+        for key, cells in table.groupby(["series", "size"])
+    }
+    height += 0.14 * max(name.count("\n") for name in names.values())
     shape = -(-len(sizes) // beside), beside * most
-    figsize = (width * shape[1] + 1.2, height * shape[0] + 0.8)
+    title = _wrapped(title, width * shape[1] + 1.2, 10)
+    figsize = (width * shape[1] + 1.2, height * shape[0] + 0.5 + 0.17 * title.count("\n"))
     figure, axes = plt.subplots(*shape, figsize=figsize, squeeze=False, layout="constrained")
     for axis in axes.flat:
         axis.set_axis_off()
@@ -119,11 +125,10 @@ def draw(table: pd.DataFrame, x: str, y: str, title: str, metric: str, path: Pat
             axis.set_xlabel(_wrapped(x, width, 7), fontsize=7, labelpad=2)
             if axis is axes[number // beside, 0]:
                 axis.set_ylabel(_wrapped(y, height, 7), fontsize=7)
-            name = series if series == "full" else f"{series} {_kept(cells)}"
-            axis.set_title(_wrapped(name, width - 0.5, 8), fontsize=8)
-    figure.suptitle(_wrapped(title, figsize[0], 10), fontsize=10)
+            axis.set_title(names[series, size], fontsize=8)
+    figure.suptitle(title, fontsize=10)
     bar = figure.colorbar(image, ax=axes, shrink=min(1.0, 4 / figsize[1]), aspect=15, anchor=(0.0, 1.0))
-    bar.set_label(_wrapped(metric, min(4.0, figsize[1]), 9) + (" (%)" if scale == 100 else ""), fontsize=9)
+    bar.set_label(_wrapped(metric, min(4.0, 0.5 * figsize[1]), 9) + (" (%)" if scale == 100 else ""), fontsize=9)
     bar.ax.tick_params(labelsize=8)
     with replacing(path) as draft:
         figure.savefig(draft, dpi=120, format="png")

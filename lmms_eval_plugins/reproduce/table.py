@@ -14,6 +14,7 @@ from kvcompress.files import write_text
 from ..cells.errors import UsageError
 from ..cells.results import RESULTS_FILE, DamagedFile, read_results
 from ..report.headline import headline
+from ..report.numbers import fixed
 from ..report.short_answers import EXPLANATION, too_short
 from .config import REFERENCE_COLUMNS, Reproduction
 from .plan import PlannedCell
@@ -140,10 +141,12 @@ def _cell(text: str) -> str:
 
 def _shown_row(row: Row) -> list[str]:
     def number(value: float | None, error: float | None = None) -> str:
-        return "-" if value is None else f"{value:.1f}" + ("" if error is None else f" ± {error:.1f}")
+        return "-" if value is None else fixed(value, 1) + ("" if error is None else f" ± {fixed(error, 1)}")
 
     ours = "missing" if row.ours is None else number(row.ours, row.stderr)
-    difference = "-" if row.difference is None else f"{row.difference:+.1f}"
+    difference = (
+        "-" if row.difference is None else f"{'-' if row.difference < 0 else '+'}{fixed(abs(row.difference), 1)}"
+    )
     inside = {None: "-", True: "yes", False: "no"}[row.inside]
     theirs, tokens = number(row.theirs, row.reading_error), number(row.tokens_per_correct)
     return [row.method, row.ratio, ours, theirs, difference, tokens, inside, row.note]
