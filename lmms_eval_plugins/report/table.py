@@ -8,9 +8,9 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from ..cells.results import settings_name
+from ..cells.results import exact, settings_name
 from .headline import headline
-from .numbers import fixed, kept, near
+from .numbers import fixed, kept, near, share
 from .short_answers import too_short, warning
 from .terminal import fitted
 
@@ -86,14 +86,35 @@ def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     header = [column.format(metric=frame["metric"].iloc[0] or "score") for column in TABLE_COLUMNS]
     rows, scale = [], score_scale(frame)
     for row in frame.itertuples():
-        score = _number(row.score, 1, scale) + (f" ± {fixed(scale * row.stderr, 1)}" if pd.notna(row.stderr) else "")
         ttft, tpot = _number(row.ttft_s, 1, 1e3, " ms"), _number(row.tpot_s, 1, 1e3, " ms")
         questions = str(row.samples) if row.scored == row.samples else f"{row.scored} of {row.samples}"
         kv = [_bytes(row.kv_bytes), _bytes(row.kv_room_bytes)]
         speed, tokens = _number(row.answers_per_s, 1), _number(row.tokens_per_correct, 1)
         size = kept(row.realised, row.ratio, row.budget)
-        rows.append([row.series, size, score, ttft, tpot, *kv, speed, tokens, questions])
+        rows.append([row.series, size, score_text(row, scale), ttft, tpot, *kv, speed, tokens, questions])
     return header, rows
+
+
+def score_text(row: Any, scale: int) -> str:
+    """The score of a frame's row, with its standard error where there is one."""
+    return _number(row.score, 1, scale) + (f" ± {fixed(scale * row.stderr, 1)}" if pd.notna(row.stderr) else "")
+
+
+def asked(row: Any) -> str:
+    """The ratio or budget that a frame's row was asked for."""
+    return exact(row.ratio) if pd.notna(row.ratio) else f"budget {row.budget:.0f}"
+
+
+def scores_by_size(frame: pd.DataFrame, scale: int) -> pd.DataFrame:
+    """Scores as text: a row per series, a column per ratio or budget that was asked, the largest first; in brackets
+    what was kept, where that is another share. Empty where a series has no such cell."""
+    sizes = {asked(row): (pd.isna(row.ratio), -row.size) for row in frame.itertuples()}  # a budget behind ratios
+    columns = sorted(sizes, key=lambda size: sizes[size])
+    table = pd.DataFrame("", index=list(dict.fromkeys(frame["series"])), columns=columns, dtype=object)
+    for row in frame.itertuples():
+        other = "" if near(row.realised, row.ratio) else f" ({share(row.realised)})"
+        table.loc[row.series, asked(row)] = score_text(row, scale) + other
+    return table
 
 
 def short_names(frame: pd.DataFrame) -> tuple[list[str], str]:

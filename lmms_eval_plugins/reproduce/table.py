@@ -14,7 +14,7 @@ from kvcompress.files import write_text
 from ..cells.errors import UsageError
 from ..cells.results import RESULTS_FILE, DamagedFile, read_results
 from ..report.headline import headline
-from ..report.numbers import fixed
+from ..report.numbers import fixed, near, share
 from ..report.short_answers import EXPLANATION, too_short
 from .config import REFERENCE_COLUMNS, Reproduction
 from .plan import PlannedCell
@@ -34,7 +34,7 @@ class Row:
         inside: whether the difference is at most margin and reading error together.
         tokens_per_correct: tokens of our answers, over the sum of their scores.
         short: whether most of our answers are too short to see compression.
-        note: why there is no result, or the number of questions.
+        note: why there is no result, or the number of questions, and the share kept where it is not the ratio asked.
     """
 
     model: str
@@ -66,7 +66,7 @@ def row(cell: PlannedCell, reference: dict[tuple[str, ...], tuple[float, float]]
         else:
             margin, note = interval(stderr, questions, cell.benchmark.scale), f"{questions} questions"
             short = too_short(results)
-            note += f", {SHORT}" * short
+            note += _other_share(results) + f", {SHORT}" * short
     difference = None if ours is None or theirs is None else ours - theirs
     inside = None
     if difference is not None and margin is not None:
@@ -86,6 +86,12 @@ def score(cell: PlannedCell, results: dict[str, Any]) -> tuple[float, float | No
     stderr = None if found.stderr is None else scale * found.stderr
     questions = results.get("n_questions", results["n_samples"])
     return scale * found.score, stderr, questions, found.tokens_per_correct
+
+
+def _other_share(results: dict[str, Any]) -> str:
+    """What was kept, where that is not the ratio that was asked."""
+    realised = results["efficiency"].get("realised_ratio", {}).get("mean")
+    return "" if near(realised, results["protocol"]["ratio"]) else f", kept {share(realised)}"
 
 
 def interval(stderr: float | None, questions: int, scale: float) -> float | None:
