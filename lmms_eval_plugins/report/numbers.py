@@ -1,6 +1,8 @@
 """Numbers as text: one rounding for every table, and what was kept beside what was asked."""
 
+import itertools
 import math
+from collections.abc import Sequence
 from decimal import ROUND_HALF_UP, Decimal
 
 import pandas as pd
@@ -19,6 +21,15 @@ def fixed(value: float, digits: int) -> str:
 def share(value: float) -> str:
     """A share of KV entries, with at least three digits behind the point and three that count: 0.201, 0.0125."""
     return fixed(value, max(3, 2 - math.floor(math.log10(value))) if value > 0 else 3)
+
+
+def shares(per_layer: Sequence[float]) -> str:
+    """What layers hold, equal neighbours together: `1.000 in layers 0 to 1, 0.165 in layer 2`. Empty where all hold the
+    same. Layers count among those that are compressed."""
+    texts = [fixed(value, 3) for value in per_layer]
+    runs = [[place for place, _ in run] for _, run in itertools.groupby(enumerate(texts), key=lambda pair: pair[1])]
+    where = [f"layers {run[0]} to {run[-1]}" if len(run) > 1 else f"layer {run[0]}" for run in runs]
+    return ", ".join(f"{texts[run[0]]} in {name}" for run, name in zip(runs, where, strict=True)) if runs[1:] else ""
 
 
 def near(realised: float | None, asked: float | None) -> bool:

@@ -1,6 +1,5 @@
 """The table of cells: a row for each, for the terminal and for Markdown."""
 
-import itertools
 import re
 from typing import Any
 
@@ -10,7 +9,7 @@ from rich.table import Table
 
 from ..cells.results import exact, settings_name
 from .headline import headline
-from .numbers import fixed, kept, near, share
+from .numbers import fixed, kept, near, share, shares
 from .short_answers import too_short, warning
 from .terminal import fitted
 
@@ -141,20 +140,12 @@ def short_names(frame: pd.DataFrame) -> tuple[list[str], str]:
 
 def by_layer(frame: pd.DataFrame) -> str:
     """What each layer holds, of the rows that keep another share than was asked for, such as methods that drop tokens
-    behind a layer: `fastv 0.499 (0.1): 1.000 in layers 0 to 1, 0.165 in layers 2 to 4`. Empty where layers hold the
-    same everywhere. Layers count among those that are compressed."""
-    lines = []
-    for row in frame.itertuples():
-        if not isinstance(row.per_layer, list) or near(row.realised, row.ratio):
-            continue
-        shown = [fixed(value, 3) for value in row.per_layer]
-        runs = [[place for place, _ in run] for _, run in itertools.groupby(enumerate(shown), key=lambda pair: pair[1])]
-        if len(runs) > 1:
-            parts = [
-                f"{shown[run[0]]} in layer{f's {run[0]} to {run[-1]}' if len(run) > 1 else f' {run[0]}'}"
-                for run in runs
-            ]
-            lines.append(f"{row.series} {kept(row.realised, row.ratio)}: {', '.join(parts)}")
+    behind a layer: `fastv 0.499 (0.1): 1.000 in layers 0 to 1, 0.165 in layers 2 to 4`. Empty where there are none."""
+    lines = [
+        f"{row.series} {kept(row.realised, row.ratio)}: {layers}"
+        for row in frame.itertuples()
+        if not near(row.realised, row.ratio) and isinstance(row.per_layer, list) and (layers := shares(row.per_layer))
+    ]
     return "Kept by layer: " + "; ".join(lines) + "." if lines else ""
 
 
