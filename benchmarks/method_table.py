@@ -152,7 +152,8 @@ def report(task: Task, tables: list[tuple[Protocol, Rows]], missing: dict[str, s
         "the mean. ▼: random answers significantly more of the same questions (sign test, p < 0.05). Methods with "
         f"their published defaults{window}. Headroom (%): how far a method has come from `random` to "
         "`hindsight`, which knows the answer, over all columns. In brackets: the share of the KV entries that is kept, "
-        "where it differs from the ratio by more than 5 %; such methods stand behind the others, without headroom."
+        "where it differs from the ratio by more than 0.01 or a tenth; such methods stand behind the others, without "
+        "headroom."
     )
     text = (
         f"# {task.title}\n\n{wrapped(settings)}Made by `python -m benchmarks.method_table {task.name}`, "

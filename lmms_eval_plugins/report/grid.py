@@ -131,7 +131,7 @@ def _against_full(group: pd.DataFrame) -> pd.DataFrame:
 
 def headrooms(cells: pd.DataFrame) -> list[Headroom | None]:
     """Of each cell, between those of random and hindsight that were asked for the same size. None where there is not
-    one of each, where they keep another share than the cell does (more than 5 %), where one of the three answered other
+    one of each, where they keep another share than the cell does, where one of the three answered other
     questions, or where the metric is no number per question.
 
     Args:
@@ -161,7 +161,7 @@ def curves(grid: pd.DataFrame, points: float, lowest: float | None = None) -> pd
 
     Args:
         lowest: where the areas begin; where None, the smallest share that all series of the task have. Those that keep
-            another share than was asked (more than 5 %) have no say in it, and no area where they keep more.
+            another share than was asked have no say in it, and no area where they keep more.
     """
     rows = []
     for key, group in grid[grid["method"] != "full"].groupby(GROUP):

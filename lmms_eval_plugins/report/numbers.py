@@ -9,7 +9,8 @@ import pandas as pd
 
 from ..cells.results import exact
 
-NEAR = 0.05  # of what was asked: rounding to whole tokens stays below that in prompts of some hundred tokens
+# What rounding to whole tokens, and a token that is fed again, stay below in prompts of some hundred tokens.
+NEAR, NEAR_PART = 0.01, 0.1
 
 
 def fixed(value: float, digits: int) -> str:
@@ -33,13 +34,13 @@ def shares(per_layer: Sequence[float]) -> str:
 
 
 def near(realised: float | None, asked: float | None) -> bool:
-    """Whether two ratios differ by at most 5 % of the second; True where one of them is unknown."""
-    return bool(pd.isna(realised) or pd.isna(asked) or abs(realised - asked) <= NEAR * asked)
+    """Whether two ratios differ by at most 0.01 and by at most a tenth of the second; True where one is unknown."""
+    return bool(pd.isna(realised) or pd.isna(asked) or abs(realised - asked) <= min(NEAR, NEAR_PART * asked))
 
 
 def kept(realised: float | None, ratio: float | None, budget: float | None = None) -> str:
     """The realised share of the prompt's KV entries. In brackets what was asked, where that is a budget, or a ratio
-    that differs by more than 5 %: `0.201`, `0.499 (0.1)`, `0.168 (budget 64)`. `-` where no share was measured."""
+    that is not near: `0.201`, `0.499 (0.1)`, `0.168 (budget 64)`. `-` where no share was measured."""
     asked = exact(ratio) if pd.notna(ratio) else f"budget {budget:.0f}"
     if pd.isna(realised):
         return f"- ({asked})"

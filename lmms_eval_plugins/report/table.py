@@ -171,10 +171,10 @@ def note(frame: pd.DataFrame) -> str:
         of_batch = f", with slots={slots}: per token, other requests' prefills included"
     return (
         "Kept: share of the prompt's KV entries that was kept, as measured; in brackets what was asked, where that is "
-        "a budget or differs by more than 5 %. TTFT: time to first token; per token: time of each further one (medians"
-        f"{of_batch}). KV cache: bytes that hold keys, values and their index after the prompt, per question (median); "
-        "room: bytes allocated for the answer. Answers/s: without preparing prompts; tokens/correct: tokens of all "
-        "answers over the sum of their scores. Where nothing else is named: scope=prompt, ratio_of=prompt, "
+        "a budget or differs by more than 0.01 or a tenth. TTFT: time to first token; per token: time of each further "
+        f"one (medians{of_batch}). KV cache: bytes that hold keys, values and their index after the prompt, per "
+        "question (median); room: bytes allocated for the answer. Answers/s: without preparing prompts; "
+        "tokens/correct: tokens of all answers over the sum of their scores. Where nothing else is named: scope=prompt, ratio_of=prompt, "
         "first_token=full."
     )
 
