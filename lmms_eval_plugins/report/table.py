@@ -174,8 +174,8 @@ def note(frame: pd.DataFrame) -> str:
         "a budget or differs by more than 0.01 or a tenth. TTFT: time to first token; per token: time of each further "
         f"one (medians{of_batch}). KV cache: bytes that hold keys, values and their index after the prompt, per "
         "question (median); room: bytes allocated for the answer. Answers/s: without preparing prompts; "
-        "tokens/correct: tokens of all answers over the sum of their scores. Where nothing else is named: scope=prompt, ratio_of=prompt, "
-        "first_token=full."
+        "tokens/correct: tokens of all answers over the sum of their scores. Where nothing else is named: "
+        "scope=prompt, ratio_of=prompt, first_token=full."
     )
 
 
