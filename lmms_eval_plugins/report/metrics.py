@@ -185,22 +185,28 @@ SAME = 0.03  # the spread of answers per second between runs of one cell is not 
 
 
 def on_front(gains: Numbers, scores: Numbers) -> list[bool]:
-    """Whether each cell is on the front of score and gain: no other cell beats it.
+    """Whether each cell is on the front of score and gain.
 
-    Gains within 3 % of each other count as equal, so that no cell is on the front for the noise of its timing: of two
-    such cells the one with the higher score beats the other. Else a cell beats one whose score and gain are no higher.
-    Cells that are equal in both beat neither.
+    From the highest score down, a cell is on it that gains more than 3 % over all cells on it with a higher score: no
+    cell is there for the noise of its timing. Of cells with the same score the one that gains most is, and those within
+    3 % of it.
 
     Args:
         gains: above 0, more is better: answers per second; one over seconds, bytes, or the share kept.
         scores: as many, more is better.
     """
-    cells = list(zip(gains, scores, strict=True))
+    gains, scores = list(gains), list(scores)
+    front: list[int] = []
+    for cell in sorted(range(len(gains)), key=lambda cell: (-scores[cell], -gains[cell])):
 
-    def is_beaten(gain: float, score: float) -> bool:
-        return any((b > score and a >= gain * (1 - SAME)) or (b == score and a * (1 - SAME) > gain) for a, b in cells)
+        def is_beaten_by(other: int, cell: int = cell) -> bool:
+            if scores[other] > scores[cell]:
+                return gains[other] >= gains[cell] * (1 - SAME)
+            return gains[other] * (1 - SAME) > gains[cell]
 
-    return [not is_beaten(*cell) for cell in cells]
+        if not any(map(is_beaten_by, front)):
+            front.append(cell)
+    return [cell in front for cell in range(len(gains))]
 
 
 def fastest(speeds: Numbers, scores: Numbers, full: float, points: float) -> float | None:

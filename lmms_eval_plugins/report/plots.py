@@ -62,7 +62,8 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
 
 
 def plot_throughput(frame: pd.DataFrame, title: str, path: Path) -> None:
-    """Score against answers per second; points named by method and share kept, their front in grey."""
+    """Score against answers per second; points named by method and share kept, those on the front with
+    grey rings and a line."""
     frame = _prepared(frame[frame["answers_per_s"].notna()])
     frame = frame.assign(front=_front(frame, frame["answers_per_s"]))
     figure, axes = plt.subplots(figsize=SIZE, layout="constrained")
@@ -78,7 +79,8 @@ def plot_throughput(frame: pd.DataFrame, title: str, path: Path) -> None:
     if others := _others(frame, styles):
         axes.scatter([], [], s=14, color=GREY, label=others)
     front = frame[frame["front"]].sort_values("answers_per_s")
-    axes.plot(front["answers_per_s"], front["shown"], color="grey", linewidth=1.4, zorder=1, label="front")
+    ring = {"marker": "o", "markersize": 11, "markerfacecolor": "none"}
+    axes.plot(front["answers_per_s"], front["shown"], color="grey", linewidth=1.4, zorder=1, label="front", **ring)
     axes.set_xlabel("answers per second")
     axes.set_xlim(0.8 * frame["answers_per_s"].min(), 1.2 * frame["answers_per_s"].max())
     axes.set_ylim(bottom=min(0, frame["shown"].min()) - 0.04 * frame["shown"].max())
@@ -164,7 +166,7 @@ def _name_points(axes: plt.Axes, frame: pd.DataFrame, every: pd.DataFrame) -> No
             beside = [other for start, end, other in taken if start < right and left < end]
             return y + up > bottom + size / 2 and all(abs(y + up - other) >= 1.1 * size for other in beside)
 
-        up = next(filter(is_free, sorted(range(-400, 400), key=lambda up: (up > 0, abs(up)))), 0)
+        up = next(filter(is_free, sorted(range(-400, 400), key=lambda up: (abs(up), up > 0))), 0)
         taken.append((left, right, y + up))
         axes.annotate(
             plain(name),

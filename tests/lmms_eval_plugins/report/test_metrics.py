@@ -123,6 +123,8 @@ def test_a_gain_of_less_than_three_percent_brings_no_cell_to_the_front():
     assert metrics.on_front([19.5, 19.1], [98, 5]) == [True, False]
     assert metrics.on_front([19.1, 19.8], [98, 5]) == [True, True]
     assert metrics.on_front([19.1, 19.5, 19.8], [98, 98, 98]) == [False, True, True]
+    # Each is within 3 % of the one before; the third is more than that above the first, which is on the front.
+    assert metrics.on_front([20, 20.5, 21, 21.5], [90, 60, 40, 20]) == [True, False, True, False]
     assert metrics.on_front([], []) == []
 
 
