@@ -6,7 +6,7 @@ import json
 import time
 from abc import ABC
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -141,7 +141,8 @@ def cells_of(task: Task, methods: list[str]) -> list[Cell]:
 
 class Answers:
     """A JSON file, written whenever something is added: how right each cell's answers are, key -> "1101...", or
-    "1 0.5 0 ..." where there is something between; and the cells that the library refuses, key -> message.
+    "1 0.5 0 ..." where there is something between; the share of the prompts' KV entries that each cell keeps, by layer,
+    mean over the first batch; and the cells that the library refuses, key -> message.
 
     What the file holds of another `identity` (see `Task`) is forgotten.
     """
@@ -152,6 +153,7 @@ class Answers:
         is_ours = stored.get("task") == identity
         self.right: dict[str, str] = stored["right"] if is_ours else {}
         self.refused: dict[str, str] = stored["refused"] if is_ours else {}
+        self.kept: dict[str, list[float]] = stored.get("kept", {}) if is_ours else {}
 
     def add(self, cell: Cell, right: list[float]) -> None:
         every = [*_numbers(self.right.get(cell.key, "")), *map(float, right)]
@@ -162,8 +164,12 @@ class Answers:
         self.refused[cell.key] = str(error)
         self._write()
 
+    def keep(self, cell: Cell, shares: list[float]) -> None:
+        self.kept[cell.key] = [round(share, 4) for share in shares]
+        self._write()
+
     def _write(self) -> None:
-        stored = {"task": self.identity, "right": self.right, "refused": self.refused}
+        stored = {"task": self.identity, "right": self.right, "refused": self.refused, "kept": self.kept}
         write_text(self.path, json.dumps(stored, indent=0, sort_keys=True) + "\n")
 
     def of(self, cell: Cell, questions: int) -> np.ndarray:
@@ -190,7 +196,7 @@ def compute(
         inputs, began, known = task.inputs(batch), time.monotonic(), (prompts or {}).get((task.name, start))
         for cell in missing:
             try:
-                tokens, known = answer(task, cell, inputs, known)
+                tokens, known, _ = answer(task, cell, inputs, known)
                 answers.add(cell, task.right(batch, tokens))
             except kvcompress.KVCompressError as error:  # such as a method for videos that is given an image
                 answers.refuse(cell, error)
@@ -200,10 +206,25 @@ def compute(
         print(f"{task.name}: questions {start} to {batch.stop}: {len(missing)} cells in {seconds:.0f} s", flush=True)
 
 
+def measure_kept(task: Task, cells: list[Cell], answers: Answers) -> None:
+    """What each cell keeps of the prompts of the first batch, where that is not known."""
+    batch, known = slice(0, min(task.batch_size, task.questions)), None
+    inputs = task.inputs(batch)
+    for cell in cells:
+        if cell.key in answers.kept or cell.key in answers.refused:
+            continue
+        try:
+            _, known, layers = answer(replace(task, new_tokens=1), cell, inputs, known)
+        except kvcompress.KVCompressError:
+            continue  # `compute` has named it
+        answers.keep(cell, [float(np.mean(rows)) for rows in layers])
+
+
 def answer(
     task: Task, cell: Cell, inputs: dict[str, torch.Tensor], known: PromptPass | None
-) -> tuple[torch.Tensor, PromptPass | None]:
-    """The first tokens of each answer, (batch, at most task.new_tokens); and the prefill, once it is known."""
+) -> tuple[torch.Tensor, PromptPass | None, list[list[float]]]:
+    """The first tokens of each answer, (batch, at most task.new_tokens); the prefill, once it is known; and what was
+    kept of the prompts, [compressed layer][row]."""
     # Options that the method does not take (`full` compresses nothing) are left out.
     takes = all_options(kvcompress.list_methods()[cell.method])
     options = {name: value for name, value in cell.protocol.options.items() if name in takes}
@@ -212,7 +233,7 @@ def answer(
         options["calibration"] = str(cell.calibration)
     with (
         SharedPrompt(task.model, known) as shared,
-        kvcompress.compress(task.model, cell.method, cell.column.ratio, **options),
+        kvcompress.compress(task.model, cell.method, cell.column.ratio, **options) as session,
     ):
         ids = task.model.generate(**inputs, max_new_tokens=task.new_tokens, do_sample=False)
-    return ids[:, inputs["input_ids"].shape[1] :], shared.prompt_pass or known
+    return ids[:, inputs["input_ids"].shape[1] :], shared.prompt_pass or known, session.cache.realised_ratios()

@@ -24,8 +24,9 @@ import transformers
 import kvcompress
 from lmms_eval_plugins.cells.results import write_text
 from lmms_eval_plugins.report.metrics import headroom
+from lmms_eval_plugins.report.numbers import near, share, shares
 
-from .method_cells import FULL, Answers, Cell, Column, Protocol, Task, cells_of, compute
+from .method_cells import FULL, Answers, Cell, Column, Protocol, Task, cells_of, compute, measure_kept
 from .method_tasks import TASKS
 
 RESAMPLES = 10_000
@@ -35,25 +36,28 @@ PAGE = Path(__file__).parent.parent / "docs" / "methods-compared.md"
 
 @dataclass(frozen=True)
 class Estimate:
-    """Accuracy in percent with its 95 % bootstrap interval over the questions; `right`: 0 to 1 of each."""
+    """Accuracy in percent with its 95 % bootstrap interval over the questions; `right`: 0 to 1 of each; `layers`: the
+    share of the prompts' KV entries that each layer keeps, where that is not the ratio asked."""
 
     mean: float
     low: float
     high: float
     right: np.ndarray = field(compare=False, repr=False)
+    layers: list[float] | None = None
 
     @classmethod
-    def of(cls, right: np.ndarray) -> "Estimate":
+    def of(cls, right: np.ndarray, layers: list[float] | None = None) -> "Estimate":
         draws = np.random.default_rng(0).integers(len(right), size=(RESAMPLES, len(right)))
         low, high = np.percentile(right[draws].mean(1), [2.5, 97.5])
-        return cls(*(100 * float(value) for value in (right.mean(), low, high)), right)
+        return cls(*(100 * float(value) for value in (right.mean(), low, high)), right, layers)
 
     @property
     def questions(self) -> int:
         return len(self.right)
 
     def __str__(self) -> str:
-        return f"{self.mean:.0f} [{self.low:.0f}, {self.high:.0f}]"
+        text = f"{self.mean:.0f} [{self.low:.0f}, {self.high:.0f}]"
+        return text if self.layers is None else f"{text} ({share(np.mean(self.layers))})"
 
 
 RULERS = ("full", "hindsight", "random")  # that methods are read against, in this order
@@ -61,20 +65,30 @@ Rows = dict[str, dict[str, Estimate]]  # method -> title of a column -> accuracy
 
 
 def rows_of(protocol: Protocol, cells: list[Cell], answers: Answers, questions: int) -> Rows:
-    """The rulers first, then by mean accuracy over the columns; what has not answered in all of them last."""
+    """The rulers first, then by mean accuracy over the columns; behind them what keeps another share than was asked,
+    and last what has not answered in all columns."""
     rows: Rows = {}
     cells = [cell for cell in cells if cell.protocol == protocol]
     for cell in cells:
         if len(answers.of(cell, questions)) and cell.key not in answers.refused:
-            rows.setdefault(cell.method, {})[cell.column.title] = Estimate.of(answers.of(cell, questions))
+            layers = answers.kept.get(cell.key)
+            if layers is not None and near(np.mean(layers), cell.column.ratio):
+                layers = None
+            estimate = Estimate.of(answers.of(cell, questions), layers)
+            rows.setdefault(cell.method, {})[cell.column.title] = estimate
 
-    def place(method: str) -> tuple[int, bool, float, str]:
+    def place(method: str) -> tuple[int, bool, bool, float, str]:
         mean = sum(estimate.mean for estimate in rows[method].values()) / len(rows[method])
         is_whole = method == "full" or len(rows[method]) == len(protocol.columns)
         ruler = RULERS.index(method) if method in RULERS else len(RULERS)
-        return ruler, not is_whole, -mean, method
+        return ruler, not is_whole, keeps_other_shares(rows, method), -mean, method
 
     return {method: rows[method] for method in sorted(rows, key=place)}
+
+
+def keeps_other_shares(rows: Rows, method: str) -> bool:
+    """Whether the method keeps another share than was asked in some column."""
+    return any(estimate.layers is not None for estimate in rows[method].values())
 
 
 def is_below_random(rows: Rows, method: str, title: str) -> bool:
@@ -94,7 +108,10 @@ def sign_test(better: np.ndarray, worse: np.ndarray) -> float:
 
 
 def headroom_of(rows: Rows, method: str) -> str:
-    """`metrics.headroom` over all columns together, in percent; empty where a column of one of the three is missing."""
+    """`metrics.headroom` over all columns together, in percent; empty where a column of one of the three is missing, or
+    where the method keeps another share than random does."""
+    if keeps_other_shares(rows, method):
+        return ""
     three = [rows.get(name, {}) for name in (method, "random", "hindsight")]
     if any(row.keys() != rows[method].keys() for row in three):
         return ""
@@ -120,6 +137,13 @@ def markdown(rows: Rows, columns: tuple[Column, ...], questions: int) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def by_layer(rows: Rows) -> str:
+    """What each layer keeps, of methods that keep another share than was asked: `fastv (0.5) 1.000 in layers 0 to 1`.
+    Empty where their layers all keep the same."""
+    found = {(method, title): shares(cell.layers or []) for method, row in rows.items() for title, cell in row.items()}
+    return "; ".join(f"{method} ({title}) {layers}" for (method, title), layers in found.items() if layers)
+
+
 def report(task: Task, tables: list[tuple[Protocol, Rows]], missing: dict[str, str]) -> str:
     """The Markdown file; `missing`: why a method is not in every column."""
     window = f", but with a window of at most {task.window_size} queries" if task.window_size else ""
@@ -127,7 +151,9 @@ def report(task: Task, tables: list[tuple[Protocol, Rows]], missing: dict[str, s
         f"{task.measure} (%) on {task.questions} questions with 95 % bootstrap intervals, by {task.kept}, sorted by "
         "the mean. ▼: random answers significantly more of the same questions (sign test, p < 0.05). Methods with "
         f"their published defaults{window}. Headroom (%): how far a method has come from `random` to "
-        "`hindsight`, which knows the answer, over all columns."
+        "`hindsight`, which knows the answer, over all columns. In brackets: the share of the KV entries that is kept, "
+        "where it differs from the ratio by more than 0.01 or a tenth; such methods stand behind the others, without "
+        "headroom."
     )
     text = (
         f"# {task.title}\n\n{wrapped(settings)}Made by `python -m benchmarks.method_table {task.name}`, "
@@ -135,6 +161,8 @@ def report(task: Task, tables: list[tuple[Protocol, Rows]], missing: dict[str, s
     )
     for protocol, rows in tables:
         text += f"\n## {protocol.title}\n\n{markdown(rows, protocol.columns, task.questions)}"
+        if layers := by_layer(rows):
+            text += f"\n{wrapped(f'Kept by layer: {layers}.')}"
     reasons: dict[str, list[str]] = {}
     for method, why in sorted(missing.items()):
         reasons.setdefault(why, []).append(method)
@@ -209,7 +237,9 @@ def tables(arguments: argparse.Namespace) -> Iterator[Path]:
         base = arguments.out / f"method_table_{name}"
         answers = Answers(base.with_suffix(".json"), task.identity)
         if not arguments.tables_only:
-            compute(task, [cell for cell in cells if cell.method in asked], answers)
+            own = [cell for cell in cells if cell.method in asked]
+            compute(task, own, answers)
+            measure_kept(task, own, answers)
         rows = [(protocol, rows_of(protocol, cells, answers, task.questions)) for protocol in task.protocols]
         why = {cell.method: "not answered yet" for cell in cells if not len(answers.of(cell, task.questions))}
         why |= {cell.method: answers.refused[cell.key] for cell in cells if cell.key in answers.refused}

@@ -88,7 +88,7 @@ def run(plan: Plan, argv: list[str]) -> int:
         with settled():
             evaluate_cells(lm, unanswered, failures, log)
     if rank() == 0:
-        from .report.table import report
+        from .report.folder import report
 
         complete = [job for job in jobs if job.incomplete is None]
         for folder, settings in {job.folder.parent: job.cell.settings for job in complete}.items():

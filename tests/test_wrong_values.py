@@ -39,7 +39,7 @@ COMMANDS = {
     "run_sweep": (f"{PLUGIN}.sweep.__main__", "parser", [DEMO], f"{PLUGIN}.sweep.__main__.quiet"),
     "reproduce": (f"{PLUGIN}.reproduce.__main__", "parser", ["tiny"], f"{PLUGIN}.reproduce.grid.run_all"),
     "metrics": (f"{PLUGIN}.report.metrics_command", "parser", ["."], f"{PLUGIN}.report.metrics_tables.load_grid"),
-    "table": (f"{PLUGIN}.report.table_command", "parser", ["."], f"{PLUGIN}.report.table.report"),
+    "table": (f"{PLUGIN}.report.table_command", "parser", ["."], f"{PLUGIN}.report.folder.report"),
     "heatmap": (f"{PLUGIN}.report.heatmap_command", "parser", ["."], f"{PLUGIN}.report.heatmap.question_rows"),
     "long_pack": (f"{PLUGIN}.long_pack.__main__", "parser", ["--out", "x"], f"{PLUGIN}.long_pack.__main__.write"),
     "report": (

@@ -27,6 +27,7 @@ from .metrics import (
     smallest_ratio,
     speed_up,
 )
+from .numbers import near, share
 from .table import cell_row, score_scale
 
 GROUP = ["task", "model", "settings"]  # only cells of one group are compared with each other
@@ -41,9 +42,9 @@ def load_grid(
         metric, metric_filter: the task's metric and answer filter that are compared; the main ones where None.
 
     Returns:
-        A frame with one row per cell. Its columns are those of `table.cell_row`, and `model`, `kept` (the
-        ratio, or the realised one of a budget), `size` (the same as text: `0.2`, `budget=64`), `full` (the full cache's
-        score), `relative`, `loyalty`, `speed_up`, `questions` (see `question_frame`).
+        A frame with one row per cell. Its columns are those of `table.cell_row`, and `model`, `kept` (the realised
+        share of the KV entries), `size` (what was asked, as text: `0.2`, `budget=64`), `full` (the full cache's score),
+        `relative`, `loyalty`, `speed_up`, `questions` (see `question_frame`).
         A line for what is left out: a damaged cell, or a set of settings that has no cell of the full cache to compare
         with.
 
@@ -65,7 +66,7 @@ def load_grid(
             row = cell_row(cell, metric, metric_filter)
             if row["score"] is None:
                 raise KVCompressError(f"{file.parent} has no score (was it run with --predict_only?)")
-            row["kept"] = row["realised"] if row["ratio"] is None else row["ratio"]
+            row["kept"] = row["ratio"] if row["realised"] is None else row["realised"]
             row["size"] = f"budget={row['budget']}" if row["ratio"] is None else exact(row["ratio"])
             row["model"] = cell["protocol"]["model"]
             questions = question_frame(cell, samples, headline(cell, metric, metric_filter))
@@ -129,20 +130,24 @@ def _against_full(group: pd.DataFrame) -> pd.DataFrame:
 
 
 def headrooms(cells: pd.DataFrame) -> list[Headroom | None]:
-    """Of each cell, between those of random and hindsight at the same size. None where there is not one of each, where
-    one of the three answered other questions, or where the metric is no number per question.
+    """Of each cell, between those of random and hindsight that were asked for the same size. None where there is not
+    one of each, where they keep another share than the cell does, where one of the three answered other
+    questions, or where the metric is no number per question.
 
     Args:
-        cells: of one task, model and settings, with the columns `method`, `size` and `scores` (a Series by question).
+        cells: of one task, model and settings, with the columns `method`, `size`, `kept` and `scores` (a Series by
+            question).
     """
     rulers = {name: cells[cells["method"] == name] for name in ("random", "hindsight")}
     parts: list[Headroom | None] = []
     for row in cells.itertuples():
-        between = [of_ruler[of_ruler["size"] == row.size]["scores"] for of_ruler in rulers.values()]
-        if row.method == "full" or any(len(found) != 1 for found in between):
+        between = [of_ruler[of_ruler["size"] == row.size] for of_ruler in rulers.values()]
+        if row.method == "full" or any(
+            len(found) != 1 or not near(row.kept, found["kept"].iloc[0]) for found in between
+        ):
             parts.append(None)
             continue
-        scores = [row.scores, *(found.iloc[0] for found in between)]
+        scores = [row.scores, *(found["scores"].iloc[0] for found in between)]
         is_fair = len(row.scores) > 0 and all(
             of_cell.index.equals(row.scores.index) and of_cell.notna().all() for of_cell in scores
         )
@@ -152,14 +157,15 @@ def headrooms(cells: pd.DataFrame) -> list[Headroom | None]:
 
 def curves(grid: pd.DataFrame, points: float, lowest: float | None = None) -> pd.DataFrame:
     """Area and smallest ratio of each series, and the answers per second of its fastest cell that costs at most
-    `points`, beside the full cache's. The areas of one task begin at the same ratio.
+    `points`, beside the full cache's. The areas of one task begin at the same share of KV entries.
 
     Args:
-        lowest: where the areas begin; the smallest ratio that all series of the task have where None.
+        lowest: where the areas begin; where None, the smallest share that all series of the task have. Those that keep
+            another share than was asked have no say in it, and no area where they keep more.
     """
     rows = []
     for key, group in grid[grid["method"] != "full"].groupby(GROUP):
-        start = group.groupby("series")["kept"].min().max() if lowest is None else lowest
+        start = _lowest_of_all(group) if lowest is None else lowest
         everything = grid[(grid[GROUP] == list(key)).all(axis=1)]
         scale, full = score_scale(everything), everything[everything["method"] == "full"].iloc[0]
         for series, cells in group.groupby("series"):
@@ -184,6 +190,12 @@ def curves(grid: pd.DataFrame, points: float, lowest: float | None = None) -> pd
     return pd.DataFrame(rows)
 
 
+def _lowest_of_all(cells: pd.DataFrame) -> float:
+    as_asked = [near(row.kept, row.ratio) for row in cells.itertuples()]
+    least = cells[as_asked] if any(as_asked) else cells
+    return float(least.groupby("series")["kept"].min().max())
+
+
 def overall(grid: pd.DataFrame) -> pd.DataFrame:
     """OP, OG, OL and OE of each series and ratio, over the tasks that have it, with means and minima."""
     rows = []
@@ -194,6 +206,9 @@ def overall(grid: pd.DataFrame) -> pd.DataFrame:
         rows.append(
             {
                 **dict(zip(sizes, key, strict=True)),
+                "ratio": cells["ratio"].iloc[0],
+                "budget": cells["budget"].iloc[0],
+                "kept": cells["kept"].mean(),
                 "tasks": list(cells["task"]),
                 "op": overall_performance(relative),
                 "mean": relative.mean(),
@@ -231,11 +246,19 @@ def compare(grid: pd.DataFrame, a: str, b: str, resamples: int = 10_000, seed: i
                 )
             sizes = [pair.size_a, pair.size_b] if is_full else [pair.size, pair.size]
             found = paired_bootstrap(*scores, resamples, seed)
-            labels = {"a": f"{pair.series_a} {sizes[0]}", "b": f"{pair.series_b} {sizes[1]}"}
+            labels = {
+                "a": f"{pair.series_a} {sizes[0]}" + _other_share(pair.kept_a, pair.ratio_a),
+                "b": f"{pair.series_b} {sizes[1]}" + _other_share(pair.kept_b, pair.ratio_b),
+            }
             rows.append({**dict(zip(GROUP, key, strict=True)), **labels, **asdict(found)})
     if not rows:
         raise UsageError(f"{a!r} and {b!r} have no ratio in common")
     return pd.DataFrame(rows)
+
+
+def _other_share(kept: float, ratio: float | None) -> str:
+    """What was kept, where that is not what was asked."""
+    return "" if near(kept, ratio) else f" (kept {share(kept)})"
 
 
 def _series(group: pd.DataFrame, name: str) -> pd.DataFrame:

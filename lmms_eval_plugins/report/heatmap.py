@@ -3,7 +3,7 @@
 import argparse
 import math
 import re
-import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ matplotlib.use("Agg")  # a file is written; no display is needed
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from rich.console import Console
 from rich.table import Table
 
 from kvcompress.errors import unknown_name
@@ -23,10 +22,16 @@ from kvcompress.flag_types import shown
 
 from ..cells.errors import EvaluationFailed, UsageError, leave_out
 from ..cells.results import RESULTS_FILE, DamagedFile, exact, read_cell
+from . import terminal
 from .headline import by_question, headline
-from .table import cell_row, plain
+from .numbers import fixed, kept
+from .plots import plain
+from .table import KEPT, cell_row, short_names
+from .terminal import fitted
 
 MOST_VALUES = 40  # of a column: more would not be legible
+PANELS = 6  # in a row of the figure, unless one method has more
+FEW = 5  # methods that have a row each
 
 
 def question_rows(
@@ -52,8 +57,8 @@ def question_rows(
             continue
         summary = cell_row(cell, metric, metric_filter)
         size = exact(summary["ratio"]) if summary["ratio"] is not None else f"budget={summary['budget']}"
-        of_cell = {key: summary[key] for key in ("settings", "settings_text", "series", "metric")}
-        of_cell |= {"size": size, "kept": summary["realised"] if summary["ratio"] is None else summary["ratio"]}
+        of_cell = {key: summary[key] for key in ("settings", "method", "options", "series", "metric")}
+        of_cell |= {"size": size, "kept": summary["ratio"] if summary["realised"] is None else summary["realised"]}
         for sample, score in by_question(cell, samples, found):
             document = sample.get("doc") or {}
             known |= {key for key, value in document.items() if isinstance(value, str | int | float)}
@@ -74,42 +79,65 @@ def heatmap_table(rows: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
     return grouped.agg(score="mean", questions="count").reset_index()
 
 
-def draw(table: pd.DataFrame, x: str, y: str, title: str, path: Path) -> None:
-    """A panel for each cell: a row for each method, the full cache first, a column for each ratio or budget."""
+def draw(table: pd.DataFrame, x: str, y: str, title: str, metric: str, path: Path) -> None:
+    """A panel for each cell: the full cache first, the panels of a method in a row, from the most that is kept down.
+    Of more than FEW methods several share a row."""
     order = table.groupby("series")["kept"].max().sort_values(ascending=False, kind="stable").index
-    panels = {
+    sizes = {
         series: list(dict.fromkeys(cells.sort_values("kept", ascending=False)["size"]))
         for series, cells in ((series, table[table["series"] == series]) for series in order)
     }
     xs, ys = (sorted(table[name].unique()) for name in (x, y))
-    columns = max(map(len, panels.values()))
-    width, height = max(2.6, 0.62 * len(xs) + 1), max(1.9, 0.38 * len(ys) + 1)
-    figure, axes = plt.subplots(
-        len(panels), columns, figsize=(width * columns + 1, height * len(panels) + 0.6), squeeze=False
-    )
-    figure.set_layout_engine("constrained")
+    most = max(map(len, sizes.values()))
+    beside = max(1, min(len(sizes), PANELS // most)) if most == 1 or len(sizes) > FEW else 1  # methods in a row
+    width, height = max(2.2, 0.5 * len(xs) + 0.6), max(1.7, 0.3 * len(ys) + 0.9)
+    names = {
+        key: _wrapped(key[0] if key[0] == "full" else f"{key[0]} {_kept(cells)}", width - 0.5, 8)
+        for key, cells in table.groupby(["series", "size"])
+    }
+    height += 0.14 * max(name.count("\n") for name in names.values())
+    shape = -(-len(sizes) // beside), beside * most
+    title = _wrapped(title, width * shape[1] + 1.2, 10)
+    figsize = (width * shape[1] + 1.2, height * shape[0] + 0.5 + 0.17 * title.count("\n"))
+    figure, axes = plt.subplots(*shape, figsize=figsize, squeeze=False, layout="constrained")
+    for axis in axes.flat:
+        axis.set_axis_off()
     scale = 100 if table["score"].between(0, 1).all() else 1
     limits = (0, 100) if scale == 100 else (table["score"].min(), table["score"].max())
     image = None
-    for row, (series, sizes) in zip(axes, panels.items(), strict=True):
-        for place, axis in enumerate(row):
-            if place >= len(sizes):
-                axis.set_axis_off()
-                continue
-            cells = table[(table["series"] == series) & (table["size"] == sizes[place])]
+    for number, (series, of_series) in enumerate(sizes.items()):
+        for place, size in enumerate(of_series):
+            axis = axes[number // beside, number % beside * most + place]
+            axis.set_axis_on()
+            cells = table[(table["series"] == series) & (table["size"] == size)]
             grid = scale * cells.pivot(index=y, columns=x, values="score").reindex(index=ys, columns=xs)
             image = axis.imshow(grid, vmin=limits[0], vmax=limits[1], cmap="viridis", aspect="auto")
             _write_values(axis, grid, limits)
-            axis.set_xticks(range(len(xs)), [_short(value) for value in xs], fontsize=8)
-            axis.set_yticks(range(len(ys)), [_short(value) for value in ys], fontsize=8)
-            axis.set_title(plain(series if series == "full" else f"{series} {sizes[place]}"), fontsize=8)
-            axis.set_xlabel(plain(x), fontsize=8)
-            axis.set_ylabel(plain(y), fontsize=8)
-    figure.suptitle(plain(title), fontsize=10)
-    figure.colorbar(image, ax=axes, shrink=0.7)
+            axis.set_xticks(range(len(xs)), [_short(value) for value in xs], fontsize=7)
+            axis.set_yticks(range(len(ys)), [_short(value) for value in ys], fontsize=7)
+            axis.set_xlabel(_wrapped(x, width, 7), fontsize=7, labelpad=2)
+            if axis is axes[number // beside, 0]:
+                axis.set_ylabel(_wrapped(y, height, 7), fontsize=7)
+            axis.set_title(names[series, size], fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    bar = figure.colorbar(image, ax=axes, shrink=min(1.0, 4 / figsize[1]), aspect=15, anchor=(0.0, 1.0))
+    bar.set_label(_wrapped(metric, min(4.0, 0.5 * figsize[1]), 9) + (" (%)" if scale == 100 else ""), fontsize=9)
+    bar.ax.tick_params(labelsize=8)
     with replacing(path) as draft:
-        figure.savefig(draft, dpi=150, format="png")
+        figure.savefig(draft, dpi=120, format="png")
     plt.close(figure)
+
+
+def _wrapped(text: str, inches: float, points: float) -> str:
+    """Text in lines of at most so many inches, in letters of so many points."""
+    return plain("\n".join(textwrap.wrap(text, max(8, int(72 * inches / (0.6 * points))))))
+
+
+def _kept(cells: pd.DataFrame) -> str:
+    """What a cell kept, as in every table."""
+    realised, size = cells["kept"].iloc[0], cells["size"].iloc[0]
+    budget = size.removeprefix("budget=")
+    return kept(realised, float(size), None) if budget == size else kept(realised, None, float(budget))
 
 
 def _write_values(axis: plt.Axes, grid: pd.DataFrame, limits: tuple[float, float]) -> None:
@@ -118,28 +146,34 @@ def _write_values(axis: plt.Axes, grid: pd.DataFrame, limits: tuple[float, float
         for column, value in enumerate(values):
             if not math.isnan(value):
                 color = "black" if value > middle else "white"
-                axis.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=7, color=color)
+                axis.text(column, row, fixed(value, 0), ha="center", va="center", fontsize=7, color=color)
 
 
 def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
-def by_column(rows: pd.DataFrame, column: str) -> Table:
-    """The mean score of each cell at each value of one column, and over all questions."""
+def by_column(rows: pd.DataFrame, column: str, width: int, elsewhere: str) -> Table:
+    """The mean score of each cell at each value of one column, and over all questions.
+
+    Args:
+        width: columns of the terminal.
+        elsewhere: the file that holds what there is no room for.
+    """
     scale = 100 if rows["score"].between(0, 1).all() else 1
     values = sorted(rows[column].dropna().unique())
-    table = Table(title=f"{rows['metric'].iloc[0]} by {column}")
-    for name in ("method", "ratio kept", *map(_short, values), "all"):
-        table.add_column(name, justify="left" if name == "method" else "right")
-    groups = rows.groupby(["series", "kept", "size"], sort=False)["score"]
-    order = sorted(groups.groups, key=lambda key: (key[0] != "full", key[0], -key[1]))
-    for key in order:
-        own = rows[(rows["series"] == key[0]) & (rows["size"] == key[2])]
+    cells = rows.drop_duplicates(["series", "size"]).sort_values(["series", "kept"], ascending=[True, False])
+    cells = cells.sort_values("series", key=lambda names: names != "full", kind="stable")
+    names, shared = short_names(cells)
+    title = "\n".join(filter(None, [f"{rows['metric'].iloc[0]} by {column}", shared]))
+    header, lines = ["method", KEPT, *map(_short, values), "all"], []
+    for name, (series, size) in zip(names, zip(cells["series"], cells["size"], strict=True), strict=True):
+        own = rows[(rows["series"] == series) & (rows["size"] == size)]
         means = [own[own[column] == value]["score"].mean() for value in values]
-        cells = ["-" if math.isnan(mean) else f"{scale * mean:.1f}" for mean in (*means, own["score"].mean())]
-        table.add_row(key[0], key[2], *cells)
-    return table
+        shown = ["-" if math.isnan(mean) else fixed(scale * mean, 1) for mean in (*means, own["score"].mean())]
+        lines.append([name, _kept(own), *shown])
+    middle = sorted(header[2:-1], key=lambda value: abs(header.index(value) - len(header) / 2))
+    return fitted(width, header, lines, title, droppable=middle, elsewhere=elsewhere)
 
 
 def write(flags: argparse.Namespace) -> None:
@@ -155,20 +189,22 @@ def write(flags: argparse.Namespace) -> None:
     for column in (flags.x, flags.y):
         if (count := rows[column].nunique()) > MOST_VALUES:
             raise UsageError(f"column {column!r} has {count} different values: at most {MOST_VALUES} are shown")
-    console = Console(width=None if sys.stdout.isatty() else 140, markup=False, emoji=False)
+    console = terminal.console()
     for settings, own in rows.groupby("settings"):
+        parts = ["heatmap", flags.x, flags.y, *(flags.where or ()), settings]
+        name = re.sub(r"[^\w.,=+@-]", "_", "-".join(filter(None, parts)))
         for column in dict.fromkeys([flags.x, flags.y]):
-            console.print(by_column(own, column))
+            console.print(by_column(own, column, console.width, f"{name}.csv"))
         table = heatmap_table(own, flags.x, flags.y)
         if missing := int(own[[flags.x, flags.y]].isna().any(axis=1).sum()):
             console.print(f"{missing} of {len(own)} answers have no {flags.x} or no {flags.y}: not in the figure")
         if table.empty:
             continue
-        parts = ["heatmap", flags.x, flags.y, *(flags.where or ()), settings]
-        name = re.sub(r"[^\w.,=+@-]", "_", "-".join(filter(None, parts)))
         path = flags.folder / f"{name}.png"
-        title = f"{flags.folder.parent.name}, {flags.folder.name}: {own['metric'].iloc[0]}"
-        draw(table, flags.x, flags.y, title, path)
+        names, shared = short_names(own)
+        title = f"{flags.folder.parent.name}, {flags.folder.name}" + (f": {shared}" if shared else "")
+        short = table.assign(series=table["series"].map(dict(zip(own["series"], names, strict=True))))
+        draw(short, flags.x, flags.y, title, own["metric"].iloc[0], path)
         with replacing(path.with_suffix(".csv")) as draft:
             table.to_csv(draft, index=False)
         for file in (path, path.with_suffix(".csv")):

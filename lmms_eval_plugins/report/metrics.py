@@ -181,10 +181,32 @@ def area_under_curve(ratios: Numbers, relative: Numbers, lowest: float) -> float
     return float(np.sum(np.diff(x) * (y[1:] + y[:-1]) / 2) / -start)
 
 
-def on_front(speeds: Numbers, scores: Numbers) -> list[bool]:
-    """Whether each cell is on the front of speed and score: no other is as good in both, and better in one."""
-    cells = list(zip(speeds, scores, strict=True))
-    return [not any(a >= speed and b >= score and (a > speed or b > score) for a, b in cells) for speed, score in cells]
+SAME = 0.03  # the spread of answers per second between runs of one cell is not known: less than 3 % is no difference
+
+
+def on_front(gains: Numbers, scores: Numbers) -> list[bool]:
+    """Whether each cell is on the front of score and gain.
+
+    From the highest score down, a cell is on it that gains more than 3 % over all cells on it with a higher score: no
+    cell is there for the noise of its timing. Of cells with the same score the one that gains most is, and those within
+    3 % of it.
+
+    Args:
+        gains: above 0, more is better: answers per second; one over seconds, bytes, or the share kept.
+        scores: as many, more is better.
+    """
+    gains, scores = list(gains), list(scores)
+    front: list[int] = []
+    for cell in sorted(range(len(gains)), key=lambda cell: (-scores[cell], -gains[cell])):
+
+        def is_beaten_by(other: int, cell: int = cell) -> bool:
+            if scores[other] > scores[cell]:
+                return gains[other] >= gains[cell] * (1 - SAME)
+            return gains[other] * (1 - SAME) > gains[cell]
+
+        if not any(map(is_beaten_by, front)):
+            front.append(cell)
+    return [cell in front for cell in range(len(gains))]
 
 
 def fastest(speeds: Numbers, scores: Numbers, full: float, points: float) -> float | None:

@@ -6,13 +6,19 @@ import sys
 from typing import Any
 
 import pandas as pd
-from rich.console import Console
 from rich.table import Table
 
 from ..cells.results import dumps
+from . import terminal
 from .grid import GROUP, compare, curves, load_grid, overall
+from .numbers import fixed, kept, share
 from .short_answers import warning
-from .table import print_warning, score_scale
+from .table import KEPT, print_warning, score_scale, short_names
+from .terminal import fitted
+
+# What a narrow terminal does without, the least important first.
+DROPPABLE = ("tokens/correct", "answers/s", "speed-up", "loyalty", "of full", "headroom")
+ELSEWHERE = "what --json prints"
 
 
 def show_metrics(flags: argparse.Namespace) -> None:
@@ -30,8 +36,8 @@ def show_metrics(flags: argparse.Namespace) -> None:
         records = {name: _records(frame) for name, frame in frames.items()}
         print(dumps({**records, "warnings": warnings}, indent=2))
         return
-    console = Console(width=None if sys.stdout.isatty() else 140, markup=False, emoji=False)
-    for table in terminal_tables(grid, lines, summary, comparisons):
+    console = terminal.console()
+    for table in terminal_tables(grid, lines, summary, comparisons, console.width):
         console.print(table)
     for line in warnings:
         print_warning(console, line)
@@ -44,80 +50,80 @@ def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def terminal_tables(
-    grid: pd.DataFrame, lines: pd.DataFrame, summary: pd.DataFrame, comparisons: pd.DataFrame
+    grid: pd.DataFrame, lines: pd.DataFrame, summary: pd.DataFrame, comparisons: pd.DataFrame, width: int
 ) -> list[Table]:
-    """What `load_grid`, `curves`, `overall` and `compare` gave, formatted."""
+    """What `load_grid`, `curves`, `overall` and `compare` gave, formatted for a terminal of so many columns."""
     tables = []
     for key, group in grid.groupby(GROUP):
-        tables.append(_cells_table(group))
+        tables.append(_cells_table(group, width))
         own = lines[(lines[GROUP] == list(key)).all(axis=1)] if len(lines) else lines
         if len(own):
-            tables.append(_curves_table(own))
+            tables.append(_curves_table(own, width))
     if any(len(tasks) > 1 for tasks in summary.get("tasks", [])):
-        tables.append(_overall_table(summary))
+        tables.append(_overall_table(summary, width))
     if len(comparisons):
-        tables.append(_comparisons_table(comparisons))
+        tables.append(_comparisons_table(comparisons, width))
     return tables
 
 
-def _cells_table(group: pd.DataFrame) -> Table:
+def _cells_table(group: pd.DataFrame, width: int) -> Table:
     task, model, settings = group[GROUP].iloc[0]
     scale = score_scale(group)
-    table = Table(title=f"{task}, {model}" + (f" ({settings})" if settings else ""))
+    title = f"{task}, {model}" + (f" ({settings})" if settings else "")
     metric, against_full = group["metric"].iloc[0], ("of full", "loyalty", "speed-up")
     has_headroom = group["headroom"].notna().any()  # only where `random` and `hindsight` are in the grid
-    columns = ["method", "ratio kept", metric, *(["headroom"] if has_headroom else []), *against_full]
-    for column in (*columns, "answers/s", "tokens/correct"):
-        table.add_column(column, justify="left" if column == "method" else "right")
-    for row in group.itertuples():
-        values = [_percent(row.relative) + " %", _percent(row.loyalty) + " %", f"{row.speed_up:.2f}x"]
+    headroom = ["headroom"] if has_headroom else []
+    header, rows = ["method", KEPT, metric, *headroom, *against_full, "answers/s", "tokens/correct"], []
+    names, shared = short_names(group)
+    for name, row in zip(names, group.itertuples(), strict=True):
+        values = [_percent(row.relative) + " %", _percent(row.loyalty) + " %", f"{fixed(row.speed_up, 2)}x"]
         values += [_number(row.answers_per_s), _number(row.tokens_per_correct)]
         if has_headroom:
             interval = f"[{_percent(row.headroom_low, 0)}, {_percent(row.headroom_high, 0)}] %"
             values.insert(0, "-" if pd.isna(row.headroom) else f"{_percent(row.headroom, 0)} {interval}")
-        table.add_row(row.series, row.size, f"{scale * row.score:.1f}", *values)
-    return table
+        rows.append([name, kept(row.realised, row.ratio, row.budget), fixed(scale * row.score, 1), *values])
+    title = "\n".join(filter(None, [title, shared]))
+    return fitted(width, header, rows, title, droppable=DROPPABLE, elsewhere=ELSEWHERE)
 
 
-def _curves_table(lines: pd.DataFrame) -> Table:
+def _curves_table(lines: pd.DataFrame, width: int) -> Table:
     first = lines.iloc[0]
-    table = Table(caption=f"Area: mean of score / full score from ratio {first['from']:g} to 1, logarithmic.")
-    table.add_column("method")
-    table.add_column("area", justify="right")
-    table.add_column(f"smallest ratio within {first['points']:g} points", justify="right")
-    table.add_column(f"answers/s within {first['points']:g} points", justify="right")
+    within = f"within {first['points']:g} points"
+    header, rows = ["method", "area", f"smallest share {within}", f"answers/s {within}"], []
     for row in lines.itertuples():
         speed = _number(row.answers_per_s) + f" (full {_number(row.full_answers_per_s)})"
-        table.add_row(row.series, _percent(row.area) + " %", f"{row.smallest:g}", speed)
-    return table
+        rows.append([row.series, _percent(row.area) + " %", share(row.smallest), speed])
+    caption = f"Area: mean of score / full score from {share(first['from'])} of the KV entries to all, logarithmic."
+    return fitted(width, header, rows, caption=caption)
 
 
-def _overall_table(summary: pd.DataFrame) -> Table:
-    table = Table(title="All tasks", caption="OP: root mean square of score / full score; OG: its deviation / mean.")
-    for column in ("model", "method", "ratio kept", "tasks", "OP", "mean", "min", "OG", "OL", "min", "OE", "min"):
-        table.add_column(column, justify="left" if column in ("model", "method") else "right")
+def _overall_table(summary: pd.DataFrame, width: int) -> Table:
+    header = ["model", "method", KEPT, "tasks", "OP", "mean", "min", "OG", "OL", "least OL", "OE", "least OE"]
+    rows = []
     for row in summary.itertuples():
         shares = [_percent(value) for value in (row.op, row.mean, row.min, row.og, row.ol, row.ol_min)]
         name = row.model + (f" ({row.settings})" if row.settings else "")
-        speed_ups = [f"{row.oe:.2f}x", f"{row.oe_min:.2f}x"]
-        table.add_row(name, row.series, row.size, str(len(row.tasks)), *shares, *speed_ups)
-    return table
+        speed_ups = [f"{fixed(value, 2)}x" for value in (row.oe, row.oe_min)]
+        size = kept(row.kept, row.ratio, row.budget)
+        rows.append([name, row.series, size, str(len(row.tasks)), *shares, *speed_ups])
+    caption = "OP: root mean square of score / full score; OG: its deviation / mean. Kept: mean over the tasks."
+    droppable = ("least OE", "least OL", "tasks", "min", "OG")
+    return fitted(width, header, rows, "All tasks", caption, 1, droppable, ELSEWHERE)
 
 
-def _comparisons_table(comparisons: pd.DataFrame) -> Table:
-    table = Table(title="A - B on the same questions, in units of the score; paired bootstrap")
-    for column in ("task", "A", "B", "questions", "difference", "95 % interval", "p"):
-        table.add_column(column, justify="left" if column in ("task", "A", "B") else "right")
+def _comparisons_table(comparisons: pd.DataFrame, width: int) -> Table:
+    header, rows = ["task", "A", "B", "questions", "difference", "95 % interval", "p"], []
     for row in comparisons.itertuples():
         interval = f"[{row.low:+.3f}, {row.high:+.3f}]"
         values = [str(row.questions), f"{row.difference:+.3f}", interval, f"{row.p_value:.4f}"]
-        table.add_row(row.task, row.a, row.b, *values)
-    return table
+        rows.append([row.task, row.a, row.b, *values])
+    title = "A - B on the same questions, in units of the score; paired bootstrap"
+    return fitted(width, header, rows, title, names=1, droppable=("questions", "task"), elsewhere=ELSEWHERE)
 
 
 def _number(value: float | None) -> str:
-    return "-" if pd.isna(value) else f"{value:.1f}"
+    return "-" if pd.isna(value) else fixed(value, 1)
 
 
 def _percent(value: float, digits: int = 1) -> str:
-    return "-" if math.isnan(value) else f"{100 * value:.{digits}f}"
+    return "-" if math.isnan(value) else fixed(100 * value, digits)

@@ -1,7 +1,7 @@
 """`kvcompress table`: the table and the plot of one task and model, as an evaluation writes them.
 
 Only cells with the same run settings (limit, dtype, ...) are comparable, so each set of settings gets its own
-table and plot, written beside the cells as `report[-key=value...].md` and `.png`.
+table and plots, written beside the cells as `report[-key=value...].md` and `.png`, and `throughput[-...].png`.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def command(argv: list[str]) -> None:
     flags = parser().parse_args(argv)
     from kvcompress.files import check_output
 
-    from .table import report
+    from .folder import report
 
     check_output(flags.folder)
     try:

@@ -14,6 +14,7 @@ from kvcompress.files import write_text
 from ..cells.errors import UsageError
 from ..cells.results import RESULTS_FILE, DamagedFile, read_results
 from ..report.headline import headline
+from ..report.numbers import fixed, near, share
 from ..report.short_answers import EXPLANATION, too_short
 from .config import REFERENCE_COLUMNS, Reproduction
 from .plan import PlannedCell
@@ -33,7 +34,7 @@ class Row:
         inside: whether the difference is at most margin and reading error together.
         tokens_per_correct: tokens of our answers, over the sum of their scores.
         short: whether most of our answers are too short to see compression.
-        note: why there is no result, or the number of questions.
+        note: why there is no result, or the number of questions, and the share kept where it is not the ratio asked.
     """
 
     model: str
@@ -65,7 +66,7 @@ def row(cell: PlannedCell, reference: dict[tuple[str, ...], tuple[float, float]]
         else:
             margin, note = interval(stderr, questions, cell.benchmark.scale), f"{questions} questions"
             short = too_short(results)
-            note += f", {SHORT}" * short
+            note += _other_share(results) + f", {SHORT}" * short
     difference = None if ours is None or theirs is None else ours - theirs
     inside = None
     if difference is not None and margin is not None:
@@ -85,6 +86,12 @@ def score(cell: PlannedCell, results: dict[str, Any]) -> tuple[float, float | No
     stderr = None if found.stderr is None else scale * found.stderr
     questions = results.get("n_questions", results["n_samples"])
     return scale * found.score, stderr, questions, found.tokens_per_correct
+
+
+def _other_share(results: dict[str, Any]) -> str:
+    """What was kept, where that is not the ratio that was asked."""
+    realised = results["efficiency"].get("realised_ratio", {}).get("mean")
+    return "" if near(realised, results["protocol"]["ratio"]) else f", kept {share(realised)}"
 
 
 def interval(stderr: float | None, questions: int, scale: float) -> float | None:
@@ -140,10 +147,12 @@ def _cell(text: str) -> str:
 
 def _shown_row(row: Row) -> list[str]:
     def number(value: float | None, error: float | None = None) -> str:
-        return "-" if value is None else f"{value:.1f}" + ("" if error is None else f" ± {error:.1f}")
+        return "-" if value is None else fixed(value, 1) + ("" if error is None else f" ± {fixed(error, 1)}")
 
     ours = "missing" if row.ours is None else number(row.ours, row.stderr)
-    difference = "-" if row.difference is None else f"{row.difference:+.1f}"
+    difference = (
+        "-" if row.difference is None else f"{'-' if row.difference < 0 else '+'}{fixed(abs(row.difference), 1)}"
+    )
     inside = {None: "-", True: "yes", False: "no"}[row.inside]
     theirs, tokens = number(row.theirs, row.reading_error), number(row.tokens_per_correct)
     return [row.method, row.ratio, ours, theirs, difference, tokens, inside, row.note]

@@ -1,22 +1,23 @@
 """The table of a sweep: its trials, with what they measured."""
 
-import sys
 from typing import Any
 
 import pandas as pd
 from rich.console import Console
-from rich.table import Table
 
 from kvcompress.files import write_text
 
+from ..report import terminal
 from ..report.short_answers import warning
 from ..report.table import (
+    DROPPABLE,
     cell_row,
     markdown_note,
     markdown_table,
     markdown_text,
     note,
     print_warning,
+    short_names,
     table_rows,
 )
 from .runner import Sweep, model_parameters
@@ -29,20 +30,22 @@ FURTHER = ("throughput", "peak_memory_bytes", "accuracy_stderr")
 def write_table(sweep: Sweep, console: Console | None = None) -> None:
     """Print the finished trials and write them to `report.md` in the sweep's folder: one table per task, a grid in its
     order, others with the best first. Trials that are one cell, such as `full` at two ratios, are one row."""
-    console = console or Console(width=None if sys.stdout.isatty() else 120, markup=False, emoji=False)
+    console, path = console or terminal.console(), sweep.folder / "report.md"
     text = f"# Sweep {markdown_text(sweep.config.name)}\n"
     for task, rows in trial_rows(sweep).groupby("task", sort=False):
         header, lines = table(sweep, rows)
-        terminal = Table(title=f"{sweep.config.name}: {task}", caption=note(rows))
-        for column in header:
-            terminal.add_column(column)
-        for line in lines:
-            terminal.add_row(*line)
-        console.print(terminal)
+        names, shared = short_names(rows)
+        place = header.index("method")
+        short = [[*line[:place], name, *line[place + 1 :]] for name, line in zip(names, lines, strict=True)]
+        title = "\n".join(filter(None, [f"{sweep.config.name}: {task}", shared]))
+        console.print(
+            terminal.fitted(
+                console.width, header, short, title, note(rows), place, droppable=DROPPABLE, elsewhere=path.name
+            )
+        )
         print_warning(console, warning(rows))
         text += f"\n## {markdown_text(task)}\n\n{markdown_table(header, lines, ['---'] * len(header))}"
         text += f"\n{markdown_note(rows)}"
-    path = sweep.folder / "report.md"
     write_text(path, text)
     console.print(f"written: {path}", soft_wrap=True, highlight=False)
 

@@ -183,6 +183,35 @@ def test_headroom_is_over_all_columns_between_random_and_hindsight(tmp_path):
     assert [line.split("|")[-2].split(" [")[0].strip() for line in lines] == ["100", "0", "50"]
 
 
+def test_what_a_cell_keeps_is_measured_once_by_layer(task, tmp_path, monkeypatch):
+    answers, cells = Answers(tmp_path / "answers.json", "even"), cells_of(task, ["full", "knorm", "pyramidkv"])
+    method_cells.measure_kept(task, cells, answers)
+    kept = {(cell.method, cell.column.title): answers.kept[cell.key] for cell in cells}
+    assert set(kept["full", "full"]) == {1}
+    assert all(0.5 <= share <= 0.5 + 1 / 30 for share in kept["knorm", "0.5"])  # the token that is fed again
+    assert len(kept["pyramidkv", "0.2"]) == len(kept["knorm", "0.5"])
+    monkeypatch.setattr(method_cells, "answer", None)  # nothing is left to measure
+    again = Answers(answers.path, "even")
+    method_cells.measure_kept(task, cells, again)
+    assert again.kept == answers.kept
+
+
+def test_what_keeps_another_share_than_was_asked_says_so_and_stands_behind_the_others(tmp_path):
+    answers, cells = Answers(tmp_path / "answers.json", "even"), []
+    for method, right in {"hindsight": 90, "random": 10, "fastv": 80, "tova": 30}.items():
+        for column in BY_RATIO:
+            cells.append(Cell(PROTOCOL, method, column))
+            answers.add(cells[-1], [True] * right + [False] * (100 - right))
+            answers.keep(cells[-1], [1.0, 0.2, 0.2] if method == "fastv" else [column.ratio + 0.004] * 3)
+    rows = rows_of(PROTOCOL, cells, answers, 100)
+    lines = markdown(rows, BY_RATIO, 100).splitlines()[2:]
+    assert [line.split("|")[1].strip() for line in lines] == ["**hindsight**", "**random**", "tova", "fastv"]
+    *_, mean, headroom, _ = lines[-1].split("|")
+    assert "80 [72, 88] (0.467)" in lines[-1].split("|")[3]
+    assert (mean.strip(), headroom.strip()) == ("80.0", "")
+    assert "fastv (0.2) 1.000 in layer 0, 0.200 in layers 1 to 2" in method_table.by_layer(rows)
+
+
 def test_the_interval_is_the_bootstrap_over_questions():
     right = np.array([1] * 60 + [0] * 40)
     estimate = Estimate.of(right)

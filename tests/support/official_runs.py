@@ -26,7 +26,7 @@ CELLS = ["tiny", "full,snapkv", "0.5", "--data-root", "data", "--gen_kwargs", GE
 BATCH, ROWS = 3, 4
 LIMIT_S = 300
 PRELOADED = (
-    "lmms_eval.evaluator", "lmms_eval_plugins.model.lm", "lmms_eval_plugins.report.table", "nltk",
+    "lmms_eval.evaluator", "lmms_eval_plugins.model.lm", "lmms_eval_plugins.report.folder", "nltk",
     "transformers.models.llava_onevision.modeling_llava_onevision",
 )  # fmt: skip
 

@@ -24,11 +24,13 @@ def write_answers(
     nested: bool = False,
     protocol: dict[str, Any] | None = None,
     docs: Sequence[dict[str, Any]] | None = None,
+    realised: float | None = None,
 ) -> Path:
     """Write a cell whose answers are the letters of `answers`, each right where `truth` has the same.
 
     The first token of an answer takes `seconds`, each further one half of that. `nested`: the score of a question lies
     among other things, as video tasks return it. `protocol`: more of it. `docs`: what the task's documents hold.
+    `realised`: the share that was kept, where it is not the ratio.
     Returns the folder of the cell's model.
     """
     cell = Cell(task, model, method, ratio, budget, options or {}, settings or {})
@@ -54,7 +56,7 @@ def write_answers(
     content = {
         "protocol": whole,
         "results": {task: {"acc,none": sum(scores) / len(scores), "acc_stderr,none": 0.1}},
-        "efficiency": {"realised_ratio": {"mean": ratio or 0.3}, "tokens_out": {"median": tokens}},
+        "efficiency": {"realised_ratio": {"mean": realised or ratio or 0.3}, "tokens_out": {"median": tokens}},
     }
     with results.new_cell(cell.folder(root)) as draft:
         results.write_cell(draft, content, samples)

@@ -128,7 +128,8 @@ def gold(sample: dict[str, Any]) -> str:
 
 def cells_table(groups: list[Group]) -> pd.DataFrame:
     """The cells of all groups in one frame."""
-    parts = [group.frame.drop(columns="order").assign(task=group.task, model=group.model) for group in groups]
+    inner = ["order", "options", "per_layer", "kept"]  # lists, and what other columns say
+    parts = [group.frame.drop(columns=inner).assign(task=group.task, model=group.model) for group in groups]
     table = pd.concat(parts, ignore_index=True)
     return table[["task", "model", *(name for name in table.columns if name not in ("task", "model"))]]
 

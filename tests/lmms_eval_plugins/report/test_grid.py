@@ -130,7 +130,7 @@ def test_compare_pairs_the_questions_at_each_common_ratio(grid, capsys):
 def test_tables_show_the_numbers(grid, capsys):
     code, text, _ = command(capsys, *grid, "--compare", "knorm", "full", *FEW)
     assert code == 0
-    for words in ("OP", "95 % interval", "smallest ratio within 1 points", "75.0 %", "4.00x", "-0.500"):
+    for words in ("OP", "95 % interval", "smallest share within 1 points", "75.0 %", "4.00x", "-0.500"):
         assert words in text
 
 
@@ -140,7 +140,23 @@ def test_the_table_over_all_tasks_has_the_metrics_that_are_documented(grid, caps
     header = next(line for line in text.splitlines() if " OP " in line and "mean" in line)
     names = [name.strip() for name in re.split(r"[┃│]", header) if name.strip()]
     assert [name for name in names if name.startswith("O")] == documented == ["OP", "OG", "OL", "OE"]
-    assert names[:4] == ["model", "method", "ratio kept", "tasks"]
+    assert names[:4] == ["model", "method", "kept (asked)", "tasks"]
+
+
+def test_what_keeps_more_than_was_asked_is_compared_at_what_it_keeps(grid, capsys):
+    root = grid[0].parents[1]
+    for name in ("random", "hindsight"):
+        write(root, "one", name, 0.25, "axxx" if name == "random" else "abcd")
+    write(root, "one", "fastv", 0.25, "abcx", realised=0.499)
+    _, text, _ = command(capsys, grid[0], "--json", "--compare", "fastv", "knorm", *FEW)
+    read = json.loads(text)
+    cell = next(cell for cell in read["cells"] if cell["series"] == "fastv")
+    assert (cell["kept"], cell["size"], cell["headroom"]) == (0.499, "0.25", None)  # random and hindsight keep 0.25
+    curves = {row["series"]: row for row in read["curves"]}
+    assert curves["knorm"]["from"] == 0.25  # fastv has no say in where the areas begin
+    assert curves["fastv"]["area"] is None
+    assert [(row["a"], row["b"]) for row in read["compared"]] == [("fastv 0.25 (kept 0.499)", "knorm 0.25")]
+    assert re.search(r"fastv +│ +0\.499 \(0\.25\)", command(capsys, grid[0])[1])
 
 
 def test_budgets_have_their_realised_ratio_on_the_axis(tmp_path, capsys):

@@ -28,7 +28,7 @@ def folder(tmp_path):
 def drawn(monkeypatch):
     """What is drawn; a figure takes long."""
     found = []
-    monkeypatch.setattr(heatmap, "draw", lambda table, x, y, title, path: (found.append(table), path.touch()))
+    monkeypatch.setattr(heatmap, "draw", lambda table, x, y, title, metric, path: (found.append(table), path.touch()))
     return found
 
 
@@ -49,9 +49,9 @@ def test_each_cell_has_the_mean_of_its_questions_at_each_length_and_depth(folder
     by_length, by_depth = (out.split(f"acc by {name}")[1].split("└")[0] for name in ("length", "depth"))
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in by_length.splitlines() if "│" in line]
     assert lines == [
-        ["full", "1", "100.0", "100.0", "100.0"],
-        ["snapkv", "0.5", "50.0", "100.0", "77.8"],
-        ["snapkv", "0.2", "75.0", "40.0", "55.6"],
+        ["full", "1.000", "100.0", "100.0", "100.0"],
+        ["snapkv", "0.500", "50.0", "100.0", "77.8"],
+        ["snapkv", "0.200", "75.0", "40.0", "55.6"],
     ]
     assert "25.0" in by_depth  # (0, 1, 0, 0) at depth 0
     stored = pd.read_csv(folder / "heatmap-length-depth.csv")
@@ -107,6 +107,33 @@ def test_the_figure_has_a_panel_for_each_cell_with_its_scores(folder, monkeypatc
     (figure,) = figures
     panels = {axis.get_title(): [text.get_text() for text in axis.texts] for axis in figure.axes if axis.get_title()}
     assert panels == {
-        "full": ["100"] * 4, "snapkv 0.5": ["0", "100", "100", "100"], "snapkv 0.2": ["50", "0", "100", "100"],
+        "full": ["100"] * 4, "snapkv 0.500": ["0", "100", "100", "100"], "snapkv 0.200": ["50", "0", "100", "100"],
     }  # fmt: skip
     assert (folder / "heatmap-length-depth.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    "metric", ["acc", "a_metric_of_a_name_that_is_longer_than_the_bar_beside_it (flexible-extract)"]
+)
+def test_no_title_overlaps_another_and_nothing_leaves_the_canvas(tmp_path, monkeypatch, metric):
+    options = {"pooling": "max", "observation": "every-query-of-the-question"}
+    series = [f"entropy-gated-chunkkv-{n} {' '.join(f'{k}={v}' for k, v in options.items())}" for n in range(6)]
+    rows = [
+        {"series": name, "size": size, "kept": float(size), "depth": depth, "length": length, "score": 0.5}
+        for name in series for size in ("0.5", "0.2") for depth in (0.0, 1.0) for length in (4096, 8192)
+    ]  # fmt: skip
+    figures = []
+    monkeypatch.setattr(heatmap.plt, "close", figures.append)
+    title = "a-task-of-a-long-name, a-model-of-a-long-name: " + ", ".join(series)
+    heatmap.draw(pd.DataFrame(rows), "length", "depth", title, metric, tmp_path / "heat.png")
+    (figure,) = figures
+    figure.draw_without_rendering()
+    *panels, bar = [axis for axis in figure.axes if axis.axison]
+    assert len(panels) == 12
+    assert "".join(bar.get_ylabel().split()) == "".join(f"{metric} (%)".split())
+    titles = [panel.title.get_window_extent() for panel in panels] + [figure._suptitle.get_window_extent()]
+    boxes = [panel.get_window_extent() for panel in panels] + [bar.get_tightbbox()]
+    for place, box in enumerate(titles):
+        assert not any(box.overlaps(other) for other in titles[place + 1 :] + boxes)
+    for box in titles + boxes:
+        assert min(box.x0, box.y0, figure.bbox.x1 - box.x1, figure.bbox.y1 - box.y1) > -1  # pixel

@@ -117,6 +117,17 @@ def test_the_front_of_speed_and_score_and_the_fastest_cell_at_equal_accuracy():
     assert metrics.fastest([], [], full=90, points=1) is None
 
 
+def test_a_gain_of_less_than_three_percent_brings_no_cell_to_the_front():
+    """The lower score of two is not on the front for the noise of its timing, the higher one is, though slower."""
+    assert metrics.on_front([19.1, 19.5], [98, 5]) == [True, False]
+    assert metrics.on_front([19.5, 19.1], [98, 5]) == [True, False]
+    assert metrics.on_front([19.1, 19.8], [98, 5]) == [True, True]
+    assert metrics.on_front([19.1, 19.5, 19.8], [98, 98, 98]) == [False, True, True]
+    # Each is within 3 % of the one before; the third is more than that above the first, which is on the front.
+    assert metrics.on_front([20, 20.5, 21, 21.5], [90, 60, 40, 20]) == [True, False, True, False]
+    assert metrics.on_front([], []) == []
+
+
 def test_headroom_is_the_part_of_the_way_from_random_to_hindsight():
     random, hindsight = [0, 0, 1, 0], [1, 1, 1, 1]
     assert metrics.headroom([1, 0, 1, 0], random, hindsight).part == pytest.approx(1 / 3)

@@ -8,23 +8,28 @@ from rich.console import Console
 
 from lmms_eval_plugins.cells import results
 from lmms_eval_plugins.cells.results import Cell
-from lmms_eval_plugins.report import table
+from lmms_eval_plugins.report import folder as report_folder
+from lmms_eval_plugins.report import plots, table
+from lmms_eval_plugins.report.appearance import colour
 from lmms_eval_plugins.report.table_command import main
 
 TASK = "textvqa_val"
 SCORES = {"alias": TASK, "submission,none": None, "exact_match,none": 0.5, "exact_match_stderr,none": 0.02}
 
 
-PLOT = table.plot
+PLOT = plots.plot
 
 
 @pytest.fixture(autouse=True)
 def _plot_is_not_drawn(monkeypatch):
     """A plot takes a tenth of a second, and most of these tests read the table beside it."""
-    monkeypatch.setattr(table, "plot", lambda frame, title, path: path.touch())
+    monkeypatch.setattr(report_folder, "plot", lambda frame, title, path: path.touch())
 
 
-def write_cell(root, method="snapkv", ratio=0.2, budget=None, settings=None, options=None, scores=SCORES, **numbers):
+def write_cell(
+    root, method="snapkv", ratio=0.2, budget=None, settings=None, options=None, scores=SCORES, realised=None,
+    per_layer=None, **numbers,
+):  # fmt: skip
     cell = Cell(TASK, "org/model", method, ratio, budget, options or {}, settings or {})
     protocol = {
         "task": TASK, "model": cell.model, "method": method, "ratio": ratio, "budget": budget,
@@ -33,7 +38,7 @@ def write_cell(root, method="snapkv", ratio=0.2, budget=None, settings=None, opt
     whole = {name: numbers.pop(name) for name in ("answers_per_s", "tokens_per_s") if name in numbers}
     tokens = numbers.pop("tokens", None)
     efficiency = {name: {"median": value} for name, value in numbers.items()} | whole
-    efficiency["realised_ratio"] = {"mean": ratio}
+    efficiency["realised_ratio"] = {"mean": realised or ratio} | ({"per_layer": per_layer} if per_layer else {})
     content = {"protocol": protocol, "results": {TASK: scores}, "efficiency": efficiency}
     if tokens is not None:
         content["metric_tokens"] = {TASK: {"exact_match,none": {"tokens_out": tokens, "score": 2.5}}}
@@ -44,7 +49,7 @@ def write_cell(root, method="snapkv", ratio=0.2, budget=None, settings=None, opt
 
 def run(folder, settings=None):
     out = io.StringIO()
-    files = table.report(folder, settings, Console(file=out, width=160))
+    files = report_folder.report(folder, settings, Console(file=out, width=160))
     return out.getvalue(), files
 
 
@@ -54,9 +59,9 @@ def test_table_shows_each_cells_numbers(tmp_path):
         answers_per_s=12.34, tokens=30,
     )  # fmt: skip
     text, (file, _) = run(folder)
-    row = "| snapkv | 0.2 | 50.0 ± 2.0 | 42.1 ms | 3.8 ms | 135.8 KiB | 2.0 KiB | 12.3 | 12.0 | 0.200 | 7 |"
+    row = "| snapkv | 0.200 | 50.0 ± 2.0 | 42.1 ms | 3.8 ms | 135.8 KiB | 2.0 KiB | 12.3 | 12.0 | 7 |"
     assert row in file.read_text()
-    assert "| method | ratio kept | exact_match |" in file.read_text()
+    assert "| method | kept (asked) | exact_match |" in file.read_text()
     for value in row.split(" | ")[1:-1]:
         assert value in text
 
@@ -66,8 +71,8 @@ def test_a_row_names_its_protocol_and_the_note_what_a_row_does_not_name(tmp_path
     folder = write_cell(tmp_path, options={"scope": "context", "ratio_of": "vision", "first_token": "compressed"})
     _, (file, _) = run(folder)
     text = file.read_text()
-    assert "| snapkv first_token=compressed ratio_of=vision scope=context | 0.2 |" in text
-    assert "names no other protocol: scope=prompt, ratio_of=prompt, first_token=full" in text
+    assert "| snapkv first_token=compressed ratio_of=vision scope=context | 0.200 |" in text
+    assert "Where nothing else is named: scope=prompt, ratio_of=prompt, first_token=full" in text
 
 
 def test_full_comes_first_then_methods_from_the_largest_ratio(tmp_path):
@@ -100,7 +105,7 @@ def test_missing_numbers_are_dashes_and_no_plot_is_drawn(tmp_path):
     folder = write_cell(tmp_path, scores={"alias": TASK, "bypass,none": 999, "bypass_stderr,none": "N/A"})
     _, files = run(folder)
     assert [file.suffix for file in files] == [".md"]
-    assert "| snapkv | 0.2 | - | - | - | - | - | - | - | 0.200 | 7 |" in files[0].read_text()
+    assert "| snapkv | 0.200 | - | - | - | - | - | - | - | 7 |" in files[0].read_text()
 
 
 def test_the_throughput_plot_names_every_point_and_draws_the_front(tmp_path, monkeypatch):
@@ -114,13 +119,65 @@ def test_the_throughput_plot_names_every_point_and_draws_the_front(tmp_path, mon
         folder = write_cell(tmp_path, method, ratio, scores={"exact_match,none": score}, answers_per_s=speed)
     write_cell(tmp_path, "random", 0.2, scores={"exact_match,none": 0.5})  # of an earlier version, without a speed
     figures = []
-    monkeypatch.setattr(table.plt, "close", figures.append)
+    monkeypatch.setattr(plots.plt, "close", figures.append)
     _, files = run(folder)
     assert [file.name for file in files] == ["report.md", "report.png", "throughput.png"]
     (axes,) = figures[0].axes
     assert {text.get_text() for text in axes.texts} == {"full", "snapkv 0.2", "snapkv 0.5", "knorm 0.2"}
     (front,) = [line for line in axes.lines if line.get_label() == "front"]
     assert front.get_xydata().tolist() == [[10, 90], [30, 80], [31, 10]]
+
+
+def drawn(folder, monkeypatch):
+    """The figures of a report, with PNGs beside the cells: score, then throughput."""
+    figures = []
+    monkeypatch.setattr(report_folder, "plot", PLOT)
+    monkeypatch.setattr(plots.plt, "close", figures.append)
+    run(folder)
+    return figures
+
+
+@pytest.mark.parametrize("count", [6, 46])
+def test_a_legend_of_any_length_is_on_the_canvas_and_covers_no_point(tmp_path, monkeypatch, count):
+    """All series are on the front, so all are named."""
+    folder = write_cell(tmp_path, "full", 1.0, answers_per_s=1.0, scores={"exact_match,none": 1.0})
+    for place in range(count):
+        kept = 0.9**place
+        folder = write_cell(
+            tmp_path, f"a-method-of-a-long-name-{place}", kept, scores={"exact_match,none": 0.95 * kept},
+            answers_per_s=1.1 / kept, options={"kernel_size": 3},
+        )  # fmt: skip
+    for figure in drawn(folder, monkeypatch):
+        (legend,), (axes,) = figure.legends, figure.axes
+        figure.draw_without_rendering()
+        assert len(legend.get_texts()) >= count + 1
+        box, canvas = legend.get_window_extent(), figure.bbox
+        assert min(box.x0 - canvas.x0, box.y0 - canvas.y0, canvas.x1 - box.x1, canvas.y1 - box.y1) > -1  # pixel
+        assert not box.overlaps(axes.get_tightbbox())
+
+
+def test_above_twelve_series_only_those_on_the_front_are_coloured_and_the_rest_is_one_entry(tmp_path, monkeypatch):
+    write_cell(tmp_path, "full", 1.0, answers_per_s=10.0, scores={"exact_match,none": 0.9})
+    write_cell(tmp_path, "hindsight", 0.2, answers_per_s=2.0, scores={"exact_match,none": 0.9})
+    write_cell(tmp_path, "random", 0.2, answers_per_s=20.5, scores={"exact_match,none": 0.1})
+    for place in range(14):
+        write_cell(tmp_path, f"worse-{place}", 0.2, answers_per_s=19.0, scores={"exact_match,none": 0.2})
+    folder = write_cell(tmp_path, "snapkv", 0.2, answers_per_s=20.0, scores={"exact_match,none": 0.8})
+    score, throughput = drawn(folder, monkeypatch)
+    named = ["full cache", "hindsight", "snapkv", "15 other methods"]
+    assert [text.get_text() for text in score.legends[0].get_texts()] == named
+    assert sorted(text.get_text() for text in throughput.legends[0].get_texts()) == sorted([*named, "front"])
+    assert {text.get_text() for text in throughput.axes[0].texts} == {"full", "snapkv 0.2"}
+    colours = {line.get_color() for line in score.axes[0].lines}
+    assert {colour("snapkv"), colour("hindsight"), plots.GREY, "black"} == colours
+
+
+def test_a_curve_lies_at_what_was_kept_not_at_what_was_asked(tmp_path, monkeypatch):
+    write_cell(tmp_path, "fastv", 0.1, realised=0.499)
+    folder = write_cell(tmp_path, "fastv", 0.5, realised=0.723)
+    (figure,) = drawn(folder, monkeypatch)
+    assert list(figure.axes[0].containers[0].lines[0].get_xdata()) == [0.499, 0.723]
+    assert "as measured" in figure.axes[0].get_xlabel()
 
 
 def test_sums_are_not_shown_in_percent(tmp_path):
@@ -131,16 +188,16 @@ def test_sums_are_not_shown_in_percent(tmp_path):
 
 
 def test_budgets_are_named(tmp_path):
-    folder = write_cell(tmp_path, ratio=None, budget=64)
-    assert "| snapkv | budget 64 |" in run(folder)[1][0].read_text()
+    folder = write_cell(tmp_path, ratio=None, budget=64, realised=0.1684)
+    assert "| snapkv | 0.168 (budget 64) |" in run(folder)[1][0].read_text()
 
 
 def test_plot_draws_every_series_and_the_full_cache(tmp_path, monkeypatch):
     for method, ratio in (("snapkv", 0.1), ("snapkv", 0.5), ("full", 1.0), ("knorm", 0.2)):
         folder = write_cell(tmp_path, method, ratio)
     figures = []
-    monkeypatch.setattr(table, "plot", PLOT)
-    monkeypatch.setattr(table.plt, "close", figures.append)
+    monkeypatch.setattr(report_folder, "plot", PLOT)
+    monkeypatch.setattr(plots.plt, "close", figures.append)
     _, files = run(folder)
     (axes,) = figures[0].axes
     assert axes.get_legend_handles_labels()[1] == ["full cache", "knorm", "snapkv"]
@@ -151,7 +208,7 @@ def test_plot_draws_every_series_and_the_full_cache(tmp_path, monkeypatch):
 
 def test_what_is_shown_is_text_wherever_it_is_shown(tmp_path, monkeypatch, capsys):
     """A bar ends no cell; nothing is markup of the terminal, a formula of the plot, or HTML."""
-    monkeypatch.setattr(table, "plot", PLOT)
+    monkeypatch.setattr(report_folder, "plot", PLOT)
     odd = "a|b `c` <script>\n[/INST] $5 or $ \\ _x_ *y*"
     folder = write_cell(tmp_path, options={"pooling": odd}, settings={"system_prompt": odd})
     assert main([str(folder)]) == 0
@@ -163,6 +220,95 @@ def test_what_is_shown_is_text_wherever_it_is_shown(tmp_path, monkeypatch, capsy
     shown = r"a\|b \`c\` &lt;script&gt; \[/INST\] $5 or $ \\ \_x\_ \*y\*"
     assert shown in title
     assert shown in rows[2]
+
+
+@pytest.mark.parametrize(
+    ("asked", "realised", "shown"),
+    [
+        (0.2, 0.2009, "0.201"),
+        (0.2, 0.21, "0.210"),
+        (0.2, 0.2101, "0.210 (0.2)"),
+        (0.05, 0.0549, "0.0549"),  # one token of 200
+        (0.05, 0.0551, "0.0551 (0.05)"),
+        (0.1, 0.499, "0.499 (0.1)"),
+        (0.0125, 0.0125, "0.0125"),
+        (1.0, 1.0, "1.000"),
+    ],
+)
+def test_the_share_that_was_kept_is_shown_and_what_was_asked_where_that_is_another(tmp_path, asked, realised, shown):
+    folder = write_cell(tmp_path, ratio=asked, realised=realised)
+    assert f"| snapkv | {shown} |" in run(folder)[1][0].read_text()
+
+
+def test_where_another_share_is_kept_than_was_asked_the_file_says_what_each_layer_holds(tmp_path):
+    write_cell(tmp_path, "pyramidkv", 0.2, per_layer=[0.3, 0.1])  # its mean is what was asked
+    folder = write_cell(tmp_path, "fastv", 0.1, realised=0.499, per_layer=[1.0, 1.0, 0.165, 0.165, 0.165])
+    text = run(folder)[1][0].read_text()
+    assert "Kept by layer: fastv 0.499 (0.1): 1.000 in layers 0 to 1, 0.165 in layers 2 to 4." in text
+
+
+def test_options_that_all_rows_of_a_method_share_stand_in_the_title_alone(tmp_path):
+    protocol = {"first_token": "compressed"}
+    write_cell(tmp_path, "full", 1.0)
+    write_cell(tmp_path, "random", options=protocol)
+    write_cell(tmp_path, options={**protocol, "window_size": 8, "pooling": "max"})
+    folder = write_cell(tmp_path, options={**protocol, "window_size": 8, "pooling": "avg"})
+    frame = table.sweep_frame(results.load_cells(folder))
+    names, shared = table.short_names(frame)
+    assert names == ["full", "random", "snapkv pooling=avg", "snapkv pooling=max"]
+    assert shared == "first_token=compressed; snapkv: window_size=8"
+    printed = run(folder)[0]
+    assert printed.count("first_token=compressed;") == 1
+    assert "snapkv pooling=max" in printed
+
+
+LONG = "entropy-gated-chunkkv"
+
+
+@pytest.fixture
+def long_names(tmp_path):
+    """Cells whose names and options need more than any terminal has."""
+    for kernel in (3, 5):
+        for ratio in (0.5, 0.0125):
+            write_cell(tmp_path, LONG, ratio, options={"pooling": "max", "kernel_size": kernel, "window_size": 8})
+    write_cell(tmp_path, "fastv", 0.1, realised=0.499)
+    return write_cell(tmp_path, "full", 1.0, answers_per_s=12.0, ttft_s=0.04, kv_held_bytes=1e6)
+
+
+def joined_cells(text, columns):
+    """The cells of a printed table, each with its lines joined: `columns` texts for each row."""
+    rows = []
+    for line in text.splitlines():
+        if line.startswith("│"):
+            cells = [cell.strip() for cell in line.strip("│").split("│")]
+            rows.append(cells)
+    return ["".join(row[place] for row in rows) for place in range(columns)]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 140])
+def test_no_name_and_no_share_is_cut_in_a_narrow_terminal(long_names, width):
+    out = io.StringIO()
+    report_folder.report(long_names, console=Console(file=out, width=width))
+    text = out.getvalue().split("written:")[0]
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    names, shares, *_ = joined_cells(text, 3)
+    for name in ("full", "fastv", f"{LONG}kernel_size=3", f"{LONG}kernel_size=5"):
+        assert name in names.replace(" ", "")
+    for share in ("1.000", "0.499(0.1)", "0.500", "0.0125"):
+        assert share in shares.replace(" ", "")
+    flat = " ".join(text.split())
+    assert "Left out for want of room: room, questions" in flat
+    assert "all is in report.md" in flat
+
+
+def test_what_is_piped_is_as_wide_as_it_needs(long_names, capsys):
+    assert main([str(long_names)]) == 0
+    text = capsys.readouterr().out
+    rows = [line for line in text.splitlines() if line.startswith("│")]
+    assert len(rows) == 6  # none is folded
+    for column in ("room", "questions", "tokens/correct", f"{LONG} kernel_size=5 ", "0.0125"):
+        assert column in text
 
 
 def test_batch_size_of_the_times_is_named(tmp_path):

@@ -465,6 +465,12 @@ def test_answers_that_cannot_see_compression_are_named(configuration, tmp_path):
     assert text.count("Short answers: the median answer has 1 or 2 tokens. With first_token=full") == 1
 
 
+def test_a_share_that_is_not_the_ratio_asked_is_named(configuration, tmp_path):
+    write(tmp_path / "results", "one", "knorm", 0.5, "abcx", realised=0.72)
+    main([configuration(), "--report-only"])
+    assert "| 4 questions, kept 0.720 |\n" in table(tmp_path / "results")[1]
+
+
 def test_metric_and_scale_are_those_of_the_file(configuration, tmp_path, capsys):
     write(tmp_path / "results", "one", "knorm", 0.5, "abcx")
     benchmark = {"name": "One", "task": "one", "metric": "acc", "scale": 1000}

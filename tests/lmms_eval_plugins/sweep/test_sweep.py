@@ -363,9 +363,9 @@ def test_a_grid_ends_with_a_table_in_its_order_one_row_per_cell(fake, tmp_path, 
     assert command.main(["run", str(write(tmp_path / "sweep.yaml")), f"--output_path={tmp_path / 'out'}"]) == 0
     assert fake.evaluated == ["full-1", "snapkv-0.5", "snapkv-0.2"]
     assert [row[:4] for row in report_of(tmp_path / "out")] == [
-        ["1", "full", "1", "100.0 ± 1.0"],
-        ["3", "snapkv", "0.5", "50.0 ± 1.0"],
-        ["4", "snapkv", "0.2", "20.0 ± 1.0"],
+        ["1", "full", "1.000", "100.0 ± 1.0"],
+        ["3", "snapkv", "0.500", "50.0 ± 1.0"],
+        ["4", "snapkv", "0.200", "20.0 ± 1.0"],
     ]
     assert "trial 4 of 4 (method=snapkv ratio=0.2): accuracy 0.2" in capsys.readouterr().out
 

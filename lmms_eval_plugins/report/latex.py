@@ -1,0 +1,82 @@
+"""Tables of cells for papers: LaTeX with booktabs, and longtable where a page is too short."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from .numbers import fixed, near
+from .short_answers import warning
+from .table import asked, by_layer, note, score_scale, score_text, scores_by_size, short_names, table_rows
+
+PREAMBLE = "% needs \\usepackage{booktabs,longtable}\n\n"
+MOST_ROWS = 40  # of a table that is in one piece
+
+ESCAPED = {**{character: "\\" + character for character in "&%$#_{}"}, "\\": r"\textbackslash{}"}
+ESCAPED |= {"^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "±": r"$\pm$"}
+ESCAPED |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
+
+
+def escaped(text: str) -> str:
+    """Text in which no character has a meaning to LaTeX."""
+    return " ".join(text.split()).translate(str.maketrans(ESCAPED))
+
+
+def latex_tables(frame: pd.DataFrame, title: str) -> str:
+    """The table of all cells of a frame, and that of the scores by the share that was asked. Options that all rows of a
+    method share stand in the captions."""
+    names, shared = short_names(frame)
+    frame, title = frame.assign(series=names), "; ".join(filter(None, [title, shared]))
+    header, rows = table_rows(frame)
+    caption = " ".join([f"{title}.", note(frame), by_layer(frame), warning(frame)])
+    cells = environment(list(map(escaped, header)), [list(map(escaped, row)) for row in rows], caption)
+    return f"{cells}\n{scores(frame, title)}"
+
+
+def scores(frame: pd.DataFrame, title: str) -> str:
+    """A row per series and a column per ratio or budget that was asked; the full cache has a row of its own. The best
+    score of a column is bold, among the methods that keep what was asked; `hindsight`, which knows the answer, is not
+    one of them."""
+    scale = score_scale(frame)
+    full, compressed = frame[frame["method"] == "full"], frame[frame["method"] != "full"]
+    table = scores_by_size(compressed, scale).map(escaped)
+    for series, size in _best(compressed, scale):
+        table.loc[series, size] = f"\\textbf{{{table.loc[series, size]}}}"
+    above = [
+        f"full cache & \\multicolumn{{{table.shape[1]}}}{{c}}{{{escaped(score_text(row, scale))}}}"
+        for row in full.itertuples()
+        if table.shape[1]
+    ]
+    caption = (
+        f"{title}: {frame['metric'].iloc[0] or 'score'} by the share of the KV entries that was asked; in brackets "
+        "what was kept, where that is another share. Bold: the best of a column, among those that keep what was asked."
+    )
+    rows = [[escaped(series), *row] for series, row in zip(table.index, table.to_numpy().tolist(), strict=True)]
+    return environment(["method", *map(escaped, table.columns)], rows, caption, above)
+
+
+def _best(frame: pd.DataFrame, scale: int) -> list[tuple[str, str]]:
+    """Series and size of the best scores as they are shown, so that equal ones are all bold."""
+    fair = [
+        (row.series, asked(row), float(fixed(scale * row.score, 1)))
+        for row in frame.itertuples()
+        if near(row.realised, row.ratio) and row.method != "hindsight" and pd.notna(row.score)
+    ]
+    most = {size: max(score for _, other, score in fair if other == size) for _, size, _ in fair}
+    return [(series, size) for series, size, score in fair if score == most[size]]
+
+
+def environment(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str, above: Sequence[str] = ()) -> str:
+    """A table with booktabs' rules, whose caption alone is escaped here. More than 40 rows go over pages.
+
+    Args:
+        above: rows that a rule separates from the others, as LaTeX.
+    """
+    columns, head = "l" + "r" * (len(header) - 1), f"\\toprule\n{' & '.join(header)} \\\\\n\\midrule\n"
+    body = "".join(f"{row} \\\\\n" for row in above) + "\\midrule\n" * bool(above and rows)
+    body += "".join(f"{' & '.join(row)} \\\\\n" for row in rows) + "\\bottomrule\n"
+    named = f"\\caption{{{escaped(caption)}}}"
+    if len(rows) > MOST_ROWS:
+        first = f"{named} \\\\\n{head}\\endfirsthead\n{head}\\endhead\n"
+        return f"\\begin{{longtable}}{{{columns}}}\n{first}{body}\\end{{longtable}}\n"
+    tabular = f"\\begin{{tabular}}{{{columns}}}\n{head}{body}\\end{{tabular}}\n"
+    return f"\\begin{{table}}\n\\centering\n{named}\n{tabular}\\end{{table}}\n"

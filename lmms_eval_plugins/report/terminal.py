@@ -1,0 +1,60 @@
+"""Tables in a terminal. Nothing is ever cut: what there is no room for is left out and named, or goes on below."""
+
+import sys
+from collections.abc import Sequence
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+
+UNBOUNDED = 100_000  # columns: wider than any table
+LEAST = 8  # columns that names have at least, before the others are folded, too
+
+
+def console() -> Console:
+    """Of stdout. Where that is no terminal but a pipe or a file, lines are as long as the tables are wide."""
+    return Console(width=None if sys.stdout.isatty() else UNBOUNDED, markup=False, emoji=False)
+
+
+def fitted(
+    width: int,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    title: str = "",
+    caption: str = "",
+    names: int = 0,
+    droppable: Sequence[str] = (),
+    elsewhere: str = "",
+) -> Table:
+    """A table of at most `width` columns of the terminal.
+
+    Where it needs more, columns are left out, the first of `droppable` first, and the caption says which. Where that
+    does not suffice, the column of names is folded into several lines, then the others.
+
+    Args:
+        names: the place of that column.
+        elsewhere: the file that holds all columns.
+    """
+    widths = [max(map(cell_len, column)) for column in zip(header, *rows, strict=True)]
+    shown, dropped = list(range(len(header))), []
+
+    def needed(places: Sequence[int]) -> int:
+        return sum(widths[place] + 3 for place in places) + 1  # a blank on either side, and the lines between
+
+    for name in droppable:
+        if needed(shown) <= width:
+            break
+        if name in header:
+            shown.remove(header.index(name))
+            dropped.append(name)
+    if dropped:
+        caption = f"Left out for want of room: {', '.join(dropped)}; all is in {elsewhere}. {caption}"
+    table = Table(title=title or None, caption=caption or None)
+    room = width - needed([place for place in shown if place != names]) - 3
+    for place in shown:
+        fits = place != names and room >= LEAST
+        justify = "left" if place == names else "right"
+        table.add_column(header[place], justify=justify, overflow="fold", width=widths[place] if fits else None)
+    for row in rows:
+        table.add_row(*(row[place] for place in shown))
+    return table
