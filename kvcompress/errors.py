@@ -23,6 +23,10 @@ class KVCompressError(ValueError):
     exit_code = 2  # of a command that it ends
 
 
+class MissingFile(KVCompressError):
+    """A method needs a file, such as a calibration or a checkpoint, that it was not given."""
+
+
 def unknown_name(problem: str, name: object, valid: Iterable[str]) -> KVCompressError:
     """The error "`problem` `name`" for a name that is not among the `valid` ones; points at the nearest one."""
     valid = sorted(valid)

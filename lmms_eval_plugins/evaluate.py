@@ -9,7 +9,8 @@ wrong, with 128 and the signal's number after Ctrl-C (130), SIGTERM or SIGHUP.
 
 import os
 
-from kvcompress.command_line import exit_code, leave
+from kvcompress.command_line import exit_code, fail, leave
+from kvcompress.errors import KVCompressError
 
 from .cells.cell_log import CellLog
 from .cells.command_line import flag_parser, parse
@@ -44,8 +45,14 @@ def evaluate(argv: list[str]) -> int:
     check_names(request)
     set_offline(request)
     with uncollected():
-        plan = Plan.of(request)
-    return run(plan, argv)
+        plan = Plan.of(request, leaves_out=True)
+    is_rank = "LOCAL_RANK" in os.environ  # which the process that started it speaks for
+    for reason in [] if is_rank else plan.left_out.values():
+        fail(f"{reason} (it is left out, the others go on)", 2)
+    code = run(plan, argv)
+    if plan.left_out and not code and not is_rank:
+        raise KVCompressError("; ".join(plan.left_out.values()))
+    return code
 
 
 def run(plan: Plan, argv: list[str]) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from ..calibration import files
 from ..command_line import called
-from ..errors import KVCompressError
+from ..errors import KVCompressError, MissingFile
 from ..layer_budgets import LayerBudget
 from ..methods import name_of
 from ..scoring.layer_view import LayerView
@@ -78,7 +78,7 @@ def check_calibration(cluster: KVCluster, method: str) -> None:
     if (file := cluster.calibration_file) is not None:
         files.check_method(files.load(file), file, method, cluster.calibrated)
     elif cluster.needs_calibration:
-        raise KVCompressError(
+        raise MissingFile(
             f"method {method!r} needs calibration=FILE, made by: "
             f"{called('calibrate')} MODEL --method {method} --text TEXT --out FILE"
         )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ..errors import KVCompressError
+from ..errors import KVCompressError, MissingFile
 from ..learned.checkpoints import Trained, Weights
 from ..scoring.layer_view import LayerView
 from ..scoring.rows import handles_padding
@@ -58,7 +58,7 @@ def check_checkpoint(cluster: KVCluster, method: str) -> None:
     """Raises KVCompressError where a learned method has no checkpoint that can be read."""
     if isinstance(cluster, LearnedKVCluster):
         if cluster.checkpoint is None:
-            raise KVCompressError(f"method {method!r} is learned: it needs checkpoint=, a local path or a hub id")
+            raise MissingFile(f"method {method!r} is learned: it needs checkpoint=, a local path or a hub id")
         cluster.trained(cluster.checkpoint)
 
 

@@ -70,7 +70,8 @@ def flag_parser() -> argparse.ArgumentParser:
         "eval",
         usage=f"%(prog)s {USAGE}\n       %(prog)s [flags]        the demo: bundled model and task\n"
         f"       {called('list')} tasks|methods|models [WORD]",
-        description="Evaluate a model under KV-cache compression with lmms-eval. METHOD and RATIO may be comma lists.",
+        description="Evaluate a model under KV-cache compression with lmms-eval. METHOD and RATIO may be comma lists. "
+        "METHOD may be all, all-kv or all-tokens.",
     )
     add = parser.add_argument
     add("words", nargs="*", metavar="TASK MODEL METHOD RATIO key=value", help="MODEL `tiny` is the bundled one")

@@ -32,6 +32,7 @@ WITHOUT_EFFECT = (
     "kept_tokens.py",
     "listing.py",
     "machine.py",
+    "methods_asked.py",
     "names.py",
     "plan.py",
     "processes.py",

@@ -14,6 +14,7 @@ from kvcompress.flag_types import shown
 
 from .command_line import Request
 from .errors import UsageError, nearest
+from .methods_asked import GROUPS
 from .yaml_files import read_yaml
 
 PLUGIN = Path(__file__).parents[1]
@@ -80,10 +81,9 @@ def check_names(request: Request) -> None:
         return
     methods = method_names()
     for method in request.methods:
-        if methods and method.lower().replace("_", "-") not in methods:
-            raise UsageError(
-                f"there is no method {shown(method)}{nearest(method, methods)}; valid: {', '.join(methods)}"
-            )
+        valid = [*methods, *GROUPS]
+        if methods and method.lower().replace("_", "-") not in valid:
+            raise UsageError(f"there is no method {shown(method)}{nearest(method, valid)}; valid: {', '.join(valid)}")
     arguments = argument_names()
     for argument in request.arguments:
         if argument not in arguments and (near := nearest(argument, arguments)):

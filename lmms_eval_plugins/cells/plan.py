@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,18 +10,21 @@ from ..text.run import applies_template
 from ..text.tasks import TextTask, TextTasks, text_identity
 from .command_line import BUNDLED_MODEL, DEFAULT_SEEDS, Request
 from .data import DEFAULT_DATA_ROOT, check_choice, check_task, data_identity, find_tasks, limited, load_tasks
-from .errors import UsageError
+from .errors import UsageError, leave_out
 from .evaluator_flags import REASONING_TAGS
 from .identity import fingerprint, task_identity
 from .inspection import check_integrity, set_examples, write_out
 from .kept_answers import KeptAnswers, read_kept_answers
 from .kept_tokens import kept_tokens_damage, overlays_asked
 from .machine import check_device, check_model_is_local, is_offline, rank
+from .methods_asked import able, asked_for
 from .names import canonical, is_lm_eval
 from .results import Cell, incomplete_reason
 
 if TYPE_CHECKING:
     from lmms_eval.tasks import TaskManager
+
+    from kvcompress.policy.policy import Policy
 
     from ..model.arguments import ModelArguments
 
@@ -40,6 +43,8 @@ class Plan:
         cells: every cell with all options of its method.
         settings: those of the run that differ from the defaults and may change a score or a time.
         data_root: the folder of datasets: the one given, or `data` where there is one.
+        of_groups: methods that no name asks for, but `all` or the like: one that a prompt cannot be given is left out.
+        left_out: methods asked for by name that need a file which was not given -> the line that says so.
     """
 
     request: Request
@@ -47,24 +52,40 @@ class Plan:
     cells: list[tuple[Cell, dict[str, Any]]]
     settings: dict[str, Any]
     data_root: Path | None
+    of_groups: frozenset[str] = frozenset()
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, request: Request) -> "Plan":
-        """Raises KVCompressError or UsageError for an unknown method, option or model argument, or a wrong value."""
+    def of(cls, request: Request, leaves_out: bool = False) -> "Plan":
+        """Raises KVCompressError or UsageError for an unknown method, option or model argument, or a wrong value; for a
+        method that needs a file which was not given, unless the others shall run without it (`leaves_out`).
+
+        Of `all` methods those that cannot run here are left out, with a line each.
+        """
         from ..model.arguments import model_arguments, split_arguments, without_none
         from ..model.generation import check_generation, check_one_sequence
 
         tasks = [canonical(name, request.flags.include_path) for name in request.tasks]
         request = replace(request, tasks=list(dict.fromkeys(tasks)))
-        own, options = split_arguments(request.arguments, request.methods, ("budget", "metric", "filter"))
+        asked = asked_for(request.methods)
+        own, options = split_arguments(request.arguments, list(asked), ("budget", "metric", "filter"))
         for name in {"chat_template", "system_prompt"} & own.keys():  # text, or a file of the working directory
             own[name] = os.path.realpath(own[name]) if os.path.isfile(str(own[name])) else own[name]
         request.flags.gen_kwargs = check_generation(request.flags.gen_kwargs)
         arguments = model_arguments(pretrained=_local_or_hub(request.model), **own)
         check_one_sequence(arguments.slots, request.flags.gen_kwargs)
         settings = _run_settings(arguments, request.flags)
+        options = without_none(options)
+        methods, left_out, unable = able(
+            asked, lambda method: _check_method(method, request, arguments, options), leaves_out
+        )
+        for method, reason in unable.items():
+            leave_out(f"method {method}", reason)
+        request = replace(request, methods=methods)
         data_root = request.flags.data_root or (DEFAULT_DATA_ROOT if DEFAULT_DATA_ROOT.is_dir() else None)
-        return cls(request, arguments, _cells(request, arguments, without_none(options), settings), settings, data_root)
+        cells = _cells(request, options, settings, text_settings(arguments, request.flags))
+        of_groups = frozenset(method for method, by_name in asked.items() if not by_name)
+        return cls(request, arguments, cells, settings, data_root, of_groups, left_out)
 
     def check_machine(self, processes: int) -> None:
         """Raises EvaluationFailed where this machine lacks a GPU that is needed, or the model and a way to get it."""
@@ -261,31 +282,41 @@ def text_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dic
     return settings
 
 
-def _cells(
-    request: Request, arguments: "ModelArguments", options: dict[str, Any], settings: dict[str, Any]
-) -> list[tuple[Cell, dict[str, Any]]]:
-    """Tasks x methods x sizes. An option goes to every method that has it; `full` keeps all, so it has one size. So has
-    a method whose preset says how much is kept."""
+def _policy(method: str, request: Request, options: dict[str, Any]) -> tuple["Policy", dict[str, object]]:
+    """A method with those of the options that it has, at any size; and its defaults. Raises KVCompressError."""
     from kvcompress.methods import method_info
     from kvcompress.policy.options import all_options
-    from kvcompress.policy.policy import check_tensor_parallel, make_policy
+    from kvcompress.policy.policy import make_policy
+
+    defaults = all_options(method_info(method), options.get("scorer"))
+    own = {name: value for name, value in options.items() if name in defaults}
+    return make_policy(method, 1.0 if request.ratios or request.budgets else None, **own), defaults
+
+
+def _check_method(method: str, request: Request, arguments: "ModelArguments", options: dict[str, Any]) -> None:
+    """Raises KVCompressError where a method cannot run with these options and arguments."""
+    from kvcompress.policy.policy import check_tensor_parallel
 
     from ..model.arguments import check_slots
 
+    policy, _ = _policy(method, request, options)
+    if arguments.tp_plan is not None:
+        check_tensor_parallel(policy)
+    check_slots(arguments.slots, policy.options)
+
+
+def _cells(
+    request: Request, options: dict[str, Any], settings: dict[str, Any], of_text: dict[str, Any]
+) -> list[tuple[Cell, dict[str, Any]]]:
+    """Tasks x methods x sizes. An option goes to every method that has it; `full` keeps all, so it has one size. So has
+    a method whose preset says how much is kept. `of_text`: further settings, of lm-eval's tasks."""
     sizes = [{"ratio": ratio} for ratio in request.ratios] + [{"budget": size} for size in request.budgets]
     of_methods = {}
     for method in request.methods:
-        info = method_info(method)
-        defaults = all_options(info, options.get("scorer"))
-        own = {name: value for name, value in options.items() if name in defaults}
-        policy = make_policy(info.name, 1.0 if sizes else None, **own)
-        if arguments.tp_plan is not None:
-            check_tensor_parallel(policy)
-        check_slots(arguments.slots, policy.options)
+        policy, defaults = _policy(method, request, options)
         changed = {name: value for name, value in policy.options.items() if value != defaults[name]}
         of_method = sizes or [{"ratio": policy.budget.ratio, "budget": policy.budget.entries}]
-        of_methods[info.name] = policy.options, changed, [{"ratio": 1.0}] if info.name == "full" else of_method
-    of_text = text_settings(arguments, request.flags)
+        of_methods[method] = policy.options, changed, [{"ratio": 1.0}] if method == "full" else of_method
     own = {task: of_text if is_lm_eval(task, request.flags.include_path) else {} for task in request.tasks}
     return [
         (Cell(task, request.model, method, **size, options=changed, settings={**settings, **own[task]}), in_force)
