@@ -14,6 +14,26 @@ from kvcompress import KVCompressError
 from .arguments import ModelArguments
 from .media import ChatPrompt, read_messages, resize_with_qwen_vl_utils
 
+Shapes = tuple[tuple[int, ...], ...]  # of a prompt's pictures and clips
+
+
+class DoNotBatch(KVCompressError):
+    """A processor takes pictures or clips of different shapes in no batch together.
+
+    Attributes:
+        shapes: those of each prompt.
+    """
+
+    def __init__(self, shapes: list[Shapes]):
+        self.shapes = shapes
+        clips = sorted({shape[0] for of_prompt in shapes for shape in of_prompt if len(shape) == 4})
+        what = f"clips of {' and '.join(map(str, clips))} frames" if len(clips) > 1 else "pictures of different shapes"
+        super().__init__(f"the processor takes no {what} in one batch")
+
+
+def _shapes(prompt: ChatPrompt) -> Shapes:
+    return tuple(video.shape for video in prompt.videos) + tuple(image.size for image in prompt.images)
+
 
 class ChatProcessor:
     """Makes the prompts of a batch; touches neither the model nor the device.
@@ -84,8 +104,8 @@ class ChatProcessor:
         return KVCompressError(f"chat template {which}: {' '.join(reason.split())}")
 
     def inputs(self, prompts: list[ChatPrompt]) -> BatchFeature:
-        """Model inputs of a batch, left-padded, on the CPU. Raises KVCompressError for clips that go into no batch, and
-        where the chat template does not show the pictures, each once."""
+        """Model inputs of a batch, left-padded, on the CPU. Raises DoNotBatch for pictures or clips that the processor
+        takes in no batch together, KVCompressError where the chat template does not show the pictures, each once."""
         texts = [self.text(prompt) for prompt in prompts]
         arguments: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
         # A chat template writes the begin-of-sequence token where the model wants one.
@@ -106,16 +126,10 @@ class ChatProcessor:
         try:
             inputs = dict(self.processor(text=texts, **arguments))
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-            lengths = {len(video) for prompt in prompts for video in prompt.videos}
-            if len(lengths) < 2 or "pixel_values_videos" not in str(error):
-                raise self._wrong_template(
-                    f"the processor refuses its prompt: {type(error).__name__}: {error}"
-                ) from error
-            frames = " and ".join(map(str, sorted(lengths)))
-            raise KVCompressError(
-                f"{self.args.pretrained}: its processor takes no clips of {frames} frames in one batch: give "
-                "batch_size=1, or slots=N for N questions at a time"
-            ) from error
+            shapes = [_shapes(prompt) for prompt in prompts]
+            if len(set(shapes)) > 1 and "pixel_values" in str(error):
+                raise DoNotBatch(shapes) from error
+            raise self._wrong_template(f"the processor refuses its prompt: {type(error).__name__}: {error}") from error
         self._check_shown(prompts, inputs["input_ids"])
         # Frames' positions are multiples of it, so it is not rounded.
         exact = {name: value for name, value in inputs.items() if name == "second_per_grid_ts"}

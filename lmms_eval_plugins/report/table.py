@@ -166,7 +166,7 @@ def _bytes(value: float | None) -> str:
 def note(frame: pd.DataFrame) -> str:
     """What the columns mean."""
     batch_size, slots = (str(frame[name].iloc[0]) for name in ("batch_size", "slots"))  # `auto`: as many as fitted
-    of_batch = "" if batch_size == "1" else f", of a batch of {batch_size}"
+    of_batch = "" if batch_size == "1" else f", of batches of up to {batch_size}"
     if slots != "None":
         of_batch = f", with slots={slots}: per token, other requests' prefills included"
     return (

@@ -95,7 +95,7 @@ def test_an_automatic_batch_size_runs_and_is_named(capsys):
     assert results["protocol"]["settings"]["batch_size"] == "auto:2"
     assert results["config"]["batch_sizes"] == [1, 1]
     out, err = capsys.readouterr()
-    assert "of a batch of auto:2" in out
+    assert "of batches of up to auto:2" in " ".join(out.split())
     assert " · 4/4 · " in err  # two answers to each question
 
 

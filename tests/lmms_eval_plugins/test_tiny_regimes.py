@@ -1,5 +1,6 @@
 """Long answers, several pictures, video, long texts: what is drawn, how it is packed and trained on, the tasks."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -404,3 +405,17 @@ def test_each_task_runs_through_the_plugin(tmp_path, monkeypatch, small_index):
     assert evaluate.main(argv) == 0
     for name in names:
         assert list((tmp_path / "results").glob(f"{name}/tiny/snapkv*/results.json"))
+
+
+def test_clips_that_do_not_batch_are_answered_in_smaller_batches_as_they_are_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    answers = []
+    for batch in (["batch_size=3"], []):
+        assert evaluate.main(["tiny_video", "tiny", "snapkv", "0.3", "--limit", "4", *batch]) == 0
+        (file,) = tmp_path.glob(
+            f"results/*/*/snapkv-0.3-{''.join([*batch, '-'] if batch else [])}limit=4/samples.jsonl"
+        )
+        rows = sorted((json.loads(line) for line in file.read_text().splitlines()), key=lambda row: row["doc_id"])
+        answers.append([row["filtered_resps"] for row in rows])
+    assert len(answers[0]) == 4
+    assert answers[0] == answers[1]

@@ -7,6 +7,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from kvcompress import KVCompressError
+from lmms_eval_plugins.model.prompts import DoNotBatch
 from tests.support.checkpoints import image, load_lm, requests, write_video
 
 
@@ -109,15 +110,17 @@ def test_frames_and_area_of_a_video_are_bounded(checkpoint, tmp_path, family):
     assert small < whole < large
 
 
-def test_clips_of_different_lengths_go_into_a_batch_or_it_is_said_what_to_do(checkpoint, tmp_path):
+def test_clips_of_different_lengths_go_into_a_batch_or_into_one_for_each_length(checkpoint, tmp_path):
     """Qwen2-VL's processor lays patches one behind the other; LLaVA-OneVision's stacks clips."""
     clips = [{"text": "?", "videos": [write_video(tmp_path / f"{n}.mp4", frames=n, fps=4)]} for n in (3, 5)]
     lm = load_lm(checkpoint("qwen2-vl"), max_frames_num=8)
     assert len(lm.prepare(requests(lm, clips)).inputs["input_ids"]) == 2
     lm = load_lm(checkpoint("llava-onevision"), max_frames_num=8)
     assert len(lm.prepare(requests(lm, [clips[0]] * 2)).inputs["input_ids"]) == 2
-    with pytest.raises(KVCompressError, match="no clips of 3 and 5 frames in one batch: give batch_size=1, or slots=N"):
+    with pytest.raises(DoNotBatch, match="takes no clips of 3 and 5 frames in one batch"):
         lm.prepare(requests(lm, clips))
+    parts = lm._prepare_parts(requests(lm, [clips[0], clips[1], clips[0]]))
+    assert [(places, len(batch.inputs["input_ids"])) for places, batch in parts] == [([0, 2], 2), ([1], 1)]
 
 
 def test_area_of_a_video_is_no_argument_where_nothing_scales_by_it(checkpoint):

@@ -313,7 +313,7 @@ def test_what_is_piped_is_as_wide_as_it_needs(long_names, capsys):
 
 def test_batch_size_of_the_times_is_named(tmp_path):
     folder = write_cell(tmp_path, settings={"batch_size": 4})
-    assert "of a batch of 4" in run(folder)[1][0].read_text()
+    assert "of batches of up to 4" in run(folder)[1][0].read_text()
 
 
 def test_folder_without_cells_is_an_error(tmp_path, capsys):
