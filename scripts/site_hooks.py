@@ -21,6 +21,7 @@ OUTSIDE = {
     "by-task.md": "docs/README.md",
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
+    "examples.md": "examples/README.md",
     "tiny-checkpoint.md": "lmms_eval_plugins/tiny_vlm/checkpoint/README.md",
     "benchmarks/README.md": "benchmarks/README.md",
     **{
