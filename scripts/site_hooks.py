@@ -21,6 +21,7 @@ OUTSIDE = {
     "by-task.md": "docs/README.md",
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
+    "examples.md": "examples/README.md",
     "tiny-checkpoint.md": "lmms_eval_plugins/tiny_vlm/checkpoint/README.md",
     "benchmarks/README.md": "benchmarks/README.md",
     **{
@@ -28,7 +29,8 @@ OUTSIDE = {
         for path in (ROOT / "benchmarks" / "results").glob("*.md")
     },
 }
-WRITTEN = {"tour.md": "docs/tour.ipynb", "api.md": ""}
+NOTEBOOKS = {f"{path.stem}.md": f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.ipynb"))}
+WRITTEN = {**NOTEBOOKS, "api.md": ""}
 PAGE_OF = {source: page for page, source in {**OUTSIDE, **WRITTEN}.items() if source}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
@@ -37,7 +39,8 @@ def on_files(files: Files, config: dict) -> Files:
     files.remove(files.get_file_from_path("README.md"))
     for page, source in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
-    files.append(File.generated(config, "tour.md", content=notebook(ROOT / "docs" / "tour.ipynb")))
+    for page, source in NOTEBOOKS.items():
+        files.append(File.generated(config, page, content=notebook(ROOT / source)))
     files.append(File.generated(config, "api.md", content=api()))
     return files
 

@@ -26,7 +26,7 @@ def site(tmp_path_factory) -> Path:
 def test_every_page_of_the_documentation_is_in_the_navigation(site):
     start = (site / "index.html").read_text(encoding="utf-8")
     pages = {path.stem for path in (ROOT / "docs").glob("*.md") if path.stem != "README"}
-    pages |= {"by-task", "tour", "api", "benchmarks"}
+    pages |= {path.stem for path in (ROOT / "docs").glob("*.ipynb")} | {"by-task", "api", "benchmarks", "examples"}
     assert not {page for page in pages if f'href="{page}/"' not in start and not (site / page / "index.html").exists()}
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert not {page for page in pages if f"{page}.md" not in config and f"{page}/README.md" not in config}

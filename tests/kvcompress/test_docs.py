@@ -14,7 +14,7 @@ from tests.support.families import FAMILIES
 
 README = ROOT / "README.md"
 INDEX = DOCS / "README.md"
-PAGES = [README, ROOT / "benchmarks" / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [README, *(ROOT / name / "README.md" for name in ("benchmarks", "examples")), *sorted(DOCS.glob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 

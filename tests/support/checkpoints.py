@@ -14,11 +14,19 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     CLIPImageProcessor,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
+    Gemma4AudioFeatureExtractor,
+    Gemma4ImageProcessor,
+    Gemma4Processor,
+    Gemma4VideoProcessor,
     GotOcr2ImageProcessor,
     InternVLProcessor,
     InternVLVideoProcessor,
     LlavaNextImageProcessor,
     LlavaNextProcessor,
+    LlavaNextVideoProcessor,
+    LlavaNextVideoVideoProcessor,
     LlavaProcessor,
     PreTrainedTokenizerFast,
     Qwen2_5_VLProcessor,
@@ -41,6 +49,7 @@ from tests.support.families import (
     LLAVA_TILE,
     MORE_FAMILIES,
     SMALL_IMAGE,
+    SMALL_TOKENS,
     VOCAB_SIZE,
 )
 
@@ -60,6 +69,7 @@ QWEN_SPECIALS = [
     "<unk>",
     "<7>",
 ]
+GEMMA_SPECIALS = ["<pad>", "<image>", "<|video|>", "<boi>", "<eoi>", "<eos>", "<unk>", "<audio>"]
 INTERNVL_SPECIALS = ["<pad>", "<IMG_CONTEXT>", "<video>", "<img>", "</img>", "<eos>", "<unk>", "<7>"]
 
 
@@ -116,6 +126,34 @@ def save_checkpoint(family: str, folder: Path) -> str:
             image_token="<|image_pad|>",
         )
         media = "<|image_pad|>"
+    elif family == "llava-next-video":
+        size = {"size": {"shortest_edge": LLAVA_TILE}, "crop_size": LLAVA_TILE}
+        processor = LlavaNextVideoProcessor(
+            video_processor=LlavaNextVideoVideoProcessor(**size),
+            image_processor=LlavaNextImageProcessor(**size),
+            tokenizer=character_tokenizer(QWEN_SPECIALS, image_token="<|image_pad|>", video_token="<|video_pad|>"),
+            patch_size=LLAVA_TILE // 2,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        )
+        media = "<|{{ part['type'] }}_pad|>"
+    elif family == "gemma3":
+        processor = Gemma3Processor(
+            image_processor=Gemma3ImageProcessor(size={"height": SMALL_IMAGE, "width": SMALL_IMAGE}),
+            tokenizer=character_tokenizer(GEMMA_SPECIALS, image_token="<image>", boi_token="<boi>", eoi_token="<eoi>"),
+            image_seq_length=SMALL_TOKENS,
+        )
+        media = "<boi>"
+    elif family == "gemma4":
+        patches = {"patch_size": SMALL_IMAGE // 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+        named = {"image": "<image>", "boi": "<boi>", "eoi": "<eoi>"} | dict.fromkeys(("audio", "boa", "eoa"), "<audio>")
+        processor = Gemma4Processor(
+            feature_extractor=Gemma4AudioFeatureExtractor(),
+            image_processor=Gemma4ImageProcessor(**patches),
+            tokenizer=character_tokenizer(GEMMA_SPECIALS, **{f"{name}_token": text for name, text in named.items()}),
+            video_processor=Gemma4VideoProcessor(**patches),
+        )
+        media = "{% if part['type'] == 'image' %}<image>{% else %}<|video|>{% endif %}"
     else:
         processor, media = character_tokenizer(QWEN_SPECIALS), ""
     processor.chat_template = CHAT_TEMPLATE.replace("MEDIA", media)
