@@ -24,6 +24,7 @@ from lmms_eval_plugins.cells.identity import code_identity
 from lmms_eval_plugins.cells.results import write_text
 
 RATIOS = (0.5, 0.2, 0.1, 0.05)
+MEASURED = 4  # questions whose kept entries are counted: how many are kept hardly depends on the question
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def cells_of(task: Task, methods: list[str]) -> list[Cell]:
 class Answers:
     """A JSON file, written whenever something is added: how right each cell's answers are, key -> "1101...", or
     "1 0.5 0 ..." where there is something between; the share of the prompts' KV entries that each cell keeps, by layer,
-    mean over the first batch; and the cells that the library refuses, key -> message.
+    mean over the first questions; and the cells that the library refuses, key -> message.
 
     What the file holds of another `identity` (see `Task`) is forgotten.
     """
@@ -207,11 +208,10 @@ def compute(
 
 
 def measure_kept(task: Task, cells: list[Cell], answers: Answers) -> None:
-    """What each cell keeps of the prompts of the first batch, where that is not known."""
-    batch, known = slice(0, min(task.batch_size, task.questions)), None
-    inputs = task.inputs(batch)
+    """What each cell that has a ratio keeps of the first prompts, where that is not known."""
+    inputs, known = task.inputs(slice(0, min(MEASURED, task.batch_size, task.questions))), None
     for cell in cells:
-        if cell.key in answers.kept or cell.key in answers.refused:
+        if cell.column.ratio is None or cell.key in answers.kept or cell.key in answers.refused:
             continue
         try:
             _, known, layers = answer(replace(task, new_tokens=1), cell, inputs, known)
