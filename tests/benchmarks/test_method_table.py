@@ -202,7 +202,7 @@ def test_what_keeps_another_share_than_was_asked_says_so_and_stands_behind_the_o
         for column in BY_RATIO:
             cells.append(Cell(PROTOCOL, method, column))
             answers.add(cells[-1], [True] * right + [False] * (100 - right))
-            answers.keep(cells[-1], [1.0, 0.2, 0.2] if method == "fastv" else [column.ratio + 0.004] * 3)
+            answers.keep({cells[-1].key: [1.0, 0.2, 0.2] if method == "fastv" else [column.ratio + 0.004] * 3})
     rows = rows_of(PROTOCOL, cells, answers, 100)
     lines = markdown(rows, BY_RATIO, 100).splitlines()[2:]
     assert [line.split("|")[1].strip() for line in lines] == ["**hindsight**", "**random**", "tova", "fastv"]
