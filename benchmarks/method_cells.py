@@ -142,7 +142,7 @@ def cells_of(task: Task, methods: list[str]) -> list[Cell]:
 class Answers:
     """A JSON file, written whenever something is added: how right each cell's answers are, key -> "1101...", or
     "1 0.5 0 ..." where there is something between; the share of the prompts' KV entries that each cell keeps, by layer,
-    mean over the first batch; and the cells that the library refuses, key -> message.
+    mean over some questions; and the cells that the library refuses, key -> message.
 
     What the file holds of another `identity` (see `Task`) is forgotten.
     """
@@ -164,8 +164,8 @@ class Answers:
         self.refused[cell.key] = str(error)
         self._write()
 
-    def keep(self, cell: Cell, shares: list[float]) -> None:
-        self.kept[cell.key] = [round(share, 4) for share in shares]
+    def keep(self, shares: dict[str, list[float]]) -> None:
+        self.kept |= shares
         self._write()
 
     def _write(self) -> None:
@@ -207,17 +207,21 @@ def compute(
 
 
 def measure_kept(task: Task, cells: list[Cell], answers: Answers) -> None:
-    """What each cell keeps of the prompts of the first batch, where that is not known."""
-    batch, known = slice(0, min(task.batch_size, task.questions)), None
-    inputs = task.inputs(batch)
-    for cell in cells:
-        if cell.key in answers.kept or cell.key in answers.refused:
-            continue
-        try:
-            _, known, layers = answer(replace(task, new_tokens=1), cell, inputs, known)
-        except kvcompress.KVCompressError:
-            continue  # `compute` has named it
-        answers.keep(cell, [float(np.mean(rows)) for rows in layers])
+    """What each cell that has a ratio keeps of the first prompt of every batch, where that is not known. Prompts of a
+    batch are of one kind."""
+    found: dict[str, list[list[float]]] = {}
+    wanted = [cell for cell in cells if cell.column.ratio is not None and cell.key not in answers.kept]
+    for start in range(0, task.questions, task.batch_size):
+        inputs, known = task.inputs(slice(start, start + 1)), None
+        for cell in wanted:
+            if cell.key in answers.refused:
+                continue
+            try:
+                _, known, layers = answer(replace(task, new_tokens=1), cell, inputs, known)
+            except kvcompress.KVCompressError:
+                continue  # `compute` has named it
+            found.setdefault(cell.key, []).append([row for (row,) in layers])
+    answers.keep({key: np.mean(prompts, axis=0).round(4).tolist() for key, prompts in found.items()})
 
 
 def answer(
