@@ -9,9 +9,11 @@ from typing import Any
 import pandas as pd
 
 from ..cells.results import exact
+from ..report.appearance import colour, markers
 from ..report.html.data import CELL_NUMBERS, number, question_scores, same_answers
 from ..report.html.groups import Group
 from ..report.metrics import paired_bootstrap
+from ..report.numbers import kept
 from ..report.short_answers import warning
 from ..report.table import score_scale
 from .protocol import definition, holds_full, protocol_of, regime, variant
@@ -93,6 +95,8 @@ def _board(
         {**row.shown, "series": f"{row.shown['model']}: " * has_models + row.shown["variant"]}
         for row in sorted(rows, key=lambda row: (row.shown["method"] != "full", -row.shown["score"]))
     ]
+    marks = markers({cell["series"]: cell["method"] for cell in cells})
+    cells = [{**cell, "marker": marks[cell["series"]]} for cell in cells]
     return {
         "regime": regime,
         "task": task,
@@ -119,6 +123,8 @@ def _shown(submission: str, group: Group, scores: list[pd.Series], index: int) -
         "method": row["method"],
         "variant": variant(cell),
         "size": f"budget {row['budget']:.0f}" if pd.isna(row["ratio"]) else exact(row["ratio"]),
+        "kept": kept(row["realised"], row["ratio"], row["budget"]),
+        "colour": colour(row["method"]),
         **{name: number(row[name]) for name in CELL_NUMBERS},
         "interval": _interval(scores[index], row),
         "against_full": None if full is None else _difference(scores[index], scores[full]),

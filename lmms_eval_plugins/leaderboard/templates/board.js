@@ -38,7 +38,7 @@ function difference(cell) {
 
 const COLUMNS = [
   { name: "method", value: (cell) => cell.series, words: true, show: nameOf },
-  { name: "kept", value: (cell) => cell.ratio ?? cell.budget, show: (cell) => sizeName(cell.size) },
+  { name: "kept (asked)", value: (cell) => cell.realised ?? cell.ratio, show: (cell) => cell.kept },
   { name: "score", value: (cell) => cell.score, show: (cell) => [scoreText(cell), make("small", { textContent: errorText(cell) }), meter(Math.max(0, cell.score) / board.most)] },
   { name: "against full", value: (cell) => cell.against_full?.[0] ?? null, show: difference, rare: true },
   { name: "same as full", value: (cell) => cell.same, show: (cell) => percent(cell.same, 0), rare: true },
@@ -58,7 +58,6 @@ function details(cell) {
     ["made by", make("span", {}, make("code", { textContent: cell.command }), copy)],
     ...elsewhere,
     ["tokens/s", decimal(cell.tokens_per_s)],
-    ["realised ratio", cell.realised === null ? "-" : cell.realised.toFixed(3)],
     ["on", pairs(cell.environment)],
     ["versions", pairs(cell.versions) + (cell.code ? `, code ${cell.code}` : "")],
     ["submission", [cell.submission, cell.date].filter(Boolean).join(", ")],

@@ -12,8 +12,10 @@ import pandas as pd
 from ...cells.errors import leave_out
 from ...cells.kept_tokens import IMAGES_FOLDER, needs, needs_kept, read_kept_tokens, shares
 from ...cells.results import DamagedFile, exact
+from ..appearance import colour, markers
 from ..grid import headrooms
 from ..metrics import loyalty
+from ..numbers import kept
 from ..short_answers import warning
 from ..table import score_scale
 from .groups import Group
@@ -39,7 +41,7 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
     needed = needs_by_question(entries)
     parts = headrooms(frame.assign(scores=question_scores(samples, len(frame))))
     varied = varied_options([cell["protocol"] for cell in group.cells])
-    cells = []
+    marks, cells = markers(dict(zip(frame["series"], frame["method"], strict=True))), []
     for index, row in enumerate(frame.itertuples()):
         efficiency = group.cells[index]["efficiency"]
         cells.append(
@@ -47,6 +49,9 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
                 "series": row.series,
                 "method": row.method,
                 "size": f"budget {row.budget:.0f}" if pd.isna(row.ratio) else exact(row.ratio),
+                "kept": kept(row.realised, row.ratio, row.budget),
+                "colour": colour(row.method),
+                "marker": marks[row.series],
                 **{name: number(getattr(row, name)) for name in CELL_NUMBERS},
                 "samples": int(row.samples),
                 "options": varied[index],
@@ -78,6 +83,7 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
             )
     return {
         "title": group.title,
+        "made": made(group.cells),
         "metric": frame["metric"].iloc[0] or "score",
         "scale": score_scale(frame),
         "warning": warning(frame),
@@ -86,6 +92,22 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
         "questions": questions,
         "overlays": overlays,
     }
+
+
+def made(cells: list[dict[str, Any]]) -> str:
+    """On what the cells were measured, when, and with which versions; where they differ, each that there is."""
+    environments = [cell.get("environment", {}) for cell in cells]
+    dates = sorted({str(cell["date"])[:10] for cell in cells if cell.get("date")})
+    parts = [
+        ("", [cell["protocol"]["model"] for cell in cells]),
+        ("on ", [each["device"] for each in environments if "device" in each]),
+        ("", [" to ".join(dict.fromkeys([dates[0], dates[-1]]))] if dates else []),
+        *(
+            (f"{name} ", [each["versions"][name] for each in environments if name in each.get("versions", {})])
+            for name in ("kvcompress", "torch", "transformers", "lmms-eval")
+        ),
+    ]
+    return ", ".join(before + " and ".join(dict.fromkeys(map(str, found))) for before, found in parts if found)
 
 
 def varied_options(protocols: list[dict[str, Any]]) -> list[dict[str, Any]]:

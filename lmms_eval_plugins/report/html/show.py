@@ -28,6 +28,8 @@ from ...cells.plan import Plan
 from ...cells.results import Cell
 from ...cells.run import load_model
 from ...model.lm import KVCompressLM
+from ..appearance import colour, markers
+from ..numbers import kept
 from .data import CELL_NUMBERS, data_url, mean_needs_kept, mean_shares, needs_by_question, overlay_data
 from .page import write_page
 
@@ -116,6 +118,7 @@ def write_html(path: Path, question: str, answers: list[dict[str, Any]]) -> None
         entries.append([{**one["entry"], "images": stored}])
     needed = needs_by_question(entries)
     numbers = dict.fromkeys((*CELL_NUMBERS, "same", "headroom"))
+    marks = markers({one["series"]: one["cell"].method for one in answers})
     cells = [
         {
             **numbers,
@@ -123,7 +126,10 @@ def write_html(path: Path, question: str, answers: list[dict[str, Any]]) -> None
             "method": one["cell"].method,
             "size": one["cell"].size.replace("=", " "),
             "ratio": one["cell"].ratio,
-            "realised": float(np.mean(one["realised"])),
+            "realised": (realised := float(np.mean(one["realised"]))),
+            "kept": kept(realised, one["cell"].ratio, one["cell"].budget),
+            "colour": colour(one["cell"].method),
+            "marker": marks[one["series"]],
             "samples": 1,
             "per_layer": one["realised"],
             "per_head": mean_shares(of_cell),
@@ -141,6 +147,7 @@ def write_html(path: Path, question: str, answers: list[dict[str, Any]]) -> None
     model = Path(answers[0]["cell"].model).name
     group = {
         "title": f"{model}, one question",
+        "made": "",
         "metric": "score",
         "scale": 100,
         "warning": "",

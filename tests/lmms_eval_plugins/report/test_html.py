@@ -18,9 +18,11 @@ from lmms_eval_plugins.cells import results
 from lmms_eval_plugins.cells.kept_tokens import read_kept_tokens, write_kept_tokens
 from lmms_eval_plugins.cells.results import Cell
 from lmms_eval_plugins.model.kept_tokens import jpeg, packed_bits, packed_worth
+from lmms_eval_plugins.report import numbers
+from lmms_eval_plugins.report.appearance import MARKERS, colour
 from lmms_eval_plugins.report.html import groups as groups_module
 from lmms_eval_plugins.report.html import show
-from lmms_eval_plugins.report.html.data import mean_needs_kept, needs_by_question, page_data
+from lmms_eval_plugins.report.html.data import made, mean_needs_kept, needs_by_question, page_data
 from lmms_eval_plugins.report.html.groups import gold, load_groups
 from lmms_eval_plugins.report.html.page import TEMPLATES
 from lmms_eval_plugins.report.html.tables import write_tables
@@ -334,11 +336,11 @@ def test_the_page_works_in_a_browser(browser, report, width):
     assert page.inner_text("#cells-warning").startswith(f"{TASK}: the median answer has 1 token. With first_token=full")
 
     # Plots: a point per cell; the front is what nothing beats; a method can be hidden.
-    assert page.locator("#plot-size circle.point").count() == 5
+    assert page.locator("#plot-size .point").count() == 5
     front = page.get_attribute("#plot-size .front", "points").split()
     assert len(front) == 3  # snapkv at 0.1 and 0.5, full
     page.click("#legend button:has-text('snapkv')")
-    assert page.locator("#plot-size circle.point").count() == 3
+    assert page.locator("#plot-size .point").count() == 3
     page.select_option("#x-time", "ttft_s")
     assert "time to first token" in page.text_content("#plot-time svg")
 
@@ -491,3 +493,32 @@ def test_show_names_what_is_wrong_in_one_line(in_tmp_path, capsys, words, named)
     assert main(["show", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert named in line
+
+
+def test_each_cell_comes_with_its_methods_colour_a_marker_of_its_own_and_what_it_kept(root):
+    (group,) = page_data(load_groups(root))["groups"]
+    for cell in group["cells"]:
+        assert cell["colour"] == colour(cell["method"])
+        assert cell["kept"] == numbers.kept(cell["realised"], cell["ratio"], cell["budget"])
+    shown = {(cell["colour"], cell["marker"]) for cell in group["cells"]}
+    assert len(shown) == len({cell["series"] for cell in group["cells"]})
+
+
+def test_the_header_says_on_what_when_and_with_which_versions_also_where_these_differ():
+    def cell(device, date, torch):
+        versions = {"torch": torch, "transformers": "5.23.0"}
+        environment = {"device": device, "versions": versions}
+        return {"protocol": {"model": "tiny"}, "environment": environment, "date": f"{date}T06:02:07+00:00"}
+
+    cells = [cell("cpu (x86_64)", "2026-11-24", "2.15.0"), cell("NVIDIA H100", "2026-11-23", "2.15.0")]
+    assert made(cells) == (
+        "tiny, on cpu (x86_64) and NVIDIA H100, 2026-11-23 to 2026-11-24, torch 2.15.0, transformers 5.23.0"
+    )
+    assert made(cells[:1]) == "tiny, on cpu (x86_64), 2026-11-24, torch 2.15.0, transformers 5.23.0"
+
+
+def test_a_page_knows_every_marker_and_no_palette():
+    script = (TEMPLATES / "common.js").read_text(encoding="utf-8")
+    table = script[script.index("const MARKERS = {") : script.index("};", script.index("const MARKERS = {"))]
+    assert set(re.findall(r'(?:^|[ {])"?([a-zA-Z^<>*])"?: ', table, re.MULTILINE)) == set(MARKERS)
+    assert not re.search(r"#[0-9a-f]{6}", script)

@@ -4,7 +4,8 @@
 // where the bar of a cell reaches, null for none, and by `errorText` the same in words.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
-const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f00", "#a6611a", "#5a7d9a"];
+const MANY = 12; // of more methods only those on a front are coloured
+const SAME = 0.03; // gains that differ by less do not tell cells apart: report/metrics.py, on_front
 let group = null;
 let hidden = new Set();
 const furtherPlots = []; // of a page: functions that draw them
@@ -48,9 +49,35 @@ function bytes(value) {
 const scoreText = (cell) => (cell.score === null ? "-" : (group.scale * cell.score).toFixed(1));
 // The method alone where that says which series is meant.
 const label = (series) => group.labels.get(series);
-const colour = (series) => COLOURS[group.series.indexOf(series) % COLOURS.length];
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const dot = (series) => make("i", { className: "dot", style: `background:${series === "full" ? ink("--ink") : colour(series)}` });
+// Colour and marker come with the cells (report/appearance.py): the full cache, however it is run, is black.
+const cellOf = (series) => group.cells.find((cell) => cell.series === series) ?? {};
+const colour = (series) => (cellOf(series).method === "full" ? ink("--ink") : cellOf(series).colour ?? ink("--faint"));
+// matplotlib's markers, as paths around (0, 0) within a circle of radius 1.
+const around = (count, turn, radius = 1) => [...Array(count).keys()].map((k) => [turn + (2 * Math.PI * k) / count, radius]).map(([angle, r]) => [r * Math.sin(angle), -r * Math.cos(angle)]);
+const path = (points) => `M${points.map((point) => point.map((value) => value.toFixed(3)).join(" ")).join("L")}Z`;
+const star = (count, inner) => path(around(2 * count, 0).map(([x, y], k) => (k % 2 ? [x * inner, y * inner] : [x, y])));
+const MARKERS = {
+  o: "M-0.9 0a0.9 0.9 0 1 0 1.8 0a0.9 0.9 0 1 0 -1.8 0Z", s: path(around(4, Math.PI / 4, 1.1)), D: path(around(4, 0, 1.1)), d: path([[0, -1.2], [0.7, 0], [0, 1.2], [-0.7, 0]]),
+  "^": path(around(3, 0, 1.15)), v: path(around(3, Math.PI, 1.15)), "<": path(around(3, -Math.PI / 2, 1.15)), ">": path(around(3, Math.PI / 2, 1.15)),
+  p: path(around(5, 0, 1.05)), h: path(around(6, 0, 1.05)), P: "M-0.35 -1h0.7v0.65h0.65v0.7h-0.65v0.65h-0.7v-0.65h-0.65v-0.7h0.65Z", X: star(4, 0.45), "*": star(5, 0.45),
+};
+function marker(series, attributes) {
+  const { x = 0, y = 0, size = 5, fill = colour(series), ...more } = attributes;
+  return svg("path", { d: MARKERS[cellOf(series).marker] ?? MARKERS.o, transform: `translate(${x} ${y}) scale(${size})`, fill, ...more });
+}
+const dot = (series) => svg("svg", { class: "dot", viewBox: "-6 -6 12 12", "aria-hidden": "true" }, marker(series, {}));
+// Of the cells, those on the front of score and gain, as report/metrics.py has it; `hindsight`, which knows the answer, is
+// on none.
+function onFront(cells, gain) {
+  const front = [];
+  for (const cell of cells.filter(({ method }) => method !== "hindsight").sort((a, b) => b.score - a.score || gain(b) - gain(a))) {
+    const beaten = (other) => (other.score > cell.score ? gain(other) >= gain(cell) * (1 - SAME) : gain(other) * (1 - SAME) > gain(cell));
+    if (!front.some(beaten)) front.push(cell);
+  }
+  return front;
+}
+const shownSeries = () => group.series.filter((series) => !hidden.has(series));
 
 function tip(event, text) {
   const box = $("tip");
@@ -153,13 +180,13 @@ function drawPlot(where, x, log, text, name, moreIsBetter) {
   }
   drawing.append(svg("text", { x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, name));
   drawing.append(svg("text", { x: 0, y: 0, transform: `translate(11 ${(height - bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, group.metric + (group.scale === 100 ? " (%)" : "")));
-  const front = [];
-  for (const cell of [...points].sort((a, b) => (moreIsBetter ? b[x] - a[x] : a[x] - b[x]) || b.score - a.score))
-    if (!front.length || cell.score > front[front.length - 1].score) front.push(cell);
+  const front = onFront(points, (cell) => (moreIsBetter ? cell[x] : 1 / cell[x])).sort((a, b) => a[x] - b[x]);
+  const isMany = shownSeries().length > MANY, series_on_front = new Set(front.map((cell) => cell.series));
+  const isPale = (series) => isMany && !series_on_front.has(series) && cellOf(series).method !== "full";
   drawing.append(svg("polyline", { class: "front", points: front.map((cell) => `${along(cell[x])},${up(group.scale * cell.score)}`).join(" ") }));
-  for (const series of group.series) {
+  for (const series of [...group.series].sort((a, b) => isPale(b) - isPale(a))) {
     const own = points.filter((cell) => cell.series === series).sort((a, b) => a.realised - b.realised);
-    const paint = series === "full" ? ink("--ink") : colour(series);
+    const paint = isPale(series) ? ink("--front") : colour(series);
     drawing.append(svg("polyline", { fill: "none", stroke: paint, "stroke-width": 1.6, opacity: 0.75, points: own.map((cell) => `${along(cell[x])},${up(group.scale * cell.score)}`).join(" ") }));
     for (const cell of own) {
       const [px, py] = [along(cell[x]), up(group.scale * cell.score)];
@@ -169,12 +196,28 @@ function drawPlot(where, x, log, text, name, moreIsBetter) {
         drawing.append(svg("path", { stroke: paint, fill: "none", opacity: 0.8, d: `M${px} ${a}V${b}M${px - 3} ${a}h6M${px - 3} ${b}h6` }));
       }
       if (front.includes(cell)) drawing.append(svg("circle", { cx: px, cy: py, r: 8, fill: "none", stroke: paint, "stroke-width": 1.5 }));
-      const point = svg("circle", { class: "point", cx: px, cy: py, r: 4.5, fill: paint, stroke: ink("--paper"), "stroke-width": 1 });
-      hint(point, `${label(cell.series)}\nkept ${sizeName(cell.size)}\n${group.metric} ${scoreText(cell)}${errorText(cell)}\n${name} ${text(cell[x])}`);
+      const point = marker(series, { x: px, y: py, size: isPale(series) ? 3.5 : 5, fill: paint, class: "point", stroke: ink("--paper"), "stroke-width": 0.2 });
+      hint(point, `${label(cell.series)}\nkept ${cell.kept}\n${group.metric} ${scoreText(cell)}${errorText(cell)}\n${name} ${text(cell[x])}`);
       drawing.append(point);
     }
   }
+  nameFront(drawing, front, (cell) => [along(cell[x]), up(group.scale * cell.score)], width);
   where.append(drawing);
+}
+
+// The names of the front's points, each where it covers no other: none where all places are taken.
+function nameFront(drawing, front, at, width) {
+  const taken = front.map(at).map(([x, y]) => [x - 7, x + 7, y - 7, y + 7]);
+  for (const cell of front) {
+    const text = cell.method === "full" ? "full" : `${cell.method} ${cell.kept}`, [x, y] = at(cell), long = 6.4 * text.length;
+    for (const [dx, dy] of [[10, 15], [10, -10], [-10 - long, 15], [-10 - long, -10], [10, 29], [-10 - long, 29]]) {
+      const box = [x + dx, x + dx + long, y + dy - 11, y + dy + 3];
+      if (box[0] < 0 || box[1] > width || taken.some((other) => box[0] < other[1] && other[0] < box[1] && box[2] < other[3] && other[2] < box[3])) continue;
+      taken.push(box);
+      drawing.append(svg("text", { class: "mark named", x: box[0], y: y + dy }, text));
+      break;
+    }
+  }
 }
 
 function drawPlots() {
@@ -187,15 +230,30 @@ function drawPlots() {
   for (const draw of furtherPlots) draw();
 }
 
+// Chips: one click hides or shows a series, two show it alone; above them all, none, and a filter by name.
 function drawLegend() {
-  $("legend").replaceChildren(...group.series.map((series) => {
-    const button = make("button", { type: "button" }, dot(series), label(series));
+  const choose = (series) => {
+    hidden = new Set(group.series.filter((each) => !series.includes(each)));
+    drawLegend();
+    drawPlots();
+  };
+  const words = $("legend-filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const found = group.series.filter((series) => !words.length || words.some((word) => label(series).toLowerCase().includes(word)));
+  $("legend-all").onclick = () => choose(words.length ? [...shownSeries(), ...found] : group.series);
+  $("legend-none").onclick = () => choose(words.length ? shownSeries().filter((series) => !found.includes(series)) : []);
+  $("legend-only").onclick = () => choose(found);
+  $("legend-only").disabled = !words.length;
+  $("legend-filter").oninput = drawLegend;
+  $("legend-tools").hidden = group.series.length < 4;
+  $("legend").replaceChildren(...found.map((series) => {
+    const button = make("button", { type: "button", title: "click: hide or show; double click: show only this one" }, dot(series), label(series));
     button.setAttribute("aria-pressed", String(!hidden.has(series)));
     button.addEventListener("click", () => {
       hidden.has(series) ? hidden.delete(series) : hidden.add(series);
-      drawLegend();
+      button.setAttribute("aria-pressed", String(!hidden.has(series)));
       drawPlots();
     });
+    button.addEventListener("dblclick", () => choose(group.series.filter((each) => each === series || cellOf(each).method === "full")));
     return button;
   }));
 }

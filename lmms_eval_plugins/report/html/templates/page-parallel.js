@@ -9,7 +9,7 @@ function axes(cells) {
   const found = [
     { name: "method", value: (cell) => cell.method, text: plain },
     ...optionNames.map((name) => ({ name, value: (cell) => cell.options[name] ?? null, text: plain })),
-    { name: "kept", value: (cell) => cell.ratio ?? cell.realised, text: (share) => percent(share), log: true },
+    { name: "kept", value: (cell) => cell.realised ?? cell.ratio, text: (share) => percent(share), log: true },
     { name: "KV cache", value: (cell) => cell.kv_bytes, text: bytes, log: true },
     { name: "per token", value: (cell) => cell.tpot_s, text: milliseconds },
     { name: group.metric, value: (cell) => cell.score, text: (score) => (group.scale * score).toFixed(1) },
@@ -51,9 +51,9 @@ function drawParallel() {
   const best = Math.max(...cells.map((cell) => cell.score)), worst = Math.min(...cells.map((cell) => cell.score));
   for (const cell of [...cells].sort((a, b) => a.score - b.score)) {
     const share = best > worst ? (cell.score - worst) / (best - worst) : 1, chosen = isChosen(cell);
-    const stroke = `color-mix(in oklch, ${COLOURS[0]} ${(100 * share).toFixed(0)}%, ${COLOURS[4]})`;
+    const stroke = `color-mix(in oklch, #0072b2 ${(100 * share).toFixed(0)}%, #e69f00)`;
     const points = all.map(({ value, place }, number) => `${along(number)},${up(place(value(cell)))}`).join(" ");
-    const line = svg("polyline", { class: chosen ? "cell" : "cell unchosen", points, fill: "none", stroke: chosen ? stroke : ink("--line"), "stroke-width": 1.8 });
+    const line = svg("polyline", { class: chosen ? "cell" : "cell unchosen", points, fill: "none", stroke: chosen ? stroke : ink("--line"), "stroke-width": cells.length > 40 ? 1.1 : 1.8, opacity: chosen && cells.length > 40 && !parts.size ? 0.55 : 1 });
     hint(line, all.map(({ name, value, text }) => `${name} ${value(cell) === null ? "-" : text(value(cell))}`).join("\n"));
     chosen ? drawing.append(line) : drawing.prepend(line);
   }

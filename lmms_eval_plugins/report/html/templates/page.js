@@ -12,7 +12,7 @@ const cellsOf = (size) => group.cells.map((cell, index) => [cell, index]).filter
 
 const COLUMNS = [
   { name: "method", value: (cell) => cell.series, words: true, show: (cell) => [dot(cell.series), label(cell.series)] },
-  { name: "kept", value: (cell) => cell.ratio ?? cell.budget, show: (cell) => (cell.ratio === null ? cell.size : percent(cell.ratio, cell.ratio < 0.01 ? 1 : 0)) },
+  { name: "kept (asked)", value: (cell) => cell.realised ?? cell.ratio, show: (cell) => cell.kept },
   { name: "score", value: (cell) => cell.score, show: (cell) => [scoreText(cell), make("small", { textContent: errorText(cell) }), meter((cell.score ?? 0) / group.most)] },
   { name: "headroom", value: (cell) => cell.headroom?.[0] ?? null, show: (cell) => (cell.headroom ? `${percent(cell.headroom[0], 0)} [${cell.headroom.slice(1).map((end) => (100 * end).toFixed(0)).join(", ")}]` : "-"), rare: true },
   { name: "same as full", value: (cell) => cell.same, show: (cell) => percent(cell.same, 0), rare: true },
@@ -21,7 +21,6 @@ const COLUMNS = [
   { name: "answers/s", value: (cell) => cell.answers_per_s, show: (cell) => decimal(cell.answers_per_s), rare: true },
   { name: "tokens/correct", value: (cell) => cell.tokens_per_correct, show: (cell) => decimal(cell.tokens_per_correct), rare: true },
   { name: "KV cache", value: (cell) => cell.kv_bytes, show: (cell) => bytes(cell.kv_bytes), rare: true },
-  { name: "realised", value: (cell) => cell.realised, show: (cell) => (cell.realised === null ? "-" : cell.realised.toFixed(3)), rare: true },
   { name: "samples", value: (cell) => cell.samples, show: (cell) => String(cell.samples), rare: true },
 ];
 
@@ -29,6 +28,21 @@ function drawTable() {
   // Headroom is known where `random` and `hindsight` are there as well.
   const columns = COLUMNS.filter(({ name }) => name !== "headroom" || group.cells.some((cell) => cell.headroom));
   drawRows($("cells-table"), columns.map((column) => (column.name === "score" ? { ...column, title: group.metric } : column)), group.cells, order, drawTable);
+}
+
+// A row for each method, a column for each size that was asked: the score, and what was kept where that is not near.
+function drawMatrix(sizes) {
+  const at = (series, size) => group.cells.find((cell) => cell.series === series && (cell.size === size || cell.method === "full"));
+  const best = new Map(sizes.map((size) => [size, Math.max(...group.cells.filter((cell) => cell.size === size && cell.method !== "full").map((cell) => cell.score ?? -Infinity))]));
+  $("matrix").tHead.replaceChildren(make("tr", {}, make("th", { textContent: "method", scope: "col" }), ...sizes.map((size) => make("th", { textContent: sizeName(size) + " asked", scope: "col" }))));
+  $("matrix").tBodies[0].replaceChildren(...group.series.map((series) => make("tr", {}, make("td", {}, dot(series), label(series)), ...sizes.map((size) => {
+    const cell = at(series, size);
+    if (!cell) return make("td", { textContent: "-" });
+    const isBest = cell.method !== "full" && cell.score !== null && cell.score === best.get(size);
+    const bracket = cell.kept.includes("(") ? ` keeps ${cell.kept.split(" ")[0]}` : "";
+    return make("td", {}, make(isBest ? "b" : "span", { textContent: scoreText(cell) }), make("small", { textContent: bracket }));
+  }))));
+  $("matrix-section").hidden = sizes.length < 2;
 }
 
 // -- budgets
@@ -367,7 +381,9 @@ function show(index) {
   const names = keys.map((key) => [key, (group.questions.find((one) => one.key === key)?.q ?? key).split("\n")[0].slice(0, 90)]);
   fill($("question"), names);
   $("question").parentElement.hidden = keys.length < 2;
+  $("made").textContent = group.made;
   drawTable();
+  drawMatrix(sizes);
   drawLegend();
   drawPlots();
   drawMaps();
