@@ -78,7 +78,7 @@ class Task:
     protocols: tuple[Protocol, ...]
     has_images: bool
     window_size: int | None = None
-    kept: str = "the ratio kept"  # what the columns say
+    kept: str = "the ratio asked"  # what the columns say
     measure: str = "Accuracy"  # what `right` gives, from 0 to 1
     calibrations: Path | None = None
 

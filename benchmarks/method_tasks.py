@@ -131,7 +131,7 @@ def in_batches(prompts: list[Shown], batch_size: int, alike: Callable[[Shown], H
 def read_all(questions: int) -> Task:
     """Long answers: the prompt compressed alone, and a budget that holds while the answer is written."""
     protocols = (QUERY_AWARE, DECODE_BUDGETS)
-    return regime("read_all", "Long answers", questions, 20, protocols=protocols, kept="what is kept")
+    return regime("read_all", "Long answers", questions, 20, protocols=protocols, kept="what is asked")
 
 
 def multi_image(questions: int) -> Task:

@@ -58,7 +58,8 @@ def terminal_tables(
         tables.append(_cells_table(group, width))
         own = lines[(lines[GROUP] == list(key)).all(axis=1)] if len(lines) else lines
         if len(own):
-            tables.append(_curves_table(own, width))
+            names = dict(zip(group["series"], short_names(group)[0], strict=True))
+            tables.append(_curves_table(own.assign(series=own["series"].map(names)), width))
     if any(len(tasks) > 1 for tasks in summary.get("tasks", [])):
         tables.append(_overall_table(summary, width))
     if len(comparisons):

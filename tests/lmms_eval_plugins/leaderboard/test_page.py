@@ -98,7 +98,7 @@ def test_the_page_works_in_a_browser(browser, page_file, data, width, scheme):
         assert page.inner_text("#board-lead").startswith(
             f"first_token={board['protocol']['first_token']}, scope=prompt"
         )
-        shown = page.locator("#plot-size circle.point").count()
+        shown = page.locator("#plot-size .point").count()
         assert shown == len(board["cells"])
     assert page.is_visible("#board-warning") == bool(board["warning"])
 
@@ -115,7 +115,7 @@ def test_the_page_works_in_a_browser(browser, page_file, data, width, scheme):
     assert {text.strip() for text in rows(page, 2)} == {"20 %", "100 %"}
     page.fill("#search", "SNAP ada")
     assert sorted(text.split()[0] for text in rows(page)) == ["adakv", "snapkv"]
-    assert page.locator("#plot-time circle.point").count() == 2
+    assert page.locator("#plot-time .point").count() == 2
 
     # A name opens what made the row.
     page.click("#rows-table .name:has-text('snapkv')")
