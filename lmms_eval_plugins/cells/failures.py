@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvcompress.command_line import fail
+from kvcompress.errors import KVCompressError
 
-from .errors import DamagedFile, EvaluationFailed
+from .errors import DamagedFile, EvaluationFailed, leave_out
 from .processes import run_ranks
 
 # Environment variable of ranks: a folder where a rank leaves why a task fails, and finds which did before.
@@ -94,3 +95,16 @@ def collect(folder: Path) -> str | None:
     first = min(said, key=lambda one: one["at"])
     (folder / FAILED).write_text(json.dumps({**read(folder), first["task"]: first["reason"]}), encoding="utf-8")
     return first["task"]
+
+
+@contextlib.contextmanager
+def left_out_of_a_group(cell: str, is_of_group: bool) -> Iterator[None]:
+    """A prompt that a method of `all` cannot be given costs its cell alone, and a line. Of several ranks one may be the
+    only one to meet it, and the others would wait for it: there it ends the run."""
+    try:
+        yield
+    except KVCompressError as error:
+        is_one_of_many = int(os.environ.get("WORLD_SIZE", 1)) > 1
+        if not is_of_group or isinstance(error, DamagedFile) or is_one_of_many:
+            raise
+        leave_out(f"cell {cell}", error)

@@ -19,13 +19,11 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcompress.errors import KVCompressError
-
 from ..text.run import evaluate_text
 from ..text.tasks import TextTask
 from .data import filter_names, limited, working_directory
-from .errors import DamagedFile, EvaluationFailed, leave_out
-from .failures import TaskFailures
+from .errors import EvaluationFailed
+from .failures import TaskFailures, left_out_of_a_group
 from .kept_answers import KeptAnswers, answers_file, write_kept_answers
 from .kept_tokens import IMAGES_FOLDER, write_kept_tokens
 from .machine import rank, say
@@ -58,25 +56,9 @@ def evaluate_cells(
             say(measured_line(lm, job, sum(other.cell.task == task for other in jobs)))
         grid.begin(number, job.name)
         if job.cell.task not in failures.reasons:
-            with failures.noted(job.cell.task), left_out_of_a_group(job):
+            with failures.noted(job.cell.task), left_out_of_a_group(job.name, job.cell.method in job.plan.of_groups):
                 evaluate_cell(lm, job)
                 finished(job)
-
-
-@contextlib.contextmanager
-def left_out_of_a_group(job: Job) -> Iterator[None]:
-    """A prompt that a method of `all` cannot be given costs its cell alone, and a line. Of several ranks one may be the
-    only one to meet it, and the others would wait for it: there it ends the run."""
-    try:
-        yield
-    except KVCompressError as error:
-        if (
-            job.cell.method not in job.plan.of_groups
-            or isinstance(error, DamagedFile)
-            or int(os.environ.get("WORLD_SIZE", 1)) > 1
-        ):
-            raise
-        leave_out(f"cell {job.name}", error)
 
 
 def measured_line(lm: "KVCompressLM", job: Job, cells: int) -> str:

@@ -4,16 +4,20 @@ All is computed once and kept, as far as a budget of memory goes, for the other 
 always holds the seconds of the tower and of the pass: where they were kept, those of the time when they ran.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
+from lmms_eval.api.instance import Instance
+from loguru import logger
 from transformers import BatchFeature
 
 from kvcompress.hooks.shared_prompt import PromptPass
 
 from .kept_tokens import Shown
 from .media import ChatPrompt
+from .prompts import DoNotBatch, Shapes
 from .vision_tower import Encoded, tensor_bytes
 
 
@@ -97,3 +101,34 @@ class BatchStore:
             cpu = torch.device("cpu")
             known.update({call: replace(each, output=each.to(cpu)) for call, each in new.items()})
             self.room -= size
+
+
+Parts = list[tuple[list[int], Batch]]  # batches, each with the places of its requests
+
+
+@cache
+def say_in_parts(task: str) -> None:
+    """Say once that the questions of a task do not go into one batch."""
+    logger.warning(f"{task}: the processor takes clips or pictures of different shapes in smaller batches only")
+
+
+def parts_of(requests: list[Instance], prepare: Callable[..., Batch]) -> Parts:
+    """The requests as one batch; or where the processor does not take their clips or pictures together, those of one
+    shape as one."""
+    places = list(range(len(requests)))
+    try:
+        return [(places, prepare(requests))]
+    except DoNotBatch as error:
+        say_in_parts(requests[0].args[4])
+        alike: dict[Shapes, list[int]] = {}
+        for place, shapes in zip(places, error.shapes, strict=True):
+            alike.setdefault(shapes, []).append(place)
+        return [(part, prepare([requests[place] for place in part])) for part in alike.values()]
+
+
+def one_batch(requests: list[Instance], prepare: Callable[..., Batch]) -> Batch:
+    """A batch of so many, to see whether it fits into memory: where they do not go into one, all like the first."""
+    try:
+        return prepare(requests, may_recall=False)
+    except DoNotBatch:
+        return prepare(requests[:1] * len(requests), may_recall=False)

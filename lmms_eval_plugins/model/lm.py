@@ -32,7 +32,7 @@ from .answerer import Answerer, question
 from .answering import Answering, Answers
 from .arguments import Compression, check_slots, make_compression, parse_arguments
 from .batch_size import MOST, MOST_SLOTS, largest_batch, room_for_a_batch, searches
-from .batches import Batch, BatchStore
+from .batches import Batch, BatchStore, one_batch, parts_of
 from .fewshot import FewShot
 from .generation import Generation, check_one_sequence, generation_of
 from .in_flight import Asked, Flight
@@ -41,7 +41,7 @@ from .loading import device_of, load
 from .look_ahead import ahead
 from .measurements import log_averages, row_of, write_rows
 from .media import digest
-from .prompts import ChatProcessor, DoNotBatch, Shapes
+from .prompts import ChatProcessor
 
 Answered = tuple[list[GenerationResult], float]  # and the seconds that it took
 
@@ -87,7 +87,7 @@ class KVCompressLM(Answerer):
         self._tokens: dict[tuple[str, int], int] = {}  # of each question's prompt, for `batch_size=auto`
         # Shows how far the answers are; called with the number of requests.
         self.progress_bar: Callable[[int], tqdm] = self._own_progress_bar
-        self._said_oom = self._said_parts = False
+        self._said_oom = False
 
     # -- cells and measurements -----------------------------------------------------------------------------------
 
@@ -140,31 +140,17 @@ class KVCompressLM(Answerer):
         )
         results, seconds = [], 0.0
         groups = self._in_batches(order)
-        with ahead(lambda group: (group, self._prepare_parts(group)), groups, self.args.batches_ahead) as prepared:
+        with ahead(lambda group: (group, parts_of(group, self.prepare)), groups, self.args.batches_ahead) as prepared:
             for group, parts in prepared:
-                of_group: dict[int, GenerationResult] = {}
-                for places, batch in parts:
-                    answers, elapsed = self._answer_or_recall([group[place] for place in places], batch)
-                    of_group.update(zip(places, answers, strict=True))
-                    seconds += elapsed
-                results += [of_group[place] for place in range(len(group))]
+                answered = [
+                    self._answer_or_recall([group[place] for place in places], batch) for places, batch in parts
+                ]
+                places = chain.from_iterable(places for places, _ in parts)
+                by_place = dict(zip(places, chain.from_iterable(each for each, _ in answered), strict=True))
+                results += [by_place[place] for place in range(len(group))]
+                seconds += sum(elapsed for _, elapsed in answered)
                 progress.update(len(group))
         return order.get_original(results), seconds
-
-    def _prepare_parts(self, requests: list[Instance]) -> list[tuple[list[int], Batch]]:
-        """The requests as one batch; where the processor does not take their clips or pictures together, as several:
-        those of one shape, or each alone. With each batch the places of its requests."""
-        places = list(range(len(requests)))
-        try:
-            return [(places, self.prepare(requests))]
-        except DoNotBatch as error:
-            if not self._said_parts:
-                logger.warning(f"{requests[0].args[4]}: {error}: such questions are answered in smaller batches")
-                self._said_parts = True
-            alike: dict[Shapes, list[int]] = {}
-            for place, shapes in zip(places, error.shapes, strict=True):
-                alike.setdefault(shapes, []).append(place)
-            return [(part, self.prepare([requests[place] for place in part])) for part in alike.values()]
 
     def _answer_in_flight(self, requests: list[Instance], progress: tqdm) -> Answered:
         for request in requests:
@@ -270,7 +256,7 @@ class KVCompressLM(Answerer):
             return self.answer_store.get(key)
         kwargs = self._wanted(requests[0]).arguments
         size = largest_batch(
-            lambda rows: self.answering.try_batch(self._some_batch(requests[:rows]), kwargs),
+            lambda rows: self.answering.try_batch(one_batch(requests[:rows], self.prepare), kwargs),
             room=room_for_a_batch(self.device),
             most=min(len(requests), self.args.max_batch_size or MOST),
             may_fail=self.device.type == "cuda",
@@ -278,13 +264,6 @@ class KVCompressLM(Answerer):
         if self.answer_store is not None:
             self.answer_store.put(key, size)
         return size
-
-    def _some_batch(self, requests: list[Instance]) -> Batch:
-        """A batch of these requests; where they do not go into one, of so many times the longest."""
-        try:
-            return self.prepare(requests, may_recall=False)
-        except DoNotBatch:
-            return self.prepare(requests[:1] * len(requests), may_recall=False)
 
     def _limits(self, requests: list[Instance]) -> Limits:
         """How many of these requests, longest first, decode together."""

@@ -97,7 +97,7 @@ def test_a_group_without_a_score_of_its_own_has_that_of_its_tasks(finished):
     score = sum(sample["exact_match"] for sample in samples) / 6
     (table,) = folder.glob("*.md")
     row = table.read_text().splitlines()[4]
-    assert row.startswith(f"| full | 1 | {100 * score:.1f} ")
+    assert row.startswith(f"| full | 1.000 | {100 * score:.1f} ")
     assert row.endswith("| 6 |")
     assert len(list(folder.glob("*.png"))) == 1
 

@@ -112,7 +112,7 @@ def test_the_page_works_in_a_browser(browser, page_file, data, width, scheme):
 
     # Filters: the full cache stands beside every size; names in part.
     page.select_option("#size", "0.2")
-    assert {text.strip() for text in rows(page, 2)} == {"20 %", "100 %"}
+    assert {text.strip() for text in rows(page, 2)} == {"0.201", "1.000"}
     page.fill("#search", "SNAP ada")
     assert sorted(text.split()[0] for text in rows(page)) == ["adakv", "snapkv"]
     assert page.locator("#plot-time .point").count() == 2

@@ -7,6 +7,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from kvcompress import KVCompressError
+from lmms_eval_plugins.model.batches import parts_of
 from lmms_eval_plugins.model.prompts import DoNotBatch
 from tests.support.checkpoints import image, load_lm, requests, write_video
 
@@ -119,7 +120,7 @@ def test_clips_of_different_lengths_go_into_a_batch_or_into_one_for_each_length(
     assert len(lm.prepare(requests(lm, [clips[0]] * 2)).inputs["input_ids"]) == 2
     with pytest.raises(DoNotBatch, match="takes no clips of 3 and 5 frames in one batch"):
         lm.prepare(requests(lm, clips))
-    parts = lm._prepare_parts(requests(lm, [clips[0], clips[1], clips[0]]))
+    parts = parts_of(requests(lm, [clips[0], clips[1], clips[0]]), lm.prepare)
     assert [(places, len(batch.inputs["input_ids"])) for places, batch in parts] == [([0, 2], 2), ([1], 1)]
 
 
