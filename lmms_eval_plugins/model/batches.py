@@ -7,6 +7,8 @@ always holds the seconds of the tower and of the pass: where they were kept, tho
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
+from typing import TypeVar
 
 import torch
 from lmms_eval.api.instance import Instance
@@ -19,6 +21,8 @@ from .kept_tokens import Shown
 from .media import ChatPrompt
 from .prompts import DoNotBatch, Shapes
 from .vision_tower import Encoded, tensor_bytes
+
+Answer = TypeVar("Answer")
 
 
 @dataclass
@@ -132,3 +136,9 @@ def one_batch(requests: list[Instance], prepare: Callable[..., Batch]) -> Batch:
         return prepare(requests, may_recall=False)
     except DoNotBatch:
         return prepare(requests[:1] * len(requests), may_recall=False)
+
+
+def in_order(places: list[list[int]], answers: list[list[Answer]]) -> list[Answer]:
+    """The answers to the parts of a batch, as its requests stand; `places` are those of each part."""
+    by_place = dict(zip(chain.from_iterable(places), chain.from_iterable(answers), strict=True))
+    return [by_place[place] for place in range(len(by_place))]

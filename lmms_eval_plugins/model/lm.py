@@ -32,7 +32,7 @@ from .answerer import Answerer, question
 from .answering import Answering, Answers
 from .arguments import Compression, check_slots, make_compression, parse_arguments
 from .batch_size import MOST, MOST_SLOTS, largest_batch, room_for_a_batch, searches
-from .batches import Batch, BatchStore, one_batch, parts_of
+from .batches import Batch, BatchStore, in_order, one_batch, parts_of
 from .fewshot import FewShot
 from .generation import Generation, check_one_sequence, generation_of
 from .in_flight import Asked, Flight
@@ -142,12 +142,8 @@ class KVCompressLM(Answerer):
         groups = self._in_batches(order)
         with ahead(lambda group: (group, parts_of(group, self.prepare)), groups, self.args.batches_ahead) as prepared:
             for group, parts in prepared:
-                answered = [
-                    self._answer_or_recall([group[place] for place in places], batch) for places, batch in parts
-                ]
-                places = chain.from_iterable(places for places, _ in parts)
-                by_place = dict(zip(places, chain.from_iterable(each for each, _ in answered), strict=True))
-                results += [by_place[place] for place in range(len(group))]
+                answered = [self._answer_or_recall([group[at] for at in places], batch) for places, batch in parts]
+                results += in_order([places for places, _ in parts], [each for each, _ in answered])
                 seconds += sum(elapsed for _, elapsed in answered)
                 progress.update(len(group))
         return order.get_original(results), seconds
