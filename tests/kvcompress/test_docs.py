@@ -1,6 +1,8 @@
 """The documentation: its code runs, its links resolve, its tables are what the code says, its lines are short."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,8 +57,18 @@ def test_the_example_with_attention_keeps_sinks_and_a_window(example):
 
 def test_the_readme_shows_the_method_of_the_page():
     definition, _, _ = python_blocks(DOCS / "adding-a-method.md")
-    shown = python_blocks(README)[1].strip()
+    shown = python_blocks(README)[2].strip()
     assert definition.strip().endswith(shown)
+
+
+def test_the_readmes_python_runs_in_an_empty_file(tmp_path):
+    """The bundled model reads 97 from a picture: once alone, and twice where several questions are asked about it."""
+    file = tmp_path / "copied.py"
+    file.write_text("\n".join(python_blocks(README)[:2]), encoding="utf-8")
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    answers = done.stdout.splitlines()
+    assert [line for line in answers if line.strip().isdigit()] == ["97", "97", "97"]
 
 
 def test_the_page_of_methods_is_what_its_command_writes():
