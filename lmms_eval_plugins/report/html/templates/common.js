@@ -187,10 +187,10 @@ function drawPlot(where, x, log, text, name, moreIsBetter) {
   for (const series of [...group.series].sort((a, b) => isPale(b) - isPale(a))) {
     const own = points.filter((cell) => cell.series === series).sort((a, b) => a.realised - b.realised);
     const paint = isPale(series) ? ink("--front") : colour(series);
-    drawing.append(svg("polyline", { fill: "none", stroke: paint, "stroke-width": 1.6, opacity: 0.75, points: own.map((cell) => `${along(cell[x])},${up(group.scale * cell.score)}`).join(" ") }));
+    drawing.append(svg("polyline", { fill: "none", stroke: paint, "stroke-width": isPale(series) ? 1 : 1.6, opacity: isPale(series) ? 0.5 : 0.75, points: own.map((cell) => `${along(cell[x])},${up(group.scale * cell.score)}`).join(" ") }));
     for (const cell of own) {
       const [px, py] = [along(cell[x]), up(group.scale * cell.score)];
-      const bar = barOf(cell);
+      const bar = isPale(series) ? null : barOf(cell);
       if (bar) {
         const [a, b] = bar.map((score) => up(Math.max(0, Math.min(group.scale * score, most))));
         drawing.append(svg("path", { stroke: paint, fill: "none", opacity: 0.8, d: `M${px} ${a}V${b}M${px - 3} ${a}h6M${px - 3} ${b}h6` }));

@@ -38,6 +38,7 @@ function drawParallel() {
   where.replaceChildren();
   if (!cells.length) return;
   const all = axes(cells);
+  where.style.height = Math.max(340, 15 * new Set(cells.map((cell) => cell.method)).size + 70) + "px"; // a line for each name
   const width = Math.max(where.parentElement.clientWidth, 110 * all.length), height = where.clientHeight;
   const left = 20 + 7.5 * Math.max(...cells.map((cell) => cell.method.length)), right = 52, top = 34, bottom = 34;
   where.style.width = width + "px";
