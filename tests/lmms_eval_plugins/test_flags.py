@@ -295,6 +295,8 @@ def test_lists_of_tasks_methods_and_models(capsys):
         (["methods"], "snapkv ", "tiny_textvqa"),
         (["models", "qwen2_5_vl"], "qwen2_5_vl ", "gemma3"),
         (["models", "bundled"], "tiny ", "qwen"),
+        (["models"], "qwen2_5_vl ", "mamba"),
+        (["models", "model_type: text"], "llama ", "bert"),
     ):
         assert evaluate.main(["list", *argv]) == 0
         lines = capsys.readouterr().out.splitlines()

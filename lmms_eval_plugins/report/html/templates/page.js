@@ -33,12 +33,13 @@ function drawTable() {
 // A row for each method, a column for each size that was asked: the score, and what was kept where that is not near.
 function drawMatrix(sizes) {
   const at = (series, size) => group.cells.find((cell) => cell.series === series && (cell.size === size || cell.method === "full"));
-  const best = new Map(sizes.map((size) => [size, Math.max(...group.cells.filter((cell) => cell.size === size && cell.method !== "full").map((cell) => cell.score ?? -Infinity))]));
+  const isAsAsked = (cell) => cell.method !== "full" && !cell.kept.includes("(");
+  const best = new Map(sizes.map((size) => [size, Math.max(...group.cells.filter((cell) => cell.size === size && isAsAsked(cell)).map((cell) => cell.score ?? -Infinity))]));
   $("matrix").tHead.replaceChildren(make("tr", {}, make("th", { textContent: "method", scope: "col" }), ...sizes.map((size) => make("th", { textContent: sizeName(size) + " asked", scope: "col" }))));
   $("matrix").tBodies[0].replaceChildren(...group.series.map((series) => make("tr", {}, make("td", {}, dot(series), label(series)), ...sizes.map((size) => {
     const cell = at(series, size);
     if (!cell) return make("td", { textContent: "-" });
-    const isBest = cell.method !== "full" && cell.score !== null && cell.score === best.get(size);
+    const isBest = isAsAsked(cell) && cell.score !== null && cell.score === best.get(size);
     const bracket = cell.kept.includes("(") ? ` keeps ${cell.kept.split(" ")[0]}` : "";
     return make("td", {}, make(isBest ? "b" : "span", { textContent: scoreText(cell) }), make("small", { textContent: bracket }));
   }))));
