@@ -1,6 +1,7 @@
 """Fixtures that several test files use."""
 
 import gc
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ settings.register_profile(
 )
 
 
+os.environ.pop("KVCOMPRESS_SCRIPTS", None)  # run_tests.sh sets it, and messages would name its scripts
 gc.disable()  # until the tests begin: looking through half-loaded modules takes a tenth of the time to import them
 
 
