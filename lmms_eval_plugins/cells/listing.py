@@ -24,8 +24,8 @@ def tasks() -> list[str]:
 
 
 def models() -> list[str]:
-    """The bundled model, those in the hub's cache on this machine, and the kinds that are tested: others whose attention
-    goes through transformers' attention interface may work, and one that cannot is refused in a line."""
+    """The bundled model, those in the hub's cache on this machine, and the kinds that are tested. Others may work, if
+    their attention goes through transformers' attention interface; one that cannot is refused in a line."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
     from transformers.models.auto.modeling_auto import (
