@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvcompress
 from kvcompress.bench.models import SHAPES
@@ -23,6 +22,7 @@ from kvcompress.bench.standalone import load, prompt_ids
 from kvcompress.bench.timing import table, write
 from kvcompress.cache.layer import Listening
 from kvcompress.cache.scope import States
+from kvcompress.check.promises import LargestTensor
 from kvcompress.device import peak_memory, reset_peak_memory
 
 WAYS = {
@@ -30,22 +30,6 @@ WAYS = {
     "snapkv": {"method": "snapkv"},
     "snapkv, in chunks": {"method": "snapkv", "prefill_chunk": True},
 }
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the most elements that any operation returned, the model's weights and views of them apart."""
-
-    def __init__(self, model: torch.nn.Module):
-        super().__init__()
-        self.numel = 0
-        self.weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.weights:
-                self.numel = max(self.numel, tensor.numel())
-        return result
 
 
 class PeakKV:

@@ -3,7 +3,6 @@
 import argparse
 import atexit
 import contextlib
-import difflib
 import errno
 import math
 import os
@@ -13,11 +12,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .errors import KVCompressError, shown
+from .errors import KVCompressError, nearest, shown
 from .version import __version__
 
 # What the machine, not the program, is to blame for.
@@ -51,10 +50,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if (flag := message.removeprefix("unrecognized arguments: ").split()[0]).startswith("-"):
-            near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-            message = f"unknown flag {shown(flag)}" + (f" (did you mean {near[0]!r}?)" if near else "")
+            message = f"unknown flag {shown(flag)}{nearest(flag, self._option_string_actions)}"
         is_of_a_value = message.startswith("argument ")
         raise KVCompressError(message if is_of_a_value else f"{message}; {self.prog} --help says more")
+
+
+def key_values(given: Iterable[str]) -> dict[str, str]:
+    """`["sinks=4"]` as {"sinks": "4"}. Raises KVCompressError."""
+    for each in given:
+        if "=" not in each:
+            raise KVCompressError(f"{shown(each)} is not OPTION=VALUE")
+    return dict(each.split("=", 1) for each in given)
 
 
 class Interrupted(KeyboardInterrupt):

@@ -30,9 +30,13 @@ class MissingFile(KVCompressError):
 def unknown_name(problem: str, name: object, valid: Iterable[str]) -> KVCompressError:
     """The error "`problem` `name`" for a name that is not among the `valid` ones; points at the nearest one."""
     valid = sorted(valid)
-    near = difflib.get_close_matches(str(name), valid, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return KVCompressError(f"{problem} {shown(name)}{hint}; valid: {', '.join(valid) or 'none'}")
+    return KVCompressError(f"{problem} {shown(name)}{nearest(name, valid)}; valid: {', '.join(valid) or 'none'}")
+
+
+def nearest(name: object, valid: Iterable[str]) -> str:
+    """` (did you mean 'x'?)` where some valid name is near, else nothing."""
+    near = difflib.get_close_matches(str(name), list(valid), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 @contextmanager

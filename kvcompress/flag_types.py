@@ -104,8 +104,8 @@ def label(text: str) -> str:
 
 def device_name(text: str) -> str:
     """What torch knows as a device, told without torch."""
-    if not re.fullmatch(r"cpu|mps|(cuda|xpu)(:\d{1,3})?", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a device: cpu, cuda, cuda:0, mps, xpu")
+    if not re.fullmatch(r"cpu|mps|(cuda|xpu|npu|hpu|mlu|musa)(:\d{1,3})?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a device: cpu, cuda, cuda:0, mps, xpu, npu, ...")
     return text
 
 

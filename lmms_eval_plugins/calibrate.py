@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvcompress.calibration import command as core
-from kvcompress.command_line import exit_code
+from kvcompress.command_line import exit_code, key_values
 from kvcompress.flag_types import label
 
 from .cells.errors import UsageError
@@ -46,11 +46,13 @@ def command(argv: list[str]) -> None:
     from .model.loading import device_of, load
     from .model.prompts import ChatProcessor
 
-    own, options = split_arguments(core.key_values(flags.options), [flags.method], ())
+    own, options = split_arguments(key_values(flags.options), [flags.method], ())
     name, _ = calibrated_method(flags.method, **options)
     for argument in ("device", "dtype"):
         given = getattr(flags, argument)
         if given not in (None, "auto"):
+            if argument in own:
+                raise UsageError(f"{argument}={own[argument]} and --{argument} {given} are given: one is enough")
             own[argument] = given
     arguments = model_arguments(pretrained=flags.model, **own)
     check_output(flags.out.absolute().parent, flags.out.name)

@@ -102,4 +102,6 @@ else
     _install "$ROOT/.venv" yes "$@"
 fi
 export PYTHON
-export KVCOMPRESS_SCRIPTS="$(dirname "$0")" # messages name commands as they were called
+case "$0" in
+    *.sh) export KVCOMPRESS_SCRIPTS="$(dirname "$0")" ;; # messages name commands as they were called
+esac

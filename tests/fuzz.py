@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 import kvcompress
+from kvcompress.check.promises import History
 from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.layer_budgets import list_layer_budgets
 from kvcompress.policy.policy import make_policy
@@ -86,18 +87,6 @@ def draw(seed: int, index: int) -> dict[str, Any]:
 
 def scored_by(config: dict[str, Any]) -> str:
     return config["options"].get("scorer", config["method"])
-
-
-class History(StoppingCriteria):
-    """Columns seen -> what every layer held then."""
-
-    def __init__(self, session: kvcompress.Session):
-        self.session, self.kept = session, {}
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
-        cache = self.session.cache
-        self.kept[cache.seen_tokens] = [cache.kept_indices(layer) for layer in range(len(cache.layers))]
-        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 def answer(model: torch.nn.Module, inputs: dict, config: dict, forced=None) -> tuple[torch.Tensor, torch.Tensor, dict]:

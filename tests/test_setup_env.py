@@ -84,6 +84,17 @@ def test_makes_a_virtual_environment_once_and_installs_again_only_after_a_change
         assert "uv pip install" in log.read_text()
 
 
+@pytest.mark.parametrize(("command", "named"), [("bash scripts/own.sh", "scripts"), ("source scripts/own.sh", "none")])
+def test_messages_name_the_scripts_folder_only_where_a_script_was_called(command, named, checkout, tmp_path):
+    fake_python(tmp_path / "bin" / "python3", tmp_path / "log")
+    fake_uv(tmp_path / "bin" / "uv", tmp_path / "log")
+    own = 'source scripts/setup_env.sh eval; echo "${KVCOMPRESS_SCRIPTS:-none}"'
+    (checkout / "scripts" / "own.sh").write_text(own + "\n")
+    environment = {"PATH": os.pathsep.join([str(tmp_path / "bin"), "/usr/bin", "/bin"])}
+    done = subprocess.run(["bash", "-c", command], cwd=checkout, env=environment, capture_output=True, text=True)
+    assert done.stdout == f"{named}\n"
+
+
 def test_another_script_adds_its_extra_and_says_so_in_one_line(checkout, tmp_path):
     log = tmp_path / "log"
     fake_python(tmp_path / "bin" / "python3", log)

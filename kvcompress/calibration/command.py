@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..command_line import Parser
+from ..command_line import Parser, key_values
 from ..errors import KVCompressError, loading, shown
 from ..files import check_output
 from ..flag_types import device_name, label, new_file, whole
@@ -35,14 +35,6 @@ def parser(further: Callable[[Any], None] | None = None) -> argparse.ArgumentPar
     this.add_argument("--device", type=device_name, help="default: cuda where there is one")
     this.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     return this
-
-
-def key_values(given: list[str]) -> dict[str, str]:
-    """`["sinks=4"]` as {"sinks": "4"}. Raises KVCompressError."""
-    for each in given:
-        if "=" not in each:
-            raise KVCompressError(f"{shown(each)} is not OPTION=VALUE")
-    return dict(each.split("=", 1) for each in given)
 
 
 def write(calibration: "Calibration", out: Path, seconds: float) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..command_line import Parser
-from ..errors import KVCompressError, shown
+from ..command_line import Parser, key_values
+from ..errors import KVCompressError
 from ..flag_types import label, whole
 
 if TYPE_CHECKING:
@@ -32,24 +32,25 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> int:
     """Check all promises; 1 where one is broken. Raises KVCompressError for what cannot be checked."""
     given = parser().parse_intermixed_args(arguments)
-    options = {}
-    for each in given.options:
-        name, equals, value = each.partition("=")
-        if not equals:
-            raise KVCompressError(f"{shown(each)} is not OPTION=VALUE")
-        options[name] = value
+    options = key_values(given.options)
+    if size := {"ratio", "budget"} & options.keys():
+        raise KVCompressError(f"{size.pop()}= is not for check, which takes a ratio of its own")
     file = Path(given.what).expanduser().absolute() if given.what.endswith(".py") else None
-    from .promises import PROMISES
+    from .promises import PROMISES, NotAsked
 
     broken = 0
     for checked in methods_of(file, given.what, options, given.seed):
         start = time.perf_counter()
         for promise, check in PROMISES.items():
-            if reason := failure(check, checked, file):
-                broken += 1
-                print(f"FAILED  {checked.method}: {promise}\n        {reason}", flush=True)
-            else:
-                print(f"ok      {checked.method}: {promise}", flush=True)
+            try:
+                reason = failure(check, checked, file)
+            except NotAsked as error:
+                print(f"-       {checked.method}: {promise}: {error}", flush=True)
+                continue
+            broken += bool(reason)
+            print(f"{'FAILED' if reason else 'ok':7} {checked.method}: {promise}", flush=True)
+            if reason:
+                print(f"        {reason}", flush=True)
         print(f"{checked.method}: checked in {time.perf_counter() - start:.0f} s", file=sys.stderr)
     if file is not None and not broken and not options:
         from .passed import note
@@ -72,6 +73,8 @@ def methods_of(file: Path | None, name: str, options: dict[str, str], seed: int)
         names = [method_info(name).name]
     found = [Checked(each, options, seed) for each in names]
     for each in found:
+        if each.method == "full":
+            raise KVCompressError("method 'full' keeps everything: there is nothing to check")
         if each.policy.tokens is not None:
             raise KVCompressError(f"method {each.method!r} drops tokens before they are cached: no KVCluster")
         if isinstance(each.cluster, LearnedKVCluster):
@@ -84,10 +87,12 @@ def methods_of(file: Path | None, name: str, options: dict[str, str], seed: int)
 
 def failure(check: Callable[["Checked"], None], checked: "Checked", file: Path | None) -> str:
     """Why a promise is broken, in a line; nothing where it is kept."""
-    from .promises import Broken
+    from .promises import Broken, NotAsked
 
     try:
         check(checked)
+    except NotAsked:
+        raise
     except Broken as error:
         return str(error)
     except Exception as error:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcompress.flag_types import shown
+from kvcompress.errors import nearest, shown
 
-from .errors import DamagedFile, EvaluationFailed, UsageError, nearest
+from .errors import DamagedFile, EvaluationFailed, UsageError
 from .machine import HUB, is_offline
 
 if TYPE_CHECKING:

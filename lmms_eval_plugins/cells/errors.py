@@ -1,8 +1,6 @@
 """What ends a command with one line, and its exit code. Imports nothing heavy."""
 
-import difflib
 import sys
-from collections.abc import Iterable
 
 from kvcompress.errors import KVCompressError
 
@@ -19,12 +17,6 @@ class EvaluationFailed(RuntimeError):
     """The input is fine, but there are no results. The message is one line and says what to do."""
 
     exit_code = 1
-
-
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` where some valid name is near, else nothing."""
-    near = difflib.get_close_matches(name, list(valid), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def leave_out(what: object, reason: object) -> None:

@@ -9,9 +9,10 @@ import zoneinfo
 from typing import Any
 
 from kvcompress.command_line import called
-from kvcompress.flag_types import label, path, prose, shown, whole
+from kvcompress.errors import nearest, shown
+from kvcompress.flag_types import label, path, prose, whole
 
-from .errors import UsageError, nearest
+from .errors import UsageError
 
 # Takes out of an answer, before it is scored, what stands between these tags: lmms-eval's own default.
 MOST_TOKENS = 2**20  # of a prompt that a task writes itself

@@ -1,8 +1,11 @@
 """METHOD on a command line: names, `all`, `all-kv`, `all-tokens`; which can run here. Imports nothing heavy."""
 
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from kvcompress.errors import KVCompressError, MissingFile
+
+Checked = TypeVar("Checked")
 
 GROUPS = {
     "all": "every method",
@@ -33,23 +36,22 @@ def asked_for(names: Iterable[str]) -> dict[str, bool]:
 
 
 def able(
-    asked: dict[str, bool], check: Callable[[str], None], leaves_out: bool
-) -> tuple[list[str], dict[str, str], dict[str, str]]:
-    """The methods that `check` lets pass, and why others do not: of those asked for by name, and of a group's.
+    asked: dict[str, bool], check: Callable[[str], Checked], leaves_out: bool
+) -> tuple[dict[str, Checked], dict[str, str], dict[str, str]]:
+    """The methods that `check` lets pass with what it returns; why others do not, of those asked for by name and of a
+    group's.
 
     Raises KVCompressError for a method asked for by name: what is wrong with it, but for a file that it needs where
     `leaves_out` says that the others shall run; and where none is left.
     """
-    passing, named, of_group = [], {}, {}
+    passing, named, of_group = {}, {}, {}
     for method, by_name in asked.items():
         try:
-            check(method)
+            passing[method] = check(method)
         except KVCompressError as error:
             if by_name and not (leaves_out and isinstance(error, MissingFile)):
                 raise
             (named if by_name else of_group)[method] = str(error)
-        else:
-            passing.append(method)
     if not passing:
         raise KVCompressError(next(iter({**named, **of_group}.values())))
     return passing, named, of_group

@@ -10,10 +10,10 @@ from functools import cache
 from pathlib import Path
 
 from kvcompress.command_line import called
-from kvcompress.flag_types import shown
+from kvcompress.errors import nearest, shown
 
 from .command_line import Request
-from .errors import UsageError, nearest
+from .errors import UsageError
 from .methods_asked import GROUPS
 from .yaml_files import read_yaml
 

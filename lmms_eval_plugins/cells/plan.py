@@ -76,14 +76,12 @@ class Plan:
         check_one_sequence(arguments.slots, request.flags.gen_kwargs)
         settings = _run_settings(arguments, request.flags)
         options = without_none(options)
-        methods, left_out, unable = able(
-            asked, lambda method: _check_method(method, request, arguments, options), leaves_out
-        )
+        methods, left_out, unable = able(asked, lambda method: _policy(method, request, arguments, options), leaves_out)
         for method, reason in unable.items():
             leave_out(f"method {method}", reason)
-        request = replace(request, methods=methods)
+        request = replace(request, methods=list(methods))
         data_root = request.flags.data_root or (DEFAULT_DATA_ROOT if DEFAULT_DATA_ROOT.is_dir() else None)
-        cells = _cells(request, options, settings, text_settings(arguments, request.flags))
+        cells = _cells(request, methods, settings, text_settings(arguments, request.flags))
         of_groups = frozenset(method for method, by_name in asked.items() if not by_name)
         return cls(request, arguments, cells, settings, data_root, of_groups, left_out)
 
@@ -282,38 +280,40 @@ def text_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dic
     return settings
 
 
-def _policy(method: str, request: Request, options: dict[str, Any]) -> tuple["Policy", dict[str, object]]:
-    """A method with those of the options that it has, at any size; and its defaults. Raises KVCompressError."""
+def _policy(
+    method: str, request: Request, arguments: "ModelArguments", options: dict[str, Any]
+) -> tuple["Policy", dict[str, object]]:
+    """A method with those of the options that it has, at any size; and its defaults.
+
+    Raises KVCompressError where it cannot run with these options and arguments.
+    """
     from kvcompress.methods import method_info
     from kvcompress.policy.options import all_options
-    from kvcompress.policy.policy import make_policy
-
-    defaults = all_options(method_info(method), options.get("scorer"))
-    own = {name: value for name, value in options.items() if name in defaults}
-    return make_policy(method, 1.0 if request.ratios or request.budgets else None, **own), defaults
-
-
-def _check_method(method: str, request: Request, arguments: "ModelArguments", options: dict[str, Any]) -> None:
-    """Raises KVCompressError where a method cannot run with these options and arguments."""
-    from kvcompress.policy.policy import check_tensor_parallel
+    from kvcompress.policy.policy import check_tensor_parallel, make_policy
 
     from ..model.arguments import check_slots
 
-    policy, _ = _policy(method, request, options)
+    defaults = all_options(method_info(method), options.get("scorer"))
+    own = {name: value for name, value in options.items() if name in defaults}
+    policy = make_policy(method, 1.0 if request.ratios or request.budgets else None, **own)
     if arguments.tp_plan is not None:
         check_tensor_parallel(policy)
     check_slots(arguments.slots, policy.options)
+    return policy, defaults
 
 
 def _cells(
-    request: Request, options: dict[str, Any], settings: dict[str, Any], of_text: dict[str, Any]
+    request: Request,
+    methods: dict[str, tuple["Policy", dict[str, object]]],
+    settings: dict[str, Any],
+    of_text: dict[str, Any],
 ) -> list[tuple[Cell, dict[str, Any]]]:
     """Tasks x methods x sizes. An option goes to every method that has it; `full` keeps all, so it has one size. So has
-    a method whose preset says how much is kept. `of_text`: further settings, of lm-eval's tasks."""
+    a method whose preset says how much is kept. `methods`: each with its policy and its defaults; `of_text`: further
+    settings, of lm-eval's tasks."""
     sizes = [{"ratio": ratio} for ratio in request.ratios] + [{"budget": size} for size in request.budgets]
     of_methods = {}
-    for method in request.methods:
-        policy, defaults = _policy(method, request, options)
+    for method, (policy, defaults) in methods.items():
         changed = {name: value for name, value in policy.options.items() if value != defaults[name]}
         of_method = sizes or [{"ratio": policy.budget.ratio, "budget": policy.budget.entries}]
         of_methods[method] = policy.options, changed, [{"ratio": 1.0}] if method == "full" else of_method

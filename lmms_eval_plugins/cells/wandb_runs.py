@@ -5,8 +5,10 @@ import inspect
 import os
 from typing import TYPE_CHECKING, Any
 
+from kvcompress.errors import nearest
+
 from .command_line import literal
-from .errors import EvaluationFailed, UsageError, nearest
+from .errors import EvaluationFailed, UsageError
 from .plan import Job
 from .results import dumps, read_samples
 

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcompress.command_line import Parser, called, exit_code
-from kvcompress.flag_types import number, path, shown, whole
+from kvcompress.errors import nearest, shown
+from kvcompress.flag_types import number, path, whole
 
-from ..cells.errors import UsageError, nearest
+from ..cells.errors import UsageError
 from .dataset import DATA_FILE, KINDS, Pack, write
 from .documents import MOST_PAGES, check_page
 from .needles import smallest_picture

@@ -8,11 +8,11 @@ import numpy as np
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
-from kvcompress.flag_types import MOST, shown
+from kvcompress.errors import MOST, nearest, shown
 from kvcompress.methods import method_info
 from kvcompress.policy.policy import make_policy
 
-from ..cells.errors import UsageError, nearest
+from ..cells.errors import UsageError
 from ..cells.results import exact
 from ..cells.yaml_files import read_yaml
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from kvcompress.flag_types import MOST, shown
+from kvcompress.errors import MOST, nearest, shown
 
-from ..cells.errors import UsageError, nearest
+from ..cells.errors import UsageError
 from ..cells.yaml_files import read_yaml
 from .trial import METRICS
 

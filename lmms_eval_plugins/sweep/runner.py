@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from kvcompress.errors import nearest
+
 from ..cells.data import find_tasks
-from ..cells.errors import EvaluationFailed, UsageError, nearest
+from ..cells.errors import EvaluationFailed, UsageError
 from ..cells.results import DamagedFile
 from .config import SweepConfig
 from .study import Trial, Trials

@@ -14,6 +14,7 @@ from ..cells import results
 from ..cells.command_line import literal, parse
 from ..cells.errors import EvaluationFailed, UsageError
 from ..cells.machine import number_of_processes, rank, set_offline
+from ..cells.methods_asked import GROUPS
 from ..cells.plan import Plan, check_folders
 from ..cells.processes import evaluation
 from ..cells.run import evaluate_cell, load_model, quiet, score_again
@@ -50,7 +51,7 @@ def trial_argv(parameters: dict[str, Any], output_path: Path) -> list[str]:
             raise UsageError(f"a trial needs the parameter {name!r}; given: {', '.join(parameters) or 'nothing'}")
     task, model, method = (str(given.pop(name)) for name in ("task", "model", "method"))
     for name, value in (("task", task), ("method", method)):
-        if "," in value:
+        if "," in value or value in GROUPS:
             raise UsageError(f"{name} {value!r}: a trial has one {name}; list several under values:")
     size = str(given.pop("ratio", 1 if method == "full" else "-"))
     foreign = option_owners().keys() - method_options(method, given.get("scorer"))

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
 import kvcompress
+from kvcompress.check.promises import LargestTensor
 from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.scoring.merging import MERGES
 from kvcompress.scoring.rotary import Rotary
 from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES
-from tests.support.kept import LargestTensor, expected_entries, kept_of, real_lengths
+from tests.support.kept import expected_entries, kept_of, real_lengths
 from tests.support.snapshot import snapshot
 from tests.support.strategies import METHODS, OPTIONS, SOME_METHODS, Case, cases
 

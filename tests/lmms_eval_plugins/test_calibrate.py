@@ -33,6 +33,10 @@ def test_a_task_with_images_calibrates_the_bundled_model(tmp_path, capsys):
         ([*TINY, "--method", "q-filters", "recents=3"], "has an argument 'recents'"),
         ([*TINY, "--method", "q-filters", "recent"], "'recent' is not OPTION=VALUE"),
         ([*TINY, "--method", "q-filters", "--questions", "0"], "--questions"),
+        (
+            [*TINY, "--method", "q-filters", "--dtype", "float16", "dtype=float32"],
+            "dtype=float32 and --dtype float16 are",
+        ),
         (["tiny", "--method", "q-filters"], "--task"),
     ],
 )

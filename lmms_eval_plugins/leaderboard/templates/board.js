@@ -92,7 +92,7 @@ function show(chosen) {
   board = chosen;
   board.most ??= Math.max(...board.cells.map((cell) => cell.score)) || 1;
   const series = [...new Set(board.cells.map((cell) => cell.series))];
-  group = { ...board, series, labels: new Map(series.map((each) => [each, each])) };
+  group = { ...board, all: board.cells, series, labels: new Map(series.map((each) => [each, each])) };
   hidden = new Set();
   order = { column: "score", descending: true };
   for (const [id, all, of, text] of FILTERS) {

@@ -4,11 +4,12 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 import kvcompress
 from kvcompress.cache.choice import Choice
 from kvcompress.cache.memory import Memory
+from kvcompress.check.promises import History
 from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.policy.policy import make_policy
 from kvcompress.scoring.layer_view import StoredEntries
@@ -21,18 +22,6 @@ from tests.support.strategies import METHODS, SOME_METHODS, Case, cases
 NEW = 12
 TOLERANCE = 1e-4
 property_test = examples(4)
-
-
-class History(StoppingCriteria):
-    """Notes after every pass what the cache holds: columns seen -> [layer][row][kv_head] columns kept."""
-
-    def __init__(self, session: kvcompress.Session):
-        self.session, self.kept = session, {}
-
-    def __call__(self, input_ids, scores, **kwargs):
-        cache = self.session.cache
-        self.kept[cache.seen_tokens] = [cache.kept_indices(layer) for layer in range(len(cache.layers))]
-        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 def run(case: Case, inputs: dict, forced=None, new: int = NEW, **options) -> tuple[torch.Tensor, torch.Tensor, dict]:

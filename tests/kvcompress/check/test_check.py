@@ -13,6 +13,7 @@ import kvcompress
 from kvcompress import methods
 from kvcompress.__main__ import main
 from kvcompress.check import command, passed
+from kvcompress.check.command import failure
 from kvcompress.check.promises import PROMISES, Checked
 from tests.support.docs import DOCS, python_blocks
 
@@ -68,6 +69,15 @@ class OneTooFew(Norms):
 
 
 @dataclass(frozen=True)
+class FirstOfTheBatch(Norms):
+    """Of equal scores it keeps other entries, which are not worth as much, where there are pads."""
+
+    def select(self, scores, view):
+        kept = super().select(scores, view)
+        return kept if view.padding is None else super().select(-scores, view)
+
+
+@dataclass(frozen=True)
 class AddsToValues(Norms):
     def update_kv(self, queries, keys, values, view):
         kept = super().update_kv(queries, keys, values, view)
@@ -99,6 +109,7 @@ WRONG = [
     (EveryPair, "memory is linear in the prompt", "qwen2, 1500 and 3000 tokens: scoring makes a tensor of"),
     (Unseeded, "the same prompt keeps the same", "layer 0 keeps other entries when it is run again"),
     (OneTooFew, "each row keeps its budget", r"row 0 keeps \[\[14, 14\].* per layer and head, asked were 15"),
+    (FirstOfTheBatch, BATCH, "row 0, layer 0 chooses by the same scores what scores .* in the batch, .* alone"),
     (AddsToValues, MASKED, "logits compressed differ from those masked by up to"),
     (ByTheBatch, DECODING, "while decoding: entry .* in the batch, .* alone"),
     (ByTheBatch, RAGGED, "head_budget=adaptive"),
@@ -167,6 +178,8 @@ def test_a_broken_promise_is_two_lines_and_exit_code_1_and_is_not_noted(file, ca
         (["snapk"], "there is no method 'snapk' (did you mean 'snapkv'?)"),
         (["none.py"], "there is no Python file none.py"),
         (["snapkv", "window"], "'window' is not OPTION=VALUE"),
+        (["snapkv", "ratio=0.5"], "ratio= is not for check"),
+        (["full"], "method 'full' keeps everything"),
         (["snapkv", "window=3"], "no option 'window'"),
         (["fastv"], "method 'fastv' drops tokens before they are cached"),
         (["q-filters"], "method 'q-filters' needs calibration=FILE"),
@@ -176,6 +189,28 @@ def test_a_broken_promise_is_two_lines_and_exit_code_1_and_is_not_noted(file, ca
 def test_what_cannot_be_checked_is_one_line(words, said, capsys):
     assert main(["check", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("keydiff", {}),  # equal tokens have equal scores, and rounding breaks the tie
+        ("lagkv", {}),  # scores in blocks, of one size whatever the prompt's
+        ("snapkv", {"prefill_chunk": 8, "window_size": 4}),  # an option that a promise sets, too
+    ],
+)
+def test_methods_of_ours_keep_every_promise(method, options):
+    checked = Checked(method, options)
+    assert {promise: reason for promise, check in PROMISES.items() if (reason := failure(check, checked, None))} == {}
+
+
+def test_a_promise_that_a_method_does_not_make_is_named_with_the_reason(capsys):
+    assert main(["check", "cake"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if not line.startswith("ok "))
+    assert line == (
+        "-       cake: a row in a batch is as alone where prompts come in chunks: prefill_chunk=16 does not go with "
+        "layer_budget='cake', which follows from the whole prompt"
+    )
 
 
 def test_it_runs_outside_of_a_checkout(file, tmp_path):

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 import kvcompress
+from kvcompress.check.promises import LargestTensor
 from kvcompress.check.reference import generate
 from kvcompress.layer_budgets import layer_budget, list_layer_budgets
 from tests.support.families import FIRST_TEXT, IMAGE, PAD, VIDEO, VISION_START, VLM_FAMILIES, VOCAB_SIZE, Family
-from tests.support.kept import LargestTensor, expected_entries, kept_of, real_lengths
+from tests.support.kept import expected_entries, kept_of, real_lengths
 
 VISION_METHODS = ["aircache", "csp", "infinipot-v", "look-m", "meda", "mixkv", "prefixkv", "tgv-kv", "vl-cache"]
 NEW = 3

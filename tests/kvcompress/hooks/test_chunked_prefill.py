@@ -12,10 +12,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import kvcompress
-from benchmarks.prefill_memory import LargestTensor
 from kvcompress.cache.choice import Choice
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.new_tokens import NewTokens
+from kvcompress.check.promises import LargestTensor
 from kvcompress.check.reference import generate
 from kvcompress.errors import KVCompressError
 from kvcompress.policy.policy import make_policy

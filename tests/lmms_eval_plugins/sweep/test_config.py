@@ -217,6 +217,7 @@ def test_a_budget_takes_the_place_of_the_ratio_and_full_needs_neither(tmp_path):
         ({"model": None}, "a trial needs the parameter 'model'"),
         ({"task": "a,b"}, "task 'a,b': a trial has one task"),
         ({"method": "full,snapkv"}, "method 'full,snapkv': a trial has one method"),
+        ({"method": "all"}, "method 'all': a trial has one method"),
         ({"ratio": None}, "give either RATIO, or '-' for RATIO and budget=ENTRIES"),
     ],
 )

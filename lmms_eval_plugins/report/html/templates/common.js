@@ -50,8 +50,9 @@ const scoreText = (cell) => (cell.score === null ? "-" : (group.scale * cell.sco
 // The method alone where that says which series is meant.
 const label = (series) => group.labels.get(series);
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-// Colour and marker come with the cells (report/appearance.py): the full cache, however it is run, is black.
-const cellOf = (series) => group.cells.find((cell) => cell.series === series) ?? {};
+// Colour and marker come with the cells (report/appearance.py): the full cache, however it is run, is black. `all`: the
+// cells before a page filters them.
+const cellOf = (series) => (group.all ?? group.cells).find((cell) => cell.series === series) ?? {};
 const colour = (series) => (cellOf(series).method === "full" ? ink("--ink") : cellOf(series).colour ?? ink("--faint"));
 // matplotlib's markers, as paths around (0, 0) within a circle of radius 1.
 const around = (count, turn, radius = 1) => [...Array(count).keys()].map((k) => [turn + (2 * Math.PI * k) / count, radius]).map(([angle, r]) => [r * Math.sin(angle), -r * Math.cos(angle)]);
