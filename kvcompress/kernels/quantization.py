@@ -4,6 +4,7 @@ zero, through optimum-quanto or hqq. `turboquant.py` is our own backend."""
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,8 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized tensor: its shape, the tensors that it takes in memory, and how to get it back."""
+    """A quantized tensor: its shape, the tensors that it takes in memory, and how to get it back (what can be pickled).
+    It never changes, so that copies of a cache share it."""
 
     shape: torch.Size
     tensors: list[torch.Tensor]
@@ -70,6 +72,9 @@ class Quantized:
 
     def dequantize(self) -> torch.Tensor:
         return self.restore().reshape(-1)[: self.shape.numel()].view(self.shape)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Quantized":
+        return self
 
 
 def _quanto(rows: torch.Tensor, bits: int) -> tuple[list[torch.Tensor], Callable[[], torch.Tensor]]:
@@ -87,8 +92,13 @@ def _hqq(rows: torch.Tensor, bits: int) -> tuple[list[torch.Tensor], Callable[[]
     packed, meta = HQQ.quantize(
         rows, nbits=bits, axis=1, group_size=rows.shape[1], device=str(rows.device), compute_dtype=rows.dtype
     )
-    dtype = rows.dtype  # not `rows` itself: the closure would keep it alive
-    return [packed, meta["scale"], meta["zero"]], lambda: HQQ.dequantize(packed, meta).to(dtype)
+    return [packed, meta["scale"], meta["zero"]], partial(_from_hqq, packed, meta, rows.dtype)
+
+
+def _from_hqq(packed: torch.Tensor, meta: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    from hqq.core.quantize import Quantizer as HQQ
+
+    return HQQ.dequantize(packed, meta).to(dtype)
 
 
 _BACKENDS: dict[str, Any] = {"quanto": _quanto, "hqq": _hqq}

@@ -1,0 +1,47 @@
+"""A filled cache can be saved, or copied, and goes on as the one that was kept: a context is read once for many days."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+import kvcompress
+from kvcompress.check.reference import generate
+from tests.support.families import FAMILIES
+
+STORED = {
+    "dynamic": {},
+    "static": {"cache_implementation": "static", "max_new_tokens": 64},
+    "offloaded": {"cache_implementation": "offloaded"},
+    "quanto": {"cache_implementation": "quantized"},
+    "hqq": {"cache_implementation": "quantized", "kv_backend": "hqq"},
+    "turboquant": {"cache_implementation": "quantized", "kv_backend": "turboquant"},
+}
+
+
+def torch_saved(cache: kvcompress.CompressedCache) -> kvcompress.CompressedCache:
+    torch.save(cache, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS = {"pickle": lambda cache: pickle.loads(pickle.dumps(cache)), "deepcopy": copy.deepcopy, "torch": torch_saved}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stored", STORED)
+def test_a_cache_that_was_saved_goes_on_as_the_one_that_was_kept(stored, way):
+    model = FAMILIES["qwen2"].build()
+    inputs, more = FAMILIES["qwen2"].inputs(model, [40]), FAMILIES["qwen2"].inputs(model, [12], seed=1)
+    with kvcompress.attach(model):
+        cache = kvcompress.CompressedCache(model.config, "h2o", 0.3, **STORED[stored])
+        tokens, _ = generate(model, inputs, 4, past_key_values=cache)
+        both = torch.cat([inputs["input_ids"], tokens, more["input_ids"]], 1)
+        second = {"input_ids": both, "attention_mask": torch.ones_like(both)}
+        saved = WAYS[way](cache)
+        _, from_saved = generate(model, second, 4, past_key_values=saved)
+        _, from_kept = generate(model, second, 4, past_key_values=cache)  # which the other did not touch
+    torch.testing.assert_close(from_saved, from_kept, rtol=0, atol=0)
+    assert saved.nbytes == cache.nbytes
