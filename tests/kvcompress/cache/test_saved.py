@@ -1,4 +1,4 @@
-"""A filled cache can be saved, or copied, and goes on as the one that was kept: a context is read once for many days."""
+"""A filled cache can be saved, or copied, and goes on as the one that was kept."""
 
 import copy
 import io
