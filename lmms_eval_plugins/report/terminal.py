@@ -49,7 +49,7 @@ def fitted(
             dropped.append(name)
     if dropped:
         caption = f"Left out for want of room: {', '.join(dropped)}; all is in {elsewhere}. {caption}"
-    table = Table(title=title or None, caption=caption or None)
+    table = Table(title=title or None, caption=caption or None, title_justify="left", caption_justify="left")
     room = width - needed([place for place in shown if place != names]) - 3
     for place in shown:
         fits = place != names and room >= LEAST
