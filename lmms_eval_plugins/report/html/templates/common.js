@@ -52,7 +52,7 @@ const label = (series) => group.labels.get(series);
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 // Colour and marker come with the cells (report/appearance.py): the full cache, however it is run, is black. `all`: the
 // cells before a page filters them.
-const cellOf = (series) => (group.all ?? group.cells).find((cell) => cell.series === series) ?? {};
+const cellOf = (series) => group.all.find((cell) => cell.series === series) ?? {};
 const colour = (series) => (cellOf(series).method === "full" ? ink("--ink") : cellOf(series).colour ?? ink("--faint"));
 // matplotlib's markers, as paths around (0, 0) within a circle of radius 1.
 const around = (count, turn, radius = 1) => [...Array(count).keys()].map((k) => [turn + (2 * Math.PI * k) / count, radius]).map(([angle, r]) => [r * Math.sin(angle), -r * Math.cos(angle)]);
@@ -68,6 +68,7 @@ function marker(series, attributes) {
   return svg("path", { d: MARKERS[cellOf(series).marker] ?? MARKERS.o, transform: `translate(${x} ${y}) scale(${size})`, fill, ...more });
 }
 const dot = (series) => svg("svg", { class: "dot", viewBox: "-6 -6 12 12", "aria-hidden": "true" }, marker(series, {}));
+const named = (series) => make("span", { className: "series" }, dot(series), make("span", {}, label(series)));
 // Of the cells, those on the front of score and gain, as report/metrics.py has it; `hindsight`, which knows the answer, is
 // on none.
 function onFront(cells, gain) {
@@ -182,7 +183,7 @@ function drawPlot(where, x, log, text, name, moreIsBetter) {
   drawing.append(svg("text", { x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, name));
   drawing.append(svg("text", { x: 0, y: 0, transform: `translate(11 ${(height - bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, group.metric + (group.scale === 100 ? " (%)" : "")));
   const front = onFront(points, (cell) => (moreIsBetter ? cell[x] : 1 / cell[x])).sort((a, b) => a[x] - b[x]);
-  const isMany = shownSeries().length > MANY, series_on_front = new Set(front.map((cell) => cell.series));
+  const isMany = new Set(points.map((cell) => cell.series)).size > MANY, series_on_front = new Set(front.map((cell) => cell.series));
   const isPale = (series) => isMany && !series_on_front.has(series) && cellOf(series).method !== "full";
   drawing.append(svg("polyline", { class: "front", points: front.map((cell) => `${along(cell[x])},${up(group.scale * cell.score)}`).join(" ") }));
   for (const series of [...group.series].sort((a, b) => isPale(b) - isPale(a))) {

@@ -11,13 +11,13 @@ const cellsOf = (size) => group.cells.map((cell, index) => [cell, index]).filter
 // -- the table
 
 const COLUMNS = [
-  { name: "method", value: (cell) => cell.series, words: true, show: (cell) => [dot(cell.series), label(cell.series)] },
+  { name: "method", value: (cell) => cell.series, words: true, show: (cell) => named(cell.series) },
   { name: "kept (asked)", value: (cell) => cell.realised ?? cell.ratio, show: (cell) => cell.kept },
   { name: "score", value: (cell) => cell.score, show: (cell) => [scoreText(cell), make("small", { textContent: errorText(cell) }), meter((cell.score ?? 0) / group.most)] },
   { name: "headroom", value: (cell) => cell.headroom?.[0] ?? null, show: (cell) => (cell.headroom ? `${percent(cell.headroom[0], 0)} [${cell.headroom.slice(1).map((end) => (100 * end).toFixed(0)).join(", ")}]` : "-"), rare: true },
   { name: "same as full", value: (cell) => cell.same, show: (cell) => percent(cell.same, 0), rare: true },
   { name: "TTFT", value: (cell) => cell.ttft_s, show: (cell) => milliseconds(cell.ttft_s), rare: true },
-  { name: "per token", value: (cell) => cell.tpot_s, show: (cell) => milliseconds(cell.tpot_s) },
+  { name: "per token", value: (cell) => cell.tpot_s, show: (cell) => milliseconds(cell.tpot_s), rare: true },
   { name: "answers/s", value: (cell) => cell.answers_per_s, show: (cell) => decimal(cell.answers_per_s), rare: true },
   { name: "tokens/correct", value: (cell) => cell.tokens_per_correct, show: (cell) => decimal(cell.tokens_per_correct), rare: true },
   { name: "KV cache", value: (cell) => cell.kv_bytes, show: (cell) => bytes(cell.kv_bytes), rare: true },
@@ -36,7 +36,7 @@ function drawMatrix(sizes) {
   const isAsAsked = (cell) => cell.method !== "full" && !cell.kept.includes("(");
   const best = new Map(sizes.map((size) => [size, Math.max(...group.cells.filter((cell) => cell.size === size && isAsAsked(cell)).map((cell) => cell.score ?? -Infinity))]));
   $("matrix").tHead.replaceChildren(make("tr", {}, make("th", { textContent: "method", scope: "col" }), ...sizes.map((size) => make("th", { textContent: sizeName(size) + " asked", scope: "col" }))));
-  $("matrix").tBodies[0].replaceChildren(...group.series.map((series) => make("tr", {}, make("td", {}, dot(series), label(series)), ...sizes.map((size) => {
+  $("matrix").tBodies[0].replaceChildren(...group.series.map((series) => make("tr", {}, make("td", {}, named(series)), ...sizes.map((size) => {
     const cell = at(series, size);
     if (!cell) return make("td", { textContent: "-" });
     const isBest = isAsAsked(cell) && cell.score !== null && cell.score === best.get(size);
@@ -268,7 +268,7 @@ function drawOverlays() {
     }
     const mean = (shares) => (shares.length ? shares.reduce((a, b) => a + b, 0) / shares.length : null);
     const differs = question && group.cells[0].method === "full" && question.a[0] !== question.a[index];
-    const body = make("div", { className: "body" }, make("h3", {}, dot(cell.series), label(cell.series)));
+    const body = make("div", { className: "body" }, make("h3", {}, named(cell.series)));
     if (question) body.append(verdict(question.a[index], question.s[index], differs));
     const parts = [["image", mean(vision)], ["text", mean(text)]].filter(([, share]) => share !== null);
     body.append(make("p", { className: "numbers", textContent: "keeps " + parts.map(([name, share]) => `${percent(share)} of the ${name}`).join(", ") }));
@@ -345,6 +345,7 @@ function drawSamples() {
 
 function show(index) {
   group = DATA.groups[index];
+  group.all = group.cells;
   group.series ??= [...new Set(group.cells.map((cell) => cell.series))].sort((a, b) => (b === "full") - (a === "full"));
   group.labels ??= new Map(group.cells.map(({ series, method }) => {
     const alone = group.cells.every((cell) => cell.method !== method || cell.series === series);
