@@ -1,4 +1,4 @@
-"""`kvcompress table`: the table and the plot of one task and model, as an evaluation writes them.
+"""`kvcompress table`: the table and the plot of each task and model, as an evaluation writes them.
 
 Only cells with the same run settings (limit, dtype, ...) are comparable, so each set of settings gets its own
 table and plots, written beside the cells as `report[-key=value...].md` and `.png`, and `throughput[-...].png`.
@@ -14,7 +14,7 @@ from ..cells.errors import EvaluationFailed
 
 def parser() -> argparse.ArgumentParser:
     this = Parser("table", description=__doc__)
-    this.add_argument("folder", type=folder, help="results/<task>/<model>")
+    this.add_argument("folder", type=folder, help="results, results/<task> or results/<task>/<model>")
     this.add_argument("--metric", type=label, help="of the task, in place of its main one")
     this.add_argument("--filter", type=label, help="of the task's answers, in place of the first one")
     return this
@@ -25,11 +25,15 @@ def command(argv: list[str]) -> None:
     flags = parser().parse_args(argv)
     from kvcompress.files import check_output
 
+    from ..cells.results import RESULTS_FILE
     from .folder import report
 
-    check_output(flags.folder)
+    folders = {file.parent.parent for file in flags.folder.rglob(f"[!.]*/{RESULTS_FILE}")} or {flags.folder}
+    for each in folders:
+        check_output(each)
     try:
-        report(flags.folder, metric=flags.metric, metric_filter=flags.filter)
+        for each in sorted(folders):
+            report(each, metric=flags.metric, metric_filter=flags.filter)
     except FileNotFoundError as error:
         raise EvaluationFailed(error) from error
 

@@ -316,6 +316,14 @@ def test_batch_size_of_the_times_is_named(tmp_path):
     assert "of batches of up to 4" in run(folder)[1][0].read_text()
 
 
+def test_a_folder_of_several_tasks_gets_the_table_of_each(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report_folder, "plot", PLOT)
+    folders = [write_cell(tmp_path / task) for task in ("one", "two")]
+    assert main([str(tmp_path)]) == 0
+    assert all((folder / "report.md").exists() for folder in folders)
+    assert "written: " in capsys.readouterr().out
+
+
 def test_folder_without_cells_is_an_error(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
     assert "no finished cell under" in capsys.readouterr().err
