@@ -128,6 +128,9 @@ def exit_code(command: Callable[[list[str]], int | None], argv: list[str] | None
         return fail(
             f"{how}; finished {kept} are kept, the same command goes on from there" if kept else how, 128 + number
         )
+    except BrokenPipeError:  # who reads has enough, as `head` after ten lines
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still has to write at its end
+        return 141  # of a process that SIGPIPE ends
     except Exception as error:
         if (code := getattr(error, "exit_code", None)) is not None:
             return fail(error, code)

@@ -23,7 +23,7 @@ from tests.support.parse_only import check, script_module
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), ROOT / "benchmarks" / "README.md"]
 COMMANDS = [command for page in PAGES for command in shell_commands(page)]
 OWN_METHOD = ("adding-a-method", "first-hour")  # pages whose first block of Python is the method value-norm
-FILES = ("photo.jpg", "book.txt", "full_attention_heads.tsv", "questions.jsonl")
+FILES = ("photo.jpg", "book.txt", "full_attention_heads.tsv", "questions.jsonl", "bare.jinja")
 
 FEW = "--limit 2"
 SHORT = "--lengths 64 --batches 1 --new 3 --repeats 1"
@@ -32,7 +32,7 @@ SHORT_ANSWERS = "--requests 3 --prompt 24 --answers 2 4"
 # given twice the last counts.
 RUN = {
     r": \./scripts/run_eval\.sh$": FEW,
-    r"run_eval\.sh (tiny_textvqa|tiny_read_all|TASK) ": FEW,
+    r"^(?!docs/reproduce-a-baseline).*run_eval\.sh (tiny_textvqa|tiny_read_all|TASK) ": FEW,
     r"run_eval\.sh textvqa_val (tiny|MODEL) (?!.*overlays)": FEW,
     r"run_eval\.sh textvqa_val MODEL .*overlays": f"{FEW} --overlays 1",
     r"run_eval\.sh list ": "",
@@ -78,6 +78,7 @@ NOT_RUN = {
     "a repository of others": r"git clone|oracle\.authors",
     "test_wheel.py builds": r": python -m build",
     "test_first_hour.py runs it": r"^docs/first-hour\.md",
+    "test_baseline_page.py runs it": r"^docs/reproduce-a-baseline\.md.*run_eval\.sh (tiny|worded)",
     "answers to generated tasks": r"results/long_|kvcompress heatmap results/<",
     "what a speech run wrote, which test_speech_page.py shows": r"kvcompress report speech\.json",
     "long: some minutes, which bench/test_speech.py runs shorter": r"kvcompress speech OMNI",
@@ -142,7 +143,7 @@ def test_the_parser_of_each_command_takes_its_words(page, scratch, pytestconfig,
     for name in FILES:
         (scratch / name).touch()
     shutil.copy(calibration_file("triattention", FAMILIES["qwen2"].build()), "tiny.safetensors")
-    for folder in ("mine", "long", "data", "results/tiny_textvqa/tiny"):
+    for folder in ("mine", "long", "worded", "data", "results/tiny_textvqa/tiny"):
         (scratch / folder).mkdir(parents=True)
     for command in shell_commands(page):
         for folder in re.findall(r"results/[\w./*-]+", command.concrete):

@@ -79,6 +79,15 @@ def test_the_shell_completes_commands_and_their_flags(tmp_path, line, found):
     assert answers.read_text(encoding="utf-8").split("\n") == [found]
 
 
+def test_a_reader_who_has_enough_ends_a_command_in_silence():
+    listing = subprocess.Popen(
+        [sys.executable, "-m", "kvcompress", "list", "methods"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    listing.stdout.close()  # as `head` does
+    assert listing.wait(60) == 141
+    assert listing.stderr.read() == b""
+
+
 def test_without_a_shell_that_asks_nothing_is_completed(monkeypatch):
     monkeypatch.delenv("_ARGCOMPLETE", raising=False)
     assert __main__.complete() is None
