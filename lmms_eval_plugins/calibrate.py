@@ -16,6 +16,7 @@ from kvcompress.calibration import command as core
 from kvcompress.command_line import exit_code, key_values
 from kvcompress.flag_types import label
 
+from .cells.command_line import BUNDLED_MODEL
 from .cells.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def command(argv: list[str]) -> None:
     """Write the file. Raises UsageError, KVCompressError or EvaluationFailed."""
     flags = parser().parse_intermixed_args(argv)
     if flags.task is None:
+        if flags.model == BUNDLED_MODEL:
+            raise UsageError(f"the bundled model {BUNDLED_MODEL!r} is calibrated with --task")
         core.calibrate(flags)
         return
     from kvcompress.calibration.collect import calibrate, calibrated_method

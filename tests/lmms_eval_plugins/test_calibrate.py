@@ -38,6 +38,7 @@ def test_a_task_with_images_calibrates_the_bundled_model(tmp_path, capsys):
             "dtype=float32 and --dtype float16 are",
         ),
         (["tiny", "--method", "q-filters"], "--task"),
+        (["tiny", "--method", "q-filters", "--text", "book.txt"], "'tiny' is calibrated with --task"),
     ],
 )
 def test_what_is_wrong_ends_with_one_line(argv, message, tmp_path, capsys):

@@ -7,7 +7,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from kvcompress import KVCompressError
-from lmms_eval_plugins.model.batches import parts_of
+from lmms_eval_plugins.model.batches import in_order, parts_of
 from lmms_eval_plugins.model.prompts import DoNotBatch
 from tests.support.checkpoints import image, load_lm, requests, write_video
 
@@ -144,3 +144,7 @@ def test_a_placeholder_in_a_tasks_text_is_text(checkpoint, family):
         assert counts[0] == counts[1]
         assert (counts[0] > 0) == bool(images)
         assert f"what is {token[0]} {token[1:]} this?" in lm.tokenizer.decode(marked["input_ids"][0])
+
+
+def test_answers_of_parts_stand_as_their_requests_do():
+    assert in_order([[0, 2], [3], [1]], [["a", "c"], ["d"], ["b"]]) == ["a", "b", "c", "d"]
