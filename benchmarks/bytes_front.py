@@ -9,6 +9,7 @@ writes the table (.md) and the plot (.png), and the table's first part into docs
 
 import argparse
 import platform
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from lmms_eval_plugins.cells.results import write_text
 from lmms_eval_plugins.report.table import markdown_table
 
 from .method_cells import RATIOS, Answers, Cell, Column, Protocol, Task, compute
-from .method_table import RESULTS, Estimate, put_into_page, wrapped
+from .method_table import RESULTS, Estimate, wrapped
 from .method_tasks import TASKS
 
 PROTOCOL = Protocol("front", {"first_token": "compressed"})
@@ -175,6 +176,15 @@ def plot(task: Task, points: list[Point], path: Path) -> None:
     plt.close(figure)
 
 
+def put_into_page(page: Path, name: str, report: str) -> None:
+    """Replace what stands between the page's two marks of that name, one level of headings deeper."""
+    begin, end = f"<!-- {name}: made by benchmarks/bytes_front.py -->\n", f"<!-- end of {name} -->"
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    after = rest.split(end)[1]
+    deeper = re.sub("^#", "##", report, flags=re.MULTILINE)
+    write_text(page, f"{before}{begin}\n{deeper}\n{end}{after}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tasks", nargs="*", choices=[[], *MODELS], help="default: all")
@@ -200,7 +210,7 @@ def main() -> None:
         text = report(task, points)
         write_text(base.with_suffix(".md"), text)
         if arguments.out == RESULTS:
-            put_into_page(PAGE, name, best_alone(text, name), "bytes_front")
+            put_into_page(PAGE, name, best_alone(text, name))
         plot(task, points, base.with_suffix(".png"))
         print(base.with_suffix(".md").read_text(encoding="utf-8"))
 

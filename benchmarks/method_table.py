@@ -5,13 +5,12 @@
 
 A prefill runs once for all methods, ratios and protocols that leave it as it is. Answers are written down as they
 come, in `<out>/method_table_<task>.json`; another run computes only what is missing: new methods, methods whose file
-has changed, more questions. Then it writes tables (.md) and plots (.png), and the tables into docs/methods-compared.md.
+has changed, more questions. Then it writes a table (.md) beside them; `python -m benchmarks.methods_figure` draws them.
 """
 
 import argparse
 import math
 import platform
-import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,7 +30,6 @@ from .method_tasks import TASKS
 
 RESAMPLES = 10_000
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parent.parent / "docs" / "methods-compared.md"
 
 
 @dataclass(frozen=True)
@@ -174,59 +172,6 @@ def wrapped(text: str) -> str:
     return textwrap.fill(text, 118, break_on_hyphens=False) + "\n"
 
 
-def put_into_page(page: Path, name: str, report: str, script: str = "method_table") -> None:
-    """Replace what stands between the page's two marks of that name, one level of headings deeper."""
-    begin, end = f"<!-- {name}: made by benchmarks/{script}.py -->\n", f"<!-- end of {name} -->"
-    before, rest = page.read_text(encoding="utf-8").split(begin)
-    after = rest.split(end)[1]
-    deeper = re.sub("^#", "##", report, flags=re.MULTILINE)
-    write_text(page, f"{before}{begin}\n{deeper}\n{end}{after}")
-
-
-def plot(tables: list[tuple[Protocol, Rows]], task: Task, path: Path) -> None:
-    """A panel per method, with random (dashed) and the full cache (dotted) behind it; a colour per table. Of tables
-    with other columns than the first has, none is drawn."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    tables = [table for table in tables if table[0].columns == tables[0][0].columns]
-    methods = list(dict.fromkeys(method for _, rows in tables for method in rows))
-    methods = [method for method in methods if method not in RULERS]
-    columns = 6
-    height = -(-len(methods) // columns)
-    figure, axes = plt.subplots(
-        height, columns, figsize=(2.1 * columns, 1.9 * height), sharex=True, sharey=True, squeeze=False
-    )
-    for axis in axes.flat[len(methods) :]:
-        axis.set_visible(False)
-    for axis, method in zip(axes.flat, methods, strict=False):
-        axis.set_title(method, fontsize=9)
-        for number, (protocol, rows) in enumerate(tables):
-            if method not in rows:
-                continue
-            color, titles = f"C{number}", [column.title for column in protocol.columns]
-            places = range(len(titles), 0, -1)  # what keeps most stands first in a table and last in a plot
-            axis.axhline(rows["full"][FULL.title].mean, color=color, linestyle=":", linewidth=0.8)
-            axis.plot(places, [rows["random"][title].mean for title in titles], color=color, alpha=0.3, linestyle="--")
-            axis.set_xticks(places, titles)
-            there = {place: rows[method].get(title) for place, title in zip(places, titles, strict=True)}
-            places = [place for place, cell in there.items() if cell]
-            row = [there[place] for place in places]
-            axis.fill_between(places, [cell.low for cell in row], [cell.high for cell in row], color=color, alpha=0.15)
-            axis.plot(places, [cell.mean for cell in row], color=color, marker=".", label=protocol.title)
-        axis.set_ylim(-3, 103)
-        axis.tick_params(labelsize=7)
-    handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(tables), fontsize=8, frameon=False)
-    figure.supxlabel(f"{task.kept}; dashed: random, dotted: full cache", fontsize=8, y=0.35 / (1.9 * height))
-    figure.supylabel(f"{task.measure.lower()} (%)", fontsize=8)
-    figure.tight_layout(rect=(0.01, 0.5 / (1.9 * height), 1, 1))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def tables(arguments: argparse.Namespace) -> Iterator[Path]:
     """Compute and write the tables; yields the file of each."""
     methods = list(kvcompress.list_methods())
@@ -245,9 +190,6 @@ def tables(arguments: argparse.Namespace) -> Iterator[Path]:
         why |= {cell.method: answers.refused[cell.key] for cell in cells if cell.key in answers.refused}
         text = report(task, rows, why)
         write_text(base.with_suffix(".md"), text)
-        if arguments.out == RESULTS:
-            put_into_page(PAGE, name, text)
-        plot(rows, task, base.with_suffix(".png"))
         yield base.with_suffix(".md")
 
 

@@ -59,6 +59,7 @@ RUN = {
     r"benchmarks\.kernels --threads": "--lengths 64 --repeats 1",
     r"benchmarks\.static_decode --threads": "--layers 2 --prompt 32 --new 8 --rounds 1",
     r"benchmarks\.eval_throughput --limit": FEW,
+    r"benchmarks\.methods_figure": "--out figure.png",
 }
 # Why the others are not run; their words are read all the same.
 NOT_RUN = {

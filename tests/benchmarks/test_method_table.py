@@ -10,7 +10,6 @@ import kvcompress
 from benchmarks import method_cells, method_table
 from benchmarks.method_cells import BY_RATIO, FULL, RATIOS, Answers, Cell, Column, Protocol, Task, cells_of, compute
 from benchmarks.method_table import Estimate, markdown, rows_of, sign_test
-from benchmarks.method_tasks import TASKS
 from benchmarks.retrieval import OPENING, draw_examples
 from tests.support.calibrations import calibration_file
 from tests.support.families import FAMILIES
@@ -244,25 +243,6 @@ def test_retrieval_questions_follow_their_number_and_ask_for_one_fact_of_the_tex
         assert example.context.count(begin) == 1
         assert f"{begin}{example.answer}." in example.context
         assert begin not in ". ".join(example.context.split(". ")[:OPENING])  # the text may be cut there
-
-
-def test_a_report_takes_the_place_of_the_last_one_in_the_page(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# Page\n\n<!-- even: made by benchmarks/method_table.py -->\nold\n<!-- end of even -->\n\nend\n")
-    for _ in range(2):
-        method_table.put_into_page(page, "even", "# Even\n\n## aware\n\n| 1 |\n")
-        text = page.read_text()
-        assert "\n## Even\n\n### aware\n\n| 1 |\n" in text
-        assert "old" not in text
-        assert text.startswith("# Page\n")
-        assert text.endswith("\n\nend\n")
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_the_docs_page_has_a_place_for_each_table(name):
-    text = method_table.PAGE.read_text(encoding="utf-8")
-    assert text.count(f"<!-- {name}: made by benchmarks/method_table.py -->\n") == 1
-    assert text.count(f"<!-- end of {name} -->") == 1
 
 
 def test_a_method_that_needs_a_calibration_answers_where_there_is_one(task, tmp_path):
