@@ -3,10 +3,11 @@ model's for methods that tell images from text.
 
     python -m benchmarks.fidelity
 
-Compares ours with the recordings in tests/oracle/authors/fixtures/ and writes the table into docs/differences.md, with
-another of the methods that drop tokens below it. The recordings are made again by the script of each repository, which
-`tests/oracle/authors/` explains. A last table says what a method's variants change: kept entries, and answers of the
-bundled model. Answers are written down as they come, in benchmarks/results/variants.json.
+Compares ours with the recordings in tests/oracle/authors/fixtures/ and writes the table into
+benchmarks/results/fidelity.md, with another of the methods that drop tokens below it. The recordings are made again by
+the script of each repository, which `tests/oracle/authors/` explains. A last table says what a method's variants
+change: kept entries, and answers of the bundled model. Answers are written down as they come, in
+benchmarks/results/variants.json.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from . import method_cells, method_tasks
 from .method_table import RESULTS
 
 STATES = ("smollm2", "smollm2_image", "tiny")  # the first that a method was recorded on
-PAGE = Path(__file__).parent.parent / "docs" / "differences.md"
+PAGE = RESULTS / "fidelity.md"
 TOKENS = """Methods that drop vision tokens: the share of the states that the authors' code lets through and ours lets
 through too, in percent, the least of drawn prompts at these budgets (vision tokens, as `budget=` counts them)."""
 VARIANT_RATIOS = (0.5, 0.2)

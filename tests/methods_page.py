@@ -1,17 +1,26 @@
-"""docs/methods.md: every registered method, from its own file.
+"""docs/methods.md, the list of all registered methods, and docs/methods/: a page for each.
 
-`python -m tests.methods_page` writes the page; tests/kvcompress/test_docs.py compares it with the registry. What a
-method keeps, its options and its paper stand in the method's file. Only the checks are listed here.
+`python -m tests.methods_page` writes them; tests/kvcompress/test_docs.py compares them with the registry. What a method
+keeps, its options and its paper stand in the method's file, its accuracy in the tables of benchmarks/results/. What
+checks it is listed here. A page's part behind its mark is written by hand, and stays: how the method differs from its
+paper and from the authors' code.
 """
 
 import inspect
+import re
 import sys
+import textwrap
 from pathlib import Path
 
 import kvcompress
+from benchmarks.methods_figure import TITLES
 from kvcompress.methods import MethodInfo
 
-PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "methods.md"
+FOLDER = ROOT / "docs" / "methods"
+TABLES = ROOT / "benchmarks" / "results"
+MARK = "<!-- end of what `python -m tests.methods_page` makes; below it stands what is written by hand -->\n"
 
 AUTHORS, KVPRESS, FORMULA, PARTS = "authors' code", "kvpress", "formula", "its parts"
 CHECKED_BY = {
@@ -28,40 +37,49 @@ CHECKED_BY = {
     **dict.fromkeys(("aircache", "full", "hindsight", "random", "sagekv", "simlayerkv", "vl-cache", "vnorm"), FORMULA),
 }
 
+PROTOCOL = """\
+Percent of questions answered, with 95 % intervals, by the ratio asked, where the answer's first token is computed on
+the compressed cache, too; in brackets what is kept, where that is another share. ▼: worse than `random`.\
+"""
+CHECKS = {
+    AUTHORS: "the authors' code: what it keeps and merges of the same states, recorded in `tests/oracle/authors/`",
+    KVPRESS: "[kvpress](https://github.com/NVIDIA/kvpress), where the method has its home, in the same way",
+    FORMULA: "a plain float64 reference, written from the paper, in `tests/oracle/`",
+    PARTS: "its parts: it keeps what `adakv` does with the scores and options of a recipe",
+}
+
 INTRODUCTION = """\
 <!-- The whole page is made by `python -m tests.methods_page`; edit that file, or a method's own. -->
 # Methods
 
-Each method is one file: `kvcompress/clusters/` for methods that score keys, `kvcompress/tokens/` for methods that drop
-vision tokens. Every KV method also takes the engine's options, such as `head_budget=` and `merge=`:
-[model-args.md](model-args.md). `kvcompress.list_methods()` has the same list in Python.
+Each method is one file, and has a page: what it keeps, its options and presets, its accuracy, and how it differs from
+its paper and from the authors' code. `kvcompress.list_methods()` has the same list in Python. Every KV method also
+takes the engine's options, such as `head_budget=` and `merge=`: [model-args.md](model-args.md).
 
-## What checks them
+Which one? [methods-compared.md](methods-compared.md) has them all on two small models.
 
-Over all methods, model families and drawn shapes, `tests/kvcompress/test_invariants.py` checks among other things:
-
-- decoding equals the full cache under a mask that hides exactly what was dropped;
-- budgets are exact;
-- a row does not depend on its batch.
-
-The tables name what checks the method's own selection besides:
-
-- *authors' code*: what the authors' released functions keep and merge of the same states, recorded in
-  `tests/oracle/authors/`; [differences.md](differences.md) has the shares and every named difference;
-- *kvpress*: the same with [kvpress](https://github.com/NVIDIA/kvpress), where the method has its home;
-- *formula*: a plain reference, float64, loops, written from the paper, in `tests/oracle/`. No code was released, or
-  what runs by default is nobody's: `simlayerkv`'s published rule is `variant="code"`, which its authors' code checks;
-  `full` has the logits of the plain model bit for bit, `random` its distribution, and `hindsight` is held against
-  the model's own attention weights;
-- *its parts*: it keeps what `adakv` does with the scores and options of a recipe, whose parts are checked as above.
-
-Related pages: where a method differs from its paper ([differences.md](differences.md)), what vision-language methods
-do on any prompt ([vision-methods.md](vision-methods.md)), all methods compared on two small models
-([methods-compared.md](methods-compared.md)).
 """
 TOKENS = """\
 They drop vision tokens before or inside the language model, so that the prefill itself gets shorter. Their `ratio` is
 that of the vision tokens: [token-methods.md](token-methods.md).
+"""
+CHECKED = """\
+## What checks them
+
+Over all methods, model families and drawn shapes, `tests/kvcompress/test_invariants.py` checks among other things that
+decoding equals the full cache under a mask that hides exactly what was dropped, that budgets are exact, and that a row
+does not depend on its batch. The column *checked by* names what checks the method's own selection besides:
+
+- *authors' code*: what the authors' released functions keep and merge of the same states
+  ([shares](../benchmarks/results/fidelity.md));
+- *kvpress*: the same with [kvpress](https://github.com/NVIDIA/kvpress), where the method has its home;
+- *formula*: a plain reference, float64, loops, written from the paper. No code was released, or what runs by default
+  is nobody's: `simlayerkv`'s published rule is `variant="code"`, which its authors' code checks; `full` has the logits
+  of the plain model bit for bit, `random` its distribution, and `hindsight` the model's own attention weights;
+- *its parts*: it keeps what `adakv` does with the scores and options of a recipe, whose parts are checked as above.
+
+What is common to all of them: [differences.md](differences.md). What vision-language methods do on any prompt:
+[vision-methods.md](vision-methods.md).
 """
 
 
@@ -86,36 +104,80 @@ def table(methods: dict[str, MethodInfo]) -> str:
     rows = ["| method | idea | paper | checked by |", "|---|---|---|---|"]
     for name, info in methods.items():
         paper = f"[{paper_label(info.paper)}]" if info.paper else ""
-        rows.append(f"| `{name}` | {idea(info)} | {paper} | {CHECKED_BY.get(name, 'property tests only')} |")
+        rows.append(f"| [{name}] | {idea(info)} | {paper} | {CHECKED_BY[name]} |")
     return "\n".join(rows) + "\n"
 
 
-def details(name: str, info: MethodInfo) -> str:
-    """What exactly is kept, in the words of the class, the options with their defaults, and the presets."""
-    options = ", ".join(f"`{option}={default}`" for option, default in info.options.items()) or "none"
-    text = f"### {name}\n\n{inspect.getdoc(info.cls)}\n\nOptions: {options}.\n"
-    for preset, values in info.presets.items():
-        means = ", ".join(f"`{option}={value}`" for option, value in values.items())
-        text += f"\n`preset={preset}`: {means}.\n"
-    return text
-
-
 def render() -> str:
+    """The list."""
     methods = own_methods()
     kv = {name: info for name, info in methods.items() if issubclass(info.cls, kvcompress.KVCluster)}
     tokens = {name: info for name, info in methods.items() if name not in kv}
     links = {f"[{paper_label(info.paper)}]: {info.paper}" for info in methods.values() if info.paper}
+    links |= {f"[{name}]: methods/{name}.md" for name in methods}
     sections = [
-        INTRODUCTION,
-        f"## KV methods\n\n{table(kv)}",
+        f"{INTRODUCTION}## KV methods\n\n{table(kv)}",
         f"## Token methods\n\n{TOKENS}\n{table(tokens)}",
-        "## What each keeps, and its options\n",
-        *(details(name, info) for name, info in (kv | tokens).items()),
-        "\n".join(sorted(links)) + "\n",
+        CHECKED,
     ]
-    return "\n".join(sections)
+    return "\n".join([*sections, "\n".join(sorted(links)) + "\n"])
+
+
+def made(name: str, info: MethodInfo) -> str:
+    """A method's page down to its mark: what exactly is kept, in the words of the class; options with their defaults,
+    presets, what checks it, and its accuracy."""
+    file = Path(sys.modules[info.cls.__module__].__file__).relative_to(ROOT)
+    paper = f"Paper: [{paper_label(info.paper)}]({info.paper}). " if info.paper else ""
+    options = ", ".join(f"`{option}={default}`" for option, default in info.options.items()) or "none"
+    parts = [f"# {name}", inspect.getdoc(info.cls)]
+    parts += [filled(f"{paper}Code: [{file.name}](../../{file.as_posix()}). Checked by {CHECKS[CHECKED_BY[name]]}.")]
+    parts += [filled(f"Options: {options}.")]
+    for preset, values in info.presets.items():
+        means = ", ".join(f"`{option}={value}`" for option, value in values.items())
+        parts.append(filled(f"`preset={preset}`: {means}."))
+    if rows := accuracy(name):
+        parts += [
+            "## Accuracy",
+            filled(PROTOCOL),
+            "\n".join(["| | 0.5 | 0.2 | 0.1 | 0.05 |", "|---|---:|---:|---:|---:|", *rows]),
+        ]
+        parts.append(
+            "\n".join(f"[{title}]: ../../benchmarks/results/method_table_{task}.md" for task, title in TITLES.items())
+        )
+    return "\n\n".join(parts) + "\n\n" + MARK
+
+
+def accuracy(name: str) -> list[str]:
+    """The method's rows in the first table of each task."""
+    rows = []
+    for task, title in TITLES.items():
+        file = TABLES / f"method_table_{task}.md"
+        first = file.read_text(encoding="utf-8").split("\n## ")[1]
+        if found := re.search(rf"^\| \**{re.escape(name)}\**(?: \([^|]*)? \|(.*)\|$", first, re.MULTILINE):
+            cells = [cell.strip() for cell in found[1].split("|")][:4]
+            if any(cells):
+                rows.append(f"| [{title}] | {' | '.join(cells)} |")
+    return rows
+
+
+def filled(text: str) -> str:
+    return textwrap.fill(text, 118, break_on_hyphens=False, break_long_words=False)
+
+
+def page(name: str, info: MethodInfo) -> str:
+    """The whole page: what is made, and what stands behind the mark."""
+    file = FOLDER / f"{name}.md"
+    written = file.read_text(encoding="utf-8").partition(MARK)[2] if file.exists() else ""
+    return made(name, info) + written
+
+
+def main() -> None:
+    PAGE.write_text(render(), encoding="utf-8")
+    FOLDER.mkdir(exist_ok=True)
+    for name, info in own_methods().items():
+        (FOLDER / f"{name}.md").write_text(page(name, info), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(Path.cwd())} and a page of each method")
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(Path.cwd())}")
+    main()

@@ -16,7 +16,7 @@ from tests.support.families import FAMILIES
 
 README = ROOT / "README.md"
 INDEX = DOCS / "README.md"
-PAGES = [README, *(ROOT / name / "README.md" for name in ("benchmarks", "examples")), *sorted(DOCS.glob("*.md"))]
+PAGES = [README, *(ROOT / name / "README.md" for name in ("benchmarks", "examples")), *sorted(DOCS.rglob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -71,8 +71,13 @@ def test_the_readmes_python_runs_in_an_empty_file(tmp_path):
     assert [line for line in answers if line.strip().isdigit()] == ["97", "97", "97"]
 
 
-def test_the_page_of_methods_is_what_its_command_writes():
+def test_the_pages_of_methods_are_what_their_command_writes():
     assert methods_page.PAGE.read_text(encoding="utf-8") == methods_page.render(), "run python -m tests.methods_page"
+    methods = methods_page.own_methods()
+    assert {page.stem for page in methods_page.FOLDER.iterdir()} == methods.keys()
+    for name, info in methods.items():
+        written = (methods_page.FOLDER / f"{name}.md").read_text(encoding="utf-8")
+        assert written.startswith(methods_page.made(name, info)), f"{name}: run python -m tests.methods_page"
 
 
 def test_what_checks_a_method_is_said_of_methods_that_exist():
