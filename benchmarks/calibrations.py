@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lmms_eval_plugins.tiny_vlm.calibrations import calibrate_all
+from tiny_vlm.calibrate import calibrate_all
 
 from .method_tasks import SMOLLM2_CALIBRATIONS
 from .pretrained import load_smollm2

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = ("kvcompress", "lmms_eval_plugins")
+PACKAGES = ("kvcompress", "lmms_eval_plugins", "tiny_vlm")
 COMPARISONS = {
     "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==",
     "is": "is not", "is not": "is", "in": "not in", "not in": "in",

@@ -26,7 +26,7 @@ from pathlib import Path
 from tests.forked import ROOT, Job, Workers
 
 FOLDER = ROOT / "runs/lines"
-PACKAGES = ("kvcompress", "lmms_eval_plugins")
+PACKAGES = ("kvcompress", "lmms_eval_plugins", "tiny_vlm")
 CHILDREN = "LINES_RUN_BY_CHILDREN"  # names the folder where processes that a test starts leave what they ran
 
 

@@ -5,7 +5,7 @@ import graphlib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("kvcompress", "lmms_eval_plugins")
+PACKAGES = ("kvcompress", "lmms_eval_plugins", "tiny_vlm")
 
 
 def files() -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""The bundled vision-language model: its rendered world, its training, its checkpoint."""
+"""The bundled vision-language model: its checkpoint, and the rendered world that it is asked about."""
 
 from pathlib import Path
 

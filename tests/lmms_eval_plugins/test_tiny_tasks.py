@@ -1,11 +1,16 @@
 """The bundled tasks through lmms-eval's own task code."""
 
+import json
+
 import pyarrow.parquet as pq
 import pytest
 
 import kvcompress
+from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.tasks import BUNDLED_TASKS, task_manager
+from lmms_eval_plugins.tasks import regimes as scoring
 from lmms_eval_plugins.tiny_vlm import dataset
+from lmms_eval_plugins.tiny_vlm.regimes import REGIMES
 from lmms_eval_plugins.tiny_vlm.signs import POST_PROMPT, SIDE
 
 lmms_eval_tasks = pytest.importorskip("lmms_eval.tasks")
@@ -73,3 +78,28 @@ def test_groups_and_tags_of_lmms_eval_are_found():
 def test_an_unknown_task_is_one_clear_error(small_index):
     with pytest.raises(kvcompress.KVCompressError, match=r"unknown task 'tiny_textvqq'.*tiny_textvqa"):
         task_manager(["tiny_textvqq"])
+
+
+def test_each_task_runs_through_the_plugin(tmp_path, monkeypatch, small_index):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(scoring, "CLIPS", tmp_path)
+    names = [f"tiny_{regime}" for regime in REGIMES]
+    argv = [",".join(names), "tiny", "snapkv", "0.2", "--limit", "1", "--gen_kwargs", "max_new_tokens=3"]
+    assert evaluate.main(argv) == 0
+    for name in names:
+        assert list((tmp_path / "results").glob(f"{name}/tiny/snapkv*/results.json"))
+
+
+def test_clips_that_do_not_batch_are_answered_in_smaller_batches_as_they_are_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    answers = []
+    for batch in (["batch_size=3"], []):
+        assert evaluate.main(["tiny_video", "tiny", "snapkv", "0.3", "--limit", "4", *batch]) == 0
+        (file,) = tmp_path.glob(
+            f"results/*/*/snapkv-0.3-{''.join([*batch, '-'] if batch else [])}limit=4/samples.jsonl"
+        )
+        rows = sorted((json.loads(line) for line in file.read_text().splitlines()), key=lambda row: row["doc_id"])
+        answers.append([row["filtered_resps"] for row in rows])
+    assert len(answers[0]) == 4
+    assert answers[0] == answers[1]

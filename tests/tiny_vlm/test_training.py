@@ -14,9 +14,8 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 import kvcompress
-from lmms_eval_plugins.tiny_vlm import CHECKPOINT, signs, train
+from lmms_eval_plugins.tiny_vlm import CHECKPOINT, signs
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader, by_kind
-from lmms_eval_plugins.tiny_vlm.curriculum import STAGES, Stage, StageData
 from lmms_eval_plugins.tiny_vlm.dataset import (
     COLOR,
     HEADLINE,
@@ -25,12 +24,14 @@ from lmms_eval_plugins.tiny_vlm.dataset import (
     read_examples,
     textvqa_table,
 )
-from lmms_eval_plugins.tiny_vlm.editions import EDITIONS, scaled
-from lmms_eval_plugins.tiny_vlm.export import export
-from lmms_eval_plugins.tiny_vlm.modeling import IMAGE_TOKENS, build_model, build_processor, build_tokenizer
-from lmms_eval_plugins.tiny_vlm.packing import IGNORED, Packer, packed_forward
 from lmms_eval_plugins.tiny_vlm.signs import COLOR_KIND, GRID, HEADLINE_KINDS, PATCH, POST_PROMPT, SIDE
-from lmms_eval_plugins.tiny_vlm.train import Trainer
+from tiny_vlm import train
+from tiny_vlm.curriculum import STAGES, Stage, StageData
+from tiny_vlm.editions import EDITIONS, scaled
+from tiny_vlm.export import export
+from tiny_vlm.modeling import IMAGE_TOKENS, build_model, build_processor, build_tokenizer
+from tiny_vlm.packing import IGNORED, Packer, packed_forward
+from tiny_vlm.train import Trainer
 
 
 @pytest.fixture(scope="module")

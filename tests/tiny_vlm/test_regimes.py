@@ -1,6 +1,5 @@
 """Long answers, several pictures, video, long texts: what is drawn, how it is packed and trained on, the tasks."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,20 +10,20 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.tasks import regimes as scoring
 from lmms_eval_plugins.tasks import task_manager
-from lmms_eval_plugins.tiny_vlm import packing, signs
+from lmms_eval_plugins.tiny_vlm import signs
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader
 from lmms_eval_plugins.tiny_vlm.dataset import COLOR, HEADLINE
-from lmms_eval_plugins.tiny_vlm.editions import DRAWN, EDITIONS, Mixture, MixtureData, Part
-from lmms_eval_plugins.tiny_vlm.modeling import build_model, build_processor, build_tokenizer, insert_layer
-from lmms_eval_plugins.tiny_vlm.packing import Packer, packed_forward
 from lmms_eval_plugins.tiny_vlm.regimes import KINDS, REGIMES, WORDS, needle, read_all
 from lmms_eval_plugins.tiny_vlm.regimes.dataset import draw_asked, file_of, read_asked, table_of
-from lmms_eval_plugins.tiny_vlm.regimes.pack import in_turn, pack
 from lmms_eval_plugins.tiny_vlm.regimes.shown import ORDINALS
-from lmms_eval_plugins.tiny_vlm.train import Trainer
+from tiny_vlm import packing
+from tiny_vlm.editions import DRAWN, EDITIONS, Mixture, MixtureData, Part
+from tiny_vlm.modeling import build_model, build_processor, build_tokenizer, insert_layer
+from tiny_vlm.pack import in_turn, pack
+from tiny_vlm.packing import Packer, packed_forward
+from tiny_vlm.train import Trainer
 
 SMALL = {  # what keeps a forward pass short
     "read_all": {"signs": (2, 3), "tokens": (5, 40)},
@@ -394,28 +393,3 @@ def test_signs_that_are_read_count_in_their_order():
         )
     ]
     assert scores == [1, 2 / 3, 2 / 3, 1 / 3, 1 / 2, 0]
-
-
-def test_each_task_runs_through_the_plugin(tmp_path, monkeypatch, small_index):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(scoring, "CLIPS", tmp_path)
-    names = [f"tiny_{regime}" for regime in REGIMES]
-    argv = [",".join(names), "tiny", "snapkv", "0.2", "--limit", "1", "--gen_kwargs", "max_new_tokens=3"]
-    assert evaluate.main(argv) == 0
-    for name in names:
-        assert list((tmp_path / "results").glob(f"{name}/tiny/snapkv*/results.json"))
-
-
-def test_clips_that_do_not_batch_are_answered_in_smaller_batches_as_they_are_alone(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    answers = []
-    for batch in (["batch_size=3"], []):
-        assert evaluate.main(["tiny_video", "tiny", "snapkv", "0.3", "--limit", "4", *batch]) == 0
-        (file,) = tmp_path.glob(
-            f"results/*/*/snapkv-0.3-{''.join([*batch, '-'] if batch else [])}limit=4/samples.jsonl"
-        )
-        rows = sorted((json.loads(line) for line in file.read_text().splitlines()), key=lambda row: row["doc_id"])
-        answers.append([row["filtered_resps"] for row in rows])
-    assert len(answers[0]) == 4
-    assert answers[0] == answers[1]

@@ -21,10 +21,7 @@ from random import Random
 import numpy as np
 from torch.utils.data import Dataset
 
-from lmms_eval_plugins.tiny_vlm.curriculum import STAGES, Stage
-from lmms_eval_plugins.tiny_vlm.packing import PackedBatch, Packer, Via, View
 from lmms_eval_plugins.tiny_vlm.regimes import REGIMES, WORDS, Shown, needle
-from lmms_eval_plugins.tiny_vlm.regimes.pack import in_turn, pack
 from lmms_eval_plugins.tiny_vlm.regimes.video import JITTER
 from lmms_eval_plugins.tiny_vlm.signs import (
     FRAME_GRID,
@@ -33,6 +30,9 @@ from lmms_eval_plugins.tiny_vlm.signs import (
     draw_scene,
     questions,
 )
+from tiny_vlm.curriculum import STAGES, Stage
+from tiny_vlm.pack import in_turn, pack
+from tiny_vlm.packing import PackedBatch, Packer, Via, View
 
 WARM_UP = 60  # steps
 LAST_LEARNING_RATE = 0.02  # of the peak

@@ -1,4 +1,4 @@
-"""Train the tiny vision-language model from nothing: `python -m lmms_eval_plugins.tiny_vlm.train --out DIR`.
+"""Train the tiny vision-language model from nothing: `python -m tiny_vlm.train --out DIR`.
 
 Stages follow one another in one run: `vision` teaches the tower to read characters, `align` teaches the first layers of
 the language model where a character stands, `questions` and `pairs` teach it to answer, `prompts` to answer the prompts
@@ -27,12 +27,17 @@ from torch.utils.data import DataLoader
 from transformers import LlavaOnevisionForConditionalGeneration, PreTrainedTokenizerFast
 
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader, by_kind
-from lmms_eval_plugins.tiny_vlm.curriculum import Stage
 from lmms_eval_plugins.tiny_vlm.dataset import draw_examples
-from lmms_eval_plugins.tiny_vlm.editions import EDITIONS, Mixture, learning_rate, scaled
-from lmms_eval_plugins.tiny_vlm.export import export
-from lmms_eval_plugins.tiny_vlm.modeling import build_model, build_tokenizer, insert_layer
-from lmms_eval_plugins.tiny_vlm.packing import (
+from lmms_eval_plugins.tiny_vlm.regimes.dataset import draw_asked
+from lmms_eval_plugins.tiny_vlm.signs import (
+    COLOR_KIND,
+    HEADLINE_KINDS,
+)
+from tiny_vlm.curriculum import Stage
+from tiny_vlm.editions import EDITIONS, Mixture, learning_rate, scaled
+from tiny_vlm.export import export
+from tiny_vlm.modeling import build_model, build_tokenizer, insert_layer
+from tiny_vlm.packing import (
     IGNORED,
     PackedBatch,
     Packer,
@@ -40,12 +45,7 @@ from lmms_eval_plugins.tiny_vlm.packing import (
     packed_forward,
     visual_features,
 )
-from lmms_eval_plugins.tiny_vlm.probes import Probes
-from lmms_eval_plugins.tiny_vlm.regimes.dataset import draw_asked
-from lmms_eval_plugins.tiny_vlm.signs import (
-    COLOR_KIND,
-    HEADLINE_KINDS,
-)
+from tiny_vlm.probes import Probes
 
 LOG_EVERY = 25  # steps
 FRESH_QUESTIONS = 500  # that the finished model is asked

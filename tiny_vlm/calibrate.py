@@ -1,4 +1,4 @@
-"""What calibrated methods know of the bundled model: `python -m lmms_eval_plugins.tiny_vlm.calibrations`.
+"""What calibrated methods know of the bundled model: `python -m tiny_vlm.calibrate`.
 
 It makes the files behind `calibration=tiny`, from fresh prompts of every bundled task; none is a task's question.
 """

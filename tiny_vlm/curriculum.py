@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lmms_eval_plugins.tiny_vlm.packing import PackedBatch, Packer
 from lmms_eval_plugins.tiny_vlm.signs import (
     COLOR_KIND,
     PATCH,
@@ -19,6 +18,7 @@ from lmms_eval_plugins.tiny_vlm.signs import (
     draw_scene,
     questions,
 )
+from tiny_vlm.packing import PackedBatch, Packer
 
 
 @dataclass(frozen=True)

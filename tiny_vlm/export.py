@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, LlavaOnevisionForConditionalGeneration, PreTrainedTokenizerFast
 
-from lmms_eval_plugins.tiny_vlm.modeling import build_processor
+from tiny_vlm.modeling import build_processor
 
 
 def export(model: LlavaOnevisionForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
