@@ -71,7 +71,7 @@ def test_the_demo_runs_from_the_wheel(command, tmp_path):
 def test_shipped_grids_are_found_by_name(command, tmp_path):
     assert "TextVQA" in run(command, tmp_path, "reproduce", "effivlm_bench", "--dry-run")
     run(command, tmp_path, "sweep", "demo", "--trials", "1", "--limit", "2")
-    assert "snapkv" in run(command, tmp_path, "methods", "snapkv")
+    assert "snapkv" in run(command, tmp_path, "list", "methods", "snapkv")
 
 
 def test_the_source_distribution_holds_what_the_wheel_is_made_of(dist):
