@@ -23,7 +23,7 @@ OWN = {  # a module with `main(arguments)`
     "calibrate": "kvcompress.calibration.command",
     "check": "kvcompress.check.command",
     "list": "kvcompress.list_command",
-    "speech": "kvcompress.bench.speech.command",
+    "speech": "kvcompress.speech.command",
 }
 BEGIN = """To begin:
   kvcompress list methods                           every method, with its paper

@@ -43,11 +43,11 @@ from transformers import AutoConfig
 from kvcompress import methods
 from kvcompress.__main__ import main as core_main
 from kvcompress.bench.grid import Results
-from kvcompress.bench.speech.prompts import growing_wav, read_prompts
 from kvcompress.cache.cache import CompressedCache
 from kvcompress.calibration.files import ModelIdentity
 from kvcompress.command_line import exit_code
 from kvcompress.learned import checkpoints
+from kvcompress.speech.prompts import growing_wav, read_prompts
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.long_pack.dataset import Pack, write
 from lmms_eval_plugins.long_pack.prompts import Look

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import ProcessorMixin, Qwen2_5OmniForConditionalGeneration
 
-from kvcompress import speech
-from kvcompress.bench.speech.prompts import bundled_prompts, model_inputs
+from kvcompress.speech import answering
+from kvcompress.speech.prompts import bundled_prompts, model_inputs
 from tests.support.omni import save_checkpoint
 
 
@@ -22,7 +22,7 @@ def omni(omni_checkpoint) -> tuple[Qwen2_5OmniForConditionalGeneration, Processo
 
     token2wav takes one step from noise to sound in place of nine, which were three quarters of an answer's time.
     """
-    model, processor = speech.load(omni_checkpoint, "float32", torch.device("cpu"))
+    model, processor = answering.load(omni_checkpoint, "float32", torch.device("cpu"))
     model.token2wav.forward = partial(model.token2wav.forward, num_steps=2)
     return model, processor
 

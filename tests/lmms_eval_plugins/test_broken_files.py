@@ -11,9 +11,9 @@ import yaml
 from safetensors.torch import save_file
 
 from kvcompress.__main__ import main as core_main
-from kvcompress.bench.speech.prompts import read_lines
 from kvcompress.command_line import exit_code
 from kvcompress.errors import KVCompressError
+from kvcompress.speech.prompts import read_lines
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.plan import Plan

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from kvcompress import KVCompressError
-from kvcompress.bench.speech.report import how_it_sounds
-from kvcompress.bench.speech.strategies import STRATEGIES
 from kvcompress.files import parse_json
+from kvcompress.speech.report import how_it_sounds
+from kvcompress.speech.strategies import STRATEGIES
 
 from ...cells.errors import leave_out
 

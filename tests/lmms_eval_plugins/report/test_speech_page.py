@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvcompress.__main__ import main
-from kvcompress.bench.speech.prompts import growing_wav
 from kvcompress.speech import SAMPLING_RATE
+from kvcompress.speech.prompts import growing_wav
 from lmms_eval_plugins.report.html.page import TEMPLATES
 from lmms_eval_plugins.report.html.speech import BINS, MOST_PROMPTS
 from tests.support.browser import opened

@@ -13,9 +13,9 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import ProcessorMixin
 
-from ... import speech
-from ...errors import KVCompressError, shown
-from ...files import parse_json
+from ..errors import KVCompressError, shown
+from ..files import parse_json
+from . import answering
 
 # Without this system prompt the model is not meant to speak (model card).
 SYSTEM = (
@@ -66,7 +66,7 @@ def read_prompts(file: Path, rate: int, without: list[str]) -> list[SpeechPrompt
         sound = read_wav(given["audio"], rate) if "audio" in given else None
         prompt = SpeechPrompt(given["text"], image, sound)
         if part := missing_part(prompt, without):
-            raise KVCompressError(f"{where} needs {speech.PARTS[part]}, which --without {part} leaves out")
+            raise KVCompressError(f"{where} needs {answering.PARTS[part]}, which --without {part} leaves out")
         prompts.append(prompt)
     return prompts
 
@@ -157,7 +157,7 @@ def growing_wav(file: Path) -> Iterator[Callable[[torch.Tensor], None]]:
     """A file that takes float32 (samples,) block by block, and is a whole WAV file after each."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("wb") as raw, wave.open(raw, "wb") as sound:
-        sound.setparams((1, 2, speech.SAMPLING_RATE, 0, "NONE", ""))
+        sound.setparams((1, 2, answering.SAMPLING_RATE, 0, "NONE", ""))
 
         def write(block: torch.Tensor) -> None:
             sound.writeframes((block.clamp(-1, 1) * 32767).to(torch.int16).numpy().tobytes())

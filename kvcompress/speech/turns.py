@@ -14,9 +14,9 @@ import torch
 from torch._inductor import config as inductor_config
 from transformers import ProcessorMixin, Qwen2_5OmniForConditionalGeneration
 
-from ... import speech
-from ..comparison import say
-from ..grid import Results, garbage_left, release
+from ..bench.comparison import say
+from ..bench.grid import Results, garbage_left, release
+from . import answering
 from .prompts import bundled_prompts, growing_wav, model_inputs, read_prompts
 from .strategies import CacheStrategy
 
@@ -48,9 +48,9 @@ def cold_start(given: argparse.Namespace, strategy: str, place: int) -> dict[str
     """The first answer of this process, to prompt number `place`. The process has to be a fresh one."""
     loaded = load(given)
     inputs = loaded.inputs[place % len(loaded.inputs)]
-    answering = loaded.strategy(strategy, given).room_for(inputs["input_ids"].shape[1])
+    contender = loaded.strategy(strategy, given).room_for(inputs["input_ids"].shape[1])
     with inductor_config.patch(force_disable_caches=True):  # what an earlier process compiled would not be cold
-        return attempt(answering, inputs)
+        return attempt(contender, inputs)
 
 
 def warm(results: Results, given: argparse.Namespace) -> None:
@@ -59,7 +59,7 @@ def warm(results: Results, given: argparse.Namespace) -> None:
     The strategies take turns at each prompt, each time beginning with another.
     """
     loaded = load(given)
-    results.content["weight_bytes"] = speech.weight_bytes(loaded.model)
+    results.content["weight_bytes"] = answering.weight_bytes(loaded.model)
     results.content["prompts"] = loaded.prompts
     longest = max(inputs["input_ids"].shape[1] for inputs in loaded.inputs)
     strategies = {name: loaded.strategy(name, given).room_for(longest) for name in given.strategies}
@@ -102,7 +102,7 @@ class Loaded:
 
 def load(given: argparse.Namespace) -> Loaded:
     torch.set_num_threads(given.threads)
-    model, processor = speech.load(given.model, given.dtype, torch.device(given.device), given.without)
+    model, processor = answering.load(given.model, given.dtype, torch.device(given.device), given.without)
     rate = processor.feature_extractor.sampling_rate
     if given.prompts is None:
         prompts = bundled_prompts(rate, given.without)

@@ -20,9 +20,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel, Qwen2_5OmniForConditionalGeneration, StoppingCriteriaList
 
-from .errors import KVCompressError
-from .hooks.replacement import Replacement
-from .speech_overlap import Stopped, generate_overlapped
+from ..errors import KVCompressError
+from ..hooks.replacement import Replacement
+from .overlapped import Stopped, generate_overlapped
 
 STEPS = 10  # token2wav's points in time from noise to spectrogram, by default; between two of them, four evaluations
 EVALUATIONS = 4
@@ -216,7 +216,7 @@ def stream(
 
     Args:
         seed: of the noise that sound begins with; the talker samples from torch's own generator.
-        overlap: whether the talker begins with the first text tokens, see speech_overlap.py; it says the same.
+        overlap: whether the talker begins with the first text tokens, see overlapped.py; it says the same.
 
     Yields:
         float32 (samples,) on the CPU at 24 kHz.

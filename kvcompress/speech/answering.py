@@ -2,8 +2,8 @@
 
 Three models take turns. The thinker, a Qwen2 with a vision and an audio tower, reads the prompt and writes text. The
 talker reads the thinker's hidden states and writes codec tokens: when all text is there, as in transformers, or while
-the thinker still writes (speech_overlap.py). token2wav makes the waveform: of all of them at once, as in transformers,
-or of a window of them while the talker still writes (speech_stream.py).
+the thinker still writes (overlapped.py). token2wav makes the waveform: of all of them at once, as in transformers,
+or of a window of them while the talker still writes (streaming.py).
 """
 
 import time
@@ -22,12 +22,12 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from .device import peak_memory, reset_peak_memory, synchronise
-from .errors import KVCompressError, loading, unknown_name
-from .measure import TokenTimes
-from .policy.policy import Policy
-from .speech_overlap import FEWEST_TEXT_TOKENS, generate_overlapped
-from .speech_stream import Window, stream
+from ..device import peak_memory, reset_peak_memory, synchronise
+from ..errors import KVCompressError, loading, unknown_name
+from ..measure import TokenTimes
+from ..policy.policy import Policy
+from .overlapped import FEWEST_TEXT_TOKENS, generate_overlapped
+from .streaming import Window, stream
 
 MODEL_TYPE = "qwen2_5_omni"
 SAMPLING_RATE = 24_000  # of the waveforms; it is in the model card, not in the config

@@ -17,16 +17,16 @@ from transformers import (
     StaticCache,
 )
 
-from ... import speech
-from ...cache.cache import CompressedCache
-from ...errors import KVCompressError
-from ...hooks.session import attach
-from ...methods import method_info
-from ...speech_stream import Window
-from ...tokens.base import TokenMethod
-from ..contenders import MethodSpec, compile_config
-from ..standalone import held_bytes
+from ..bench.contenders import MethodSpec, compile_config
+from ..bench.standalone import held_bytes
+from ..cache.cache import CompressedCache
+from ..errors import KVCompressError
+from ..hooks.session import attach
+from ..methods import method_info
+from ..tokens.base import TokenMethod
+from . import answering
 from .kinds import STRATEGIES, Kind
+from .streaming import Window
 
 
 def method_of(kind: Kind, given: argparse.Namespace) -> MethodSpec:
@@ -87,7 +87,7 @@ class CacheStrategy:
             for part, its_cache in ((model.thinker, cache), (getattr(model, "talker", None), talker_cache)):
                 if isinstance(its_cache, CompressedCache):
                     stack.enter_context(attach(part))
-            answer = speech.answer(
+            answer = answering.answer(
                 model,
                 inputs,
                 given.text_tokens,

@@ -24,8 +24,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from .errors import KVCompressError
-from .hooks.replacement import Replacement
+from ..errors import KVCompressError
+from ..hooks.replacement import Replacement
 
 FEWEST_TEXT_TOKENS = 2  # transformers' `generate` fails to speak a single one
 

@@ -8,9 +8,10 @@ import torch
 from transformers import Qwen2_5OmniForConditionalGeneration
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavModel
 
-from kvcompress import KVCompressError, speech, speech_stream
-from kvcompress.bench.speech.prompts import SpeechPrompt, model_inputs
-from kvcompress.speech_stream import BlockNoise, GivenNoise, SoundStream, Window, stream, vocoder_reach
+from kvcompress import KVCompressError
+from kvcompress.speech import answering, streaming
+from kvcompress.speech.prompts import SpeechPrompt, model_inputs
+from kvcompress.speech.streaming import BlockNoise, GivenNoise, SoundStream, Window, stream, vocoder_reach
 from tests.support.omni import CODE_S, MEL, UNHEARD, randomize_sound, tiny_config
 
 SEED = 5
@@ -79,13 +80,13 @@ def test_a_window_that_sees_no_neighbours_has_other_samples(token2wav, voice, co
 
 
 def test_the_vocoder_needs_as_many_frames_as_it_reaches(token2wav, voice, codes, whole, monkeypatch):
-    monkeypatch.setattr(speech_stream, "vocoder_reach", lambda config: vocoder_reach(config) // 4)
+    monkeypatch.setattr(streaming, "vocoder_reach", lambda config: vocoder_reach(config) // 4)
     sound = torch.cat(heard(SoundStream(token2wav, *voice, Window(8, 4, 2), SEED), codes))
     assert (sound - whole).abs().max() > 5e-4 * whole.abs().max()
 
 
 def test_what_waits_does_not_grow(token2wav, voice, monkeypatch):
-    monkeypatch.setattr(speech_stream, "STEPS", 2)
+    monkeypatch.setattr(streaming, "STEPS", 2)
     seen, sample = [], token2wav.code2wav_dit_model.sample
     monkeypatch.setattr(
         token2wav.code2wav_dit_model,
@@ -102,13 +103,13 @@ def test_what_waits_does_not_grow(token2wav, voice, monkeypatch):
     assert held[1] == held[2] == held[3]
     assert max(seen) == (2 + 16 + 1) * 2  # codec tokens; a block has two
     samples += sum(len(block) for block in sound.feed([], is_end=True))
-    assert samples == 640 * CODE_S * speech.SAMPLING_RATE
+    assert samples == 640 * CODE_S * answering.SAMPLING_RATE
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 def test_short_speech_is_whole(token2wav, voice, count):
     blocks = list(SoundStream(token2wav, *voice, Window(2, 1, 1)).feed([1] * count, is_end=True))
-    assert sum(map(len, blocks)) == count * CODE_S * speech.SAMPLING_RATE
+    assert sum(map(len, blocks)) == count * CODE_S * answering.SAMPLING_RATE
 
 
 @pytest.mark.parametrize("given", [(0, 1, 1), (1, -1, 1), (1, 1, -1)])
@@ -128,16 +129,16 @@ def inputs(omni) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def two_steps(monkeypatch):
-    monkeypatch.setattr(speech_stream, "STEPS", 2)  # as many as `omni` takes
+    monkeypatch.setattr(streaming, "STEPS", 2)  # as many as `omni` takes
 
 
 def test_a_streamed_answer_is_the_answer(omni, inputs, two_steps):
     model, _ = omni
     given = {"text_tokens": 4, "codec_tokens": 60, "exact": True, "seed": SEED}
     with GivenNoise(noise_of(model.token2wav, 60 - UNHEARD)):
-        whole = speech.answer(model, inputs, **given)
+        whole = answering.answer(model, inputs, **given)
     blocks = []
-    streamed = speech.answer(model, inputs, **given, window=Window(2, 4, 4), hear=blocks.append)
+    streamed = answering.answer(model, inputs, **given, window=Window(2, 4, 4), hear=blocks.append)
     assert torch.equal(streamed.text, whole.text)
     assert streamed.waveform is None, "what was heard is not held"
     assert streamed.audio_s == whole.audio_s
@@ -175,17 +176,17 @@ def test_what_fails_in_an_answer_is_raised(omni, inputs):
     ],
 )
 def test_underruns_are_blocks_that_keep_one_waiting(blocks, late):
-    assert speech.underruns(blocks) == late
+    assert answering.underruns(blocks) == late
 
 
 @pytest.mark.slow
 def test_ten_seconds_begin_long_before_they_are_whole(omni_checkpoint: str, tmp_path: Path):
-    model, processor = speech.load(omni_checkpoint, "float32", torch.device("cpu"))
+    model, processor = answering.load(omni_checkpoint, "float32", torch.device("cpu"))
     assert isinstance(model, Qwen2_5OmniForConditionalGeneration)
     inputs = model_inputs(processor, SpeechPrompt("Hello, who are you?"), model.device)
     codes = 500 + UNHEARD
-    speech.answer(model, inputs, 20, 20, exact=True)  # warm
-    whole = speech.answer(model, inputs, 20, codes, exact=True)
-    streamed = speech.answer(model, inputs, 20, codes, exact=True, window=Window(16, 4, 2))
+    answering.answer(model, inputs, 20, 20, exact=True)  # warm
+    whole = answering.answer(model, inputs, 20, codes, exact=True)
+    streamed = answering.answer(model, inputs, 20, codes, exact=True, window=Window(16, 4, 2))
     assert whole.audio_s == streamed.audio_s == 10
     assert streamed.first_audio_s <= 0.4 * whole.waveform_s

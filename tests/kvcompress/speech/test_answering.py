@@ -5,8 +5,9 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress import CompressedCache, KVCompressError, measure, speech
-from kvcompress.bench.speech.prompts import SpeechPrompt, model_inputs
+from kvcompress import CompressedCache, KVCompressError, measure
+from kvcompress.speech import answering
+from kvcompress.speech.prompts import SpeechPrompt, model_inputs
 from kvcompress.tokens.base import TokenMethod
 from tests.support.calibrations import calibration_of
 from tests.support.clock import synchronised_reads
@@ -17,13 +18,13 @@ from tests.support.strategies import LEARNED, SOME_METHODS
 CPU = torch.device("cpu")
 
 
-def answered(omni, inputs, **given) -> speech.Answer:
-    return speech.answer(omni[0], inputs, text_tokens=4, codec_tokens=5, exact=True, **given)
+def answered(omni, inputs, **given) -> answering.Answer:
+    return answering.answer(omni[0], inputs, text_tokens=4, codec_tokens=5, exact=True, **given)
 
 
 def compressed(
     omni, inputs, method: str, ratio: float | None = None, **options
-) -> tuple[speech.Answer, CompressedCache]:
+) -> tuple[answering.Answer, CompressedCache]:
     thinker = omni[0].thinker
     cache = CompressedCache(thinker.config, method, ratio, max_new_tokens=5, **options)
     with kvcompress.attach(thinker):
@@ -103,14 +104,14 @@ def test_times_follow_the_order_of_the_work(omni, omni_inputs):
 
 
 def test_every_time_is_taken_when_the_device_is_done(omni, omni_inputs):
-    with synchronised_reads(measure, speech) as reads:
+    with synchronised_reads(measure, answering) as reads:
         answered(omni, omni_inputs)
-    assert {read.rpartition(":")[0] for read in reads} == {measure.__name__, speech.__name__}
+    assert {read.rpartition(":")[0] for read in reads} == {measure.__name__, answering.__name__}
 
 
 def test_an_answer_of_one_token_cannot_be_spoken(omni, omni_inputs):
     with pytest.raises(KVCompressError, match="text_tokens=1"):
-        speech.answer(omni[0], omni_inputs, text_tokens=1, codec_tokens=5)
+        answering.answer(omni[0], omni_inputs, text_tokens=1, codec_tokens=5)
 
 
 # Parts
@@ -118,19 +119,19 @@ def test_an_answer_of_one_token_cannot_be_spoken(omni, omni_inputs):
 
 def test_parts_left_out_take_no_memory_and_the_rest_answers_the_same(omni_checkpoint, omni):
     model, processor = omni
-    whole = speech.weight_bytes(model)
+    whole = answering.weight_bytes(model)
     assert all(whole.values())
     assert sum(whole.values()) == sum(4 * weight.numel() for weight in model.parameters())
-    small, _ = speech.load(omni_checkpoint, "float32", CPU, ["vision", "audio", "speech"])
-    left = speech.weight_bytes(small)
+    small, _ = answering.load(omni_checkpoint, "float32", CPU, ["vision", "audio", "speech"])
+    left = answering.weight_bytes(small)
     assert left == {**dict.fromkeys(whole, 0), "language model": whole["language model"]}
     assert not hasattr(small, "talker")
     prompt = model_inputs(processor, SpeechPrompt("Hello there"), CPU)
-    answer = speech.answer(small, prompt, text_tokens=4, codec_tokens=5, exact=True)
+    answer = answering.answer(small, prompt, text_tokens=4, codec_tokens=5, exact=True)
     assert answer.waveform is answer.real_time_factor is answer.first_audio_s is None
     assert torch.equal(answer.text, answered(omni, prompt).text)
 
 
 def test_loading_without_a_tower_says_nothing_of_its_weights(omni_checkpoint, capfd):
-    speech.load(omni_checkpoint, "float32", CPU, ["vision", "audio", "speech"])
+    answering.load(omni_checkpoint, "float32", CPU, ["vision", "audio", "speech"])
     assert "UNEXPECTED" not in "".join(capfd.readouterr())

@@ -12,10 +12,11 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import kvcompress
-from kvcompress import CompressedCache, speech, speech_stream
-from kvcompress.bench.speech.prompts import SpeechPrompt, growing_wav, model_inputs
-from kvcompress.speech_overlap import generate_overlapped
-from kvcompress.speech_stream import Window, stream
+from kvcompress import CompressedCache
+from kvcompress.speech import answering, streaming
+from kvcompress.speech.overlapped import generate_overlapped
+from kvcompress.speech.prompts import SpeechPrompt, growing_wav, model_inputs
+from kvcompress.speech.streaming import Window, stream
 from tests.support.omni import CODE_S, UNHEARD
 
 BUDGET = 40
@@ -35,7 +36,7 @@ class EachToken(StoppingCriteria):
 
 def asked(inputs: dict[str, torch.Tensor], text: int, codes: int) -> dict[str, Any]:
     """What `generate` is given for an answer of these lengths, greedy throughout."""
-    given = {**speech._for_thinker_only(inputs), "talker_eos_token_id": [65, 67]}
+    given = {**answering._for_thinker_only(inputs), "talker_eos_token_id": [65, 67]}
     for part, length in zip(PARTS, (text, codes), strict=True):
         given |= {f"{part}_{name}": length for name in ("max_new_tokens", "min_new_tokens")}
         given[f"{part}_do_sample"] = False
@@ -142,7 +143,7 @@ def live_tensor_bytes() -> int:
 @pytest.mark.slow
 def test_a_minute_of_speech_holds_no_more_than_ten_seconds(omni, tmp_path: Path, monkeypatch):
     """Codec tokens, as ids, are all that `generate` adds to: 8 bytes each, 50 of them a second, with their mask."""
-    monkeypatch.setattr(speech_stream, "STEPS", 2)
+    monkeypatch.setattr(streaming, "STEPS", 2)
     model, processor = omni
     inputs = model_inputs(processor, SpeechPrompt("Hello, who are you?"), model.device)
     given, sizes = sampling(caches(model, decode_budget=BUDGET))
@@ -152,7 +153,7 @@ def test_a_minute_of_speech_holds_no_more_than_ten_seconds(omni, tmp_path: Path,
         for block in stream(model, "Chelsie", Window(16, 2, 1), overlap=True, **asking, **given):
             write(block)
             heard += len(block)
-            second = heard // speech.SAMPLING_RATE
+            second = heard // answering.SAMPLING_RATE
             if second % 10 == 0 and second not in tensors:
                 tensors[second] = live_tensor_bytes()
     with wave.open(str(tmp_path / "a.wav")) as sound:
@@ -164,4 +165,4 @@ def test_a_minute_of_speech_holds_no_more_than_ten_seconds(omni, tmp_path: Path,
         assert len(set(later)) == 1, part
     print("live tensors", tensors)
     minute, ten = max(tensors.values()), min(tensors[place] for place in tensors if place <= 20)
-    assert minute - ten < 0.5e6 < 40 * 4 * speech.SAMPLING_RATE
+    assert minute - ten < 0.5e6 < 40 * 4 * answering.SAMPLING_RATE

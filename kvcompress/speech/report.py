@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from ..timing import cell, short, summary, table
+from ..bench.timing import cell, short, summary, table
 from .kinds import STRATEGIES
 
 # Label -> the field of a row and how many of it are one unit.

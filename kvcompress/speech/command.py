@@ -3,11 +3,11 @@
 import argparse
 from pathlib import Path
 
-from ...command_line import Parser
-from ...flag_types import device_name, fraction, label, new_file, threads, whole
+from ..command_line import Parser
+from ..flag_types import device_name, fraction, label, new_file, threads, whole
 from .kinds import AFTER_THE_TEXT, STRATEGIES
 
-WINDOW = [4, 4, 2]  # speech_stream.Window's, which imports what takes seconds
+WINDOW = [4, 4, 2]  # streaming.Window's, which imports what takes seconds
 
 
 def parser() -> argparse.ArgumentParser:

@@ -5,19 +5,19 @@ import shlex
 
 import torch
 
-from ... import speech
-from ...__main__ import find_command
-from ...device import default_device
-from ...errors import KVCompressError, unknown_name
-from ...files import check_output, write_text
-from ...policy.policy import make_policy
-from ...speech_stream import Window
-from ..grid import Results
-from ..timing import environment
+from ..__main__ import find_command
+from ..bench.grid import Results
+from ..bench.timing import environment
+from ..device import default_device
+from ..errors import KVCompressError, unknown_name
+from ..files import check_output, write_text
+from ..policy.policy import make_policy
+from .answering import FEWEST_TEXT_TOKENS, PARTS, check_policy
 from .kinds import STRATEGIES
 from .prompts import read_lines
 from .report import markdown
 from .strategies import method_of, talker_method
+from .streaming import Window
 from .turns import cold, warm
 
 
@@ -60,14 +60,14 @@ def check(given: argparse.Namespace) -> None:
         if strategy not in STRATEGIES:
             raise unknown_name("there is no strategy", strategy, STRATEGIES)
     for part in given.without:
-        if part not in speech.PARTS:
-            raise unknown_name("there is no part", part, speech.PARTS)
+        if part not in PARTS:
+            raise unknown_name("there is no part", part, PARTS)
     if given.prompts is not None:
         read_lines(given.prompts)
     Window(*given.window)
     speaks = "speech" not in given.without
-    if speaks and given.text_tokens < speech.FEWEST_TEXT_TOKENS:
-        raise KVCompressError(f"--text-tokens {given.text_tokens}: at least {speech.FEWEST_TEXT_TOKENS} can be spoken")
+    if speaks and given.text_tokens < FEWEST_TEXT_TOKENS:
+        raise KVCompressError(f"--text-tokens {given.text_tokens}: at least {FEWEST_TEXT_TOKENS} can be spoken")
     for strategy in ["compressed", *given.strategies]:
         kind = STRATEGIES[strategy]
         if kind.overlaps and not speaks:
@@ -77,7 +77,7 @@ def check(given: argparse.Namespace) -> None:
         method = method_of(kind, given)
         policy = make_policy(method.name, method.ratio, **method.options)
         if speaks:
-            speech.check_policy(policy)
+            check_policy(policy)
     method = talker_method(given) if speaks else None
     if method is not None:
         policy = make_policy(method.name, method.ratio, **method.options)

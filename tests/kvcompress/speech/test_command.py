@@ -18,11 +18,11 @@ import torch
 from PIL import Image
 from transformers import CompileConfig
 
-from kvcompress import KVCompressError, speech
+from kvcompress import KVCompressError
 from kvcompress.__main__ import main
-from kvcompress.bench.speech import strategies, turns
-from kvcompress.bench.speech.prompts import bundled_prompts, growing_wav, read_prompts
 from kvcompress.command_line import interruptible
+from kvcompress.speech import answering, strategies, turns
+from kvcompress.speech.prompts import bundled_prompts, growing_wav, read_prompts
 from tests.support.omni import CODE_S, UNHEARD
 
 ROOT = Path(__file__).parents[3]
@@ -44,8 +44,8 @@ def eager_compile(monkeypatch):
 def run(omni_checkpoint, omni, tmp_path, monkeypatch):
     """The command on one prompt, whose cold starts are in this process; returns the JSON. A whole model is omni once
     for all tests."""
-    load = speech.load
-    monkeypatch.setattr(speech, "load", lambda *given: load(*given) if given[-1] else omni)
+    load = answering.load
+    monkeypatch.setattr(answering, "load", lambda *given: load(*given) if given[-1] else omni)
     monkeypatch.setattr(turns, "in_a_fresh_process", lambda function, *arguments: function(*arguments))
     (tmp_path / "prompts.jsonl").write_text('{"text": "Hello, who are you?"}\n')
 
@@ -142,14 +142,14 @@ def test_without_speech_the_table_has_no_empty_columns(run, capsys):
 
 
 def test_a_cold_start_is_the_first_answer_after_loading(run, monkeypatch, capsys):
-    loads, disabled, load, answer = [], [], turns.load, speech.answer
+    loads, disabled, load, answer = [], [], turns.load, answering.answer
 
     def answers(*given):
         disabled.append(turns.inductor_config.force_disable_caches)
         return answer(*given)
 
     monkeypatch.setattr(turns, "load", lambda given: loads.append(len(disabled)) or load(given))
-    monkeypatch.setattr(speech, "answer", answers)
+    monkeypatch.setattr(answering, "answer", answers)
     content = run("--strategies", "dynamic", "compressed", "--cold", "2")
     assert [(taken["strategy"], taken["prompt"]) for taken in content["cold"]] == [
         *(("dynamic", 0), ("compressed", 0), ("dynamic", 1), ("compressed", 1))
@@ -174,7 +174,7 @@ def test_memory_that_runs_out_is_written_down(run, monkeypatch, capsys):
     def fails(*_, **__):
         raise torch.OutOfMemoryError("no")
 
-    monkeypatch.setattr(speech, "answer", fails)
+    monkeypatch.setattr(answering, "answer", fails)
     content = run("--strategies", "dynamic")
     assert content["warm"][0]["answers"] == [{"strategy": "dynamic", "prompt": 0, "error": "out of memory"}]
     assert "transformers DynamicCache (out of memory) | 0 |" in capsys.readouterr().out
@@ -293,7 +293,7 @@ def test_a_prompt_file_brings_its_picture_and_its_sound(tmp_path):
     sound = torch.linspace(-0.5, 0.5, 2400)
     write_wav(tmp_path / "a.wav", sound)
     (tmp_path / "p.jsonl").write_text('\n{"text": "Hello", "image": "a.png", "audio": "a.wav"}\n{"text": "x"}\n')
-    both, text = read_prompts(tmp_path / "p.jsonl", speech.SAMPLING_RATE, [])
+    both, text = read_prompts(tmp_path / "p.jsonl", answering.SAMPLING_RATE, [])
     assert both.image.size == (40, 30)
     assert torch.allclose(torch.from_numpy(both.audio), sound, atol=1e-4)
     assert text.image is text.audio is None

@@ -12,9 +12,10 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import kvcompress
-from kvcompress import KVCompressError, speech, speech_overlap, speech_stream
-from kvcompress.speech_overlap import generate_overlapped
-from kvcompress.speech_stream import Window, stream
+from kvcompress import KVCompressError
+from kvcompress.speech import answering, streaming
+from kvcompress.speech.overlapped import Reply, generate_overlapped
+from kvcompress.speech.streaming import Window, stream
 from tests.support.omni import CODE_S, UNHEARD
 
 SEED = 5
@@ -36,7 +37,7 @@ class Noting(StoppingCriteria):
 @pytest.fixture
 def given(omni, omni_inputs) -> dict[str, Any]:
     """What `generate` is given, of a prompt with a picture and sound."""
-    return {**speech._for_thinker_only(omni_inputs), "thinker_do_sample": False, "talker_eos_token_id": [65, 67]}
+    return {**answering._for_thinker_only(omni_inputs), "thinker_do_sample": False, "talker_eos_token_id": [65, 67]}
 
 
 @dataclass
@@ -106,12 +107,12 @@ def test_a_text_that_ends_by_itself_is_followed_by_the_same_speech(omni, overlap
 def test_every_text_token_reaches_the_talker(overlapped, given, answered, monkeypatch):
     """Else the tests above would pass with any states."""
     given |= lengths(12, 10)
-    right, take = answered(overlapped, **given), speech_overlap.Reply._take
+    right, take = answered(overlapped, **given), Reply._take
 
     def forget_the_fifth(self, embeddings, last):
         take(self, embeddings * (self._fed != 5), last * (self._fed != 5))
 
-    monkeypatch.setattr(speech_overlap.Reply, "_take", forget_the_fifth)
+    monkeypatch.setattr(Reply, "_take", forget_the_fifth)
     wrong = answered(overlapped, **given)
     assert wrong.text == right.text
     assert torch.equal(wrong.logits[:4], right.logits[:4])
@@ -156,10 +157,10 @@ def test_both_caches_are_compressed_as_without_overlap(omni, overlapped, given, 
 
 
 def test_a_stream_may_overlap(omni, omni_inputs, monkeypatch):
-    monkeypatch.setattr(speech_stream, "STEPS", 2)
+    monkeypatch.setattr(streaming, "STEPS", 2)
     model, _ = omni
     given = {"text_tokens": 12, "codec_tokens": 40, "exact": True, "seed": SEED, "window": Window(2, 1, 1)}
-    after, along = (speech.answer(model, omni_inputs, **given, overlap=overlap) for overlap in (False, True))
+    after, along = (answering.answer(model, omni_inputs, **given, overlap=overlap) for overlap in (False, True))
     assert torch.equal(along.text, after.text)
     assert torch.equal(along.waveform, after.waveform)
     assert along.audio_s == pytest.approx((40 - UNHEARD) * CODE_S)
@@ -168,9 +169,9 @@ def test_a_stream_may_overlap(omni, omni_inputs, monkeypatch):
 
 def test_thinker_and_talker_wait_while_the_first_sound_is_made(omni, omni_inputs, monkeypatch):
     model, _ = omni
-    monkeypatch.setattr(speech_stream, "STEPS", 2)
+    monkeypatch.setattr(streaming, "STEPS", 2)
     thinker, talker = Noting(), Noting()
-    written, make = [], speech_stream.SoundStream._make_mel
+    written, make = [], streaming.SoundStream._make_mel
 
     def slowly(self, *given):
         before = len(thinker.tokens), len(talker.tokens)
@@ -178,12 +179,12 @@ def test_thinker_and_talker_wait_while_the_first_sound_is_made(omni, omni_inputs
         written.append((len(thinker.tokens) - before[0], len(talker.tokens) - before[1]))
         make(self, *given)
 
-    monkeypatch.setattr(speech_stream.SoundStream, "_make_mel", slowly)
+    monkeypatch.setattr(streaming.SoundStream, "_make_mel", slowly)
     noting = {
         f"{part}_stopping_criteria": StoppingCriteriaList([note])
         for part, note in zip(PARTS, (thinker, talker), strict=True)
     }
-    inputs = speech._for_thinker_only(omni_inputs)
+    inputs = answering._for_thinker_only(omni_inputs)
     for _ in stream(model, "Chelsie", Window(4, 0, 0), overlap=True, **inputs, **noting, **lengths(400, 60)):
         pass
     assert max(written[0]) <= 1, "a token that was under way may come"
@@ -235,9 +236,9 @@ def test_a_thinker_that_fails_at_once_is_raised(omni, given):
 
 
 def test_a_stream_that_is_closed_ends_the_thinker(omni, omni_inputs, monkeypatch):
-    monkeypatch.setattr(speech_stream, "STEPS", 2)
+    monkeypatch.setattr(streaming, "STEPS", 2)
     model, _ = omni
-    inputs = speech._for_thinker_only(omni_inputs)
+    inputs = answering._for_thinker_only(omni_inputs)
     source = stream(model, "Chelsie", Window(2, 0, 0), overlap=True, **inputs, **lengths(100_000, 100_000))
     assert len(next(source)) > 0
     source.close()
@@ -256,13 +257,13 @@ def test_several_prompts_are_refused(omni, given):
 
 def test_a_thinker_that_reads_its_last_token_is_found_out(omni, given, monkeypatch):
     """As transformers lets it on mps, where it looks late whether a text ends."""
-    take = speech_overlap.Reply._take
+    take = Reply._take
 
     def takes_twice(self, embeddings, last):
         take(self, embeddings, last)
         if self._fed == 5:
             take(self, embeddings, last)
 
-    monkeypatch.setattr(speech_overlap.Reply, "_take", takes_twice)
+    monkeypatch.setattr(Reply, "_take", takes_twice)
     with pytest.raises(KVCompressError, match="transformers fed 6 of 6 text tokens"):
         generate_overlapped(omni[0], **given, **lengths(6, 20))
