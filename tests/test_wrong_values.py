@@ -56,7 +56,7 @@ COMMANDS = {
         f"{PLUGIN}.report.html.show.read_image",
     ),
     "bench": (f"{BENCH}.command", "parser", ["org/model"], f"{BENCH}.comparison.load"),
-    "speech": (f"{BENCH}.speech.command", "parser", ["org/model", "snapkv", "0.2"], f"{BENCH}.speech.run.cold"),
+    "speech": ("kvcompress.speech.command", "parser", ["org/model", "snapkv", "0.2"], "kvcompress.speech.run.cold"),
 }
 FREE = {"words", "overrides", "options", "question"}  # text, or `key=value`, tried below by what the keys are
 
