@@ -38,6 +38,7 @@ def kvpress(tmp_path, monkeypatch):
     return sys.executable
 
 
+@pytest.mark.slow
 def test_what_keeps_everything_is_the_same_as_ours_at_its_budget(kvpress, tmp_path):
     folder = tmp_path / "llama"
     save_checkpoint("llama", folder)

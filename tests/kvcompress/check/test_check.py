@@ -213,6 +213,7 @@ def test_a_promise_that_a_method_does_not_make_is_named_with_the_reason(capsys):
     )
 
 
+@pytest.mark.slow
 def test_it_runs_outside_of_a_checkout(file, tmp_path):
     """Of the tests nothing is imported, and no working directory is looked at."""
     code = "import sys; from kvcompress.check import promises, models, reference; print('tests' in sys.modules)"

@@ -112,6 +112,7 @@ def test_overlapped_answers_stand_beside_the_others_and_say_the_same(run, capsys
     assert "The talker began after the last text token." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_decode_budgets_bound_both_caches(run, capsys):
     lengths = ("--strategies", "compressed", "--text-tokens", "60", "--codec-tokens", "60")
     (whole,) = run(*lengths)["warm"][0]["answers"]
