@@ -164,7 +164,7 @@ def test_each_command_that_can_be_run_ends_well(page, scratch):
     text, lines = " ".join(command.text for command in commands), ["set -euo pipefail"]
     if "textvqa_val" in text:
         lines.append("python -m lmms_eval_plugins.tiny_vlm.dataset --as-textvqa data")
-    if re.search(r"(metrics|report|leaderboard) (results/|FOLDER)", text):
+    if re.search(r"(metrics|report|leaderboard|table) (results|FOLDER)", text):
         lines.append("python -m lmms_eval_plugins.evaluate tiny_textvqa tiny full,snapkv,streamingllm 0.2 --limit 2")
     if page.stem in OWN_METHOD:  # which saves it in the package
         (scratch / "value_norm.py").write_text(code_blocks(page, "python")[0])
