@@ -369,7 +369,7 @@ def test_sliding_windows_alone_leave_nothing_to_compress():
 
 def test_the_example_of_the_page(capsys):
     example = {"model": FAMILIES["qwen2"].build(2), "prompts": prompts_of(40, 60, 12)}
-    (code,) = python_blocks(DOCS / "continuous-batching.md")
+    code = python_blocks(DOCS / "many-requests.md")[-1]
     exec(code.replace("num_blocks=64", "num_blocks=64, max_batch_tokens=64"), example)
     assert [len(answer.generated_tokens) for answer in example["answers"].values()] == [64] * 3
     assert "\n" in capsys.readouterr().out
