@@ -4,12 +4,11 @@
     python -m benchmarks.bytes_front                           # or one of them: tiny, smollm2
 
 Answers are written down as they come, in `<out>/bytes_front_<task>.json`, and only what is missing is computed. Then it
-writes the table (.md) and the plot (.png), and the table's first part into docs/low-bits.md.
+writes the table (.md) and the plot (.png).
 """
 
 import argparse
 import platform
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from .method_table import RESULTS, Estimate, wrapped
 from .method_tasks import TASKS
 
 PROTOCOL = Protocol("front", {"first_token": "compressed"})
-PAGE = Path(__file__).parent.parent / "docs" / "low-bits.md"
 MODELS = ("tiny", "smollm2")  # tasks of the table of methods
 METHODS = ("snapkv", "keydiff")
 STORAGES: dict[str, dict[str, object]] = {"bf16": {}} | {
@@ -138,13 +136,6 @@ def report(task: Task, points: list[Point]) -> str:
     return text + markdown_table(header, everything, ["---", "---", "---:", "---:", "---:"])
 
 
-def best_alone(text: str, name: str) -> str:
-    """Of a report what it says and its first table, under one heading."""
-    said, _, table = text.partition("\n## All\n")[0].partition("\n## ")
-    said, table = said.partition("\n")[2].strip(), table.partition("\n")[2].strip()
-    return f"## On {name}\n\n{said}\n\n{table}\n"
-
-
 def plot(task: Task, points: list[Point], path: Path) -> None:
     import matplotlib
 
@@ -176,15 +167,6 @@ def plot(task: Task, points: list[Point], path: Path) -> None:
     plt.close(figure)
 
 
-def put_into_page(page: Path, name: str, report: str) -> None:
-    """Replace what stands between the page's two marks of that name, one level of headings deeper."""
-    begin, end = f"<!-- {name}: made by benchmarks/bytes_front.py -->\n", f"<!-- end of {name} -->"
-    before, rest = page.read_text(encoding="utf-8").split(begin)
-    after = rest.split(end)[1]
-    deeper = re.sub("^#", "##", report, flags=re.MULTILINE)
-    write_text(page, f"{before}{begin}\n{deeper}\n{end}{after}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tasks", nargs="*", choices=[[], *MODELS], help="default: all")
@@ -207,10 +189,7 @@ def main() -> None:
             for cell, storage in cells
             if len(right := answers.of(cell, task.questions))
         ]
-        text = report(task, points)
-        write_text(base.with_suffix(".md"), text)
-        if arguments.out == RESULTS:
-            put_into_page(PAGE, name, best_alone(text, name))
+        write_text(base.with_suffix(".md"), report(task, points))
         plot(task, points, base.with_suffix(".png"))
         print(base.with_suffix(".md").read_text(encoding="utf-8"))
 

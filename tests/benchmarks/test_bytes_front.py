@@ -74,20 +74,3 @@ def test_a_run_on_a_small_model_has_every_storage_and_its_bytes(tmp_path):
     assert sizes[0.5, "turboquant 4"] < sizes[0.5, "bf16"] < sizes[None, "bf16"]
     text = report(task, points)
     assert all(f", {storage} |" in text for storage in bytes_front.STORAGES if storage[:2] in ("hq", "tu", "ch"))
-
-
-def test_the_page_has_the_first_table_alone():
-    text = "# Bytes, tiny\n\nSaid.\n\n## The best within so many bytes\n\n| 1 |\n\n## All\n\n| 2 |\n"
-    assert bytes_front.best_alone(text, "tiny") == "## On tiny\n\nSaid.\n\n| 1 |\n"
-
-
-def test_a_report_takes_the_place_of_the_last_one_in_the_page(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# Page\n\n<!-- even: made by benchmarks/bytes_front.py -->\nold\n<!-- end of even -->\n\nend\n")
-    for _ in range(2):
-        bytes_front.put_into_page(page, "even", "# Even\n\n## aware\n\n| 1 |\n")
-        text = page.read_text()
-        assert "\n## Even\n\n### aware\n\n| 1 |\n" in text
-        assert "old" not in text
-        assert text.startswith("# Page\n")
-        assert text.endswith("\n\nend\n")

@@ -1,4 +1,4 @@
-"""The files of docs/scaling.md: they parse, and what they call exists."""
+"""The files of docs/sweeps.md: they parse, and what they call exists."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ FOLDER = ROOT / "docs" / "scaling"
 
 
 def test_the_page_links_every_file_and_no_other():
-    page = (ROOT / "docs" / "scaling.md").read_text()
+    page = (ROOT / "docs" / "sweeps.md").read_text()
     linked = re.findall(r"^\[.+\]: scaling/([\w.]+)$", page, re.MULTILINE)
     assert set(linked) == {path.name for path in FOLDER.iterdir()}
 
