@@ -33,6 +33,7 @@ NOTEBOOKS = {f"{path.stem}.md": f"docs/{path.name}" for path in sorted((ROOT / "
 WRITTEN = {**NOTEBOOKS, "api.md": ""}
 PAGE_OF = {source: page for page, source in {**OUTSIDE, **WRITTEN}.items() if source}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+REFERENCE = re.compile(r"^(\[[^\]]+\]: )([^\s#]+)(#\S*)?$", re.MULTILINE)
 
 
 def on_files(files: Files, config: dict) -> Files:
@@ -49,16 +50,20 @@ def on_page_markdown(markdown: str, page: object, **_: object) -> str:
     where = PurePosixPath(page.file.src_uri)
     folder = (ROOT / OUTSIDE.get(str(where), f"docs/{where}")).parent
 
-    def moved(match: re.Match) -> str:
-        mark, text, target, anchor = match.groups()
+    def place(target: str, anchor: str | None) -> str | None:
+        """Where the site has `target`; None for a file that it does not show."""
         if re.match(r"[a-z]+:", target):
-            return match[0]
+            return target + (anchor or "")
         source = Path(os.path.normpath(folder / target)).relative_to(ROOT).as_posix()
         known = PAGE_OF.get(source, source.removeprefix("docs/") if source.startswith("docs/") else None)
-        if known is None:
-            return text
-        return f"{mark}[{text}]({os.path.relpath(known, where.parent)}{anchor or ''})"
+        return known and os.path.relpath(known, where.parent) + (anchor or "")
 
+    def moved(match: re.Match) -> str:
+        mark, text, target, anchor = match.groups()
+        found = place(target, anchor)
+        return f"{mark}[{text}]({found})" if found else text
+
+    markdown = REFERENCE.sub(lambda match: match[1] + (place(match[2], match[3]) or match[2]), markdown)
     return LINK.sub(moved, markdown)
 
 
@@ -100,9 +105,10 @@ def api() -> str:
     tree = ast.parse((ROOT / "kvcompress" / "__init__.py").read_text(encoding="utf-8"))
     homes = {
         alias.asname or alias.name: f"kvcompress.{node.module}.{alias.name}"
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level == 1  # what type checkers import, too
         for alias in node.names
+        if alias.name != "__version__"
     }
     first = ("compress", "attach", "Session", "CompressedCache", "list_methods", "register_method", "KVCluster")
     names = [*first, *sorted(homes.keys() - {*first}, key=str.lower)]

@@ -42,3 +42,9 @@ def test_no_page_asks_the_network_for_anything(site):
     for page in site.rglob("*.html"):
         found = re.findall(r'(?:src|href)="(https?://[^"]+)"', page.read_text(encoding="utf-8"))
         assert not [url for url in found if url.endswith((".css", ".js", ".woff2", ".png", ".svg"))], page
+
+
+def test_tables_are_sorted_by_a_click_on_their_head(site):
+    page = (site / "benchmarks" / "results" / "fidelity" / "index.html").read_text(encoding="utf-8")
+    assert "sort-tables.js" in page
+    assert (site / "sort-tables.js").exists()
