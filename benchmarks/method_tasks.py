@@ -12,9 +12,9 @@ from kvcompress.calibration.files import BUNDLED
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT, TINY_MODEL
 from lmms_eval_plugins.tasks.regimes import process_long_results
 from lmms_eval_plugins.tiny_vlm.accuracy import MAX_NEW_TOKENS, MAX_TOKENS_OF_REGIMES, Reader
-from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, Example, read_examples
-from lmms_eval_plugins.tiny_vlm.regimes import Shown
-from lmms_eval_plugins.tiny_vlm.regimes.dataset import file_of, read_asked
+from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, read_examples
+from lmms_eval_plugins.tiny_vlm.questions import Example, Shown
+from lmms_eval_plugins.tiny_vlm.regimes import file_of, read_asked
 
 from .method_cells import Column, Protocol, Task
 from .pretrained import load_gemma3, load_smollm2

@@ -47,6 +47,13 @@ def test_the_core_knows_nothing_of_the_plugin():
             assert not {other for other in imports(name, path, known) if other.startswith("lmms_eval_plugins")}, name
 
 
+def test_the_wheel_knows_nothing_of_how_the_bundled_model_was_made():
+    known = files()
+    for name, path in known.items():
+        if not name.startswith("tiny_vlm"):
+            assert not {other for other in imports(name, path, known) if other.startswith("tiny_vlm")}, name
+
+
 def test_no_file_of_the_core_is_long():
     long = {path.name for name, path in files().items() if len(path.read_text().splitlines()) > 400}
     assert not long

@@ -1,5 +1,6 @@
-"""How the bundled model was made: its architecture, its curriculum, its training.
+"""How the bundled model was made: its rendered world, its architecture, its curriculum, its training.
 
-`python -m tiny_vlm.train` trains it, `python -m tiny_vlm.calibrate` gathers its calibrations. What it is asked, and the
-checkpoint, are `lmms_eval_plugins/tiny_vlm/`.
+`python -m tiny_vlm.train` trains it, `python -m tiny_vlm.calibrate` gathers its calibrations, `python -m
+tiny_vlm.dataset` and `python -m tiny_vlm.regimes.dataset` draw its questions. What loads it and reads them is
+`lmms_eval_plugins/tiny_vlm/`.
 """

@@ -17,10 +17,10 @@ from kvcompress.calibration import files
 from kvcompress.clusters.calibrated import CalibratedKVCluster
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT, TINY_MODEL
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader
-from lmms_eval_plugins.tiny_vlm.examples import draw_examples
-from lmms_eval_plugins.tiny_vlm.regimes import REGIMES
-from lmms_eval_plugins.tiny_vlm.regimes.dataset import draw_asked
-from lmms_eval_plugins.tiny_vlm.signs import HEADLINE_KINDS
+from tiny_vlm.examples import draw_examples
+from tiny_vlm.regimes import REGIMES
+from tiny_vlm.regimes.dataset import draw_asked
+from tiny_vlm.signs import HEADLINE_KINDS
 
 PROMPTS = 8  # of each task
 SEED = "calibration"

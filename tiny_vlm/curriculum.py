@@ -10,15 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lmms_eval_plugins.tiny_vlm.signs import (
-    COLOR_KIND,
-    PATCH,
-    PROMPT_WORDS,
-    draw_packed_scene,
-    draw_scene,
-    questions,
-)
 from tiny_vlm.packing import PackedBatch, Packer
+from tiny_vlm.signs import COLOR_KIND, PATCH, PROMPT_WORDS, draw_packed_scene, draw_scene, questions
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,13 @@ from random import Random
 import numpy as np
 from torch.utils.data import Dataset
 
-from lmms_eval_plugins.tiny_vlm.regimes import REGIMES, WORDS, Shown, needle
-from lmms_eval_plugins.tiny_vlm.regimes.video import JITTER
-from lmms_eval_plugins.tiny_vlm.signs import (
-    FRAME_GRID,
-    PROMPT_WORDS,
-    draw_packed_scene,
-    draw_scene,
-    questions,
-)
+from lmms_eval_plugins.tiny_vlm.questions import Shown
 from tiny_vlm.curriculum import STAGES, Stage
 from tiny_vlm.pack import in_turn, pack
 from tiny_vlm.packing import PackedBatch, Packer, Via, View
+from tiny_vlm.regimes import REGIMES, WORDS, needle
+from tiny_vlm.regimes.video import JITTER
+from tiny_vlm.signs import FRAME_GRID, PROMPT_WORDS, draw_packed_scene, draw_scene, questions
 
 WARM_UP = 60  # steps
 LAST_LEARNING_RATE = 0.02  # of the peak

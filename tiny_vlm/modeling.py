@@ -23,7 +23,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from lmms_eval_plugins.tiny_vlm.signs import FRAME_GRID, GRID, PATCH, PROMPT_WORDS, SIDE
+from tiny_vlm.signs import FRAME_GRID, GRID, PATCH, PROMPT_WORDS, SIDE
 
 PINPOINTS = [[SIDE, SIDE], [SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]
 BASE_TOKENS = GRID * GRID

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2.functional import InterpolationMode, resize
 
-from lmms_eval_plugins.tiny_vlm.regimes.shown import Shown
-from lmms_eval_plugins.tiny_vlm.signs import CHARACTERS, GRID, LABELS, SIDE, Question
+from lmms_eval_plugins.tiny_vlm.questions import Question, Shown
 from tiny_vlm.packing import IGNORED, PackedBatch, Packer, Via, View
+from tiny_vlm.signs import CHARACTERS, GRID, LABELS, SIDE
 
 
 def pack(

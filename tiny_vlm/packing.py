@@ -16,8 +16,9 @@ from transformers import (
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from lmms_eval_plugins.tiny_vlm.signs import GRID, POST_PROMPT, Question
+from lmms_eval_plugins.tiny_vlm.questions import POST_PROMPT, Question
 from tiny_vlm.modeling import BASE_TOKENS, FRAME_TOKENS, GRID_TOKENS, IMAGE_TOKENS
+from tiny_vlm.signs import GRID
 
 IGNORED = -100
 LONG_PREFIX = 800  # tokens, of which on the fused attention kernel is the faster one

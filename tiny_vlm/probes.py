@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lmms_eval_plugins.tiny_vlm.regimes.shown import ORDINALS
-from lmms_eval_plugins.tiny_vlm.signs import CHARACTERS, COLORS, LABELS
 from tiny_vlm.packing import IGNORED, PackedBatch, Packer, frame_patches, picture_patches
+from tiny_vlm.regimes.words import ORDINALS
+from tiny_vlm.signs import CHARACTERS, COLORS, LABELS
 
 NONE_WEIGHT = 0.1  # of a patch without a character in the reading losses
 

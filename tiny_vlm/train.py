@@ -27,14 +27,9 @@ from torch.utils.data import DataLoader
 from transformers import LlavaOnevisionForConditionalGeneration, PreTrainedTokenizerFast
 
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader, by_kind
-from lmms_eval_plugins.tiny_vlm.dataset import draw_examples
-from lmms_eval_plugins.tiny_vlm.regimes.dataset import draw_asked
-from lmms_eval_plugins.tiny_vlm.signs import (
-    COLOR_KIND,
-    HEADLINE_KINDS,
-)
 from tiny_vlm.curriculum import Stage
 from tiny_vlm.editions import EDITIONS, Mixture, learning_rate, scaled
+from tiny_vlm.examples import draw_examples
 from tiny_vlm.export import export
 from tiny_vlm.modeling import build_model, build_tokenizer, insert_layer
 from tiny_vlm.packing import (
@@ -46,6 +41,8 @@ from tiny_vlm.packing import (
     visual_features,
 )
 from tiny_vlm.probes import Probes
+from tiny_vlm.regimes.dataset import draw_asked
+from tiny_vlm.signs import COLOR_KIND, HEADLINE_KINDS
 
 LOG_EVERY = 25  # steps
 FRESH_QUESTIONS = 500  # that the finished model is asked

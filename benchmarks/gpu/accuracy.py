@@ -14,8 +14,9 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 import kvcompress
 from kvcompress.files import write_text
 from lmms_eval_plugins.tiny_vlm import CHECKPOINT
-from lmms_eval_plugins.tiny_vlm.examples import Example, draw_examples
-from lmms_eval_plugins.tiny_vlm.signs import GRID, HEADLINE_KINDS, POST_PROMPT
+from lmms_eval_plugins.tiny_vlm.questions import POST_PROMPT, Example
+from tiny_vlm.examples import draw_examples
+from tiny_vlm.signs import GRID, HEADLINE_KINDS
 
 RATIO = 0.1
 WINDOW = {"window_size": 8}

@@ -1,4 +1,4 @@
-"""The bundled vision-language model: its checkpoint, and the rendered world that it is asked about."""
+"""The bundled vision-language model: its checkpoint, and what reads its questions."""
 
 from pathlib import Path
 

@@ -10,9 +10,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, BatchFeature
 
-from lmms_eval_plugins.tiny_vlm.dataset import Example
-from lmms_eval_plugins.tiny_vlm.regimes import Shown, read_all
-from lmms_eval_plugins.tiny_vlm.signs import POST_PROMPT
+from lmms_eval_plugins.tiny_vlm.questions import POST_PROMPT, READ, Example, Shown
 
 MAX_NEW_TOKENS = 8  # the longest answer about one picture has four, and the end
 MAX_TOKENS_OF_REGIMES = 100
@@ -73,7 +71,7 @@ class Reader:
         """What the model takes for prompts of one regime, left-padded; all of them have pictures, or none has."""
         texts = []
         for shown in prompts:
-            post_prompt = "" if shown.question.kind in read_all.KINDS else POST_PROMPT
+            post_prompt = "" if shown.question.kind == READ else POST_PROMPT
             content = [{"type": "image"}] * len(shown.pictures) + [{"type": "video"}] * (shown.frames is not None)
             content.append({"type": "text", "text": shown.text + shown.question.text.capitalize() + post_prompt})
             message = {"role": "user", "content": content}

@@ -10,8 +10,9 @@ from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.tasks import BUNDLED_TASKS, task_manager
 from lmms_eval_plugins.tasks import regimes as scoring
 from lmms_eval_plugins.tiny_vlm import dataset
-from lmms_eval_plugins.tiny_vlm.regimes import REGIMES
-from lmms_eval_plugins.tiny_vlm.signs import POST_PROMPT, SIDE
+from lmms_eval_plugins.tiny_vlm.questions import POST_PROMPT
+from tiny_vlm.regimes import REGIMES
+from tiny_vlm.signs import SIDE
 
 lmms_eval_tasks = pytest.importorskip("lmms_eval.tasks")
 

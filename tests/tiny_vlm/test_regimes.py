@@ -12,17 +12,18 @@ import torch
 
 from lmms_eval_plugins.tasks import regimes as scoring
 from lmms_eval_plugins.tasks import task_manager
-from lmms_eval_plugins.tiny_vlm import signs
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader
 from lmms_eval_plugins.tiny_vlm.dataset import COLOR, HEADLINE
-from lmms_eval_plugins.tiny_vlm.regimes import KINDS, REGIMES, WORDS, needle, read_all
-from lmms_eval_plugins.tiny_vlm.regimes.dataset import draw_asked, file_of, read_asked, table_of
-from lmms_eval_plugins.tiny_vlm.regimes.shown import ORDINALS
-from tiny_vlm import packing
+from lmms_eval_plugins.tiny_vlm.questions import POST_PROMPT
+from lmms_eval_plugins.tiny_vlm.regimes import file_of, read_asked
+from tiny_vlm import packing, signs
 from tiny_vlm.editions import DRAWN, EDITIONS, Mixture, MixtureData, Part
 from tiny_vlm.modeling import build_model, build_processor, build_tokenizer, insert_layer
 from tiny_vlm.pack import in_turn, pack
 from tiny_vlm.packing import Packer, packed_forward
+from tiny_vlm.regimes import KINDS, REGIMES, WORDS, needle, read_all
+from tiny_vlm.regimes.dataset import draw_asked, table_of
+from tiny_vlm.regimes.words import ORDINALS
 from tiny_vlm.train import Trainer
 
 SMALL = {  # what keeps a forward pass short
@@ -368,7 +369,7 @@ def test_the_tasks_ask_what_training_asks(tasks, tmp_path, monkeypatch):
         task = tasks[f"tiny_{regime}"]
         doc = task.test_docs()[1]
         shown = draw_asked(regime, 2, "validation")[1]
-        post_prompt = "" if regime == "read_all" else signs.POST_PROMPT
+        post_prompt = "" if regime == "read_all" else POST_PROMPT
         assert task.doc_to_text(doc) == shown.text + shown.question.text.capitalize() + post_prompt
         visuals = scoring.doc_to_visual(doc)
         assert len(visuals) == len(shown.pictures) + (shown.frames is not None)

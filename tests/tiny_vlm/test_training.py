@@ -14,23 +14,19 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 import kvcompress
-from lmms_eval_plugins.tiny_vlm import CHECKPOINT, signs
+from lmms_eval_plugins.tiny_vlm import CHECKPOINT
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader, by_kind
-from lmms_eval_plugins.tiny_vlm.dataset import (
-    COLOR,
-    HEADLINE,
-    compress_image,
-    draw_examples,
-    read_examples,
-    textvqa_table,
-)
-from lmms_eval_plugins.tiny_vlm.signs import COLOR_KIND, GRID, HEADLINE_KINDS, PATCH, POST_PROMPT, SIDE
-from tiny_vlm import train
+from lmms_eval_plugins.tiny_vlm.dataset import COLOR, HEADLINE, read_examples
+from lmms_eval_plugins.tiny_vlm.questions import POST_PROMPT
+from tiny_vlm import signs, train
 from tiny_vlm.curriculum import STAGES, Stage, StageData
+from tiny_vlm.dataset import compress_image, textvqa_table
 from tiny_vlm.editions import EDITIONS, scaled
+from tiny_vlm.examples import draw_examples
 from tiny_vlm.export import export
 from tiny_vlm.modeling import IMAGE_TOKENS, build_model, build_processor, build_tokenizer
 from tiny_vlm.packing import IGNORED, Packer, packed_forward
+from tiny_vlm.signs import COLOR_KIND, GRID, HEADLINE_KINDS, PATCH, SIDE
 from tiny_vlm.train import Trainer
 
 

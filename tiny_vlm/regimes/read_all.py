@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from random import Random
 
-from lmms_eval_plugins.tiny_vlm.regimes.shown import WORDS, Shown
-from lmms_eval_plugins.tiny_vlm.signs import COLORS, DIGITS, LETTERS, Canvas, Question, Sign, new_text
+from lmms_eval_plugins.tiny_vlm.questions import READ, Question, Shown
+from tiny_vlm.regimes.words import WORDS
+from tiny_vlm.signs import COLORS, DIGITS, LETTERS, Canvas, Sign, new_text
 
-KINDS = ("read",)
+KINDS = (READ,)
 QUESTION = "read every sign from left to right."
 TOKENS = (24, 96)  # fewest and most of an answer, its end included
 
@@ -34,7 +35,7 @@ def draw(rng: Random, signs: tuple[int, int] = (4, 8), tokens: tuple[int, int] =
             break
     canvas.noise(most=2)
     answer = ", ".join(" ".join((sign.color, *sign.lines)) for sign in ordered)
-    return Shown([Question("read", QUESTION, answer)], [canvas.bytes()], [canvas.labels])
+    return Shown([Question(READ, QUESTION, answer)], [canvas.bytes()], [canvas.labels])
 
 
 def answer_tokens(signs: list[Sign]) -> int:

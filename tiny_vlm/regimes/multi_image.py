@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from lmms_eval_plugins.tiny_vlm.regimes.shown import ORDINALS, WORDS, Shown
-from lmms_eval_plugins.tiny_vlm.signs import Question, draw_scene
+from lmms_eval_plugins.tiny_vlm.questions import Question, Shown
+from tiny_vlm.regimes.words import ORDINALS, WORDS
+from tiny_vlm.signs import draw_scene
 
 KINDS = ("p2n", "p2w", "t2p")  # picture and colour to number or word; text to picture
 

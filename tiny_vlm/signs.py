@@ -10,12 +10,14 @@ from __future__ import annotations
 import string
 from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from random import Random
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+
+from lmms_eval_plugins.tiny_vlm.questions import Question
 
 PATCH = 12  # pixels; also the pitch of the text, so that each character's centre has a patch of its own
 GRID = 13  # patches per side
@@ -41,7 +43,6 @@ PROMPT_WORDS = (
     *("answer", "question", "using", "a", "single", "or", "phrase", "user", "assistant"),
     *COLORS,
 )
-POST_PROMPT = "\nAnswer the question using a single word or phrase."  # lmms-eval's for textvqa_val
 
 HEADLINE_KINDS = ("c2n", "c2w", "w2n", "n2w")  # answers of two to four characters, one token each
 COLOR_KIND = "t2c"  # the answer is a colour: one token
@@ -65,21 +66,6 @@ class Sign:
     @property
     def number(self) -> str | None:
         return next((line for line in self.lines if line[0] in DIGITS), None)
-
-
-@dataclass(frozen=True)
-class Question:
-    """`kind` says what leads to what: c2n colour to number, w2n word to number below it, t2c text to colour. Where
-    the answer takes two steps, `via` is what the first one finds, the colour of a sign or the ordinal of a picture, and
-    `holder` the same of where the answer stands; `sign` is the colour of the one sign that is about, where the question
-    names a text on it."""
-
-    kind: str
-    text: str
-    answer: str
-    via: str = field(default="", compare=False)
-    holder: str = field(default="", compare=False)
-    sign: str = field(default="", compare=False)
 
 
 @dataclass

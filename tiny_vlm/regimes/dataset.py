@@ -1,4 +1,4 @@
-"""The bundled questions of each regime: `python -m lmms_eval_plugins.tiny_vlm.regimes.dataset`.
+"""The bundled questions of each regime, drawn: `python -m tiny_vlm.regimes.dataset`.
 
 It rebuilds the parquet files of the tasks `tiny_read_all`, `tiny_multi_image`, `tiny_video` and `tiny_needle`, byte for
 byte the same on the same Pillow, PyAV and pyarrow.
@@ -11,20 +11,17 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from random import Random
-from typing import Any
 
 import av
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image
 
-from lmms_eval_plugins.tasks import BUNDLED_TASKS
 from lmms_eval_plugins.tiny_vlm.dataset import write_table
-from lmms_eval_plugins.tiny_vlm.regimes import KINDS, REGIMES, Shown, needle
-from lmms_eval_plugins.tiny_vlm.signs import Question
+from lmms_eval_plugins.tiny_vlm.questions import Shown
+from lmms_eval_plugins.tiny_vlm.regimes import file_of
+from tiny_vlm.regimes import KINDS, REGIMES, needle
 
 QUESTIONS = 500  # of each regime
 WEBP_QUALITY = 75
@@ -50,10 +47,6 @@ FEATURES = {
     # Not decoded by `datasets`: the model's side takes a file and chooses the frames.
     "video": {"bytes": {"dtype": "binary", "_type": VALUE}, "path": {"dtype": "string", "_type": VALUE}},
 }
-
-
-def file_of(regime: str) -> Path:
-    return BUNDLED_TASKS / f"tiny_{regime}" / "questions.parquet"
 
 
 def draw_asked(regime: str, count: int, name: str) -> list[Shown]:
@@ -112,23 +105,6 @@ def mp4(frames: np.ndarray) -> bytes:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")))
         container.mux(stream.encode())
     return file.getvalue()
-
-
-def read_asked(file: Path) -> list[Shown]:
-    """The prompts of a bundled file, with the pixels as they are after compression."""
-    return [_shown(row) for row in pq.read_table(file).to_pylist()]
-
-
-def _shown(row: dict[str, Any]) -> Shown:
-    pictures = [
-        np.asarray(Image.open(io.BytesIO(picture["bytes"])).convert("RGB")) for picture in row["image_list"] or ()
-    ]
-    frames = None
-    if row["video"] is not None:
-        with av.open(io.BytesIO(row["video"]["bytes"])) as container:
-            frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
-    question = Question(row["task"], row["question"], row["answer"])
-    return Shown([question], pictures, frames=frames, text=row["context"])
 
 
 def main() -> None:

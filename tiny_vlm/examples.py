@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from random import Random
 
-import numpy as np
-
-from lmms_eval_plugins.tiny_vlm.signs import Question, draw_scene, questions
-
-
-@dataclass(frozen=True)
-class Example:
-    pixels: np.ndarray  # (SIDE, SIDE, 3) uint8
-    question: Question
+from lmms_eval_plugins.tiny_vlm.questions import Example
+from tiny_vlm.signs import draw_scene, questions
 
 
 def draw_examples(count: int, kinds: tuple[str, ...], name: str) -> list[Example]:

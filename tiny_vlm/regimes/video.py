@@ -7,18 +7,9 @@ from random import Random
 
 import numpy as np
 
-from lmms_eval_plugins.tiny_vlm.regimes.shown import WORDS, Shown
-from lmms_eval_plugins.tiny_vlm.signs import (
-    COLORS,
-    DIGITS,
-    FRAME_GRID,
-    LETTERS,
-    PATCH,
-    Canvas,
-    Question,
-    Sign,
-    new_text,
-)
+from lmms_eval_plugins.tiny_vlm.questions import Question, Shown
+from tiny_vlm.regimes.words import WORDS
+from tiny_vlm.signs import COLORS, DIGITS, FRAME_GRID, LETTERS, PATCH, Canvas, Sign, new_text
 
 KINDS = ("next", "previous", "v2n", "v2w")  # number to the next and to the one before; colour to number, to word
 CLIP_SIDE = PATCH * FRAME_GRID  # pixels; the video processor enlarges them to the tower's size

@@ -6,9 +6,10 @@ import re
 from dataclasses import replace
 from random import Random
 
-from lmms_eval_plugins.tiny_vlm.regimes.shown import WORDS, Shown
-from lmms_eval_plugins.tiny_vlm.signs import DIGITS, HEADLINE_KINDS, LETTERS, Question, draw_scene, new_text
-from lmms_eval_plugins.tiny_vlm.signs import questions as scene_questions
+from lmms_eval_plugins.tiny_vlm.questions import Question, Shown
+from tiny_vlm.regimes.words import WORDS
+from tiny_vlm.signs import DIGITS, HEADLINE_KINDS, LETTERS, draw_scene, new_text
+from tiny_vlm.signs import questions as scene_questions
 
 KINDS = ("k2v",)  # a word to its number
 BACKWARDS = ("v2k",)  # a number to its word; asked in training, as is the number of a fact (f2v)

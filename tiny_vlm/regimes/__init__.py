@@ -3,8 +3,8 @@
 Each file draws one regime from a `random.Random`: same seed, same prompt. `REGIMES` has them by name.
 """
 
-from lmms_eval_plugins.tiny_vlm.regimes import multi_image, needle, read_all, video
-from lmms_eval_plugins.tiny_vlm.regimes.shown import WORDS, Shown
+from tiny_vlm.regimes import multi_image, needle, read_all, video
+from tiny_vlm.regimes.words import WORDS
 
 REGIMES = {
     "read_all": read_all.draw,
@@ -19,4 +19,4 @@ KINDS = {  # of question, in turn in an evaluation set; a tenth of the needle's 
     "needle": (*needle.KINDS * 9, "i_c2n"),
 }
 
-__all__ = ["KINDS", "REGIMES", "WORDS", "Shown"]
+__all__ = ["KINDS", "REGIMES", "WORDS"]
