@@ -1,7 +1,7 @@
 """The bundled questions of each regime, drawn: `python -m tiny_vlm.regimes.dataset`.
 
 It rebuilds the parquet files of the tasks `tiny_read_all`, `tiny_multi_image`, `tiny_video` and `tiny_needle`, byte for
-byte the same on the same Pillow, PyAV and pyarrow.
+byte the same on the same Pillow, PyAV and pyarrow; only the H.264 of a few clips may differ, not what they show.
 """
 
 from __future__ import annotations
