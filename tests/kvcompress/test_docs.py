@@ -61,6 +61,7 @@ def test_the_readme_shows_the_method_of_the_page():
     assert definition.strip().endswith(shown)
 
 
+@pytest.mark.slow
 def test_the_readmes_python_runs_in_an_empty_file(tmp_path):
     """The bundled model reads 97 from a picture: once alone, and twice where several questions are asked about it."""
     file = tmp_path / "copied.py"
