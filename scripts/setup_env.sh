@@ -26,10 +26,11 @@ _find_python() {
 }
 
 _follow() { # PID LOG: a line that says how far the installer is, until it ends
-    local seconds=0 line
+    local start=$SECONDS seconds=0 line
     while kill -0 "$1" 2>/dev/null; do
-        sleep 1
-        seconds=$((seconds + 1))
+        sleep 0.1
+        [ $((SECONDS - start)) -gt "$seconds" ] || continue
+        seconds=$((SECONDS - start))
         line="  $seconds s: $(tail -n 1 "$2" | tr -d '\r' | cut -c 1-90)"
         if [ -t 2 ]; then
             printf '\r\033[K%s' "$line" >&2
