@@ -13,7 +13,7 @@ import torch
 from .ours import of, share
 from .recording import fixtures, load
 
-QUICK = 6  # recordings of each label that an ordinary run compares; all are slow
+QUICK = 4  # recordings of each label that an ordinary run compares; all are slow
 
 
 def differences(fixture: str) -> dict[str, tuple[float, str]]:
