@@ -1,4 +1,4 @@
-"""The device: wait for it, and read its peak of memory."""
+"""The device: bring numbers to it and back, wait for it, and read its peak of memory."""
 
 from pathlib import Path
 
@@ -8,6 +8,27 @@ import torch
 def default_device() -> torch.device:
     """A CUDA GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def on_device(numbers: object, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Numbers, or a tensor, of the host as a tensor on `device`. The host does not wait for a CUDA device: what pinned
+    memory holds is copied when its turn comes."""
+    made = torch.as_tensor(numbers, dtype=dtype)
+    if device.type != "cuda" or made.device.type == "cuda":
+        return made.to(device)
+    return made.pin_memory().to(device, non_blocking=True)
+
+
+def fetched(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Integer or bool tensors in the host's memory: one copy, and so one wait, for all that are on a device."""
+    there = [each for each in tensors if each is not None and each.device.type != "cpu"]
+    if len(there) < 2:
+        return [None if each is None else each.cpu() for each in tensors]
+    parts = iter(torch.cat([each.flatten().long() for each in there]).cpu().split([each.numel() for each in there]))
+    return [
+        next(parts).view(each.shape).to(each.dtype) if each is not None and each.device.type != "cpu" else each
+        for each in tensors
+    ]
 
 
 def synchronise(device: torch.device) -> None:

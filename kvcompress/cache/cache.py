@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..clusters.calibrated import check_calibrated_for
 from ..clusters.learned import check_learned_for
+from ..device import on_device
 from ..errors import KVCompressError
 from ..policy.policy import Policy, make_policy
 from ..scoring.rotary import Rotary
@@ -319,4 +320,4 @@ class CompressedCache(DynamicCache):
         """Fraction of each row's real prompt tokens that was kept, mean over KV heads: `[compressed layer][row]`; NaN
         for a row of pads only."""
         logs = [layer.memory.log for layer in self.compressed_layers]
-        return [(log.kept.double() / torch.tensor(log.lengths, device=log.kept.device)).tolist() for log in logs]
+        return [(log.kept.double() / on_device(log.lengths, log.kept.device)).tolist() for log in logs]

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..device import on_device
 from ..errors import KVCompressError
 from ..policy.policy import Policy
 from ..scoring.budget import allocate
@@ -12,7 +13,7 @@ from ..scoring.rotary import Rotary
 from ..scoring.rows import scores_of
 from ..scoring.windows import pad_columns
 from .new_tokens import NewTokens
-from .scope import Candidates, States, context_of, evictable, with_budgets
+from .scope import Candidates, States, context_of, evictable, fills_all_slots, with_budgets
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Choice:
         cluster, part = self.policy.cluster, self.candidates(states, view, context, sums)
         if sums is not None:  # those of a context are of the whole prompt's queries
             is_whole = [of_row == length for of_row, length in zip(context, view.lengths, strict=True)]
-            is_whole = torch.tensor(is_whole, device=sums.device)[:, None, None]
+            is_whole = on_device(is_whole, sums.device)[:, None, None]
             sums = torch.where(is_whole, cluster.carried(sums, view), sums)
         return sums, self._note_of_all(part.keys, part.values, part.view)
 
@@ -120,7 +121,7 @@ class Choice:
         shares = self.policy.layer_budget.budgets(evictable(candidates.view))
         view = with_budgets(candidates.view, shares[self.place])
         kept = self.policy.cluster.update_kv(self._queries(candidates), candidates.keys, candidates.values, view)
-        return candidates.in_prompt(kept), candidates.fills_all_slots(view)
+        return candidates.in_prompt(kept), candidates.question is None and fills_all_slots(view)
 
     def assess(self, candidates: Candidates) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The scores of a prompt that waits, and what the rule for layer budgets wants to know of it."""
@@ -137,7 +138,7 @@ class Choice:
         """As `keep`, of a prompt that waited. `budgets`: of each row, for what is evictable."""
         view = with_budgets(candidates.view, budgets)
         kept = self.policy.cluster.keep(scores, candidates.keys, candidates.values, view)
-        return candidates.in_prompt(kept), candidates.fills_all_slots(view)
+        return candidates.in_prompt(kept), candidates.question is None and fills_all_slots(view)
 
     # -- what is stored, while decoding or together with a later chunk
 
@@ -154,11 +155,13 @@ class Choice:
         merge_threshold: torch.Tensor | None,
         noted: torch.Tensor | None,
         reading: bool = False,
+        has_no_pads: bool = False,
         **vision: object,
     ) -> LayerView:
         """What a cluster may know of stored entries.
 
         Args:
+            has_no_pads: as in `Memory`.
             lengths: of each row the tokens so far, evicted ones included.
             budgets: entries to keep of them in the mean over the layers.
             reading: as in `StoredEntries`.
@@ -170,7 +173,7 @@ class Choice:
             lengths,
             budgets,
             scaling,
-            padding=(kept.indices < 0).sum(-1),
+            padding=None if has_no_pads else (kept.indices < 0).sum(-1),
             row_seeds=row_seeds,
             module=module,
             rotary=rotary,
@@ -199,9 +202,13 @@ class Choice:
             shares: what the layers kept of the latest prompt, [layer][row], where that was measured.
 
         Returns:
-            What the cluster keeps; where that is everything, `kept` itself with its new sums and, of a chunk, its note.
+            What the cluster keeps; where that is everything, the entries of `kept` with their new sums and, of a chunk,
+            its note.
         """
-        entries = (kept.indices >= 0).sum(-1).amax(1).tolist()
+        if view.padding is None:
+            entries = [kept.indices.shape[2]] * len(kept.indices)
+        else:
+            entries = (kept.indices.shape[2] - view.padding).amax(1).tolist()
         if self.policy.carries_sums:
             view = replace(view, sums=kept.sums + self._added(new, kept.keys, view))
             kept = replace(kept, sums=view.sums)
@@ -211,8 +218,11 @@ class Choice:
         if budgets == entries:
             if view.stored.reading:  # what decoding will know of the prompt, whether or not its last chunk evicts
                 kept = replace(kept, noted=self._note_of_all(kept.keys, kept.values, view))
+            kept = replace(kept, fills_all_slots=view.padding is None)
             return kept if kept.sums is None else replace(kept, sums=self.policy.cluster.carried(kept.sums, view))
         result = self.policy.cluster.update_kv(queries, kept.keys, kept.values, view)
+        if fills_all_slots(view):
+            return replace(result, indices=kept.indices.gather(2, result.indices), fills_all_slots=True)
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
         return replace(result, indices=columns)
 

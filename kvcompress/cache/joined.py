@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from ..device import on_device
 from ..policy.policy import Policy
 from ..scoring.layer_view import Kept
 from .memory import Memory, SequenceLog
@@ -30,7 +31,7 @@ class JoinedMemory(Memory):
         (rows, heads, some, head_dim), NaN where it has none; `decoded`: tokens since its latest eviction."""
         super().__init__(policy, None)
         self._length = max(seen)
-        self.shift = torch.tensor([self._length - each for each in seen], device=held.indices.device)[:, None, None]
+        self.shift = on_device([self._length - each for each in seen], held.indices.device)[:, None, None]
         self.result = replace(held, indices=torch.where(held.indices < 0, -1, held.indices + self.shift))
         self.latest_queries, self.decoded = [] if queries is None else [queries], decoded
         logs, first = [memory.log for memory in memories], memories[0]
@@ -53,6 +54,10 @@ class JoinedMemory(Memory):
     @property
     def length(self) -> int:
         return self._length
+
+    @property
+    def has_no_pads(self) -> bool:
+        return False
 
     def kept(self) -> Kept:
         return self.result

@@ -121,6 +121,12 @@ class Memory:
         return self.storage is None or self.storage.is_whole
 
     @property
+    def has_no_pads(self) -> bool:
+        """The host knows that every slot holds a token, and that no prompt had pads."""
+        full = self.storage is None or self.storage.fills_all_slots
+        return full and all(length == self.log.columns for length in self.log.lengths)
+
+    @property
     def has_fixed_shapes(self) -> bool:
         return self.storage is not None and self.storage.has_fixed_shapes
 
@@ -205,7 +211,7 @@ class Memory:
             self.sums = reduced.sums
             return
         self.merge_threshold, self.noted = reduced.merge_threshold, reduced.noted
-        self.put(reduced, seen)
+        self.put(reduced, seen, reduced.fills_all_slots)
 
     def remember(self, queries: torch.Tensor | None) -> None:
         """Keep the latest queries, see `Choice.latest`."""

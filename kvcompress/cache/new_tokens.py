@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
+from ..device import fetched, on_device
 from ..errors import KVCompressError
 from ..policy.options import Engine
 from ..scoring.vision import frame_tokens, vision_token_mask
@@ -54,7 +55,7 @@ class NewTokens:
         seen = self.seen_vision
         if seen is not None:
             seen = seen[:, : seen.shape[1] - self.columns + stop]
-        padding = None if not any(pads) else torch.tensor(pads, device=self.padding.device)[:, None]
+        padding = None if not any(pads) else on_device(pads, self.padding.device)[:, None]
         return replace(
             self,
             columns=stop - start,
@@ -99,27 +100,29 @@ class NewTokens:
     ) -> "NewTokens":
         """From the model's inputs: `input_ids` (batch, columns) or None, the 2-D padding mask (batch, at least columns)
         or None, and the frames, height and width in patches of its videos (videos, 3) or None. `is_first`: nothing
-        precedes this prompt in the cache. Synchronises with the device, once per prompt."""
+        precedes this prompt in the cache. Waits for the device once per prompt."""
         mask = _padding_mask(attention_mask, columns)
-        lengths = [columns] * batch if mask is None else mask.sum(1).tolist()
+        ids, real, grid = fetched(input_ids, mask, video_grid_thw)
+        lengths = [columns] * batch if real is None else real.sum(1).tolist()
         padding = None
         if min(lengths) < columns:
-            padding = columns - torch.tensor(lengths, device=mask.device)[:, None]
-            if not torch.equal(mask, ~pad_columns(padding, columns)[:, 0]):
+            pads = columns - torch.tensor(lengths)[:, None]
+            if not torch.equal(real, ~pad_columns(pads, columns)[:, 0]):
                 raise KVCompressError("the attention mask is not left-padded: set padding_side='left'")
+            padding = on_device(pads, mask.device)
         vision, vision_lengths, seeds = None, [], (0,) * batch
         frames: tuple[int, ...] = ()
-        if input_ids is not None:
-            vision = vision_token_mask(config, input_ids)
-            frames = frame_tokens(config, input_ids, video_grid_thw)
-            rows = input_ids.cpu().numpy()
-            seeds = tuple(zlib.crc32(row[columns - n :].tobytes()) for row, n in zip(rows, lengths, strict=True))
+        if ids is not None:
+            vision = vision_token_mask(config, ids)
+            frames = frame_tokens(config, ids, grid)
+            seeds = tuple(zlib.crc32(row[columns - n :].tobytes()) for row, n in zip(ids.numpy(), lengths, strict=True))
         elif engine.ratio_of == "vision" or (engine.scope == "context" and engine.context_tokens is None):
             raise KVCompressError("ratio_of='vision' and scope='context' need input_ids: embeddings do not tell images")
         context = _context_lengths(engine, is_first, lengths, vision)
         if vision is not None:
-            ends = torch.tensor([columns - n + m for n, m in zip(lengths, context, strict=True)], device=vision.device)
-            vision_lengths = (vision & (torch.arange(columns, device=vision.device) < ends[:, None])).sum(1).tolist()
+            ends = torch.tensor([columns - n + m for n, m in zip(lengths, context, strict=True)])
+            vision_lengths = (vision & (torch.arange(columns) < ends[:, None])).sum(1).tolist()
+            vision = on_device(vision, input_ids.device)
         return cls(columns, lengths, padding, vision, vision_lengths, context, seeds, frames)
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from ..device import on_device
 from ..errors import KVCompressError
 from ..scoring.layer_view import Kept
 from ..scoring.rereading import received
@@ -116,7 +117,17 @@ def evict(
     kept = memory.kept()
     rotary = memory.rotary if choice.policy.moves_keys else rotary
     view = choice.stored_view(
-        kept, seen, lengths, budgets, log.row_seeds, scaling, module, rotary, memory.merge_threshold, memory.noted
+        kept,
+        seen,
+        lengths,
+        budgets,
+        log.row_seeds,
+        scaling,
+        module,
+        rotary,
+        memory.merge_threshold,
+        memory.noted,
+        has_no_pads=memory.has_no_pads,
     )
     voters = None if queries is None else choice.voters(queries)
     memory.reduce_to(kept, choice.reduce(kept, voters, new, view, log.shares), seen)
@@ -203,7 +214,7 @@ class Prefill(Pass):
         if self._keeps_all:
             sums, memory.noted = choice.of_whole(states, view, tokens.context, sums)
             memory.settle_whole(tokens, states.keys, states.values, sums)
-            memory.log.add(tokens, torch.tensor(tokens.lengths, device=states.keys.device, dtype=torch.float32))
+            memory.log.add(tokens, on_device(tokens.lengths, states.keys.device, torch.float32))
             return self.then
         candidates = choice.candidates(states, view, tokens.context, sums)
         if max(tokens.context) == 0:
@@ -230,7 +241,7 @@ class LaterChunk(Prefill):
         is_unscored = choice.policy.decode is None and not choice.policy.carries_sums
         if is_unscored and budgets == log.lengths and memory.is_whole:
             memory.settle_whole(tokens, keys, values, None)
-            log.kept = torch.tensor(budgets, device=keys.device, dtype=torch.float32)
+            log.kept = on_device(budgets, keys.device, torch.float32)
             return self.then
         indices = torch.arange(self.first, seen, device=keys.device).expand(keys.shape[:3])
         queries = choice.unrotated(queries, rotary)
@@ -238,7 +249,9 @@ class LaterChunk(Prefill):
             pads = pad_columns(tokens.padding.to(keys.device), tokens.columns)
             indices, queries = indices.masked_fill(pads, -1), queries.masked_fill(pads.unsqueeze(-1), torch.nan)
             rotary = rotary and rotary.without_pads(tokens.padding)
-        both = right_aligned(joined(memory.kept(), Kept(keys, values, indices)))
+        has_no_pads = memory.has_no_pads and tokens.padding is None
+        both = joined(memory.kept(), Kept(keys, values, indices))
+        both = both if has_no_pads else right_aligned(both)
         view = choice.stored_view(
             both,
             seen,
@@ -251,6 +264,7 @@ class LaterChunk(Prefill):
             memory.merge_threshold,
             None,
             reading=True,
+            has_no_pads=has_no_pads,
             **tokens.vision_among(both.indices),
         )
         # Of unrotated queries the cluster takes statistics: of all of the chunk's, as in a first chunk.
@@ -259,7 +273,7 @@ class LaterChunk(Prefill):
         if reduced.indices is not both.indices:
             memory.merge_threshold = reduced.merge_threshold
         memory.noted = reduced.noted
-        memory.put(reduced, seen)
+        memory.put(reduced, seen, reduced.fills_all_slots)
         log.kept = (reduced.indices >= 0).sum(2).float().mean(1)
         return self.then
 

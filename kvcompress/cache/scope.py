@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..device import on_device
 from ..scoring.layer_view import Kept, LayerView
 from ..scoring.rotary import Rotary
 from ..scoring.selection import ADAPTIVE
@@ -66,18 +67,18 @@ class Candidates:
         """`kept`, in the prompt's columns, with the sums of its entries."""
         return kept if self.sums is None else replace(kept, sums=self.sums.gather(2, kept.indices.clamp(min=0)))
 
-    def fills_all_slots(self, view: LayerView) -> bool:
-        """Whether every row and head keeps as much under `view`'s budgets, so that no slot is unused."""
-        equal = view.padding is None and len(set(view.budgets)) == 1
-        return equal and self.question is None and view.settings.head_budget not in ADAPTIVE
+
+def fills_all_slots(view: LayerView) -> bool:
+    """Whether every row and head keeps as much under `view`'s budgets, so that no slot is unused."""
+    return view.padding is None and len(set(view.budgets)) == 1 and view.settings.head_budget not in ADAPTIVE
 
 
 def context_of(states: States, view: LayerView, context: list[int]) -> Candidates:
     """Each row's first `context` real tokens as if they were the whole prompt."""
     keys = states.keys
     columns = keys.shape[2]
-    pads = torch.tensor([columns - length for length in view.lengths], device=keys.device)
-    length = torch.tensor(context, device=keys.device)
+    pads = on_device([columns - length for length in view.lengths], keys.device)
+    length = on_device(context, keys.device)
     width = max(context)
     # Rows end their context at different columns: shift each so that all are aligned to the right.
     empty = width - length

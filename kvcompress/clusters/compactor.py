@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from ..device import on_device
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
 from ..scoring.rows import handles_padding
@@ -51,7 +52,7 @@ class CompactorKVCluster(KVCluster):
         fills, sketches_all = self.of_variant("fills_chunks"), self.of_variant("sketches_all")
         leverage = leverage_scores(view.before_rotation(keys), counted, self.sketch, self.seed, sketches_all)
         votes = value_weighted_votes(queries, keys, values, view, self.chunk_size, counted, self.sinks, fills)
-        blending = torch.tensor(self._blending(view), device=keys.device)[:, None, None]
+        blending = on_device(self._blending(view), keys.device)[:, None, None]
         scores = blending * standardised(leverage, counted) + standardised(votes, counted)
         return scores.masked_fill(ends, float("inf"))
 

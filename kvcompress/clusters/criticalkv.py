@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
+from ..device import on_device
 from ..methods import register_method
 from ..scoring.layer_view import Kept, LayerView
 from ..scoring.projection import output_projection
@@ -46,7 +47,7 @@ class CriticalKVCluster(WindowKVCluster):
     paper: ClassVar[str] = "https://arxiv.org/abs/2502.03805"
 
     def keep(self, scores: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> Kept:
-        budgets = torch.tensor(view.budgets, device=keys.device)[:, None].expand(scores.shape[:2])
+        budgets = on_device(view.budgets, keys.device)[:, None].expand(scores.shape[:2])
         scores = self.final_scores(scores, view)
         head_budget = view.settings.head_budget or self.head_budget
         safe = (view.settings.safeguard * budgets).long() if head_budget == "adaptive-kvpress" else 0

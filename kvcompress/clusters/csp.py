@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
+from ..device import on_device
 from ..kernels.column_sums import column_sums
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
@@ -90,7 +91,7 @@ def votes(
     keys = F.pad(keys, (0, 0, 1, 0))
     if padding is not None:  # the last pad is now the key of zeros
         keys = keys.masked_fill(pad_columns(padding + 1, keys.shape[2])[..., None], 0.0)
-    sizes = torch.tensor(windows, device=keys.device)[:, None]
+    sizes = on_device(windows, keys.device)[:, None]
     if view.is_decoding:
         columns = F.pad(view.stored.columns, (1, 0), value=-1)
         weights = window_attention(queries, keys, queries.shape[2], view.scaling, padding, columns, view.stored.seen)

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from ..calibration.files import ModelIdentity, Shapes
 from ..calibration.published import tensors_in
+from ..device import on_device
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
 from ..scoring.rows import handles_padding
@@ -96,7 +97,7 @@ def future_queries(
 def statistics_of(queries: torch.Tensor, view: LayerView, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`future_queries` before their rotation."""
     count = queries.shape[2]
-    tokens = torch.tensor(view.tokens, device=queries.device)[:, None]
+    tokens = on_device(view.tokens, queries.device)[:, None]
     position = torch.arange(count, device=queries.device) + tokens - count  # among the row's tokens
     counted = (position >= sinks)[:, None, :, None] & ~queries[..., :1].isnan()
     number = counted.sum(2, keepdim=True).clamp(min=1)

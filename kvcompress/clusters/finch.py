@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from pydantic import PositiveInt
 
+from ..device import on_device
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
 from ..scoring.rows import handles_padding
@@ -33,7 +34,7 @@ class FinchKVCluster(KVCluster):
         window = min(self.window_size, keys.shape[2])
         weights = view.window_attention(queries, keys, window)
         if self.normalize:
-            lengths = torch.tensor(view.lengths, device=keys.device)[:, None]
+            lengths = on_device(view.lengths, keys.device)[:, None]
             before = (lengths - torch.arange(weights.shape[3], 0, -1, device=keys.device)).clamp(min=0)
             weights = weights * before[:, None, None, :, None]
         return view.protect_recent(weights.mean((2, 3)), window)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from ..calibration.files import ModelIdentity, Shapes
 from ..calibration.published import means_by_head
+from ..device import on_device
 from ..errors import KVCompressError
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
@@ -76,7 +77,7 @@ class MixKVCluster(WindowKVCluster, CalibratedKVCluster):
         if before < 2:
             return {"sum": keys.new_zeros(keys.shape[1]), "prompts": keys.new_zeros(1)}
         unit = F.normalize(keys[:, :, :before].float(), dim=-1)
-        _, redundancy = alike(unit, torch.tensor(before, device=keys.device))
+        _, redundancy = alike(unit, on_device(before, keys.device))
         return {"sum": redundancy[0, :, 0], "prompts": keys.new_ones(1)}
 
     def known_from(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

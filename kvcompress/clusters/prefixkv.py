@@ -65,7 +65,8 @@ class PrefixKVCluster(CalibratedKVCluster):
 
     def place(self, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
         """The later the better; what is before the slot that is emptied stays."""
-        place = torch.arange(keys.shape[2], device=keys.device) - view.padding[..., None]
+        place = torch.arange(keys.shape[2], device=keys.device)
+        place = place if view.padding is None else place - view.padding[..., None]
         return place.float().masked_fill(place < view.noted[..., None], float("inf"))
 
     # -- the layers' sizes, found beforehand

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import PositiveInt
 
+from ..device import on_device
 from ..errors import KVCompressError
 from ..methods import register_method
 from ..scoring.budget import effivlm_window
@@ -51,7 +52,7 @@ class WindowKVCluster(KVCluster):
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         windows = [min(window, keys.shape[2]) for window in self.windows(view)]
         weights = view.window_attention(queries, keys, max(windows))
-        sizes = torch.tensor(windows, device=keys.device)[:, None]
+        sizes = on_device(windows, keys.device)[:, None]
         in_window = torch.arange(weights.shape[3], 0, -1, device=keys.device) <= sizes
         votes = self.votes(weights, in_window[:, None, None, :, None])
         before = torch.arange(keys.shape[2], 0, -1, device=keys.device) > sizes  # the window itself has no vote

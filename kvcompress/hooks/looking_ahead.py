@@ -5,6 +5,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..cache.cache import CompressedCache
+from ..device import on_device
 from ..errors import KVCompressError
 from ..policy.policy import Policy
 from .second_reading import DecoderInputs, embedded
@@ -42,7 +43,7 @@ def look_ahead(
     head = model.get_output_embeddings()
     ends = model.generation_config.eos_token_id
     device = inputs.embeddings.device  # a model on several devices has its logits on another
-    ends = torch.tensor([] if ends is None else ends, dtype=torch.long, device=device)
+    ends = on_device([] if ends is None else ends, device, torch.long)
     seen, tokens = cache.seen_tokens, logits[:, -1:].argmax(-1).to(device)
     over = torch.zeros_like(tokens, dtype=torch.bool)
     pads = over[:, :0]

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..cache.cache import CompressedCache
+from ..device import on_device
 from ..scoring.windows import pad_columns
 
 
@@ -69,7 +70,7 @@ def read_again(decoder: PreTrainedModel, inputs: DecoderInputs, cache: Compresse
     pads = torch.zeros(len(embeddings), columns, dtype=torch.bool, device=embeddings.device)
     if part.view.padding is not None:
         pads = pad_columns(part.view.padding, columns)[:, 0]
-    ids = torch.tensor(cluster.instruction, dtype=torch.long, device=embeddings.device)
+    ids = on_device(cluster.instruction, embeddings.device, torch.long)
     instruction = embedded(decoder, ids.expand(len(embeddings), -1))
     # Chunks are counted from each row's first token behind its sinks: a row is cut as it would be alone.
     first = pads.sum(1, keepdim=True)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from ..cache.cache import CompressedCache
 from ..cache.layer import Listening
 from ..cache.scope import States
+from ..device import on_device
 from ..errors import KVCompressError
 from ..scoring.windows import pad_columns
 from ..tokens.base import Attention, Tokens
@@ -178,7 +179,7 @@ class Pruning:
             self.prepared = self.prepared[self.rows, order]
         self.padding = None
         if min(lengths) < left:
-            self.padding = left - torch.tensor(lengths, device=order.device)[:, None]
+            self.padding = left - on_device(lengths, order.device)[:, None]
         columns = torch.where(used, self.source, -1)
         self.cache.begin(replace(self.whole, source=columns, padding=self.padding), first_layer=index)
         return hidden

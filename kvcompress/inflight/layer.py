@@ -10,6 +10,7 @@ from ..cache.joined import JoinedMemory
 from ..cache.layer import CompressedLayer, on_their_way
 from ..cache.memory import Memory
 from ..cache.passes import evict
+from ..device import on_device
 from ..scoring.rotary import Rotary
 from .pool import RaggedSlotPool, SlotPool
 
@@ -242,7 +243,7 @@ class SlotLayer(DecodingLayer):
         joined = JoinedMemory(self.policy, memories, seen, self.storage.kept(slots), queries, decoded)
         before, rotary = joined.result, self._slots.rotary
         if rotary is not None:
-            rotary = rotary.rows(torch.tensor(slots, device=rotary.cos.device)).to(before.keys.device)
+            rotary = rotary.rows(on_device(slots, rotary.cos.device)).to(before.keys.device)
         evict(self.choice, joined, self._scaling, self._module, rotary)
         is_same = joined.result is before and before.sums is None
         if is_same:

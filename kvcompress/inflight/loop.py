@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..cache.cache import CompressedCache
+from ..device import on_device
 from ..errors import KVCompressError
 from ..hooks.positions import PositionRecorder
 from .cache import SlotCache
@@ -302,11 +303,11 @@ class InFlight:
         for slot, running in self._running.items():
             ids[slot], positions[slot] = running.prompt.choice.tokens[-1], running.position
         device = self._writer.model.device
-        position_ids = torch.tensor(positions, device=device)[:, None]
+        position_ids = on_device(positions, device)[:, None]
         if self._axes:
             position_ids = position_ids.expand(self._axes, -1, -1)
         output = self._call(
-            input_ids=torch.tensor(ids, device=device)[:, None],
+            input_ids=on_device(ids, device)[:, None],
             position_ids=position_ids,
             past_key_values=self._cache,
             use_cache=True,

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
+from ..device import on_device
 from ..kernels.ragged_decode import ragged_decode
 from ..scoring.layer_view import Kept
 
@@ -54,11 +55,11 @@ class SlotPool:
     def place(self, slots: list[int], kept: Kept, counts: list[list[int]], room: int) -> None:
         """Let these slots hold a row of `kept` each, right-aligned and with -1 in unused places, and nothing else, with
         room for `room` tokens. `counts`: of each row, its heads' entries."""
-        at = torch.tensor(slots, device=self.starts.device)
+        at = on_device(slots, self.starts.device)
         for slot, of_heads in zip(slots, counts, strict=True):
             self._placed[slot] = [count - self.steps for count in of_heads]
             self._lay_out(slot, of_heads, room)
-        lengths = torch.tensor(counts, device=self.starts.device)
+        lengths = on_device(counts, self.starts.device)
         self.lengths[at] = lengths
         most = kept.indices.shape[2]
         rows = self.starts[at][..., None] + self._places[:most] - (most - lengths)[..., None]
@@ -97,7 +98,7 @@ class SlotPool:
         """Be as after so many steps."""
         self.steps = steps
         for slot, placed in self._placed.items():
-            self.lengths[slot] = torch.tensor(placed, device=self.lengths.device) + steps
+            self.lengths[slot] = on_device(placed, self.lengths.device) + steps
 
     def counts(self, slots: Iterable[int]) -> list[list[int]]:
         """Entries of each head of these slots."""
@@ -124,7 +125,7 @@ class SlotPool:
 
     def kept(self, slots: list[int]) -> Kept:
         """What these slots hold, a row each, aligned to the right; columns only where they are known."""
-        at = torch.tensor(slots, device=self.starts.device)
+        at = on_device(slots, self.starts.device)
         lengths = self.lengths[at]
         most = max(max(self._placed[slot]) for slot in slots) + self.steps
         place = self._places[:most] - (most - lengths)[..., None]
@@ -169,7 +170,7 @@ class RaggedSlotPool(SlotPool):
             first += count + spare
             ends.append(first)
         ends[-1] = self.rows
-        self.starts[slot] = torch.tensor(starts, device=self.starts.device)
+        self.starts[slot] = on_device(starts, self.starts.device)
         self._ends[slot] = ends
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 from ..cache.cache import CompressedCache
+from ..device import on_device
 from ..errors import KVCompressError
 
 ONE_SEQUENCE = ("num_beams", "num_return_sequences", "num_beam_groups")
@@ -105,7 +106,7 @@ class TokenChoice:
         """Note a token; True where it is the last."""
         self.tokens.append(token)
         if not self.is_greedy or self._criteria:
-            new = torch.tensor([[token]], device=self._ids.device)
+            new = on_device([[token]], self._ids.device)
             self._ids = torch.cat([self._ids, new], dim=1)
         is_over = token in self._ends or len(self.tokens) >= self.room
         return bool(self._criteria and self._criteria(self._ids, None).any()) or is_over

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..device import on_device
 from ..scoring.layer_view import LayerView
 from .base import LayerBudget, register_layer_budget
 
@@ -17,7 +18,7 @@ class AttentionEntropyLayerBudget(LayerBudget):
         sums = torch.zeros(keys.shape[0], device=keys.device)
         for _, weights in view.attention_blocks(queries, keys):
             sums -= torch.xlogy(weights, weights).sum(-1).mean((1, 2)).sum(1)
-        return sums / torch.tensor(view.lengths, device=keys.device).clamp(min=1)
+        return sums / on_device(view.lengths, keys.device).clamp(min=1)
 
     def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
         return measured.double().softmax(0).tolist()
@@ -49,5 +50,5 @@ class EntropyLayerBudget(AttentionEntropyLayerBudget):
             of_vision += (entropy * asks).sum(1)
             of_text += (entropy * ~asks).sum(1)
         vision_tokens = view.vision.sum(1)
-        text_tokens = torch.tensor(view.lengths, device=keys.device) - vision_tokens
+        text_tokens = on_device(view.lengths, keys.device) - vision_tokens
         return of_text / text_tokens.clamp(min=1) + of_vision / vision_tokens.clamp(min=1)

@@ -4,6 +4,7 @@ from typing import ClassVar
 
 import torch
 
+from ..device import on_device
 from ..scoring.layer_view import LayerView
 from .base import LayerBudget, register_layer_budget
 
@@ -30,10 +31,10 @@ class _LazyLayers(LayerBudget):
         column = torch.arange(columns, device=keys.device)
         position = column if view.padding is None else column - view.padding[:, :1]
         query = column[-rows:, None]
-        recent = torch.tensor(self.recent(view), device=keys.device)[:, None, None]
+        recent = on_device(self.recent(view), keys.device)[:, None, None]
         near = (query - column < recent) | (position < FIRST).view(-1, 1, columns)  # (batch, queries, columns)
         spent = (weights * near[:, None, None]).sum((1, 2, 3, 4)) / queries.shape[1]
-        judges = torch.tensor(view.lengths, device=keys.device).clamp(max=rows)
+        judges = on_device(view.lengths, keys.device).clamp(max=rows)
         return spent / judges > getattr(view.settings.cluster, "lazy_threshold", THRESHOLD)
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..device import on_device
 from ..scoring.layer_view import LayerView
 from ..scoring.vision import elite_attention
 from .base import LayerBudget, register_layer_budget
@@ -23,7 +24,7 @@ class StrengthLayerBudget(LayerBudget):
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
         """(batch, 3): strength, skewness, tokens of text that could be evicted."""
-        lengths = torch.tensor(view.lengths, device=keys.device)
+        lengths = on_device(view.lengths, keys.device)
         if view.vision is None:
             return torch.stack([torch.zeros_like(lengths), torch.zeros_like(lengths), lengths], 1).float()
         alpha = getattr(view.settings.cluster, "alpha", ALPHA)

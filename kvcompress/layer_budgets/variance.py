@@ -2,6 +2,7 @@
 
 import torch
 
+from ..device import on_device
 from ..scoring.layer_view import LayerView
 from ..scoring.windows import pad_columns
 from .base import LayerBudget, register_layer_budget
@@ -21,7 +22,7 @@ class VarianceLayerBudget(LayerBudget):
         received = torch.zeros(keys.shape[0], queries.shape[1], columns, device=keys.device)
         for rows, weights in view.attention_blocks(queries, keys):
             received[..., : rows.stop] += weights.sum(3).flatten(1, 2)
-        tokens = torch.tensor(view.lengths, device=keys.device)[:, None]
+        tokens = on_device(view.lengths, keys.device)[:, None]
         apart = received - (received.sum(-1) / tokens)[..., None]
         if view.padding is not None:
             apart = apart.masked_fill(pad_columns(view.padding[:, :1], columns), 0.0)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..device import on_device
 from ..hooks.attention import base_attention, has_plain_weights, one_query_per_head
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ class OwnEntries:
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "OwnEntries":
         """Of requests with so many entries each, one behind the other."""
-        first = torch.tensor([0, *accumulate(lengths)][:-1], device=device)[:, None]
-        place, length = torch.arange(max(lengths), device=device), torch.tensor(lengths, device=device)[:, None]
+        first = on_device([0, *accumulate(lengths)][:-1], device)[:, None]
+        place, length = torch.arange(max(lengths), device=device), on_device(lengths, device)[:, None]
         return cls(first + place.minimum(length - 1), (place < length)[:, None, None])
 
 

@@ -16,6 +16,7 @@ from ..cache.joined import JoinedMemory
 from ..cache.memory import Memory
 from ..cache.new_tokens import NewTokens
 from ..cache.passes import Prefill, evict
+from ..device import on_device
 from ..errors import KVCompressError
 from ..policy.policy import Policy
 from ..scoring.layer_view import Kept
@@ -122,7 +123,7 @@ class Eviction:
         return self.pages.get_read_indices(request_id, 0, new)
 
     def _tensor(self, numbers: list) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.long, device=self.pages.cache_tensor.device)
+        return on_device(numbers, self.pages.cache_tensor.device, torch.long)
 
     def _grouped(self, due: list[tuple[PagedRequest, int, list[int], int]]) -> list[Evicting]:
         """Those that are due, in groups of equal shapes; each request's counts as they are after its eviction."""
@@ -226,7 +227,7 @@ class Eviction:
 
     def _put(self, choice: Choice, slots: torch.Tensor, kept: Kept, entries: list[int]) -> None:
         """Write the `entries` of each request that are kept to its first slots."""
-        wanted = torch.tensor(entries, device=slots.device)[:, None]
+        wanted = on_device(entries, slots.device)[:, None]
         if not ((kept.indices >= 0).sum(-1) == wanted).all():
             raise KVCompressError(
                 f"method {self.policy.method!r} keeps another number of entries in one KV head than in another, which "

@@ -36,7 +36,8 @@ def moved_together(kept: Kept, view: LayerView) -> Kept:
     some = int(behind[-1]) + 1
     keys = kept.keys[:, :, :some]
     if view.noted is not None:
-        before = kept.indices[..., :some] - view.padding[..., None]  # the place of each among what was stored
+        pads = 0 if view.padding is None else view.padding[..., None]
+        before = kept.indices[..., :some] - pads  # the place of each among what was stored
         at = before.clamp(0, view.noted.shape[2] - 1)
         origin = view.noted.gather(2, at[..., None].expand_as(keys))
         keys = torch.where((before == at)[..., None] & origin.isfinite(), origin, keys)

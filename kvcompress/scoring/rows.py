@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import torch
 
+from ..device import on_device
 from ..errors import KVCompressError
 from .layer_view import LayerView
 
@@ -43,7 +44,7 @@ def scores_of(
     unheard = _unheard(queries, len(keys))
     groups = {(first, mute) for row, mute in zip(pads.tolist(), unheard, strict=True) for first in row}
     scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
-    mutes = torch.tensor(unheard, device=keys.device)[:, None]
+    mutes = on_device(unheard, keys.device)[:, None]
     for first, mute in sorted(groups):
         if first == keys.shape[2]:
             continue

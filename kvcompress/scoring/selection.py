@@ -3,6 +3,7 @@ dimension; a row or head that keeps fewer starts with -1, so that its entries ar
 
 import torch
 
+from ..device import on_device
 from .windows import pad_columns
 
 STEP = 2.0**-23  # two neighbours among the largest numbers of fp32 differ by this part
@@ -26,7 +27,7 @@ def top_indices(scores: torch.Tensor, budgets: list[int], padding: torch.Tensor 
     kept = columns - 1 - order
     if min(budgets) < most:
         rank = torch.arange(most, device=scores.device)
-        over = rank >= torch.tensor(budgets, device=scores.device)[:, None]
+        over = rank >= on_device(budgets, scores.device)[:, None]
         kept = kept.masked_fill(over[:, None], -1)
     if padding is not None:
         kept = kept.masked_fill(kept < padding[..., None], -1)
@@ -70,7 +71,7 @@ def adaptive_indices(
     columns = scores.shape[-1]
     if padding is not None:
         scores = scores.masked_fill(pad_columns(padding, columns), float("-inf"))
-    total = torch.tensor([round(budget * scores.shape[1]) for budget in budgets], device=scores.device)[:, None]
+    total = on_device([round(budget * scores.shape[1]) for budget in budgets], scores.device)[:, None]
     sure = ADAPTIVE[head_budget](scores, total, safeguard)
     scores = scores.masked_fill(ranks(scores) < sure[..., None], float("inf"))
     chosen = _ranks_of_all(scores) < total[..., None]

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..device import on_device
 from .layer_view import LayerView
 
 if TYPE_CHECKING:
@@ -22,13 +23,13 @@ def vision_token_ids(config: "PreTrainedConfig") -> list[int]:
 
 def vision_token_mask(config: "PreTrainedConfig", input_ids: torch.Tensor) -> torch.Tensor:
     """True at image and video tokens: bool (batch, columns). There may be several spans or none."""
-    return torch.isin(input_ids, torch.tensor(vision_token_ids(config), device=input_ids.device, dtype=input_ids.dtype))
+    return torch.isin(input_ids, on_device(vision_token_ids(config), input_ids.device, input_ids.dtype))
 
 
 def frame_tokens(
     config: "PreTrainedConfig", input_ids: torch.Tensor, video_grid_thw: torch.Tensor | None
 ) -> tuple[int, ...]:
-    """How many vision tokens each frame has, per row of `input_ids`; 0 where that is unknown.
+    """How many vision tokens each frame has, per row of `input_ids` (of the host); 0 where that is unknown.
 
     Known are: videos of the Qwen-VL family, from the `video_grid_thw` (videos, 3) that their processor gives; the
     video of LLaVA-OneVision and LLaVA-NeXT-Video, from the config; of Gemma 4, from the spans; and rows with several
@@ -36,9 +37,9 @@ def frame_tokens(
     size). Where a row's frames differ in size, or where images stand beside its video, they are unknown; so they are
     in models that write an image as several spans (Pixtral, Mistral 3, Molmo 2).
     """
-    vision = vision_token_mask(config, input_ids).cpu()
+    vision = vision_token_mask(config, input_ids)
     video_ids = [value for name in VIDEO_ID_NAMES if (value := getattr(config, name, None)) is not None]
-    is_video = torch.isin(input_ids.cpu(), torch.tensor(video_ids, dtype=input_ids.dtype))
+    is_video = torch.isin(input_ids, torch.tensor(video_ids, dtype=input_ids.dtype))
     videos = [] if video_grid_thw is None else _grid_sizes(config, video_grid_thw)
     result = []
     for row, of_video in zip(vision, is_video.sum(1).tolist(), strict=True):
@@ -80,7 +81,7 @@ def observer_queries(view: LayerView, keys: torch.Tensor, fallback: int = RECENT
     so is every row where vision tokens are unknown. `keys`: (batch, kv_heads, columns, head_dim).
     """
     columns = keys.shape[2]
-    first = columns - torch.tensor(view.lengths, device=keys.device).clamp(max=fallback)
+    first = columns - on_device(view.lengths, keys.device).clamp(max=fallback)
     if view.vision is not None:
         behind = view.vision.flip(1).int().argmax(1)  # columns behind the last vision token
         first = torch.where(view.vision.any(1) & (behind > 0), columns - behind, first)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from ..device import on_device
 from ..kernels.column_sums import column_sums as column_sums  # one of the primitives
 
 
@@ -70,12 +71,12 @@ def window_attention(
     """Causal attention weights of the last `window` queries over all keys: the softmax of `window_logits`, whose
     arguments and shape it has. Rows of pad queries are zero."""
     weights = window_logits(queries, keys, window, scaling, padding, key_columns, seen).softmax(-1)
-    if padding is None:
+    if key_columns is None and padding is None:
         return weights
     if key_columns is None:
         pads = pad_columns(padding, keys.shape[2])[:, :, None, None, -weights.shape[3] :]
         weights.masked_fill_(pads.transpose(3, 4), 0.0)
-    return weights.nan_to_num_(0.0)  # a pad query sees no key, and a remembered one is NaN
+    return weights.nan_to_num_(0.0)  # a pad is NaN, or sees no key; nor may a remembered query, older than what is kept
 
 
 def attention_blocks(
@@ -101,7 +102,7 @@ def attention_blocks(
 def protect_recent(scores: torch.Tensor, recent: list[int]) -> torch.Tensor:
     """The scores (batch, kv_heads, keys) with +inf at the last `recent[row]` columns of each row."""
     age = torch.arange(scores.shape[-1], 0, -1, device=scores.device)  # 1 at the last column
-    young = age <= torch.tensor(recent, device=scores.device)[:, None]
+    young = age <= on_device(recent, scores.device)[:, None]
     return scores.masked_fill(young[:, None], float("inf"))
 
 

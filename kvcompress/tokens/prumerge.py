@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import NonNegativeInt
 
+from ..device import on_device
 from ..methods import register_method
 from .base import Sees, TokenMethod, Tokens, Tower, received_attention
 
@@ -80,7 +81,7 @@ class PruMergePlus(TokenMethod):
         """Of patches with these weights, the outliers and others at even distances: `budget` of them, or as many as
         the outliers call for."""
         patches = len(weights)
-        low, high = torch.quantile(weights, torch.tensor([0.25, 0.75], device=weights.device))
+        low, high = torch.quantile(weights, on_device([0.25, 0.75], weights.device))
         outliers = int((weights > high + 1.5 * (high - low)).sum())
         outliers = int(patches * (outliers / patches))  # as there: rounding may take one
         first = weights.topk(min(outliers, budget)).indices

@@ -20,6 +20,7 @@ class Storage(ABC):
     is_final: bool = False  # an entry is stored once and for all: another prompt goes behind it by `extend`
     has_fixed_shapes: bool = False  # a decode step is the same graph each time
     decodes_in_place: bool = False  # has `decode`, which attends to the entries where they lie
+    fills_all_slots: bool = False  # the host knows that no slot is unused
 
     @abstractmethod
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -27,6 +27,10 @@ class DenseStorage(Storage):
         return self.indices is None
 
     @property
+    def fills_all_slots(self) -> bool:
+        return self.pads is None
+
+    @property
     def appended(self) -> int:
         return self.length - self.entries
 

@@ -28,6 +28,10 @@ class OffloadedStorage(Storage):
         return self.inner.is_whole
 
     @property
+    def fills_all_slots(self) -> bool:
+        return self.inner.fills_all_slots
+
+    @property
     def appended(self) -> int:
         return int(self.inner.appended)
 
