@@ -1,9 +1,11 @@
 """`kvcompress bench`: time and count what compression costs and saves, beside other caches.
 
 `kvcompress bench throughput`: many requests whose answers differ in length, at equal KV memory.
+`kvcompress bench launches`: kernels, bytes and waits on a CUDA device, counted with or without one.
 """
 
 import argparse
+import os
 from pathlib import Path
 
 from ..command_line import Parser
@@ -116,8 +118,42 @@ def throughput_parser() -> argparse.ArgumentParser:
     return this
 
 
+def launches_parser() -> argparse.ArgumentParser:
+    this = Parser(
+        "bench launches",
+        description="Kernels, bytes and waits of a decode step, an eviction and a prefill on a CUDA device, beside "
+        "transformers' caches: on a device by the profiler, without one on a pretended device.",
+    )
+    this.add_argument("model", nargs="?", type=label, help="hub id or local path")
+    this.add_argument(
+        "--shape", type=label, help=f"in place of a model, four layers of the shape of one: {', '.join(SHAPES)}"
+    )
+    this.add_argument(
+        "--methods", nargs="+", type=label, metavar="NAME[:OPTION=VALUE...]", help="default: a table of all storages"
+    )
+    this.add_argument("--ratio", type=fraction, default=0.2)
+    this.add_argument("--length", type=whole(1), default=512, help="prompt tokens")
+    this.add_argument("--batch", type=whole(1), default=1)
+    this.add_argument("--new", type=whole(5), default=12, help="decode steps that are counted")
+    this.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
+    this.add_argument("--lines", type=whole(), default=0, help="also print so many lines of code that cost most")
+    this.add_argument("--out", type=new_file, default=Path("launches"), help="without a suffix: .md")
+    return this
+
+
 def main(arguments: list[str]) -> None:
     """Raises KVCompressError, before anything is loaded, for what is wrong."""
+    if arguments[:1] == ["launches"]:
+        given = launches_parser().parse_args(arguments[1:])
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ["TRITON_INTERPRET"] = "1"  # Triton asks when it is imported
+        from .launches import METHODS, measure
+
+        given.methods = given.methods or list(METHODS)
+        measure(given, arguments[1:])
+        return
     if arguments[:1] == ["throughput"]:
         given = throughput_parser().parse_args(arguments[1:])
         from .throughput import measure

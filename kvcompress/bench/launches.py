@@ -1,0 +1,201 @@
+"""`kvcompress bench launches`: what a decode step, an eviction and a prefill give a CUDA device to do, and how often
+the host waits for it. Without a device it is pretended (`pretended`); with one, PyTorch's profiler counts in the same
+columns.
+"""
+
+import argparse
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+
+from ..cache.cache import CompressedCache
+from ..errors import loading
+from ..files import check_output, write_text
+from ..hooks.session import attach
+from .contenders import MethodSpec
+from .models import source
+from .pretended.counts import Counts
+from .standalone import load, prompt_ids
+from .timing import environment
+
+Meter = Callable[[], AbstractContextManager[Counts]]
+CUT = {"num_hidden_layers": 4, "intermediate_size": 64, "vocab_size": 512}  # of a shape: no other kernel is launched
+EVICTING = ":decode_budget=64:decode_interval=4"
+PACKED = ":cache_implementation=quantized:kv_backend=turboquant"
+METHODS = (
+    *("full", "snapkv", "h2o", "adakv", "full:cache_implementation=static", "snapkv:cache_implementation=static"),
+    *(f"{name}{EVICTING}" for name in ("streamingllm", "h2o", "r-kv", "adakv")),
+    *("snapkv:cache_implementation=offloaded", f"snapkv{PACKED}", f"adakv{PACKED}"),
+)
+# What the runtime is called with where the host waits.
+WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A cache to decode with: transformers' own, or one of a method."""
+
+    name: str
+    make: Callable[[PreTrainedModel, int], Cache]
+    is_ours: bool = True
+
+
+@dataclass
+class Row:
+    """What one way launches: of the prefill, and of each decode step. `plain` is the middle one of the steps,
+    `evicting` the longest, where any launches more."""
+
+    name: str
+    layers: int
+    prefill: Counts
+    steps: list[Counts]
+
+    @property
+    def plain(self) -> Counts:
+        return sorted(self.steps, key=lambda step: step.kernels)[len(self.steps) // 2]
+
+    @property
+    def evicting(self) -> Counts | None:
+        most = max(self.steps, key=lambda step: step.kernels)
+        return most if most.kernels > self.plain.kernels + self.layers else None
+
+    def cells(self) -> dict[str, str]:
+        """The table's row, by the names of its columns."""
+        plain, evicting = self.plain, self.evicting
+        return {
+            "cache": self.name,
+            "kernels per layer": f"{plain.kernels / self.layers:.1f}",
+            "waits": str(plain.waits),
+            "MB": f"{plain.bytes / 1e6:.1f}",
+            "an eviction: kernels per layer": (
+                "" if evicting is None else f"+{(evicting.kernels - plain.kernels) / self.layers:.1f}"
+            ),
+            "its waits": "" if evicting is None else str(evicting.waits - plain.waits),
+            "prefill: kernels per layer": f"{self.prefill.kernels / self.layers:.1f}",
+            "waits of the prefill": str(self.prefill.waits),
+        }
+
+    def lines(self, most: int) -> list[str]:
+        """The lines that launch and wait most, in a step and in an eviction."""
+        found = []
+        parts = {"a step": self.plain, "an eviction": self.evicting, "the prefill": self.prefill}
+        for part, counts in parts.items():
+            for what, places in (("kernels", counts and counts.kernels_at), ("waits", counts and counts.waits_at)):
+                found += [
+                    f"{part}: {count} {what} at {place}" for place, count in (places or Counter()).most_common(most)
+                ]
+        return found
+
+
+def ways(methods: list[MethodSpec], room: int) -> list[Way]:
+    """transformers' caches, then ours, with room for so many decoded tokens."""
+    own = [
+        Way("DynamicCache", lambda model, length: DynamicCache(config=model.config), False),
+        Way("StaticCache", lambda model, length: StaticCache(config=model.config, max_cache_len=length + room), False),
+    ]
+
+    def ours(method: MethodSpec) -> Way:
+        return Way(
+            str(method),
+            lambda model, length: CompressedCache(
+                model.config, method.name, method.ratio, max_new_tokens=room, **method.options
+            ),
+        )
+
+    return own + [ours(method) for method in methods]
+
+
+@torch.no_grad()
+def count(model: PreTrainedModel, way: Way, meter: Meter, batch: int, length: int, steps: int) -> Row:
+    """Prefill `length` tokens and decode `steps`, with every pass counted by `meter`."""
+    ids = prompt_ids(model, batch, length)
+    positions = torch.arange(length, length + steps).to(model.device)
+    with ExitStack() as stack:
+        if way.is_ours:
+            stack.enter_context(attach(model))
+        cache, counted = way.make(model, length), []
+        with meter() as prefill:
+            logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        for step in range(steps):
+            token = logits[:, -1:].argmax(-1)
+            given = {"position_ids": positions[step : step + 1][None].expand(batch, 1)}
+            with meter() as counts:
+                logits = model(token, past_key_values=cache, use_cache=True, **given).logits
+            counted.append(counts)
+    return Row(way.name, model.config.get_text_config().num_hidden_layers, prefill, counted)
+
+
+@contextmanager
+def profiled() -> Iterator[Counts]:
+    """What PyTorch's profiler finds on the device."""
+    counts = Counts()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        yield counts
+    add_events(counts, profile.events())
+
+
+def add_events(counts: Counts, events: list[Any]) -> None:
+    """Count the profiler's events: kernels on the device, and calls of the runtime that wait."""
+    for event in events:
+        if event.device_type == DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset")):
+            counts.kernels += 1
+            counts.kernels_of[event.name] += 1
+        elif event.name in WAITING_CALLS:
+            counts.waits += 1
+            counts.waits_at[event.name] += 1
+    # The profiler itself waits once, as it ends.
+    counts.waits = max(counts.waits - counts.waits_at["cudaDeviceSynchronize"], 0)
+
+
+def measure(given: argparse.Namespace, arguments: list[str]) -> None:
+    """Count what `given` asks for, which `arguments` said. Raises KVCompressError, before anything is loaded."""
+    origin = source(given.model, given.shape)
+    methods = [MethodSpec.parse(name, None if name.split(":")[0] == "full" else given.ratio) for name in given.methods]
+    check_output(given.out.parent, given.out.with_suffix(".md").name)
+    if "config" in origin:
+        origin = {"config": {**origin["config"], **CUT}}
+    is_there = torch.cuda.is_available()
+    with ExitStack() as stack:
+        with loading(given.model or given.shape):
+            model = load(origin, given.dtype, torch.device("cuda" if is_there else "cpu"))
+        meter: Meter = profiled
+        if not is_there:
+            from .pretended.device import PretendedCuda
+
+            gpu = stack.enter_context(PretendedCuda())
+            model, meter = model.to("cuda"), gpu.counting
+        sizes = given.batch, given.length, given.new
+        rows = [count(model, way, meter, *sizes) for way in ways(methods, given.new + 1)]
+    text = markdown(rows, given, environment(torch.device("cuda")) if is_there else None, arguments)
+    write_text(given.out.with_suffix(".md"), text)
+    print(text)
+
+
+def markdown(rows: list[Row], given: argparse.Namespace, device: dict[str, Any] | None, arguments: list[str]) -> str:
+    """The table, what it is of, and the lines that cost most."""
+    where = f"counted by the profiler on {device['device_name']}" if device else "counted on a pretended CUDA device"
+    command = shlex.join(["python", "-m", "kvcompress", "bench", "launches", *arguments])
+    cells = [row.cells() for row in rows]
+    head = list(cells[0])
+    parts = [
+        f"# Launches and waits: {given.model or given.shape}",
+        f"One decode step behind {given.length} tokens, batch {given.batch}, {given.dtype}, {where}. Kernels per layer "
+        "are those of the whole pass over the number of layers. Waits: times that the host waits for the device.",
+        "\n".join(
+            ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
+            + ["| " + " | ".join(row.values()) + " |" for row in cells]
+        ),
+        f"`{command}`",
+    ]
+    for row in rows if given.lines else []:
+        parts.append("\n".join([f"**{row.name}**", "", *(f"- {line}" for line in row.lines(given.lines))]))
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,272 @@
+"""The context in which PyTorch, transformers and Triton find a CUDA device."""
+
+import contextlib
+import os
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from .counts import Counts, place, touched
+from .tensors import CUDA, CudaTensor, Made, attention, current, on_cuda
+
+H200 = SimpleNamespace(
+    name="Pretended H200",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    warp_size=32,
+    max_threads_per_multi_processor=2048,
+    regs_per_multiprocessor=65536,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+    L2_cache_size=62914560,
+    gcnArchName="sm_90",
+    max_threads_per_block=1024,
+)
+
+
+class PretendedCuda:
+    """Inside of this context a tensor may be on `cuda:0`: it computes as on a CPU, an operation between two devices
+    raises as on CUDA, and kernels, bytes and waits are counted. Triton's kernels run in its interpreter, for which
+    `TRITON_INTERPRET=1` has to be set before Triton is imported. Streams are stand-ins; there are no CUDA graphs.
+
+        with PretendedCuda() as gpu:
+            model.to("cuda")
+            with gpu.counting() as counts:
+                model(...)
+            counts.kernels, counts.waits_at
+    """
+
+    def __init__(self, memory: int = 150_000_000_000):
+        """`memory`: bytes that the device says it has."""
+        self.memory = memory
+        self.counts = Counts()
+        self.on_wait = "default"  # what `torch.cuda.set_sync_debug_mode` asks for
+        self.live = self.peak = 0  # bytes
+        self._owners: Counter = Counter()
+        self._sizes: dict[int, int] = {}
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[Counts]:
+        before, self.counts = self.counts, Counts()
+        try:
+            yield self.counts
+        finally:
+            self.counts = before
+
+    def wait(self, why: str) -> None:
+        self.counts.wait(why)
+        if self.on_wait == "warn":
+            warnings.warn(f"called a synchronizing CUDA operation: {why} at {place()}", stacklevel=2)
+        elif self.on_wait == "error":
+            raise RuntimeError(f"called a synchronizing CUDA operation: {why} at {place()}")
+
+    def held(self, inner: torch.Tensor) -> CudaTensor:
+        """A tensor on the device, whose memory counts as long as one refers to it."""
+        tensor, storage = CudaTensor(inner), inner.untyped_storage()
+        if address := storage.data_ptr():
+            if not self._owners[address]:
+                self._sizes[address] = storage.nbytes()
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+            self._owners[address] += 1
+            weakref.finalize(tensor, self._dropped, address)
+        return tensor
+
+    def _dropped(self, address: int) -> None:
+        self._owners[address] -= 1
+        if not self._owners[address]:
+            self.live -= self._sizes.pop(address)
+            del self._owners[address]
+
+    def __enter__(self) -> "PretendedCuda":
+        import torch._dynamo  # what it lists of torch, it lists before anything is replaced
+
+        torch._dynamo.trace_rules.get_torch_obj_rule_map()
+        self._exits = contextlib.ExitStack()
+        for name, stand_in in _torch_cuda(self).items():
+            self._exits.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        torch._C._ensureCUDADeviceGuardSet()
+        overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        self._exits.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            for patch in _triton(self):
+                self._exits.enter_context(patch)
+        current.append(self)
+        self._exits.enter_context(Functions(self))
+        self._exits.enter_context(Made(self))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._exits.close()
+        if len(current) > 1:
+            current.pop()
+
+
+class Functions(TorchFunctionMode):
+    """Functions of torch that would ask a driver, or that come apart before they could be counted."""
+
+    def __init__(self, gpu: PretendedCuda):
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        is_there = isinstance(first, CudaTensor)
+        if func in (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention):
+            if any(isinstance(each, CudaTensor) for each in [*args, *kwargs.values()]):
+                return attention(self.gpu, *args, **kwargs)
+        elif func in (torch.tensor, torch.as_tensor, torch.asarray):
+            if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+                return on_cuda(func, *args, **kwargs)
+        elif func is torch.Tensor.new_tensor and is_there:
+            return on_cuda(torch.tensor, args[1], dtype=kwargs.get("dtype") or first.dtype)
+        elif func is torch.Tensor.pin_memory:
+            return first.clone()
+        elif func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and is_there:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(each, list) for each in index):  # becomes a tensor on the device: a copy that waits
+                index = tuple(torch.tensor(each).to(CUDA) if isinstance(each, list) else each for each in index)
+                return func(first, index, *args[2:])
+        elif is_there and (own := OWN.get(func)):
+            return own(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+OWN: dict[Callable, Callable] = {
+    getattr(torch.Tensor, name): getattr(CudaTensor, name)
+    for name in ("tolist", "data_ptr", "untyped_storage", "numpy", "record_stream", "as_subclass", "is_pinned")
+}
+
+
+def _torch_cuda(gpu: PretendedCuda) -> dict[str, Any]:
+    """What stands in for the functions of `torch.cuda`."""
+
+    def nothing(*args: object, **kwargs: object) -> None: ...
+
+    class Event:
+        def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+        record = wait = nothing
+
+        def synchronize(self) -> None:
+            gpu.wait("event.synchronize")
+
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, other: "Event") -> float:
+            return 1.0
+
+    class Stream:
+        device, cuda_stream = CUDA, 0
+
+        def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+        wait_stream = wait_event = nothing
+
+        def record_event(self, event: Event | None = None) -> Event:
+            return event or Event()
+
+        def synchronize(self) -> None:
+            gpu.wait("stream.synchronize")
+
+        def query(self) -> bool:
+            return True
+
+    class device(contextlib.nullcontext):
+        def __init__(self, *args: object) -> None:
+            super().__init__()
+
+    properties = SimpleNamespace(**vars(H200), total_memory=gpu.memory)
+    stream = Stream()
+    constant = {
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "is_initialized": True,
+        "is_current_stream_capturing": False,
+        "_is_in_bad_fork": False,
+        "is_bf16_supported": True,
+        "get_device_properties": properties,
+        "get_device_capability": (H200.major, H200.minor),
+        "get_device_name": H200.name,
+        "get_sync_debug_mode": 0,
+        "memory_stats": {},
+        "current_stream": stream,
+        "default_stream": stream,
+    }
+    silent = ("_lazy_init", "init", "set_rng_state", "empty_cache", "set_device", "manual_seed_all", "manual_seed")
+    modes = {0: "default", 1: "warn", 2: "error"}
+    return {
+        **{name: lambda *args, value=value, **kwargs: value for name, value in constant.items()},
+        **dict.fromkeys(silent, nothing),
+        "get_rng_state": lambda *args: torch.zeros(16, dtype=torch.uint8),
+        "synchronize": lambda *args: gpu.wait("synchronize"),
+        "set_sync_debug_mode": lambda mode: setattr(gpu, "on_wait", modes.get(mode, mode)),
+        "memory_allocated": lambda *args: gpu.live,
+        "memory_reserved": lambda *args: gpu.live,
+        "max_memory_allocated": lambda *args: gpu.peak,
+        "max_memory_reserved": lambda *args: gpu.peak,
+        "reset_peak_memory_stats": lambda *args: setattr(gpu, "peak", gpu.live),
+        "mem_get_info": lambda *args: (gpu.memory - gpu.live, gpu.memory),
+        "stream": lambda *args: contextlib.nullcontext(),
+        "device_of": lambda *args: contextlib.nullcontext(),
+        "device": device,
+        "Stream": Stream,
+        "Event": Event,
+    }
+
+
+def _triton(gpu: PretendedCuda) -> list[Any]:
+    """Patches by which a kernel of Triton is counted, and runs in the interpreter on the numbers inside."""
+    try:
+        import numpy as np
+        import triton.language as tl
+        from triton.runtime import interpreter
+    except ImportError:
+        return []
+    launcher = interpreter.InterpretedFunction.__getitem__
+
+    def counted(kernel: Any, grid: Any) -> Callable:
+        interpreted = launcher(kernel, grid)
+
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            given = [each for each in [*args, *kwargs.values()] if isinstance(each, torch.Tensor)]
+            if not all(isinstance(each, CudaTensor) for each in given):
+                raise ValueError(f"Pointer argument cannot be accessed from Triton (cpu tensor?) at {place()}")
+            sizes = {each.data_ptr(): touched(each.inner) for each in given}
+            gpu.counts.launch(f"triton {kernel.fn.__name__}", 1, sum(sizes.values()))
+            args, kwargs = tree_map_only(CudaTensor, lambda each: each.inner, (args, kwargs))
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                return interpreted(*args, **kwargs)
+
+        return launch
+
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, most: Any) -> Any:
+        """The interpreter of Triton 3.9 multiplies the bits of bfloat16, not the numbers."""
+
+        def as_numbers(handle: Any) -> Any:
+            is_bf16 = handle.dtype.scalar == tl.bfloat16
+            return (handle.data.astype(np.uint32) << 16).view(np.float32) if is_bf16 else handle.data
+
+        product = np.matmul(as_numbers(a), as_numbers(b), dtype=d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    return [
+        mock.patch.object(interpreter.InterpretedFunction, "__getitem__", counted),
+        mock.patch.object(interpreter.InterpreterBuilder, "create_dot", create_dot),
+    ]

@@ -1,0 +1,242 @@
+"""Tensors that say they are on `cuda:0` and hold their numbers in the CPU's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map
+
+from .counts import KERNELS, place, touched, traffic
+
+if TYPE_CHECKING:
+    from .device import PretendedCuda
+
+CUDA = torch.device("cuda", 0)
+FREE = {"detach", "alias", "lift_fresh", "lift", "_unsafe_view", "is_pinned", "prim_device"}
+COPIES = {"copy_", "_to_copy"}
+INDEXES = {"index", "index_put_", "index_put", "_index_put_impl_"}
+MAY_MIX = {*COPIES, *INDEXES, "lift_fresh", "set_", "resize_as_"}
+NEVER_MIX = {"cat", "mm", "bmm", "addmm", "gather", "index_select", "scatter_", "index_copy_"}  # not even a number
+NO_INTEGERS = {"mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot"}
+# Their result's shape or value has to be known on the host.
+WAITING = {
+    "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount",
+    "equal", "_linalg_svd", "_linalg_eigh", "linalg_inv_ex", "linalg_cholesky_ex", "linalg_solve_ex", "linalg_qr",
+    "geqrf", "cholesky",
+}  # fmt: skip
+NO_TENSOR = {"_local_scalar_dense", "equal", "is_same_size"}
+current: list[PretendedCuda] = []  # the innermost one; the last one of all, for tensors that outlive it
+
+
+class CudaTensor(torch.Tensor):
+    """`inner`: where the numbers are."""
+
+    inner: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> CudaTensor:
+        this = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            layout=inner.layout,
+            device=CUDA,
+            requires_grad=inner.requires_grad,
+        )
+        this.inner = inner.detach() if inner.requires_grad else inner
+        return this
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return run(current[-1], func, args, kwargs or {})
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.inner.untyped_storage()
+
+    def as_subclass(self, kind: type) -> torch.Tensor:
+        return self.inner.as_subclass(kind)  # only carries notes
+
+    def record_stream(self, stream: object) -> None: ...
+
+    def is_pinned(self, *args: object) -> bool:
+        return False
+
+    def tolist(self) -> Any:
+        current[-1].counts.wait("tolist")
+        return self.inner.tolist()
+
+    def numpy(self, *args: object, **kwargs: object):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    __array__ = numpy
+
+    def __repr__(self, **kwargs: object) -> str:
+        return f"CudaTensor({self.inner!r})"
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        twin = CudaTensor(self.inner.clone())
+        if getattr(self, "_is_param", False):
+            twin = torch.nn.Parameter(twin, self.requires_grad)
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return CudaTensor, (self.inner,)
+
+
+class Made(TorchDispatchMode):
+    """Operations that make a tensor on the device from none that is there."""
+
+    def __init__(self, gpu: PretendedCuda):
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return run(self.gpu, func, args, kwargs or {})
+
+
+def run(gpu: PretendedCuda, func: Any, args: tuple, kwargs: dict) -> Any:
+    """An operation, counted, on the numbers inside. Raises RuntimeError where CUDA does."""
+    given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+    there = [tensor for tensor in given if isinstance(tensor, CudaTensor)]
+    to_cuda = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
+    if not there and not to_cuda:
+        return func(*args, **kwargs)
+    name = func._schema.name.split("::")[1]
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        with Made(gpu):  # in inference mode it comes whole
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+    _check(name, func, args, given, there)
+    _wait(gpu, name, func, args, kwargs)
+    result = _computed(name, func, args, kwargs, to_cuda)
+    _count(gpu, name, func, args, kwargs, result, there)
+    is_there = to_cuda or (bool(there) and kwargs.get("device") is None)
+    if name in NO_TENSOR or not (is_there or name == "copy_"):
+        return result
+    known = {id(tensor.inner if isinstance(tensor, CudaTensor) else tensor): tensor for tensor in given}
+
+    def wrapped(leaf: object) -> object:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if (before := known.get(id(leaf))) is None:
+            return gpu.held(leaf)
+        if before.shape != leaf.shape or before.stride() != leaf.stride():
+            with torch.utils._mode_utils.no_dispatch():
+                func(before, *args[1:], **kwargs)  # squeeze_ and the like
+        return before
+
+    return tree_map(wrapped, result)
+
+
+def _check(name: str, func: Any, args: tuple, given: list[torch.Tensor], there: list[CudaTensor]) -> None:
+    here = [tensor for tensor in given if not isinstance(tensor, CudaTensor)]
+    if there and here and name not in MAY_MIX and (any(tensor.ndim for tensor in here) or name in NEVER_MIX):
+        shapes = [(tuple(tensor.shape), tensor.device.type) for tensor in given]
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {shapes} in {func} at {place()}")
+    if there and here and name in INDEXES:
+        if not isinstance(args[0], CudaTensor):
+            raise RuntimeError(f"indices should be on the device of the indexed tensor (cpu), at {place()}")
+        if name != "index" and any(tensor is args[2] and tensor.ndim for tensor in here):
+            raise RuntimeError(f"expected values on cuda:0 for {name}, got cpu, at {place()}")
+    if name in NO_INTEGERS and there and not there[0].is_floating_point():
+        raise RuntimeError(f'"{name}_cuda" not implemented for {there[0].dtype}, at {place()}')
+
+
+def _wait(gpu: PretendedCuda, name: str, func: Any, args: tuple, kwargs: dict) -> None:
+    if name in WAITING:
+        gpu.wait(name)
+    elif name == "repeat_interleave" and func._overloadname == "Tensor" and kwargs.get("output_size") is None:
+        gpu.wait("repeat_interleave without output_size")
+    elif name in INDEXES:
+        for index in args[1]:
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
+                gpu.wait(f"{name} by a mask")
+                gpu.counts.launch("nonzero", 3, touched(index))
+            elif index is not None and index.ndim and not isinstance(index, CudaTensor):
+                gpu.wait(f"{name} by indices of the host")
+    elif name in COPIES:
+        source = args[0] if name == "_to_copy" else args[1]
+        target = kwargs.get("device", source.device) if name == "_to_copy" else args[0].device
+        non_blocking = kwargs.get("non_blocking", args[2] if name == "copy_" and len(args) > 2 else False)
+        crosses = (torch.device(target or source.device).type == "cuda") != isinstance(source, CudaTensor)
+        if crosses and source.numel() and not non_blocking:
+            gpu.wait("copy to the host" if isinstance(source, CudaTensor) else "copy from the host")
+
+
+def _computed(name: str, func: Any, args: tuple, kwargs: dict, to_cuda: bool) -> Any:
+    kwargs = {**kwargs, "device": torch.device("cpu")} if to_cuda else dict(kwargs)
+    kwargs.pop("pin_memory", None)
+    args, kwargs = tree_map(lambda leaf: leaf.inner if isinstance(leaf, CudaTensor) else leaf, (args, kwargs))
+    if name == "_softmax" and args[2]:  # the CPU has no conversion on the way
+        return func(args[0].float(), args[1], False)
+    if name == "histc" and not args[0].is_floating_point():
+        return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+    result = func(*args, **kwargs)
+    return result.clone() if name == "_to_copy" and to_cuda and result is args[0] else result
+
+
+def _count(
+    gpu: PretendedCuda, name: str, func: Any, args: tuple, kwargs: dict, result: Any, there: list[CudaTensor]
+) -> None:
+    if name in FREE or func.is_view:
+        return
+    made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+    inner = [tensor.inner for tensor in there]
+    memories = {tensor.untyped_storage().data_ptr() for tensor in inner}
+    is_view = made and inner and all(tensor.untyped_storage().data_ptr() in memories for tensor in made)
+    if is_view and not func._schema.is_mutable and name != "_to_copy":
+        return
+    kernels = KERNELS.get(name, 1)
+    to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
+    if name in COPIES and (not inner or to_host):
+        kernels = 0  # the copy engine's
+    if made and not any(tensor.numel() for tensor in made) and name != "nonzero":
+        kernels = 0
+    gpu.counts.launch(name, kernels, traffic(name, inner, made))
+
+
+def attention(gpu: PretendedCuda, query, key, value, attn_mask=None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`scaled_dot_product_attention`, counted as the kernel that PyTorch would choose."""
+    parts = [query, key, value, *([] if attn_mask is None else [attn_mask])]
+    if not all(isinstance(part, CudaTensor) for part in parts):
+        raise RuntimeError(f"Expected query, key, value and mask on the same device, at {place()}")
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
+        raise RuntimeError(f"Expected attn_mask dtype to be bool or to match query dtype, at {place()}")
+    size = sum(map(touched, parts)) + touched(query)
+    if attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= 256:
+        is_split = query.shape[2] <= 16 and key.shape[2] > 512
+        gpu.counts.launch("attention, flash", 2 if is_split else 1, size)
+    elif query.shape[1] == key.shape[1]:
+        as_numbers = 2 if attn_mask is not None and attn_mask.dtype == torch.bool else 0
+        padded = 1 if attn_mask is not None and attn_mask.shape[-1] % 8 else 0
+        gpu.counts.launch("attention, efficient", 1 + as_numbers + padded, size)
+    else:  # groups under a mask: no fused kernel
+        groups = query.shape[1] // key.shape[1]
+        gpu.counts.launch("attention, plain", 10, size + 2 * (groups + 1) * touched(key))
+    with _disable_current_modes():
+        inner = [None if part is None else part.inner for part in (query, key, value, attn_mask)]
+        out = torch.nn.functional.scaled_dot_product_attention(*inner, *args, **kwargs)
+    return gpu.held(out.transpose(1, 2).contiguous().transpose(1, 2))  # laid out as by the fused kernels
+
+
+def numbers(leaf: object) -> object:
+    return leaf.tolist() if isinstance(leaf, CudaTensor) else leaf
+
+
+def on_cuda(make: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What `torch.tensor(..., device="cuda")` and its like do: made on the host, then copied."""
+    if isinstance(args[0], CudaTensor):
+        return args[0] if kwargs.get("dtype") is None else args[0].to(kwargs["dtype"])
+    made = make(*tree_map(numbers, args), **{**kwargs, "device": None})
+    return made if isinstance(made, CudaTensor) else made.to(CUDA)
