@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..clusters.base import KVCluster
 from ..device import on_device
 from ..errors import KVCompressError
 from ..policy.policy import Policy
@@ -11,6 +12,7 @@ from ..scoring.budget import allocate
 from ..scoring.layer_view import Kept, LayerView, Settings, StoredEntries
 from ..scoring.rotary import Rotary
 from ..scoring.rows import scores_of
+from ..scoring.selection import ADAPTIVE
 from ..scoring.windows import pad_columns
 from .new_tokens import NewTokens
 from .scope import Candidates, States, context_of, evictable, fills_all_slots, with_budgets
@@ -116,12 +118,12 @@ class Choice:
         """Whether the choice needs all layers, or a second reading of the prompt."""
         return self.policy.layer_budget.is_measured or self.policy.cluster.second_pass
 
-    def keep(self, candidates: Candidates) -> tuple[Kept, bool]:
-        """What lives on of a prompt, and whether it is known that no slot of it is unused."""
+    def keep(self, candidates: Candidates) -> Kept:
+        """What lives on of a prompt."""
         shares = self.policy.layer_budget.budgets(evictable(candidates.view))
         view = with_budgets(candidates.view, shares[self.place])
         kept = self.policy.cluster.update_kv(self._queries(candidates), candidates.keys, candidates.values, view)
-        return candidates.in_prompt(kept), candidates.question is None and fills_all_slots(view)
+        return self._counted(candidates, kept, view)
 
     def assess(self, candidates: Candidates) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The scores of a prompt that waits, and what the rule for layer budgets wants to know of it."""
@@ -134,11 +136,31 @@ class Choice:
             measured = rule.measure(candidates.queries, candidates.keys, candidates.values, scores, view)
         return scores, measured
 
-    def keep_scored(self, candidates: Candidates, scores: torch.Tensor, budgets: list[int]) -> tuple[Kept, bool]:
+    def keep_scored(self, candidates: Candidates, scores: torch.Tensor, budgets: list[int]) -> Kept:
         """As `keep`, of a prompt that waited. `budgets`: of each row, for what is evictable."""
         view = with_budgets(candidates.view, budgets)
         kept = self.policy.cluster.keep(scores, candidates.keys, candidates.values, view)
-        return candidates.in_prompt(kept), candidates.question is None and fills_all_slots(view)
+        return self._counted(candidates, kept, view)
+
+    def _counted(self, candidates: Candidates, kept: Kept, view: LayerView) -> Kept:
+        """`kept` in the prompt's columns, with `Kept.total` where the budgets under `view` say it."""
+        kept = candidates.in_prompt(kept)
+        if candidates.question is not None:
+            return kept
+        if fills_all_slots(view):
+            return replace(kept, total=kept.indices.numel())
+        held = [[length] * kept.indices.shape[1] for length in view.lengths]
+        return replace(kept, total=self._total(view.budgets, held))
+
+    def _total(self, budgets: list[float], held: list[list[int]]) -> int | None:
+        """What is kept of `held` entries, [row][head], by rows of these budgets; None for a method that chooses in its
+        own way, which may keep less."""
+        own = type(self.policy.cluster)
+        if any(getattr(own, name) is not getattr(KVCluster, name) for name in ("update_kv", "keep", "select")):
+            return None
+        if self.policy.head_budget in ADAPTIVE:
+            return sum(min(round(budget * len(row)), sum(row)) for budget, row in zip(budgets, held, strict=True))
+        return sum(min(budget, of_head) for budget, row in zip(budgets, held, strict=True) for of_head in row)
 
     # -- what is stored, while decoding or together with a later chunk
 
@@ -205,10 +227,9 @@ class Choice:
             What the cluster keeps; where that is everything, the entries of `kept` with their new sums and, of a chunk,
             its note.
         """
-        if view.padding is None:
-            entries = [kept.indices.shape[2]] * len(kept.indices)
-        else:
-            entries = (kept.indices.shape[2] - view.padding).amax(1).tolist()
+        rows, kv_heads, slots = kept.indices.shape
+        held = [[slots] * kv_heads] * rows if view.padding is None else (slots - view.padding).tolist()
+        entries = [max(of_heads) for of_heads in held]
         if self.policy.carries_sums:
             view = replace(view, sums=kept.sums + self._added(new, kept.keys, view))
             kept = replace(kept, sums=view.sums)
@@ -218,13 +239,13 @@ class Choice:
         if budgets == entries:
             if view.stored.reading:  # what decoding will know of the prompt, whether or not its last chunk evicts
                 kept = replace(kept, noted=self._note_of_all(kept.keys, kept.values, view))
-            kept = replace(kept, fills_all_slots=view.padding is None)
+            kept = replace(kept, total=kept.indices.numel() if view.padding is None else None)
             return kept if kept.sums is None else replace(kept, sums=self.policy.cluster.carried(kept.sums, view))
         result = self.policy.cluster.update_kv(queries, kept.keys, kept.values, view)
         if fills_all_slots(view):
-            return replace(result, indices=kept.indices.gather(2, result.indices), fills_all_slots=True)
+            return replace(result, indices=kept.indices.gather(2, result.indices), total=result.indices.numel())
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
-        return replace(result, indices=columns)
+        return replace(result, indices=columns, total=self._total(budgets, held))
 
     def decode_budget(self, length: int, shares: list[list[int]] | None) -> int:
         """Entries per KV head that this layer keeps of a sequence of `length` tokens while decoding; `shares` as in

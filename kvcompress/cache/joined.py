@@ -62,7 +62,7 @@ class JoinedMemory(Memory):
     def kept(self) -> Kept:
         return self.result
 
-    def put(self, kept: Kept, seen: int, uniform: bool = False) -> None:
+    def put(self, kept: Kept, seen: int) -> None:
         self.result = kept
 
     def give_back(self, memories: list[Memory]) -> Kept:

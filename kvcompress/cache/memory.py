@@ -160,9 +160,8 @@ class Memory:
         self.log.has_vision = self.log.has_vision or any(tokens.vision_lengths)
         self.decoded, self.latest_queries, self.attended = 0, [], None
 
-    def settle(self, tokens: NewTokens, kept: Kept, uniform: bool) -> None:
-        """Store what is kept of a prompt behind what is stored. `kept.indices`: columns of that prompt; `uniform`: it
-        is known that no slot is unused."""
+    def settle(self, tokens: NewTokens, kept: Kept) -> None:
+        """Store what is kept of a prompt behind what is stored. `kept.indices`: columns of that prompt."""
         first = self.seen
         self.merge_threshold, self.noted = kept.merge_threshold, kept.noted
         self.log.add(tokens, (kept.indices >= 0).sum(2).float().mean(1))
@@ -172,8 +171,8 @@ class Memory:
             self._seen_when_stored = first + tokens.columns
             return
         if self.storage is not None:
-            kept, uniform = right_aligned(joined(self.kept(), kept)), False
-        self.put(kept, first + tokens.columns, uniform)
+            kept = right_aligned(joined(self.kept(), kept))
+        self.put(kept, first + tokens.columns)
 
     def settle_whole(
         self, tokens: NewTokens, keys: torch.Tensor, values: torch.Tensor, sums: torch.Tensor | None
@@ -199,9 +198,9 @@ class Memory:
 
     # -- an eviction
 
-    def put(self, kept: Kept, seen: int, uniform: bool = False) -> None:
+    def put(self, kept: Kept, seen: int) -> None:
         """Let this be all that is stored of `seen` tokens. Slots that no row and head uses are left out."""
-        self._store(kept.keys, kept.values, kept.indices, None, uniform)
+        self._store(kept.keys, kept.values, kept.indices, None, kept.total)
         self.sums = None if kept.sums is None else kept.sums[..., kept.indices.shape[2] - self.stored :]
         self._seen_when_stored = seen
 
@@ -211,7 +210,7 @@ class Memory:
             self.sums = reduced.sums
             return
         self.merge_threshold, self.noted = reduced.merge_threshold, reduced.noted
-        self.put(reduced, seen, reduced.fills_all_slots)
+        self.put(reduced, seen)
 
     def remember(self, queries: torch.Tensor | None) -> None:
         """Keep the latest queries, see `Choice.latest`."""
@@ -260,12 +259,12 @@ class Memory:
         twin.latest_queries, twin.log = list(self.latest_queries), copy.copy(self.log)
         return twin
 
-    def _store(self, keys, values, indices, pads, uniform: bool = False) -> None:
+    def _store(self, keys, values, indices, pads, total: int | None = None) -> None:
         """Arguments as in storage.py; `indices` None for a cache that keeps everything, which may hold pads."""
         evicts = self._policy.decode is not None
         room = self._policy.decode_interval if evicts else self._room
         channels = self._channels(keys, indices, pads)
-        self.storage = new_storage(self._policy.engine, keys, values, indices, pads, room, uniform, channels)
+        self.storage = new_storage(self._policy.engine, keys, values, indices, pads, room, total, channels)
 
     def _channels(self, keys, indices, pads) -> torch.Tensor | None:
         """Those that keys have, where they lose any: chosen when the first entries are stored."""

@@ -203,7 +203,8 @@ class Prefill(Pass):
         choice, memory, tokens = self.choice, self.memory, self.tokens
         if tokens.source is not None:  # a token method has chosen: all that came so far is stored
             columns = tokens.source[:, None].expand(states.keys.shape[:3]).to(states.keys.device)
-            memory.settle(tokens, Kept(states.keys, states.values, columns), uniform=tokens.padding is None)
+            total = columns.numel() if tokens.padding is None else None
+            memory.settle(tokens, Kept(states.keys, states.values, columns, total=total))
             return self.then
         if choice.policy.moves_keys:
             memory.rotary = choice.rotary_to_move(states.rotary, self.first)
@@ -218,11 +219,11 @@ class Prefill(Pass):
             return self.then
         candidates = choice.candidates(states, view, tokens.context, sums)
         if max(tokens.context) == 0:
-            memory.settle(tokens, candidates.with_sums(candidates.question), uniform=False)
+            memory.settle(tokens, candidates.with_sums(candidates.question))
         elif choice.waits:
             return Waiting(self, candidates, states)
         else:
-            memory.settle(tokens, *choice.keep(candidates))
+            memory.settle(tokens, choice.keep(candidates))
         return self.then
 
 
@@ -273,7 +274,7 @@ class LaterChunk(Prefill):
         if reduced.indices is not both.indices:
             memory.merge_threshold = reduced.merge_threshold
         memory.noted = reduced.noted
-        memory.put(reduced, seen, reduced.fills_all_slots)
+        memory.put(reduced, seen)
         log.kept = (reduced.indices >= 0).sum(2).float().mean(1)
         return self.then
 
@@ -326,7 +327,7 @@ class Waiting(Pass):
         if self.choice.policy.layer_budget.is_measured:
             self.memory.log.shares = budgets
         of_layer = budgets[self.choice.place]
-        self.memory.settle(self.tokens, *self.choice.keep_scored(self.candidates, self.scores, of_layer))
+        self.memory.settle(self.tokens, self.choice.keep_scored(self.candidates, self.scores, of_layer))
         return self.then
 
 

@@ -184,10 +184,8 @@ class RaggedSlotPool(SlotPool):
 
     def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Attention of one token's queries (slots, heads, 1, head_dim); the result has the same shape."""
-        # Only a CPU needs every size on the host.
-        sizes = self._sizes() if query.device.type == "cpu" else [self.longest]
-        lengths = self.lengths.clamp(min=1)
-        return ragged_decode(query, self.keys, self.values, self.starts, lengths, sizes, scaling)
+        segments = self.keys, self.values, self.starts, self.lengths.clamp(min=1), self.longest
+        return ragged_decode(query, *segments, self._sizes, scaling)
 
     def _sizes(self) -> list[int]:
         """Rows of the buffer, used and spare in turn, for every head of every slot."""

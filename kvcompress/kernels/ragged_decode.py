@@ -5,6 +5,7 @@ the segment of `lengths[b, h]` (at least 1) rows from `starts[b, h]` on; the res
 Between segments lie spare rows, which nobody may read: they are not initialised.
 """
 
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 
@@ -18,7 +19,8 @@ def ragged_decode(
     values: torch.Tensor,
     starts: torch.Tensor,
     lengths: torch.Tensor,
-    sizes: list[int],
+    longest: int,
+    sizes: Callable[[], list[int]],
     scaling: float,
 ) -> torch.Tensor:
     """The fastest way of the query's device: one call per segment on a CPU, where it was measured to win
@@ -27,15 +29,16 @@ def ragged_decode(
 
     Args:
         starts, lengths: LongTensors (batch, kv_heads).
-        sizes: the same for the host: rows of the flat buffer, used and spare in turn, one pair per segment.
+        longest: at least as many rows as the longest segment has.
+        sizes: asked on a CPU: rows of the flat buffer, used and spare in turn, one pair per segment.
     """
     if query.device.type == "cpu":
-        return decode_by_segment(query, keys, values, sizes, scaling)
+        return decode_by_segment(query, keys, values, sizes(), scaling)
     if query.device.type == "cuda" and has_triton():
         from .ragged_decode_triton import ragged_decode_triton
 
-        return ragged_decode_triton(query, keys, values, starts, lengths, max(sizes[::2]), scaling)
-    return decode_gathered(query, keys, values, starts, lengths, max(sizes[::2]), scaling)
+        return ragged_decode_triton(query, keys, values, starts, lengths, longest, scaling)
+    return decode_gathered(query, keys, values, starts, lengths, longest, scaling)
 
 
 @cache
@@ -66,7 +69,7 @@ def ragged_decode_reference(
 def decode_by_segment(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sizes: list[int], scaling: float
 ) -> torch.Tensor:
-    """One attention call per segment, with the query heads of its KV head as queries; `sizes` as in `ragged_decode`.
+    """One attention call per segment, with the query heads of its KV head as queries; `sizes` as `ragged_decode` asks.
     Copies nothing."""
     packed = query.reshape(1, len(sizes) // 2, -1, query.shape[3])  # (1, segments, groups, head_dim)
     segments = zip(

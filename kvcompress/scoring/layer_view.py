@@ -232,8 +232,8 @@ class Kept:
     from, LongTensor (batch, kv_heads, kept), ascending; -1 marks the unused leading slots of a row or head that
     keeps fewer. `sums` (batch, kv_heads, kept): `LayerView.sums` of each, where they are carried on. `merge_threshold`
     (batch, kv_heads): from which cosine on evicted entries were merged, where merging has such a threshold. `noted`
-    (batch, ...): what the cluster wants to know of this choice at the next one. `fills_all_slots`: the host knows that
-    no slot is unused."""
+    (batch, ...): what the cluster wants to know of this choice at the next one. `total`: the slots in use of all rows
+    and heads, where the host knows."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -241,7 +241,12 @@ class Kept:
     sums: torch.Tensor | None = None
     merge_threshold: torch.Tensor | None = None
     noted: torch.Tensor | None = None
-    fills_all_slots: bool = False
+    total: int | None = None
+
+    @property
+    def fills_all_slots(self) -> bool:
+        """The host knows that no slot is unused."""
+        return self.total == self.indices.numel()
 
 
 def gather(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, sums: torch.Tensor | None = None) -> Kept:

@@ -66,16 +66,18 @@ def adaptive_indices(
     `ADAPTIVE`) says, and `safeguard` how much of that is even. What is left over goes by the ranking of all heads.
     Among equal scores the most recent column wins.
 
-    Arguments as in `top_indices`. One synchronisation with the device: the longest head's length.
+    Arguments as in `top_indices`. On CUDA the result has slots for as many as one head could keep.
     """
     columns = scores.shape[-1]
     if padding is not None:
         scores = scores.masked_fill(pad_columns(padding, columns), float("-inf"))
-    total = on_device([round(budget * scores.shape[1]) for budget in budgets], scores.device)[:, None]
+    totals = [round(budget * scores.shape[1]) for budget in budgets]
+    total = on_device(totals, scores.device)[:, None]
     sure = ADAPTIVE[head_budget](scores, total, safeguard)
     scores = scores.masked_fill(ranks(scores) < sure[..., None], float("inf"))
     chosen = _ranks_of_all(scores) < total[..., None]
-    most = int(chosen.sum(-1).max())
+    # How many the longest head keeps; where asking would mean to wait, the most that it can.
+    most = min(max(totals), columns) if scores.device.type == "cuda" else int(chosen.sum(-1).max())
     kept = torch.where(chosen, torch.arange(columns, device=scores.device), -1)
     return kept.sort(-1).values[..., -most:]
 

@@ -52,8 +52,9 @@ def place() -> str:
     frame, other = sys._getframe(1), ""
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/kvcompress/" in file and "/kvcompress/bench/" not in file:
-            return f"{file.rpartition('/kvcompress/')[2]}:{frame.f_lineno}"
+        own = file.rpartition("/kvcompress/")[2] if "/kvcompress/" in file else ""
+        if own and not own.startswith(("bench/", "__main__", "command_line")):
+            return f"{own}:{frame.f_lineno}"
         if not other and "/transformers/" in file:
             other = f"transformers/{file.rpartition('/transformers/')[2]}:{frame.f_lineno}"
         frame = frame.f_back

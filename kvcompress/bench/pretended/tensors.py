@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
-from .counts import KERNELS, place, touched, traffic
-
-if TYPE_CHECKING:
-    from .device import PretendedCuda
+from .counts import KERNELS, Counts, place, touched, traffic
 
 CUDA = torch.device("cuda", 0)
 FREE = {"detach", "alias", "lift_fresh", "lift", "_unsafe_view", "is_pinned", "prim_device"}
@@ -28,7 +25,19 @@ WAITING = {
     "geqrf", "cholesky",
 }  # fmt: skip
 NO_TENSOR = {"_local_scalar_dense", "equal", "is_same_size"}
-current: list[PretendedCuda] = []  # the innermost one; the last one of all, for tensors that outlive it
+
+
+class Device(Protocol):
+    """What tensors know of the device that they are on."""
+
+    counts: Counts
+
+    def wait(self, why: str) -> None: ...
+
+    def held(self, inner: torch.Tensor) -> CudaTensor: ...
+
+
+current: list[Device] = []  # the innermost one is last; one stays, for tensors that outlive it
 
 
 class CudaTensor(torch.Tensor):
@@ -96,7 +105,7 @@ class CudaTensor(torch.Tensor):
 class Made(TorchDispatchMode):
     """Operations that make a tensor on the device from none that is there."""
 
-    def __init__(self, gpu: PretendedCuda):
+    def __init__(self, gpu: Device):
         super().__init__()
         self.gpu = gpu
 
@@ -104,7 +113,7 @@ class Made(TorchDispatchMode):
         return run(self.gpu, func, args, kwargs or {})
 
 
-def run(gpu: PretendedCuda, func: Any, args: tuple, kwargs: dict) -> Any:
+def run(gpu: Device, func: Any, args: tuple, kwargs: dict) -> Any:
     """An operation, counted, on the numbers inside. Raises RuntimeError where CUDA does."""
     given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
     there = [tensor for tensor in given if isinstance(tensor, CudaTensor)]
@@ -153,7 +162,7 @@ def _check(name: str, func: Any, args: tuple, given: list[torch.Tensor], there: 
         raise RuntimeError(f'"{name}_cuda" not implemented for {there[0].dtype}, at {place()}')
 
 
-def _wait(gpu: PretendedCuda, name: str, func: Any, args: tuple, kwargs: dict) -> None:
+def _wait(gpu: Device, name: str, func: Any, args: tuple, kwargs: dict) -> None:
     if name in WAITING:
         gpu.wait(name)
     elif name == "repeat_interleave" and func._overloadname == "Tensor" and kwargs.get("output_size") is None:
@@ -186,9 +195,7 @@ def _computed(name: str, func: Any, args: tuple, kwargs: dict, to_cuda: bool) ->
     return result.clone() if name == "_to_copy" and to_cuda and result is args[0] else result
 
 
-def _count(
-    gpu: PretendedCuda, name: str, func: Any, args: tuple, kwargs: dict, result: Any, there: list[CudaTensor]
-) -> None:
+def _count(gpu: Device, name: str, func: Any, args: tuple, kwargs: dict, result: Any, there: list[CudaTensor]) -> None:
     if name in FREE or func.is_view:
         return
     made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
@@ -206,7 +213,7 @@ def _count(
     gpu.counts.launch(name, kernels, traffic(name, inner, made))
 
 
-def attention(gpu: PretendedCuda, query, key, value, attn_mask=None, *args: Any, **kwargs: Any) -> torch.Tensor:
+def attention(gpu: Device, query, key, value, attn_mask=None, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`scaled_dot_product_attention`, counted as the kernel that PyTorch would choose."""
     parts = [query, key, value, *([] if attn_mask is None else [attn_mask])]
     if not all(isinstance(part, CudaTensor) for part in parts):

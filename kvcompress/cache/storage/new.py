@@ -19,7 +19,7 @@ def new_storage(
     indices: torch.Tensor | None,
     pads: torch.Tensor | None,
     room: int | None,
-    uniform: bool,
+    total: int | None,
     channels: torch.Tensor | None = None,
 ) -> Storage:
     """The storage that `cache_implementation` names, with room for `room` tokens (None: an eighth more). `indices` is
@@ -31,11 +31,12 @@ def new_storage(
     if kind in ("static", "offloaded_static"):
         storage = StaticStorage(keys, values, indices, pads, room)
     elif kind == "quantized" and engine.kv_backend == "turboquant":
-        storage = TurboQuantStorage(keys, values, indices, pads, engine.kv_bits, room, uniform)
+        storage = TurboQuantStorage(keys, values, indices, pads, engine.kv_bits, room, total)
     elif kind == "quantized":
         storage = QuantizedStorage(keys, values, indices, pads, engine.quantizer, engine.kv_residual)
     elif kind == "think":
+        uniform = indices is not None and total == indices.numel()
         storage = ThinKStorage(keys, values, indices, pads, channels, engine.key_recent, room, uniform)
     else:
-        storage = store(keys, values, indices, pads, room, uniform)
+        storage = store(keys, values, indices, pads, room, total)
     return OffloadedStorage(storage, device) if kind.startswith("offloaded") else storage

@@ -1,6 +1,7 @@
 """Entries of which rows and KV heads keep different numbers, without padding."""
 
 import torch
+import torch.nn.functional as F
 
 from ...kernels.ragged_decode import ragged_decode
 from ...scoring.layer_view import Kept
@@ -13,20 +14,30 @@ class RaggedStorage(Storage):
     to the segments where they lie.
 
     Args:
-        kept: right-aligned, with -1 in unused slots.
-        counts: LongTensor (batch, kv_heads), entries in use; `flat` is the same as a list, so that no later step has
-            to ask the device.
+        kept: right-aligned, with -1 in unused slots, and with `total`.
+        counts: LongTensor (batch, kv_heads), entries in use.
+        flat: the same as a list, for a host that asks; None: not known yet, and read from the device when it is.
     """
 
     decodes_in_place = True
 
-    def __init__(self, kept: Kept, counts: torch.Tensor, flat: list[int], room: int | None):
-        self.entries = self.length = max(flat)
+    def __init__(self, kept: Kept, counts: torch.Tensor, flat: list[int] | None, room: int | None):
+        self.entries = self.length = kept.indices.shape[2] if flat is None else max(flat)
         self.appended = 0
-        self.counts, self.flat = counts, flat
-        used = kept.indices >= 0
-        self.indices = kept.indices[used].to(torch.int32)
-        self._place(kept.keys[used], kept.values[used], spare(self.entries) if room is None else room)
+        self.counts, self._flat = counts, flat
+        # Stable: those in use come first, row by row and head by head.
+        used = (kept.indices < 0).flatten().argsort(stable=True)[: kept.total]
+        self.indices = kept.indices.flatten()[used].to(torch.int32)
+        segments = counts.numel()
+        room = spare(self.entries if flat else -(-kept.total // segments)) if room is None else room
+        self._place(kept.keys.flatten(0, 2)[used], kept.values.flatten(0, 2)[used], room)
+
+    @property
+    def flat(self) -> list[int]:
+        """Entries of each segment without those that were appended."""
+        if self._flat is None:
+            self._flat = self.counts.flatten().tolist()
+        return self._flat
 
     def _place(self, keys: torch.Tensor, values: torch.Tensor, room: int) -> None:
         """Write segments (entries in use, head_dim), row by row and head by head, with `room` behind each."""
@@ -34,13 +45,17 @@ class RaggedStorage(Storage):
         size = (self.counts + self.appended).flatten()
         ends = (size + room).cumsum(0)
         self.starts = (ends - room - size).view_as(self.counts)
-        # Entry i of the packed order lies behind the room of all segments before its own.
-        total = len(keys)
-        segment = torch.repeat_interleave(size, output_size=total)
-        rows = torch.arange(total, device=keys.device) + segment * room
-        capacity = total + room * size.numel()
+        rows = self._packed_rows(len(keys))
+        capacity = len(keys) + room * size.numel()
         self.keys = lasting(keys.new_zeros, (capacity, keys.shape[1])).index_copy_(0, rows, keys)
         self.values = lasting(values.new_zeros, (capacity, values.shape[1])).index_copy_(0, rows, values)
+
+    def _packed_rows(self, total: int) -> torch.Tensor:
+        """The buffer row of each of the `total` entries, row by row and head by head. Entry i of that order lies behind
+        the room of all segments before its own."""
+        size = (self.counts + self.appended).flatten()
+        segment = torch.repeat_interleave(size, output_size=total)
+        return torch.arange(total, device=size.device) + segment * self.room
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         new = keys.shape[2]
@@ -55,8 +70,7 @@ class RaggedStorage(Storage):
         self.room -= new
 
     def _grow(self, room: int) -> None:
-        used, rows = self._rows()
-        rows = rows[used]
+        rows = self._packed_rows(len(self.indices) + self.appended * self.counts.numel())
         self._place(self.keys[rows], self.values[rows], room)
 
     def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,29 +89,33 @@ class RaggedStorage(Storage):
         return self.keys, self.values, self.starts, self.counts + self.appended, self.length
 
     def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        sizes = [rows for length in self.flat for rows in (length + self.appended, self.room)]
-        return ragged_decode(query, self.keys, self.values, self.starts, self.counts + self.appended, sizes, scaling)
+        return ragged_decode(query, *self.segments(), self._sizes, scaling)
+
+    def _sizes(self) -> list[int]:
+        return [rows for length in self.flat for rows in (length + self.appended, self.room)]
 
     def visible(self) -> torch.Tensor:
         return self._rows()[0]
 
     def columns(self, seen: int) -> torch.Tensor:
-        used, _ = self._rows()
-        shape = (*self.counts.shape, self.appended)
-        kept = torch.full((*self.counts.shape, self.entries), -1, device=self.keys.device)
-        kept[used[..., : self.entries]] = self.indices.long()
-        new = torch.arange(seen - self.appended, seen, device=self.keys.device).expand(shape)
+        kept = self._kept_columns()
+        new = torch.arange(seen - self.appended, seen, device=kept.device).expand(*kept.shape[:2], -1)
         return torch.cat([kept, new], dim=2)
 
+    def _kept_columns(self) -> torch.Tensor:
+        """The columns of the slots without those that were appended: LongTensor (batch, kv_heads, entries)."""
+        ends = self.counts.flatten().cumsum(0).view_as(self.counts)  # in `indices`
+        slot = torch.arange(self.entries, device=ends.device) - self.entries
+        place = (ends[..., None] + slot).clamp(min=0)
+        columns = F.pad(self.indices.long(), (0, 1))[place]  # an entry more, for segments without any
+        return columns.masked_fill(slot < -self.counts[..., None], -1)
+
     def select(self, rows: torch.Tensor) -> None:
-        used, buffer_rows = self._rows()
-        used, buffer_rows = used[rows], buffer_rows[rows]
-        kept = torch.full((*self.counts.shape, self.entries), -1, device=self.keys.device, dtype=torch.int32)
-        kept[self._rows()[0][..., : self.entries]] = self.indices
-        heads = self.counts.shape[1]
-        self.flat = [n for row in rows.tolist() for n in self.flat[row * heads : (row + 1) * heads]]
+        used, buffer_rows = (each[rows] for each in self._rows())
+        kept = self._kept_columns()[rows]
+        self._flat = None
         self.counts = self.counts[rows]
-        self.indices = kept[rows][used[..., : self.entries]]
+        self.indices = kept[kept >= 0].to(torch.int32)
         packed = buffer_rows[used]
         self._place(self.keys[packed], self.values[packed], self.room)
 

@@ -14,16 +14,17 @@ def store(
     indices: torch.Tensor | None,
     pads: torch.Tensor | None,
     room: int | None,
-    uniform: bool = False,
+    total: int | None = None,
 ) -> Storage:
-    """Store what was kept, with room for `room` tokens; arguments as in `DenseStorage`. `uniform`: the caller knows
-    that no slot is unused; otherwise the lengths are counted, which synchronises with the device."""
-    if indices is None or uniform:
+    """Store what was kept, with room for `room` tokens; arguments as in `DenseStorage`. `total`: the slots in use of
+    all rows and heads; where the caller does not know it they are counted, which waits for the device."""
+    if indices is None or total == indices.numel():
         return DenseStorage(keys, values, indices, pads, room)
     counts = (indices >= 0).sum(-1)
-    lengths = counts.tolist()
-    flat = [length for row in lengths for length in row]
+    if total is not None and indices.device.type == "cuda":
+        return RaggedStorage(Kept(keys, values, indices, total=total), counts, None, room)
+    flat = counts.flatten().tolist()
     if min(flat) == max(flat):
         unused = indices.shape[2] - flat[0]
         return DenseStorage(*(part[:, :, unused:] for part in (keys, values, indices)), None, room)
-    return RaggedStorage(Kept(keys, values, indices), counts, flat, room)
+    return RaggedStorage(Kept(keys, values, indices, total=sum(flat)), counts, flat, room)

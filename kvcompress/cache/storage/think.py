@@ -47,8 +47,8 @@ class ThinKStorage(Storage):
         first = max(keys.shape[2] - recent, 0)
 
         def part(keys: torch.Tensor, some: slice, room: int | None) -> Storage:
-            of_part = (None if each is None else each[..., some] for each in (indices, pads))
-            return store(keys, values[:, :, some], *of_part, room, uniform)
+            places, empty = (None if each is None else each[..., some] for each in (indices, pads))
+            return store(keys, values[:, :, some], places, empty, room, places.numel() if uniform else None)
 
         thin = keys[:, :, :first].gather(3, channels[:, :, None].expand(-1, -1, first, -1))
         self.thin = part(thin, slice(first), 0)

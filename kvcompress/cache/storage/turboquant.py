@@ -22,10 +22,10 @@ class TurboQuantStorage(Storage):
     is_final = True
     decodes_in_place = True
 
-    def __init__(self, keys, values, indices, pads, bits: int, room: int | None, uniform: bool):
+    def __init__(self, keys, values, indices, pads, bits: int, room: int | None, total: int | None):
         self.dtype = keys.dtype
         self.codecs = tuple(codec(part.shape[3], bits, part.device) for part in (keys, values))
-        self.inner = store(*self._packed(keys, values), indices, pads, room, uniform)
+        self.inner = store(*self._packed(keys, values), indices, pads, room, total)
 
     def _packed(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.codecs[0].pack(keys), self.codecs[1].pack(values)

@@ -235,7 +235,7 @@ def test_the_last_head_may_keep_nothing_and_have_no_room():
     """Its segment then begins where the buffer ends."""
     keys = torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(0))
     indices = torch.tensor([[[0, 1, 2], [-1, -1, -1]]])
-    storage = RaggedStorage(Kept(keys, keys + 1, indices), torch.tensor([[3, 0]]), [3, 0], room=0)
+    storage = RaggedStorage(Kept(keys, keys + 1, indices, total=3), torch.tensor([[3, 0]]), [3, 0], room=0)
     read = storage.read()
     assert torch.equal(read[0][0, 0], keys[0, 0])
     assert torch.equal(read[1][0, 0], keys[0, 0] + 1)
