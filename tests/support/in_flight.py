@@ -70,5 +70,5 @@ def check_in_flight(
     expected = alone(model, requests, new, method, **options)
     found = in_flight(model, requests, expected, method, slots, **options)
     for (tokens, logits), (expected_tokens, expected_logits) in zip(found, expected, strict=True):
-        assert torch.equal(tokens, expected_tokens)
-        torch.testing.assert_close(logits, expected_logits, atol=tolerance, rtol=0)
+        assert torch.equal(tokens.cpu(), expected_tokens.cpu())
+        torch.testing.assert_close(logits.cpu(), expected_logits.cpu(), atol=tolerance, rtol=0)

@@ -1,0 +1,27 @@
+"""`pytest -p tests.gpu.pretended -m gpu tests/gpu`: these tests as on a CUDA device, on one that is pretended.
+
+`PRETENDED_EVERY=40` runs one of forty, of which `PRETENDED_FIRST` says where they begin.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # Triton asks when it is imported
+
+import pytest
+
+from kvcompress.bench.pretended.device import PretendedCuda
+
+GPU = PretendedCuda()
+
+
+def pytest_configure() -> None:
+    GPU.__enter__()
+
+
+def pytest_unconfigure() -> None:
+    GPU.__exit__(None, None, None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = items[int(os.environ.get("PRETENDED_FIRST", "0")) :: int(os.environ.get("PRETENDED_EVERY", "1"))]
