@@ -239,7 +239,9 @@ class SlotLayer(DecodingLayer):
     def _evict(self, slots: list[int], decoded: int) -> None:
         memories = [self._memories[slot] for slot in slots]
         seen = [self._slots.held[slot] for slot in slots]
-        queries = None if self._latest is None else self._latest[slots][:, :, self._order]
+        queries = None
+        if self._latest is not None:
+            queries = self._latest[on_device(slots, self._latest.device)][:, :, self._order]
         joined = JoinedMemory(self.policy, memories, seen, self.storage.kept(slots), queries, decoded)
         before, rotary = joined.result, self._slots.rotary
         if rotary is not None:

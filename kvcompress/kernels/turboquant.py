@@ -38,6 +38,7 @@ class TurboQuant:
         self.codebook = codebook(dim, bits).to(device)
         self._boundaries = (self.codebook[1:] + self.codebook[:-1]) / 2
         self._shifts = torch.arange(CODES_PER_BYTE, dtype=torch.uint8, device=device)
+        self._planes = torch.arange(bits, dtype=torch.uint8, device=device)[:, None, None]
         # byte -> its bits, lowest first, each in a byte of an int64
         bits = torch.arange(256, dtype=torch.uint8, device=device)[:, None] >> self._shifts & 1
         self._spread = bits.contiguous().view(torch.int64).flatten()
@@ -49,9 +50,9 @@ class TurboQuant:
         unit = vectors / norms.clamp(min=torch.finfo(torch.float32).tiny)
         codes = torch.bucketize(self.rotate(unit), self._boundaries, out_int32=True).to(torch.uint8)
         codes = torch.nn.functional.pad(codes, (0, -self.dim % CODES_PER_BYTE)).unflatten(-1, (-1, CODES_PER_BYTE))
-        planes = [((codes >> bit & 1) << self._shifts).sum(-1, dtype=torch.uint8) for bit in range(self.bits)]
+        planes = ((codes.unsqueeze(-3) >> self._planes & 1) << self._shifts).sum(-1, dtype=torch.uint8).flatten(-2)
         stored = norms.clamp(max=torch.finfo(torch.float16).max).to(torch.float16).contiguous().view(torch.uint8)
-        return torch.cat([*planes, stored], dim=-1)
+        return torch.cat([planes, stored], dim=-1)
 
     def unpack(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """uint8 (..., nbytes) -> (..., dim), still rotated."""

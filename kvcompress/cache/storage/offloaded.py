@@ -1,13 +1,37 @@
 """Entries in the CPU's memory."""
 
-import torch
+from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
+
+from ...device import on_device
 from .base import Storage
+from .dense import DenseStorage
+
+TAIL = 64  # decoded tokens of a layer that wait on the device before they leave it together
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """Decoded tokens on their way to the CPU's memory.
+
+    Attributes:
+        tokens: how many.
+        there: their keys and values on the device, which stay until `here` has them.
+        here: the same in pinned memory, once `arrived` has happened.
+    """
+
+    tokens: int
+    there: tuple[torch.Tensor, ...]
+    here: tuple[torch.Tensor, ...]
+    arrived: torch.cuda.Event
 
 
 class OffloadedStorage(Storage):
     """Another storage in the CPU's memory: its entries come to the device for the one layer that attends, and the next
-    layer's are on their way meanwhile.
+    layer's are on their way meanwhile. On CUDA no step waits: what is copied is pinned, and decoded tokens stay on the
+    device until there are `TAIL` of them and their copy has arrived.
 
     Args:
         inner: a storage on the CPU.
@@ -18,10 +42,22 @@ class OffloadedStorage(Storage):
         self.inner, self.device = inner, device
         self.fetched: tuple[torch.Tensor, ...] | None = None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.tail: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._leaving: Leaving | None = None
+        self._pin()
+
+    def _pin(self) -> None:
+        """What is read as it lies is copied as it lies."""
+        if self.stream is not None and isinstance(self.inner, DenseStorage) and not self.inner.keys.is_pinned():
+            self.inner.keys, self.inner.values = self.inner.keys.pin_memory(), self.inner.values.pin_memory()
+
+    @property
+    def _tail_length(self) -> int:
+        return sum(keys.shape[2] for keys, _ in self.tail)
 
     @property
     def length(self) -> int:
-        return self.inner.length
+        return self.inner.length + self._tail_length
 
     @property
     def is_whole(self) -> bool:
@@ -33,31 +69,58 @@ class OffloadedStorage(Storage):
 
     @property
     def appended(self) -> int:
-        return int(self.inner.appended)
+        return int(self.inner.appended) + self._tail_length
 
     def prefetch(self) -> None:
         """Start bringing the entries to the device, beside what it is computing."""
         if self.stream is not None and self.fetched is None:
             with torch.cuda.stream(self.stream):
-                self.fetched = tuple(part.pin_memory().to(self.device, non_blocking=True) for part in self.inner.read())
+                self.fetched = self._on_the_way()
+
+    def _on_the_way(self) -> tuple[torch.Tensor, ...]:
+        """The inner storage's keys and values, being copied to the device."""
+        if not isinstance(self.inner, DenseStorage):
+            return tuple(part.pin_memory().to(self.device, non_blocking=True) for part in self.inner.read())
+        buffers = (self.inner.keys, self.inner.values)  # as they lie, the spare room too
+        return tuple(part.to(self.device, non_blocking=True)[:, :, : self.inner.length] for part in buffers)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if self.stream is not None and not self.inner.has_fixed_shapes:
+            self.tail.append((keys, values))
+            return
         self.inner.append(keys.cpu(), values.cpu())
-        if self.fetched is None:
-            return
-        fetched, new = self._arrived(), (keys, values)
-        if self.inner.has_fixed_shapes:  # the buffers have room
+        if self.fetched is not None:  # the buffers have room
             first = int(self.inner.cursor) - keys.shape[2]
-            for buffer, part in zip(fetched, new, strict=True):
+            for buffer, part in zip(self._arrived(), (keys, values), strict=True):
                 buffer[:, :, first : first + keys.shape[2]] = part
-            return
-        self.fetched = tuple(torch.cat([old, part], dim=2) for old, part in zip(fetched, new, strict=True))
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.fetched is None:
+        if self.stream is None:
             return tuple(part.to(self.device) for part in self.inner.read())
-        fetched, self.fetched = self._arrived(), None  # the device holds one layer's entries at a time
-        return fetched
+        own = self._on_the_way() if self.fetched is None else self._arrived()
+        self.fetched = None  # the device holds one layer's entries at a time
+        if not self.tail:
+            return own
+        parts = tuple(
+            torch.cat([part, *new], dim=2) for part, new in zip(own, zip(*self.tail, strict=True), strict=True)
+        )
+        self._hand_over()
+        return parts
+
+    def _hand_over(self) -> None:
+        """Send a long tail to the CPU's memory; what has arrived there is stored."""
+        leaving = self._leaving
+        if leaving is None and self._tail_length >= TAIL:
+            there = tuple(torch.cat(parts, dim=2) for parts in zip(*self.tail, strict=True))
+            self.tail = [there]
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self.stream):
+                here = tuple(part.to("cpu", non_blocking=True) for part in there)  # into pinned memory
+                self._leaving = Leaving(there[0].shape[2], there, here, self.stream.record_event())
+        elif leaving is not None and leaving.arrived.query():
+            self.inner.append(*leaving.here)
+            self._pin()
+            self.tail, self._leaving = self.tail[1:], None
 
     def _arrived(self) -> tuple[torch.Tensor, ...]:
         """What was fetched, once it is there. Its memory, which is the copying stream's, is not given to the next copy
@@ -70,22 +133,29 @@ class OffloadedStorage(Storage):
 
     def visible(self) -> torch.Tensor | None:
         visible = self.inner.visible()
-        return None if visible is None else visible.to(self.device)
+        return None if visible is None else F.pad(on_device(visible, self.device), (0, self._tail_length), value=True)
 
     def columns(self, seen: int) -> torch.Tensor:
-        return self.inner.columns(seen).to(self.device)
+        tail = self._tail_length
+        columns = on_device(self.inner.columns(seen - tail), self.device)
+        if not tail:
+            return columns
+        new = torch.arange(seen - tail, seen, device=self.device).expand(*columns.shape[:2], -1)
+        return torch.cat([columns, new], dim=2)
 
     def fork(self) -> "OffloadedStorage":
         twin = super().fork()
         twin.inner, twin.fetched = self.inner.fork(), None
+        twin.tail, twin._leaving = list(self.tail), None
         return twin
 
     def select(self, rows: torch.Tensor) -> None:
         self.inner.select(rows.cpu())
-        self.fetched = None
+        self.tail = [(keys[rows], values[rows]) for keys, values in self.tail]
+        self.fetched = self._leaving = None
 
     def tensors(self) -> list[torch.Tensor]:
-        return self.inner.tensors()
+        return [*self.inner.tensors(), *(part for parts in self.tail for part in parts)]
 
     @property
     def room_nbytes(self) -> int:
