@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_BYTES = 16384  # of the block that a loop loads; the block that stays is twice as long
+BLOCK_BYTES = 16384  # of the block that a loop loads
 MOST_ROWS = 64  # of the block that a loop loads
 
 
@@ -36,23 +36,25 @@ def column_sums_triton(
     sums = torch.empty(batch, heads, columns, device=device)
     log_sums = torch.empty_like(sums)
 
-    block_dim = max(16, triton.next_power_of_2(head_dim))
-    moving = min(MOST_ROWS, max(16, BLOCK_BYTES // (block_dim * keys.element_size())))
-    staying = 2 * moving
-    grid = (triton.cdiv(columns, staying), batch * heads)
+    blocks = blocks_of(head_dim, keys.dtype)
+    grid = (triton.cdiv(columns, blocks["STAYING"]), batch * heads)
     strides = (*queries.stride()[:3], *keys.stride()[:3])
     shape = (columns, heads, scaling * math.log2(math.e))
-    fixed = {
-        "GROUPS": heads // kv_heads,
-        "HEAD_DIM": head_dim,
-        "BLOCK_DIM": block_dim,
-        "STAYING": staying,
-        "MOVING": moving,
-    }
+    fixed = {"GROUPS": heads // kv_heads, "HEAD_DIM": head_dim, **blocks}
     with torch.cuda.device_of(keys):  # triton launches on the current device
         _sum_rows[grid](queries, keys, padding, first, log_sums, *strides, *shape, **fixed)
         _sum_columns[grid](queries, keys, padding, first, weights, log_sums, sums, *strides, *shape, **fixed)
     return sums.unflatten(1, (kv_heads, -1)).mean(2)
+
+
+def blocks_of(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """The sizes of the kernels' blocks, and their warps, with which no register spills (`python -m
+    benchmarks.gpu.offline`): in fp32, whose products no tensor core makes, smaller ones."""
+    block_dim = max(16, triton.next_power_of_2(head_dim))
+    moving = min(MOST_ROWS, max(16, BLOCK_BYTES // (block_dim * dtype.itemsize)))
+    if dtype != torch.float32:
+        return {"BLOCK_DIM": block_dim, "STAYING": 2 * moving, "MOVING": moving, "num_warps": 4}
+    return {"BLOCK_DIM": block_dim, "STAYING": 32, "MOVING": min(moving, 32), "num_warps": 8}
 
 
 @triton.jit

@@ -16,6 +16,7 @@ BLOCK_BYTES = 16384  # of a block of keys; the kernel then needs at most 83 KB o
 MOST_SPLITS = 64
 PROGRAMS_PER_PROCESSOR = 4
 STAGES = 3  # blocks on their way to shared memory; Triton's default
+PACKED_NUMBERS = 4096  # of a block of keys that is unpacked
 PACKED_STAGES = 1  # a block is loaded bit by bit: three stages would need 154 KB
 
 
@@ -43,10 +44,8 @@ def ragged_decode_triton(
         query = codecs[0].rotate(query)
     segments, (key_dim, value_dim) = starts.numel(), dims
     groups = query.shape[1] // starts.shape[1]
-    block_key, block_value = (max(16, triton.next_power_of_2(dim)) for dim in dims)
-    fitting = BLOCK_BYTES // (max(block_key, block_value) * query.element_size())
-    block_keys = min(MOST_KEYS, max(16, fitting))  # a matrix product needs 16 of each dimension
-    splits = splits or _splits(segments, triton.cdiv(longest, block_keys), query.device)
+    blocks = blocks_of(*dims, query.dtype, codecs is not None)
+    splits = splits or _splits(segments, triton.cdiv(longest, blocks["BLOCK_KEYS"]), query.device)
     query = query.contiguous()
     output = query.new_empty(*query.shape[:3], value_dim)
     partial = torch.empty(segments * groups, splits, value_dim, device=query.device, dtype=torch.float32)
@@ -70,15 +69,25 @@ def ragged_decode_triton(
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             BLOCK_GROUPS=max(16, triton.next_power_of_2(groups)),
-            BLOCK_KEY_DIM=block_key,
-            BLOCK_VALUE_DIM=block_value,
-            BLOCK_KEYS=block_keys,
-            num_stages=STAGES if codecs is None else PACKED_STAGES,
+            **blocks,
         )
-        _combine[(segments * groups,)](
-            partial, maxima, sums, output, SPLITS=splits, VALUE_DIM=value_dim, BLOCK_VALUE_DIM=block_value
-        )
+        of_value = {"VALUE_DIM": value_dim, "BLOCK_VALUE_DIM": blocks["BLOCK_VALUE_DIM"]}
+        _combine[(segments * groups,)](partial, maxima, sums, output, SPLITS=splits, **of_value)
     return output if codecs is None else codecs[1].rotate_back(output)
+
+
+def blocks_of(key_dim: int, value_dim: int, dtype: torch.dtype, is_packed: bool) -> dict[str, int]:
+    """The sizes of `_attend`'s blocks, with which no register spills (`python -m benchmarks.gpu.offline`): unpacking
+    needs registers, so that packed blocks are smaller."""
+    block_key, block_value = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    most = PACKED_NUMBERS // max(block_key, block_value) if is_packed else MOST_KEYS
+    fitting = BLOCK_BYTES // (max(block_key, block_value) * dtype.itemsize)
+    return {
+        "BLOCK_KEY_DIM": block_key,
+        "BLOCK_VALUE_DIM": block_value,
+        "BLOCK_KEYS": min(max(most, 16), max(fitting, 16), MOST_KEYS),  # a matrix product needs 16 of each dimension
+        "num_stages": PACKED_STAGES if is_packed else STAGES,
+    }
 
 
 def _splits(segments: int, blocks: int, device: torch.device) -> int:

@@ -1,0 +1,165 @@
+"""Every Triton kernel compiled for GPUs that are not here, by the ptxas that Triton ships: registers, stack and shared
+memory of each.
+
+    python -m benchmarks.gpu.offline                    # for sm_80, sm_90 and sm_100, into benchmarks/results/gpu/
+    python -m benchmarks.gpu.offline --quick            # the head sizes 64 and 128 in bf16 and fp32, for sm_90
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcompress.files import write_text
+
+OUT = Path(__file__).parents[1] / "results" / "gpu" / "offline.md"
+ARCHITECTURES = (80, 90, 100)
+HEAD_DIMS = (64, 80, 96, 128, 256)
+GROUPS = 7
+POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel with what Triton is told of its arguments: `types` by name, `fixed` values, launch `options`; `aligned`
+    numbers are multiples of 16."""
+
+    name: str
+    function: Any
+    types: dict[str, str]
+    fixed: dict[str, int]
+    options: dict[str, int]
+    aligned: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a program of the kernel takes: registers and bytes of stack per thread, bytes of shared memory."""
+
+    kernel: str
+    architecture: int
+    registers: int
+    stack: int
+    shared: int
+
+
+def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
+    """All that run for this head size and dtype."""
+    import triton
+
+    from kvcompress.kernels import column_sums_triton, compact_triton, ragged_decode_triton
+
+    pointer, name = POINTERS[dtype], f"{str(dtype).removeprefix('torch.')}, head size {head_dim}"
+    rows = {f"{of}_{what}" for of in ("query", "key") for what in ("row", "head", "column")}
+    blocks = column_sums_triton.blocks_of(head_dim, dtype)
+    options = {"num_warps": blocks.pop("num_warps")}
+    types = {"queries": pointer, "keys": pointer, "padding": "*i64", "first": "*i64", "weights": "*fp32"}
+    types |= {"log_sums": "*fp32", "sums": "*fp32", "scaling": "fp32", "columns": "i32", "heads": "i32"}
+    types |= dict.fromkeys(rows, "i32")
+    fixed = {"GROUPS": GROUPS, "HEAD_DIM": head_dim, **blocks}
+    for function in ("_sum_rows", "_sum_columns"):
+        aligned = frozenset({*rows, "columns"})
+        yield Kernel(f"{function}, {name}", getattr(column_sums_triton, function), types, fixed, options, aligned)
+
+    for bits in (0, 2, 3, 4):
+        blocks = ragged_decode_triton.blocks_of(head_dim, head_dim, dtype, bool(bits))
+        options = {"num_stages": blocks.pop("num_stages")}
+        stored, book = ("*u8", "*fp32") if bits else (pointer, pointer)
+        types = {"query": pointer, "output": pointer, "keys": stored, "values": stored, "scaling": "fp32"}
+        types |= {"key_codebook": book, "value_codebook": book, "starts": "*i64", "lengths": "*i64"}
+        types |= {"partial": "*fp32", "maxima": "*fp32", "sums": "*fp32"}
+        sizes = {"KEY_DIM": head_dim, "VALUE_DIM": head_dim, "BLOCK_GROUPS": max(16, triton.next_power_of_2(GROUPS))}
+        fixed = {"BITS": bits, "GROUPS": GROUPS, **sizes, **blocks}
+        packed = f", {bits} bits" if bits else ""
+        yield Kernel(f"_attend, {name}{packed}", ragged_decode_triton._attend, types, fixed, options)
+    fixed = {"SPLITS": 32, "VALUE_DIM": head_dim, "BLOCK_VALUE_DIM": blocks["BLOCK_VALUE_DIM"]}
+    yield Kernel(f"_combine, {name}", ragged_decode_triton._combine, types, fixed, {})
+
+    strides = [f"{of}_{what}" for of in ("key", "value") for what in ("row", "head", "column")]
+    types = dict.fromkeys(("keys", "values", "kept_keys", "kept_values"), pointer) | {"indices": "*i64"}
+    types |= dict.fromkeys((*strides, "kv_heads", "kept"), "i32")
+    block_dim = triton.next_power_of_2(head_dim)
+    fixed = {"KEY_DIM": head_dim, "VALUE_DIM": head_dim, "BLOCK_KEY_DIM": block_dim, "BLOCK_VALUE_DIM": block_dim}
+    fixed["BLOCK"] = compact_triton.BLOCK
+    yield Kernel(f"_move, {name}", compact_triton._move, types, fixed, {}, frozenset(strides))
+
+
+def compiled(kernel: Kernel, architecture: int) -> Resources:
+    """Raises Triton's own error where it does not compile."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.function.arg_names
+    signature = {name: "constexpr" if name in kernel.fixed else kernel.types[name] for name in names}
+    fixed = {(names.index(name),): value for name, value in kernel.fixed.items()}
+    is_aligned = [kernel.types.get(name, "").startswith("*") or name in kernel.aligned for name in names]
+    attributes = {(place,): [["tt.divisibility", 16]] for place, aligned in enumerate(is_aligned) if aligned}
+    source = ASTSource(kernel.function, signature, fixed, attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=kernel.options)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(number) for number in re.search(r"REG:(\d+) STACK:(\d+)", said).groups())
+    return Resources(kernel.name, architecture, registers, stack, made.metadata.shared)
+
+
+def measured(architectures: tuple[int, ...], head_dims: tuple[int, ...], dtypes: list[torch.dtype]) -> list[Resources]:
+    return [
+        compiled(kernel, architecture)
+        for head_dim in head_dims
+        for dtype in dtypes
+        for kernel in kernels(head_dim, dtype)
+        for architecture in architectures
+    ]
+
+
+def markdown(found: list[Resources]) -> str:
+    import triton
+
+    lines = [
+        "# Triton kernels, compiled without a GPU",
+        "",
+        f"By Triton {triton.__version__} and the ptxas that it ships: registers / bytes of stack per thread / KiB of "
+        "shared memory. Made by `python -m benchmarks.gpu.offline`.",
+        "",
+    ]
+    architectures = sorted({one.architecture for one in found})
+    lines += ["| kernel | " + " | ".join(f"sm_{each}" for each in architectures) + " |"]
+    lines += ["|---" + "|---:" * len(architectures) + "|"]
+    for name in dict.fromkeys(one.kernel for one in found):
+        of_name = [one for one in found if one.kernel == name]
+        cells = [f"{one.registers} / {one.stack} / {one.shared / 1024:.0f}" for one in of_name]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path, default=OUT)
+    given = parser.parse_args()
+    os.environ.pop("TRITON_INTERPRET", None)  # Triton asks when it is imported
+    if given.quick:
+        found = measured((90,), (64, 128), [torch.bfloat16, torch.float32])
+    else:
+        found = measured(ARCHITECTURES, HEAD_DIMS, list(POINTERS))
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(given.out, markdown(found))
+    for one in found:
+        if one.stack:
+            print(f"{one.kernel}, sm_{one.architecture}: {one.stack} bytes of stack")
+    print(f"{len(found)} kernels compiled: {given.out}")
+
+
+if __name__ == "__main__":
+    main()
