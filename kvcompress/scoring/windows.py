@@ -101,6 +101,10 @@ def attention_blocks(
 
 def protect_recent(scores: torch.Tensor, recent: list[int]) -> torch.Tensor:
     """The scores (batch, kv_heads, keys) with +inf at the last `recent[row]` columns of each row."""
+    if len(set(recent)) == 1:
+        protected = scores.clone()
+        protected[..., max(scores.shape[-1] - recent[0], 0) :] = float("inf")
+        return protected
     age = torch.arange(scores.shape[-1], 0, -1, device=scores.device)  # 1 at the last column
     young = age <= on_device(recent, scores.device)[:, None]
     return scores.masked_fill(young[:, None], float("inf"))

@@ -15,7 +15,8 @@ class RaggedStorage(Storage):
 
     Args:
         kept: right-aligned, with -1 in unused slots, and with `total`.
-        counts: LongTensor (batch, kv_heads), entries in use.
+        counts: LongTensor (batch, kv_heads), entries in use; `sizes` are the same with what was appended, which begin
+            at the rows `starts` and end before `ends`.
         flat: the same as a list, for a host that asks; None: not known yet, and read from the device when it is.
     """
 
@@ -42,29 +43,30 @@ class RaggedStorage(Storage):
     def _place(self, keys: torch.Tensor, values: torch.Tensor, room: int) -> None:
         """Write segments (entries in use, head_dim), row by row and head by head, with `room` behind each."""
         self.room = room
-        size = (self.counts + self.appended).flatten()
-        ends = (size + room).cumsum(0)
-        self.starts = (ends - room - size).view_as(self.counts)
+        self.sizes = self.counts + self.appended
+        self.ends = (self.sizes.flatten() + room).cumsum(0).view_as(self.counts) - room
+        self.starts = self.ends - self.sizes
         rows = self._packed_rows(len(keys))
-        capacity = len(keys) + room * size.numel()
+        capacity = len(keys) + room * self.counts.numel()
         self.keys = lasting(keys.new_zeros, (capacity, keys.shape[1])).index_copy_(0, rows, keys)
         self.values = lasting(values.new_zeros, (capacity, values.shape[1])).index_copy_(0, rows, values)
 
     def _packed_rows(self, total: int) -> torch.Tensor:
         """The buffer row of each of the `total` entries, row by row and head by head. Entry i of that order lies behind
         the room of all segments before its own."""
-        size = (self.counts + self.appended).flatten()
-        segment = torch.repeat_interleave(size, output_size=total)
-        return torch.arange(total, device=size.device) + segment * self.room
+        segment = torch.repeat_interleave(self.sizes.flatten(), output_size=total)
+        return torch.arange(total, device=segment.device) + segment * self.room
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         new = keys.shape[2]
         if new > self.room:
             self._grow(spare(self.length) + new)
-        ends = self.starts + self.counts + self.appended
-        rows = (ends[..., None] + torch.arange(new, device=ends.device)).flatten()
+        rows = self.ends.flatten()
+        if new > 1:
+            rows = (rows[:, None] + torch.arange(new, device=rows.device)).flatten()
         self.keys.index_copy_(0, rows, keys.reshape(-1, keys.shape[3]))
         self.values.index_copy_(0, rows, values.reshape(-1, values.shape[3]))
+        self.ends, self.sizes = self.ends + new, self.sizes + new
         self.appended += new
         self.length += new
         self.room -= new
@@ -75,8 +77,7 @@ class RaggedStorage(Storage):
 
     def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Which slots are in use, and the buffer row of each: (batch, kv_heads, length)."""
-        size = self.counts + self.appended
-        slot = torch.arange(self.length, device=size.device) - (self.length - size)[..., None]
+        slot = torch.arange(self.length, device=self.sizes.device) - (self.length - self.sizes)[..., None]
         return slot >= 0, self.starts[..., None] + slot.clamp(min=0)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +87,7 @@ class RaggedStorage(Storage):
 
     def segments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """As in `DenseStorage`."""
-        return self.keys, self.values, self.starts, self.counts + self.appended, self.length
+        return self.keys, self.values, self.starts, self.sizes, self.length
 
     def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
         return ragged_decode(query, *self.segments(), self._sizes, scaling)
