@@ -137,7 +137,7 @@ def launches_parser() -> argparse.ArgumentParser:
     this.add_argument("--new", type=whole(5), default=12, help="decode steps that are counted")
     this.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
     this.add_argument("--lines", type=whole(), default=0, help="also print so many lines of code that cost most")
-    this.add_argument("--out", type=new_file, default=Path("launches"), help="without a suffix: .md")
+    this.add_argument("--out", type=new_file, default=Path("launches"), help="without a suffix: .json, .md")
     return this
 
 

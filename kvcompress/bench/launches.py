@@ -4,6 +4,7 @@ columns.
 """
 
 import argparse
+import json
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -66,20 +67,33 @@ class Row:
         most = max(self.steps, key=lambda step: step.kernels)
         return most if most.kernels > self.plain.kernels + self.layers else None
 
-    def cells(self) -> dict[str, str]:
-        """The table's row, by the names of its columns."""
+    def numbers(self) -> dict[str, Any]:
+        """What the table has, as numbers: kernels per layer, waits and bytes of a pass."""
         plain, evicting = self.plain, self.evicting
         return {
             "cache": self.name,
-            "kernels per layer": f"{plain.kernels / self.layers:.1f}",
-            "waits": str(plain.waits),
-            "MB": f"{plain.bytes / 1e6:.1f}",
-            "an eviction: kernels per layer": (
-                "" if evicting is None else f"+{(evicting.kernels - plain.kernels) / self.layers:.1f}"
-            ),
-            "its waits": "" if evicting is None else str(evicting.waits - plain.waits),
-            "prefill: kernels per layer": f"{self.prefill.kernels / self.layers:.1f}",
-            "waits of the prefill": str(self.prefill.waits),
+            "kernels": plain.kernels / self.layers,
+            "waits": plain.waits,
+            "bytes": plain.bytes,
+            "eviction_kernels": evicting and (evicting.kernels - plain.kernels) / self.layers,
+            "eviction_waits": evicting and evicting.waits - plain.waits,
+            "prefill_kernels": self.prefill.kernels / self.layers,
+            "prefill_waits": self.prefill.waits,
+        }
+
+    def cells(self) -> dict[str, str]:
+        """The table's row, by the names of its columns."""
+        row = self.numbers()
+        more = row["eviction_kernels"]
+        return {
+            "cache": self.name,
+            "kernels per layer": f"{row['kernels']:.1f}",
+            "waits": str(row["waits"]),
+            "MB": f"{row['bytes'] / 1e6:.1f}",
+            "an eviction: kernels per layer": "" if more is None else f"+{more:.1f}",
+            "its waits": "" if more is None else str(row["eviction_waits"]),
+            "prefill: kernels per layer": f"{row['prefill_kernels']:.1f}",
+            "waits of the prefill": str(row["prefill_waits"]),
         }
 
     def lines(self, most: int) -> list[str]:
@@ -160,7 +174,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
     """Count what `given` asks for, which `arguments` said. Raises KVCompressError, before anything is loaded."""
     origin = source(given.model, given.shape)
     methods = [MethodSpec.parse(name, None if name.split(":")[0] == "full" else given.ratio) for name in given.methods]
-    check_output(given.out.parent, given.out.with_suffix(".md").name)
+    check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
     if "config" in origin:
         origin = {"config": {**origin["config"], **CUT}}
     is_there = torch.cuda.is_available()
@@ -176,6 +190,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
         sizes = given.batch, given.length, given.new
         rows = [count(model, way, meter, *sizes) for way in ways(methods, given.new + 1)]
     text = markdown(rows, given, environment(torch.device("cuda")) if is_there else None, arguments)
+    write_text(given.out.with_suffix(".json"), json.dumps([row.numbers() for row in rows], indent=1))
     write_text(given.out.with_suffix(".md"), text)
     print(text)
 

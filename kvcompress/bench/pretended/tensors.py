@@ -80,7 +80,7 @@ class CudaTensor(torch.Tensor):
         return False
 
     def tolist(self) -> Any:
-        current[-1].counts.wait("tolist")
+        current[-1].wait("tolist")
         return self.inner.tolist()
 
     def numpy(self, *args: object, **kwargs: object):
