@@ -41,6 +41,7 @@ RUN = {
     r"bench --shape smollm2-135m --methods snapkv adakv tova ": SHORT,
     r"bench --shape smollm2-135m .*bench_low_bits": SHORT,
     r"bench throughput --shape smollm2-135m( --requests 24 .*)?$": SHORT_ANSWERS,
+    r"bench launches --shape smollm2-135m$": "--length 32 --new 5 --methods snapkv",
     r"calibrate tiny ": "--questions 2",
     r"-m kvcompress show photo\.jpg": "",
     r"adding-a-method\S+ kvcompress check ": "",
@@ -82,7 +83,8 @@ NOT_RUN = {
     "answers to generated tasks": r"results/long_|kvcompress heatmap results/<",
     "long: some minutes, which bench/test_speech.py runs shorter": r"kvcompress speech OMNI",
     "long: a training": r"tiny_vlm\.train",
-    "long: some minutes to hours": r"benchmarks\.(method_table|own_method|leaderboard|bytes_front)|--stage 1 --smoke",
+    "long: seven billion numbers": r"bench launches --shape qwen2-7b",
+    "long: some minutes to hours": r"benchmarks\.gpu\.offline|benchmarks\.(method_table|own_method|leaderboard|bytes_front)|--stage 1 --smoke",
     "long: one of many tasks, which test_official_tasks.py runs": r"--data-root data batch_size=3",
 }
 

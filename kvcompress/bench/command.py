@@ -12,6 +12,15 @@ from ..command_line import Parser
 from ..flag_types import device_name, fraction, label, new_file, positive, threads, whole
 from .shapes import SHAPES
 
+# What `bench launches` counts where nothing is asked for: a way to evict of each kind, and every storage.
+EVICTING = ":decode_budget=64:decode_interval=4"
+PACKED = ":cache_implementation=quantized:kv_backend=turboquant"
+LAUNCHED = (
+    *("full", "snapkv", "h2o", "adakv", "full:cache_implementation=static", "snapkv:cache_implementation=static"),
+    *(f"{name}{EVICTING}" for name in ("streamingllm", "h2o", "r-kv", "adakv")),
+    *("snapkv:cache_implementation=offloaded", f"snapkv{PACKED}", f"adakv{PACKED}"),
+)
+
 
 def parser() -> argparse.ArgumentParser:
     this = Parser(
@@ -128,9 +137,7 @@ def launches_parser() -> argparse.ArgumentParser:
     this.add_argument(
         "--shape", type=label, help=f"in place of a model, four layers of the shape of one: {', '.join(SHAPES)}"
     )
-    this.add_argument(
-        "--methods", nargs="+", type=label, metavar="NAME[:OPTION=VALUE...]", help="default: a table of all storages"
-    )
+    this.add_argument("--methods", nargs="+", type=label, metavar="NAME[:OPTION=VALUE...]", default=list(LAUNCHED))
     this.add_argument("--ratio", type=fraction, default=0.2)
     this.add_argument("--length", type=whole(1), default=512, help="prompt tokens")
     this.add_argument("--batch", type=whole(1), default=1)
@@ -149,9 +156,8 @@ def main(arguments: list[str]) -> None:
 
         if not torch.cuda.is_available():
             os.environ["TRITON_INTERPRET"] = "1"  # Triton asks when it is imported
-        from .launches import METHODS, measure
+        from .launches import measure
 
-        given.methods = given.methods or list(METHODS)
         measure(given, arguments[1:])
         return
     if arguments[:1] == ["throughput"]:

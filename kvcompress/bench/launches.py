@@ -28,13 +28,6 @@ from .timing import environment
 
 Meter = Callable[[], AbstractContextManager[Counts]]
 CUT = {"num_hidden_layers": 4, "intermediate_size": 64, "vocab_size": 512}  # of a shape: no other kernel is launched
-EVICTING = ":decode_budget=64:decode_interval=4"
-PACKED = ":cache_implementation=quantized:kv_backend=turboquant"
-METHODS = (
-    *("full", "snapkv", "h2o", "adakv", "full:cache_implementation=static", "snapkv:cache_implementation=static"),
-    *(f"{name}{EVICTING}" for name in ("streamingllm", "h2o", "r-kv", "adakv")),
-    *("snapkv:cache_implementation=offloaded", f"snapkv{PACKED}", f"adakv{PACKED}"),
-)
 # What the runtime is called with where the host waits.
 WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
