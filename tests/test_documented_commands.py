@@ -84,7 +84,6 @@ NOT_RUN = {
     "long: some minutes, which bench/test_speech.py runs shorter": r"kvcompress speech OMNI",
     "long: a training": r"tiny_vlm\.train",
     "long: seven billion numbers": r"bench launches --shape qwen2-7b",
-    "long: 360 kernels": r"benchmarks\.gpu\.offline",
     "long: some minutes to hours": r"benchmarks\.(method_table|own_method|leaderboard|bytes_front)|--stage 1 --smoke",
     "long: one of many tasks, which test_official_tasks.py runs": r"--data-root data batch_size=3",
 }

@@ -4,6 +4,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 import kvcompress
@@ -240,3 +242,41 @@ def test_the_last_head_may_keep_nothing_and_have_no_room():
     assert torch.equal(read[0][0, 0], keys[0, 0])
     assert torch.equal(read[1][0, 0], keys[0, 0] + 1)
     assert storage.visible().tolist() == [[[True] * 3, [False] * 3]]
+
+
+@given(data=st.data())
+def test_ragged_entries_are_the_same_where_the_host_does_not_know_their_numbers(data):
+    """As on CUDA: slots for as many entries as one head could keep, and no list of lengths."""
+    batch, kv_heads, slots = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
+    size = batch * kv_heads
+    counts = torch.tensor(data.draw(st.lists(st.integers(0, slots), min_size=size, max_size=size))).view(
+        batch, kv_heads
+    )
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(batch, kv_heads, slots, 4, generator=generator)
+    place = torch.arange(slots) - (slots - counts[..., None])
+    indices = torch.where(place >= 0, 2 * place, -1)
+    kept = Kept(keys, -keys, indices, total=int(counts.sum()))
+    longest = max(int(counts.max()), 1)
+    shorter = Kept(*(part[:, :, slots - longest :] for part in (keys, -keys, indices)), total=kept.total)
+    known = RaggedStorage(shorter, counts, counts.flatten().tolist(), room=1)
+    unknown = RaggedStorage(kept, counts, None, room=1)
+    rows = torch.tensor(data.draw(st.lists(st.integers(0, batch - 1), min_size=1, max_size=batch)))
+    steps = data.draw(st.integers(0, 3))
+    for step in range(steps):
+        new = torch.full((batch, kv_heads, 1, 4), float(step))
+        for storage in (known, unknown):
+            storage.append(new, -new)
+    for change in (lambda storage: None, lambda storage: storage.select(rows)):
+        for storage in (known, unknown):
+            change(storage)
+        extra = unknown.length - known.length
+        visible = unknown.visible()
+        assert not visible[..., :extra].any()
+        assert torch.equal(visible[..., extra:], known.visible())
+        seen = 2 * slots + steps
+        assert torch.equal(unknown.columns(seen)[..., extra:], known.columns(seen))
+        for ours, theirs in zip(unknown.read(), known.read(), strict=True):
+            used = known.visible()
+            assert torch.equal(ours[:, :, extra:][used], theirs[used])
+        assert unknown.flat == known.flat
