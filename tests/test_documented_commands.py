@@ -66,7 +66,7 @@ RUN = {
 NOT_RUN = {
     "a model of the hub": r"Qwen/|llava-hf/|meta-llama/|Qwen__|--only model=",
     "data of the hub": r"seedbench|gsm8k|niah_single|--task textvqa_val|longbench_qasper|lmms-lab-encoder/",
-    "a GPU": r"--device cuda|bench_gpu\.sh --stage \d$|pytest -m gpu",
+    "a GPU": r"--device cuda|bench_gpu\.sh --stage \d$|pytest -m gpu|tests\.gpu\.pretended",
     "an account of wandb": r": wandb ",
     "a Ray cluster, which test_ray_cluster.py starts": r"--ray ",
     "an environment with kvpress": r"--kvpress-python",

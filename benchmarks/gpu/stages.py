@@ -48,10 +48,12 @@ def suite(name: str, seconds: float, files: str, workers: int = 0) -> Cell:
 def right(smoke: bool, workers: int) -> list[Cell]:
     """Stage 1."""
     device = "cpu --questions 8" if smoke else "cuda --questions 100"
+    counted = "--shape tiny --length 32 --new 5 --methods snapkv" if smoke else f"--shape {SHAPE}"
     return [
-        suite("kernels", 90, "tests/gpu/test_kernels.py"),
+        suite("kernels", 120, "tests/gpu/test_kernels.py", workers),  # some 150 compilations of 1 to 3 s
         Cell("accuracy", "accuracy", words(f"-m benchmarks.gpu.accuracy --out {{out}} --device {device}"), 110),
         suite("core", 150, "tests/gpu/test_core.py", workers),
+        Cell("launches", "launches", words(f"-m kvcompress bench launches --out {{out}} {counted}"), 60),
         suite("methods", 240, "tests/gpu/test_methods.py", workers),
     ]
 

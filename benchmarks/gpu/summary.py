@@ -126,6 +126,11 @@ def of_speech(result: dict[str, Any]) -> str:
     return "; ".join(said)
 
 
+def of_launches(result: dict[str, Any]) -> str:
+    said = [f"{row['cache']} {row['kernels']:.0f} ({row['waits']})" for row in result["rows"]]
+    return "kernels per layer and step (waits): " + ", ".join(said)
+
+
 READERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "environment": lambda result: "",
     "tests": of_tests,
@@ -133,6 +138,7 @@ READERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "bench": of_bench,
     "kernels": of_kernels,
     "ragged": of_kernels,
+    "launches": of_launches,
     "throughput": of_throughput,
     "speech": of_speech,
 }

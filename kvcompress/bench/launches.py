@@ -183,7 +183,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
         sizes = given.batch, given.length, given.new
         rows = [count(model, way, meter, *sizes) for way in ways(methods, given.new + 1)]
     text = markdown(rows, given, environment(torch.device("cuda")) if is_there else None, arguments)
-    write_text(given.out.with_suffix(".json"), json.dumps([row.numbers() for row in rows], indent=1))
+    write_text(given.out.with_suffix(".json"), json.dumps({"rows": [row.numbers() for row in rows]}, indent=1))
     write_text(given.out.with_suffix(".md"), text)
     print(text)
 

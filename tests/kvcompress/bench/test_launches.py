@@ -42,7 +42,7 @@ def rows(tmp_path_factory) -> dict[str, dict]:
     command = [sys.executable, "-m", "kvcompress", "bench", "launches", "--shape", "tiny", "--out", str(out), *sizes]
     subprocess.run([*command, "--methods", *STEPS], check=True, capture_output=True, env={**os.environ})
     assert (out.parent / "launches.md").read_text().count("|---") == 8
-    counted = json.loads(out.with_suffix(".json").read_text())
+    counted = json.loads(out.with_suffix(".json").read_text())["rows"]
     return {row["cache"].partition("@")[0]: row for row in counted}
 
 
