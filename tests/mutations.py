@@ -55,8 +55,8 @@ MUTATIONS = {
     ),
     "recent-off-by-one": Mutation(
         "scoring/windows.py",
-        "young = age <= torch.tensor(recent",
-        "young = age < torch.tensor(recent",
+        "protected[..., max(scores.shape[-1] - recent[0], 0) :]",
+        "protected[..., max(scores.shape[-1] - recent[0] + 1, 0) :]",
         "one recent token fewer is protected",
         (CORE + "clusters/test_clusters.py",),
     ),
@@ -235,8 +235,8 @@ MUTATIONS = {
     # -- cache: storage and new tokens
     "segment-start": Mutation(
         "cache/storage/ragged.py",
-        "self.starts = (ends - room - size).view_as(self.counts)",
-        "self.starts = (ends - size).view_as(self.counts)",
+        "self.starts = self.ends - sizes",
+        "self.starts = self.ends - sizes + room",
         "a KV head's segment is looked for behind its place in ragged storage",
         (INVARIANTS + "::test_decoding_equals_the_full_cache_under_a_mask_that_hides_what_was_dropped",),
     ),
@@ -851,7 +851,7 @@ MUTATIONS = {
     ),
     "places-origin": Mutation(
         "scoring/places.py",
-        "before = kept.indices[..., :some] - view.padding[..., None]",
+        "before = kept.indices[..., :some] - pads",
         "before = used[..., :some].cumsum(-1) - 1",
         "a key is moved anew from where another one came from",
         ("tests/kvcompress/clusters/test_positions.py",),

@@ -15,8 +15,7 @@ class RaggedStorage(Storage):
 
     Args:
         kept: right-aligned, with -1 in unused slots, and with `total`.
-        counts: LongTensor (batch, kv_heads), entries in use; `sizes` are the same with what was appended, which begin
-            at the rows `starts` and end before `ends`.
+        counts: LongTensor (batch, kv_heads), entries in use.
         flat: the same as a list, for a host that asks; None: not known yet, and read from the device when it is.
     """
 
@@ -25,29 +24,38 @@ class RaggedStorage(Storage):
     def __init__(self, kept: Kept, counts: torch.Tensor, flat: list[int] | None, room: int | None):
         self.entries = self.length = kept.indices.shape[2] if flat is None else max(flat)
         self.appended = 0
-        self.counts, self._flat = counts, flat
+        self._flat = flat
         # Stable: those in use come first, row by row and head by head.
         used = (kept.indices < 0).flatten().argsort(stable=True)[: kept.total]
         self.indices = kept.indices.flatten()[used].to(torch.int32)
         segments = counts.numel()
         room = spare(self.entries if flat else -(-kept.total // segments)) if room is None else room
-        self._place(kept.keys.flatten(0, 2)[used], kept.values.flatten(0, 2)[used], room)
+        self._place(counts, kept.keys.flatten(0, 2)[used], kept.values.flatten(0, 2)[used], room)
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """Rows of each segment: LongTensor (batch, kv_heads). They lie from `starts` to `ends`."""
+        return self.ends - self.starts
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """The same without those that were appended."""
+        return self.sizes - self.appended
 
     @property
     def flat(self) -> list[int]:
-        """Entries of each segment without those that were appended."""
+        """`counts` for the host, row by row and head by head."""
         if self._flat is None:
             self._flat = self.counts.flatten().tolist()
         return self._flat
 
-    def _place(self, keys: torch.Tensor, values: torch.Tensor, room: int) -> None:
-        """Write segments (entries in use, head_dim), row by row and head by head, with `room` behind each."""
+    def _place(self, sizes: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, room: int) -> None:
+        """Write segments of these `sizes`, (entries in use, head_dim), with `room` behind each."""
         self.room = room
-        self.sizes = self.counts + self.appended
-        self.ends = (self.sizes.flatten() + room).cumsum(0).view_as(self.counts) - room
-        self.starts = self.ends - self.sizes
+        self.ends = (sizes.flatten() + room).cumsum(0).view_as(sizes) - room
+        self.starts = self.ends - sizes
         rows = self._packed_rows(len(keys))
-        capacity = len(keys) + room * self.counts.numel()
+        capacity = len(keys) + room * sizes.numel()
         self.keys = lasting(keys.new_zeros, (capacity, keys.shape[1])).index_copy_(0, rows, keys)
         self.values = lasting(values.new_zeros, (capacity, values.shape[1])).index_copy_(0, rows, values)
 
@@ -66,18 +74,18 @@ class RaggedStorage(Storage):
             rows = (rows[:, None] + torch.arange(new, device=rows.device)).flatten()
         self.keys.index_copy_(0, rows, keys.reshape(-1, keys.shape[3]))
         self.values.index_copy_(0, rows, values.reshape(-1, values.shape[3]))
-        self.ends, self.sizes = self.ends + new, self.sizes + new
+        self.ends = self.ends + new  # a fork has the others
         self.appended += new
         self.length += new
         self.room -= new
 
     def _grow(self, room: int) -> None:
-        rows = self._packed_rows(len(self.indices) + self.appended * self.counts.numel())
-        self._place(self.keys[rows], self.values[rows], room)
+        rows = self._packed_rows(len(self.indices) + self.appended * self.starts.numel())
+        self._place(self.sizes, self.keys[rows], self.values[rows], room)
 
     def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Which slots are in use, and the buffer row of each: (batch, kv_heads, length)."""
-        slot = torch.arange(self.length, device=self.sizes.device) - (self.length - self.sizes)[..., None]
+        slot = torch.arange(self.length, device=self.keys.device) - (self.length - self.sizes)[..., None]
         return slot >= 0, self.starts[..., None] + slot.clamp(min=0)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,25 +113,26 @@ class RaggedStorage(Storage):
 
     def _kept_columns(self) -> torch.Tensor:
         """The columns of the slots without those that were appended: LongTensor (batch, kv_heads, entries)."""
-        ends = self.counts.flatten().cumsum(0).view_as(self.counts)  # in `indices`
+        counts = self.counts
+        ends = counts.flatten().cumsum(0).view_as(counts)  # in `indices`
         slot = torch.arange(self.entries, device=ends.device) - self.entries
         place = (ends[..., None] + slot).clamp(min=0)
         columns = F.pad(self.indices.long(), (0, 1))[place]  # an entry more, for segments without any
-        return columns.masked_fill(slot < -self.counts[..., None], -1)
+        return columns.masked_fill(slot < -counts[..., None], -1)
 
     def select(self, rows: torch.Tensor) -> None:
         used, buffer_rows = (each[rows] for each in self._rows())
         kept = self._kept_columns()[rows]
         self._flat = None
-        self.counts = self.counts[rows]
+        sizes = self.sizes[rows]
         self.indices = kept[kept >= 0].to(torch.int32)
         packed = buffer_rows[used]
-        self._place(self.keys[packed], self.values[packed], self.room)
+        self._place(sizes, self.keys[packed], self.values[packed], self.room)
 
     def tensors(self) -> list[torch.Tensor]:
-        return [self.keys, self.values, self.indices, self.counts, self.starts]
+        return [self.keys, self.values, self.indices, self.starts, self.ends]
 
     @property
     def room_nbytes(self) -> int:
-        spare_rows = self.room * self.counts.numel()
+        spare_rows = self.room * self.starts.numel()
         return self.keys[:spare_rows].nbytes + self.values[:spare_rows].nbytes

@@ -159,6 +159,7 @@ def test_every_layer_and_head_stores_exactly_its_budget_after_each_chunk(family,
 def test_a_row_does_not_depend_on_its_batch_or_padding(family, data):
     case, size, changes = data.draw(chunked_cases(family)), data.draw(sizes), data.draw(budgets)
     assume(case.method != "keydiff")  # of two keys, equally like their mean, rounding chooses
+    assume(case.method != "triattention" or min(case.lengths) > 2)  # so it does of two scores, set to mean and spread
     inputs = case.inputs
     columns = inputs["input_ids"].shape[1]
     with case.compress(prefill_chunk=size, **changes) as session:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import ContinuousBatchingConfig, GenerationConfig, MistralConfig, MistralForCausalLM
 from transformers.generation.continuous_batching import continuous_api
@@ -161,6 +161,8 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 @given(case=cases(longest=30, requests=4))
 @examples(4)
 def test_a_request_gets_the_tokens_that_it_gets_alone(case):
+    # Of keys of one token, all as like their mean as each other, rounding chooses.
+    assume(case.method != "keydiff" or all(len({*prompt}) > 2 for prompt in case.prompts))
     check(FAMILIES["qwen2"].build(2), case)
 
 
