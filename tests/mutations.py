@@ -283,8 +283,8 @@ MUTATIONS = {
     ),
     "ragged-rows": Mutation(
         "cache/storage/ragged.py",
-        "self.counts = self.counts[rows]",
-        "self.counts = self.counts",
+        "sizes = self.sizes[rows]",
+        "sizes = self.sizes",
         "ragged storage: beams exchange their entries but not their lengths",
         (CORE + "kernels/test_ragged_decode.py::test_rows_selected_again_attend_to_their_own_entries",),
     ),
