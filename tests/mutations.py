@@ -55,8 +55,8 @@ MUTATIONS = {
     ),
     "recent-off-by-one": Mutation(
         "scoring/windows.py",
-        "protected[..., max(scores.shape[-1] - recent[0], 0) :]",
-        "protected[..., max(scores.shape[-1] - recent[0] + 1, 0) :]",
+        "protected[..., max(scores.shape[-1] - int(recent[0]), 0) :]",
+        "protected[..., max(scores.shape[-1] - int(recent[0]) + 1, 0) :]",
         "one recent token fewer is protected",
         (CORE + "clusters/test_clusters.py",),
     ),

@@ -103,7 +103,7 @@ def protect_recent(scores: torch.Tensor, recent: list[int]) -> torch.Tensor:
     """The scores (batch, kv_heads, keys) with +inf at the last `recent[row]` columns of each row."""
     if len(set(recent)) == 1:
         protected = scores.clone()
-        protected[..., max(scores.shape[-1] - recent[0], 0) :] = float("inf")
+        protected[..., max(scores.shape[-1] - int(recent[0]), 0) :] = float("inf")  # of a fraction of a token, none
         return protected
     age = torch.arange(scores.shape[-1], 0, -1, device=scores.device)  # 1 at the last column
     young = age <= on_device(recent, scores.device)[:, None]

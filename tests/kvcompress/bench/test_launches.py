@@ -29,7 +29,7 @@ STEPS = {
     f"adakv{EVICTING}": (5, 0),
 }
 # Method -> kernels per layer that an eviction adds, at most, and its waits, of all layers.
-EVICTIONS = {"streamingllm": (40, 0), "h2o": (40, 0), "r-kv": (62, 0), "adakv": (160, 4)}
+EVICTIONS = {"streamingllm": (40, 0), "h2o": (40, 0), "r-kv": (62, 0), "adakv": (163, 4)}
 # Cache -> waits of a prefill; of all others 1: a prompt's ids and mask come to the host in one copy.
 PREFILLS = {"snapkv:cache_implementation=offloaded": 13, f"snapkv{TURBOQUANT}": 3}  # 4 layers' tensors; 2 tables
 
