@@ -89,9 +89,9 @@ def test_every_method_by_name_evicts_as_the_full_cache_under_that_mask_and_a_row
 @given(data=st.data())
 def test_a_row_evicts_the_same_alone_as_in_a_batch(family, data):
     case, options = data.draw(cases(family, max_batch=2)), data.draw(decode_options)
-    assume(
-        case.method != "keydiff"
-    )  # where a head has two entries left they tie; beams have it in test_generation_modes
+    # Ties: keydiff's of a head with two entries, and compactor's leverages, all one where keys are fewer than channels.
+    # Every method by name, above, and beams in test_generation_modes have both.
+    assume(case.method not in ("keydiff", "compactor"))
     inputs = case.inputs
     columns = inputs["input_ids"].shape[1]
     tokens = new_tokens(inputs)
