@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .cache.cache import CompressedCache
     from .calibration.collect import calibrate
     from .clusters.base import KVCluster, make_cluster
+    from .hooks.prefix_cache import PrefixCache
     from .hooks.session import Session, attach, compress
     from .hooks.shared_prompt import SharedPrompt
     from .inflight import Answer, Request
@@ -33,6 +34,7 @@ _LATER = {
     "KVCluster": "clusters.base",
     "Kept": "scoring.layer_view",
     "LayerView": "scoring.layer_view",
+    "PrefixCache": "hooks.prefix_cache",
     "Request": "inflight",
     "Session": "hooks.session",
     "SharedPrompt": "hooks.shared_prompt",
@@ -53,6 +55,7 @@ __all__ = [
     "Kept",
     "LayerView",
     "MethodInfo",
+    "PrefixCache",
     "Prompt",
     "Request",
     "Session",

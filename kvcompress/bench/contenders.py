@@ -15,7 +15,6 @@ import torch
 from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
 
 from ..cache.cache import CompressedCache
-from ..cache.layer import Listening
 from ..cache.scope import States
 from ..device import peak_memory, reset_peak_memory
 from ..errors import KVCompressError
@@ -130,7 +129,7 @@ class ScoringTimer:
     def __init__(self, cache: CompressedCache, device: torch.device, clock: str):
         self._clock, self._on_cuda = CLOCKS[clock], device.type == "cuda"
         self._spans: list[tuple[Any, Any]] = []
-        self._layers = [Listening(layer, self._compressing) for layer in cache.compressed_layers]
+        self._layers = [layer.listen(self._compressing) for layer in cache.compressed_layers]
         self._cache, self._finish = cache, cache.finish
         cache.finish = lambda: self._time(self._finish)
 

@@ -90,6 +90,7 @@ class CompressedCache(DynamicCache):
         self.announced: NewTokens | None = None  # of the latest prefill
         self._stage: str | None = None  # of the forward pass under way: "announced", then "begun"
         self.is_prompt = False  # whether the latest forward pass is a prompt
+        self.resumed_at = 0  # columns of the first prompt that did not pass through the model
         # Their keys are an image's, not the text's: transformers' cache does not tell them apart (Llama 3.2 Vision).
         cross_attention = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
         check_learned_for(self.policy.cluster, config)

@@ -1,8 +1,11 @@
 """`CompressedLayer`: one layer of the cache, as transformers and the attention function see it."""
 
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import KVCompressError
@@ -14,6 +17,7 @@ from .looking_ahead import LookingAhead
 from .memory import Memory
 from .new_tokens import NewTokens
 from .passes import Decoding, LaterChunk, Pass, Prefill, Rereading, Waiting
+from .resumed import Beginning, ResumedPrefill
 from .scope import States
 from .storage.base import Storage
 
@@ -90,7 +94,7 @@ class CompressedLayer(CacheLayerMixin):
         self.hiding = hiding
         self.layer_idx, self.policy, self._room = layer_idx, policy, room
         self.choice = Choice(policy, layer_idx, place, num_layers)
-        self._listener: Listener | None = None
+        self._listeners: OrderedDict[int, Listener] = OrderedDict()
         self.scaling: float | None = None
         self.module: torch.nn.Module | None = None
         self.reset()
@@ -147,6 +151,10 @@ class CompressedLayer(CacheLayerMixin):
         kind = LaterChunk if is_later_chunk else Prefill
         self._pass: Pass = kind(self.choice, self.memory, tokens, self._decoding)
 
+    def resume(self, tokens: NewTokens, known: int, beginning: Beginning) -> None:
+        """As `begin`, for a first prompt whose first `known` columns do not pass through the model."""
+        self._pass = ResumedPrefill(self.choice, self.memory, tokens, self._decoding, known, beginning)
+
     def read_again(self, columns: torch.Tensor, missing: torch.Tensor, sinks: int) -> None:
         """The model is about to read columns of the prompt that waits once more; arguments as in `Rereading`."""
         self._pass = Rereading(self.waiting, columns, missing, sinks)
@@ -176,9 +184,11 @@ class CompressedLayer(CacheLayerMixin):
         states: (batch, heads, new, size)."""
         self._foretold = foretold
 
-    def listen(self, listener: Listener | None) -> None:
-        """Let `listener`, and nobody else, be called at each prompt from now on; see `Listening`."""
-        self._listener = listener
+    def listen(self, listener: Listener) -> RemovableHandle:
+        """Let `listener` be called at each prompt from now on, around those that listen already."""
+        handle = RemovableHandle(self._listeners)
+        self._listeners[handle.id] = listener
+        return handle
 
     # -- what transformers asks of a layer
 
@@ -273,6 +283,7 @@ class CompressedLayer(CacheLayerMixin):
         `module`: the model's attention module."""
         rotary, self._rotary = self._rotary, None
         if self.staged is not None:
+            queries = self._pass.all_queries(queries)
             self.memory.look_at(queries, self.staged[0].shape[1], self._pass.tokens)
         if self.policy.cluster.reads_hidden and (self._pass is not self._decoding or self.policy.decode is not None):
             queries, self._foretold = self.choice.foretold(self._foretold), None
@@ -281,22 +292,14 @@ class CompressedLayer(CacheLayerMixin):
 
         if self.staged is not None:
             self.scaling, self.module = scaling, module
-        if self._listener is None or self.staged is None:
+        if self.staged is None or not self._listeners:
             self._pass = self._pass.after_attention(queries, scaling, module, rotary)
             return
 
         def compress() -> None:
             self._pass = self._pass.after_attention(queries, scaling, module, rotary)
 
-        self._listener(States(queries, *self.staged, scaling, module, rotary), compress)
-
-
-class Listening:
-    """`listener` is called at each prompt of a layer, until `remove`."""
-
-    def __init__(self, layer: CompressedLayer, listener: Listener):
-        self._layer = layer
-        layer.listen(listener)
-
-    def remove(self) -> None:
-        self._layer.listen(None)
+        states = States(queries, *self.staged, scaling, module, rotary)
+        for listener in self._listeners.values():
+            compress = partial(listener, states, compress)
+        compress()

@@ -1,6 +1,7 @@
 """One class for each kind of forward pass that a layer goes through. Which kind it is, `CompressedLayer.begin` says.
 
 - `Prefill`: a first prompt, or one that follows on a filled cache. Attended over, compressed, stored.
+- `resumed.ResumedPrefill`: a first prompt whose beginning is known.
 - `LaterChunk`: a later chunk of a prompt in chunks. What is stored and the chunk are chosen from together.
 - `Waiting`: between two passes, a prompt whose choice needs all layers.
 - `Rereading`: the prompt that waits is read a second time.
@@ -46,6 +47,10 @@ class Pass(ABC):
     def staged(self) -> KeysAndValues | None:
         """Keys and values of a prompt that is being processed."""
         return None
+
+    def all_queries(self, queries: torch.Tensor) -> torch.Tensor:
+        """The queries of all that is staged, from those that the layer has attended with."""
+        return queries
 
     @abstractmethod
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:

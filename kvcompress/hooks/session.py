@@ -26,6 +26,7 @@ from .chunked_prefill import feed_in_chunks
 from .hidden_states import watch_hidden_states
 from .looking_ahead import check_answers, look_ahead
 from .model import attention_config, check_cache, check_heads, text_decoder, unwrapped, writing_part
+from .prefix_cache import PrefixCache
 from .rotary import rotary_embeddings, watch_rotary
 from .second_reading import DecoderInputs, read_again
 from .token_dropping import prune
@@ -39,6 +40,7 @@ def compress(
     ratio: float | None = None,
     budget: int | None = None,
     max_new_tokens: int | None = None,
+    prefix_cache: PrefixCache | None = None,
     **options: object,
 ) -> "Session":
     """Compress the KV cache of everything that `model` generates inside the returned context.
@@ -55,6 +57,7 @@ def compress(
         ratio: fraction of each prompt's KV entries that is kept, in (0, 1].
         budget: in place of `ratio`, the entries kept per layer and KV head.
         max_new_tokens: tokens to come that get room at once; see `CompressedCache`.
+        prefix_cache: lets prompts that begin alike share the prefill of their beginning.
         options: the method's own options and the engine's, see `kvcompress.policy.Engine`.
 
     Raises:
@@ -80,7 +83,7 @@ def compress(
         CompressedCache(writing_part(inner).config, **new_cache)  # says at once if the file is another model's
     tokens = policy.tokens
     tower = TowerRecorder(inner, tokens) if tokens is not None and tokens.sees == "tower" else None
-    return Session(model, new_cache, tower)
+    return Session(model, new_cache, tower, prefix_cache)
 
 
 def attach(model: PreTrainedModel) -> "Session":
@@ -97,11 +100,17 @@ class Session:
         is_entered: whether compression is connected.
     """
 
-    def __init__(self, model: PreTrainedModel, new_cache: dict[str, Any] | None, tower: TowerRecorder | None = None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        new_cache: dict[str, Any] | None,
+        tower: TowerRecorder | None = None,
+        prefix_cache: PrefixCache | None = None,
+    ):
         self.model, self.cache = writing_part(unwrapped(model)), None
         self._decoder = text_decoder(self.model)
         self._config = self._decoder.config
-        self._tower, self._frames = tower, FrameRecorder(self.model)
+        self._tower, self._frames, self._prefixes = tower, FrameRecorder(self.model), prefix_cache
         self.is_entered, self._new_cache = False, new_cache
         self._forward_names = list(inspect.signature(self.model.forward).parameters)
         self._threads: set[int] = set()  # in a forward pass
@@ -160,7 +169,8 @@ class Session:
         is_prompt = cache.start(batch, columns, ids, mask, grid)
         policy = cache.policy
         if not torch.compiler.is_compiling():
-            self._enter_thread((is_prompt and policy.hooks_prompts) or policy.hooks_steps)
+            is_hooked = policy.hooks_prompts or self._prefixes is not None
+            self._enter_thread((is_prompt and is_hooked) or policy.hooks_steps)
         self._end_pass()  # of one that was interrupted
         if is_prompt and policy.tokens is not None:
             self._of_pass = prune(self._decoder, self._base, cache, self._tower, self._frames, ids)
@@ -173,6 +183,8 @@ class Session:
             self._of_pass.append(note)
         if policy.engine.prefill_chunk is not None and is_prompt:
             self._of_pass += feed_in_chunks(self._decoder, cache)
+        if self._prefixes is not None and is_prompt:
+            self._of_pass += self._prefixes.attach(self._decoder, self._base, cache, kwargs.get("logits_to_keep"))
         kwargs["past_key_values"] = cache
         if isinstance(cache, CompressedCache):
             self.cache = cache

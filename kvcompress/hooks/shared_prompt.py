@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..cache.cache import CompressedCache
-from ..cache.layer import CompressedLayer, Listening
+from ..cache.layer import CompressedLayer
 from ..cache.scope import States
 from ..device import synchronise
 from ..errors import KVCompressError
@@ -149,7 +149,9 @@ class SharedPrompt:
             for handle in [*handles, *notes]:
                 handle.remove()
         self.correction_s = -sum(note.keeping_s for note in notes)
-        if all(note.attended for note in notes) and isinstance(output, ModelOutput):
+        # Of a prompt that was resumed the decoder saw the end only: the prefix cache has the rest of it.
+        is_whole = not cache.resumed_at and all(note.attended for note in notes)
+        if is_whole and isinstance(output, ModelOutput):
             seconds = _now(self.model.device) - start - (self.elsewhere_s() - elsewhere_s)
             seconds -= sum(note.keeping_s + note.compressing_s for note in notes)
             self.prompt_pass = PromptPass(
@@ -187,7 +189,7 @@ class _Note:
         self.attended: Attended | None = None
         self.keeping_s = self.compressing_s = 0.0
         self._layer_idx, self._room = layer.layer_idx, room
-        self.remove = Listening(layer, self._listen).remove
+        self.remove = layer.listen(self._listen).remove
 
     def _listen(self, states: States, compress: Callable[[], None]) -> None:
         tensors = (states.queries, states.keys, states.values)

@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..cache.cache import CompressedCache
-from ..cache.layer import Listening
 from ..cache.scope import States
 from ..device import on_device
 from ..errors import KVCompressError
@@ -110,7 +109,7 @@ class Pruning:
             handles.append(layers[index].register_forward_hook(self._leave))
         for index in self.stages:
             if index:
-                handles.append(Listening(self.cache.layers[index - 1], self._listen))
+                handles.append(self.cache.layers[index - 1].listen(self._listen))
         return handles
 
     def _tokens(self, **known: Any) -> Tokens:

@@ -37,17 +37,18 @@ def test_with_all_channels_the_answer_is_that_of_entries_as_they_are(method, fam
 def held_by(method: str, ratio: float | None, inputs: dict, model=MODEL, **options) -> tuple:
     """The cache after the prompt, and the queries of each layer."""
     cache, queries = kvcompress.CompressedCache(model.config, method, ratio, **options), []
+    handles = []
     for layer in cache.compressed_layers:
 
         def note(states, store):
             queries.append(states.queries)
             store()
 
-        layer.listen(note)
+        handles.append(layer.listen(note))
     with kvcompress.attach(model), torch.no_grad():
         model(**inputs, past_key_values=cache)
-    for layer in cache.compressed_layers:
-        layer.listen(None)
+    for handle in handles:
+        handle.remove()
     return cache, queries
 
 

@@ -1,0 +1,152 @@
+"""What prompts that begin alike have in common, in a radix tree: each node holds successive tokens of one or more
+prompts, and what the model computed of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+# Tensors (..., tokens, size): all of a node's have the same tokens on their last axis but one.
+Columns = list[torch.Tensor]
+
+
+@dataclass(eq=False)
+class Node:
+    """Successive tokens.
+
+    Attributes:
+        given: what tells a token from another, each (tokens, size): ids or embeddings, positions and the like.
+        computed: what the model made of them: queries, keys and values of each layer, (heads, tokens, head_dim).
+        used: when a prompt last went through it.
+    """
+
+    given: Columns
+    computed: Columns
+    parent: "Node | None" = None
+    children: "dict[bytes, Node]" = field(default_factory=dict)  # by their first token
+    used: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.given[0].shape[-2] if self.given else 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in [*self.given, *self.computed])
+
+
+@dataclass(frozen=True)
+class Path:
+    """The tokens that a prompt shares with others: all of `nodes`, which follow one another from a root without tokens
+    on, but of the last one only its first `of_last`."""
+
+    nodes: tuple[Node, ...]
+    of_last: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(node.tokens for node in self.nodes[:-1]) + self.of_last
+
+    def computed(self, part: int, tokens: int) -> torch.Tensor:
+        """The first `tokens` of a part of `Node.computed`."""
+        return torch.cat([node.computed[part] for node in self.nodes[1:]], dim=-2)[..., :tokens, :]
+
+
+class PrefixTree:
+    """Holds at most `room` bytes.
+
+    Attributes:
+        nbytes: of all that is held.
+    """
+
+    def __init__(self, room: int):
+        self.room, self.nbytes = room, 0
+        self._roots: dict[object, Node] = {}
+        self._clock = 0
+
+    def find(self, identity: object, given: Columns) -> Path:
+        """How much of a prompt is there. Only prompts of the same `identity` share."""
+        node = self._roots.setdefault(identity, Node([], []))
+        nodes, of_last = [node], 0
+        self._clock += 1
+        while given[0].shape[0] and (child := node.children.get(_first(given))) is not None:
+            of_last = _equal_tokens(child.given, given)
+            nodes.append(child)
+            child.used = self._clock
+            if of_last < child.tokens:
+                break
+            node, given = child, [part[of_last:] for part in given]
+        return Path(tuple(nodes), of_last)
+
+    def add(self, identity: object, given: Columns, computed: Columns, first: int) -> None:
+        """Hold a prompt, or of its tokens as many as there is room for once what was used least recently is gone.
+
+        Args:
+            given: of all its tokens.
+            computed: of those from `first` on; what is needed of them is copied.
+        """
+        path = self.find(identity, given)
+        start, behind = path.tokens, given[0].shape[0] - path.tokens
+        if start < first or not behind:
+            return
+        parent = path.nodes[-1]
+        if path.of_last < parent.tokens:
+            self._split(parent, path.of_last)
+        per_token = sum(part.nbytes // part.shape[-2] for part in [*given, *computed])
+        self._make_room(per_token * behind, path)
+        behind = min(behind, (self.room - self.nbytes) // per_token)
+        if behind <= 0:
+            return
+        given = _cut(given, start, start + behind)
+        node = Node(given, _cut(computed, start - first, start - first + behind), parent, used=self._clock)
+        parent.children[_first(given)] = node
+        self.nbytes += node.nbytes
+
+    def clear(self) -> None:
+        self._roots.clear()
+        self.nbytes = 0
+
+    def _split(self, node: Node, tokens: int) -> None:
+        """Let a node hold its first tokens only, and a new one behind it the others."""
+        rest = Node(_cut(node.given, tokens, None), _cut(node.computed, tokens, None), node, node.children, node.used)
+        for child in rest.children.values():
+            child.parent = rest
+        node.given, node.computed = _cut(node.given, 0, tokens), _cut(node.computed, 0, tokens)
+        node.children = {_first(rest.given): rest}
+
+    def _make_room(self, nbytes: int, path: Path) -> None:
+        if self.nbytes + nbytes <= self.room:
+            return
+        leaves = {node for node in self._nodes() if not node.children} - set(path.nodes)
+        while leaves and self.nbytes + nbytes > self.room:
+            leaf = min(leaves, key=lambda node: node.used)
+            leaves.remove(leaf)
+            self.nbytes -= leaf.nbytes
+            del leaf.parent.children[_first(leaf.given)]
+            if not leaf.parent.children and leaf.parent.parent is not None and leaf.parent not in path.nodes:
+                leaves.add(leaf.parent)
+
+    def _nodes(self) -> Iterator[Node]:
+        """All but the roots."""
+        waiting = [child for root in self._roots.values() for child in root.children.values()]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting += node.children.values()
+
+
+def _cut(parts: Columns, start: int, stop: int | None) -> Columns:
+    """Copies: a view would keep the whole alive."""
+    return [part[..., start:stop, :].detach().clone(memory_format=torch.contiguous_format) for part in parts]
+
+
+def _first(given: Columns) -> bytes:
+    """What tells the first token from another."""
+    return torch.cat([part[0].double() for part in given]).cpu().numpy().tobytes()
+
+
+def _equal_tokens(one: Columns, other: Columns) -> int:
+    """How many tokens are the same in both, from the first on."""
+    tokens = min(one[0].shape[0], other[0].shape[0])
+    same = torch.stack([(a[:tokens] == b[:tokens]).all(-1).to(one[0].device) for a, b in zip(one, other, strict=True)])
+    return int(same.all(0).long().cumprod(0).sum())

@@ -1,0 +1,50 @@
+"""A first prompt of which the beginning was computed before: only the rest passes through the model."""
+
+from collections.abc import Callable
+
+import torch
+
+from ..scoring.windows import pad_columns
+from .choice import Choice
+from .memory import Memory
+from .new_tokens import NewTokens
+from .passes import Decoding, KeysAndValues, Prefill
+
+# Queries (batch, heads, columns, head_dim), keys and values (batch, kv_heads, columns, head_dim) of a prompt's first
+# columns; made when a layer is reached, so that one layer's are there at a time.
+Beginning = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+class ResumedPrefill(Prefill):
+    """A first prompt that goes on behind its first `known` columns, whose states `beginning` returns. What is
+    compressed is the whole prompt, as if all of it had passed through the layer."""
+
+    wants_sums = False  # of all queries; they are summed once the layer has attended with the last of them
+
+    def __init__(
+        self, choice: Choice, memory: Memory, tokens: NewTokens, then: Decoding, known: int, beginning: Beginning
+    ):
+        super().__init__(choice, memory, tokens, then)
+        self.is_first_prompt = False  # the model's own mask has a row for each column
+        self._known, self._beginning = known, beginning
+
+    @property
+    def length(self) -> int:
+        return self._known if self._staged is None else self.tokens.columns
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
+        self._known_queries, known_keys, known_values = self._beginning()
+        return super().update(torch.cat([known_keys, keys], dim=2), torch.cat([known_values, values], dim=2))
+
+    def mask(self, query_length: int) -> torch.Tensor:
+        columns, device = self.tokens.columns, self._staged[0].device
+        visible = torch.ones(query_length, columns, dtype=torch.bool, device=device).tril(columns - query_length)[None]
+        if self.tokens.padding is not None:
+            # A pad query sees itself, so that its softmax is defined; nobody reads its output.
+            itself = torch.eye(columns, dtype=torch.bool, device=device)[-query_length:]
+            visible = visible & ~pad_columns(self.tokens.padding.to(device), columns) | itself
+        return visible[:, None]
+
+    def all_queries(self, queries: torch.Tensor) -> torch.Tensor:
+        known, self._known_queries = self._known_queries, None
+        return torch.cat([known, queries], dim=2)

@@ -1,0 +1,232 @@
+"""Prompts that begin alike are prefilled once: same tokens, same kept sets, whatever the method looks at."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvcompress
+from kvcompress import PrefixCache
+from kvcompress.errors import KVCompressError
+from tests.support.calibrations import calibration_of
+from tests.support.examples import examples, some
+from tests.support.families import FAMILIES, FIRST_TEXT, VOCAB_SIZE
+from tests.support.strategies import METHODS, SOME_METHODS, cases
+
+NEW, TOLERANCE = 4, 1e-4
+QWEN2, ONEVISION, QWEN2_VL, QWEN3_VL = (FAMILIES[name] for name in ("qwen2", "llava-onevision", "qwen2-vl", "qwen3-vl"))
+
+
+def answer(model, inputs, method=None, ratio=None, prefixes=None, **options):
+    """What a generation gives, and its cache."""
+    options |= calibration_of(method, model)
+    with kvcompress.compress(model, method, ratio, prefix_cache=prefixes, **options) as session:
+        output = model.generate(
+            **inputs, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_logits=True
+        )
+    return output.sequences, torch.stack(output.logits), session.cache
+
+
+def assert_same(ours, expected):
+    assert torch.equal(ours[0], expected[0])
+    torch.testing.assert_close(ours[1], expected[1], atol=TOLERANCE, rtol=0)
+    assert ours[2].nbytes == expected[2].nbytes
+    for layer in ours[2].compressed_layers:
+        kept, wanted = (cache.kept_indices(layer.layer_idx) for cache in (ours[2], expected[2]))
+        for row, wanted_row in zip(kept, wanted, strict=True):
+            assert all(map(torch.equal, row, wanted_row))
+
+
+def with_end(inputs, tokens, seed=1):
+    """The same prompts with other text as their last `tokens` tokens, where they end with so much."""
+    ids = inputs["input_ids"].clone()
+    end = ids[:, -tokens:]
+    drawn = torch.randint(FIRST_TEXT, VOCAB_SIZE, end.shape, generator=torch.Generator().manual_seed(seed))
+    is_text = (end >= FIRST_TEXT) & inputs["attention_mask"][:, -tokens:].bool()
+    is_text = is_text.flip(1).cumprod(1).flip(1).bool()
+    ids[:, -tokens:] = torch.where(is_text, drawn, end)
+    return {**inputs, "input_ids": ids}
+
+
+def changes_prefill(policy):
+    return policy.tokens is not None or policy.cluster.second_pass or policy.cluster.reads_hidden
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@examples(4)
+@given(data=st.data())
+def test_a_prompt_that_begins_as_others_did_keeps_and_answers_what_it_does_alone(family, data):
+    case = data.draw(cases(family).filter(lambda case: not case.may_tie))
+    model, inputs = case.model, case.inputs
+    first = with_end(inputs, data.draw(st.integers(1, 9)))
+    if data.draw(st.booleans()):
+        first = case.family.solo(first, data.draw(st.integers(0, len(inputs["input_ids"]) - 1)))
+    prefixes = PrefixCache(gb=1)
+    answer(model, first, prefixes=prefixes)
+    before = prefixes.reused_tokens
+    expected = answer(model, inputs, case.method, case.ratio, **dict(case.options))
+    for _ in range(2):  # the second time all but the last token is known
+        assert_same(answer(model, inputs, case.method, case.ratio, prefixes, **dict(case.options)), expected)
+    shares = len(expected[2].compressed_layers) == len(expected[2].layers) and not changes_prefill(case.policy)
+    reused = prefixes.reused_tokens - before
+    assert reused >= int(inputs["attention_mask"].sum()) - len(inputs["input_ids"]) if shares else reused == 0
+
+
+@pytest.mark.parametrize("method", some(METHODS, SOME_METHODS))
+def test_every_method_sees_the_whole_prompt_and_leaves_what_is_shared_as_it_was(method):
+    model = ONEVISION.build()
+    inputs, prefixes = ONEVISION.inputs(model, [61, 44], [1, 0]), PrefixCache(gb=1)
+    answer(model, with_end(inputs, 5), prefixes=prefixes)
+    for seed in (2, 3):
+        asked = with_end(inputs, 5, seed)
+        expected = answer(model, asked, method, 0.3)
+        assert_same(answer(model, asked, method, 0.3, prefixes), expected)
+    shared = 2 * (61 - 5 + 44 - 5)
+    assert prefixes.reused_tokens == (0 if changes_prefill(expected[2].policy) else shared)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"first_token": "compressed"},
+        {"scope": "context", "context_tokens": -6},
+        {"decode_budget": 8, "decode_interval": 2},
+        {"layer_budget": "global"},
+        {"positions": "cache"},
+        {"merge": "average"},
+        {"cache_implementation": "static", "max_new_tokens": NEW},
+        {"cache_implementation": "offloaded"},
+        {"cache_implementation": "quantized", "kv_backend": "hqq", "kv_bits": 8, "kv_group_size": 16},
+        {"cache_implementation": "think", "key_recent": 3},
+    ],
+    ids=lambda options: next(iter(options.values())),
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3-vl"])
+def test_every_protocol_and_storage_goes_with_it(family, options):
+    made, prefixes = FAMILIES[family], PrefixCache(gb=1)
+    model = made.build()
+    inputs = made.inputs(model, [40, 63], [1, 1] if made.is_vlm else None)
+    answer(model, with_end(inputs, 5), prefixes=prefixes)
+    ours = answer(model, inputs, "snapkv", 0.4, prefixes, **options)
+    assert prefixes.reused_tokens == 40 + 63 - 10
+    assert_same(ours, answer(model, inputs, "snapkv", 0.4, **options))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_implementations_agree_and_do_not_share(attention):
+    model, prefixes = copy.deepcopy(QWEN2.build()), PrefixCache(gb=1)
+    inputs = QWEN2.inputs(model, [40, 63])
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        if implementation != attention:
+            answer(model, inputs, prefixes=prefixes)
+    model.set_attn_implementation(attention)
+    expected = answer(model, inputs, "snapkv", 0.4)
+    assert_same(answer(model, inputs, "snapkv", 0.4, prefixes), expected)
+    assert prefixes.reused_tokens == 0
+    assert_same(answer(model, inputs, "snapkv", 0.4, prefixes), expected)
+    assert prefixes.reused_tokens == 40 + 63 - 2
+
+
+def test_another_picture_under_the_same_tokens_is_another_prompt():
+    model, prefixes = QWEN2_VL.build(), PrefixCache(gb=1)
+    inputs = QWEN2_VL.inputs(model, [60], [1])
+    answer(model, inputs, prefixes=prefixes)
+    changed = {**inputs, "pixel_values": inputs["pixel_values"].flip(0)}
+    first = int((inputs["input_ids"][0] == model.config.image_token_id).nonzero()[0])
+    assert_same(answer(model, changed, "snapkv", 0.3, prefixes), answer(model, changed, "snapkv", 0.3))
+    assert prefixes.reused_tokens == first
+
+
+def test_models_dtypes_and_adapters_do_not_share():
+    model, prefixes = copy.deepcopy(QWEN2.build()), PrefixCache(gb=1)
+    inputs = QWEN2.inputs(model, [40])
+    answer(model, inputs, prefixes=prefixes)
+    answer(copy.deepcopy(model), inputs, prefixes=prefixes)
+    answer(model.bfloat16(), inputs, prefixes=prefixes)
+    answer(model.float(), inputs, prefixes=prefixes)  # with what bfloat16 left of its embeddings
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.base_layer, projection.active_adapters = torch.nn.Identity(), ["default"]
+    reused = prefixes.reused_tokens
+    answer(model, inputs, prefixes=prefixes)
+    projection.active_adapters = ["other"]
+    answer(model, inputs, prefixes=prefixes)
+    assert prefixes.reused_tokens == reused
+    answer(model, inputs, prefixes=prefixes)
+    assert prefixes.reused_tokens == reused + 39
+
+
+def test_requests_in_flight_share_their_beginning():
+    model, prefixes = QWEN2_VL.build(), PrefixCache(gb=1)
+    inputs = QWEN2_VL.inputs(model, [60], [1])
+    requests = [with_end(inputs, 5, seed) for seed in range(5)]
+    expected = [answer(model, request, "snapkv", 0.3)[0][0, 60:].tolist() for request in requests]
+    with kvcompress.compress(model, "snapkv", 0.3, prefix_cache=prefixes) as session:
+        answers = list(session.generate_many(requests, slots=2, max_new_tokens=NEW, do_sample=False))
+    found = {each.index: each.tokens for each in answers}
+    assert [list(map(int, found[i]))[:NEW] for i in range(5)] == expected
+    assert (prefixes.prompt_tokens, prefixes.reused_tokens) == (300, 4 * 55)
+
+
+def test_a_shared_prompt_and_a_prefix_cache_go_together():
+    model, prefixes = QWEN2.build(), PrefixCache(gb=1)
+    inputs, known = QWEN2.inputs(model, [60]), None
+    answer(model, with_end(inputs, 5), prefixes=prefixes)
+    for method in ("snapkv", "expected-attention"):
+        expected = answer(model, inputs, method, 0.3)
+        with kvcompress.SharedPrompt(model, known) as shared:
+            assert_same(answer(model, inputs, method, 0.3, prefixes), expected)
+        known = shared.prompt_pass
+        assert known is None  # the decoder saw its end only
+
+
+def test_an_exception_in_the_middle_of_a_prompt_leaves_it_as_it_was():
+    model, prefixes = QWEN2.build(), PrefixCache(gb=1)
+    inputs = QWEN2.inputs(model, [60])
+    answer(model, with_end(inputs, 5), prefixes=prefixes)
+    held = prefixes.nbytes
+
+    def fail(*_):
+        raise RuntimeError("in the middle")
+
+    handle = model.model.layers[1].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        answer(model, inputs, "snapkv", 0.3, prefixes)
+    handle.remove()
+    assert prefixes.nbytes == held
+    assert_same(answer(model, inputs, "snapkv", 0.3, prefixes), answer(model, inputs, "snapkv", 0.3))
+
+
+def test_it_keeps_to_its_bytes_and_none_keeps_nothing():
+    model = QWEN2.build()
+    inputs = QWEN2.inputs(model, [60])
+    expected = answer(model, inputs, "snapkv", 0.3)
+    for nbytes in (0, 1000, 50_000):
+        prefixes = PrefixCache(gb=nbytes / 2**30)
+        for _ in range(3):
+            assert_same(answer(model, inputs, "snapkv", 0.3, prefixes), expected)
+            assert prefixes.nbytes <= nbytes
+        assert prefixes.prompt_tokens == 3 * 60
+        assert (prefixes.reused_tokens > 0) == (nbytes == 50_000)
+    prefixes.clear()
+    assert prefixes.nbytes == 0
+    with pytest.raises(KVCompressError, match="gb=-1"):
+        PrefixCache(gb=-1)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "grad"), [({}, False), ({"logits_to_keep": 1}, True), ({"logits_to_keep": 2}, False)]
+)
+def test_logits_that_are_asked_for_are_all_there(kwargs, grad):
+    """Without `logits_to_keep` those of all tokens are; and a gradient needs the whole pass."""
+    model, prefixes = QWEN2.build(), PrefixCache(gb=1)
+    inputs = QWEN2.inputs(model, [40])
+    answer(model, inputs, prefixes=prefixes)
+    outputs = []
+    for prefix_cache in (None, prefixes):
+        with torch.set_grad_enabled(grad), kvcompress.compress(model, "knorm", 0.5, prefix_cache=prefix_cache):
+            outputs.append(model(**inputs, **kwargs).logits)
+    torch.testing.assert_close(*outputs, atol=TOLERANCE, rtol=0)
+    assert prefixes.reused_tokens == (38 if kwargs == {"logits_to_keep": 2} else 0)
