@@ -20,7 +20,6 @@ import kvcompress
 from kvcompress.bench.models import SHAPES
 from kvcompress.bench.standalone import load, prompt_ids
 from kvcompress.bench.timing import table, write
-from kvcompress.cache.layer import Listening
 from kvcompress.cache.scope import States
 from kvcompress.check.promises import LargestTensor
 from kvcompress.device import peak_memory, reset_peak_memory
@@ -39,7 +38,7 @@ class PeakKV:
         self.cache, self.nbytes = cache, 0
 
     def __enter__(self) -> "PeakKV":
-        self._layers = [Listening(layer, self._listen) for layer in self.cache.compressed_layers]
+        self._layers = [layer.listen(self._listen) for layer in self.cache.compressed_layers]
         return self
 
     def __exit__(self, *exception: object) -> None:
