@@ -13,6 +13,7 @@ from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvcompress
 from kvcompress.device import synchronise
+from kvcompress.hooks.prefix_cache import PrefixCache
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.measure import Measurement
 
@@ -58,6 +59,7 @@ class Answers:
         tower, prompt: what of these ran now, and what was known.
         inputs: what was generated from, on the model's device.
         kept: what each layer stores; None where that was not asked for.
+        reused_tokens: of the prompts, those that a prefix cache had; None without one.
         in_slots: None for a batch.
     """
 
@@ -68,6 +70,7 @@ class Answers:
     prompt: SharedPrompt
     inputs: BatchFeature
     kept: KeptSets | None
+    reused_tokens: int | None = None
     in_slots: InSlots | None = None
 
 
@@ -79,6 +82,7 @@ class Answering:
         batches: where a batch's vision features and prefill are kept, once another cell may follow.
         is_warm: whether the cell had its warm-up.
         has_cells: whether another cell may follow.
+        prefixes: what the cell's prompts begin with; None where that is not kept.
     """
 
     def __init__(
@@ -87,13 +91,27 @@ class Answering:
         tokenizer: PreTrainedTokenizerBase,
         batches: BatchStore,
         compression: Compression,
+        prefix_gb: float = 0.0,
     ):
+        """`prefix_gb`: gigabytes for what a cell's prompts begin with."""
         self.model, self.tokenizer, self.batches, self.compression = model, tokenizer, batches, compression
         self.is_warm = self.has_cells = False
+        self._prefix_gb = prefix_gb
+        self.forget_prefixes()
 
     def begin_cell(self, compression: Compression) -> None:
         """Answer under another compression from now on."""
         self.compression, self.is_warm, self.has_cells = compression, False, True
+        self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """What is counted next begins with nothing: every cell's times are those of a cold start."""
+        self.prefixes = PrefixCache(self._prefix_gb) if self._prefix_gb else None
+
+    @property
+    def reused_tokens(self) -> int | None:
+        """Prompt tokens, so far, that a prefix cache had; None without one."""
+        return None if self.prefixes is None else self.prefixes.reused_tokens
 
     def answer(self, batch: Batch, wanted: Generation, notes_kept: bool = False) -> Answers:
         """Generate as `wanted`; before the first batch of a cell a few tokens more, as a warm-up.
@@ -113,13 +131,15 @@ class Answering:
             torch.manual_seed(wanted.seed)
         synchronise(self.model.device)
         start = time.perf_counter()
+        reused = self.reused_tokens
         new, measured, kept = self.generate(inputs, kwargs, tower, prompt, notes_kept)
         synchronise(self.model.device)
         seconds = time.perf_counter() - start + tower.correction_s + prompt.correction_s
         if self.has_cells:
             self.keep(batch, tower, prompt)
         texts = self.texts(new, measured.tokens_out, wanted.skip_special_tokens)
-        return Answers(texts, seconds, measured, tower, prompt, inputs, kept)
+        reused = None if reused is None else self.reused_tokens - reused
+        return Answers(texts, seconds, measured, tower, prompt, inputs, kept, reused)
 
     def _warm_up(self, batch: Batch, inputs: BatchFeature, kwargs: dict[str, Any]) -> None:
         """Generate a few tokens, of which nothing is measured. The prefill is another cell's, once the batch was
@@ -133,9 +153,12 @@ class Answering:
         if was_answered:
             self.batches.keep(batch, {}, prompt.prompt_pass)
         self.is_warm = True
+        self.forget_prefixes()
 
     def _shared_prompt(self, batch: Batch, tower: VisionTower) -> SharedPrompt:
-        """A prefill that is shared with other cells."""
+        """A prefill that is shared with other cells; none where prompts of a cell share theirs, which is measured."""
+        if self.prefixes is not None:
+            return SharedPrompt(self.model, room=0)
         return SharedPrompt(self.model, batch.prompt_pass, self.batches.prompt_room, lambda: tower.spent_s)
 
     @property
@@ -179,7 +202,9 @@ class Answering:
         with (
             tower,
             prompt,
-            kvcompress.compress(self.model, of.method, of.ratio, of.budget, room, **of.options) as session,
+            kvcompress.compress(
+                self.model, of.method, of.ratio, of.budget, room, self.prefixes, **of.options
+            ) as session,
         ):
             tokens, measured = kvcompress.measure.generate(self.model, session, dict(inputs), **kwargs)
             kept = KeptSets.of(session.cache) if notes_kept else None
@@ -203,6 +228,8 @@ class Answering:
             return (measured.peak_memory_bytes if on_gpu else counted.peak) - before
         except torch.OutOfMemoryError:
             pass
+        finally:
+            self.forget_prefixes()
         # Behind the `except`, whose traceback would keep what did not fit alive.
         gc.collect()
         torch.cuda.empty_cache()

@@ -150,6 +150,11 @@ class ModelArguments(Arguments):
         description="Memory for prefills, which other cells compress again; default: 4, and 0 at `batch_size=1` "
         "without `slots`, where each question's time and memory are measured in one piece.",
     )
+    prefix_cache_gb: NonNegativeFloat = Field(
+        0.0,
+        description="Memory for what prompts of a cell begin with, such as one image's: it is prefilled once, and "
+        "times are those of such a run.",
+    )
     max_new_tokens: PositiveInt = Field(128, description="Longest answer where the task does not set one.")
     max_frames_num: PositiveInt = Field(32, description="Most frames taken from a video, evenly spread.")
     video_fps: PositiveFloat | None = Field(

@@ -46,6 +46,7 @@ class UnderWay:
         inputs: on the model's device.
         vision_tokens: of the prompt.
         saved_before_s: seconds that the run was spared before it, since tower or prefill were known.
+        reused_tokens: of the prompt, those that a prefix cache had; None without one.
         saved_s: the same up to the end of its prefill.
         aside_s: seconds behind its prefill that are not its own.
         kept: what each layer stores, where that is noted.
@@ -57,6 +58,7 @@ class UnderWay:
     tower: VisionTower
     prompt: SharedPrompt
     saved_before_s: float
+    reused_tokens: int | None = None
     saved_s: float = 0.0
     aside_s: float = 0.0
     kept: KeptSets | None = None
@@ -77,6 +79,7 @@ class Flight:
         self._answering, self._model = answering, answering.model
         self._asked, self._limits = asked, limits
         self._keeps = keeps and answering.has_cells
+        self._shares_prompts = self._keeps and answering.prefixes is None
         self._tower, self._prompt = VisionTower(self._model, {}), SharedPrompt(self._model, room=0)
         self._is_spared = False  # whether any prefill did not run
         self._under_way: dict[int, UnderWay] = {}
@@ -96,7 +99,9 @@ class Flight:
         reset_peak_memory(device)
         with (
             self._tower,
-            kvcompress.compress(self._model, of.method, of.ratio, of.budget, room, **of.options) as session,
+            kvcompress.compress(
+                self._model, of.method, of.ratio, of.budget, room, self._answering.prefixes, **of.options
+            ) as session,
             closing(self._requests(chain([first], asked))) as requests,
         ):
             self._flight = session.generate_many(requests, **vars(self._limits), after_prompt=self._after_prompt)
@@ -112,6 +117,7 @@ class Flight:
         self._answering.is_warm = True
         for _ in Flight(self._answering, [Asked(first.batch, wanted)], self._limits, keeps=False):
             pass
+        self._answering.forget_prefixes()
 
     def _next(self) -> Answer | None:
         start = time.perf_counter()
@@ -139,11 +145,12 @@ class Flight:
         self._forget()
         if not self._flight.halved:
             self._tower.begin(answering.known_of_tower(batch))
-        if self._keeps and not self._flight.halved:
+        if self._shares_prompts and not self._flight.halved:
             room, tower = answering.batches.prompt_room, self._tower
             self._prompt = SharedPrompt(self._model, batch.prompt_pass, room, lambda: tower.spent_s)
         vision_tokens = int(vision_token_mask(self._model.config, inputs["input_ids"]).sum())
         self._under_way[index] = UnderWay(asked, inputs, vision_tokens, self._tower, self._prompt, self._saved_s)
+        self._reused_before = answering.reused_tokens
 
     def _forget(self) -> None:
         """Nothing is known of the prefill that is next."""
@@ -155,6 +162,8 @@ class Flight:
         synchronise(self._model.device)
         start, each = time.perf_counter(), self._under_way[index]
         each.tower, each.prompt = copy.copy(self._tower), self._prompt
+        if (reused := self._answering.reused_tokens) is not None:
+            each.reused_tokens, self._reused_before = reused - self._reused_before, reused
         self._forget()  # of one that begins anew
         if each.prompt.is_known and not each.tower.calls:  # where the model's forward calls it, it was not asked
             each.tower.calls = dict(each.tower.known)
@@ -204,6 +213,7 @@ class Flight:
             each.prompt,
             each.inputs,
             each.kept,
+            each.reused_tokens,
             InSlots(
                 answer.waited_s + each.saved_before_s,
                 flight.slots,

@@ -77,7 +77,7 @@ class KVCompressLM(Answerer):
         self.batches = BatchStore(int(self.args.vision_cache_gb * 2**30), int(self.args.gb_for_prompts * 2**30))
         # The thread that looks ahead tokenises meanwhile: the two must not share a tokenizer.
         decoder = copy.deepcopy(self.tokenizer) if self.args.batches_ahead else self.tokenizer
-        self.answering = Answering(self.model, decoder, self.batches, compression)
+        self.answering = Answering(self.model, decoder, self.batches, compression, self.args.prefix_cache_gb)
         self.rows: list[dict[str, Any]] = []
         self._times_asked: Counter[tuple[str, int]] = Counter()
         self.overlays = 0

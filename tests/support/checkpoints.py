@@ -235,8 +235,8 @@ def requests(
 
 # Model arguments of which the loaded model and processor know nothing.
 NOT_LOADED = (
-    "batch_size", "look_ahead", "max_frames_num", "max_new_tokens", "measurements_path", "on_oom", "prompt_cache_gb",
-    "slots", "system_prompt", "vision_cache_gb",
+    "batch_size", "look_ahead", "max_frames_num", "max_new_tokens", "measurements_path", "on_oom", "prefix_cache_gb",
+    "prompt_cache_gb", "slots", "system_prompt", "vision_cache_gb",
 )  # fmt: skip
 _loaded: dict[str, tuple[Any, Any]] = {}
 

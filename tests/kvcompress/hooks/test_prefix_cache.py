@@ -140,6 +140,20 @@ def test_another_picture_under_the_same_tokens_is_another_prompt():
     assert prefixes.reused_tokens == first
 
 
+def test_the_same_tokens_at_other_positions_are_others():
+    model, prefixes = QWEN2.build(), PrefixCache(gb=1)
+    ids = QWEN2.inputs(model, [40])["input_ids"]
+    spread = torch.arange(40)[None] * 2
+    answer(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, prefixes=prefixes)
+    logits = []
+    for prefix_cache in (None, prefixes, prefixes):
+        with torch.no_grad(), kvcompress.compress(model, "snapkv", 0.5, prefix_cache=prefix_cache):
+            logits.append(model(ids, position_ids=spread, logits_to_keep=1).logits)
+    assert prefixes.reused_tokens == 1 + 39  # the first token stands at 0 both times
+    torch.testing.assert_close(logits[1], logits[0], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(logits[2], logits[0], atol=TOLERANCE, rtol=0)
+
+
 def test_models_dtypes_and_adapters_do_not_share():
     model, prefixes = copy.deepcopy(QWEN2.build()), PrefixCache(gb=1)
     inputs = QWEN2.inputs(model, [40])

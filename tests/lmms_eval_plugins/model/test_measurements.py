@@ -25,7 +25,14 @@ def test_a_row_of_a_batch_has_its_own_counts_and_its_share_of_the_bytes():
     )  # fmt: skip
     tower, prompt = SimpleNamespace(seconds=0.25, is_known=True), SimpleNamespace(is_known=False, prompt_pass=None)
     answers = SimpleNamespace(
-        measured=measured, tower=tower, prompt=prompt, texts=["a", "b"], kept={}, seconds=3.0, in_slots=None
+        measured=measured,
+        tower=tower,
+        prompt=prompt,
+        texts=["a", "b"],
+        kept={},
+        seconds=3.0,
+        in_slots=None,
+        reused_tokens=11,
     )
     row = row_of(SimpleNamespace(args=("?", None, {}, 5, "task", "test")), answers, 1, (2, 1))
     expected = {
@@ -33,7 +40,7 @@ def test_a_row_of_a_batch_has_its_own_counts_and_its_share_of_the_bytes():
         "vision_is_known": True, "prompt_is_known": False, "tpot_s": 0.1, "tokens_in": 8, "tokens_out": 3,
         "vision_tokens": 4, "kv_bytes_prompt": 50, "kv_bytes_end": 60, "kv_room_bytes": 15, "realised_ratio": [0.2],
         "images": 2, "videos": 1, "share_s": 1.5, "slots": None, "waited_s": None, "peak_kv_bytes": 120,
-        "peak_memory_bytes": 999,
+        "peak_memory_bytes": 999, "reused_tokens": 5,
     }  # fmt: skip
     assert {name: row[name] for name in expected} == expected
 
