@@ -120,26 +120,29 @@ def _import_all() -> None:
     for name in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
         path = Path(name).expanduser().absolute()
         if path not in _FILES:
-            import_file(path, name)
-            if not has_passed(path) and os.environ.get("LOCAL_RANK", "0") == "0":
+            names = import_file(path, name)
+            if names and not has_passed(path) and os.environ.get("LOCAL_RANK", "0") == "0":
                 print(f"warning: {name} was never checked as it stands: {called('check')} {name}", file=sys.stderr)
 
 
 def import_file(path: Path, name: str) -> list[str]:
-    """Import the methods of a file, which messages call `name`; their names. Raises KVCompressError."""
+    """Import a file with methods or layer budgets, which messages call `name`. Returns the names of its methods. Raises
+    KVCompressError."""
+    from .layer_budgets import list_layer_budgets
+
     if path.suffix != ".py" or not path.is_file():
         raise KVCompressError(f"{FILES}: there is no Python file {name}")
     if path.stem in {other.stem for other in _FILES}:  # its module, by which a method is known, has that name
         raise KVCompressError(f"{FILES}: {name}: another file there has the same name; rename one")
     spec = importlib.util.spec_from_file_location(f"{OF_FILE}{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    before = set(_METHODS)
+    before, rules = set(_METHODS), set(list_layer_budgets())
     _FILES.add(path)  # at once, for the file may ask for the methods that are there
     sys.modules[module.__name__] = module
     try:
         spec.loader.exec_module(module)
-        if set(_METHODS) == before:
-            raise KVCompressError("it registers no method")
+        if set(_METHODS) == before and set(list_layer_budgets()) == rules:
+            raise KVCompressError("it registers no method and no layer budget")
     except (Exception, SystemExit) as error:
         _FILES.discard(path)
         what = "" if isinstance(error, KVCompressError) else f"{type(error).__name__}: "

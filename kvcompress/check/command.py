@@ -69,6 +69,8 @@ def methods_of(file: Path | None, name: str, options: dict[str, str], seed: int)
     if file is not None:
         os.environ.pop(FILES, None)  # they may have methods of the same names
         names = import_file(file, name)
+        if not names:
+            raise KVCompressError(f"{name} registers layer budgets only: there is no method to check")
     else:
         names = [method_info(name).name]
     found = [Checked(each, options, seed) for each in names]

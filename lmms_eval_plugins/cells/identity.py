@@ -125,10 +125,13 @@ def fingerprint(
     """
     import kvcompress
     from kvcompress.calibration.files import file_of
+    from kvcompress.layer_budgets import list_layer_budgets
     from kvcompress.methods import method_name
 
     model, calibration = Path(arguments.pretrained), options.get("calibration")
     method = kvcompress.list_methods()[cell.method].cls
+    rule = list_layer_budgets().get(options.get("layer_budget") or getattr(method, "layer_budget", None))
+    own = [class_identity(cls, but_packages=("kvcompress", "lmms_eval_plugins")) for cls in (method, type(rule))]
     known = calibration and file_of(calibration, method_name(options.get("scorer") or cell.method)).read_bytes()
     return {
         **asdict(cell),
@@ -138,8 +141,7 @@ def fingerprint(
         **({"calibration": hashlib.sha256(known).hexdigest()} if known else {}),
         "data": data,
         "tasks": tasks,
-        "code": own_code(Path(__file__).parents[2])
-        + class_identity(method, but_packages=("kvcompress", "lmms_eval_plugins")),
+        "code": own_code(Path(__file__).parents[2]) + "".join(own),
     }
 
 

@@ -30,7 +30,7 @@ def example(monkeypatch):
 
 
 def test_the_example_method_is_registered_and_keeps_the_largest_values(example, capsys):
-    definition, use, _ = python_blocks(DOCS / "adding-a-method.md")
+    definition, use, *_ = python_blocks(DOCS / "adding-a-method.md")
     assert len(definition.strip().splitlines()) <= 21
     exec(definition, example)
     assert kvcompress.list_methods()["value-norm"].options == {"window_size": 8}
@@ -44,7 +44,7 @@ def test_the_example_method_is_registered_and_keeps_the_largest_values(example, 
 
 
 def test_the_example_with_attention_keeps_sinks_and_a_window(example):
-    definition, _, with_attention = python_blocks(DOCS / "adding-a-method.md")
+    definition, _, with_attention, _ = python_blocks(DOCS / "adding-a-method.md")
     exec(definition, example)
     exec(with_attention, example)
     with kvcompress.compress(example["model"], "value-attention", 0.3) as session:
@@ -56,7 +56,7 @@ def test_the_example_with_attention_keeps_sinks_and_a_window(example):
 
 
 def test_the_readme_shows_the_method_of_the_page():
-    definition, _, _ = python_blocks(DOCS / "adding-a-method.md")
+    definition, *_ = python_blocks(DOCS / "adding-a-method.md")
     shown = python_blocks(README)[2].strip()
     assert definition.strip().endswith(shown)
 

@@ -42,6 +42,22 @@ def test_class_identity_sees_the_code_of_a_class_of_ones_own_and_not_its_place()
     assert identity.class_identity(Cell, ("lmms_eval_plugins",)) == ""
 
 
+def test_a_cell_depends_on_a_layer_budget_of_ones_own(monkeypatch):
+    from kvcompress.layer_budgets import base
+
+    def code(layer_budget: str, first: int = 3) -> str:
+        source = f"class Own(LayerBudget):\n    def fixed(self, *_):\n        return [{first}, 1]\n"
+        namespace = {"LayerBudget": base.LayerBudget, "__name__": "own"}
+        exec(source, namespace)
+        monkeypatch.setattr(base, "_RULES", {**base._RULES, "own": namespace["Own"]()})
+        cell = Cell("task", "model", "snapkv", ratio=0.2)
+        arguments = SimpleNamespace(pretrained="hub/id", revision="main", chat_template=None, system_prompt=None)
+        return identity.fingerprint(cell, arguments, {"layer_budget": layer_budget}, {}, {})["code"]
+
+    assert code("own") == code("own") != code("own", first=5)
+    assert code("uniform") == code("uniform", first=5) != code("own")
+
+
 # -- our own code
 
 COUNTED = (
