@@ -59,13 +59,15 @@ class PrefixTree:
         nbytes: of all that is held.
     """
 
-    def __init__(self, room: int):
-        self.room, self.nbytes = room, 0
+    def __init__(self, room: int, device: str | None = None):
+        """`device`: where everything is held; None: where it is computed."""
+        self.room, self.device, self.nbytes = room, device, 0
         self._roots: dict[object, Node] = {}
         self._clock = 0
 
     def find(self, identity: object, given: Columns) -> Path:
         """How much of a prompt is there. Only prompts of the same `identity` share."""
+        given = self._here(given)
         node = self._roots.setdefault(identity, Node([], []))
         nodes, of_last = [node], 0
         self._clock += 1
@@ -97,14 +99,18 @@ class PrefixTree:
         behind = min(behind, (self.room - self.nbytes) // per_token)
         if behind <= 0:
             return
-        given = _cut(given, start, start + behind)
-        node = Node(given, _cut(computed, start - first, start - first + behind), parent, used=self._clock)
+        given = self._here(_cut(given, start, start + behind))
+        computed = self._here(_cut(computed, start - first, start - first + behind))
+        node = Node(given, computed, parent, used=self._clock)
         parent.children[_first(given)] = node
         self.nbytes += node.nbytes
 
     def clear(self) -> None:
         self._roots.clear()
         self.nbytes = 0
+
+    def _here(self, parts: Columns) -> Columns:
+        return parts if self.device is None else [part.to(self.device) for part in parts]
 
     def _split(self, node: Node, tokens: int) -> None:
         """Let a node hold its first tokens only, and a new one behind it the others."""

@@ -33,7 +33,8 @@ class ResumedPrefill(Prefill):
         return self._known if self._staged is None else self.tokens.columns
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
-        self._known_queries, known_keys, known_values = self._beginning()
+        known = (part.to(keys.device) for part in self._beginning())
+        self._known_queries, known_keys, known_values = known
         return super().update(torch.cat([known_keys, keys], dim=2), torch.cat([known_values, values], dim=2))
 
     def mask(self, query_length: int) -> torch.Tensor:

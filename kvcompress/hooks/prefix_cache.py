@@ -51,16 +51,20 @@ class PrefixCache:
         reused_tokens: those of them that did not pass through the model again.
     """
 
-    def __init__(self, gb: float):
-        """`gb`: gigabytes (2**30 bytes), where the model is; 0 keeps nothing. A prompt that passes through the model
-        needs memory of its own besides. What was used least recently leaves first.
+    def __init__(self, gb: float, device: str | None = None):
+        """Hold nothing yet.
+
+        Args:
+            gb: gigabytes (2**30 bytes) to hold; 0 keeps nothing. A prompt that passes through the model needs memory of
+                its own besides. What was used least recently leaves first.
+            device: where it is held, such as "cpu" for a model on a GPU; None: where the model is.
 
         Raises:
             KVCompressError: for a negative size.
         """
         if not gb >= 0:
             raise KVCompressError(f"gb={gb}: the size of a prefix cache in gigabytes is 0 or more")
-        self._tree = PrefixTree(int(min(gb * 2**30, sys.maxsize)))
+        self._tree = PrefixTree(int(min(gb * 2**30, sys.maxsize)), device)
         self._models: weakref.WeakKeyDictionary[PreTrainedModel, object] = weakref.WeakKeyDictionary()
         self.prompt_tokens = self.reused_tokens = 0
 
@@ -160,7 +164,8 @@ class _PromptOnItsWay:
             names = ["cos", "sin", "positions", *(["least"] if rotary.least is not None else [])]
             parts = {}
             for i, name in enumerate(names):
-                known, new = self._computed(first + i), getattr(rotary, name)
+                new = getattr(rotary, name)
+                known = self._computed(first + i).to(new.device)
                 known = known if new.ndim == 3 else known[..., 0]
                 parts[name] = torch.cat([known, new], dim=1)
             rotary = replace(rotary, **parts)

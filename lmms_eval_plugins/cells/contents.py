@@ -61,7 +61,7 @@ class Results(TypedDict):
 
 
 class Measurement(TypedDict):
-    ttft_s: Number
+    ttft_s: Number | None
     tpot_s: Number | None
     tokens_in: Number
     tokens_out: Number

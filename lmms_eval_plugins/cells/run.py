@@ -110,6 +110,7 @@ def score_cell(lm: "Answerer", job: Job, found: dict[str, Any], asked: int, keep
         keep_answers: called by all ranks between the answers and the scores.
     """
     from ..model.measurements import summarise
+    from ..model.ranks import of_each_rank
 
     cell = job.cell
     with new_cell(job.folder) if rank() == 0 else tempfile.TemporaryDirectory() as folder:
@@ -126,7 +127,7 @@ def score_cell(lm: "Answerer", job: Job, found: dict[str, Any], asked: int, keep
                 else:
                     output = run_lmms_eval(lm, job, folder)
         rows = lm.gather_rows()
-        if unanswered := of_all_ranks(list(watch.unanswered.values())):
+        if unanswered := list(chain.from_iterable(of_each_rank(list(watch.unanswered.values())))):
             raise EvaluationFailed(
                 f"{cell.task}: {len(unanswered)} requests to its judge were not answered ({unanswered[0]}); the "
                 "answers are kept, and the same command asks the judge again"
@@ -170,17 +171,6 @@ def named_failure(job: Job, watch: JudgeWatch) -> Iterator[None]:
         if isinstance(error, SystemExit | FileNotFoundError):
             raise EvaluationFailed(f"{task}: a file of its data is missing: {message}") from error
         raise
-
-
-def of_all_ranks(values: list[Any]) -> list[Any]:
-    """The values of every rank, the same list on each. All ranks must call it."""
-    import torch
-
-    if not torch.distributed.is_initialized():
-        return values
-    ranks = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, values)
-    return list(chain.from_iterable(ranks))
 
 
 def run_lmms_eval(lm: "Answerer", job: Job, folder: Path | str) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class Answering:
         batches: where a batch's vision features and prefill are kept, once another cell may follow.
         is_warm: whether the cell had its warm-up.
         has_cells: whether another cell may follow.
-        prefixes: what the cell's prompts begin with; None where that is not kept.
+        prefixes: what the prompts of all cells begin with; None where that is not kept.
     """
 
     def __init__(
@@ -91,22 +91,14 @@ class Answering:
         tokenizer: PreTrainedTokenizerBase,
         batches: BatchStore,
         compression: Compression,
-        prefix_gb: float = 0.0,
     ):
-        """`prefix_gb`: gigabytes for what a cell's prompts begin with."""
         self.model, self.tokenizer, self.batches, self.compression = model, tokenizer, batches, compression
         self.is_warm = self.has_cells = False
-        self._prefix_gb = prefix_gb
-        self.forget_prefixes()
+        self.prefixes: PrefixCache | None = None
 
     def begin_cell(self, compression: Compression) -> None:
         """Answer under another compression from now on."""
         self.compression, self.is_warm, self.has_cells = compression, False, True
-        self.forget_prefixes()
-
-    def forget_prefixes(self) -> None:
-        """What is counted next begins with nothing: every cell's times are those of a cold start."""
-        self.prefixes = PrefixCache(self._prefix_gb) if self._prefix_gb else None
 
     @property
     def reused_tokens(self) -> int | None:
@@ -124,15 +116,17 @@ class Answering:
         if is_first:
             self._warm_up(batch, inputs, kwargs)
         tower = VisionTower(self.model, self.known_of_tower(batch), self.held)
-        # The first batch of a cell runs its own prefill: its peak of memory is the cell's.
+        # The first batch of a cell runs its own prefill: its peak of memory is the cell's, and with a prefix cache its
+        # time to first token, too.
         shares = self.has_cells and not is_first
         prompt = self._shared_prompt(batch, tower) if shares else SharedPrompt(self.model, room=0)
+        prefixes = None if is_first else self.prefixes
         if wanted.seed is not None:
             torch.manual_seed(wanted.seed)
         synchronise(self.model.device)
         start = time.perf_counter()
         reused = self.reused_tokens
-        new, measured, kept = self.generate(inputs, kwargs, tower, prompt, notes_kept)
+        new, measured, kept = self.generate(inputs, kwargs, tower, prompt, notes_kept, prefixes=prefixes)
         synchronise(self.model.device)
         seconds = time.perf_counter() - start + tower.correction_s + prompt.correction_s
         if self.has_cells:
@@ -153,10 +147,9 @@ class Answering:
         if was_answered:
             self.batches.keep(batch, {}, prompt.prompt_pass)
         self.is_warm = True
-        self.forget_prefixes()
 
     def _shared_prompt(self, batch: Batch, tower: VisionTower) -> SharedPrompt:
-        """A prefill that is shared with other cells; none where prompts of a cell share theirs, which is measured."""
+        """A prefill that is shared with other cells; none where a prefix cache shares it."""
         if self.prefixes is not None:
             return SharedPrompt(self.model, room=0)
         return SharedPrompt(self.model, batch.prompt_pass, self.batches.prompt_room, lambda: tower.spent_s)
@@ -193,18 +186,18 @@ class Answering:
         prompt: SharedPrompt,
         notes_kept: bool = False,
         room_for: int | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> tuple[torch.LongTensor, Measurement, KeptSets | None]:
         """New tokens (batch, new), what they cost where vision tower and prefill run, and what is stored.
 
-        `room_for`: so many new tokens have room in the cache; None: as many as are generated at most.
+        `room_for`: so many new tokens have room in the cache; None: as many as are generated at most. `prefixes`: where
+        prompts share their beginnings.
         """
         of, room = self.compression, room_for or kwargs["max_new_tokens"]
         with (
             tower,
             prompt,
-            kvcompress.compress(
-                self.model, of.method, of.ratio, of.budget, room, self.prefixes, **of.options
-            ) as session,
+            kvcompress.compress(self.model, of.method, of.ratio, of.budget, room, prefixes, **of.options) as session,
         ):
             tokens, measured = kvcompress.measure.generate(self.model, session, dict(inputs), **kwargs)
             kept = KeptSets.of(session.cache) if notes_kept else None
@@ -228,8 +221,6 @@ class Answering:
             return (measured.peak_memory_bytes if on_gpu else counted.peak) - before
         except torch.OutOfMemoryError:
             pass
-        finally:
-            self.forget_prefixes()
         # Behind the `except`, whose traceback would keep what did not fit alive.
         gc.collect()
         torch.cuda.empty_cache()
@@ -259,4 +250,6 @@ class Answering:
     @property
     def held(self) -> int:
         """Bytes that are kept for other cells, where the process's memory is counted: they are not a generation's."""
-        return self.batches.nbytes if self.model.device.type == "cpu" else 0
+        if self.model.device.type != "cpu":
+            return 0
+        return self.batches.nbytes + (0 if self.prefixes is None else self.prefixes.nbytes)

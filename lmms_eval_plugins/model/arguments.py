@@ -36,6 +36,7 @@ from .batch_size import number_of_slots, number_or_auto
 # Where times are not those of single questions:
 LOOK_AHEAD = 2  # batches
 PROMPT_CACHE_GB = 4.0
+PREFIX_CACHE_GB = 4.0
 
 TINY_MODEL = "tiny"
 TINY_CHECKPOINT = Path(__file__).parents[1] / "tiny_vlm" / "checkpoint"
@@ -150,10 +151,10 @@ class ModelArguments(Arguments):
         description="Memory for prefills, which other cells compress again; default: 4, and 0 at `batch_size=1` "
         "without `slots`, where each question's time and memory are measured in one piece.",
     )
-    prefix_cache_gb: NonNegativeFloat = Field(
-        0.0,
-        description="Memory for what prompts of a cell begin with, such as one image's: it is prefilled once, and "
-        "times are those of such a run.",
+    prefix_cache_gb: NonNegativeFloat | None = Field(
+        None,
+        description="CPU memory for what prompts begin with, such as an image: it is prefilled once for all questions "
+        "and cells; default: 4 where questions share images or videos, and 0 at `batch_size=1` without `slots`.",
     )
     max_new_tokens: PositiveInt = Field(128, description="Longest answer where the task does not set one.")
     max_frames_num: PositiveInt = Field(32, description="Most frames taken from a video, evenly spread.")
@@ -199,6 +200,11 @@ class ModelArguments(Arguments):
     def gb_for_prompts(self) -> float:
         """`prompt_cache_gb`, with its default."""
         return self._of_many(PROMPT_CACHE_GB, 0.0) if self.prompt_cache_gb is None else self.prompt_cache_gb
+
+    def gb_for_prefixes(self, share: bool) -> float:
+        """`prefix_cache_gb`, with its default; `share`: whether questions share images or videos."""
+        default = self._of_many(PREFIX_CACHE_GB, 0.0) if share else 0.0
+        return default if self.prefix_cache_gb is None else self.prefix_cache_gb
 
     def _of_many(self, many: float, one: float) -> float:
         """`one` where times are those of single questions."""

@@ -71,12 +71,14 @@ class BatchStore:
         self._batches: dict[bytes, Batch] = {}
         self._tasks: frozenset[str] = frozenset()
 
-    def begin(self, tasks: Iterable[str]) -> None:
-        """Questions of these tasks come next: those of others are forgotten."""
+    def begin(self, tasks: Iterable[str]) -> bool:
+        """Questions of these tasks come next: those of others are forgotten. Returns whether they were."""
         tasks = frozenset(tasks)
-        if self._tasks != tasks:
-            self._tasks, self._batches = tasks, {}
-            self.room, self.prompt_room = self.budget, self.prompt_budget
+        if self._tasks == tasks:
+            return False
+        self._tasks, self._batches = tasks, {}
+        self.room, self.prompt_room = self.budget, self.prompt_budget
+        return True
 
     @property
     def nbytes(self) -> int:

@@ -79,6 +79,7 @@ class Flight:
         self._answering, self._model = answering, answering.model
         self._asked, self._limits = asked, limits
         self._keeps = keeps and answering.has_cells
+        self._prefixes = answering.prefixes if keeps else None  # a warm-up is one with none
         self._shares_prompts = self._keeps and answering.prefixes is None
         self._tower, self._prompt = VisionTower(self._model, {}), SharedPrompt(self._model, room=0)
         self._is_spared = False  # whether any prefill did not run
@@ -100,7 +101,7 @@ class Flight:
         with (
             self._tower,
             kvcompress.compress(
-                self._model, of.method, of.ratio, of.budget, room, self._answering.prefixes, **of.options
+                self._model, of.method, of.ratio, of.budget, room, self._prefixes, **of.options
             ) as session,
             closing(self._requests(chain([first], asked))) as requests,
         ):
@@ -117,7 +118,6 @@ class Flight:
         self._answering.is_warm = True
         for _ in Flight(self._answering, [Asked(first.batch, wanted)], self._limits, keeps=False):
             pass
-        self._answering.forget_prefixes()
 
     def _next(self) -> Answer | None:
         start = time.perf_counter()

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from transformers import BatchFeature
 
 from kvcompress import KVCompressError
+from kvcompress.hooks.prefix_cache import PrefixCache
 from kvcompress.inflight.loop import Limits
 
 from .answer_store import AnswerStore, from_json, key_of, to_json
@@ -42,6 +43,10 @@ from .look_ahead import ahead
 from .measurements import log_averages, row_of, write_rows
 from .media import digest
 from .prompts import ChatProcessor
+from .ranks import Dealt, of_each_rank
+from .shared_media import SharedMedia
+
+WORTH_SHARING = 1.5  # questions per image or video, in the mean, from which on a prefix cache is worth its memory
 
 Answered = tuple[list[GenerationResult], float]  # and the seconds that it took
 
@@ -77,7 +82,7 @@ class KVCompressLM(Answerer):
         self.batches = BatchStore(int(self.args.vision_cache_gb * 2**30), int(self.args.gb_for_prompts * 2**30))
         # The thread that looks ahead tokenises meanwhile: the two must not share a tokenizer.
         decoder = copy.deepcopy(self.tokenizer) if self.args.batches_ahead else self.tokenizer
-        self.answering = Answering(self.model, decoder, self.batches, compression, self.args.prefix_cache_gb)
+        self.answering = Answering(self.model, decoder, self.batches, compression)
         self.rows: list[dict[str, Any]] = []
         self._times_asked: Counter[tuple[str, int]] = Counter()
         self.overlays = 0
@@ -109,32 +114,50 @@ class KVCompressLM(Answerer):
         self._times_asked.clear()
 
     def gather_rows(self) -> list[dict[str, Any]]:
-        ranks = [self.rows]
-        if self.world_size > 1:
-            ranks = [[] for _ in range(self.world_size)]
-            torch.distributed.all_gather_object(ranks, self.rows)
-        return sorted(chain.from_iterable(ranks), key=lambda row: (row["task"], row["doc_id"]))
+        return sorted(chain.from_iterable(self._of_each_rank(self.rows)), key=lambda row: (row["task"], row["doc_id"]))
 
     # -- what lmms-eval asks for ----------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
-        """Answers in the order of the requests, longest first: in batches of one kind of generation, or in flight."""
-        self.batches.begin(request.args[4] for request in requests)
+        """Answers in the order of the requests, longest first, those to questions about the same images or videos one
+        after the other: in batches of one kind of generation, or in flight."""
+        self._begin(requests)
+        dealt = None
+        if self.answering.prefixes is not None and self.world_size > 1:
+            dealt = Dealt(requests, self._media.groups(requests), self.rank)
+            requests = dealt.requests
+            self._media = SharedMedia(requests, self.task_dict)
         counted = len(self.rows)
         with self.progress_bar(len(requests)) as progress:
             answer = self._answer_in_batches if self.args.slots is None else self._answer_in_flight
             results, seconds = answer(requests, progress)
         log_averages(self.rows[counted:], seconds)
+        if dealt is not None:
+            results = dealt.returned(results)
         if self.args.measurements_path is not None:
             rows = self.gather_rows()
             if self.rank == 0:
                 write_rows(rows, self.args.measurements_path)
         return results
 
+    def _begin(self, requests: list[Instance]) -> None:
+        """Get ready for these requests; where a prefix cache serves them, know which show the same."""
+        has_other_tasks = self.batches.begin(request.args[4] for request in requests)
+        share = False
+        if self.args.gb_for_prefixes(share=True):
+            self._media = SharedMedia(requests, self.task_dict)
+            groups = list(chain.from_iterable(self._of_each_rank(self._media.groups(requests))))
+            share = len(groups) >= WORTH_SHARING * len(set(groups))
+        gigabytes = self.args.gb_for_prefixes(share)
+        if not gigabytes:
+            self.answering.prefixes = None
+        elif has_other_tasks or self.answering.prefixes is None:
+            self.answering.prefixes = PrefixCache(gigabytes, device="cpu")
+
     def _answer_in_batches(self, requests: list[Instance], progress: tqdm) -> Answered:
         order = Collator(
             requests,
-            sort_fn=self._shortness,
+            sort_fn=self._sort_key(requests),
             group_fn=lambda request: request.args[2],
             grouping=True,
         )
@@ -145,13 +168,14 @@ class KVCompressLM(Answerer):
                 answered = [self._answer_or_recall([group[at] for at in places], batch) for places, batch in parts]
                 results += in_order([places for places, _ in parts], [each for each, _ in answered])
                 seconds += sum(elapsed for _, elapsed in answered)
-                progress.update(len(group))
+                self._show(progress, len(group))
         return order.get_original(results), seconds
 
     def _answer_in_flight(self, requests: list[Instance], progress: tqdm) -> Answered:
         for request in requests:
             check_one_sequence(self.args.slots, self._wanted(request).arguments)
-        order = sorted(range(len(requests)), key=lambda place: self._shortness(requests[place]))
+        key = self._sort_key(requests)
+        order = sorted(range(len(requests)), key=lambda place: key(requests[place]))
         results: list[GenerationResult | None] = [None] * len(requests)
         given: list[tuple[int, Batch] | None] = []  # place in `requests`, inputs; None once answered
         elapsed = []
@@ -159,7 +183,7 @@ class KVCompressLM(Answerer):
         def done(place: int, result: GenerationResult, seconds: float) -> None:
             results[place] = result
             elapsed.append(seconds)
-            progress.update()
+            self._show(progress)
 
         def asked(prepared: Iterator[tuple[int, Batch]]) -> Iterator[Asked]:
             for place, batch in prepared:
@@ -193,7 +217,7 @@ class KVCompressLM(Answerer):
         if self.args.slots is not None:
             raise KVCompressError(f"slots={self.args.slots!r} goes with tasks of a single round")
         results, counted, seconds = [], len(self.rows), 0.0
-        self.batches.begin(request.args[4] for request in requests)
+        self._begin(requests)
         with self.progress_bar(len(requests)) as progress:
             for request in requests:
                 _, doc_to_messages, _, doc_id, task, split = request.args
@@ -221,6 +245,12 @@ class KVCompressLM(Answerer):
 
     # -- which requests are answered together ---------------------------------------------------------------------
 
+    def _sort_key(self, requests: list[Instance]) -> Callable[[Instance], Any]:
+        """What sorts the longest first, with a prefix cache among those that show the same."""
+        if self.answering.prefixes is None:
+            return self._shortness
+        return self._media.together(requests, self._shortness)
+
     def _shortness(self, request: Instance) -> int:
         """What sorts the longest first: by text, or where what fits is looked for, by tokens."""
         if not self.args.fits_itself:
@@ -239,7 +269,7 @@ class KVCompressLM(Answerer):
             step = -(-len(alike) // searches(self.batch_size))
             for start in range(0, len(alike), step):
                 part = alike[start : start + step]
-                size = self._largest_batch(part)
+                size = self._largest_batch(sorted(part, key=self._shortness))
                 self.batch_sizes[len(batches)] = size
                 batches += [part[first : first + size] for first in range(0, len(part), size)]
         return batches
@@ -385,6 +415,9 @@ class KVCompressLM(Answerer):
                 self.rows[-1]["survivors"] = record(batch.shown[place], answers.kept, place, len(requests))
         return results
 
+    def _of_each_rank(self, value: Any) -> list[Any]:
+        return of_each_rank(value) if self.world_size > 1 else [value]  # the ranks of tp_plan are one model
+
     # -- small things ---------------------------------------------------------------------------------------------
 
     def _messages(self, request: Instance) -> list[dict[str, Any]] | str:
@@ -393,6 +426,13 @@ class KVCompressLM(Answerer):
 
     def _has_overlay(self, request: Instance) -> bool:
         return request.args[3] < self.overlays
+
+    def _show(self, progress: tqdm, answered: int = 1) -> None:
+        """So many more are answered."""
+        if (prefixes := self.answering.prefixes) is not None and prefixes.prompt_tokens:
+            share = prefixes.reused_tokens / prefixes.prompt_tokens
+            progress.set_postfix_str(f"{share:.0%} of prompt tokens known", refresh=False)
+        progress.update(answered)
 
     def _own_progress_bar(self, total: int) -> tqdm:
         of = self.compression

@@ -80,8 +80,10 @@ def by_question(
 
 
 def seconds(sample: dict[str, Any]) -> float:
-    """Of a question's answer, or of all its answers."""
+    """Seconds that a question's answer took, or all its answers; NaN where a part was not measured."""
     measured = sample.get("measurements", [sample["measurement"]])
+    if any(row["ttft_s"] is None or (row["tpot_s"] is None and row["tokens_out"] > 1) for row in measured):
+        return math.nan
     return sum(row["ttft_s"] + (row["tpot_s"] or 0) * (row["tokens_out"] - 1) for row in measured)
 
 

@@ -56,8 +56,10 @@ def loyalty(answers: Sequence[Any], full: Sequence[Any]) -> float:
 
 
 def speed_up(seconds: Numbers, full: Numbers) -> float:
-    """OE: seconds for all answers with the full cache, over those with the compressed one."""
-    return float(np.sum(full) / np.sum(seconds))
+    """OE: seconds for all answers with the full cache, over those with the compressed one, where both were timed (NaN
+    is a time that was not); NaN where none was."""
+    timed = ~(np.isnan(seconds) | np.isnan(full))
+    return float(np.sum(np.asarray(full)[timed]) / np.sum(np.asarray(seconds)[timed])) if timed.any() else math.nan
 
 
 def tokens_per_correct(tokens: Numbers, scores: Numbers) -> float | None:
