@@ -110,7 +110,7 @@ def _read(folder: Path) -> tuple[int, list[dict[str, Any]]]:
     path = folder / SURVIVORS_FILE
     if not path.is_file():
         return 0, []
-    from .contents import Asked, Entry, fault  # takes a tenth of a second
+    from .contents import Entry, Header, fault  # takes a tenth of a second
 
     try:
         with open(path, encoding="utf-8") as file:
@@ -118,7 +118,7 @@ def _read(folder: Path) -> tuple[int, list[dict[str, Any]]]:
         if not lines:
             raise ValueError("it is empty")
         for number, line in enumerate(lines, 1):
-            if wrong := fault(line, Asked if number == 1 else Entry):
+            if wrong := fault(line, Header if number == 1 else Entry):
                 raise ValueError(f"line {number}: {wrong}")
         asked, entries = lines[0]["asked"], lines[1:]
         for entry in entries:

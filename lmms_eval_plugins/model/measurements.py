@@ -1,4 +1,4 @@
-"""Measurement rows, one per counted request: what a summary holds of them, and their file."""
+"""Measurement rows, one per counted request, their summary, and their file."""
 
 import json
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from kvcompress.files import write_text
 
 from .answering import Answers
 
-# What a row holds in numbers, and `summarise` gives the spread of.
+# The numbers in a row whose spread `summarise` reports.
 QUANTITIES = (
     "waited_s",
     "ttft_s",
@@ -34,14 +34,14 @@ QUANTITIES = (
 
 
 def row_of(request: Instance, answers: Answers, place: int, media: tuple[int, int]) -> dict[str, Any]:
-    """A request's measurements. Times and peak memory are the batch's; KV bytes are the row's share of it. A request in
-    flight is a batch of its own, but for the peaks, which are the run's. `media`: its images and videos."""
+    """Return a request's measurement row. Times and peak memory are the batch's; KV bytes are divided by its size. A
+    request in flight is its own batch, except that its peaks are the run's. `media`: numbers of images and videos."""
     _, _, _, doc_id, task, split = request.args
     measured, tower, prompt, batch_size = answers.measured, answers.tower, answers.prompt, len(answers.texts)
     in_slots = answers.in_slots
     if in_slots is None:
         peak_kv_bytes = max(measured.kv_bytes_prompt, measured.kv_bytes_end)
-        # Where a pass is kept or was, other things lie in memory than where it just runs.
+        # A prefill that is stored or reused occupies memory that a plain run would not.
         peak_memory_bytes = None if prompt.prompt_pass else measured.peak_memory_bytes
     else:
         peak_kv_bytes, peak_memory_bytes = in_slots.peak_kv_bytes, in_slots.peak_memory_bytes
@@ -72,13 +72,13 @@ def row_of(request: Instance, answers: Answers, place: int, media: tuple[int, in
         "peak_kv_bytes": peak_kv_bytes,
         "peak_memory_bytes": peak_memory_bytes,
         "share_s": answers.seconds / batch_size,
-        # What was done where memory did not suffice.
+        # What was done when memory ran out.
         "on_oom": "halve_batch" if in_slots is not None and in_slots.halved else None,
     }
 
 
 def log_averages(rows: list[dict[str, Any]], seconds: float) -> None:
-    """Hand lmms-eval the averages that it prints and writes under `throughput` (this rank's)."""
+    """Hand lmms-eval this rank's averages, which it prints and writes under `throughput`."""
     if not rows:
         return
     tokens, summary = sum(row["tokens_out"] for row in rows), summarise(rows)
@@ -92,12 +92,12 @@ def log_averages(rows: list[dict[str, Any]], seconds: float) -> None:
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Measurement rows -> what a results file holds of them.
+    """Summarise measurement rows for a results file.
 
-    For each of QUANTITIES: mean, median, p10 and p90 over the rows that have it (an answer of one token has no time
-    per token, one without images no time of the vision tower), left out where none has. For the realised ratio: mean,
-    least and most over rows (of each row's mean over layers), and the mean per layer. `samples` is the number of rows.
-    `answers_per_s` and `tokens_per_s` (of answers) are over the seconds of answering, `peak_kv_bytes` is the largest.
+    Each of QUANTITIES gets mean, median, p10 and p90 over the rows that have it, and is left out if none has: an answer
+    of one token has no time per token, one without images no vision time. The realised ratio gets its mean, minimum and
+    maximum over rows (of each row's mean over layers), and its mean per layer. `samples` is the number of rows.
+    `answers_per_s` and `tokens_per_s` (answer tokens) are per second of answering; `peak_kv_bytes` is the largest.
     """
     summary: dict[str, Any] = {"samples": len(rows), **throughput(rows)}
     for name in QUANTITIES:
@@ -118,8 +118,8 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def throughput(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Answers and tokens per second of all processes together, and the most KV bytes that one of them held; empty for
-    no rows."""
+    """Return answers and tokens per second of all processes together, and the most KV bytes that one of them held;
+    empty for no rows."""
     if not rows:
         return {}
     of_ranks: dict[int, float] = {}
@@ -134,5 +134,5 @@ def throughput(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def write_rows(rows: Iterable[dict[str, Any]], path: Path) -> None:
-    """Writes rows as JSON lines, the whole file at once: a reader never sees half of it."""
+    """Write rows as JSON lines, atomically: a reader never sees half a file."""
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -238,5 +238,5 @@ def test_what_does_not_go_with_slots_is_refused_in_one_line(checkpoint):
         lm.generate_until(requests(lm, [{"text": "hello"}], num_beams=3))
     with pytest.raises(Exception, match="slots=2 does not go with cache_implementation='quantized'"):
         lm.set_cell("snapkv", 0.5, cache_implementation="quantized")
-    with pytest.raises(Exception, match="slots=2 goes with tasks of a single round"):
+    with pytest.raises(Exception, match="slots=2 works only with tasks of a single round"):
         lm.generate_until_multi_round(requests(lm, [{"text": "hello"}]))
