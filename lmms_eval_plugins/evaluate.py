@@ -48,7 +48,7 @@ def evaluate(argv: list[str]) -> int:
         plan = Plan.of(request, leaves_out=True)
     is_rank = "LOCAL_RANK" in os.environ  # which the process that started it speaks for
     for reason in [] if is_rank else plan.left_out.values():
-        fail(f"{reason} (it is left out, the others go on)", 2)
+        fail(f"{reason} (it is left out, the others continue)", 2)
     code = run(plan, argv)
     if plan.left_out and not code and not is_rank:
         raise KVCompressError("; ".join(plan.left_out.values()))

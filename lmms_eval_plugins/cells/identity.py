@@ -1,4 +1,4 @@
-"""What a cell's numbers depend on: the model's files, the data, the code."""
+"""Fingerprint everything that a cell's numbers depend on: the model's files, the data, the code."""
 
 import ast
 import contextlib
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ..model.arguments import ModelArguments
 
-# Modules of `cells` that make no answer and no measurement. What they read from a command line is in the fingerprint.
+# Modules of `cells` that affect no answer or measurement. What they read from a command line is in the fingerprint.
 WITHOUT_EFFECT = (
     "__init__.py",
     "cell_log.py",
@@ -44,13 +44,13 @@ WITHOUT_EFFECT = (
 
 
 def files_identity(path: Path) -> list[list]:
-    """[name, bytes, modification time in ns] of a local checkpoint's files: changes when it is replaced."""
+    """Return [name, bytes, modification time in ns] of a local checkpoint's files, which changes if it is replaced."""
     stats = [(file.relative_to(path), file.stat()) for file in sorted(path.rglob("*")) if file.is_file()]
     return [[str(name), stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
 def code_identity(*packages_or_files: Path) -> str:
-    """Hash of Python sources without comments and formatting, so that only a real change redoes a cell."""
+    """Hash Python sources without comments and formatting, so that only changes of code recompute a cell."""
     digest = hashlib.sha256()
     for path in packages_or_files:
         for source in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
@@ -61,7 +61,7 @@ def code_identity(*packages_or_files: Path) -> str:
 
 
 def task_identity(task: "Task") -> str:
-    """Hash of how a task asks and scores: its settings, and the files of the functions and classes that they name."""
+    """Hash how a task asks and scores: its settings, and the files of the functions and classes they name."""
     sources = set()
 
     def named(value: Any) -> Any:
@@ -77,7 +77,7 @@ def task_identity(task: "Task") -> str:
         if not _is_library(cls):
             named(cls)
     settings = {key: value for key, value in vars(task.config).items() if not key.startswith("dataset_")}
-    if isinstance(settings.get("metadata"), dict):  # lm-eval notes there where the task's file is
+    if isinstance(settings.get("metadata"), dict):  # lm-eval records the path of the task's file there
         settings["metadata"] = {key: value for key, value in settings["metadata"].items() if key != "config_source"}
     text = json.dumps(settings, default=named)
     code = sorted(code_identity(Path(source)) for source in sources if source and os.path.isfile(source))
@@ -90,8 +90,8 @@ def _is_library(cls: type) -> bool:
 
 
 def class_identity(cls: type, but_packages: tuple[str, ...]) -> str:
-    """Hash of what a class does, where it and its parents are defined outside of some packages: in a notebook or a file
-    of one's own. Empty where none is."""
+    """Hash what a class does in code outside of `but_packages`, such as a user's file or notebook. Empty if it and its
+    parents are all defined in those packages."""
     own = [each for each in cls.__mro__ if each.__module__.split(".")[0] not in (*but_packages, "builtins", "abc")]
     if not own:
         return ""
@@ -106,7 +106,7 @@ def class_identity(cls: type, but_packages: tuple[str, ...]) -> str:
 
 
 def _content(value: Any) -> Any:
-    """A function's or property's instructions, without file names and line numbers; plain values as they are."""
+    """Return a function's or property's bytecode without file names and line numbers; plain values unchanged."""
     if isinstance(value, property):
         value = value.fget
     value = getattr(value, "__func__", value)
@@ -119,9 +119,9 @@ def _content(value: Any) -> Any:
 def fingerprint(
     cell: Cell, arguments: "ModelArguments", options: dict, data: dict[str, Any], tasks: dict[str, str]
 ) -> dict[str, Any]:
-    """What a cell's numbers depend on: a cell on disk counts only while all of it is the same.
+    """Return everything that a cell's numbers depend on. A cell on disk is complete only while this is unchanged.
 
-    `data` and `tasks`: the identity of each task's data, and of the task itself.
+    `data` and `tasks`: the identity of each task's data, and of each task itself.
     """
     import kvcompress
     from kvcompress.calibration.files import file_of
@@ -146,16 +146,16 @@ def fingerprint(
 
 
 def _texts(arguments: "ModelArguments") -> list[tuple[str, Path]]:
-    """The arguments that name a file with a text."""
+    """Return the arguments that name a text file, with its path."""
     given = {name: str(getattr(arguments, name)) for name in ("chat_template", "system_prompt")}
     return [(name, Path(value)) for name, value in given.items() if os.path.isfile(value)]
 
 
 @cache
 def own_code(root: Path) -> str:
-    """Identity of all code between a question and the line of its answer in samples.jsonl; `root` holds both packages.
+    """Hash all code between a question and its line in samples.jsonl; `root` holds both packages.
 
-    Once per process: what is loaded does not change with a file.
+    Computed once per process: code that is already loaded does not change with its file.
     """
     plugin = root / "lmms_eval_plugins"
     cells = [file for file in sorted((plugin / "cells").rglob("*.py")) if file.name not in WITHOUT_EFFECT]

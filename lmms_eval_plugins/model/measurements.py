@@ -1,4 +1,4 @@
-"""Measurement rows, one per counted request: what a summary holds of them, and their file."""
+"""Measurement rows, one per counted request, their summary, and their file."""
 
 import json
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from kvcompress.files import write_text
 
 from .answering import Answers
 
-# What a row holds in numbers, and `summarise` gives the spread of.
+# The numbers in a row whose spread `summarise` reports.
 QUANTITIES = (
     "waited_s",
     "ttft_s",
@@ -74,13 +74,13 @@ def row_of(request: Instance, answers: Answers, place: int, media: tuple[int, in
         "peak_kv_bytes": peak_kv_bytes,
         "peak_memory_bytes": peak_memory_bytes,
         "share_s": answers.seconds / batch_size,
-        # What was done where memory did not suffice.
+        # What was done when memory ran out.
         "on_oom": "halve_batch" if in_slots is not None and in_slots.halved else None,
     }
 
 
 def log_averages(rows: list[dict[str, Any]], seconds: float) -> None:
-    """Hand lmms-eval the averages that it prints and writes under `throughput` (this rank's)."""
+    """Hand lmms-eval this rank's averages, which it prints and writes under `throughput`."""
     if not rows:
         return
     tokens, summary = sum(row["tokens_out"] for row in rows), summarise(rows)
@@ -94,7 +94,7 @@ def log_averages(rows: list[dict[str, Any]], seconds: float) -> None:
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Measurement rows -> what a results file holds of them.
+    """Summarise measurement rows for a results file.
 
     For each of QUANTITIES: mean, median, p10 and p90 over the rows that have it (an answer of one token has no time
     per token, one without images no time of the vision tower), left out where none has. For the realised ratio: mean,
@@ -143,5 +143,5 @@ def throughput(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def write_rows(rows: Iterable[dict[str, Any]], path: Path) -> None:
-    """Writes rows as JSON lines, the whole file at once: a reader never sees half of it."""
+    """Write rows as JSON lines, atomically: a reader never sees half a file."""
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

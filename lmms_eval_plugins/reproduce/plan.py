@@ -70,7 +70,7 @@ def parse_only(text: str, config: Reproduction) -> dict[str, set[str]]:
     only: dict[str, set[str]] = {}
     items = [item for item in text.split(",") if item.strip()]
     if text and not items:
-        raise UsageError(f"--only {text!r} is a list without items")
+        raise UsageError(f"--only {text!r} is an empty list")
     for item in items:
         axis, _, value = item.partition("=")
         if axis not in (*axes, "ratio"):

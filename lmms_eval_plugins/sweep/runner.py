@@ -85,7 +85,7 @@ class Sweep:
         self.say(f"{self.label(trial)}: {metric} {values[metric]:.4g}")
 
     def fail(self, trial: Trial, error: Exception) -> None:
-        """Note a failure; the others go on. Raises EvaluationFailed where all of the first ones fail."""
+        """Note a failure; the others continue. Raises EvaluationFailed where all of the first ones fail."""
         text = f"{self.label(trial)} failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
         self.failures.append(text)
         self.say(text)

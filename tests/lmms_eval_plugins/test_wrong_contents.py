@@ -88,7 +88,7 @@ def test_the_name_of_what_gathers_other_arguments_is_none(capsys):
 @pytest.mark.parametrize("lengths", [[1e9], [10**9], [0], [], "4096", [True], {"a": 1}, [1.5]])
 def test_prompts_that_a_task_writes_have_a_limit(lengths, capsys):
     assert evaluate.main([*FOUR, "--metadata", json.dumps({"max_seq_lengths": lengths})]) == 2
-    assert "no list of whole numbers from 1 to 1048576" in error_line(capsys)
+    assert "not a list of prompt lengths, whole numbers from 1 to 1048576" in error_line(capsys)
 
 
 def test_generated_tasks_have_a_limit_and_say_how_much_they_draw(tmp_path, capsys):

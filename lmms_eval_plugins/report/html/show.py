@@ -46,7 +46,7 @@ def show(given: argparse.Namespace) -> None:
         raise KVCompressError(f"--out {str(given.out)!r}: the name must end in .html or .png")
     for name in ("method", "ratio"):
         if not getattr(given, name).strip(", "):
-            raise KVCompressError(f"--{name} {getattr(given, name)!r} is a list without items")
+            raise KVCompressError(f"--{name} {getattr(given, name)!r} is an empty list")
     image = read_image(given.image)
     check_output(given.out.parent, given.out.name)
     # The task is not run; it is one that needs no network.

@@ -106,8 +106,8 @@ def test_ranks_are_started_again_without_the_task_that_ended_them(started, monke
     out, err = capfd.readouterr()
     assert out.split("did ")[-2:] == ["a\n", "b\n"], "the last ranks have done all others"
     lines = err.splitlines()
-    assert [line for line in lines if line.endswith("the others go on")] == [
-        "task missing is left out, the others go on", "task broken is left out, the others go on",
+    assert [line for line in lines if line.endswith("the others continue")] == [
+        "task missing is left out, the others continue", "task broken is left out, the others continue",
     ]  # fmt: skip
     assert "error: broken: its scorer is" in lines
     assert lines[-1] == ("error: 2 task(s) without results: missing (missing: no data); broken (broken: its scorer is)")

@@ -6,8 +6,7 @@ import time
 import pytest
 import torch
 
-from lmms_eval_plugins.model import in_flight
-from lmms_eval_plugins.model import lm as lm_module
+from lmms_eval_plugins.model import in_flight, sizes
 from lmms_eval_plugins.model.answer_store import AnswerStore
 from lmms_eval_plugins.model.batch_size import MOST_SLOTS
 from tests.support.checkpoints import image, load_lm, requests, write_video
@@ -218,16 +217,16 @@ def test_auto_takes_what_is_left_beside_one_request(checkpoint, monkeypatch):
     made = asked(lm)
     monkeypatch.setattr(lm.answering, "try_batch", lambda batch, kwargs: 1000)
     for room, slots, kv_bytes in ((2**40, len(DOCS), 2**40 - 1000), (1000, 1, None), (999, 1, None)):
-        monkeypatch.setattr(lm_module, "room_for_a_batch", lambda device, room=room: room)
-        limits = lm._limits(made)
+        monkeypatch.setattr(sizes, "room_for_a_batch", lambda device, room=room: room)
+        limits = lm.sizes.limits(made)
         assert (limits.slots, limits.on_oom) == (slots, "halve")
         assert limits.kv_gb == (None if kv_bytes is None else kv_bytes / 2**30)
-    monkeypatch.setattr(lm_module, "room_for_a_batch", lambda device: 2**40)
-    assert lm._limits(made * MOST_SLOTS).slots == MOST_SLOTS
+    monkeypatch.setattr(sizes, "room_for_a_batch", lambda device: 2**40)
+    assert lm.sizes.limits(made * MOST_SLOTS).slots == MOST_SLOTS
     lm.generate_until(made)
     slot = max(row["kv_bytes_end"] for row in lm.rows)
     lm.reset_rows()
-    monkeypatch.setattr(lm_module, "room_for_a_batch", lambda device: 1000 + int(2.5 * slot))
+    monkeypatch.setattr(sizes, "room_for_a_batch", lambda device: 1000 + int(2.5 * slot))
     lm.generate_until(made)
     assert max(row["slots"] for row in lm.rows) == 2
 
@@ -238,5 +237,5 @@ def test_what_does_not_go_with_slots_is_refused_in_one_line(checkpoint):
         lm.generate_until(requests(lm, [{"text": "hello"}], num_beams=3))
     with pytest.raises(Exception, match="slots=2 does not go with cache_implementation='quantized'"):
         lm.set_cell("snapkv", 0.5, cache_implementation="quantized")
-    with pytest.raises(Exception, match="slots=2 goes with tasks of a single round"):
+    with pytest.raises(Exception, match="slots=2 works only with tasks of a single round"):
         lm.generate_until_multi_round(requests(lm, [{"text": "hello"}]))

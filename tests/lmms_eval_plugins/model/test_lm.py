@@ -346,18 +346,11 @@ TASKS = Path(__file__).parents[3] / "lmms_eval_plugins" / "tasks"
 
 def lmms_eval(tmp_path, *launcher: str, more: str = "") -> tuple[dict, list[dict]]:
     """Runs `python -m lmms_eval` on six bundled questions: its results file, and our measurement rows."""
-    rows, arguments = tmp_path / "rows.jsonl", "pretrained=tiny,method=snapkv,ratio=0.2,window_size=8,dtype=float32"
-    command = [sys.executable, "-m", *launcher, "lmms_eval", "--model", "kvcompress"]
-    command += ["--model_args", f"{arguments},measurements_path={rows}{more}", "--tasks", "tiny_textvqa", "--limit", "6"]
-    command += [
-        "--include_path",
-        str(TASKS),
-        "--device",
-        "cpu",
-        "--output_path",
-        str(tmp_path / "out"),
-        "--log_samples",
-    ]
+    rows = tmp_path / "rows.jsonl"
+    arguments = f"pretrained=tiny,method=snapkv,ratio=0.2,window_size=8,dtype=float32,measurements_path={rows}{more}"
+    command = [sys.executable, "-m", *launcher, "lmms_eval", "--model", "kvcompress", "--model_args", arguments]
+    command += ["--tasks", "tiny_textvqa", "--limit", "6", "--include_path", str(TASKS), "--device", "cpu"]
+    command += ["--output_path", str(tmp_path / "out"), "--log_samples"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf")}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     files = list((tmp_path / "out").rglob("*_results.json"))

@@ -269,7 +269,7 @@ def test_only_takes_names_of_the_paper_and_ours(configuration, executed, only, e
         ("ratio=0.3", "there is no such ratio; there are: 1, 0.5, 0.25"),
         ("size=3", "give model=, task=, method= or ratio="),
         ("method=Full,ratio=0.5", "no cell has all of that"),
-        (",", "--only ',' is a list without items"),
+        (",", "--only ',' is an empty list"),
     ],
 )
 def test_only_names_what_there_is(configuration, capsys, executed, only, message):
@@ -370,7 +370,7 @@ def test_damaged_results_are_named_in_the_table(configuration, tmp_path):
     (folder / "knorm-0.5" / "results.json").write_text("[]")
     assert main([configuration(), "--report-only"]) == 0
     note = table(tmp_path / "results")[0]["One", "KNorm", 0.5]["note"]
-    assert note == "results.json is damaged: no object, but list"
+    assert note == "results.json is damaged: not an object but list"
 
 
 def test_a_table_that_cannot_be_written_is_found_before_anything_runs(configuration, executed, tmp_path, capsys):
