@@ -174,6 +174,21 @@ def test_a_shared_prompt_gives_what_one_of_its_own_gives(device):
     assert shared.is_known
 
 
+@pytest.mark.parametrize("where", [None, "cpu"])
+def test_a_prompt_that_begins_like_another_is_answered_as_alone(device, where):
+    model, inputs = on(device, "qwen2-vl")
+    prefixes = kvcompress.PrefixCache(gb=1, device=where)
+    for method in ("full", "snapkv", "adakv", "h2o"):
+        ratio = None if method == "full" else 0.3
+        tokens, expected, kept = answered(model, inputs, method, ratio)
+        with kvcompress.compress(model, method, ratio, prefix_cache=prefixes) as session:
+            ours, logits = generate(model, inputs, NEW)
+        assert torch.equal(ours, tokens)
+        assert entries_of(session.cache) == kept
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert prefixes.reused_tokens > prefixes.prompt_tokens // 2
+
+
 @pytest.mark.parametrize(
     ("method", "options"),
     [
