@@ -19,11 +19,11 @@ from kvcompress.measure import Measurement
 
 from .arguments import Compression, make_compression
 from .batch_size import PeakOfTensors
-from .batches import Batch, BatchStore
+from .batches import Batch, BatchStore, EncodedCalls
 from .generation import Generation
 from .kept_tokens import KeptSets
 from .prompts import on_device
-from .vision_tower import Encoded, VisionTower, tensor_bytes
+from .vision_tower import VisionTower, tensor_bytes
 
 WARM_UP_TOKENS = 4
 # cache_implementation -> its counterpart in CPU memory.
@@ -84,6 +84,7 @@ class Answering:
         batches: stores each batch's vision features and prefill if another cell may follow.
         is_warm: whether the current cell has had its warm-up.
         has_cells: whether another cell may follow.
+        shares_media: whether questions share images or videos.
         prefixes: the prefixes of all cells' prompts; None if they are not cached.
     """
 
@@ -95,7 +96,7 @@ class Answering:
         compression: Compression,
     ):
         self.model, self.tokenizer, self.batches, self.compression = model, tokenizer, batches, compression
-        self.is_warm = self.has_cells = False
+        self.is_warm = self.has_cells = self.shares_media = False
         self.prefixes: PrefixCache | None = None
 
     def begin_cell(self, compression: Compression) -> None:
@@ -131,8 +132,7 @@ class Answering:
         new, measured, kept = self.generate(inputs, kwargs, tower, prompt, record_kept, prefixes=prefixes)
         synchronise(self.model.device)
         seconds = time.perf_counter() - start + tower.correction_s + prompt.correction_s
-        if self.has_cells:
-            self.keep(batch, tower, prompt)
+        self.keep(batch, tower, prompt)
         texts = self.texts(new, measured.tokens_out, wanted.skip_special_tokens)
         reused = None if reused is None else self.reused_tokens - reused
         return Answers(texts, seconds, measured, tower, prompt, inputs, kept, reused)
@@ -147,7 +147,7 @@ class Answering:
             inputs, {**kwargs, "max_new_tokens": min(kwargs["max_new_tokens"], WARM_UP_TOKENS)}, tower, prompt
         )
         if was_answered:
-            self.batches.keep(batch, {}, prompt.prompt_pass)
+            self.batches.keep(batch, prompt.prompt_pass)
         self.is_warm = True
 
     def _shared_prompt(self, batch: Batch, tower: VisionTower) -> SharedPrompt:
@@ -162,13 +162,16 @@ class Answering:
         tokens = self.compression.policy().tokens
         return tokens is not None and tokens.sees == "tower"
 
-    def known_of_tower(self, batch: Batch) -> dict[tuple[str, int], Encoded]:
-        """Return the vision tower's outputs for a batch from another cell."""
-        return {} if self._watches_tower else dict(batch.encoded)
+    def known_of_tower(self, batch: Batch) -> EncodedCalls:
+        """Return the vision features stored for what a batch shows."""
+        return {} if self._watches_tower else self.batches.encoded(batch)
 
     def keep(self, batch: Batch, tower: VisionTower, prompt: SharedPrompt) -> None:
-        """Store what other cells can reuse."""
-        self.batches.keep(batch, {} if self._watches_tower else tower.calls, prompt.prompt_pass)
+        """Store what other cells, or other questions about the same images and videos, can reuse."""
+        if (self.has_cells or self.shares_media) and not self._watches_tower:
+            self.batches.keep_encoded(batch, tower.calls)
+        if self.has_cells:
+            self.batches.keep(batch, prompt.prompt_pass)
 
     def texts(self, new: torch.LongTensor, lengths: list[int], skip_special_tokens: bool) -> list[str]:
         """Decode the answers (batch, new) without their end token and padding."""

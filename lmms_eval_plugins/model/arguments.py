@@ -311,9 +311,8 @@ class ModelArguments(Arguments):
 def parse_arguments(**arguments: Any) -> tuple[ModelArguments, Compression]:
     """Parse the model arguments that lmms-eval hands over into the model's and the first compression.
 
-    Raises KVCompressError, with one line that names the value and what is allowed, for unknown arguments and options,
-    for arguments of other LLaVA wrappers that mean nothing here, and for values of the wrong type.
-    """
+    Raises KVCompressError for unknown arguments and options, for arguments of other LLaVA wrappers that mean nothing
+    here, and for values of the wrong type."""
     given = without_none(arguments)
     compression = {name: given.pop(name) for name in ("method", "ratio", "budget") if name in given}
     own, options = split_arguments(given, [compression.get("method")], ("pretrained", "method", "ratio", "budget"))

@@ -1,6 +1,7 @@
 """What every method shares: a batch's model inputs, its vision features and its prefill.
 
-Each is computed once and stored for the other cells of a grid, within a memory budget. A time to first token always
+Each is computed once and stored for the other cells of a grid, vision features also for other questions about the same
+images and videos, within a memory budget. A time to first token always
 includes the vision tower and the prefill; where they are reused, it includes the seconds they took when they ran.
 """
 
@@ -23,6 +24,8 @@ from .prompts import DoNotBatch, Shapes
 from .vision_tower import Encoded, tensor_bytes
 
 Answer = TypeVar("Answer")
+# Outputs of the vision tower by call: ("image", 0) is the first `get_image_features`.
+EncodedCalls = dict[tuple[str, int], Encoded]
 
 
 @dataclass
@@ -32,8 +35,7 @@ class Batch:
     Attributes:
         key: digest of the prompts; equal keys mean equal inputs.
         inputs: the processor's output, on the CPU, with floats in the model's precision.
-        encoded: the vision tower's output on the CPU, by call: ("image", 0) is the first `get_image_features`. Empty
-            before the tower has run, or if its output exceeded the memory budget.
+        shows: digest of the images and videos; equal digests mean equal vision features.
         prompt_pass: the stored prefill; None if there is none.
         prompts: the prompts as read, in the order of the rows; empty in a stored batch.
         media: the numbers of images and videos of each row; counted from `prompts` by default.
@@ -42,19 +44,20 @@ class Batch:
 
     key: bytes
     inputs: BatchFeature
-    encoded: dict[tuple[str, int], Encoded] = field(default_factory=dict)
+    shows: bytes = b""
     prompt_pass: PromptPass | None = None
     prompts: list[ChatPrompt] = field(default_factory=list)
     media: list[tuple[int, int]] = field(default_factory=list)
     shown: dict[int, Shown] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.shows = self.shows or self.key
         self.media = self.media or [(len(prompt.images), len(prompt.videos)) for prompt in self.prompts]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the inputs and the vision features, without the prefill."""
-        return tensor_bytes(dict(self.inputs)) + sum(tensor_bytes(each.output) for each in self.encoded.values())
+        """Bytes of the inputs."""
+        return tensor_bytes(dict(self.inputs))
 
 
 class BatchStore:
@@ -69,6 +72,7 @@ class BatchStore:
         self.budget, self.prompt_budget = budget, prompt_budget
         self.room, self.prompt_room = budget, prompt_budget  # bytes still free
         self._batches: dict[bytes, Batch] = {}
+        self._encoded: dict[bytes, EncodedCalls] = {}
         self._tasks: frozenset[str] = frozenset()
 
     def begin(self, tasks: Iterable[str]) -> bool:
@@ -76,7 +80,7 @@ class BatchStore:
         tasks = frozenset(tasks)
         if self._tasks == tasks:
             return False
-        self._tasks, self._batches = tasks, {}
+        self._tasks, self._batches, self._encoded = tasks, {}, {}
         self.room, self.prompt_room = self.budget, self.prompt_budget
         return True
 
@@ -87,10 +91,22 @@ class BatchStore:
     def get(self, key: bytes) -> Batch | None:
         return self._batches.get(key)
 
-    def keep(
-        self, batch: Batch, encoded: dict[tuple[str, int], Encoded], prompt_pass: PromptPass | None = None
-    ) -> None:
-        """Store a batch, its vision features and its prefill, each if there is room."""
+    def encoded(self, batch: Batch) -> EncodedCalls:
+        """Return the stored vision features of the images and videos that a batch shows."""
+        return dict(self._encoded.get(batch.shows, {}))
+
+    def keep_encoded(self, batch: Batch, encoded: EncodedCalls) -> None:
+        """Store vision features on the CPU, if there is room."""
+        known = self._encoded.setdefault(batch.shows, {})
+        new = {call: each for call, each in encoded.items() if call not in known}
+        size = sum(tensor_bytes(each.output) for each in new.values())
+        if size <= self.room:
+            cpu = torch.device("cpu")
+            known.update({call: replace(each, output=each.to(cpu)) for call, each in new.items()})
+            self.room -= size
+
+    def keep(self, batch: Batch, prompt_pass: PromptPass | None = None) -> None:
+        """Store a batch and its prefill, each if there is room."""
         if batch.key not in self._batches:
             if batch.nbytes > self.room:
                 return
@@ -100,13 +116,6 @@ class BatchStore:
         if kept.prompt_pass is None and prompt_pass is not None and prompt_pass.nbytes <= self.prompt_room:
             kept.prompt_pass = prompt_pass
             self.prompt_room -= prompt_pass.nbytes
-        known = kept.encoded
-        new = {call: each for call, each in encoded.items() if call not in known}
-        size = sum(tensor_bytes(each.output) for each in new.values())
-        if size <= self.room:
-            cpu = torch.device("cpu")
-            known.update({call: replace(each, output=each.to(cpu)) for call, each in new.items()})
-            self.room -= size
 
 
 Parts = list[tuple[list[int], Batch]]  # batches, each with the indices of its requests

@@ -74,12 +74,12 @@ class Flight:
     the order in which they finish. Close its iterator: `contextlib.closing(iter(flight))`."""
 
     def __init__(self, answering: Answering, requests: Iterable[FlightRequest], limits: Limits, keeps: bool = True):
-        """`requests` is consumed as slots become free. `keeps`: whether other cells may reuse what is computed."""
+        """`requests` is consumed as slots become free. `keeps`: whether what is computed may be reused."""
         self._answering, self._model = answering, answering.model
         self._waiting, self._limits = requests, limits
-        self._keeps = keeps and answering.has_cells
+        self._keeps = keeps
         self._prefixes = answering.prefixes if keeps else None  # a warm-up is one with none
-        self._shares_prompts = self._keeps and answering.prefixes is None
+        self._shares_prompts = keeps and answering.has_cells and answering.prefixes is None
         self._tower, self._prompt = VisionTower(self._model, {}), SharedPrompt(self._model, room=0)
         self._is_spared = False  # whether any prefill was reused instead of run
         self._running: dict[int, RunningRequest] = {}

@@ -42,7 +42,7 @@ from .measurements import log_averages, row_of, write_rows
 from .media import digest
 from .prompts import ChatProcessor
 from .ranks import Dealt, of_each_rank
-from .shared_media import SharedMedia
+from .shared_media import SharedMedia, media_of
 from .sizes import Sizes
 
 WORTH_SHARING = 1.5  # questions per image or video, in the mean, from which on a prefix cache is worth its memory
@@ -147,11 +147,9 @@ class KVCompressLM(Answerer):
     def _begin(self, requests: list[Instance]) -> None:
         """Get ready for these requests; where a prefix cache serves them, know which show the same."""
         has_other_tasks = self.batches.begin(request.args[4] for request in requests)
-        share = False
-        if self.args.gb_for_prefixes(share=True):
-            self._media = SharedMedia(requests, self.task_dict)
-            groups = list(chain.from_iterable(self._of_each_rank(self._media.groups(requests))))
-            share = len(groups) >= WORTH_SHARING * len(set(groups))
+        self._media = SharedMedia(requests, self.task_dict)
+        groups = list(chain.from_iterable(self._of_each_rank(self._media.groups(requests))))
+        self.answering.shares_media = share = len(groups) >= WORTH_SHARING * len(set(groups))
         gigabytes = self.args.gb_for_prefixes(share)
         if not gigabytes:
             self.answering.prefixes = None
@@ -277,7 +275,8 @@ class KVCompressLM(Answerer):
         if found is None or any(map(self._has_overlay, requests)):
             prompts = [self.chat.read(chat, request.args[4]) for chat, request in zip(chats, requests, strict=True)]
         if found is None:
-            return Batch(key, self.chat.inputs(prompts), prompts=prompts)
+            shows = b"".join(map(media_of, messages))
+            return Batch(key, self.chat.inputs(prompts), shows, prompts=prompts)
         return replace(found, prompts=prompts)
 
     def _recall_key(self, requests: list[Instance], prompts: bytes) -> str | None:

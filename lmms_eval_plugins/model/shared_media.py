@@ -1,7 +1,8 @@
 """Which questions show the same images and videos: asked one after the other, they share most of their prefill."""
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 from datasets import Dataset, Features, Image, Video
@@ -18,25 +19,28 @@ class SharedMedia:
     def __init__(self, requests: Iterable[Instance], task_dict: dict[str, dict[str, Any]]):
         """`task_dict`: task -> split -> documents, as lmms-eval gives it to a model."""
         self._groups: dict[tuple[str, int], Hashable] = {}
-        columns: dict[tuple[str, str], list[str]] = {}
+        stored: dict[tuple[str, str], Dataset | None] = {}
         for request in requests:
             _, messages, _, doc_id, task, split = request.args
             documents = task_dict[task][split]
-            if (task, split) not in columns:
-                columns[task, split] = media_columns(getattr(documents, "features", None))
-            if named := columns[task, split]:
-                shown = undecoded(documents, named, doc_id)
+            if (task, split) not in stored:
+                columns = media_columns(getattr(documents, "features", None))
+                stored[task, split] = documents.select_columns(columns).with_format("arrow") if columns else None
+            shown = b""
+            if (media := stored[task, split]) is not None:
+                shown = stored_media(media, doc_id)
             else:
-                shown = media_of(messages(documents[doc_id]))
+                with contextlib.suppress(Exception, SystemExit):  # which ends the run when the question is asked
+                    shown = media_of(messages(documents[doc_id]))
             self._groups[question(request)] = (task, shown) if shown else question(request)
 
     def groups(self, requests: list[Instance]) -> list[Hashable]:
-        """The group of each request: equal where they show the same."""
+        """Return the group of each request: equal if they show the same."""
         return [self._groups[question(request)] for request in requests]
 
     def together(self, requests: list[Instance], shortness: Callable[[Instance], int]) -> Callable[[Instance], tuple]:
-        """A key that sorts requests which show the same next to each other: the group of the longest prompt first, and
-        the longest prompt of each group first."""
+        """Return a key that sorts requests which show the same next to each other: the group with the longest prompt
+        first, and in each group the longest prompt first."""
         longest: dict[Hashable, int] = {}
         for request, group in zip(requests, self.groups(requests), strict=True):
             longest[group] = min(longest.get(group, 0), shortness(request))
@@ -50,7 +54,7 @@ class SharedMedia:
 
 
 def media_columns(features: Features | None) -> list[str]:
-    """The columns of a data set that hold images or videos, alone or in lists."""
+    """Return the columns of a data set that hold images or videos, alone or in lists."""
 
     def holds_media(feature: Any) -> bool:
         if isinstance(feature, dict):
@@ -62,20 +66,28 @@ def media_columns(features: Features | None) -> list[str]:
     return [name for name, feature in (features or {}).items() if holds_media(feature)]
 
 
-def undecoded(documents: Dataset, columns: list[str], doc_id: int) -> bytes | None:
-    """A digest of a document's images and videos as they are stored; None where it has none."""
-    row = documents.with_format("arrow")[doc_id]
-    stored = [row.column(name).to_pylist() for name in columns]
-    return hashlib.blake2b(repr(stored).encode(), digest_size=16).digest() if any(map(_is_there, stored)) else None
+def stored_media(documents: Dataset, doc_id: int) -> bytes:
+    """Return a digest of a document's images and videos as they are stored, which need no decoding; empty if it has
+    none. `documents` has nothing but these, in Arrow's format."""
+    parts = list(_parts(documents[doc_id].to_pylist()))
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        found.update(len(part).to_bytes(8, "big") + part)
+    return found.digest() if any(parts) else b""
 
 
-def _is_there(stored: Any) -> bool:
-    return any(map(_is_there, stored)) if isinstance(stored, list) else stored is not None
+def _parts(stored: Any) -> Iterator[bytes]:
+    """Yield the bytes and the file names in a stored value."""
+    if isinstance(stored, dict | list):
+        for part in stored.values() if isinstance(stored, dict) else stored:
+            yield from _parts(part)
+    else:
+        yield stored if isinstance(stored, bytes) else b"" if stored is None else str(stored).encode()
 
 
-def media_of(messages: list[dict[str, Any]] | str) -> bytes | None:
-    """A digest of the images and videos of lmms-eval's messages; None where there is none."""
+def media_of(messages: list[dict[str, Any]] | str) -> bytes:
+    """Return a digest of the images and videos of lmms-eval's messages; empty if there is none."""
     if isinstance(messages, str):
-        return None
+        return b""
     shown = [{**each, "content": [part for part in each["content"] if part["type"] != "text"]} for each in messages]
-    return digest(ChatMessages(messages=shown)) if any(each["content"] for each in shown) else None
+    return digest(ChatMessages(messages=shown)) if any(each["content"] for each in shown) else b""
