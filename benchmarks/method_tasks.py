@@ -14,7 +14,7 @@ from lmms_eval_plugins.tasks.regimes import process_long_results
 from lmms_eval_plugins.tiny_vlm.accuracy import MAX_NEW_TOKENS, MAX_TOKENS_OF_REGIMES, Reader
 from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, read_examples
 from lmms_eval_plugins.tiny_vlm.questions import Example, Shown
-from lmms_eval_plugins.tiny_vlm.regimes import file_of, read_asked
+from lmms_eval_plugins.tiny_vlm.regimes import file_of, read_prompts
 
 from .method_cells import Column, Protocol, Task
 from .pretrained import load_gemma3, load_smollm2
@@ -94,7 +94,7 @@ def regime(
 ) -> Task:
     """One of the bundled tasks beyond one picture with a short answer. `alike`: what the prompts of a batch share."""
     reader, file = Reader(TINY_CHECKPOINT), file_of(name)
-    prompts, is_long = in_batches(read_asked(file), batch_size, alike)[:questions], name == "read_all"
+    prompts, is_long = in_batches(read_prompts(file), batch_size, alike)[:questions], name == "read_all"
     return Task(
         name=f"tiny_{name}",
         title=f"{title}, `tiny_{name}`",

@@ -15,7 +15,7 @@ from lmms_eval_plugins.tasks import task_manager
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader
 from lmms_eval_plugins.tiny_vlm.dataset import COLOR, HEADLINE
 from lmms_eval_plugins.tiny_vlm.questions import POST_PROMPT
-from lmms_eval_plugins.tiny_vlm.regimes import file_of, read_asked
+from lmms_eval_plugins.tiny_vlm.regimes import file_of, read_prompts
 from tiny_vlm import packing, signs
 from tiny_vlm.editions import DRAWN, EDITIONS, Mixture, MixtureData, Part
 from tiny_vlm.modeling import build_model, build_processor, build_tokenizer, insert_layer
@@ -335,7 +335,7 @@ def test_the_bundled_files_come_from_the_generator_and_stay_small():
 
 
 def test_a_bundled_text_with_its_picture_and_question_has_no_more_tokens_than_4096(tokenizer):
-    for shown in read_asked(file_of("needle")):
+    for shown in read_prompts(file_of("needle")):
         facts = len(tokenizer(shown.text)["input_ids"])
         prompt = facts + needle.PICTURE_TOKENS * len(shown.pictures) + needle.QUESTION_TOKENS
         assert needle.fits(shown)
@@ -348,7 +348,7 @@ def test_compression_leaves_pictures_and_clips_as_they_were_drawn(regime, tmp_pa
     drawn = draw_asked(regime, 2, "validation")
     file = tmp_path / "some.parquet"
     pq.write_table(table_of(regime, drawn), file)
-    for before, after in zip(drawn, read_asked(file), strict=True):
+    for before, after in zip(drawn, read_prompts(file), strict=True):
         assert (before.text, before.questions) == (after.text, after.questions)
         shown = (before.pictures, after.pictures) if before.frames is None else (before.frames, after.frames)
         for a, b in zip(*shown, strict=True):
