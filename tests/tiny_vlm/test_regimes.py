@@ -22,7 +22,7 @@ from tiny_vlm.modeling import build_model, build_processor, build_tokenizer, ins
 from tiny_vlm.pack import in_turn, pack
 from tiny_vlm.packing import Packer, packed_forward
 from tiny_vlm.regimes import KINDS, REGIMES, WORDS, needle, read_all
-from tiny_vlm.regimes.dataset import draw_asked, table_of
+from tiny_vlm.regimes.dataset import draw_prompts, table_of
 from tiny_vlm.regimes.words import ORDINALS
 from tiny_vlm.train import Trainer
 
@@ -324,7 +324,7 @@ def test_the_bundled_files_come_from_the_generator_and_stay_small():
     for regime in REGIMES:
         table = pq.read_table(file_of(regime))
         assert table.num_rows == 500
-        drawn = draw_asked(regime, 3, "validation")
+        drawn = draw_prompts(regime, 3, "validation")
         made = table_of(regime, drawn)
         assert table.schema.metadata == made.schema.metadata
         media = ["image_list", "video"]
@@ -345,7 +345,7 @@ def test_a_bundled_text_with_its_picture_and_question_has_no_more_tokens_than_40
 
 @pytest.mark.parametrize("regime", ["multi_image", "video"])
 def test_compression_leaves_pictures_and_clips_as_they_were_drawn(regime, tmp_path):
-    drawn = draw_asked(regime, 2, "validation")
+    drawn = draw_prompts(regime, 2, "validation")
     file = tmp_path / "some.parquet"
     pq.write_table(table_of(regime, drawn), file)
     for before, after in zip(drawn, read_prompts(file), strict=True):
@@ -368,7 +368,7 @@ def test_the_tasks_ask_what_training_asks(tasks, tmp_path, monkeypatch):
     for regime in REGIMES:
         task = tasks[f"tiny_{regime}"]
         doc = task.test_docs()[1]
-        shown = draw_asked(regime, 2, "validation")[1]
+        shown = draw_prompts(regime, 2, "validation")[1]
         post_prompt = "" if regime == "read_all" else POST_PROMPT
         assert task.doc_to_text(doc) == shown.text + shown.question.text.capitalize() + post_prompt
         visuals = scoring.doc_to_visual(doc)
