@@ -118,8 +118,7 @@ class KVCompressLM(Answerer):
     # -- what lmms-eval calls -------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
-        """Answer requests, longest first, in batches that share generation arguments or in flight. The answers are
-        returned in the order of the requests."""
+        """Answer requests, longest first, in batches or in flight; return the answers in the order of the requests."""
         self.batches.begin(request.args[4] for request in requests)
         counted = len(self.rows)
         with self.progress_bar(len(requests)) as progress:
@@ -246,8 +245,8 @@ class KVCompressLM(Answerer):
         return batches
 
     def _largest_batch(self, requests: list[Instance]) -> int:
-        """Return how many of these requests, longest first, go into a batch. An earlier run's size is reused: its
-        stored answers are those of whole batches."""
+        """Return how many of these requests, longest first, go into a batch; reuse an earlier run's size, which made
+        the stored batches."""
         key = key_of(requests, b"batch size")
         if self.answer_store is not None and self.answer_store.knows(key):
             return self.answer_store.get(key)
@@ -280,10 +279,8 @@ class KVCompressLM(Answerer):
         messages: list[list[dict[str, Any]] | str] | None = None,
         may_recall: bool = True,
     ) -> Batch:
-        """Prepare the model inputs of requests. It runs in the background and touches neither model nor device.
-
-        `messages` replaces the requests' own; with `may_recall`, a batch that an earlier run answered gets no inputs.
-        """
+        """Prepare the model inputs of requests, without touching model or device: it runs in the background. `messages`
+        replaces the requests' own; with `may_recall`, a batch that an earlier run answered gets no inputs."""
         if messages is None:
             messages = [self._messages(request) for request in requests]
         chats = [each if isinstance(each, str) else ChatMessages(messages=each) for each in messages]
@@ -359,9 +356,7 @@ class KVCompressLM(Answerer):
     def _answer(self, requests: list[Instance], batch: Batch) -> Answered:
         """Answer requests with the model and add the rows of the counted ones."""
         if self.args.tp_plan is not None and self.world_size > 1:
-            raise KVCompressError(
-                "tp_plan: lmms-eval would split the questions; run lmms_eval_plugins.evaluate instead"
-            )
+            raise KVCompressError("tp_plan: lmms-eval would split the questions; run lmms_eval_plugins.evaluate")
         answers = self.answering.answer(batch, self._wanted(requests[0]), any(map(self._has_overlay, requests)))
         self._times_asked.update(map(question, requests))
         return self._results(requests, batch, answers), answers.seconds
