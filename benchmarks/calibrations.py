@@ -1,7 +1,7 @@
-"""What calibrated methods know of SmolLM2: `python -m benchmarks.calibrations`.
+"""Calibrate the calibrated methods on SmolLM2: `python -m benchmarks.calibrations`.
 
-It makes benchmarks/results/calibrations_smollm2/METHOD.safetensors from texts of benchmarks/retrieval.py that no table
-asks about. A method that looks at images learns nothing from them.
+This writes benchmarks/results/calibrations_smollm2/METHOD.safetensors, from texts of benchmarks/retrieval.py that no
+table uses. Vision methods learn nothing from them.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from .pretrained import load_smollm2
 from .retrieval import CONTEXT_TOKENS, draw_examples
 
 TEXTS = 16
-LARGE = ("expected-attention",)  # 4.5 MB, and it does without
+LARGE = ("expected-attention",)  # its file would be 4.5 MB, and it works without
 
 
 def main() -> None:

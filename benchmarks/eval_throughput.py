@@ -1,13 +1,13 @@
-"""Answered questions per second of the demo's grid: this package against lmms-eval's own way, one prompt at a time.
+"""Compare questions per second on the demo's grid: this package against lmms-eval's own loop, one prompt at a time.
 
     python -m benchmarks.eval_throughput                                  # 64 questions in each of 13 cells
     python -m benchmarks.eval_throughput --clock cpu                      # on a busy machine
 
-Both sides evaluate the same cells on the same loaded model, through lmms-eval, with its scores and standard errors, in
-turns. `grid` is what `scripts/run_eval.sh` does: batches, prepared ahead; inputs, the vision tower's output and the
-prefills of the first cell used again by the others; every answer measured; results on disk. `loop` is the loop of
-lmms-eval's `llava_hf` and `internvl_hf` under the same compression: each question on its own is read, processed,
-generated and decoded; nothing is kept, measured or written.
+Both sides evaluate the same cells on the same loaded model through lmms-eval, including scores and standard errors, in
+turns. `grid` is what `scripts/run_eval.sh` does: batches are prepared ahead; inputs, vision features and prefills of
+the first cell are reused by the others; every answer is measured; results are written to disk. `loop` is the loop of
+lmms-eval's `llava_hf` and `internvl_hf` under the same compression: each question is read, processed, generated and
+decoded by itself; nothing is stored, measured or written.
 """
 
 import argparse
@@ -68,7 +68,7 @@ class OneAtATime(lmms):
         return results
 
     def clean(self) -> None:
-        """lmms-eval would drop the model after the first cell; loading it again is not what is compared."""
+        """Keep the model, which lmms-eval would drop after the first cell: loading it again is not compared."""
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[list[str]]:
         raise NotImplementedError("the demo's task has one round")
@@ -80,8 +80,8 @@ class OneAtATime(lmms):
 def compare(words: list[str], limit: int, clock: str) -> tuple[list[dict[str, Any]], str]:
     """Evaluate every cell of a command line both ways, in turns.
 
-    Returns a record for each cell: questions, seconds of `grid` and of `loop`, answers that are the same; and what was
-    measured, in a line.
+    Returns a record for each cell (questions, seconds of `grid` and `loop`, identical answers), and one line that says
+    what was measured.
     """
     now = CLOCKS[clock]
     with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +112,7 @@ def compare(words: list[str], limit: int, clock: str) -> tuple[list[dict[str, An
             return [sample["filtered_resps"][0] for sample in samples]
 
         ways = {"grid": by_grid, "loop": by_loop}
-        for way in ways.values():  # what is imported and allocated at the first evaluation
+        for way in ways.values():  # a warm-up for imports and allocations
             way(jobs[-1])
         lm.batches.begin([])
         records = []
@@ -128,7 +128,7 @@ def compare(words: list[str], limit: int, clock: str) -> tuple[list[dict[str, An
 
 
 def speed(records: list[dict[str, Any]], way: str) -> float:
-    """Questions per second over all cells."""
+    """Return questions per second over all cells."""
     return sum(record["questions"] for record in records) / sum(record["seconds"][way] for record in records)
 
 

@@ -1,13 +1,12 @@
-"""How much of what the authors' code keeps ours keeps too, on real states: SmolLM2-135M-Instruct's, or the bundled
-model's for methods that tell images from text.
+"""Measure how many of the entries that the authors' code keeps ours keeps too, on real states: SmolLM2-135M-Instruct's,
+or the bundled model's for methods that distinguish images from text.
 
     python -m benchmarks.fidelity
 
-Compares ours with the recordings in tests/oracle/authors/fixtures/ and writes the table into
-benchmarks/results/fidelity.md, with another of the methods that drop tokens below it. The recordings are made again by
-the script of each repository, which `tests/oracle/authors/` explains. A last table says what a method's variants
-change: kept entries, and answers of the bundled model. Answers are written down as they come, in
-benchmarks/results/variants.json.
+This compares ours with the recordings in tests/oracle/authors/fixtures/ and writes a table into
+benchmarks/results/fidelity.md, followed by one for methods that drop tokens. Each repository's script in
+`tests/oracle/authors/` makes its recordings. A last table shows what a method's variants change: the kept entries, and
+the bundled model's answers, which are saved as they come in benchmarks/results/variants.json.
 """
 
 import argparse
@@ -35,7 +34,7 @@ from tests.oracle.authors.token_recording import TokenRecording
 from . import method_cells, method_tasks
 from .method_table import RESULTS
 
-STATES = ("smollm2", "smollm2_image", "tiny")  # the first that a method was recorded on
+STATES = ("smollm2", "smollm2_image", "tiny")  # the first of these that a method was recorded on is used
 PAGE = RESULTS / "fidelity.md"
 TOKENS = """Methods that drop vision tokens: the share of the states that the authors' code lets through and ours lets
 through too, in percent, the least of drawn prompts at these budgets (vision tokens, as `budget=` counts them)."""
@@ -45,20 +44,20 @@ VARIANT_RATIOS = (0.5, 0.2)
 @dataclass(frozen=True)
 class Row:
     """A method and its authors' repository; `shares`: (decode steps, ratio) -> the share of common entries; `held`:
-    ratio -> the one that their code holds of a prompt, where it cannot hold what was asked for."""
+    ratio -> the ratio that their code actually keeps of a prompt."""
 
     label: str
     states: str
     repository: str
     commit: str
     shares: dict[tuple[int, float], float]
-    differs: tuple[str, ...]  # what is named as different
+    differs: tuple[str, ...]  # the documented differences
     held: dict[float, float]
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """A method that drops tokens; `budgets`: of its recordings; `share`: the least of common states in any of them."""
+    """A method that drops tokens; `budgets`: of its recordings; `share`: their smallest share of common states."""
 
     label: str
     repository: str
@@ -68,7 +67,7 @@ class TokenRow:
 
 
 def rows() -> Iterator[Row]:
-    """Of each fixture the labels that have recordings at the table's ratios and steps."""
+    """Yield a row for each label of a fixture with recordings at the table's ratios and steps."""
     for fixture in recordings.fixtures():
         about, named = recordings.about(fixture), import_module(f"tests.oracle.authors.{fixture}").DIFFERENCES
         of_label: dict[str, list[Recording]] = {}
@@ -107,7 +106,7 @@ def ratio_in_table(one: Recording) -> float | None:
 
 
 def names(found: Sequence[Row | TokenRow]) -> dict[tuple[str, str], str]:
-    """(repository, commit) -> what links to it, unlike all others."""
+    """Return (repository, commit) -> a unique name for its link."""
     sources = dict.fromkeys((row.repository, row.commit) for row in found)
     counts = Counter(repository.rpartition("/")[2] for repository, _ in sources)
     named = {}
@@ -146,7 +145,7 @@ def tokens_table(found: list[TokenRow], linked: dict[tuple[str, str], str]) -> l
 
 
 def cell(row: Row, ratio: float) -> str:
-    """A share of a prompt, with the ratio that was held where that is not the column's."""
+    """Format a share after the prompt, with the ratio held if it is not the column's."""
     held = f"{row.held.get(ratio, ratio):.2f}"
     return percent(row.shares.get((0, ratio))) + ("" if held == f"{ratio:.2f}" else f" ({held})")
 
@@ -156,7 +155,7 @@ def wrapped(note: str) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Rounded down, so that 100 is said of nothing else."""
+    """Format a share in percent, rounded down, so that only 1 is shown as 100."""
     return "" if share is None else f"{int(1000 * share) / 10:g}"
 
 
@@ -164,7 +163,7 @@ def percent(share: float | None) -> str:
 
 
 def variants() -> dict[str, list[str]]:
-    """Method -> its variants, the default first; of methods that have several."""
+    """Return method -> its variants, the default first, for methods that have several."""
     found = {}
     for name, info in kvcompress.list_methods().items():
         for option in fields(info.cls):
@@ -175,7 +174,7 @@ def variants() -> dict[str, list[str]]:
 
 
 def variants_table(questions: int, answers: Path) -> str:
-    """Accuracy of each variant on the bundled model, and what it keeps in common with the default."""
+    """Tabulate each variant's accuracy on the bundled model, and its kept entries in common with the default."""
     task = method_tasks.tiny(questions)
     kept = method_cells.Answers(answers, task.identity)
     cells = {}
@@ -199,8 +198,8 @@ def variants_table(questions: int, answers: Path) -> str:
 
 
 def in_common(method: str, variant: str, ratio: float) -> float | None:
-    """The share of kept entries that a variant and the default have in common, of the bundled model's states; None for
-    a method that drops tokens before they are cached."""
+    """Return the share of kept entries that a variant has in common with the default, on the bundled model's states;
+    None for a method that drops tokens before they are cached."""
     if issubclass(kvcompress.list_methods()[method].cls, TokenMethod):
         return None
     given = states("tiny")
@@ -214,7 +213,7 @@ def in_common(method: str, variant: str, ratio: float) -> float | None:
 
 
 def put(name: str, table: str) -> None:
-    """Replace what stands between the page's two marks of that name."""
+    """Replace the text between the page's two marks of that name."""
     begin, end = f"<!-- {name}: made by benchmarks/fidelity.py -->\n", f"<!-- end of {name} -->"
     before, rest = PAGE.read_text(encoding="utf-8").split(begin)
     write_text(PAGE, f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}")
@@ -224,7 +223,7 @@ def put(name: str, table: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", choices=[[], "fidelity", "variants"], help="default: both")
-    parser.add_argument("--questions", type=int, default=100, help="of the second table (default: 100)")
+    parser.add_argument("--questions", type=int, default=100, help="questions of the second table (100)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     wanted = arguments.tables or ["fidelity", "variants"]

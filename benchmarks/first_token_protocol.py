@@ -1,12 +1,12 @@
-"""When compression takes hold: accuracy on the bundled task under three protocols.
+"""Measure when compression takes effect: accuracy on the bundled task under three protocols.
 
     python -m benchmarks.first_token_protocol --limit 200 --out benchmarks/results/first_token_protocol.md
 
-- `first token full`: the prefill gives the first answer token, as usual; it never feels the budget.
+- `first token full`: the prefill gives the first answer token, as usual; the budget never affects it.
 - `refed, seen`: the prompt's last token is fed again on the compressed cache (`first_token="compressed"`). Its query
-  was there when the cache was compressed.
+  was available when the cache was compressed.
 - `refed, unseen`: the same, but the cache was compressed from the prompt without its last token, as in a harness that
-  prefills all but that one: nobody scored with the query that does the reading.
+  prefills all but that one: the method did not score with the query that reads the cache.
 """
 
 import argparse

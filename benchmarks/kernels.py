@@ -1,11 +1,11 @@
-"""Kernels of the prefill beside the plain ways: column sums of the attention, and moving the kept rows.
+"""Time the prefill's kernels against plain implementations: column sums of the attention, and moving the kept rows.
 
     python -m benchmarks.kernels --threads 1 --clock cpu                 # CPU, fp32
     python -m benchmarks.kernels --device cuda --dtype bfloat16 --lengths 2048 8192 32768
 
-One layer in the heads of two models, batch 1. Every way that this machine offers is checked against the plain one and
-then timed in turns. For the column sums the layer's own attention (sdpa, causal) is timed with them: it reads the same
-queries and keys, and is the part of the prefill that grows as they do.
+One layer with the heads of two models, batch 1. Every implementation available on this machine is checked against the
+plain one and then timed in turns. For the column sums, the layer's own attention (sdpa, causal) is timed too: it reads
+the same queries and keys, and its share of the prefill grows in the same way.
 """
 
 import argparse
@@ -29,13 +29,13 @@ Ways = dict[str, Callable[[], object]]
 
 
 def prompt(heads: int, kv_heads: int, head_dim: int, length: int, **kind) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values of one row, laid out as a model's projections leave them."""
+    """Draw queries, keys and values of one row, in the memory layout of a model's projections."""
     parts = (torch.randn(1, length, n, head_dim, **kind).transpose(1, 2) for n in (heads, kv_heads, kv_heads))
     return tuple(parts)
 
 
 def batched_sums(queries: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Column sums from `attention_blocks`: all heads at once, 128 queries at a time."""
+    """Compute column sums with `attention_blocks`: all heads at once, 128 queries at a time."""
     sums = torch.zeros(keys.shape[:3], device=keys.device)
     for rows, weights in attention_blocks(queries, keys, scaling):
         sums[..., : rows.stop] += weights.sum(3).mean(2)
@@ -43,7 +43,7 @@ def batched_sums(queries: torch.Tensor, keys: torch.Tensor, scaling: float) -> t
 
 
 def ways_to_sum(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Ways:
-    """name -> column sums (batch, kv_heads, columns); `attention` is the layer's own."""
+    """Return name -> function that computes column sums (batch, kv_heads, columns); `attention`: the layer's own."""
     scaling = keys.shape[3] ** -0.5
     attend = partial(scaled_dot_product_attention, is_causal=True, scale=scaling, enable_gqa=True)
     ways = {
@@ -59,7 +59,7 @@ def ways_to_sum(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor)
 
 
 def ways_to_move(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor) -> Ways:
-    """name -> kept keys and values, each (batch, kv_heads, kept, head_dim)."""
+    """Return name -> function that gives the kept keys and values, each (batch, kv_heads, kept, head_dim)."""
     ways = {"gather": lambda: compact_reference(keys, values, indices)}
     if keys.device.type == "cpu":
         ways["row by row"] = lambda: compact(keys, values, indices)

@@ -1,4 +1,4 @@
-"""The tables of all methods side by side: which method keeps its answers in which regime.
+"""Draw the tables of all methods side by side, to show which method works in which regime.
 
 python -m benchmarks.methods_figure        # benchmarks/results/method_table_*.md -> docs/images/methods-compared.png
 """
@@ -28,8 +28,8 @@ class Panel:
 
     Attributes:
         ratios: the columns' titles.
-        rows: method -> accuracy in percent at each ratio, NaN where there is none.
-        keeps_more: methods that keep another share than was asked.
+        rows: method -> accuracy in percent at each ratio, NaN if there is none.
+        keeps_more: methods that keep a different share than requested.
     """
 
     ratios: list[str]
@@ -38,7 +38,7 @@ class Panel:
 
     @classmethod
     def of(cls, table: str) -> "Panel":
-        """Of a table as `method_table.markdown` writes it, in a file of them."""
+        """Parse the first table of a file that `method_table.report` wrote."""
         lines = [
             line.strip("| \n").split(" | ") for line in table.split("\n## ")[1].splitlines() if line.startswith("|")
         ]
@@ -46,7 +46,7 @@ class Panel:
         for name, *cells in lines[2:]:
             method = name.split(" (")[0].strip("*")
             found = [cell.split() for cell in (cells + [""] * len(ratios))[: len(ratios)]]
-            if any(found):  # the full cache has a mean alone
+            if any(found):  # the full cache only has a mean
                 rows[method] = [float(words[0]) if words else np.nan for words in found]
             if any("(" in cell for cell in cells):
                 keeps_more.add(method)
@@ -54,8 +54,8 @@ class Panel:
 
 
 def draw(panels: dict[str, Panel], path: Path) -> None:
-    """A panel for each task, with the same methods from top to bottom: in the order of the first one's table; those
-    that keep another share than was asked stand below."""
+    """Draw a panel for each task, with the same methods from top to bottom, in the order of the first table; methods
+    that keep a different share than requested come last."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,10 +1,10 @@
-"""Memory of a long prefill, in one piece and in chunks.
+"""Measure the memory of a long prefill, in one piece and in chunks.
 
     python -m benchmarks.prefill_memory                                  # CPU, fp32
 
-A model with the shape of Qwen2-0.5B, few layers and random weights reads prompts of 8k to 32k tokens: with the full
-cache, with a compressed one, and with one that is compressed after each chunk. Each runs in a process of its own; what
-is in the results already is not measured again.
+A model with Qwen2-0.5B's shape, few layers and random weights reads prompts of 8k to 32k tokens: with the full cache,
+with a compressed one, and with one that is compressed after each chunk. Each runs in its own process; existing results
+are not measured again.
 """
 
 import argparse
@@ -32,7 +32,7 @@ WAYS = {
 
 
 class PeakKV:
-    """Notes, whenever a layer has attended, the bytes of all keys and values that the cache holds or has staged."""
+    """Tracks the peak bytes of all keys and values that the cache holds or has staged, checked after each attention."""
 
     def __init__(self, cache: kvcompress.CompressedCache):
         self.cache, self.nbytes = cache, 0
@@ -52,7 +52,7 @@ class PeakKV:
 
 @torch.no_grad()
 def measured(way: str, tokens: int, layers: int, budget: int, chunk: int, threads: int) -> dict:
-    """One prefill, in this process."""
+    """Measure one prefill in this process."""
     torch.set_num_threads(threads)
     device = torch.device("cpu")
     model = load({"config": {**SHAPES["qwen2-0.5b"], "num_hidden_layers": layers}}, "float32", device)
@@ -77,7 +77,7 @@ def measured(way: str, tokens: int, layers: int, budget: int, chunk: int, thread
 
 
 def resident() -> int:
-    """Bytes of this process in memory now."""
+    """Return the bytes that this process has in memory now."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
     return int(line.split()[1]) * 1024
 
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/prefill_memory"), help="without a suffix")
-    parser.add_argument("--only", nargs=2, metavar=("WAY", "TOKENS"), help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("--only", nargs=2, metavar=("WAY", "TOKENS"), help=argparse.SUPPRESS)  # for the child processes
     arguments = parser.parse_args()
     how = (arguments.layers, arguments.budget, arguments.chunk)
     if arguments.only:
@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def known(out: Path, settings: dict[str, int]) -> list[dict]:
-    """What a run with these settings has measured before it was cut, or for other ways and lengths."""
+    """Return the records of earlier runs with these settings, whether interrupted or for other ways and lengths."""
     file = out.with_suffix(".json")
     records = json.loads(file.read_text())["records"] if file.exists() else []
     return [record for record in records if settings.items() <= record.items()]

@@ -1,11 +1,11 @@
-"""Decoding over ragged entries: the ways to attend to them, and adakv against a uniform method of the same budget.
+"""Time decoding over ragged entries: ways to attend to them, and adakv against a uniform method of the same budget.
 
     python -m benchmarks.ragged_decode                                   # CPU, fp32, all cores
     python -m benchmarks.ragged_decode --device cuda --dtype bfloat16
 
-First, one attention layer at a decode step: every way that this machine offers, checked against the plain reference
-and then timed. Second, whole decode steps of a model with the shape of SmolLM2-135M and random weights on a compressed
-prompt: adakv, whose heads differ in length, against snapkv, whose heads do not.
+First, one attention layer at a decode step: every implementation available on this machine is checked against the plain
+reference and then timed. Second, whole decode steps of a model with SmolLM2-135M's shape and random weights on a
+compressed prompt: adakv, whose heads differ in length, against snapkv, whose heads do not.
 """
 
 import argparse
@@ -27,15 +27,15 @@ from kvcompress.hooks import attention
 from kvcompress.kernels.ragged_decode import decode_by_segment, decode_gathered, has_triton, ragged_decode_reference
 
 BATCHES = (1, 8, 32)
-LENGTHS = (64, 256, 1024, 4096)  # mean entries per segment; segments have 0.3 to 1.7 of it
+LENGTHS = (64, 256, 1024, 4096)  # mean entries per segment; segments have 0.3 to 1.7 times as many
 SPARE = 32
 MODELS = {"SmolLM2-135M": (9, 3, 64), "Qwen2-7B": (28, 4, 128)}  # heads, KV heads, head_dim
 RATIO = 0.1
 
 
 def ragged_case(batch: int, heads: int, kv_heads: int, head_dim: int, length: int, **kind) -> dict:
-    """A query and ragged entries with spare rows between, as a storage holds them, and the same without spare rows and
-    with every segment of the mean length; `sizes` as in `ragged_decode`."""
+    """Draw a query and ragged entries with spare rows between segments, as a storage holds them, and `dense` entries of
+    the mean length without spare rows; `sizes` as in `ragged_decode`."""
     generator = torch.Generator().manual_seed(length)
     shares = torch.empty(batch, kv_heads).uniform_(0.3, 1.7, generator=generator)
     lengths = (shares * length).long().clamp(min=1)
@@ -54,8 +54,8 @@ def ragged_case(batch: int, heads: int, kv_heads: int, head_dim: int, length: in
 
 
 def ways_to_attend(case: dict) -> dict[str, Callable[[], torch.Tensor]]:
-    """name -> one decode step's attention, (batch, heads, 1, head_dim). All compute the same but `uniform`, which is
-    what a uniform method of as many entries pays."""
+    """Return name -> function that computes a decode step's attention, (batch, heads, 1, head_dim). All results are
+    equal except that of `uniform`, which shows the cost of a uniform method with as many entries."""
     query, keys, values, starts, lengths = (case[name] for name in ("query", "keys", "values", "starts", "lengths"))
     sizes, scaling = case["sizes"], query.shape[-1] ** -0.5
     longest = max(sizes[::2])
@@ -71,8 +71,8 @@ def ways_to_attend(case: dict) -> dict[str, Callable[[], torch.Tensor]]:
 
         ways["triton"] = lambda: ragged_decode_triton(query, keys, values, starts, lengths, longest, scaling)
     if query.dtype == torch.float32:
-        return ways  # the others know 16 bits only
-    # To them a segment is a sequence of one KV head, with the query heads of its group.
+        return ways  # the others support only 16 bits
+    # For them, a segment is a sequence with one KV head and the query heads of its group.
     packed = query.view(starts.numel(), -1, query.shape[3])
     query_ends = torch.arange(len(packed) + 1, device=query.device, dtype=torch.int32)
     if find_spec("torch.nn.attention.varlen"):
@@ -87,7 +87,7 @@ def ways_to_attend(case: dict) -> dict[str, Callable[[], torch.Tensor]]:
     if find_spec("flash_attn"):
         from flash_attn import flash_attn_varlen_func
 
-        # It takes no lengths beside the starts, so it could not have spare rows.
+        # It takes no lengths besides the starts, so it does not support spare rows.
         parts = [[part for part in states.split(sizes)[::2]] for states in (keys, values)]
         tight = [torch.cat(part)[:, None] for part in parts]
         ends = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0)).int()
@@ -141,7 +141,7 @@ def whole_model(device: torch.device, dtype: torch.dtype, prompt: int, repeats: 
     for batch in (1, 8):
         caches = copy.deepcopy(prompts)
         for cache in caches.values():
-            cache.batch_repeat_interleave(batch)  # the prefill is not what is measured here
+            cache.batch_repeat_interleave(batch)  # the prefill is not measured here
         nbytes = {method: cache.nbytes for method, cache in caches.items()}
         token = torch.zeros(batch, 1, dtype=torch.long, device=device)
         with torch.no_grad(), kvcompress.attach(model):
@@ -155,7 +155,7 @@ def whole_model(device: torch.device, dtype: torch.dtype, prompt: int, repeats: 
 
 
 def decode_gathering(model: LlamaForCausalLM, token: torch.Tensor, cache: kvcompress.CompressedCache) -> None:
-    """A decode step that copies all entries into a padded tensor, in every layer."""
+    """Run a decode step that copies all entries into a padded tensor in every layer."""
     with mock.patch.object(attention, "decodes_in_place", return_value=False):
         model(token, past_key_values=cache)
 
@@ -200,7 +200,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--prompt", type=int, default=4096, help="tokens of the whole model's prompt; 0 leaves it out")
+    parser.add_argument(
+        "--prompt", type=int, default=4096, help="tokens of the whole model's prompt; 0 skips this part"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ragged_decode"), help="without a suffix")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

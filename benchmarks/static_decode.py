@@ -1,10 +1,10 @@
-"""Fixed shapes and one compiled graph against growing buffers: milliseconds per decoded token.
+"""Time decoding with fixed shapes and one compiled graph against growing buffers, in milliseconds per token.
 
     python -m benchmarks.static_decode                                   # CPU, fp32
     python -m benchmarks.static_decode --device cuda --dtype bfloat16 --layers 24 --prompt 4096
 
-A model of Qwen2-0.5B's width with random weights answers one prompt through `generate`, which compiles the decode step
-itself: on CUDA by default, on a CPU because it is told to. Every way must give the tokens of the dynamic cache.
+A model of Qwen2-0.5B's width with random weights answers one prompt through `generate`, which compiles the decode step:
+on CUDA by default, on a CPU because we request it. Every way must give the tokens of the dynamic cache.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from kvcompress.bench.standalone import CLOCKS, synchronise
 from kvcompress.bench.timing import cell, environment, summary, table, write
 
 METHODS = {"full": None, "snapkv": 0.1, "adakv": 0.1}
-WARM_UP = 4  # tokens of each answer: the first compiles
-SHORTER = 16  # tokens that each prompt is shorter than the one before, as an evaluation's differ
+WARM_UP = 4  # tokens of each answer; the first compiles
+SHORTER = 16  # tokens by which each prompt is shorter than the previous, since an evaluation's prompts differ
 
 
 class Clock(StoppingCriteria):
-    """Notes when each new token is there. Stops nothing."""
+    """Records when each new token is ready; never stops the generation."""
 
     def __init__(self, clock: str):
         self.clock = CLOCKS[clock]
@@ -42,7 +42,7 @@ class Clock(StoppingCriteria):
 def answer(
     model: Qwen2ForCausalLM, ids: torch.Tensor, new: int, clock: str, method: str, kind: str, compiled: bool
 ) -> tuple[torch.Tensor, Clock, int]:
-    """The new tokens, when each was there, and the cache's bytes."""
+    """Return the new tokens, the clock with the time of each, and the cache's bytes."""
     cache = kvcompress.CompressedCache(
         model.config, method, METHODS[method], max_new_tokens=new, cache_implementation=kind
     )
@@ -62,7 +62,7 @@ def answer(
 
 
 def compare(model: Qwen2ForCausalLM, ids: torch.Tensor, new: int, rounds: int, clock: str) -> list[dict]:
-    """Milliseconds per token of each method and way; the ways take turns, an answer each."""
+    """Return the milliseconds per token of each method and way; the ways take turns, one answer each."""
     ways = {"dynamic": ("dynamic", False), "static": ("static", False), "static, compiled": ("static", True)}
     records = []
     for method in METHODS:

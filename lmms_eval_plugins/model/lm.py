@@ -122,9 +122,7 @@ class KVCompressLM(Answerer):
     # -- what lmms-eval calls -------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
-        """Answer requests, longest first, in batches that share generation arguments or in flight; with a prefix cache,
-        questions about the same images or videos one after the other. The answers are returned in the order of the
-        requests."""
+        """Answer requests, longest first, in batches or in flight; return the answers in the order of the requests."""
         self._begin(requests)
         dealt = None
         if self.answering.prefixes is not None and self.world_size > 1:
@@ -145,7 +143,7 @@ class KVCompressLM(Answerer):
         return results
 
     def _begin(self, requests: list[Instance]) -> None:
-        """Get ready for these requests; where a prefix cache serves them, know which show the same."""
+        """Prepare for these requests: forget other tasks, find shared images and videos, set up the prefix cache."""
         has_other_tasks = self.batches.begin(request.args[4] for request in requests)
         self._media = SharedMedia(requests, self.task_dict)
         groups = list(chain.from_iterable(self._of_each_rank(self._media.groups(requests))))
@@ -248,7 +246,7 @@ class KVCompressLM(Answerer):
     # -- which requests are answered together ---------------------------------------------------------------------
 
     def _sort_key(self, requests: list[Instance]) -> Callable[[Instance], Any]:
-        """What sorts the longest first, with a prefix cache among those that show the same."""
+        """Return a sort key that puts the longest prompt first, and with a prefix cache keeps shared media together."""
         if self.answering.prefixes is None:
             return self.sizes.shortness
         return self._media.together(requests, self.sizes.shortness)
@@ -261,10 +259,8 @@ class KVCompressLM(Answerer):
         messages: list[list[dict[str, Any]] | str] | None = None,
         may_recall: bool = True,
     ) -> Batch:
-        """Prepare the model inputs of requests. It runs in the background and touches neither model nor device.
-
-        `messages` replaces the requests' own; with `may_recall`, a batch that an earlier run answered gets no inputs.
-        """
+        """Prepare the model inputs of requests, without touching model or device: it runs in the background. `messages`
+        replaces the requests' own; with `may_recall`, a batch that an earlier run answered gets no inputs."""
         if messages is None:
             messages = [self._messages(request) for request in requests]
         chats = [each if isinstance(each, str) else ChatMessages(messages=each) for each in messages]
@@ -341,9 +337,7 @@ class KVCompressLM(Answerer):
     def _answer(self, requests: list[Instance], batch: Batch) -> Answered:
         """Answer requests with the model and add the rows of the counted ones."""
         if self.args.tp_plan is not None and self.world_size > 1:
-            raise KVCompressError(
-                "tp_plan: lmms-eval would split the questions; run lmms_eval_plugins.evaluate instead"
-            )
+            raise KVCompressError("tp_plan: lmms-eval would split the questions; run lmms_eval_plugins.evaluate")
         answers = self.answering.answer(batch, self._wanted(requests[0]), any(map(self._has_overlay, requests)))
         self._times_asked.update(map(question, requests))
         return self._results(requests, batch, answers), answers.seconds
@@ -385,7 +379,7 @@ class KVCompressLM(Answerer):
         return request.args[3] < self.overlays
 
     def _show(self, progress: tqdm, answered: int = 1) -> None:
-        """So many more are answered."""
+        """Advance the progress bar."""
         if (prefixes := self.answering.prefixes) is not None and prefixes.prompt_tokens:
             share = prefixes.reused_tokens / prefixes.prompt_tokens
             progress.set_postfix_str(f"{share:.0%} of prompt tokens known", refresh=False)

@@ -179,7 +179,7 @@ def test_cut_cell_is_computed_again(finished, tmp_path, capsys):
     assert evaluate.main([*FOUR[:2], "full,knorm", "0.2", "--limit", "2"]) == 0
     out = capsys.readouterr().out
     assert "1 of 2 cells are complete" in out
-    assert "computed again: knorm-0.2-limit=2 (1 samples on disk, but 2 were evaluated)" in out
+    assert "computing again: knorm-0.2-limit=2 (1 samples on disk, but 2 were evaluated)" in out
     assert len(samples.read_text().splitlines()) == 2
 
 

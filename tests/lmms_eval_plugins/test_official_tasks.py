@@ -256,7 +256,7 @@ def test_answers_outlive_a_judge_that_fails_and_a_scorer_that_breaks(judged, mon
 
     monkeypatch.setenv("SCORER", "broken")
     assert evaluate.main(["judged", *JUDGED]) == 1
-    assert "scoring failed: KeyError: 'colour'; the answers are kept" in capsys.readouterr().err
+    assert "scoring failed: KeyError: 'colour'; the answers are stored" in capsys.readouterr().err
     assert not JUDGED_CELL.exists()
 
     monkeypatch.delenv("SCORER")

@@ -98,7 +98,7 @@ def test_generated_tasks_have_a_limit_and_say_how_much_they_draw(tmp_path, capsy
     assert not (tmp_path / "out").exists()
     words = ["--questions", "1", "--lengths", "2", "--kinds", "counting", "--picture-size", "64x64", "--font-px", "6"]
     assert long_pack_main([*out, *words]) == 0
-    assert "drawing: prompts that show 2 pictures and pages" in capsys.readouterr().err
+    assert "drawing prompts with 2 pictures and pages in all" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["sparsemm", "mixkv", "prefixkv"])
