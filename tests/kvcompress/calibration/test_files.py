@@ -195,9 +195,9 @@ def test_a_folder_has_a_file_per_method(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("method", "content", "message"),
     [
-        ("prefixkv", None, r" is one of 10 files: prefixkv_model_0\.8\.json is not beside it"),
-        ("prefixkv", "[1, 2]", "and those beside it do not list layers"),
-        ("prefixkv", '{"layers": 3}', "and those beside it do not list layers"),
+        ("prefixkv", None, r" is one of 10 files: prefixkv_model_0\.8\.json is not next to it"),
+        ("prefixkv", "[1, 2]", "and those next to it do not list layers"),
+        ("prefixkv", '{"layers": 3}', "and those next to it do not list layers"),
         ("mixkv", '{"0-0-key": []}', "does not have numbers for 3 layers of 2 heads"),
         ("mixkv", "[1]", "does not have numbers for 3 layers of 2 heads"),
     ],

@@ -370,7 +370,7 @@ def test_options_say_what_the_ratio_counts():
     assert issubclass(info.cls, kvcompress.TokenMethod)
     assert all_options(info)["ratio_of"] == "vision"
     assert make_policy("fastv", 0.5).options["ratio_of"] == "vision"
-    with pytest.raises(kvcompress.KVCompressError, match="it is no cluster"):
+    with pytest.raises(kvcompress.KVCompressError, match="so it has no cluster"):
         kvcompress.make_cluster("fastv")
 
 
