@@ -135,7 +135,7 @@ def test_a_visual_score_is_how_often_a_query_behind_the_image_attends_to_it_most
             hits[layer] += vision[most]
     assert 0 < hits.sum() < hits.numel() * len(vision)
     torch.testing.assert_close(scores, hits / hits.sum())
-    with pytest.raises(kvcompress.KVCompressError, match="give prompts with images"):
+    with pytest.raises(kvcompress.KVCompressError, match="use prompts with images"):
         kvcompress.calibrate(model, "sparsemm", given[1:])
 
 

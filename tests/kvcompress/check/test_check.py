@@ -209,7 +209,7 @@ def test_a_promise_that_a_method_does_not_make_is_named_with_the_reason(capsys):
     line = next(line for line in capsys.readouterr().out.splitlines() if not line.startswith("ok "))
     assert line == (
         "-       cake: a row in a batch is as alone where prompts come in chunks: prefill_chunk=16 does not go with "
-        "layer_budget='cake', which follows from the whole prompt"
+        "layer_budget='cake', which depends on the whole prompt"
     )
 
 

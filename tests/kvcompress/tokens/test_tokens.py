@@ -907,7 +907,9 @@ def test_framefusion_says_where_the_layers_before_have_held_too_much():
     model, inputs, _ = video_batch("qwen2-vl", [4])
     with (
         kvcompress.compress(model, "framefusion", 0.25),
-        pytest.raises(kvcompress.KVCompressError, match=r"12 of 48 vision tokens.* of row 0 the first 1 hold 48"),
+        pytest.raises(
+            kvcompress.KVCompressError, match=r"12 of 48 vision tokens.* in row 0 the first 1 layers hold 48"
+        ),
     ):
         generate(model, inputs, 1)
 
