@@ -139,7 +139,7 @@ def test_a_file_that_was_never_checked_is_warned_of_once(file, monkeypatch, caps
     for _ in range(2):
         kvcompress.list_methods()
     assert capsys.readouterr().err == (
-        f"warning: {file} was never checked as it stands: python -m kvcompress check {file}\n"
+        f"warning: {file} was not checked in its present form: python -m kvcompress check {file}\n"
     )
 
 
