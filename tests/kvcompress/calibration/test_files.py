@@ -221,5 +221,7 @@ def test_the_command_takes_a_published_file_for_a_models_config_alone(tmp_path, 
     with pytest.raises(KVCompressError, match="belongs to another model"):
         kvcompress.compress(LlamaForCausalLM(config), "duoattention", 0.5, calibration=str(out))
     gates.write_text("1\t0\n0\t1\n")
-    with pytest.raises(KVCompressError, match=r"--published .* does not belong to llama .*: tensor 'gates' has the shape"):
+    with pytest.raises(
+        KVCompressError, match=r"--published .* does not belong to llama .*: tensor 'gates' has the shape"
+    ):
         main([str(tmp_path / "model"), "--method", "duoattention", "--published", str(gates), "--out", str(out)])
