@@ -30,7 +30,7 @@ class InfiniPotVKVCluster(KVCluster):
     `scoring.vision.frame_tokens`. Tokens after the last whole frame count as recent. Without a video, or with only one
     frame, vision tokens are ranked by value norm alone; so is text where it exceeds the budget, and so is everything
     while decoding. The paper compresses a stream block by block; here a prompt is one block, or one per chunk with
-    `prefill_chunk`. What was kept of older blocks counts as as many frames as it fills.
+    `prefill_chunk`. What was kept of older blocks counts as the number of frames that it fills.
     """
 
     tar: Share = 0.5
