@@ -176,7 +176,8 @@ def test_a_method_file_that_leaves_is_one_line():
 
 
 def test_a_sound_that_is_cut_is_one_line():
-    assert "sound.wav is not a WAV file: it is truncated" in refused("sound", (world() / "sound.wav").read_bytes()[:7105])
+    cut = (world() / "sound.wav").read_bytes()[:7105]
+    assert "sound.wav is not a WAV file: it is truncated" in refused("sound", cut)
 
 
 def test_an_end_that_is_no_token_is_named():
