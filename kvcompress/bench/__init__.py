@@ -1,6 +1,6 @@
-"""What compression costs and saves, beside its peers: `kvcompress bench`; see docs/bench.md.
+"""`kvcompress bench`: the costs and savings of compression compared with other caches; see docs/bench.md.
 
-`command`: the command line; `shapes`, `models`: what is measured on; `contenders`: what takes turns; `grid`: the turns;
-`comparison`, `throughput`: what is measured; `report`: what it amounts to. `speech` is a bench of its own, for models
-that speak.
+`command` is the command line. `shapes` and `models` define the measured models, `contenders` the caches that take
+turns, `grid` the turns, `comparison`, `throughput` and `launches` the measurements, and `report` the results.
+`kvcompress/speech` has a benchmark of its own, for models that speak.
 """

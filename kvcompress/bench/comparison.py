@@ -1,4 +1,4 @@
-"""The bench: what is asked for, measured and written."""
+"""`kvcompress bench`: measure methods, transformers' caches and kvpress, and write the results."""
 
 import argparse
 import shlex
@@ -24,7 +24,7 @@ PEERS = ("dynamic", "static")
 
 
 def methods_of(names: list[str], ratios: list[float]) -> list[MethodSpec]:
-    """`full`, which all others are compared with, and every other method at every ratio. Raises KVCompressError."""
+    """Return `full`, the baseline, and every other method at every ratio. Raises KVCompressError."""
     methods = [MethodSpec.parse("full", None)]
     for name in names:
         is_full = name.split(":")[0] == "full"
@@ -33,14 +33,14 @@ def methods_of(names: list[str], ratios: list[float]) -> list[MethodSpec]:
 
 
 def measure(given: argparse.Namespace, arguments: list[str]) -> None:
-    """Measure what `given` asks for, which `arguments` said. Raises KVCompressError, before anything is loaded."""
+    """Run the benchmark given by parsed `arguments`. Raises KVCompressError before anything is loaded."""
     origin, methods = source(given.model, given.shape), methods_of(given.methods, given.ratios)
     for peer in given.peers:
         if peer not in PEERS:
             raise unknown_name("there is no peer", peer, PEERS)
     where = torch.device(given.device) if given.device else default_device()
     if given.largest_batch and where.type != "cuda":
-        raise KVCompressError("--largest-batch tries until memory runs out, on CUDA only; on a CPU give --memory-limit")
+        raise KVCompressError("--largest-batch tries until memory runs out, on CUDA only; on a CPU use --memory-limit")
     check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md", ".png")))
     dtype = given.dtype or ("bfloat16" if where.type == "cuda" else "float32")
     torch.set_num_threads(given.threads or torch.get_num_threads())
@@ -69,7 +69,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
             "largest_batch_note": note(given),
         }
         results = Results(given.out.with_suffix(".json"), content, given.resume)
-        if given.largest_batch:  # before another process takes its share of the memory
+        if given.largest_batch:  # before another process takes memory
             find_largest(results, [Ours(model, method) for method in methods if not method.is_static], given)
         process = None
         if given.kvpress_python:
@@ -88,11 +88,11 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def note(given: argparse.Namespace) -> str:
-    """How the largest batch was found, or that it was not."""
+    """Return how the largest batch was found, if at all."""
     if given.memory_limit is not None:
-        return f"Largest batch: counted, weights and KV caches within {given.memory_limit:g} GB."
+        return f"Largest batch: computed, for weights and KV caches within {given.memory_limit:g} GB."
     if given.largest_batch:
-        return "Largest batch: tried, decoding behind a prompt that was read once."
+        return "Largest batch: tried, decoding after a prompt that was prefilled once."
     return "The largest batch was not asked for."
 
 
@@ -103,8 +103,8 @@ def find_largest(results: Results, contenders: list[Ours], given: argparse.Names
                 continue
             say(f"{length} tokens, {contender.name}: the largest batch")
 
-            # One prompt for all rows, as a server admits prompts one by one: what the prefill of all rows at once would
-            # need does not count.
+            # One prompt for all rows, since a server admits prompts one by one: the memory for prefilling all rows at
+            # once does not count.
             def fits(batch: int, contender: Ours = contender, length: int = length) -> bool:
                 return decodes(contender, Workload(length, batch, given.new, "wall", one_prompt=True))
 
@@ -116,7 +116,7 @@ def say(line: str) -> None:
 
 
 def finish(content: dict[str, Any], given: argparse.Namespace) -> None:
-    """Write the table beside the JSON, print it, and plot."""
+    """Write the table next to the JSON, print it, and plot."""
     rows = rows_of(content, None if given.memory_limit is None else int(given.memory_limit * 1e9))
     text = markdown(content, rows)
     write_text(given.out.with_suffix(".md"), text)
@@ -129,7 +129,7 @@ def finish(content: dict[str, Any], given: argparse.Namespace) -> None:
 
 
 def print_table(text: str, rows: list[dict[str, Any]]) -> None:
-    """The medians, a table per cell, on a terminal; else the text that was written."""
+    """Print the medians on a terminal, one table per cell; otherwise print the text that was written."""
     if not (sys.stdout.isatty() and find_spec("rich")):
         print(text)
         return

@@ -1,7 +1,7 @@
-"""`python -m kvcompress bench throughput`: many requests whose answers differ in length, at equal KV memory.
+"""`python -m kvcompress bench throughput`: many requests with answers of different lengths, at equal KV memory.
 
-Who serves them: `generate` of transformers in padded batches and its continuous batching, both with the full cache;
-the latter with a method inside it (`kvcompress.paged`); requests in flight (`Session.generate_many`) with any method.
+The contenders are transformers' `generate` in padded batches and its continuous batching, both with the full cache; the
+latter with a method inside it (`kvcompress.paged`); and requests in flight (`Session.generate_many`) with any method.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from .timing import environment, short, table
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: prompt tokens, and how many tokens its answer has."""
+    """A request: prompt tokens, and the number of tokens in its answer."""
 
     prompt: list[int]
     new: int
@@ -37,14 +37,14 @@ class Asked:
 
 @dataclass
 class Served:
-    """What a contender did in its time.
+    """What a contender achieved.
 
     Attributes:
-        seconds: of the clock that was asked for.
-        answers, tokens: answers that are complete; tokens of all answers, those under way included.
-        steps: decode steps (passes through the model); None where that is not known.
-        slots: sequences that decode together at most.
-        kv_bytes: most bytes held for keys and values at one time.
+        seconds: by the requested clock.
+        answers, tokens: complete answers; tokens of all answers, including incomplete ones.
+        steps: decode steps (passes through the model); None if unknown.
+        slots: the most sequences that decode together.
+        kv_bytes: the most bytes held for keys and values at any time.
     """
 
     seconds: float
@@ -59,18 +59,19 @@ class Contender(Protocol):
     """Serves requests.
 
     Attributes:
-        name: of its row.
+        name: the name in its row.
     """
 
     name: str
 
     def serve(self, requests: list[Asked], kv_bytes: int, clock: str, seconds: float) -> Served:
-        """With so many bytes for keys and values, until all are answered or the time is over."""
+        """Serve requests with `kv_bytes` for keys and values, until all are answered or `seconds` are over."""
 
 
 class Padded:
-    """transformers' `generate`, batch after batch: each as large as fits, and as long as its longest answer. A batch
-    that was begun is finished."""
+    """transformers' `generate`, batch by batch.
+
+    Each batch is as large as fits and runs as long as its longest answer. A started batch is always finished."""
 
     name = "transformers generate, padded batches"
 
@@ -100,8 +101,9 @@ class Padded:
 
 
 class Continuous:
-    """transformers' continuous batching: pages, and a scheduler of its own. The cache is the full one or, with a
-    method, compressed in its pages to `decode_budget` entries, prompts included."""
+    """transformers' continuous batching, with pages and its own scheduler.
+
+    The cache is full or, with a method, compressed in its pages to `decode_budget` entries, prompts included."""
 
     name = "transformers continuous batching"
     PAGE = 16  # tokens
@@ -146,7 +148,7 @@ class Continuous:
 
 
 class InSlots:
-    """Requests in flight, with a method; one that is no `full` has `decode_budget` entries, prompts included."""
+    """Requests in flight with a method, which keeps `decode_budget` entries, prompts included, unless it is `full`."""
 
     def __init__(self, model: PreTrainedModel, method: MethodSpec, decode_budget: int, is_static: bool):
         self.model, self.method, self.name = model, method, str(replace(method, ratio=None))
@@ -174,13 +176,13 @@ class InSlots:
 
 
 def sizes(method: MethodSpec, decode_budget: int) -> dict[str, Any]:
-    """The method's options, with as many entries for the prompt as while decoding: its own `decode_budget`, or this."""
+    """Return the method's options with its own `decode_budget`, or this one, for both prompt and decoding."""
     options = {"decode_budget": decode_budget, **method.options}
     return {"budget": options["decode_budget"], **options}
 
 
 def entry_bytes(model: PreTrainedModel) -> int:
-    """Bytes that a token takes in the full cache."""
+    """Return the bytes of a token in the full cache."""
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
@@ -190,9 +192,9 @@ PEERS: dict[str, type[Contender]] = {"padded": Padded, "continuous": Continuous}
 
 
 def workload(vocabulary: int, count: int, prompt: int, least: int, most: int, seed: int) -> list[Asked]:
-    """Requests of `prompt` random tokens each, with answers of `least` to `most` tokens, all lengths equally likely."""
+    """Draw requests of `prompt` random tokens with answers of `least` to `most` tokens, all lengths equally likely."""
     draws = random.Random(seed)
-    # Of the lower half of the vocabulary, as image placeholders have high ids.
+    # From the lower half of the vocabulary, because image placeholders have high ids.
     return [
         Asked([draws.randrange(vocabulary // 2) for _ in range(prompt)], draws.randint(least, most))
         for _ in range(count)
@@ -200,7 +202,7 @@ def workload(vocabulary: int, count: int, prompt: int, least: int, most: int, se
 
 
 def measure(given: argparse.Namespace, arguments: list[str]) -> None:
-    """Measure what `given` asks for, which `arguments` said. Raises KVCompressError, before anything is loaded."""
+    """Run the benchmark given by parsed `arguments`. Raises KVCompressError before anything is loaded."""
     origin, (least, most) = source(given.model, given.shape), given.answers
     if least > most:
         raise KVCompressError(f"--answers {least} {most}: the least is more than the most")
@@ -210,14 +212,14 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
     where = torch.device(given.device) if given.device else default_device()
     dtype = given.dtype or ("bfloat16" if where.type == "cuda" else "float32")
     if given.kv_gb is None and where.type != "cuda":
-        raise KVCompressError("--kv-gb auto asks a CUDA device what is free; on a CPU give a number")
+        raise KVCompressError("--kv-gb auto reads the free memory of a CUDA device; on a CPU give a number")
     torch.set_num_threads(given.threads or torch.get_num_threads())
     given.device, given.threads = str(where), torch.get_num_threads()
     with loading(given.model or given.shape):
         model = load(origin, dtype, where)
     if given.kv_gb is None:
         given.kv_gb = 0.8 * torch.cuda.mem_get_info(where)[0] / 2**30
-    model.generation_config.eos_token_id = None  # every answer is as long as it is asked for
+    model.generation_config.eos_token_id = None  # every answer has the requested length
     names = ("decode_budget", "requests", "prompt", "answers", "seed", "kv_gb", "static", "minutes")
     names += ("clock", "device", "threads")
     content = {
@@ -252,7 +254,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """The table, and what was measured."""
+    """Return the table and its caption."""
     settings, rows = content["settings"], []
     rate = {served["name"]: served["tokens"] / served["seconds"] for served in content["served"]}
     for served in content["served"]:
@@ -274,7 +276,7 @@ def markdown(content: dict[str, Any]) -> str:
         f"{settings['model']}, {settings['dtype']}: {settings['requests']} requests of {settings['prompt']} prompt "
         f"tokens, answers of {least} to {most} (seed {settings['seed']}), {settings['kv_gb']:g} GiB for keys and "
         f"values; methods other than full keep {settings['decode_budget']} entries per layer and KV head, or their "
-        "decode_budget. Tokens of answers under way when the time was over count; padded batches are finished.\n\n"
+        "decode_budget. Tokens of unfinished answers count; padded batches are finished.\n\n"
         + table(header, rows)
         + f"\nMade on {', '.join(f'{name} {value}' for name, value in content['environment'].items())}.\n"
     )

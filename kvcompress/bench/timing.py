@@ -1,4 +1,4 @@
-"""What the speed benchmarks share: interleaved repeats, their summary, the environment they ran in, their files."""
+"""Helpers of the speed benchmarks: interleaved repeats, summaries, the environment, and result files."""
 
 import datetime
 import json
@@ -17,10 +17,9 @@ from .standalone import CLOCKS, synchronise
 def interleaved(
     calls: dict[str, Callable[[], object]], repeats: int, device: torch.device, clock: str = "wall"
 ) -> dict[str, dict]:
-    """Milliseconds of each call, {"median", "q1", "q3", "repeats"}.
+    """Time the calls in turns and return their milliseconds, {"median", "q1", "q3", "repeats"} each.
 
-    The calls take turns, so that what else the machine does strikes all of them. The first two turns warm up and are
-    not counted.
+    Taking turns makes other load on the machine hit all of them. The first two turns warm up and are not counted.
     """
     now = CLOCKS[clock]
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -35,7 +34,7 @@ def interleaved(
 
 
 def summary(milliseconds: list[float]) -> dict:
-    """Median and quartiles; of one number, that number."""
+    """Return median and quartiles; for a single number, that number."""
     if len(milliseconds) == 1:
         return {"median": milliseconds[0], "q1": milliseconds[0], "q3": milliseconds[0], "repeats": 1}
     q1, median, q3 = statistics.quantiles(milliseconds, n=4, method="inclusive")
@@ -43,17 +42,17 @@ def summary(milliseconds: list[float]) -> dict:
 
 
 def cell(taken: dict) -> str:
-    """A summary as `median (q1-q3)`."""
+    """Format a summary as `median (q1-q3)`."""
     return f"{short(taken['median'])} ({short(taken['q1'])}-{short(taken['q3'])})"
 
 
 def short(number: float) -> str:
-    """Three digits, or all before the point."""
+    """Format a number with three digits, or with all digits before the point."""
     return f"{number:.0f}" if abs(number) >= 1000 else f"{number:.3g}"
 
 
 def environment(device: torch.device) -> dict:
-    """Where and with what a benchmark ran."""
+    """Return the hardware and versions that a benchmark ran with."""
     return {
         "date": str(datetime.date.today()),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_name()} CPU",
@@ -76,7 +75,7 @@ def table(header: list[str], rows: list[list]) -> str:
 
 
 def write(out: Path, text: str, records: list[dict], device: torch.device) -> None:
-    """`out`.md, for reading, and `out`.json, with everything that was measured; prints the former."""
+    """Write `out`.md, for reading, and `out`.json, with all measurements; print the former."""
     place = environment(device)
     text += f"\nMade on {', '.join(f'{name} {value}' for name, value in place.items())}.\n"
     write_text(out.with_suffix(".md"), text)

@@ -1,7 +1,7 @@
-"""Connect compression to a transformers model that nobody has edited, and disconnect it again.
+"""Connect compression to an unmodified transformers model, and disconnect it again.
 
-Two replacements are enough: the text model's attention function (see attention.py) and the cache (see cache/).
-The model keeps its own forward; nothing is stored on its modules; leaving the context restores it.
+It only replaces the text model's attention function (see attention.py) and the cache (see cache/). The model keeps its
+own forward, nothing is stored on its modules, and leaving the context restores it.
 """
 
 import inspect
@@ -53,15 +53,15 @@ def compress(
 
     Args:
         model: a transformers model whose attention goes through the attention interface.
-        method: a name of `list_methods()`; None or "full" compresses nothing, on the same path.
+        method: a name in `list_methods()`; None or "full" runs the same code without compressing.
         ratio: fraction of each prompt's KV entries that is kept, in (0, 1].
-        budget: in place of `ratio`, the entries kept per layer and KV head.
-        max_new_tokens: tokens to come that get room at once; see `CompressedCache`.
-        prefix_cache: lets prompts that begin alike share the prefill of their beginning.
+        budget: entries kept per layer and KV head, instead of `ratio`.
+        max_new_tokens: new tokens to allocate room for in advance; see `CompressedCache`.
+        prefix_cache: lets prompts with a common prefix share its prefill.
         options: the method's own options and the engine's, see `kvcompress.policy.Engine`.
 
     Raises:
-        KVCompressError: at once, for an unknown method or option, a ratio out of range or an unsupported model.
+        KVCompressError: immediately, for an unknown method or option, a ratio out of range or an unsupported model.
     """
     policy = make_policy(method, ratio, budget, **options)
     check_room(policy, max_new_tokens)
@@ -80,22 +80,22 @@ def compress(
         **options,
     }
     if options.get("calibration") is not None:
-        CompressedCache(writing_part(inner).config, **new_cache)  # says at once if the file is another model's
+        CompressedCache(writing_part(inner).config, **new_cache)  # raises at once if the file is another model's
     tokens = policy.tokens
     tower = TowerRecorder(inner, tokens) if tokens is not None and tokens.sees == "tower" else None
     return Session(model, new_cache, tower, prefix_cache)
 
 
 def attach(model: PreTrainedModel) -> "Session":
-    """Only connect: for generations that bring their own `CompressedCache` as `past_key_values`."""
+    """Connect only, for generations that pass their own `CompressedCache` as `past_key_values`."""
     return Session(model, None)
 
 
 class Session:
-    """A model with compression connected, as a context manager; any number of generations.
+    """Context manager for a model with compression connected, for any number of generations.
 
     Attributes:
-        model: the part of the model that writes text, without wrappers.
+        model: the part of the model that generates text, without wrappers.
         cache: the `CompressedCache` of the latest generation, None before the first.
         is_entered: whether compression is connected.
     """
@@ -113,10 +113,10 @@ class Session:
         self._tower, self._frames, self._prefixes = tower, FrameRecorder(self.model), prefix_cache
         self.is_entered, self._new_cache = False, new_cache
         self._forward_names = list(inspect.signature(self.model.forward).parameters)
-        self._threads: set[int] = set()  # in a forward pass
-        self._alone: int | None = None  # the one of them whose pass needs hooks of its own
+        self._threads: set[int] = set()  # threads in a forward pass
+        self._alone: int | None = None  # the thread whose pass needs hooks of its own
         self._of_pass: list[RemovableHandle] = []
-        self._undo = ExitStack()  # what leaving the context does
+        self._undo = ExitStack()  # undone on leaving the context
 
     def __enter__(self) -> "Session":
         base = self._config._attn_implementation
@@ -140,12 +140,12 @@ class Session:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Leave the model as it was. Doing it again does nothing."""
+        """Restore the model. Calling this again does nothing."""
         self.is_entered = False
         self._undo.close()
 
     def _connect(self, base: str) -> None:
-        """Put the compressed form in the place of the attention implementation `base`."""
+        """Replace the attention implementation `base` by its compressed form."""
         self._base, self._name = base, register_attention(base)
         self._config._attn_implementation = self._name
 
@@ -154,7 +154,7 @@ class Session:
             self._config._attn_implementation = self._base
 
     def _before_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Give a new generation its cache and tell the cache what is coming."""
+        """Give a new generation its cache, and announce the forward pass to the cache."""
         kwargs = dict(zip(self._forward_names, args, strict=False)) | kwargs
         if self._config._attn_implementation != self._name:  # by set_attn_implementation
             self._connect(self._config._attn_implementation)
@@ -171,7 +171,7 @@ class Session:
         if not torch.compiler.is_compiling():
             is_hooked = policy.hooks_prompts or self._prefixes is not None
             self._enter_thread((is_prompt and is_hooked) or policy.hooks_steps)
-        self._end_pass()  # of one that was interrupted
+        self._end_pass()  # of an interrupted pass
         if is_prompt and policy.tokens is not None:
             self._of_pass = prune(self._decoder, self._base, cache, self._tower, self._frames, ids)
         if policy.watches_rotary and (is_prompt or policy.hooks_steps):
@@ -200,7 +200,7 @@ class Session:
         self._of_pass = []
 
     def _after_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict, output: Any) -> Any:
-        """The forward pass is over; `output` is None where it raised."""
+        """Finish after the forward pass; `output` is None if it raised."""
         try:
             return None if output is None else self._finish(kwargs["past_key_values"], kwargs, output)
         finally:
@@ -208,16 +208,18 @@ class Session:
                 self._leave_thread()
 
     def _enter_thread(self, is_alone: bool) -> None:
-        """Let this thread's forward pass run beside those of others, unless one of them needs hooks on the model, which
-        would work in all: then raise KVCompressError."""
+        """Register this thread's forward pass.
+
+        Raises KVCompressError if other threads are in a pass and one of them needs hooks on the model, which would
+        affect all."""
         thread = threading.get_ident()
         self._threads.add(thread)
         if is_alone:
             self._alone = thread
         if self._alone not in (None, thread) or (is_alone and len(self._threads) > 1):
             raise KVCompressError(
-                "two threads are in a forward pass of this model, and one of them changes it for the time of its pass, "
-                "as token methods, prefill_chunk= and methods that rotate queries back or read twice do: take turns"
+                "two threads are in a forward pass of this model, and one of them changes the model during its pass, "
+                "as token methods, prefill_chunk= and methods that undo rotations or read twice do: take turns"
             )
 
     def _leave_thread(self) -> None:
@@ -228,7 +230,7 @@ class Session:
             self._alone = None
 
     def _finish(self, cache: CompressedCache, kwargs: dict, output: Any) -> Any:
-        """Finish a prompt. For `first_token="compressed"`: feed its last token again, on what was kept."""
+        """Finish a prompt. With `first_token="compressed"`, feed its last token again on the compressed cache."""
         self._end_pass()
         if cache.is_prompt:
             if cache.policy.cluster.second_pass == "context":
@@ -251,8 +253,9 @@ class Session:
 
     @contextmanager
     def reuse(self) -> Iterator[CompressedCache]:
-        """Ask several questions about one compressed prompt: each `with session.reuse() as cache:` starts from what
-        the cache held when it was entered, and leaves it as it was.
+        """Reuse one compressed prompt for several questions.
+
+        Each `with session.reuse() as cache:` starts from the cache's contents on entry and restores them afterwards.
 
         ```python
         model(**context)                      # a prefill: compressed and stored
@@ -284,22 +287,22 @@ class Session:
                 print(answer.index, tokenizer.decode(answer.tokens))
         ```
 
-        Each prompt is prefilled and compressed alone; all decode together, and a slot that becomes free takes the next.
-        A request's tokens are those that it gets alone. One that fails ends with its own error, see `Answer`.
+        Each prompt is prefilled and compressed alone. All sequences decode together, and a free slot takes the next
+        request. A request gets the same tokens as it would alone. If a request fails, its `Answer` holds the error.
 
         Args:
-            requests: model inputs with a batch of one, or `Request`s, which may have options and a seed of their own.
-                Each is asked for when there is a slot for it.
-            slots: sequences that decode together at most.
-            kv_gb: gigabytes (2**30 bytes) for all slots, which says how many there are; `slots` is then an upper limit.
-            static: whether every decode step has the same shapes, so that it is one graph, which is then compiled where
-                `generate` would (on CUDA); also with `cache_implementation="static"`.
-            on_oom: "halve" the slots where memory does not suffice, the newest requests beginning anew, or "raise".
-            after_prompt: called with a request's index and its filled cache, before it has a slot.
-            options: of `generate`: `max_new_tokens`, `do_sample`, `stop_strings` (with `tokenizer`), ...
+            requests: model inputs with a batch of one, or `Request`s, which may have their own options and seed. Each
+                is fetched when a slot is free.
+            slots: the most sequences that decode together.
+            kv_gb: gigabytes (2**30 bytes) for all slots, which sets their number; `slots` is then an upper limit.
+            static: whether every decode step has the same shapes and is one graph, which is compiled where `generate`
+                would compile it (on CUDA); implied by `cache_implementation="static"`.
+            on_oom: "halve" the slots when memory runs out and restart the newest requests, or "raise".
+            after_prompt: called with a request's index and its filled cache, before it gets a slot.
+            options: options of `generate`: `max_new_tokens`, `do_sample`, `stop_strings` (with `tokenizer`), ...
 
         Raises:
-            KVCompressError: for a wrong argument, or an engine option that requests in flight do not have.
+            KVCompressError: for a wrong argument, or an engine option that requests in flight do not support.
         """
         if self._new_cache is None:
             raise KVCompressError("attach(...) compresses nothing by itself: requests in flight need compress(...)")
@@ -308,7 +311,7 @@ class Session:
             raise KVCompressError(
                 f"requests in flight do not go with cache_implementation={kind!r}; dynamic and static do"
             )
-        # A prompt is compressed in a cache of its own, without room, and moves into its slot.
+        # A prompt is compressed in its own cache, without room for new tokens, and then moves into its slot.
         new_cache = {**self._new_cache, "cache_implementation": "dynamic", "max_new_tokens": 0}
         if self._new_cache["max_new_tokens"] is not None:
             options.setdefault("max_new_tokens", self._new_cache["max_new_tokens"])
@@ -335,8 +338,8 @@ class Session:
         if use_cache is False or (use_cache is None and not self._config.use_cache):
             raise KVCompressError("use_cache is off: without a KV cache there is nothing to compress")
         if self._new_cache is None:
-            raise KVCompressError("attach(...) compresses nothing by itself: give past_key_values=CompressedCache(...)")
-        # `generate` brings an empty DynamicCache of its own; the model returns ours in its place.
+            raise KVCompressError("attach(...) compresses nothing by itself: pass past_key_values=CompressedCache(...)")
+        # `generate` passes its own empty DynamicCache; the model returns ours instead.
         if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length()):
             raise KVCompressError(
                 f"past_key_values is a {type(cache).__name__} with {cache.get_seq_length()} tokens: inside "

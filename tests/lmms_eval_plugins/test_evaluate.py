@@ -272,7 +272,7 @@ def test_a_signal_ends_all_ranks_with_one_line(number):
     ("error", "line"),
     [
         (RuntimeError("the kernel broke"), "error: RuntimeError: the kernel broke"),
-        (torch.OutOfMemoryError("CUDA out of memory."), "error: memory does not suffice: CUDA out of memory."),
+        (torch.OutOfMemoryError("CUDA out of memory."), "error: not enough memory: CUDA out of memory."),
     ],
 )
 def test_failure_in_generate_ends_with_1_and_no_results(monkeypatch, capsys, error, line):

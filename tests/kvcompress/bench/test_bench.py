@@ -391,7 +391,7 @@ def test_turns_are_timed_when_the_device_is_done():
 def test_when_the_time_is_over_no_further_cell_is_begun(tmp_path, monkeypatch, capsys):
     content = bench(tmp_path, "--methods", "knorm", "--batches", "1", "2", "--minutes", "0.0001")
     assert [cell["batch"] for cell in content["cells"]] == [1]
-    assert "32 tokens, batch 2: left out, the time is over" in capsys.readouterr().err
+    assert "32 tokens, batch 2: skipped, out of time" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
