@@ -43,9 +43,9 @@ def called(command: str) -> str:
 class Parser(argparse.ArgumentParser):
     """The parser of a command: raises KVCompressError where argparse would print its usage and exit."""
 
-    def __init__(self, command: str, **settings: Any):
-        """`command`: its name, behind `kvcompress`."""
-        super().__init__(prog=called(command), allow_abbrev=False, **settings)
+    def __init__(self, command: str = "", **settings: Any):
+        """`command`: its name, behind `kvcompress`; one of elsewhere has a `prog` in its place."""
+        super().__init__(**{"prog": called(command), "allow_abbrev": False, **settings})
         self.add_argument("--version", action="version", version=f"kvcompress {__version__}")
 
     def error(self, message: str) -> NoReturn:
