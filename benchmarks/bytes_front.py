@@ -7,20 +7,19 @@ Answers are saved as they come, in `<out>/bytes_front_<task>.json`, and only mis
 the table (.md) and the plot (.png).
 """
 
-import argparse
-import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import transformers
 
 import kvcompress
-from lmms_eval_plugins.cells.results import write_text
-from lmms_eval_plugins.report.table import markdown_table
+from kvcompress.bench.results import about, page
+from kvcompress.bench.timing import table
+from kvcompress.files import write_text
 
+from .driver import start, tasks_parser
 from .method_cells import RATIOS, Answers, Cell, Column, Protocol, Task, compute
-from .method_table import RESULTS, Estimate, wrapped
+from .method_table import Estimate, wrapped
 from .method_tasks import TASKS
 
 PROTOCOL = Protocol("front", {"first_token": "compressed"})
@@ -127,13 +126,16 @@ def report(task: Task, points: list[Point]) -> str:
         "of 64 numbers, decoded tokens quantized at once; channels (ThinK) are pruned of all keys of the prompt. Both: "
         "evict, and store in one of these ways."
     )
-    text = f"# Bytes against accuracy, {task.name}\n\n{wrapped(intro)}"
-    text += f"Made by `python -m benchmarks.bytes_front {task.name}`, {platform.machine()} CPU, torch "
-    text += f"{torch.__version__}, transformers {transformers.__version__}.\n\n## The best within so many bytes\n\n"
-    text += markdown_table(["bytes of full", *COMPARED], best, ["---"] * (1 + len(COMPARED)))
-    text += "\n## All\n\n●: no other is as accurate with fewer bytes, or more accurate with no more.\n\n"
-    header = ["", "cache", "bytes of full", "KiB", "accuracy"]
-    return text + markdown_table(header, everything, ["---", "---", "---:", "---:", "---:"])
+    parts = [
+        wrapped(intro),
+        "## The best within so many bytes",
+        table(["bytes of full", *COMPARED], best),
+        "## All",
+        "●: no other is as accurate with fewer bytes, or more accurate with no more.",
+        table(["", "cache", "bytes of full", "KiB", "accuracy"], everything, names=2),
+    ]
+    head = about(["benchmarks.bytes_front", task.name], {}, torch.device("cpu"))
+    return page(head, f"Bytes against accuracy, {task.name}", *parts)
 
 
 def plot(task: Task, points: list[Point], path: Path) -> None:
@@ -167,32 +169,28 @@ def plot(task: Task, points: list[Point], path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tasks", nargs="*", choices=[[], *MODELS], help="default: all")
-    parser.add_argument("--questions", type=int, default=100)
-    parser.add_argument("--tables-only", action="store_true", help="write tables from the saved answers")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+def main(argv: list[str]) -> None:
+    parser = tasks_parser("bytes_front", __doc__, MODELS)
+    given = parser.parse_args(argv)
     torch.set_num_threads(1)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    for name in arguments.tasks or MODELS:
-        task = TASKS[name](arguments.questions)
+    for name in given.tasks or MODELS:
+        task = TASKS[name](given.questions)
         task = replace(task, model=task.model.to(torch.bfloat16), identity=f"{task.identity} bf16")
         cells = cells_of(METHODS, task.window_size)
-        base = arguments.out / f"bytes_front_{name}"
+        base = given.out / f"bytes_front_{name}"
         answers = Answers(base.with_suffix(".json"), task.identity)
-        if not arguments.tables_only:
+        if not given.tables_only:
             compute(task, [cell for cell, _ in cells], answers)
         points = [
             Point(cell.method, cell.column.ratio, storage, held_bytes(task, cell), Estimate.of(right))
             for cell, storage in cells
             if len(right := answers.of(cell, task.questions))
         ]
-        write_text(base.with_suffix(".md"), report(task, points))
+        text = report(task, points)
+        write_text(base.with_suffix(".md"), text)
         plot(task, points, base.with_suffix(".png"))
-        print(base.with_suffix(".md").read_text(encoding="utf-8"))
+        print(text)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -15,10 +15,8 @@ import json
 import os
 import statistics
 import tempfile
-from pathlib import Path
 from typing import Any
 
-import torch
 from lmms_eval.api.instance import GenerationResult, Instance
 from lmms_eval.api.model import lmms
 from lmms_eval.evaluator import simple_evaluate
@@ -26,7 +24,8 @@ from lmms_eval.protocol import ChatMessages
 
 import kvcompress
 from kvcompress.bench.standalone import CLOCKS
-from kvcompress.bench.timing import short, table, write
+from kvcompress.bench.timing import short, table
+from kvcompress.flag_types import label, whole
 from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.plan import Job, Plan
 from lmms_eval_plugins.cells.results import SAMPLES_FILE
@@ -34,6 +33,8 @@ from lmms_eval_plugins.cells.run import evaluate_cell, load_model, measured_line
 from lmms_eval_plugins.model.arguments import make_compression
 from lmms_eval_plugins.model.generation import generation_of
 from lmms_eval_plugins.model.lm import KVCompressLM
+
+from .driver import FOLDER, Run, new_parser, start
 
 
 class OneAtATime(lmms):
@@ -142,30 +143,24 @@ def report(records: list[dict[str, Any]], measured: str, clock: str) -> str:
     ratios = [record["seconds"]["loop"] / record["seconds"]["grid"] for record in records]
     questions, same = (sum(record[name] for record in records) for name in ("questions", "same answers"))
     rows.append(["all", *map(short, whole), f"**{whole[0] / whole[1]:.2f}**", f"{same}/{questions}"])
-    return (
-        "# Evaluation throughput\n\n"
+    what = (
         f"Questions per second ({clock} clock) of the demo's grid: `grid`, as `scripts/run_eval.sh` evaluates it, and "
         "`loop`, one question at a time as lmms-eval's `llava_hf` and `internvl_hf` do, on the same loaded model in "
-        f"turns. Median ratio of the cells {statistics.median(ratios):.2f}.\n\n"
-        + table(["cell", "grid", "loop", "ratio", "same answers"], rows)
-        + f"\n{measured}\n"
+        f"turns. Median ratio of the cells {statistics.median(ratios):.2f}."
     )
+    return f"{what}\n\n{table(['cell', 'grid', 'loop', 'ratio', 'same answers'], rows)}\n{measured}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "words", nargs="*", default=["batch_size=16"], help="key=value as of run_eval.sh (batch_size=16)"
-    )
-    parser.add_argument("--limit", type=int, default=64, help="questions per cell (64)")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: the process's own time, all threads")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/eval_throughput"))
-    arguments = parser.parse_args()
+def main(argv: list[str]) -> None:
+    parser = new_parser("eval_throughput", __doc__, "--clock", out=FOLDER / "eval_throughput")
+    parser.add_argument("words", nargs="*", type=label, default=["batch_size=16"], help="key=value, as of run_eval.sh")
+    parser.add_argument("--limit", type=whole(1), default=64, help="questions per cell (64)")
+    run = Run(parser, argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    records, measured = compare(arguments.words, arguments.limit, arguments.clock)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    write(arguments.out, report(records, measured, arguments.clock), records, device)
+    records, measured = compare(run.given.words, run.given.limit, run.given.clock)
+    run.measure([{}], lambda: records)
+    run.report("Evaluation throughput", report(records, measured, run.given.clock))
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -9,7 +9,6 @@ benchmarks/results/fidelity.md, followed by one for methods that drop tokens. Ea
 the bundled model's answers, which are saved as they come in benchmarks/results/variants.json.
 """
 
-import argparse
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,8 +21,9 @@ from typing import get_args
 import torch
 
 import kvcompress
+from kvcompress.bench.timing import table
+from kvcompress.files import write_text
 from kvcompress.tokens import TokenMethod
-from lmms_eval_plugins.cells.results import write_text
 from tests.oracle.authors import recording as recordings
 from tests.oracle.authors import token_recording
 from tests.oracle.authors.ours import of, ours, share
@@ -32,7 +32,7 @@ from tests.oracle.authors.states import DECODED, RATIOS, ratio_of, states
 from tests.oracle.authors.token_recording import TokenRecording
 
 from . import method_cells, method_tasks
-from .method_table import RESULTS
+from .driver import RESULTS, new_parser, start
 
 STATES = ("smollm2", "smollm2_image", "tiny")  # the first of these that a method was recorded on is used
 PAGE = RESULTS / "fidelity.md"
@@ -131,17 +131,17 @@ def markdown(found: list[Row], dropping: list[TokenRow]) -> str:
         lines.append(f"| {label} | [{name}] | {row.states} |{'|'.join(cells)}|")  # no spaces: some labels are long
     said = [wrapped(f"{number}. {note}") for number, note in enumerate(notes, 1)]
     links = [f"[{name}]: {repository}/tree/{commit}" for (repository, commit), name in linked.items()]
-    blocks = [lines, said, [TOKENS, "", *tokens_table(dropping, linked)] if dropping else [], links]
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    blocks = ["\n".join(lines), "\n".join(said)]
+    blocks += [TOKENS, tokens_table(dropping, linked)] if dropping else []
+    return "\n\n".join(filter(None, [*blocks, "\n".join(links)])) + "\n"
 
 
-def tokens_table(found: list[TokenRow], linked: dict[tuple[str, str], str]) -> list[str]:
-    lines = ["| method | authors' code | budgets | the same |", "|---|---|---|---:|"]
+def tokens_table(found: list[TokenRow], linked: dict[tuple[str, str], str]) -> str:
+    lines = []
     for row in sorted(found, key=lambda row: row.label):
         budgets = ", ".join(map(str, row.budgets))
-        name = linked[row.repository, row.commit]
-        lines.append(f"| {row.label} | [{name}] | {budgets} | {percent(row.share)} |")
-    return lines
+        lines.append([row.label, f"[{linked[row.repository, row.commit]}]", budgets, percent(row.share)])
+    return table(["method", "authors' code", "budgets", "the same"], lines, names=3).rstrip()
 
 
 def cell(row: Row, ratio: float) -> str:
@@ -186,15 +186,15 @@ def variants_table(questions: int, answers: Path) -> str:
                 task.protocols[0], method, method_cells.Column.of(ratio), options
             )
     method_cells.compute(task, list(cells.values()), kept)
-    wide = [f"accuracy at {ratio:g}" for ratio in VARIANT_RATIOS] + [f"kept at {ratio:g}" for ratio in VARIANT_RATIOS]
-    lines = [f"| method | variant | {' | '.join(wide)} |", "|---|---|" + "---:|" * len(wide)]
+    wide = [f"{what} at {ratio:g}" for what in ("accuracy", "kept") for ratio in VARIANT_RATIOS]
+    lines = []
     for method, names in variants().items():
         for name in names:
             right = [kept.of(cells[method, name, ratio], questions) for ratio in VARIANT_RATIOS]
             shares = ["" if name == names[0] else percent(in_common(method, name, r)) for r in VARIANT_RATIOS]
-            row = [*(f"{100 * one.mean():.0f}" if len(one) else "refused" for one in right), *shares]
-            lines.append(f"| {method} | `{name}` | {' | '.join(row)} |")
-    return "\n".join(lines) + "\n"
+            accuracies = [f"{100 * one.mean():.0f}" if len(one) else "refused" for one in right]
+            lines.append([method, f"`{name}`", *accuracies, *shares])
+    return table(["method", "variant", *wide], lines, names=2)
 
 
 def in_common(method: str, variant: str, ratio: float) -> float | None:
@@ -220,18 +220,17 @@ def put(name: str, table: str) -> None:
     print(table)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str]) -> None:
+    parser = new_parser("fidelity", __doc__, "--questions")
     parser.add_argument("tables", nargs="*", choices=[[], "fidelity", "variants"], help="default: both")
-    parser.add_argument("--questions", type=int, default=100, help="questions of the second table (100)")
-    arguments = parser.parse_args()
+    given = parser.parse_args(argv)
     torch.set_num_threads(1)
-    wanted = arguments.tables or ["fidelity", "variants"]
+    wanted = given.tables or ["fidelity", "variants"]
     if "fidelity" in wanted:
         put("fidelity", markdown(list(rows()), list(token_rows())))
     if "variants" in wanted:
-        put("variants", variants_table(arguments.questions, RESULTS / "variants.json"))
+        put("variants", variants_table(given.questions, RESULTS / "variants.json"))
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -7,7 +7,6 @@ Writes the archive if `leaderboard --check` finds no problem. Cells that are com
 again. The archive contains no folder names of this machine.
 """
 
-import argparse
 import io
 import os
 import sys
@@ -19,6 +18,8 @@ from kvcompress.flag_types import path, whole
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells.results import RESULTS_FILE, SAMPLES_FILE
 from lmms_eval_plugins.leaderboard.checks import problems
+
+from .driver import RESULTS, new_parser, start
 
 ROOT = Path(__file__).parents[1]
 METHODS = "full,random,streamingllm,snapkv,adakv,keydiff"
@@ -44,13 +45,13 @@ def pack(results: Path, archive: Path) -> None:
             packed.addfile(entry, io.BytesIO(content))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str]) -> int:
+    parser = new_parser("leaderboard", __doc__)
     parser.add_argument("--limit", type=whole(1), default=16, metavar="N", help="questions per task (16)")
-    parser.add_argument("--folder", type=path, default=ROOT / "runs" / "leaderboard", help="results (runs/leaderboard)")
-    parser.add_argument("--out", type=path, default=ROOT / "benchmarks" / "results" / "leaderboard.tar.xz")
-    given = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the model's layers are too small to split
+    parser.add_argument("--folder", type=path, default=ROOT / "runs" / "leaderboard", help="of the results")
+    parser.add_argument("--out", type=path, default=RESULTS / "leaderboard.tar.xz", help="the archive")
+    given = parser.parse_args(argv)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the model's layers are too small to share
     for tasks, protocol in RUNS:
         words = [tasks, "tiny", METHODS, RATIOS, *ARGUMENTS, *protocol]
         if code := evaluate.main([*words, "--limit", str(given.limit), "--output_path", str(given.folder)]):
@@ -64,4 +65,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -8,28 +8,26 @@ Each prefill runs once for all methods, ratios and protocols that do not change 
 further questions. Then a table (.md) is written beside them; `python -m benchmarks.methods_figure` draws them.
 """
 
-import argparse
 import math
-import platform
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
 
 import kvcompress
-from lmms_eval_plugins.cells.results import write_text
+from kvcompress.bench.results import about, page
+from kvcompress.bench.timing import table
+from kvcompress.files import write_text
+from kvcompress.flag_types import label
 from lmms_eval_plugins.report.metrics import headroom
 from lmms_eval_plugins.report.numbers import near, share, shares
 
+from .driver import start, tasks_parser
 from .method_cells import FULL, Answers, Cell, Column, Protocol, Task, cells_of, compute, measure_kept
 from .method_tasks import TASKS
 
 RESAMPLES = 10_000
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ def headroom_of(rows: Rows, method: str) -> str:
 
 def markdown(rows: Rows, columns: tuple[Column, ...], questions: int) -> str:
     titles = [column.title for column in columns]
-    lines = [["method", *titles, "mean", "headroom"], ["---"] + ["---:"] * (len(titles) + 2)]
+    lines = []
     for method, row in rows.items():
         fewer = min(estimate.questions for estimate in row.values())
         name = f"**{method}**" if method in RULERS else method
@@ -132,7 +130,7 @@ def markdown(rows: Rows, columns: tuple[Column, ...], questions: int) -> str:
         mean = sum(estimate.mean for estimate in row.values()) / len(row)
         is_whole = len(row) == len(titles)
         lines.append([name, *cells, *((f"{mean:.1f}", headroom_of(rows, method)) if is_whole else ("", ""))])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return table(["method", *titles, "mean", "headroom"], lines, names=1)
 
 
 def by_layer(rows: Rows) -> str:
@@ -153,35 +151,37 @@ def report(task: Task, tables: list[tuple[Protocol, Rows]], missing: dict[str, s
         "where it differs from the ratio by more than 0.01 or a tenth; such methods stand behind the others, without "
         "headroom."
     )
-    text = (
-        f"# {task.title}\n\n{wrapped(settings)}Made by `python -m benchmarks.method_table {task.name}`, "
-        f"{platform.machine()} CPU, torch {torch.__version__}, transformers {transformers.__version__}.\n"
-    )
+    parts = [wrapped(settings)]
     for protocol, rows in tables:
-        text += f"\n## {protocol.title}\n\n{markdown(rows, protocol.columns, task.questions)}"
+        parts += [f"## {protocol.title}", markdown(rows, protocol.columns, task.questions)]
         if layers := by_layer(rows):
-            text += f"\n{wrapped(f'Kept by layer: {layers}.')}"
+            parts.append(wrapped(f"Kept by layer: {layers}."))
     reasons: dict[str, list[str]] = {}
     for method, why in sorted(missing.items()):
         reasons.setdefault(why, []).append(method)
-    lines = [f"Not in every column: {', '.join(methods)} ({why})." for why, methods in reasons.items()]
-    return text + "".join(f"\n{wrapped(line)}" for line in lines)
+    parts += [wrapped(f"Not in every column: {', '.join(methods)} ({why}).") for why, methods in reasons.items()]
+    return page(about(["benchmarks.method_table", task.name], {}, torch.device("cpu")), task.title, *parts)
 
 
 def wrapped(text: str) -> str:
-    return textwrap.fill(text, 118, break_on_hyphens=False) + "\n"
+    return textwrap.fill(text, 118, break_on_hyphens=False)
 
 
-def tables(arguments: argparse.Namespace) -> Iterator[Path]:
-    """Compute and write the tables, yielding the file of each."""
+def main(argv: list[str]) -> None:
+    parser = tasks_parser("method_table", __doc__, TASKS)
+    parser.add_argument(
+        "--methods", nargs="+", type=label, metavar="NAME", help="answered besides full, hindsight and random (all)"
+    )
+    given = parser.parse_args(argv)
+    torch.set_num_threads(1)
     methods = list(kvcompress.list_methods())
-    asked = {*RULERS, *(arguments.methods or methods)}
-    for name in arguments.tasks or TASKS:
-        task = TASKS[name](arguments.questions)
+    asked = {*RULERS, *(given.methods or methods)}
+    for name in given.tasks or TASKS:
+        task = TASKS[name](given.questions)
         cells = cells_of(task, methods)
-        base = arguments.out / f"method_table_{name}"
+        base = given.out / f"method_table_{name}"
         answers = Answers(base.with_suffix(".json"), task.identity)
-        if not arguments.tables_only:
+        if not given.tables_only:
             own = [cell for cell in cells if cell.method in asked]
             compute(task, own, answers)
             measure_kept(task, own, answers)
@@ -190,24 +190,8 @@ def tables(arguments: argparse.Namespace) -> Iterator[Path]:
         why |= {cell.method: answers.refused[cell.key] for cell in cells if cell.key in answers.refused}
         text = report(task, rows, why)
         write_text(base.with_suffix(".md"), text)
-        yield base.with_suffix(".md")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tasks", nargs="*", choices=[[], *TASKS], help="default: all")
-    parser.add_argument("--questions", type=int, default=100, help="questions per task (100)")
-    parser.add_argument(
-        "--methods", nargs="+", metavar="NAME", help="methods to run besides full, hindsight and random (all)"
-    )
-    parser.add_argument("--tables-only", action="store_true", help="write tables from the saved answers")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    for file in tables(arguments):
-        print(file.read_text(encoding="utf-8"))
+        print(text)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

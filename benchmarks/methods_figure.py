@@ -3,13 +3,14 @@
 python -m benchmarks.methods_figure        # benchmarks/results/method_table_*.md -> docs/images/methods-compared.png
 """
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from .method_table import RESULTS
+from kvcompress.flag_types import path
+
+from .driver import RESULTS, new_parser, start
 
 FIGURE = Path(__file__).parent.parent / "docs" / "images" / "methods-compared.png"
 TITLES = {
@@ -91,13 +92,13 @@ def draw(panels: dict[str, Panel], path: Path) -> None:
     plt.close(figure)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=FIGURE)
+def main(argv: list[str]) -> None:
+    parser = new_parser("methods_figure", __doc__)
+    parser.add_argument("--out", type=path, default=FIGURE, help="the picture")
     out = parser.parse_args(argv).out
     tables = {title: RESULTS / f"method_table_{name}.md" for name, title in TITLES.items()}
     draw({title: Panel.of(file.read_text(encoding="utf-8")) for title, file in tables.items()}, out)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

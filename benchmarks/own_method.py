@@ -14,7 +14,6 @@ half, on questions that the search never used. `confirm` runs the recipe and the
 stored, so an interrupted run resumes. All steps start from the tables of benchmarks/method_table.py.
 """
 
-import argparse
 import json
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
@@ -27,15 +26,18 @@ import numpy as np
 import torch
 
 import kvcompress
+from kvcompress.bench.timing import table
 from kvcompress.clusters.base import KVCluster
 from kvcompress.clusters.calibrated import CalibratedKVCluster
 from kvcompress.files import write_text
+from kvcompress.flag_types import path, whole
 from kvcompress.hooks.shared_prompt import PromptPass
 from kvcompress.methods import method_info
 from kvcompress.policy.options import all_options
 
+from .driver import RESULTS, new_parser, start
 from .method_cells import Answers, Cell, Column, Protocol, Task, cells_of, compute
-from .method_table import RESULTS, RULERS
+from .method_table import RULERS
 from .method_tasks import QUERY_AWARE, RULER, TASKS
 
 # Task -> number of questions in both halves; the slowest tasks first.
@@ -248,9 +250,9 @@ def without_unknown(recipe: Recipe) -> Recipe:
     return {name: value for name, value in recipe.items() if name in takes}
 
 
-def search(asked: Halves, schedules: Halves, start: str, scorers: list[str], path: Path) -> Recipe:
-    """Change one part at a time, the schedule last, on `schedules`. A part stays unless the best of its changes is
-    better by more than its interval."""
+def search(asked: Halves, schedules: Halves, start: str, scorers: list[str], file: Path) -> Recipe:
+    """One part after the other, the schedule last, on `schedules`; a part stays as it is unless the best of its changes
+    is better by more than its interval."""
     info = method_info(start)
     recipe: Recipe = {"method": start, "head_budget": info.cls.head_budget, "layer_budget": info.cls.layer_budget}
     recipe |= {part: info.options[part] for part in ("pooling", "kernel_size") if part in info.options}
@@ -267,7 +269,7 @@ def search(asked: Halves, schedules: Halves, start: str, scorers: list[str], pat
         if better:
             recipe = max(better, key=lambda step: step["score"])["recipe"]
         print(f"{part}: {recipe}", flush=True)
-        write_text(path, json.dumps({"recipe": recipe, "steps": steps}, indent=1) + "\n")
+        write_text(file, json.dumps({"recipe": recipe, "steps": steps}, indent=1) + "\n")
     return recipe
 
 
@@ -327,11 +329,8 @@ def held_out(out: Path, recipe: Recipe, processes: int = 0) -> str:
     """Return Markdown with the recipe beside the best published method, on each task and on average over the searched
     ones, and the gain of each of its parts."""
     overall = [method for method, _ in best_published(SEARCHED, out)[:COMPETITORS]]
-    lines = [f"| task | questions | recipe | best published | difference | {FIRST} |"]
-    lines += ["| --- | ---: | ---: | --- | ---: | ---: |"]
-    without = list(ablations(recipe))
-    parts = [f"| task | {' | '.join(without)} |", "| --- |" + " ---: |" * len(without)]
-    searched: list[dict[str, np.ndarray]] = []  # for each searched task, the scores of the recipe ("") and of `overall`
+    lines, parts, without = [], [], list(ablations(recipe))
+    searched: list[dict[str, np.ndarray]] = []  # of each such task the answers of the recipe, "", and of `overall`
     answer = partial(answer_held_out, out, recipe, overall)
     if processes:
         with ProcessPoolExecutor(processes, FORK, torch.set_num_threads, (1,)) as pool:
@@ -341,42 +340,43 @@ def held_out(out: Path, recipe: Recipe, processes: int = 0) -> str:
     for (name, protocol), right in zip(regimes(), answered, strict=True):
         title = f"`{name}`" if protocol == QUERY_AWARE else f"`{name}`, {protocol.name}"
         if right[""] is None:
-            lines.append(f"| {title} | | refused | | | |")
+            lines.append([title, "", "refused", "", "", ""])
             continue
         if name in SEARCHED and protocol == QUERY_AWARE:
             searched.append(right)
         rivals = [it for it, one in right.items() if it not in ("", FIRST) and it[0] != "-" and one is not None]
         best = max(rivals, key=lambda method: right[method].mean())
-        lines.append(f"| {title} | {right[''].shape[1]} | {compared([right], best)} | {percent([right], FIRST)} |")
+        lines.append([title, right[""].shape[1], *compared([right], best), percent([right], FIRST)])
         taken = [right[f"-{part}"] for part in without]
-        cells = ["refused" if one is None else in_points(*difference([(right[""], one)])) for one in taken]
-        parts.append(f"| {title} | {' | '.join(cells)} |")
+        parts.append([title, *("refused" if one is None else points([(right[""], one)]) for one in taken)])
     if searched:
         best = max(overall, key=lambda method: np.mean([right[method].mean() for right in searched]))
-        lines.append(f"| mean of those searched | | {compared(searched, best)} | {percent(searched, FIRST)} |")
-    return "\n".join([*lines, "", "What each part brings:", "", *parts]) + "\n"
+        lines.append(["mean of those searched", "", *compared(searched, best), percent(searched, FIRST)])
+    header = ["task", "questions", "recipe", "best published", "difference", FIRST]
+    of_parts = table(["task", *without], parts, names=1)
+    return f"{table(header, lines, names=1)}\nWhat each part brings:\n\n{of_parts}"
 
 
 def confirm(out: Path, recipe: Recipe) -> str:
-    """Return Markdown with the recipe, and the first search's, beside the best published method, on those questions of
-    `CONFIRMED` that are in neither half."""
+    """Markdown: the recipe, and the first search's, beside the best published method, on questions of `CONFIRMED` that
+    no half had."""
     asked = Halves({name: questions for name, (questions, _) in CONFIRMED.items()}, 2, out)
-    lines = [f"| task | new questions | recipe | best published | difference | {FIRST} | difference |"]
-    lines += ["| --- | ---: | ---: | --- | ---: | ---: | ---: |"]
+    lines = []
     for name, (_, rivals) in CONFIRMED.items():
         recipes = {"": recipe} | {method: {"method": method} for method in (*rivals, FIRST)}
         asked.compute([name], list(recipes.values()))
         right = {title: asked.right(name, one) for title, one in recipes.items()}
         best = max(rivals, key=lambda method: right[method].mean())
-        first = f"{percent([right], FIRST)} | {in_points(*difference([(right[FIRST], right[best])]))}"
-        lines.append(f"| `{name}` | {right[''].shape[1]} | {compared([right], best)} | {first} |")
-    return "\n".join(lines) + "\n"
+        first = percent([right], FIRST), points([(right[FIRST], right[best])])
+        lines.append([f"`{name}`", right[""].shape[1], *compared([right], best), *first])
+    header = ["task", "new questions", "recipe", "best published", "difference", FIRST, "difference"]
+    return table(header, lines, names=1)
 
 
-def compared(tasks: list[dict[str, np.ndarray]], best: str) -> str:
-    """Format the recipe, the best published method, and the difference, as cells of a row."""
-    points = in_points(*difference([(right[""], right[best]) for right in tasks]))
-    return f"{percent(tasks, '')} | {best} {percent(tasks, best)} | {points}"
+def compared(tasks: list[dict[str, np.ndarray]], best: str) -> list[str]:
+    """The recipe, the best published method, and the difference, as cells of a row."""
+    apart = points([(right[""], right[best]) for right in tasks])
+    return [percent(tasks, ""), f"{best} {percent(tasks, best)}", apart]
 
 
 def percent(tasks: list[dict[str, np.ndarray]], name: str) -> str:
@@ -385,37 +385,36 @@ def percent(tasks: list[dict[str, np.ndarray]], name: str) -> str:
     return "" if any(one is None for one in found) else f"{100 * np.mean([one.mean() for one in found]):.1f}"
 
 
-def in_points(mean: float, low: float, high: float) -> str:
-    return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
+def points(pairs: list[tuple[np.ndarray, np.ndarray]]) -> str:
+    """A `difference` as it stands in a table."""
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*difference(pairs))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str]) -> None:
+    parser = new_parser("own_method", __doc__)
     parser.add_argument("step", choices=["search", "held-out", "confirm"])
-    parser.add_argument(
-        "--scorers", type=int, default=6, help="number of best published methods whose scores are tried (6)"
-    )
-    parser.add_argument("--processes", type=int, default=2, help="processes that share the tasks (2)")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args()
+    parser.add_argument("--scorers", type=whole(1), default=6, help="best published methods whose scores are tried (6)")
+    parser.add_argument("--processes", type=whole(), default=2, help="over which tasks are spread (2)")
+    parser.add_argument("--out", type=path, default=RESULTS, help="folder")
+    given = parser.parse_args(argv)
     torch.set_num_threads(1)
     from . import own_scores  # noqa: F401 (registers a method, which importing this file should not do)
 
-    path = given.out / "own_method_search.json"
+    steps = given.out / "own_method_search.json"
     if given.step == "search":
         best = [name for name, _ in best_published(SEARCHED, given.out)][: given.scorers]
         asked = Halves(SEARCHED, 0, given.out, SEARCHING, given.processes)
         schedules = Halves({LONG_ANSWERS: SEARCHED[LONG_ANSWERS]}, 0, given.out, BUDGETS)
-        search(asked, schedules, best[0], [*best, OWN_SCORES], path)
+        search(asked, schedules, best[0], [*best, OWN_SCORES], steps)
+        return
+    recipe = json.loads(steps.read_text(encoding="utf-8"))["recipe"]
+    if given.step == "held-out":
+        text, name = held_out(given.out, recipe, given.processes), "own_method.md"
     else:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if given.step == "held-out":
-            text, name = held_out(given.out, found["recipe"], given.processes), "own_method.md"
-        else:
-            text, name = confirm(given.out, found["recipe"]), "own_method_confirm.md"
-        write_text(given.out / name, text)
-        print(text)
+        text, name = confirm(given.out, recipe), "own_method_confirm.md"
+    write_text(given.out / name, text)
+    print(text)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -9,17 +9,19 @@ answers the questions in turns, alone, with its own cache, and with a cache shar
 """
 
 import argparse
-from pathlib import Path
 from statistics import median
 
 import torch
 from transformers import PreTrainedModel
 
 import kvcompress
-from kvcompress import PrefixCache
+from kvcompress import KVCompressError, PrefixCache
 from kvcompress.bench.shapes import SHAPES
 from kvcompress.bench.standalone import CLOCKS, load, synchronise
-from kvcompress.bench.timing import environment, table, write
+from kvcompress.bench.timing import table
+from kvcompress.flag_types import fraction, positive, whole
+
+from .driver import Run, speed_parser, start
 
 METHODS = ("full", "snapkv", "h2o", "adakv", "expected-attention")
 
@@ -93,47 +95,38 @@ def report(records: list[dict], asked: argparse.Namespace) -> str:
     header = ["method", "alone, s", "first, s", "later, s", *(f"x, {n} of a picture" for n in counts), "held, MB"]
     alone = sum(asked.questions * median(record["alone"]) for record in records)
     grid = alone / sum(sum(record["together"]) for record in records)
-    what = f"{asked.dtype} on {environment(asked.device)['device']}"
     return (
-        "# Many questions about one picture\n\n"
         f"Seconds ({asked.clock} clock, {asked.threads} threads) of one answer of {asked.new} tokens to a prompt of "
-        f"{asked.picture} tokens that all questions share and {asked.question} of its own, {what}; "
-        f"{asked.shape}'s shape, random weights, without a vision tower; a ratio of {asked.ratio:g}. Alone: "
-        f"the median of {asked.alone} questions. With a prefix cache: the first question, and the median of the later "
+        f"{asked.picture} tokens that all questions share and {asked.question} of its own, {asked.dtype}; "
+        f"{asked.shape}'s shape, random weights, without a vision tower; a ratio of {asked.ratio:g}. Alone: the "
+        f"median of {asked.alone} questions. With a prefix cache: the first question, and the median of the later "
         "ones, then answers per second over those alone, where a picture has so many questions. Held: the cache's "
         "bytes at the end. Where both were asked, tokens were the same.\n\n"
         + table(header, rows)
         + f"\nAll {len(records)} methods with one prefix cache, {asked.questions} questions each: "
-        f"{grid:.1f} times as many answers per second as alone.\n"
+        f"{grid:.1f} times as many answers per second as alone."
     )
 
 
 @torch.no_grad()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+def main(argv: list[str]) -> None:
+    parser = speed_parser("prefix_cache", __doc__, methods=list(METHODS), new=4)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2-0.5b")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--ratio", type=float, default=0.2)
-    parser.add_argument("--picture", type=int, default=1500, help="tokens that the prompts share")
-    parser.add_argument("--question", type=int, default=30, help="further tokens of each prompt")
-    parser.add_argument("--questions", type=int, default=18, help="questions per picture")
-    parser.add_argument("--alone", type=int, default=2, help="of these, how many are also asked alone")
-    parser.add_argument("--new", type=int, default=4, help="tokens of an answer")
-    parser.add_argument("--gb", type=float, default=4.0, help="size of the prefix cache")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/prefix_cache"), help="without a suffix")
-    asked = parser.parse_args()
-    if not 1 <= asked.alone <= asked.questions or asked.questions < 2:
-        parser.error(f"--questions {asked.questions} --alone {asked.alone}: at least 2 questions, and 1 of them alone")
-    torch.set_num_threads(asked.threads)
+    parser.add_argument("--ratio", type=fraction, default=0.2)
+    parser.add_argument("--picture", type=whole(1), default=1500, help="tokens that prompts share (1500)")
+    parser.add_argument("--question", type=whole(1), default=30, help="tokens of each prompt's own (30)")
+    parser.add_argument("--questions", type=whole(2), default=18, help="of one picture (18)")
+    parser.add_argument("--alone", type=whole(1), default=2, help="of these, how many are also asked alone (2)")
+    parser.add_argument("--gb", type=positive, default=4.0, help="of the prefix cache (4.0)")
+    run = Run(parser, argv)
+    asked = run.given
+    if asked.alone > asked.questions:
+        raise KVCompressError(f"--alone {asked.alone}: more than there are, --questions {asked.questions}")
     torch.manual_seed(0)
-    model = load({"config": SHAPES[asked.shape]}, asked.dtype, asked.device)
-    records = compare(PrefixBench(model, asked), asked.methods)
-    write(asked.out, report(records, asked), records, asked.device)
+    model = load({"config": SHAPES[asked.shape]}, asked.dtype, run.device)
+    run.measure([{}], lambda: compare(PrefixBench(model, asked), asked.methods))
+    run.report("Many questions about one picture", report(run.records, asked))
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -8,11 +8,9 @@ With `--kvpress-python PYTHON`, of an environment with kvpress, kvpress also ans
 ratio, and answers and kept entries are compared.
 """
 
-import argparse
 import json
 import random
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -20,28 +18,31 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvcompress
-from benchmarks.pretrained import load_smollm2
+from kvcompress.bench.timing import table
+from kvcompress.flag_types import label, whole
 from lmms_eval_plugins import evaluate
-from lmms_eval_plugins.report.table import markdown_table
+
+from .driver import new_parser, start
+from .pretrained import load_smollm2
 
 WORK = Path("results/ruler")
 NEW_TOKENS = 12  # a needle's number has seven digits, one token each
 COMPARED = ("snapkv", "knorm", "keydiff", "tova", "streamingllm")  # methods that kvpress also has
 
 
-def main() -> int:
-    """Run the evaluation command and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--task", default="niah_single_1", help="a task whose haystack needs no download")
-    parser.add_argument("--methods", default="full,snapkv,knorm,streamingllm")
-    parser.add_argument("--ratios", default="0.5,0.2")
-    parser.add_argument("--length", type=int, default=2048, help="most tokens of a prompt")
-    parser.add_argument("--limit", type=int, default=10, help="questions")
+def main(argv: list[str]) -> int:
+    """The exit code of the evaluation command."""
+    parser = new_parser("ruler", __doc__)
+    parser.add_argument("--task", type=label, default="niah_single_1", help="one whose haystack needs no download")
+    parser.add_argument("--methods", type=label, default="full,snapkv,knorm,streamingllm")
+    parser.add_argument("--ratios", type=label, default="0.5,0.2")
+    parser.add_argument("--length", type=whole(1), default=2048, help="of the prompts, in tokens, at most")
+    parser.add_argument("--limit", type=whole(1), default=10, help="questions")
     parser.add_argument(
-        "--kvpress-python", metavar="PYTHON", help="Python of an environment with kvpress to compare with"
+        "--kvpress-python", type=label, metavar="PYTHON", help="of an environment with kvpress, to compare with"
     )
-    parser.add_argument("--compared", type=int, default=5, metavar="N", help="number of prompts for kvpress (5)")
-    asked = parser.parse_args()
+    parser.add_argument("--compared", type=whole(1), default=5, metavar="N", help="prompts that kvpress is given (5)")
+    asked = parser.parse_args(argv)
     work = WORK / f"{asked.task}-{asked.length}"
     model = export(WORK / "SmolLM2-135M-Instruct")
     words = [asked.task, str(model), asked.methods, asked.ratios, "prompt_cache_gb=4"]
@@ -125,8 +126,7 @@ def beside_kvpress(python: str, folder: Path, prompts: list[str], ratio: float) 
         rows.append([f"{method} {shown}".strip(), f"{same:,} of {entries:,}", str(answers)])
     told = ", ".join(f"{name} {number}" for name, number in theirs["versions"].items())
     header = ["method", "same kept entries, of all layers and heads", f"same answers, of {len(prompts)}"]
-    table = markdown_table(header, rows, ["---", "---:", "---:"])
-    return f"Beside {told}, float32, ratio {ratio:g}:\n\n{table}"
+    return f"Beside {told}, float32, ratio {ratio:g}:\n\n{table(header, rows, names=1)}"
 
 
 @torch.no_grad()
@@ -158,4 +158,4 @@ def places(kept) -> set[tuple[int, int, int]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

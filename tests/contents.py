@@ -42,7 +42,7 @@ from transformers import AutoConfig
 
 from kvcompress import methods
 from kvcompress.__main__ import main as core_main
-from kvcompress.bench.grid import Results
+from kvcompress.bench.results import Results
 from kvcompress.cache.cache import CompressedCache
 from kvcompress.calibration.files import ModelIdentity
 from kvcompress.command_line import exit_code

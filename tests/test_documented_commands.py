@@ -56,7 +56,7 @@ RUN = {
     r"run_sweep\.sh configs/sweeps/random\.yaml": f"{FEW} --trials 3",
     r"tiny_vlm\.dataset --as-textvqa": "",
     r"tests\.fuzz$": "--configurations 3",
-    r"benchmarks\.ragged_decode --threads": "--repeats 1 --prompt 0",
+    r"benchmarks\.ragged_decode --threads": "--repeats 1 --prompt 64",
     r"benchmarks\.kernels --threads": "--lengths 64 --repeats 1",
     r"benchmarks\.static_decode --threads": "--layers 2 --prompt 32 --new 8 --rounds 1",
     r"benchmarks\.eval_throughput --limit": FEW,

@@ -5,7 +5,6 @@ memory of each.
     python -m benchmarks.gpu.offline --quick            # the head sizes 64 and 128 in bf16 and fp32, for sm_90
 """
 
-import argparse
 import os
 import re
 import subprocess
@@ -17,9 +16,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.driver import RESULTS, new_parser, start
+from kvcompress.bench.results import about, page
+from kvcompress.bench.timing import table
 from kvcompress.files import write_text
+from kvcompress.flag_types import path
 
-OUT = Path(__file__).parents[1] / "results" / "gpu" / "offline.md"
 ARCHITECTURES = (80, 90, 100)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 GROUPS = 7
@@ -123,38 +125,33 @@ def measured(architectures: tuple[int, ...], head_dims: tuple[int, ...], dtypes:
     ]
 
 
-def markdown(found: list[Resources]) -> str:
+def markdown(found: list[Resources], argv: list[str]) -> str:
     import triton
 
-    lines = [
-        "# Triton kernels, compiled without a GPU",
-        "",
+    what = (
         f"By Triton {triton.__version__} and the ptxas that it ships: registers / bytes of stack per thread / KiB of "
-        "shared memory. Made by `python -m benchmarks.gpu.offline`.",
-        "",
-    ]
-    architectures = sorted({one.architecture for one in found})
-    lines += ["| kernel | " + " | ".join(f"sm_{each}" for each in architectures) + " |"]
-    lines += ["|---" + "|---:" * len(architectures) + "|"]
-    for name in dict.fromkeys(one.kernel for one in found):
-        of_name = [one for one in found if one.kernel == name]
-        cells = [f"{one.registers} / {one.stack} / {one.shared / 1024:.0f}" for one in of_name]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        "shared memory."
+    )
+    rows: dict[str, list[str]] = {}
+    for one in sorted(found, key=lambda one: one.architecture):
+        rows.setdefault(one.kernel, []).append(f"{one.registers} / {one.stack} / {one.shared / 1024:.0f}")
+    header = ["kernel", *(f"sm_{each}" for each in sorted({one.architecture for one in found}))]
+    head = about(["benchmarks.gpu.offline", *argv], {}, torch.device("cpu"))
+    shown = table(header, [[name, *cells] for name, cells in rows.items()], names=1)
+    return page(head, "Triton kernels, compiled without a GPU", what, shown)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args()
+def main(argv: list[str]) -> None:
+    parser = new_parser("gpu.offline", __doc__)
+    parser.add_argument("--quick", action="store_true", help="few of them")
+    parser.add_argument("--out", type=path, default=RESULTS / "gpu" / "offline.md", help="the page")
+    given = parser.parse_args(argv)
     os.environ.pop("TRITON_INTERPRET", None)  # Triton asks when it is imported
     if given.quick:
         found = measured((90,), (64, 128), [torch.bfloat16, torch.float32])
     else:
         found = measured(ARCHITECTURES, HEAD_DIMS, list(POINTERS))
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(given.out, markdown(found))
+    write_text(given.out, markdown(found, argv))
     for one in found:
         if one.stack:
             print(f"{one.kernel}, sm_{one.architecture}: {one.stack} bytes of stack")
@@ -162,4 +159,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

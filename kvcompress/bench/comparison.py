@@ -1,34 +1,27 @@
 """`kvcompress bench`: measure methods, transformers' caches and kvpress, and write the results."""
 
 import argparse
-import shlex
 import sys
 from contextlib import ExitStack
 from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
-import torch
-
-from ..device import default_device
 from ..errors import KVCompressError, loading, unknown_name
 from ..files import check_output, replacing, write_text
 from .contenders import KVPressProcess, MethodSpec, Ours, Workload, make_contenders
-from .grid import Results, decodes, largest_batch, measure_grid
+from .grid import decodes, largest_batch, measure_grid
 from .models import nbytes, source, weight_bytes_read
 from .report import cells_of, columns, markdown, plot, rows_of
+from .results import Results, about, say, settle
 from .standalone import load
-from .timing import environment
 
 PEERS = ("dynamic", "static")
 
 
 def methods_of(names: list[str], ratios: list[float]) -> list[MethodSpec]:
-    """Return `full`, the baseline, and every other method at every ratio. Raises KVCompressError."""
-    methods = [MethodSpec.parse("full", None)]
-    for name in names:
-        is_full = name.split(":")[0] == "full"
-        methods += [MethodSpec.parse(name, ratio) for ratio in ([None] if is_full else ratios)]
+    """`full`, which all others are compared with, and every other method at every ratio. Raises KVCompressError."""
+    methods = [MethodSpec.parse(name, ratio) for name in ["full", *names] for ratio in ratios]
     return list({str(method): method for method in methods}.values())
 
 
@@ -38,15 +31,13 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
     for peer in given.peers:
         if peer not in PEERS:
             raise unknown_name("there is no peer", peer, PEERS)
-    where = torch.device(given.device) if given.device else default_device()
+    where = settle(given)
     if given.largest_batch and where.type != "cuda":
         raise KVCompressError("--largest-batch tries until memory runs out, on CUDA only; on a CPU use --memory-limit")
     check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md", ".png")))
-    dtype = given.dtype or ("bfloat16" if where.type == "cuda" else "float32")
-    torch.set_num_threads(given.threads or torch.get_num_threads())
     settings = {
         "model": given.model or f"shape {given.shape}",
-        "dtype": dtype,
+        "dtype": given.dtype,
         "methods": [str(method) for method in methods],
         "peers": [*given.peers, *(["kvpress"] if given.kvpress_python else [])],
         "compile": given.compile,
@@ -54,16 +45,14 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
         "one_prompt": given.one_prompt,
         "repeats": given.repeats,
         "clock": given.clock,
-        "device": str(where),
-        "threads": torch.get_num_threads(),
+        "device": given.device,
+        "threads": given.threads,
     }
     with ExitStack() as stack:
         with loading(given.model or given.shape):
-            model = load(origin, dtype, where)
+            model = load(origin, given.dtype, where)
         content = {
-            "command": shlex.join(["python", "-m", "kvcompress", "bench", *arguments]),
-            "settings": settings,
-            "environment": environment(where),
+            **about(["kvcompress", "bench", *arguments], settings, where),
             "weight_bytes": sum(nbytes(weight) for weight in model.parameters()),
             "weight_bytes_read": weight_bytes_read(model),
             "largest_batch_note": note(given),
@@ -74,7 +63,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
         process = None
         if given.kvpress_python:
             process = stack.enter_context(
-                KVPressProcess(given.kvpress_python, origin, dtype, str(where), torch.get_num_threads())
+                KVPressProcess(given.kvpress_python, origin, given.dtype, given.device, given.threads)
             )
             there = process.versions
             results.content["environment"]["kvpress"] = (
@@ -83,7 +72,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
         contenders = make_contenders(model, methods, given.peers, given.compile, process)
         how = (given.new, given.clock, given.one_prompt)
         workloads = [Workload(length, batch, *how) for length in given.lengths for batch in given.batches]
-        measure_grid(results, contenders, workloads, given.repeats, where, say, 60 * given.minutes)
+        measure_grid(results, contenders, workloads, given.repeats, where, 60 * given.minutes)
     finish(results.content, given)
 
 
@@ -109,10 +98,6 @@ def find_largest(results: Results, contenders: list[Ours], given: argparse.Names
                 return decodes(contender, Workload(length, batch, given.new, "wall", one_prompt=True))
 
             results.add("largest", {"length": length, "way": contender.name, "batch": largest_batch(fits)})
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def finish(content: dict[str, Any], given: argparse.Namespace) -> None:

@@ -69,8 +69,10 @@ class MethodSpec:
 
     @classmethod
     def parse(cls, text: str, ratio: float | None) -> "MethodSpec":
-        """Parse a method. Raises KVCompressError for what `make_policy` rejects, and for methods that need images."""
+        """`full` has no ratio, whatever is given. Raises KVCompressError for what `make_policy` refuses, and for
+        methods that need images."""
         name, *given = text.split(":")
+        ratio = None if name == "full" else ratio
         options = {}
         for option in given:
             key, is_pair, value = option.partition("=")

@@ -1,28 +1,23 @@
 """The benchmark's grid: contenders take turns at every prompt length and batch, and each such cell is saved."""
 
 import gc
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import KVCompressError
-from ..files import parse_json, write_text
 from .contenders import Contender, Turn, Workload
+from .results import Results, say
 from .timing import CLOCKS, synchronise
 
 COPIES = 10
 
 
-def measure_cell(
-    contenders: dict[str, Contender], workload: Workload, repeats: int, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Return name -> {"turns": one dict per `Turn`}, or {"error"} if memory ran out.
+def measure_cell(contenders: dict[str, Contender], workload: Workload, repeats: int) -> dict[str, Any]:
+    """name -> {"turns": a dict of `Turn` each}, or {"error"} where memory ran out.
 
     Each contender takes one turn to warm up and compile. Then all take `repeats` turns, each round starting with
     another contender, so that other load on the machine and the predecessor's effects hit all of them.
@@ -106,49 +101,12 @@ def decodes(contender: Contender, workload: Workload) -> bool:
     return attempt(contender, workload) is not None
 
 
-class Results:
-    """The file of results. Cells are saved one by one, so that an interrupted run can be resumed.
-
-    Attributes:
-        content: the run's "settings", "environment" etc., and a list of cells for each of `parts`.
-    """
-
-    def __init__(
-        self, file: Path, content: dict[str, Any], resume: bool, parts: tuple[str, ...] = ("cells", "largest")
-    ):
-        self.file, self.content = file, {**content, **{part: [] for part in parts}}
-        if not (resume and file.exists()):
-            return
-        try:
-            before = parse_json(file.read_bytes())
-            then, now = ({**made["environment"], **made["settings"], "date": None} for made in (before, content))
-            stored = {part: [dict(cell) for cell in before[part]] for part in parts}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise KVCompressError(
-                f"{file} cannot be resumed, it is damaged: {type(error).__name__}: {' '.join(str(error).split())}"
-            ) from None
-        for name, value in now.items():
-            if then.get(name) != value:
-                raise KVCompressError(
-                    f"{file} cannot be resumed: it was made with {name}={then.get(name)!r}, not {value!r}"
-                )
-        self.content |= stored
-
-    def has(self, part: str, **at: object) -> bool:
-        return any(all(cell.get(key) == value for key, value in at.items()) for cell in self.content[part])
-
-    def add(self, part: str, cell: dict[str, Any]) -> None:
-        self.content[part].append(cell)
-        write_text(self.file, json.dumps(self.content, indent=1) + "\n")
-
-
 def measure_grid(
     results: Results,
     contenders: dict[str, Contender],
     workloads: Iterable[Workload],
     repeats: int,
     device: torch.device,
-    say: Callable[[str], None],
     seconds: float = float("inf"),
 ) -> None:
     """Measure the cells that are not yet in the results; start no further cell after `seconds`."""
@@ -163,6 +121,6 @@ def measure_grid(
         bandwidth = copy_bandwidth(device, clock=workload.clock)
         # Every compiled contender keeps its own graph of the same code.
         with torch._dynamo.config.patch(recompile_limit=4 * len(contenders)):
-            taken = measure_cell(contenders, workload, repeats, say)
+            taken = measure_cell(contenders, workload, repeats)
         cell = {"length": workload.length, "batch": workload.batch, "copy_bytes_per_s": bandwidth, "ways": taken}
         results.add("cells", cell)

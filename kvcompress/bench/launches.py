@@ -5,8 +5,6 @@ It also counts how often the host waits. On a device PyTorch's profiler counts; 
 """
 
 import argparse
-import json
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,13 +17,14 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from ..cache.cache import CompressedCache
 from ..errors import loading
-from ..files import check_output, write_text
+from ..files import check_output
 from ..hooks.session import attach
 from .contenders import MethodSpec
 from .models import source
 from .pretended.counts import Counts
+from .results import Results, about, page
 from .standalone import load, prompt_ids
-from .timing import environment
+from .timing import table
 
 Meter = Callable[[], AbstractContextManager[Counts]]
 CUT = {
@@ -172,14 +171,15 @@ def add_events(counts: Counts, events: list[Any]) -> None:
 def measure(given: argparse.Namespace, arguments: list[str]) -> None:
     """Run the benchmark given by parsed `arguments`. Raises KVCompressError before anything is loaded."""
     origin = source(given.model, given.shape)
-    methods = [MethodSpec.parse(name, None if name.split(":")[0] == "full" else given.ratio) for name in given.methods]
+    methods = [MethodSpec.parse(name, given.ratio) for name in given.methods]
     check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
     if "config" in origin:
         origin = {"config": {**origin["config"], **CUT}}
     is_there = torch.cuda.is_available()
+    where = torch.device("cuda" if is_there else "cpu")
     with ExitStack() as stack:
         with loading(given.model or given.shape):
-            model = load(origin, given.dtype, torch.device("cuda" if is_there else "cpu"))
+            model = load(origin, given.dtype, where)
         meter: Meter = profiled
         if not is_there:
             from .pretended.device import PretendedCuda
@@ -188,28 +188,26 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
             model, meter = model.to("cuda"), gpu.counting
         sizes = given.batch, given.length, given.new
         rows = [count(model, way, meter, *sizes) for way in ways(methods, given.new + 1)]
-    text = markdown(rows, given, environment(torch.device("cuda")) if is_there else None, arguments)
-    write_text(given.out.with_suffix(".json"), json.dumps({"rows": [row.numbers() for row in rows]}, indent=1))
-    write_text(given.out.with_suffix(".md"), text)
-    print(text)
+    names = ("length", "batch", "new", "dtype")
+    settings = {"model": given.model or given.shape, **{name: getattr(given, name) for name in names}}
+    content = about(["kvcompress", "bench", "launches", *arguments], settings, where)
+    results = Results(given.out.with_suffix(".json"), content, resume=False, parts=("rows",))
+    for row in rows:
+        results.add("rows", row.numbers())
+    results.report(markdown(results.content, rows, is_there, given.lines))
 
 
-def markdown(rows: list[Row], given: argparse.Namespace, device: dict[str, Any] | None, arguments: list[str]) -> str:
-    """Return the table, its caption, and the most expensive lines of code."""
-    where = f"counted by the profiler on {device['device_name']}" if device else "counted on a pretended CUDA device"
-    command = shlex.join(["python", "-m", "kvcompress", "bench", "launches", *arguments])
+def markdown(content: dict[str, Any], rows: list[Row], is_there: bool, lines: int) -> str:
+    """The table, what it is of, and the lines that cost most."""
+    settings = content["settings"]
+    where = "counted by the profiler" if is_there else "counted on a pretended CUDA device"
+    what = (
+        f"One decode step behind {settings['length']} tokens, batch {settings['batch']}, {settings['dtype']}, {where}. "
+        "Kernels per layer are those of the whole pass over the number of layers. Waits: times that the host waits for "
+        "the device."
+    )
     cells = [row.cells() for row in rows]
-    head = list(cells[0])
-    parts = [
-        f"# Launches and waits: {given.model or given.shape}",
-        f"One decode step after {given.length} tokens, batch {given.batch}, {given.dtype}, {where}. Kernels per layer "
-        "are those of the whole pass divided by the number of layers. Waits: how often the host waits for the device.",
-        "\n".join(
-            ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
-            + ["| " + " | ".join(row.values()) + " |" for row in cells]
-        ),
-        f"`{command}`",
-    ]
-    for row in rows if given.lines else []:
-        parts.append("\n".join([f"**{row.name}**", "", *(f"- {line}" for line in row.lines(given.lines))]))
-    return "\n\n".join(parts) + "\n"
+    parts = [what, table(list(cells[0]), [list(row.values()) for row in cells], names=1)]
+    for row in rows if lines else []:
+        parts.append("\n".join([f"**{row.name}**", "", *(f"- {line}" for line in row.lines(lines))]))
+    return page(content, f"Launches and waits: {settings['model']}", *parts)

@@ -5,6 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from .results import page
 from .timing import cell, short, summary, table
 
 BASELINE, PEER = "full", "transformers DynamicCache"
@@ -136,21 +137,18 @@ def markdown(content: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     settings, bandwidths = content["settings"], [cell["copy_bytes_per_s"] for cell in content["cells"]]
     compressed = [row for row in rows if row["way"] != "full"]
     gains = [row["speedup_kvpress"]["median"] for row in compressed if row.get("speedup_kvpress")]
-    lines = [
-        f"# {settings['model']}, {settings['dtype']}",
-        f"`{content['command']}`",
+    parts = [
         f"Median (quartiles) of {settings['repeats']} turns, {settings['clock']} clock, "
         f"{settings['steps']} decode steps each. {content['largest_batch_note']} docs/bench.md explains the columns.",
         f"A step reads {content['weight_bytes_read'] / 1e6:.4g} MB of weights; memory was copied at "
         f"{min(bandwidths) / 1e9:.3g} to {max(bandwidths) / 1e9:.3g} GB/s.",
-        table(*columns([cells_of(row) for row in rows])).rstrip(),
+        table(*columns([cells_of(row) for row in rows])),
     ]
     if grown := growth_table(rows):
-        lines += ["Growth with the prompt's length, as the exponent fitted to the medians (1: linear):", grown]
+        parts += ["Growth with the prompt's length, as the exponent fitted to the medians (1: linear):", grown]
     if gains:
-        lines.append(f"Decoding against kvpress, geometric mean: {statistics.geometric_mean(gains):.2f}x.")
-    lines.append("Made on " + ", ".join(f"{name} {value}" for name, value in content["environment"].items()) + ".")
-    return "\n\n".join(lines) + "\n"
+        parts.append(f"Decoding against kvpress, geometric mean: {statistics.geometric_mean(gains):.2f}x.")
+    return page(content, f"{settings['model']}, {settings['dtype']}", *parts)
 
 
 def growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -188,7 +186,7 @@ def growth_table(rows: list[dict[str, Any]]) -> str:
         [found["batch"], found["way"], *("" if found[name] is None else f"{found[name]:.2f}" for name in GROWING)]
         for found in growth(rows)
     ]
-    return lines and table(["batch", "cache", *(label.split(",")[0] for label in GROWING.values())], lines).rstrip()
+    return lines and table(["batch", "cache", *(label.split(",")[0] for label in GROWING.values())], lines)
 
 
 def plot(content: dict[str, Any], rows: list[dict[str, Any]], file: Path) -> None:

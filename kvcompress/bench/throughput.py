@@ -6,7 +6,6 @@ latter with a method inside it (`kvcompress.paged`); and requests in flight (`Se
 
 import argparse
 import random
-import shlex
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
@@ -15,16 +14,16 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from .. import paged
-from ..device import default_device
 from ..errors import KVCompressError, loading
-from ..files import check_output, write_text
+from ..files import check_output
 from ..hooks.session import compress
 from ..inflight.request import Request
 from .contenders import MethodSpec
-from .grid import Results, release
+from .grid import release
 from .models import nbytes, source
+from .results import Results, about, page, settle
 from .standalone import CLOCKS, held_bytes, load
-from .timing import environment, short, table
+from .timing import short, table
 
 
 @dataclass(frozen=True)
@@ -206,32 +205,22 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
     origin, (least, most) = source(given.model, given.shape), given.answers
     if least > most:
         raise KVCompressError(f"--answers {least} {most}: the least is more than the most")
-    methods = [MethodSpec.parse(name, None if name.split(":")[0] == "full" else 1.0) for name in given.methods]
+    methods = [MethodSpec.parse(name, 1.0) for name in given.methods]
     in_pages = [MethodSpec.parse(name, 1.0) for name in given.paged]
     check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
-    where = torch.device(given.device) if given.device else default_device()
-    dtype = given.dtype or ("bfloat16" if where.type == "cuda" else "float32")
+    where = settle(given)
     if given.kv_gb is None and where.type != "cuda":
-        raise KVCompressError("--kv-gb auto reads the free memory of a CUDA device; on a CPU give a number")
-    torch.set_num_threads(given.threads or torch.get_num_threads())
-    given.device, given.threads = str(where), torch.get_num_threads()
+        raise KVCompressError("--kv-gb auto asks a CUDA device what is free; on a CPU give a number")
     with loading(given.model or given.shape):
-        model = load(origin, dtype, where)
+        model = load(origin, given.dtype, where)
     if given.kv_gb is None:
         given.kv_gb = 0.8 * torch.cuda.mem_get_info(where)[0] / 2**30
-    model.generation_config.eos_token_id = None  # every answer has the requested length
-    names = ("decode_budget", "requests", "prompt", "answers", "seed", "kv_gb", "static", "minutes")
+    model.generation_config.eos_token_id = None  # every answer is as long as it is asked for
+    names = ("dtype", "decode_budget", "requests", "prompt", "answers", "seed", "kv_gb", "static", "minutes")
     names += ("clock", "device", "threads")
-    content = {
-        "command": shlex.join(["python", "-m", "kvcompress", "bench", *arguments]),
-        "settings": {
-            "model": given.model or f"shape {given.shape}",
-            "dtype": dtype,
-            **{name: getattr(given, name) for name in names},
-        },
-        "environment": environment(where),
-        "weight_bytes": sum(nbytes(weight) for weight in model.parameters()),
-    }
+    settings = {"model": given.model or f"shape {given.shape}", **{name: getattr(given, name) for name in names}}
+    content = about(["kvcompress", "bench", *arguments], settings, where)
+    content["weight_bytes"] = sum(nbytes(weight) for weight in model.parameters())
     results = Results(given.out.with_suffix(".json"), content, given.resume, parts=("served",))
     requests = workload(
         model.config.get_text_config().vocab_size, given.requests, given.prompt, least, most, given.seed
@@ -248,9 +237,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
         served = contender.serve(requests, int(given.kv_gb * 2**30), given.clock, 60 * given.minutes)
         results.add("served", {"name": contender.name, **asdict(served)})
         release()
-    text = markdown(results.content)
-    write_text(given.out.with_suffix(".md"), text)
-    print(text)
+    results.report(markdown(results.content))
 
 
 def markdown(content: dict[str, Any]) -> str:
@@ -271,12 +258,10 @@ def markdown(content: dict[str, Any]) -> str:
         )
     header = ["", "slots", "tokens/s", "x padded", "x continuous", "answers/min", "peak KV, MB"]
     least, most = settings["answers"]
-    return (
-        f"# Throughput at equal KV memory\n\n`{content['command']}`\n\n"
+    what = (
         f"{settings['model']}, {settings['dtype']}: {settings['requests']} requests of {settings['prompt']} prompt "
         f"tokens, answers of {least} to {most} (seed {settings['seed']}), {settings['kv_gb']:g} GiB for keys and "
         f"values; methods other than full keep {settings['decode_budget']} entries per layer and KV head, or their "
-        "decode_budget. Tokens of unfinished answers count; padded batches are finished.\n\n"
-        + table(header, rows)
-        + f"\nMade on {', '.join(f'{name} {value}' for name, value in content['environment'].items())}.\n"
+        "decode_budget. Tokens of answers under way when the time was over count; padded batches are finished."
     )
+    return page(content, "Throughput at equal KV memory", what, table(header, rows))

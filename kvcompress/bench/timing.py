@@ -1,7 +1,6 @@
-"""Helpers of the speed benchmarks: interleaved repeats, summaries, the environment, and result files."""
+"""What the speed benchmarks share: interleaved repeats, their summary, the environment they ran in, their tables."""
 
 import datetime
-import json
 import platform
 import statistics
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from pathlib import Path
 import torch
 import transformers
 
-from ..files import write_text
 from .standalone import CLOCKS, synchronise
 
 
@@ -69,15 +67,8 @@ def cpu_name() -> str:
     return f"{names[0]} ({len(names)} cores)" if names else platform.machine()
 
 
-def table(header: list[str], rows: list[list]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
+def table(header: list[str], rows: list[list], names: int | None = None) -> str:
+    """Markdown. Columns stand to the left; with `names` only that many, and behind them numbers, to the right."""
+    left = len(header) if names is None else names
+    lines = [header, ["---"] * left + ["---:"] * (len(header) - left), *rows]
     return "".join(f"| {' | '.join(str(cell) for cell in line)} |\n" for line in lines)
-
-
-def write(out: Path, text: str, records: list[dict], device: torch.device) -> None:
-    """Write `out`.md, for reading, and `out`.json, with all measurements; print the former."""
-    place = environment(device)
-    text += f"\nMade on {', '.join(f'{name} {value}' for name, value in place.items())}.\n"
-    write_text(out.with_suffix(".md"), text)
-    write_text(out.with_suffix(".json"), json.dumps({"environment": place, "records": records}, indent=1) + "\n")
-    print(text)

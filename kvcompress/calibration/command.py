@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..bench.flags import add_flags
 from ..command_line import Parser, key_values
 from ..errors import KVCompressError, loading, shown
 from ..files import check_output
-from ..flag_types import device_name, label, new_file, whole
+from ..flag_types import label, new_file, whole
 
 if TYPE_CHECKING:
     from .files import Calibration
@@ -31,8 +32,8 @@ def parser(further: Callable[[Any], None] | None = None) -> argparse.ArgumentPar
     data.add_argument(
         "--published", type=new_file, metavar="FILE", help="a file that the method's authors published; no model is run"
     )
-    this.add_argument("--length", type=whole(1), default=2048, help="tokens per piece of text (2048)")
-    this.add_argument("--device", type=device_name, help="default: cuda if available")
+    this.add_argument("--length", type=whole(1), default=2048, help="tokens of a piece of text (2048)")
+    add_flags(this, "--device")
     this.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     return this
 

@@ -3,6 +3,7 @@
 import statistics
 from typing import Any
 
+from ..bench.results import page
 from ..bench.timing import cell, short, summary, table
 from .kinds import STRATEGIES
 
@@ -31,16 +32,13 @@ def markdown(content: dict[str, Any]) -> str:
     header, rows = ["start", "cache", "answers", *COLUMNS, *COUNTS], rows_of(content)
     used = [place for place in range(len(header)) if any(row[place] for row in rows)]
     weights = ", ".join(f"{name} {short(size / 1e6)}" for name, size in content["weight_bytes"].items() if size)
-    lines = [
-        f"# {settings['model']}, {settings['dtype']}",
-        f"`{content['command']}`",
+    parts = [
         "Times are medians (quartiles) over prompts and repeats, in seconds since `generate` was called. "
         f"{how_it_sounds(settings)}docs/speech.md explains the columns.",
         f"Weights in memory, MB: {weights}.",
-        table([header[place] for place in used], [[row[place] for place in used] for row in rows]).rstrip(),
-        "Made on " + ", ".join(f"{name} {value}" for name, value in content["environment"].items()) + ".",
+        table([header[place] for place in used], [[row[place] for place in used] for row in rows]),
     ]
-    return "\n\n".join(lines) + "\n"
+    return page(content, f"{settings['model']}, {settings['dtype']}", *parts)
 
 
 def how_it_sounds(settings: dict[str, Any]) -> str:

@@ -1,16 +1,14 @@
 """Run the speech benchmark and write its results."""
 
 import argparse
-import shlex
 
 import torch
 
 from ..__main__ import find_command
-from ..bench.grid import Results
-from ..bench.timing import environment
+from ..bench.results import Results, about
 from ..device import default_device
 from ..errors import KVCompressError, unknown_name
-from ..files import check_output, write_text
+from ..files import check_output
 from ..policy.policy import make_policy
 from .answering import FEWEST_TEXT_TOKENS, PARTS, check_policy
 from .kinds import STRATEGIES
@@ -41,17 +39,11 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> int:
         "labels": labels(given),
         "talker": None if (method := talker_method(given)) is None else str(method),
     }
-    content = {
-        "command": shlex.join(["python", "-m", "kvcompress", "speech", *arguments]),
-        "settings": settings,
-        "environment": environment(torch.device(given.device)),
-    }
+    content = about(["kvcompress", "speech", *arguments], settings, torch.device(given.device))
     results = Results(given.out.with_suffix(".json"), content, given.resume, parts=("cold", "warm"))
     cold(results, given)
     warm(results, given)
-    text = markdown(results.content)
-    write_text(given.out.with_suffix(".md"), text)
-    print(text)
+    results.report(markdown(results.content))
     return report([str(results.file)]) if report else 0
 
 

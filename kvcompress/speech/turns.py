@@ -14,8 +14,8 @@ import torch
 from torch._inductor import config as inductor_config
 from transformers import ProcessorMixin, Qwen2_5OmniForConditionalGeneration
 
-from ..bench.comparison import say
-from ..bench.grid import Results, garbage_left, release
+from ..bench.grid import garbage_left, release
+from ..bench.results import Results, say
 from . import answering
 from .prompts import bundled_prompts, growing_wav, model_inputs, read_prompts
 from .strategies import CacheStrategy

@@ -204,7 +204,7 @@ class Scripted:
 
 def test_contenders_take_turns_and_each_begins_once():
     log = []
-    taken = grid.measure_cell({n: Scripted(n, log) for n in "abc"}, Workload(8, 1, 1, "wall"), 3, lambda line: None)
+    taken = grid.measure_cell({n: Scripted(n, log) for n in "abc"}, Workload(8, 1, 1, "wall"), 3)
     assert "".join(log) == "abc" + "bca" + "cab" + "abc"
     assert [turn["prompt_ms"] for turn in taken["a"]["turns"]] == [6, 8, 10]  # the warm-up is not counted
 
@@ -212,7 +212,7 @@ def test_contenders_take_turns_and_each_begins_once():
 def test_a_contender_that_runs_out_of_memory_leaves_the_others_in_the_race():
     log = []
     taking_part = {"a": Scripted("a", log), "b": Scripted("b", log, fails_at=2)}
-    taken = grid.measure_cell(taking_part, Workload(8, 1, 1, "wall"), 2, lambda line: None)
+    taken = grid.measure_cell(taking_part, Workload(8, 1, 1, "wall"), 2)
     assert taken["b"] == {"error": "out of memory"}
     assert len(taken["a"]["turns"]) == 2
     assert log.count("b") == 2

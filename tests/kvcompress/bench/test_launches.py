@@ -41,7 +41,7 @@ def rows(tmp_path_factory) -> dict[str, dict]:
     sizes = ["--length", "96", "--new", "9", "--ratio", "0.25"]
     command = [sys.executable, "-m", "kvcompress", "bench", "launches", "--shape", "tiny", "--out", str(out), *sizes]
     subprocess.run([*command, "--methods", *STEPS], check=True, capture_output=True, env={**os.environ})
-    assert (out.parent / "launches.md").read_text().count("|---") == 8
+    assert (out.parent / "launches.md").read_text().count("| ---") == 8
     counted = json.loads(out.with_suffix(".json").read_text())["rows"]
     return {row["cache"].partition("@")[0]: row for row in counted}
 
