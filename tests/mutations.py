@@ -252,8 +252,8 @@ MUTATIONS = {
     ),
     "static-cursor": Mutation(
         "cache/storage/static.py",
-        "return self.usable & (self.slots < self.cursor)",
-        "return self.usable & (self.slots <= self.cursor)",
+        "return (self.slots >= self.unused[..., None]) & (self.slots < self.entries + self.appended)",
+        "return (self.slots >= self.unused[..., None]) & (self.slots <= self.entries + self.appended)",
         "static shapes: a slot that is still empty is attended to",
         (CORE + "cache/test_static.py",),
     ),
