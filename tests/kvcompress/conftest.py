@@ -1,4 +1,4 @@
-"""The omni model that speech is tested with, loaded once."""
+"""The omni model that speech is tested with, loaded once; fixed shapes as on CUDA."""
 
 from functools import partial
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import ProcessorMixin, Qwen2_5OmniForConditionalGeneration
 
+from kvcompress.cache.storage.static import StaticStorage
 from kvcompress.speech import answering
 from kvcompress.speech.prompts import bundled_prompts, model_inputs
 from tests.support.omni import save_checkpoint
@@ -32,3 +33,15 @@ def omni_inputs(omni) -> dict[str, torch.Tensor]:
     """A prompt with a picture and sound."""
     model, processor = omni
     return model_inputs(processor, bundled_prompts(16_000, [])[-1], model.device)
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch) -> None:
+    """Static storages attend where their entries lie, by the operator's plain form."""
+    make = StaticStorage.__init__
+
+    def init(self: StaticStorage, *arguments: object) -> None:
+        make(self, *arguments)
+        self.decodes_in_place = True
+
+    monkeypatch.setattr(StaticStorage, "__init__", init)
