@@ -34,7 +34,9 @@ def test_static_equals_dynamic(method, family):
     assert session.cache.seen_tokens == inputs["input_ids"].shape[1] + 7
 
 
-@pytest.mark.parametrize(("method", "family"), [("full", "qwen2"), ("snapkv", "qwen2-vl"), ("adakv", "gemma3")])
+@pytest.mark.parametrize(
+    ("method", "family"), [("full", "qwen2"), ("snapkv", "qwen2-vl"), ("adakv", "llava-onevision")]
+)
 def test_static_equals_dynamic_where_entries_lie(method, family, as_on_cuda):
     test_static_equals_dynamic(method, family)
 
