@@ -1,5 +1,6 @@
 """The omni model that speech is tested with, loaded once; fixed shapes as on CUDA."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import ProcessorMixin, Qwen2_5OmniForConditionalGeneration
 
 from kvcompress.cache.storage.static import StaticStorage
+from kvcompress.inflight.pool import SlotPool
 from kvcompress.speech import answering
 from kvcompress.speech.prompts import bundled_prompts, model_inputs
 from tests.support.omni import save_checkpoint
@@ -37,11 +39,17 @@ def omni_inputs(omni) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def as_on_cuda(monkeypatch) -> None:
-    """Static storages attend where their entries lie, by the operator's plain form."""
-    make = StaticStorage.__init__
+    """Static storages, and slots of fixed shapes, attend where their entries lie, by the operator's plain form."""
 
-    def init(self: StaticStorage, *arguments: object) -> None:
-        make(self, *arguments)
-        self.decodes_in_place = True
+    def patch(kind: type, is_fixed: Callable[..., bool]) -> None:
+        make = kind.__init__
 
-    monkeypatch.setattr(StaticStorage, "__init__", init)
+        def init(self: object, *arguments: object) -> None:
+            make(self, *arguments)
+            if is_fixed(self):
+                self.decodes_in_place = True
+
+        monkeypatch.setattr(kind, "__init__", init)
+
+    patch(StaticStorage, lambda storage: True)
+    patch(SlotPool, lambda pool: pool.is_fixed)
