@@ -250,6 +250,27 @@ MUTATIONS = {
             INVARIANTS + "::test_kept_indices_are_ascending_columns_of_real_tokens",
         ),
     ),
+    "static-fork": Mutation(
+        "cache/storage/static.py",
+        "twin.appended, twin._counts = lasting(self.appended.clone), True",
+        "twin.appended, twin._counts = self.appended, True",
+        "static shapes: a fork counts its tokens for the cache that it is of",
+        (CORE + "cache/test_static.py",),
+    ),
+    "static-new-token": Mutation(
+        "kernels/static_decode.py",
+        "rows = (starts + lengths - 1).flatten()",
+        "rows = (starts + lengths - 2).clamp(min=0).flatten()",
+        "static shapes: a token is written over the one before it",
+        (CORE + "kernels/test_static_decode.py",),
+    ),
+    "static-pads": Mutation(
+        "cache/passes.py",
+        "not (self.memory.has_fixed_shapes and self.tokens.padding is not None)",
+        "True",
+        "static shapes: the pads of a second prompt lie between the slots in use",
+        (CORE + "cache/test_static.py",),
+    ),
     "static-cursor": Mutation(
         "cache/storage/static.py",
         "return (self.slots >= self.unused[..., None]) & (self.slots < self.entries + self.appended)",

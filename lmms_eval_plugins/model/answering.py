@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from loguru import logger
 from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvcompress
@@ -17,6 +18,7 @@ from kvcompress.hooks.prefix_cache import PrefixCache
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.measure import Measurement
 
+from .advice import static_advice
 from .arguments import Compression, make_compression
 from .batch_size import PeakOfTensors
 from .batches import Batch, BatchStore
@@ -95,7 +97,7 @@ class Answering:
     ):
         """`prefix_gb`: gigabytes for what a cell's prompts begin with."""
         self.model, self.tokenizer, self.batches, self.compression = model, tokenizer, batches, compression
-        self.is_warm = self.has_cells = False
+        self.is_warm = self.has_cells = self._has_advised = False
         self._prefix_gb = prefix_gb
         self.forget_prefixes()
 
@@ -135,6 +137,9 @@ class Answering:
         new, measured, kept = self.generate(inputs, kwargs, tower, prompt, notes_kept)
         synchronise(self.model.device)
         seconds = time.perf_counter() - start + tower.correction_s + prompt.correction_s
+        if not self._has_advised and (advice := static_advice(self.model, self.compression, measured)):
+            logger.warning(advice)
+            self._has_advised = True
         if self.has_cells:
             self.keep(batch, tower, prompt)
         texts = self.texts(new, measured.tokens_out, wanted.skip_special_tokens)

@@ -27,7 +27,6 @@ from transformers import BatchFeature
 from kvcompress import KVCompressError
 from kvcompress.inflight.loop import Limits
 
-from .advice import static_advice
 from .answer_store import AnswerStore, from_json, key_of, to_json
 from .answerer import Answerer, question
 from .answering import Answering, Answers
@@ -88,7 +87,7 @@ class KVCompressLM(Answerer):
         self._tokens: dict[tuple[str, int], int] = {}  # of each question's prompt, for `batch_size=auto`
         # Shows how far the answers are; called with the number of requests.
         self.progress_bar: Callable[[int], tqdm] = self._own_progress_bar
-        self._said_oom = self._said_static = False
+        self._said_oom = False
 
     # -- cells and measurements -----------------------------------------------------------------------------------
 
@@ -360,9 +359,6 @@ class KVCompressLM(Answerer):
             raise KVCompressError("tp_plan: lmms-eval would share the questions out; run lmms_eval_plugins.evaluate")
         answers = self.answering.answer(batch, self._wanted(requests[0]), any(map(self._has_overlay, requests)))
         self._times_asked.update(map(question, requests))
-        if not self._said_static and (advice := static_advice(self.model, self.compression, answers.measured)):
-            logger.warning(advice)
-            self._said_static = True
         return self._results(requests, batch, answers), answers.seconds
 
     def _wanted(self, request: Instance) -> Generation:

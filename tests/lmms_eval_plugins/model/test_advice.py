@@ -8,7 +8,7 @@ from loguru import logger
 
 from kvcompress.bench.pretended.device import PretendedCuda
 from kvcompress.measure import Measurement
-from lmms_eval_plugins.model import lm as lm_module
+from lmms_eval_plugins.model import answering
 from lmms_eval_plugins.model.advice import decoded_with, static_advice
 from lmms_eval_plugins.model.arguments import make_compression
 from tests.support.checkpoints import load_lm, requests
@@ -66,7 +66,7 @@ def test_a_step_reads_the_layers_and_the_logits_and_no_embeddings():
 
 
 def test_a_run_says_it_once(checkpoint, monkeypatch):
-    monkeypatch.setattr(lm_module, "static_advice", lambda *of: "use static")
+    monkeypatch.setattr(answering, "static_advice", lambda *of: "use static")
     lm, said = load_lm(checkpoint("llava-onevision"), max_new_tokens=2), []
     handler = logger.add(lambda message: said.append(message.record["message"]), level="WARNING")
     try:
