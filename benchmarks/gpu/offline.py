@@ -70,17 +70,18 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
         aligned = frozenset({*rows, "columns"})
         yield Kernel(f"{function}, {name}", getattr(column_sums_triton, function), types, fixed, options, aligned)
 
-    for bits in (0, 2, 3, 4):
+    for bits, appends in ((0, False), (0, True), (2, False), (3, False), (4, False)):
         blocks = ragged_decode_triton.blocks_of(head_dim, head_dim, dtype, bool(bits))
         options = {"num_stages": blocks.pop("num_stages")}
         stored, book = ("*u8", "*fp32") if bits else (pointer, pointer)
         types = {"query": pointer, "output": pointer, "keys": stored, "values": stored, "scaling": "fp32"}
         types |= {"key_codebook": book, "value_codebook": book, "starts": "*i64", "lengths": "*i64"}
+        types |= {"new_keys": pointer, "new_values": pointer, "appended": "*i64"}
         types |= {"partial": "*fp32", "maxima": "*fp32", "sums": "*fp32"}
         sizes = {"KEY_DIM": head_dim, "VALUE_DIM": head_dim, "BLOCK_GROUPS": max(16, triton.next_power_of_2(GROUPS))}
-        fixed = {"BITS": bits, "GROUPS": GROUPS, **sizes, **blocks}
-        packed = f", {bits} bits" if bits else ""
-        yield Kernel(f"_attend, {name}{packed}", ragged_decode_triton._attend, types, fixed, options)
+        fixed = {"BITS": bits, "APPENDS": appends, "GROUPS": GROUPS, **sizes, **blocks}
+        of = f", {bits} bits" if bits else ", with a new token" if appends else ""
+        yield Kernel(f"_attend, {name}{of}", ragged_decode_triton._attend, types, fixed, options)
     fixed = {"SPLITS": 32, "VALUE_DIM": head_dim, "BLOCK_VALUE_DIM": blocks["BLOCK_VALUE_DIM"]}
     yield Kernel(f"_combine, {name}", ragged_decode_triton._combine, types, fixed, {})
 

@@ -22,6 +22,7 @@ from .hiding import Hiding
 from .layer import CompressedLayer
 from .new_tokens import NewTokens, check_past
 from .scope import evictable
+from .storage.static import StaticStorage
 
 WITHOUT_KEYS = getattr(cache_utils, "DummyLayer", ())  # of a layer that attends to another's
 LAYER_NAMES = {DynamicLayer: "cross-attention", DynamicSlidingWindowLayer: "sliding windows"}  # not compressed
@@ -189,6 +190,10 @@ class CompressedCache(DynamicCache):
 
     def finish(self) -> None:
         """A prompt's forward pass is over: where the layers' budgets depend on all layers, compress them now."""
+        self._finish_waiting()
+        self._count_together()
+
+    def _finish_waiting(self) -> None:
         waiting = [layer.waiting for layer in self.compressed_layers if layer.waiting is not None]
         if not waiting:
             return
@@ -203,6 +208,13 @@ class CompressedCache(DynamicCache):
         budgets = rule.budgets(evictable(waiting[0].candidates.view), measured)
         for layer in self.compressed_layers:
             layer.finish(budgets)
+
+    def _count_together(self) -> None:
+        """Let one tensor on each device say to all layers of fixed shapes how many tokens were appended."""
+        first: dict[torch.device, StaticStorage] = {}
+        for layer in self.compressed_layers:
+            if isinstance(layer.storage, StaticStorage):
+                layer.storage.count_with(first.setdefault(layer.device, layer.storage))
 
     def end(self) -> None:
         """The announced forward pass is over. Raises KVCompressError where it went past the cache."""
@@ -247,11 +259,13 @@ class CompressedCache(DynamicCache):
         """Drop the prompt's last token, so that it can be fed again on the compressed cache."""
         for layer in self.compressed_layers:
             layer.forget_last()
+        self._count_together()
 
     @contextmanager
     def reuse(self) -> Iterator["CompressedCache"]:
         """What is generated inside starts from what the cache holds now; afterwards it holds exactly that again."""
         held, stage = [layer.fork() for layer in self.compressed_layers], self._stage
+        self._count_together()
         try:
             with self.other_layers_unchanged():
                 yield self

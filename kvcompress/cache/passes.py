@@ -171,7 +171,9 @@ class Prefill(Pass):
     @property
     def _keeps_all(self) -> bool:
         """Whether the prompt is stored as it is, unscored: every shape and bit is then transformers' own."""
-        return self.choice.budgets(self.tokens) == self.tokens.context and self.memory.is_whole
+        # Fixed shapes have pads in front only.
+        is_one_piece = self.memory.is_whole and not (self.memory.has_fixed_shapes and self.tokens.padding is not None)
+        return is_one_piece and self.choice.budgets(self.tokens) == self.tokens.context
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
         if self._staged is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from loguru import logger
 from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvcompress
@@ -17,6 +18,7 @@ from kvcompress.hooks.prefix_cache import PrefixCache
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.measure import Measurement
 
+from .advice import static_advice
 from .arguments import Compression, make_compression
 from .batch_size import PeakOfTensors
 from .batches import Batch, BatchStore, EncodedCalls
@@ -96,7 +98,7 @@ class Answering:
         compression: Compression,
     ):
         self.model, self.tokenizer, self.batches, self.compression = model, tokenizer, batches, compression
-        self.is_warm = self.has_cells = self.shares_media = False
+        self.is_warm = self.has_cells = self.shares_media = self._has_advised = False
         self.prefixes: PrefixCache | None = None
 
     def begin_cell(self, compression: Compression) -> None:
@@ -132,6 +134,9 @@ class Answering:
         new, measured, kept = self.generate(inputs, kwargs, tower, prompt, record_kept, prefixes=prefixes)
         synchronise(self.model.device)
         seconds = time.perf_counter() - start + tower.correction_s + prompt.correction_s
+        if not self._has_advised and (advice := static_advice(self.model, self.compression, measured)):
+            logger.warning(advice)
+            self._has_advised = True
         self.keep(batch, tower, prompt)
         texts = self.texts(new, measured.tokens_out, wanted.skip_special_tokens)
         reused = None if reused is None else self.reused_tokens - reused

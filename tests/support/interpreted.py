@@ -23,3 +23,6 @@ if __name__ == "__main__":
     ragged_cases.check_triton(torch.float32, "cpu")
     ragged_cases.check_triton(torch.float16, "cpu", ragged_cases.SHAPES[4:])
     ragged_cases.check_turboquant_triton(torch.float32, "cpu", ragged_cases.SHAPES[::3])
+    for splits in (1, 4):
+        ragged_cases.check_static_triton(torch.float32, "cpu", 10, splits)
+    ragged_cases.check_static_triton(torch.float16, "cpu", 3, 2)

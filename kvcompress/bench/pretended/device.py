@@ -33,6 +33,8 @@ H200 = SimpleNamespace(
     L2_cache_size=62914560,
     gcnArchName="sm_90",
     max_threads_per_block=1024,
+    memory_clock_rate=3_201_000,  # kHz
+    memory_bus_width=6144,  # bits
 )
 
 

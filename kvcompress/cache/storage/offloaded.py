@@ -90,7 +90,7 @@ class OffloadedStorage(Storage):
             return
         self.inner.append(keys.cpu(), values.cpu())
         if self.fetched is not None:  # the buffers have room
-            first = int(self.inner.cursor) - keys.shape[2]
+            first = self.inner.entries + int(self.inner.appended) - keys.shape[2]
             for buffer, part in zip(self._arrived(), (keys, values), strict=True):
                 buffer[:, :, first : first + keys.shape[2]] = part
 
