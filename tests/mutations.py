@@ -561,7 +561,7 @@ MUTATIONS = {
     ),
     "adapters-share-beginnings": Mutation(
         "hooks/prefix_cache.py",
-        "identity = (model, attention, decoder.dtype, *_adapters(decoder))",
+        "identity = (model, attention, decoder.dtype, *adapters_at_work(decoder))",
         "identity = (model, attention, decoder.dtype)",
         "a prompt goes on behind states that another adapter made",
         (CORE + "hooks/test_prefix_cache.py::test_models_dtypes_and_adapters_do_not_share",),

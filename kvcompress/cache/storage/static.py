@@ -1,6 +1,7 @@
 """Entries in buffers of a fixed shape, where decoding is to run as one compiled graph."""
 
 import torch
+import torch.nn.functional as F
 
 from ...errors import KVCompressError
 from .base import Storage, lasting, roomy
@@ -94,6 +95,17 @@ class StaticStorage(Storage):
         twin.cursor = lasting(self.cursor.clone)
         twin._mark()
         return twin
+
+    def state(self) -> dict[str, object]:
+        end = int(self.cursor)
+        return {**super().state(), "keys": self.keys[:, :, :end], "values": self.values[:, :, :end]}
+
+    @classmethod
+    def of_state(cls, state: dict[str, object], device: torch.device) -> "StaticStorage":
+        room = (0, 0, 0, state["capacity"] - int(state["cursor"]))
+        made = super().of_state({**state, **{name: F.pad(state[name], room) for name in ("keys", "values")}}, device)
+        made._mark()
+        return made
 
     def tensors(self) -> list[torch.Tensor]:
         tensors = (self.keys, self.values, self.indices, self.usable, self.slots, self.cursor)
