@@ -141,8 +141,8 @@ def _check_origin(document: dict[str, Any], model: PreTrainedModel) -> None:
     """Raises KVCompressError unless the cache was saved with this transformers and of this model."""
     if document["transformers"] != transformers.__version__:
         raise KVCompressError(
-            f"it was saved with transformers {document['transformers']}, this is {transformers.__version__}, whose models "
-            "may compute other keys: let the prompt be read anew"
+            f"it was saved with transformers {document['transformers']}, this is {transformers.__version__}, whose "
+            "models may compute other keys: let the prompt be read anew"
         )
     if differing := differences(document["model"], model_identity(model)):
         raise KVCompressError(f"it is of another model than this {type(model).__name__}: {differing}")

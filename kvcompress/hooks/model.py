@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
+from ..calibration.files import config_field
 from ..errors import KVCompressError
 from ..policy.policy import Policy, check_tensor_parallel
 from ..scoring.vision import vision_token_ids
@@ -77,7 +78,7 @@ def what_a_cache_needs(config: PreTrainedConfig) -> tuple:
     """What a config says about the layers of a cache, and about what they hold."""
     text = config.get_text_config(decoder=True)
     names = ("num_hidden_layers", "layer_types", "sliding_window", "num_key_value_heads", "cross_attention_layers")
-    return config.model_type, vision_token_ids(config), *(getattr(text, name, None) for name in names)
+    return config.model_type, vision_token_ids(config), *(config_field(text, name) for name in names)
 
 
 def adapters_at_work(decoder: PreTrainedModel) -> list[tuple[str, ...]]:

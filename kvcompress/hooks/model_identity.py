@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
-from ..calibration.files import fingerprint
+from ..calibration.files import config_field, fingerprint
 from .model import adapters_at_work, text_decoder, what_a_cache_needs
 
 SAMPLES = 64  # numbers of each weight that the fingerprint looks at
@@ -41,7 +41,7 @@ def model_identity(model: PreTrainedModel) -> dict[str, str]:
     numbers of one weight may go unseen.
     """
     decoder, config = text_decoder(model), model.config
-    rotation = {name: getattr(decoder.config, name, None) for name in ROTATION}
+    rotation = {name: config_field(decoder.config, name) for name in ROTATION}
     return {
         "architecture": type(model).__name__,
         "config": _digest(json.dumps([what_a_cache_needs(config), fingerprint(config), rotation], default=str)),
