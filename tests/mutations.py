@@ -261,6 +261,13 @@ MUTATIONS = {
         "behind an image, M-RoPE counts on from another prompt's positions",
         (CORE + "cache/test_saved_files.py::test_contexts_of_one_model_are_reused_in_any_order",),
     ),
+    "steps-without-positions": Mutation(
+        "hooks/session.py",
+        'if kwargs.get("position_ids") is None:\n            self._count_on(cache)',
+        "if False:\n            self._count_on(cache)",
+        "behind an image, M-RoPE counts a step's position on from another prompt's",
+        (CORE + "cache/test_saved_files.py::test_contexts_of_one_model_are_reused_in_any_order",),
+    ),
     "reused-elsewhere": Mutation(
         "hooks/session.py",
         "if cache.filled_by() not in (None, self.model):",
