@@ -99,6 +99,10 @@ class CompressedLayer(CacheLayerMixin):
         self.module: torch.nn.Module | None = None
         self.reset()
 
+    def __getstate__(self) -> dict[str, object]:
+        """Of copies and pickles, which the model's weights are no part of."""
+        return {**vars(self), "module": None}
+
     def reset(self) -> None:
         self.keys = self.values = None  # transformers' names; the entries are in `storage`
         self.is_initialized = False
