@@ -269,8 +269,8 @@ MUTATIONS = {
         (CORE + "cache/test_saved_files.py::test_contexts_of_one_model_are_reused_in_any_order",),
     ),
     "reused-elsewhere": Mutation(
-        "hooks/session.py",
-        "if cache.filled_by() not in (None, self.model):",
+        "hooks/reused.py",
+        "if cache.filled_by() not in (None, model):",
         "if False:",
         "a context that one model has read is asked in another",
         (CORE + "cache/test_saved_files.py::test_a_cache_is_reused_in_its_own_session_alone",),

@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.cache import CompressedCache, check_room
-from ..cache.saved import differences, in_force
 from ..clusters.learned import check_learned_for
 from ..errors import KVCompressError
 from ..inflight.cache import SlotCache
@@ -31,6 +30,7 @@ from .model_identity import ModelReference
 from .positions import go_on_from, rope_deltas
 from .prefix_cache import PrefixCache
 from .replacement import wrapped
+from .reused import check_reused
 from .rotary import rotary_embeddings, watch_rotary
 from .second_reading import DecoderInputs, read_again
 from .token_dropping import prune
@@ -286,28 +286,11 @@ class Session:
         ```
         """
         if cache is not None:
-            self._check_filled_here(cache)
+            check_reused(cache, self.model, self._new_cache)
         elif (cache := self.cache) is None:
             raise KVCompressError("there is nothing to reuse yet: run the model on the context first")
         with cache.reuse():
             yield cache
-
-    def _check_filled_here(self, cache: object) -> None:
-        """Raises KVCompressError unless this is a cache that this model has filled, under the session's policy."""
-        if not isinstance(cache, CompressedCache):
-            raise KVCompressError(f"a {type(cache).__name__} is not a CompressedCache: there is nothing to reuse in it")
-        if cache.is_empty:
-            raise KVCompressError("there is nothing to reuse in this CompressedCache: it has not seen a prompt yet")
-        check_cache(self.model, cache.config)
-        if cache.filled_by() not in (None, self.model):
-            raise KVCompressError("the CompressedCache is of another model than this session's")
-        if self._new_cache is not None:
-            given = {name: value for name, value in self._new_cache.items() if name != "max_new_tokens"}
-            if differing := differences(in_force(cache.policy), in_force(make_policy(**given))):
-                raise KVCompressError(
-                    f"the CompressedCache was compressed in another way than this session's: {differing}; "
-                    "kvcompress.attach(model) takes any"
-                )
 
     def generate_many(
         self,
