@@ -232,6 +232,49 @@ MUTATIONS = {
             CORE + "cache/test_quantized.py::test_a_token_that_is_fed_again_leaves_the_others_as_they_are",
         ),
     ),
+    # -- cache: files
+    "saved-damage-unseen": Mutation(
+        "cache/saved.py",
+        'if document.pop("sha256", None) != _checksum(document, tensors):',
+        'if document.pop("sha256", None) is None:',
+        "a file whose bytes have changed is taken for a cache",
+        (CORE + "cache/test_saved_files.py::test_a_file_that_was_cut_or_changed_is_refused",),
+    ),
+    "saved-with-room": Mutation(
+        "cache/storage/dense.py",
+        "keys, values = self.read()\n        return {",
+        "keys, values = self.keys, self.values\n        return {",
+        "a file holds whatever lies in the room for tokens to come",
+        (CORE + "cache/test_saved_files.py::test_a_file_has_no_room_for_tokens_to_come",),
+    ),
+    "saved-of-any-weights": Mutation(
+        "hooks/model_identity.py",
+        "found.update(_sample(weight))",
+        "_sample(weight)",
+        "a cache goes on in a model of other weights",
+        (CORE + "cache/test_saved_files.py::test_a_file_of_another_model_is_refused",),
+    ),
+    "saved-without-positions": Mutation(
+        "hooks/session.py",
+        "cache.rope_deltas = rope_deltas(self.model)",
+        "cache.rope_deltas = None",
+        "behind an image, M-RoPE counts on from another prompt's positions",
+        (CORE + "cache/test_saved_files.py::test_contexts_of_one_model_are_reused_in_any_order",),
+    ),
+    "steps-without-positions": Mutation(
+        "hooks/session.py",
+        'if kwargs.get("position_ids") is None:\n            self._count_on(cache)',
+        "if False:\n            self._count_on(cache)",
+        "behind an image, M-RoPE counts a step's position on from another prompt's",
+        (CORE + "cache/test_saved_files.py::test_contexts_of_one_model_are_reused_in_any_order",),
+    ),
+    "reused-elsewhere": Mutation(
+        "hooks/reused.py",
+        "if cache.filled_by() not in (None, model):",
+        "if False:",
+        "a context that one model has read is asked in another",
+        (CORE + "cache/test_saved_files.py::test_a_cache_is_reused_in_its_own_session_alone",),
+    ),
     # -- cache: storage and new tokens
     "segment-start": Mutation(
         "cache/storage/ragged.py",
@@ -582,7 +625,7 @@ MUTATIONS = {
     ),
     "adapters-share-beginnings": Mutation(
         "hooks/prefix_cache.py",
-        "identity = (model, attention, decoder.dtype, *_adapters(decoder))",
+        "identity = (model, attention, decoder.dtype, *adapters_at_work(decoder))",
         "identity = (model, attention, decoder.dtype)",
         "a prompt goes on behind states that another adapter made",
         (CORE + "hooks/test_prefix_cache.py::test_models_dtypes_and_adapters_do_not_share",),

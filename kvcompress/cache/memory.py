@@ -259,6 +259,17 @@ class Memory:
         twin.latest_queries, twin.log = list(self.latest_queries), copy.copy(self.log)
         return twin
 
+    def state(self) -> dict[str, object]:
+        """What a file holds of it: all but what the cache's options say."""
+        return {name: value for name, value in vars(self).items() if name not in ("_policy", "_room")}
+
+    @classmethod
+    def of_state(cls, policy: Policy, room: int | None, state: dict[str, object]) -> "Memory":
+        """The memory that had this `state`; other arguments as at first."""
+        memory = cls(policy, room)
+        vars(memory).update(state)
+        return memory
+
     def _store(self, keys, values, indices, pads, total: int | None = None) -> None:
         """Arguments as in storage.py; `indices` None for a cache that keeps everything, which may hold pads."""
         evicts = self._policy.decode is not None

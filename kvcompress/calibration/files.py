@@ -51,9 +51,9 @@ class ModelIdentity:
     def of(cls, config: "PreTrainedConfig", layers: int) -> "ModelIdentity":
         """Read the identity from a config; `layers` is as above."""
         text = config.get_text_config(decoder=True)
-        heads = _field(text, "num_attention_heads")
-        kv_heads = _field(text, "num_key_value_heads") or heads
-        head_dim = _field(text, "head_dim") or text.hidden_size // heads
+        heads = config_field(text, "num_attention_heads")
+        kv_heads = config_field(text, "num_key_value_heads") or heads
+        head_dim = config_field(text, "head_dim") or text.hidden_size // heads
         name = str(config.name_or_path or text.name_or_path)
         return cls(config.model_type, name, layers, heads, kv_heads, head_dim, fingerprint(config))
 
@@ -66,12 +66,12 @@ class ModelIdentity:
 def fingerprint(config: "PreTrainedConfig") -> str:
     """Hash the fields of a model's config that determine the sizes of its states."""
     text = config.get_text_config(decoder=True)
-    shape = {name: _field(text, name) for name in SHAPE}
+    shape = {name: config_field(text, name) for name in SHAPE}
     content = json.dumps({"type": config.model_type, **shape}, sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
-def _field(config: "PreTrainedConfig", name: str) -> object:
+def config_field(config: "PreTrainedConfig", name: str) -> object:
     """Return a field of a config, None if it has none; if layers differ in it, the value in the config's file."""
     try:
         return getattr(config, name, None)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
+from ..calibration.files import config_field
 from ..errors import KVCompressError
 from ..policy.policy import Policy, check_tensor_parallel
 from ..scoring.vision import vision_token_ids
@@ -66,7 +67,7 @@ def check_cache(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Raise KVCompressError unless a cache made for `config` fits the model."""
     if config is model.config:
         return
-    theirs, ours = (_what_a_cache_needs(each) for each in (config, model.config))
+    theirs, ours = (what_a_cache_needs(each) for each in (config, model.config))
     if theirs != ours:
         raise KVCompressError(
             f"the CompressedCache was made for another model than this {type(model).__name__}: create it with this "
@@ -74,10 +75,21 @@ def check_cache(model: PreTrainedModel, config: PreTrainedConfig) -> None:
         )
 
 
-def _what_a_cache_needs(config: PreTrainedConfig) -> tuple:
+def what_a_cache_needs(config: PreTrainedConfig) -> tuple:
+    """What a config says about the layers of a cache, and about what they hold."""
     text = config.get_text_config(decoder=True)
     names = ("num_hidden_layers", "layer_types", "sliding_window", "num_key_value_heads", "cross_attention_layers")
-    return config.model_type, vision_token_ids(config), *(getattr(text, name, None) for name in names)
+    return config.model_type, vision_token_ids(config), *(config_field(text, name) for name in names)
+
+
+def adapters_at_work(decoder: PreTrainedModel) -> list[tuple[str, ...]]:
+    """Which adapters (LoRA and the like) are at work in which modules."""
+    names = ("active_adapters", "disable_adapters", "merged_adapters")
+    return [
+        (key, *(str(getattr(module, name)) for name in names if hasattr(module, name)))
+        for key, module in decoder.named_modules()
+        if hasattr(module, "base_layer")
+    ]
 
 
 def writing_part(model: PreTrainedModel) -> PreTrainedModel:

@@ -15,6 +15,18 @@ def note_positions(decoder: PreTrainedModel, position_ids: torch.Tensor | None) 
             recorder.note(position_ids)
 
 
+def rope_deltas(model: PreTrainedModel) -> torch.Tensor | None:
+    """By how much the next position differs from the number of tokens, (batch, 1), where a model counts an image's
+    positions in its own way (Qwen2-VL): it keeps that of its latest prompt to itself. Else None."""
+    return getattr(model.base_model, "rope_deltas", None)
+
+
+def go_on_from(model: PreTrainedModel, deltas: torch.Tensor | None) -> None:
+    """Let the model count on behind another prompt than its latest, whose `rope_deltas` are these."""
+    if hasattr(model.base_model, "rope_deltas"):
+        model.base_model.rope_deltas = deltas
+
+
 class PositionRecorder:
     """Context manager that records the positions that a text decoder gets for one prompt.
 

@@ -24,6 +24,7 @@ from ..cache.scope import States
 from ..errors import KVCompressError
 from ..scoring.rotary import Rotary
 from .chunked_prefill import columns_of
+from .model import adapters_at_work
 from .rotary import watch_rotary
 
 # Of these the angle of a token's rotation depends on how long its prompt is.
@@ -94,7 +95,7 @@ class PrefixCache:
         if not self._tree.room or not is_few or not shares_beginnings(decoder, cache):
             return []
         model = self._models.setdefault(decoder, object())  # unlike an id, it is nobody else's afterwards
-        identity = (model, attention, decoder.dtype, *_adapters(decoder))
+        identity = (model, attention, decoder.dtype, *adapters_at_work(decoder))
         return [_PromptOnItsWay(self, decoder, identity, cache, wanted)]
 
 
@@ -233,13 +234,3 @@ def _given(kwargs: dict, row: int, pads: int) -> Columns:
             part[mine] = features[first : first + int(mine.sum())]
             parts.append(part)
     return [part[pads:] for part in parts]
-
-
-def _adapters(decoder: PreTrainedModel) -> list[tuple[str, object]]:
-    """Which adapters (LoRA and the like) are at work in which modules."""
-    names = ("active_adapters", "disable_adapters", "merged_adapters")
-    return [
-        (key, *(str(getattr(module, name)) for name in names if hasattr(module, name)))
-        for key, module in decoder.named_modules()
-        if hasattr(module, "base_layer")
-    ]

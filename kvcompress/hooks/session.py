@@ -26,7 +26,11 @@ from .chunked_prefill import feed_in_chunks
 from .hidden_states import watch_hidden_states
 from .looking_ahead import check_answers, look_ahead
 from .model import attention_config, check_cache, check_heads, text_decoder, unwrapped, writing_part
+from .model_identity import ModelReference
+from .positions import go_on_from, rope_deltas
 from .prefix_cache import PrefixCache
+from .replacement import wrapped
+from .reused import check_reused
 from .rotary import rotary_embeddings, watch_rotary
 from .second_reading import DecoderInputs, read_again
 from .token_dropping import prune
@@ -112,6 +116,7 @@ class Session:
         self._config = self._decoder.config
         self._tower, self._frames, self._prefixes = tower, FrameRecorder(self.model), prefix_cache
         self.is_entered, self._new_cache = False, new_cache
+        self._reference = ModelReference(self.model)
         self._forward_names = list(inspect.signature(self.model.forward).parameters)
         self._threads: set[int] = set()  # threads in a forward pass
         self._alone: int | None = None  # the thread whose pass needs hooks of its own
@@ -131,6 +136,8 @@ class Session:
             undo.callback(before.remove)
             after = self.model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
             undo.callback(after.remove)
+            if hasattr(self.model.base_model, "rope_deltas"):
+                undo.callback(wrapped(self.model, "generate", self._generate).remove)
             for watch in (self._frames, self._tower):
                 for hook in watch.attach() if watch is not None else ():
                     undo.callback(hook.remove)
@@ -153,6 +160,15 @@ class Session:
         if self._config._attn_implementation == self._name:
             self._config._attn_implementation = self._base
 
+    def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._count_on(kwargs.get("past_key_values"))  # `generate` counts positions before the first forward pass
+        return generate(*args, **kwargs)
+
+    def _count_on(self, cache: object) -> None:
+        """Let the model count positions behind what the cache holds."""
+        if isinstance(cache, CompressedCache) and not cache.is_empty and not torch.compiler.is_compiling():
+            go_on_from(self.model, cache.rope_deltas)
+
     def _before_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Give a new generation its cache, and announce the forward pass to the cache."""
         kwargs = dict(zip(self._forward_names, args, strict=False)) | kwargs
@@ -161,6 +177,8 @@ class Session:
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         batch, columns = (embeds if ids is None else ids).shape[:2]
         cache = self._cache_for(kwargs)
+        if kwargs.get("position_ids") is None:
+            self._count_on(cache)
         check_answers(self.model, cache.policy, kwargs.get("return_dict"))
         mask = kwargs.get("attention_mask")
         grid = kwargs.get("video_grid_thw")
@@ -188,6 +206,8 @@ class Session:
         kwargs["past_key_values"] = cache
         if isinstance(cache, CompressedCache):
             self.cache = cache
+            if is_prompt:
+                cache.filled_by = self._reference
         return (), kwargs
 
     def _note_decoder_inputs(self, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> None:
@@ -233,6 +253,7 @@ class Session:
         """Finish a prompt. With `first_token="compressed"`, feed its last token again on the compressed cache."""
         self._end_pass()
         if cache.is_prompt:
+            cache.rope_deltas = rope_deltas(self.model)
             if cache.policy.cluster.second_pass == "context":
                 read_again(self._decoder, self._decoder_inputs, cache)
             elif cache.policy.cluster.second_pass == "answer":
@@ -252,10 +273,13 @@ class Session:
         return self.model(**last, return_dict=kwargs.get("return_dict"))
 
     @contextmanager
-    def reuse(self) -> Iterator[CompressedCache]:
+    def reuse(self, cache: CompressedCache | None = None) -> Iterator[CompressedCache]:
         """Reuse one compressed prompt for several questions.
 
         Each `with session.reuse() as cache:` starts from the cache's contents on entry and restores them afterwards.
+
+        `cache`: a cache other than the latest generation's, such as one of several contexts, or a loaded one. Raises
+        KVCompressError if it belongs to another model, method or options.
 
         ```python
         model(**context)                      # a prefill: compressed and stored
@@ -264,9 +288,11 @@ class Session:
                 answer = model.generate(**question, past_key_values=cache)
         ```
         """
-        if self.cache is None:
+        if cache is not None:
+            check_reused(cache, self.model, self._new_cache)
+        elif (cache := self.cache) is None:
             raise KVCompressError("there is nothing to reuse yet: run the model on the context first")
-        with self.cache.reuse() as cache:
+        with cache.reuse():
             yield cache
 
     def generate_many(

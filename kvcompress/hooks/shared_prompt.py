@@ -21,7 +21,7 @@ from ..device import synchronise
 from ..errors import KVCompressError
 from ..scoring.rotary import Rotary
 from .model import text_decoder, unwrapped, writing_part
-from .positions import PositionRecorder, note_positions
+from .positions import PositionRecorder, go_on_from, note_positions, rope_deltas
 from .replacement import wrapped
 from .rotary import watch_rotary
 
@@ -171,7 +171,7 @@ class SharedPrompt:
                 positions.position_ids,
                 rotaries[0] if rotaries else None,
                 type(output)(logits=output.logits),
-                getattr(self.model.base_model, "rope_deltas", None),
+                rope_deltas(self.model),
                 seconds,
             )
         return output
@@ -181,8 +181,7 @@ class SharedPrompt:
         note_positions(text_decoder(self.model), known.position_ids)
         if known.rotary is not None:
             cache.rotate(known.rotary)
-        if known.rope_deltas is not None:
-            self.model.base_model.rope_deltas = known.rope_deltas
+        go_on_from(self.model, known.rope_deltas)
         for layer in known.layers:
             start = _now(layer.device)
             query, key, value = (state.to(layer.device) for state in layer.states)

@@ -154,6 +154,19 @@ class OffloadedStorage(Storage):
         self.tail = [(keys[rows], values[rows]) for keys, values in self.tail]
         self.fetched = self._leaving = None
 
+    def state(self) -> dict[str, object]:
+        return {"inner": self.inner, "tail": self.tail}
+
+    @classmethod
+    def of_state(cls, state: dict[str, object], device: torch.device) -> "OffloadedStorage":
+        made = cls(state["inner"], device)
+        if made.stream is not None:
+            made.tail = state["tail"]
+        else:  # saved on CUDA, and here all is in the CPU's memory anyway
+            for keys, values in state["tail"]:
+                made.append(keys, values)
+        return made
+
     def tensors(self) -> list[torch.Tensor]:
         return [*self.inner.tensors(), *(part for parts in self.tail for part in parts)]
 

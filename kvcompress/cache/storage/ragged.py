@@ -80,8 +80,22 @@ class RaggedStorage(Storage):
         self.room -= new
 
     def _grow(self, room: int) -> None:
+        self._place(self.sizes, *self._packed(), room)
+
+    def _packed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of all segments, (entries in use, head_dim)."""
         rows = self._packed_rows(len(self.indices) + self.appended * self.starts.numel())
-        self._place(self.sizes, self.keys[rows], self.values[rows], room)
+        return self.keys[rows], self.values[rows]
+
+    def state(self) -> dict[str, object]:
+        keys, values = self._packed()
+        return {**super().state(), "keys": keys, "values": values}
+
+    @classmethod
+    def of_state(cls, state: dict[str, object], device: torch.device) -> "RaggedStorage":
+        made = super().of_state(state, device)
+        made._place(made.sizes, made.keys, made.values, made.room)
+        return made
 
     def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Which slots are in use, and the buffer row of each: (batch, kv_heads, length)."""

@@ -1,6 +1,7 @@
 """Entries in buffers of a fixed shape, where decoding is to run as one compiled graph."""
 
 import torch
+import torch.nn.functional as F
 
 from ...errors import KVCompressError
 from ...kernels.ragged_decode import has_triton
@@ -121,6 +122,19 @@ class StaticStorage(Storage):
         twin.appended, twin._counts = lasting(self.appended.clone), True
         torch._dynamo.mark_static_address(twin.appended, guard=False)
         return twin
+
+    def state(self) -> dict[str, object]:
+        keys, values = self.read()  # a token that waits is written
+        end = self.entries + int(self.appended)
+        return {**super().state(), "keys": keys[:, :, :end], "values": values[:, :, :end]}
+
+    @classmethod
+    def of_state(cls, state: dict[str, object], device: torch.device) -> "StaticStorage":
+        room = (0, 0, 0, state["capacity"] - state["keys"].shape[2])
+        made = super().of_state({**state, **{name: F.pad(state[name], room) for name in ("keys", "values")}}, device)
+        made.decodes_in_place = made.keys.device.type == "cuda" and has_triton()
+        made._lay_out()
+        return made
 
     def tensors(self) -> list[torch.Tensor]:
         places = (self.indices, self.unused, self.slots, self.starts, self.lengths, self.appended)
