@@ -13,13 +13,15 @@ from typing import Any, Literal
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from ..cache.cache import CompressedCache, check_room
 from ..clusters.learned import check_learned_for
 from ..errors import KVCompressError
 from ..inflight.cache import SlotCache
-from ..inflight.loop import InFlight, Limits, Writer
+from ..inflight.loop import InFlight, Limits
 from ..inflight.request import Request
+from ..inflight.under_way import Writer
 from ..policy.policy import make_policy
 from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
@@ -27,6 +29,7 @@ from .hidden_states import watch_hidden_states
 from .looking_ahead import check_answers, look_ahead
 from .model import attention_config, check_cache, check_heads, text_decoder, unwrapped, writing_part
 from .prefix_cache import PrefixCache
+from .resumed_prompt import ResumedPrompt
 from .rotary import rotary_embeddings, watch_rotary
 from .second_reading import DecoderInputs, read_again
 from .token_dropping import prune
@@ -115,7 +118,8 @@ class Session:
         self._forward_names = list(inspect.signature(self.model.forward).parameters)
         self._threads: set[int] = set()  # in a forward pass
         self._alone: int | None = None  # the one of them whose pass needs hooks of its own
-        self._of_pass: list[RemovableHandle] = []
+        self._of_pass: list[RemovableHandle | ResumedPrompt] = []
+        self._pieces: ResumedPrompt | None = None  # of the prompt under way, where it is read in pieces
         self._undo = ExitStack()  # what leaving the context does
 
     def __enter__(self) -> "Session":
@@ -169,7 +173,7 @@ class Session:
         is_prompt = cache.start(batch, columns, ids, mask, grid)
         policy = cache.policy
         if not torch.compiler.is_compiling():
-            is_hooked = policy.hooks_prompts or self._prefixes is not None
+            is_hooked = policy.hooks_prompts or self._prefixes is not None or self._pieces is not None
             self._enter_thread((is_prompt and is_hooked) or policy.hooks_steps)
         self._end_pass()  # of one that was interrupted
         if is_prompt and policy.tokens is not None:
@@ -183,12 +187,27 @@ class Session:
             self._of_pass.append(note)
         if policy.engine.prefill_chunk is not None and is_prompt:
             self._of_pass += feed_in_chunks(self._decoder, cache)
-        if self._prefixes is not None and is_prompt:
-            self._of_pass += self._prefixes.attach(self._decoder, self._base, cache, kwargs.get("logits_to_keep"))
+        if is_prompt and (self._prefixes is not None or self._pieces is not None):
+            self._of_pass += self._resumed(cache, kwargs.get("logits_to_keep"))
         kwargs["past_key_values"] = cache
         if isinstance(cache, CompressedCache):
             self.cache = cache
         return (), kwargs
+
+    def _resumed(self, cache: CompressedCache, wanted: object) -> list[ResumedPrompt]:
+        """A prompt passes behind what is known of it, where it can."""
+        prompt = self._pieces or ResumedPrompt()
+        if self._prefixes is None:
+            return prompt.attach(self._decoder, cache, wanted)
+        return self._prefixes.attach(prompt, self._decoder, self._base, cache, wanted)
+
+    def _read(self, pieces: ResumedPrompt | None, inputs: Mapping[str, Any]) -> ModelOutput:
+        """The model's forward pass over a prompt, or over the next of its `pieces`."""
+        self._pieces = pieces
+        try:
+            return self.model(**inputs, return_dict=True)
+        finally:
+            self._pieces = None
 
     def _note_decoder_inputs(self, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> None:
         self._decoder_inputs = DecoderInputs.of(decoder, kwargs)
@@ -230,6 +249,9 @@ class Session:
     def _finish(self, cache: CompressedCache, kwargs: dict, output: Any) -> Any:
         """Finish a prompt. For `first_token="compressed"`: feed its last token again, on what was kept."""
         self._end_pass()
+        if self._pieces is not None and not self._pieces.is_through:
+            cache.end()
+            return None
         if cache.is_prompt:
             if cache.policy.cluster.second_pass == "context":
                 read_again(self._decoder, self._decoder_inputs, cache)
@@ -273,6 +295,7 @@ class Session:
         kv_gb: float | None = None,
         static: bool = False,
         on_oom: Literal["halve", "raise"] = "halve",
+        prefill_tokens: int | None = None,
         after_prompt: Callable[[int, CompressedCache], None] | None = None,
         **options: Any,
     ) -> InFlight:
@@ -285,7 +308,8 @@ class Session:
         ```
 
         Each prompt is prefilled and compressed alone; all decode together, and a slot that becomes free takes the next.
-        A request's tokens are those that it gets alone. One that fails ends with its own error, see `Answer`.
+        Between two prompts, those that are ready decode one step. A request's tokens are those that it gets alone. One
+        that fails ends with its own error, see `Answer`.
 
         Args:
             requests: model inputs with a batch of one, or `Request`s, which may have options and a seed of their own.
@@ -294,6 +318,8 @@ class Session:
             kv_gb: gigabytes (2**30 bytes) for all slots, which says how many there are; `slots` is then an upper limit.
             static: whether every decode step has the same shapes, so that it is one graph, which is then compiled where
                 `generate` would (on CUDA); also with `cache_implementation="static"`.
+            prefill_tokens: of a prompt, how many are read at most between two steps; None: all. The method sees the
+                whole prompt all the same. Where it cannot be cut (`resumed_prompt.why_whole`), a warning says so once.
             on_oom: "halve" the slots where memory does not suffice, the newest requests beginning anew, or "raise".
             after_prompt: called with a request's index and its filled cache, before it has a slot.
             options: of `generate`: `max_new_tokens`, `do_sample`, `stop_strings` (with `tokenizer`), ...
@@ -313,10 +339,15 @@ class Session:
         if self._new_cache["max_new_tokens"] is not None:
             options.setdefault("max_new_tokens", self._new_cache["max_new_tokens"])
         return InFlight(
-            Writer(self.model, self._decoder, lambda: self.is_entered),
-            lambda: CompressedCache(self.model.config, **new_cache),
+            Writer(
+                self.model,
+                self._decoder,
+                lambda: self.is_entered,
+                lambda: CompressedCache(self.model.config, **new_cache),
+                self._read,
+            ),
             requests,
-            Limits(slots, kv_gb, on_oom),
+            Limits(slots, kv_gb, on_oom, prefill_tokens),
             static or kind == "static",
             after_prompt,
             options,

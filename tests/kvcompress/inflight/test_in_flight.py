@@ -292,7 +292,7 @@ def test_where_memory_does_not_suffice_the_slots_are_halved_and_no_token_changes
     target = {"prefill": "fill", "step": "update", "eviction": "_evict"}[where]
     if where == "prefill":
         left[0] = 3
-        monkeypatch.setattr("kvcompress.inflight.loop.prefill", failing(kvcompress.inflight.loop.prefill))
+        monkeypatch.setattr("kvcompress.inflight.under_way.prepare", failing(kvcompress.inflight.under_way.prepare))
     else:
         monkeypatch.setattr(SlotLayer, target, failing(getattr(SlotLayer, target)))
     with kvcompress.compress(model, **evicting) as session:
@@ -308,14 +308,14 @@ def test_where_memory_does_not_suffice_the_slots_are_halved_and_no_token_changes
 
 def test_a_request_alone_that_memory_does_not_hold_ends_with_that_error(monkeypatch):
     model, requests = requests_of("qwen2")
-    original = kvcompress.inflight.loop.prefill
+    original = kvcompress.inflight.under_way.prepare
 
-    def prefill(model, request, *args):
+    def prepare(model, request, *args):
         if request.inputs["input_ids"].shape[1] > 55:
             raise torch.OutOfMemoryError("no more")
         return original(model, request, *args)
 
-    monkeypatch.setattr("kvcompress.inflight.loop.prefill", prefill)
+    monkeypatch.setattr("kvcompress.inflight.under_way.prepare", prepare)
     found = answers_of(model, requests, slots=4, max_new_tokens=6, do_sample=False)
     assert [type(answer.error) for answer in found] == [
         type(None),
