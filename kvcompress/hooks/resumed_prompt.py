@@ -111,7 +111,10 @@ class ResumedPrompt:
             columns_of(kwargs, 0, tokens.columns, tokens.columns)
         except KVCompressError:
             if self._piece is not None and tokens.columns > self._piece:
-                say_whole(self._piece, "the model's attention within the prompt is not causal")
+                say_whole(
+                    self._piece,
+                    "what the model hands to its text decoder cannot be cut, such as a mask for images seen both ways",
+                )
             return False
         self._tokens, self._kwargs = tokens, kwargs
         self._pads = [tokens.columns - length for length in tokens.lengths]
