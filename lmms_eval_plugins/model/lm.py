@@ -265,7 +265,7 @@ class KVCompressLM(Answerer):
         """How many of these requests, longest first, decode together."""
         on_oom, most = "halve" if self.args.on_oom_in_force == "halve_batch" else "raise", len(requests)
         if self.args.slots != "auto":
-            return Limits(min(self.args.slots, most), on_oom=on_oom)
+            return Limits(min(self.args.slots, most), None, on_oom, self.args.prefill_tokens)
         kwargs = self._wanted(requests[0]).arguments
         one = self.answering.try_batch(self.prepare(requests[:1], may_recall=False), kwargs)
         left = 0 if one is None else room_for_a_batch(self.device) - one
