@@ -129,7 +129,7 @@ class ModelArguments(Arguments):
         None,
         description="Requests that decode together; `auto`: as many as fit; default: batches of `batch_size`.",
     )
-    prefill_tokens: PositiveInt | None = Field(None, description="With `slots`: prompt tokens between two decode steps.")
+    prefill_tokens: PositiveInt | None = Field(None, description="With `slots`: prompt tokens between two steps.")
     use_cache: Literal[True] = Field(True, description="Without a KV cache there is nothing to compress.")
     on_oom: Literal["raise", "halve_batch", "offload"] = Field(
         "raise",

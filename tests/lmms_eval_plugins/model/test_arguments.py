@@ -111,7 +111,7 @@ def test_an_option_of_another_method_is_an_error_that_names_its_owner():
         ({"prefill_tokens": 64}, "prefill_tokens= goes with a number of slots, not with slots=None"),
         (
             {"slots": "auto", "prefill_tokens": 64},
-            "prefill_tokens=64 goes with a number of slots, not with slots='auto'",
+            "goes with a number of slots, not with slots='auto'",
         ),
         ({"slots": 4, "batch_size": 2}, "slots=4 does not go with batch_size=2"),
         ({"slots": "auto", "batch_size": "auto"}, "slots='auto' does not go with batch_size='auto'"),
