@@ -631,7 +631,7 @@ MUTATIONS = {
         (CORE + "hooks/test_prefix_cache.py::test_models_dtypes_and_adapters_do_not_share",),
     ),
     "beginning-without-positions": Mutation(
-        "hooks/prefix_cache.py",
+        "hooks/resumed_prompt.py",
         "parts.append(positions[..., row % rows, :].reshape(-1, parts[0].shape[0]).T)",
         "pass",
         "the same tokens at other positions are taken for the same",
@@ -643,6 +643,34 @@ MUTATIONS = {
         ".detach()",
         "a prefix cache holds more bytes than it counts",
         (CORE + "cache/test_prefix_tree.py",),
+    ),
+    "pieces-without-the-one-before": Mutation(
+        "hooks/resumed_prompt.py",
+        "found += [read[part] for read in self._read]",
+        "found += [read[part] for read in self._read[-1:]]",
+        "a prompt in pieces attends to the piece before only",
+        (CORE + "inflight/test_schedule.py",),
+    ),
+    "images-encoded-for-each-piece": Mutation(
+        "inflight/under_way.py",
+        "self.prompt.leave_media()",
+        "pass",
+        "the vision tower runs for each piece of a prompt",
+        (CORE + "inflight/test_schedule.py",),
+    ),
+    "steps-wait-for-all-slots": Mutation(
+        "inflight/loop.py",
+        "            if self._running:\n                yield from self._step()",
+        "            if self._running and not is_reading:\n                yield from self._step()",
+        "no request gets a token while there are prompts to read and slots for them",
+        (CORE + "inflight/test_schedule.py",),
+    ),
+    "split-beginning": Mutation(
+        "cache/prefix_tree.py",
+        "torch.cat([computed[part] for computed in self.held], dim=-2)",
+        "torch.cat([node.computed[part] for node in self.nodes[1:]], dim=-2)",
+        "a prompt loses its known beginning where another one splits it",
+        (CORE + "inflight/test_schedule.py::test_what_is_known_may_be_split_while_a_prompt_is_read",),
     ),
     "pads-of-other-rows": Mutation(
         "cache/storage/dense.py",

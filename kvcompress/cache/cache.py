@@ -33,7 +33,8 @@ LAYER_NAMES = {DynamicLayer: "cross-attention", DynamicSlidingWindowLayer: "slid
 
 
 @cache
-def _say_once(message: str) -> None:
+def say_once(message: str) -> None:
+    """Log a warning, the first time."""
     logging.getLogger("kvcompress").warning(message)
 
 
@@ -118,7 +119,7 @@ class CompressedCache(DynamicCache):
         compressed = len(full_attention)
         others = [layer for layer in self.layers if not isinstance(layer, (CompressedLayer, WITHOUT_KEYS))]
         if others:
-            _say_once(
+            say_once(
                 f"{config.model_type}: {len(others)} of {len(others) + compressed} layers have no full "
                 "attention (sliding windows and the like); they keep transformers' own cache, uncompressed"
             )

@@ -8,18 +8,21 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from ..cache.cache import CompressedCache, check_room
 from ..clusters.learned import check_learned_for
 from ..errors import KVCompressError
 from ..inflight.cache import SlotCache
-from ..inflight.loop import InFlight, Limits, Writer
+from ..inflight.loop import InFlight, Limits
 from ..inflight.request import Request
+from ..inflight.under_way import Writer
 from ..policy.policy import make_policy
 from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
@@ -30,6 +33,7 @@ from .model_identity import ModelReference
 from .positions import go_on_from, rope_deltas
 from .prefix_cache import PrefixCache
 from .replacement import wrapped
+from .resumed_prompt import ResumedPrompt
 from .reused import check_reused
 from .rotary import rotary_embeddings, watch_rotary
 from .second_reading import DecoderInputs, read_again
@@ -120,7 +124,8 @@ class Session:
         self._forward_names = list(inspect.signature(self.model.forward).parameters)
         self._threads: set[int] = set()  # threads in a forward pass
         self._alone: int | None = None  # the thread whose pass needs hooks of its own
-        self._of_pass: list[RemovableHandle] = []
+        self._of_pass: list[RemovableHandle | ResumedPrompt] = []
+        self._pieces: ResumedPrompt | None = None  # the prompt that is being prefilled in pieces
         self._undo = ExitStack()  # undone on leaving the context
 
     def __enter__(self) -> "Session":
@@ -187,7 +192,7 @@ class Session:
         is_prompt = cache.start(batch, columns, ids, mask, grid)
         policy = cache.policy
         if not torch.compiler.is_compiling():
-            is_hooked = policy.hooks_prompts or self._prefixes is not None
+            is_hooked = policy.hooks_prompts or self._prefixes is not None or self._pieces is not None
             self._enter_thread((is_prompt and is_hooked) or policy.hooks_steps)
         self._end_pass()  # of an interrupted pass
         if is_prompt and policy.tokens is not None:
@@ -201,14 +206,29 @@ class Session:
             self._of_pass.append(note)
         if policy.engine.prefill_chunk is not None and is_prompt:
             self._of_pass += feed_in_chunks(self._decoder, cache)
-        if self._prefixes is not None and is_prompt:
-            self._of_pass += self._prefixes.attach(self._decoder, self._base, cache, kwargs.get("logits_to_keep"))
+        if is_prompt and (self._prefixes is not None or self._pieces is not None):
+            self._of_pass += self._resumed(cache, kwargs.get("logits_to_keep"))
         kwargs["past_key_values"] = cache
         if isinstance(cache, CompressedCache):
             self.cache = cache
             if is_prompt:
                 cache.filled_by = self._reference
         return (), kwargs
+
+    def _resumed(self, cache: CompressedCache, wanted: object) -> list[ResumedPrompt]:
+        """Let a prompt's forward pass start behind its known prefix, if it can."""
+        prompt = self._pieces or ResumedPrompt()
+        if self._prefixes is None:
+            return prompt.attach(self._decoder, cache, wanted)
+        return self._prefixes.attach(prompt, self._decoder, self._base, cache, wanted)
+
+    def _read(self, pieces: ResumedPrompt | None, inputs: Mapping[str, Any]) -> ModelOutput:
+        """Run the model's forward pass over a prompt, or over the next of its `pieces`."""
+        self._pieces = pieces
+        try:
+            return self.model(**inputs, return_dict=True)
+        finally:
+            self._pieces = None
 
     def _note_decoder_inputs(self, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> None:
         self._decoder_inputs = DecoderInputs.of(decoder, kwargs)
@@ -252,6 +272,9 @@ class Session:
     def _finish(self, cache: CompressedCache, kwargs: dict, output: Any) -> Any:
         """Finish a prompt. With `first_token="compressed"`, feed its last token again on the compressed cache."""
         self._end_pass()
+        if self._pieces is not None and not self._pieces.is_through:
+            cache.end()
+            return None
         if cache.is_prompt:
             cache.rope_deltas = rope_deltas(self.model)
             if cache.policy.cluster.second_pass == "context":
@@ -302,6 +325,7 @@ class Session:
         kv_gb: float | None = None,
         static: bool = False,
         on_oom: Literal["halve", "raise"] = "halve",
+        prefill_tokens: int | None = None,
         after_prompt: Callable[[int, CompressedCache], None] | None = None,
         **options: Any,
     ) -> InFlight:
@@ -314,7 +338,8 @@ class Session:
         ```
 
         Each prompt is prefilled and compressed alone. All sequences decode together, and a free slot takes the next
-        request. A request gets the same tokens as it would alone. If a request fails, its `Answer` holds the error.
+        request; after each prompt, the running sequences decode one step. A request gets the same tokens as it would
+        alone. If a request fails, its `Answer` holds the error.
 
         Args:
             requests: model inputs with a batch of one, or `Request`s, which may have their own options and seed. Each
@@ -323,6 +348,8 @@ class Session:
             kv_gb: gigabytes (2**30 bytes) for all slots, which sets their number; `slots` is then an upper limit.
             static: whether every decode step has the same shapes and is one graph, which is compiled where `generate`
                 would compile it (on CUDA); implied by `cache_implementation="static"`.
+            prefill_tokens: the most prompt tokens to prefill between two decode steps; None: a whole prompt. What cannot
+                be split (`resumed_prompt.why_whole`) is prefilled whole, with one warning.
             on_oom: "halve" the slots when memory runs out and restart the newest requests, or "raise".
             after_prompt: called with a request's index and its filled cache, before it gets a slot.
             options: options of `generate`: `max_new_tokens`, `do_sample`, `stop_strings` (with `tokenizer`), ...
@@ -341,11 +368,11 @@ class Session:
         new_cache = {**self._new_cache, "cache_implementation": "dynamic", "max_new_tokens": 0}
         if self._new_cache["max_new_tokens"] is not None:
             options.setdefault("max_new_tokens", self._new_cache["max_new_tokens"])
+        make_cache = partial(CompressedCache, self.model.config, **new_cache)
         return InFlight(
-            Writer(self.model, self._decoder, lambda: self.is_entered),
-            lambda: CompressedCache(self.model.config, **new_cache),
+            Writer(self.model, self._decoder, lambda: self.is_entered, make_cache, self._read),
             requests,
-            Limits(slots, kv_gb, on_oom),
+            Limits(slots, kv_gb, on_oom, prefill_tokens),
             static or kind == "static",
             after_prompt,
             options,

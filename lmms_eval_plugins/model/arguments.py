@@ -126,10 +126,9 @@ class ModelArguments(Arguments):
         None, description="With `batch_size=auto`: the most prompts per generate call; default: 64."
     )
     slots: Annotated[int | str | None, BeforeValidator(number_of_slots)] = Field(
-        None,
-        description="Requests that decode together, each with its own prefill; when one finishes, the next takes its "
-        "slot. `auto`: as many as fit; default: batches of `batch_size`.",
+        None, description="Requests that decode together; `auto`: as many as fit; default: batches of `batch_size`."
     )
+    prefill_tokens: PositiveInt | None = Field(None, description="With `slots`: prompt tokens between two steps.")
     use_cache: Literal[True] = Field(True, description="Without a KV cache there is nothing to compress.")
     on_oom: Literal["raise", "halve_batch", "offload"] = Field(
         "raise",
@@ -142,8 +141,7 @@ class ModelArguments(Arguments):
         "that nothing disturbs the timing of a question.",
     )
     vision_cache_gb: NonNegativeFloat = Field(
-        4.0,
-        description="Memory for prepared inputs and vision features, which other cells reuse.",
+        4.0, description="Memory for prepared inputs and vision features, which other cells reuse."
     )
     prompt_cache_gb: NonNegativeFloat | None = Field(
         None,
@@ -280,6 +278,8 @@ class ModelArguments(Arguments):
 
     @model_validator(mode="after")
     def _check_slots(self) -> "ModelArguments":
+        if self.prefill_tokens is not None and not isinstance(self.slots, int):
+            raise KVCompressError(f"prefill_tokens= goes with a number of slots, not with slots={self.slots!r}")
         if self.slots is None:
             return self
         if self.batch_size != 1:

@@ -80,7 +80,7 @@ class Sizes:
         """Return how many of these requests, longest first, may decode together."""
         on_oom, most = "halve" if self._args.on_oom_in_force == "halve_batch" else "raise", len(requests)
         if self._args.slots != "auto":
-            return Limits(min(self._args.slots, most), on_oom=on_oom)
+            return Limits(min(self._args.slots, most), None, on_oom, self._args.prefill_tokens)
         kwargs = self._wanted(requests[0]).arguments
         one = self._answering.try_batch(self._prepare(requests[:1], may_recall=False), kwargs)
         left = 0 if one is None else room_for_a_batch(self._answering.model.device) - one

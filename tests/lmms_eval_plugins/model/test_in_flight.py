@@ -47,6 +47,21 @@ def test_answers_and_what_was_kept_are_those_of_one_by_one(checkpoint, alone, sl
         assert row.keys() == other.keys()
 
 
+@pytest.mark.parametrize("more", [{}, {"prefix_cache_gb": 1}])
+def test_in_pieces_answers_and_rows_are_the_same_and_only_prompts_of_one_piece_share_a_prefill(checkpoint, alone, more):
+    expected, rows = alone
+    longest = sorted({row["tokens_in"] for row in rows})[-2]
+    lm = load_lm(checkpoint("qwen2-vl"), slots=3, prefill_tokens=longest, prompt_cache_gb=1, **more)
+    for is_later in (False, True):
+        lm.set_cell(**CELL)
+        lm.reset_rows()
+        assert lm.generate_until(asked(lm)) == expected
+        for row, other in zip(lm.gather_rows(), rows, strict=True):
+            assert (row["kv_held_bytes"], row["tokens_in"]) == (other["kv_held_bytes"], other["tokens_in"])
+            assert row["ttft_s"] > 0
+            assert row["prompt_is_known"] == (is_later and not more and row["tokens_in"] <= longest)
+
+
 def test_rows_say_how_long_each_waited_and_what_all_slots_held(checkpoint):
     lm = load_lm(checkpoint("qwen2-vl"), slots=2, look_ahead=0, **CELL)
     start = time.perf_counter()
@@ -68,8 +83,11 @@ def test_images_and_videos_of_other_families(checkpoint, tmp_path, family):
     video = write_video(tmp_path / "a.mp4")
     docs = [*DOCS[:3], {"text": "which of the two?", "images": [image(1), image(2, 64, 64)]}]
     docs += [{"text": "in either clip?", "videos": [video, video]}]
-    one, many = (load_lm(checkpoint(family), max_new_tokens=4, **CELL, **size) for size in ({}, {"slots": 3}))
-    assert many.generate_until(requests(many, docs)) == one.generate_until(requests(one, docs))
+    sizes = ({}, {"slots": 3}, {"slots": 3, "prefill_tokens": 16})
+    one, *others = (load_lm(checkpoint(family), max_new_tokens=4, **CELL, **size) for size in sizes)
+    expected = one.generate_until(requests(one, docs))
+    for many in others:
+        assert many.generate_until(requests(many, docs)) == expected
 
 
 @pytest.mark.parametrize(
