@@ -646,8 +646,8 @@ MUTATIONS = {
     ),
     "pieces-without-the-one-before": Mutation(
         "hooks/resumed_prompt.py",
-        "found += [read[part] for read in self._read]",
-        "found += [read[part] for read in self._read[-1:]]",
+        "read = [each[part] for each in self._read]",
+        "read = [each[part] for each in self._read[-1:]]",
         "a prompt in pieces attends to the piece before only",
         (CORE + "inflight/test_schedule.py",),
     ),

@@ -235,9 +235,8 @@ class Session:
 
     def _end_pass(self) -> None:
         """Remove the hooks of one pass."""
-        for hook in self._of_pass:
-            hook.remove()
-        self._of_pass = []
+        while self._of_pass:
+            self._of_pass.pop(0).remove()
 
     def _after_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict, output: Any) -> Any:
         """Finish after the forward pass; `output` is None if it raised."""
@@ -348,8 +347,8 @@ class Session:
             kv_gb: gigabytes (2**30 bytes) for all slots, which sets their number; `slots` is then an upper limit.
             static: whether every decode step has the same shapes and is one graph, which is compiled where `generate`
                 would compile it (on CUDA); implied by `cache_implementation="static"`.
-            prefill_tokens: the most prompt tokens to prefill between two decode steps; None: a whole prompt. What cannot
-                be split (`resumed_prompt.why_whole`) is prefilled whole, with one warning.
+            prefill_tokens: the most prompt tokens to prefill between two decode steps; None: a whole prompt. One that
+                cannot be split (`resumed_prompt.why_whole`) is prefilled whole, with a warning.
             on_oom: "halve" the slots when memory runs out and restart the newest requests, or "raise".
             after_prompt: called with a request's index and its filled cache, before it gets a slot.
             options: options of `generate`: `max_new_tokens`, `do_sample`, `stop_strings` (with `tokenizer`), ...
