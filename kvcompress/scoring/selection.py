@@ -22,15 +22,14 @@ def top_indices(scores: torch.Tensor, budgets: list[int], padding: torch.Tensor 
     """
     columns, most = scores.shape[-1], max(budgets)
     if padding is not None:
-        scores = scores.masked_fill(pad_columns(padding, columns), float("-inf"))
-    order = scores.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :most]
-    kept = columns - 1 - order
+        scores = _without_pads(scores, padding)
+    kept = scores.argsort(dim=-1, stable=True)[..., max(columns - most, 0) :]  # the best last, of equals the latest
     if min(budgets) < most:
-        rank = torch.arange(most, device=scores.device)
-        over = rank >= on_device(budgets, scores.device)[:, None]
-        kept = kept.masked_fill(over[:, None], -1)
+        place = torch.arange(most, 0, -1, device=scores.device)
+        over = place > on_device(budgets, scores.device)[:, None]
+        kept = torch.where(over[:, None], -1, kept)
     if padding is not None:
-        kept = kept.masked_fill(kept < padding[..., None], -1)
+        kept = torch.where(kept < padding[..., None], -1, kept)
     return kept.sort(-1).values
 
 
@@ -50,8 +49,8 @@ def sinks_first(scores: torch.Tensor, sinks: int, padding: torch.Tensor | None =
 def ranks(scores: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
     """The place of each column among its KV head's, 0 for the highest score; arguments and ties as in `top_indices`."""
     if padding is not None:
-        scores = scores.masked_fill(pad_columns(padding, scores.shape[-1]), float("-inf"))
-    return scores.flip(-1).argsort(dim=-1, descending=True, stable=True).argsort(-1).flip(-1)
+        scores = _without_pads(scores, padding)
+    return _places(scores.argsort(dim=-1, stable=True).flip(-1))
 
 
 def adaptive_indices(
@@ -68,54 +67,63 @@ def adaptive_indices(
 
     Arguments as in `top_indices`. On CUDA the result has slots for as many as one head could keep.
     """
-    columns = scores.shape[-1]
+    _, kv_heads, columns = scores.shape
     if padding is not None:
-        scores = scores.masked_fill(pad_columns(padding, columns), float("-inf"))
-    totals = [round(budget * scores.shape[1]) for budget in budgets]
+        scores = _without_pads(scores, padding)
+    totals = [round(budget * kv_heads) for budget in budgets]
     total = on_device(totals, scores.device)[:, None]
-    sure = ADAPTIVE[head_budget](scores, total, safeguard)
-    scores = scores.masked_fill(ranks(scores) < sure[..., None], float("inf"))
-    chosen = _ranks_of_all(scores) < total[..., None]
+    # All heads' entries, the best first: (batch, entries). Of equals the latest comes first, of a column the last head.
+    order = scores.transpose(1, 2).flatten(1).argsort(dim=1, stable=True).flip(1)
+    head = order % kv_heads
+    is_of = head[:, None] == torch.arange(kv_heads, device=scores.device)[:, None]  # (batch, kv_heads, entries)
+    best = torch.arange(order.shape[1], device=scores.device) < total
+    sure = ADAPTIVE[head_budget](scores, (is_of & best[:, None]).sum(-1), total, safeguard)
+    of_head = is_of.cumsum(-1, dtype=torch.int32).gather(1, head[:, None])[:, 0]  # an entry's place in its head, from 1
+    is_sure = of_head <= sure.gather(1, head)
+    chosen = is_sure | ((~is_sure).cumsum(1) <= total - sure.sum(1, keepdim=True))
+    chosen = torch.empty_like(chosen).scatter_(1, order, chosen).view(-1, columns, kv_heads).transpose(1, 2)
     # How many the longest head keeps; where asking would mean to wait, the most that it can.
     most = min(max(totals), columns) if scores.device.type == "cuda" else int(chosen.sum(-1).max())
     kept = torch.where(chosen, torch.arange(columns, device=scores.device), -1)
-    return kept.sort(-1).values[..., -most:]
+    return kept.sort(-1).values[..., columns - most :]
 
 
-def blended_shares(scores: torch.Tensor, total: torch.Tensor, safeguard: float) -> torch.Tensor:
-    """How many entries each head keeps, from the `total` (batch, 1) of all: LongTensor (batch, kv_heads).
+def blended_shares(scores: torch.Tensor, best: torch.Tensor, total: torch.Tensor, safeguard: float) -> torch.Tensor:
+    """How many entries each head is sure of, LongTensor (batch, kv_heads), from the `total` (batch, 1) of all and how
+    many of the `total` best of all are its own, `best` (batch, kv_heads).
 
     AdaKV (https://arxiv.org/abs/2407.11550, algorithm 1; `AdaptiveSnapKVCluster` of its code): what must stay, as an
     observation window, stays besides. Of the rest, `safeguard` is shared out evenly and the other part as the ranking
     of all heads would; a fraction of an entry goes to the heads with the largest.
     """
-    must = scores >= torch.finfo(scores.dtype).max / 2
-    protected = must.sum(-1)
+    protected = (scores >= torch.finfo(scores.dtype).max / 2).sum(-1)
     rest = total - protected.sum(-1, keepdim=True)
-    free = scores.masked_fill(must, float("-inf"))
-    highest = (_ranks_of_all(free) < rest[..., None]).sum(-1)
-    quota = (1 - safeguard) * highest.double() + safeguard * rest / scores.shape[1]
+    quota = (1 - safeguard) * (best - protected).double() + safeguard * rest / scores.shape[1]
     share = (quota + 1e-9).floor()
     over = rest - share.sum(-1, keepdim=True)
-    by_remainder = (quota - share).argsort(dim=-1, descending=True, stable=True).argsort(-1)
-    available = (free > float("-inf")).sum(-1)
-    share = (share + (by_remainder < over)).long().minimum(available)
+    by_remainder = _places((quota - share).argsort(dim=-1, descending=True, stable=True))
+    share = (share + (by_remainder < over)).long().minimum(_real(scores) - protected)
     return torch.where(rest >= 0, protected + share, 0)  # without room for what must stay its most recent is kept
 
 
-def safe_shares(scores: torch.Tensor, total: torch.Tensor, safeguard: float) -> torch.Tensor:
+def safe_shares(scores: torch.Tensor, best: torch.Tensor, total: torch.Tensor, safeguard: float) -> torch.Tensor:
     """As `blended_shares`, in kvpress's form: each head is sure of `safeguard` of its even share, what must stay
     included, and of nothing else."""
-    return (safeguard * (total // scores.shape[1])).long().expand(scores.shape[:2])
+    return (safeguard * (total // scores.shape[1])).long().minimum(_real(scores))
 
 
 ADAPTIVE = {"adaptive": blended_shares, "adaptive-kvpress": safe_shares}
 
 
-def _ranks_of_all(scores: torch.Tensor) -> torch.Tensor:
-    """The place of each column among those of all heads of its row, 0 for the highest score; shape of the scores.
-    Among equal scores the most recent column comes first, and of one column the last head."""
-    batch, kv_heads, columns = scores.shape
-    by_age = scores.transpose(1, 2).flatten(1).flip(1)  # (batch, keys * kv_heads), most recent columns first
-    rank = by_age.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    return rank.flip(1).view(batch, columns, kv_heads).transpose(1, 2)
+def _without_pads(scores: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    return torch.where(pad_columns(padding, scores.shape[-1]), float("-inf"), scores)
+
+
+def _real(scores: torch.Tensor) -> torch.Tensor:
+    """Entries of each head that may be kept: LongTensor (batch, kv_heads)."""
+    return (scores > float("-inf")).sum(-1)
+
+
+def _places(order: torch.Tensor) -> torch.Tensor:
+    """Where each entry stands in an order, along the last dimension."""
+    return torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
