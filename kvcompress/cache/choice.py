@@ -213,6 +213,7 @@ class Choice:
         new: torch.Tensor | None,
         view: LayerView,
         shares: list[list[int]] | None,
+        held: list[list[int]] | None = None,
     ) -> Kept:
         """What stays of entries that were stored and of newer ones.
 
@@ -222,13 +223,17 @@ class Choice:
             new: the latest queries, which no sum has seen.
             view: of `kept`, see `stored_view`.
             shares: what the layers kept of the latest prompt, [layer][row], where that was measured.
+            held: how many each head has, [row][head], where the host knows: it waits for the device to count pads.
 
         Returns:
             What the cluster keeps; where that is everything, the entries of `kept` with their new sums and, of a chunk,
             its note.
         """
         rows, kv_heads, slots = kept.indices.shape
-        held = [[slots] * kv_heads] * rows if view.padding is None else (slots - view.padding).tolist()
+        if view.padding is None:
+            held = [[slots] * kv_heads] * rows
+        elif held is None:
+            held = (slots - view.padding).tolist()
         entries = [max(of_heads) for of_heads in held]
         if self.policy.carries_sums:
             view = replace(view, sums=kept.sums + self._added(new, kept.keys, view))
@@ -244,7 +249,7 @@ class Choice:
         result = self.policy.cluster.update_kv(queries, kept.keys, kept.values, view)
         if fills_all_slots(view):
             return replace(result, indices=kept.indices.gather(2, result.indices), total=result.indices.numel())
-        columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
+        columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill_(result.indices < 0, -1)
         return replace(result, indices=columns, total=self._total(budgets, held))
 
     def decode_budget(self, length: int, shares: list[list[int]] | None) -> int:

@@ -130,6 +130,10 @@ class Memory:
     def has_fixed_shapes(self) -> bool:
         return self.storage is not None and self.storage.has_fixed_shapes
 
+    def held(self) -> list[list[int]] | None:
+        """Slots in use of what `kept` returns, [row][head], where the host knows how heads differ."""
+        return self.storage.held()
+
     def kept(self) -> Kept:
         """All that is stored, with its sums; tokens appended since have none yet."""
         kept = self.storage.kept(self.seen)

@@ -135,7 +135,7 @@ def evict(
         has_no_pads=memory.has_no_pads,
     )
     voters = None if queries is None else choice.voters(queries)
-    memory.reduce_to(kept, choice.reduce(kept, voters, new, view, log.shares), seen)
+    memory.reduce_to(kept, choice.reduce(kept, voters, new, view, log.shares, memory.held()), seen)
     memory.decoded = 0
 
 

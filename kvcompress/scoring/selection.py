@@ -27,9 +27,9 @@ def top_indices(scores: torch.Tensor, budgets: list[int], padding: torch.Tensor 
     if min(budgets) < most:
         place = torch.arange(most, 0, -1, device=scores.device)
         over = place > on_device(budgets, scores.device)[:, None]
-        kept = torch.where(over[:, None], -1, kept)
+        kept = kept.masked_fill_(over[:, None], -1)
     if padding is not None:
-        kept = torch.where(kept < padding[..., None], -1, kept)
+        kept = kept.masked_fill_(kept < padding[..., None], -1)
     return kept.sort(-1).values
 
 
@@ -72,25 +72,27 @@ def adaptive_indices(
         scores = _without_pads(scores, padding)
     totals = [round(budget * kv_heads) for budget in budgets]
     total = on_device(totals, scores.device)[:, None]
-    # All heads' entries, the best first: (batch, entries). Of equals the latest comes first, of a column the last head.
-    order = scores.transpose(1, 2).flatten(1).argsort(dim=1, stable=True).flip(1)
-    head = order % kv_heads
+    # All heads' entries, the best last: (batch, entries). Of equals the latest comes last, of a column the last head.
+    order = scores.transpose(1, 2).flatten(1).argsort(dim=1, stable=True)
+    entries, head = order.shape[1], order % kv_heads
     is_of = head[:, None] == torch.arange(kv_heads, device=scores.device)[:, None]  # (batch, kv_heads, entries)
-    best = torch.arange(order.shape[1], device=scores.device) < total
-    sure = ADAPTIVE[head_budget](scores, (is_of & best[:, None]).sum(-1), total, safeguard)
-    of_head = is_of.cumsum(-1, dtype=torch.int32).gather(1, head[:, None])[:, 0]  # an entry's place in its head, from 1
-    is_sure = of_head <= sure.gather(1, head)
-    chosen = is_sure | ((~is_sure).cumsum(1) <= total - sure.sum(1, keepdim=True))
-    chosen = torch.empty_like(chosen).scatter_(1, order, chosen).view(-1, columns, kv_heads).transpose(1, 2)
+    if len(set(totals)) == 1:
+        best = is_of[..., max(entries - totals[0], 0) :]
+    else:
+        best = is_of & (torch.arange(entries, 0, -1, device=scores.device) <= total)[:, None]
+    unsure = columns - ADAPTIVE[head_budget](scores, best.sum(-1), total, safeguard)
+    is_unsure = is_of.cumsum(-1, dtype=torch.int32).gather(1, head[:, None])[:, 0] <= unsure.gather(1, head)
+    lost = is_unsure & (is_unsure.cumsum(1) <= entries - total)
+    lost = torch.empty_like(lost).scatter_(1, order, lost).view(-1, columns, kv_heads).transpose(1, 2)
     # How many the longest head keeps; where asking would mean to wait, the most that it can.
-    most = min(max(totals), columns) if scores.device.type == "cuda" else int(chosen.sum(-1).max())
-    kept = torch.where(chosen, torch.arange(columns, device=scores.device), -1)
+    most = min(max(totals), columns) if scores.device.type == "cuda" else columns - int(lost.sum(-1).min())
+    kept = torch.arange(columns, device=scores.device).expand(lost.shape).masked_fill(lost, -1)
     return kept.sort(-1).values[..., columns - most :]
 
 
 def blended_shares(scores: torch.Tensor, best: torch.Tensor, total: torch.Tensor, safeguard: float) -> torch.Tensor:
-    """How many entries each head is sure of, LongTensor (batch, kv_heads), from the `total` (batch, 1) of all and how
-    many of the `total` best of all are its own, `best` (batch, kv_heads).
+    """How many entries each head is sure of, whole numbers (batch, kv_heads), from the `total` (batch, 1) of all and
+    how many of the `total` best of all are its own, `best` (batch, kv_heads).
 
     AdaKV (https://arxiv.org/abs/2407.11550, algorithm 1; `AdaptiveSnapKVCluster` of its code): what must stay, as an
     observation window, stays besides. Of the rest, `safeguard` is shared out evenly and the other part as the ranking
@@ -102,8 +104,8 @@ def blended_shares(scores: torch.Tensor, best: torch.Tensor, total: torch.Tensor
     share = (quota + 1e-9).floor()
     over = rest - share.sum(-1, keepdim=True)
     by_remainder = _places((quota - share).argsort(dim=-1, descending=True, stable=True))
-    share = (share + (by_remainder < over)).long().minimum(_real(scores) - protected)
-    return torch.where(rest >= 0, protected + share, 0)  # without room for what must stay its most recent is kept
+    share = (share + (by_remainder < over)).minimum(_real(scores) - protected)
+    return (protected + share) * (rest >= 0)  # without room for what must stay its most recent is kept
 
 
 def safe_shares(scores: torch.Tensor, best: torch.Tensor, total: torch.Tensor, safeguard: float) -> torch.Tensor:
@@ -116,7 +118,7 @@ ADAPTIVE = {"adaptive": blended_shares, "adaptive-kvpress": safe_shares}
 
 
 def _without_pads(scores: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
-    return torch.where(pad_columns(padding, scores.shape[-1]), float("-inf"), scores)
+    return scores.masked_fill(pad_columns(padding, scores.shape[-1]), float("-inf"))
 
 
 def _real(scores: torch.Tensor) -> torch.Tensor:
@@ -126,4 +128,6 @@ def _real(scores: torch.Tensor) -> torch.Tensor:
 
 def _places(order: torch.Tensor) -> torch.Tensor:
     """Where each entry stands in an order, along the last dimension."""
-    return torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+    return torch.empty_like(order).scatter_(
+        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    )
