@@ -276,8 +276,8 @@ MUTATIONS = {
     ),
     "offloaded-reuse": Mutation(
         "cache/storage/offloaded.py",
-        "twin.inner, twin.fetched = self.inner.fork(), None",
-        "twin.inner, twin.fetched = self.inner, None",
+        "twin._inner, twin.fetched = self.inner.fork(), None",
+        "twin._inner, twin.fetched = self.inner, None",
         "a question leaves its offloaded tokens in the context that the next one reuses",
         (CORE + "policy/test_protocol.py::test_reuse_leaves_every_storage_as_it_was",),
     ),

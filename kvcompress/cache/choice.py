@@ -155,12 +155,22 @@ class Choice:
     def _total(self, budgets: list[float], held: list[list[int]]) -> int | None:
         """What is kept of `held` entries, [row][head], by rows of these budgets; None for a method that chooses in its
         own way, which may keep less."""
-        own = type(self.policy.cluster)
-        if any(getattr(own, name) is not getattr(KVCluster, name) for name in ("update_kv", "keep", "select")):
+        if self._chooses_in_its_own_way:
             return None
         if self.policy.head_budget in ADAPTIVE:
             return sum(min(round(budget * len(row)), sum(row)) for budget, row in zip(budgets, held, strict=True))
-        return sum(min(budget, of_head) for budget, row in zip(budgets, held, strict=True) for of_head in row)
+        return sum(map(sum, self._left(budgets, held)))
+
+    def _left(self, budgets: list[float], held: list[list[int]]) -> list[list[int]] | None:
+        """As `_total`, of each head, where heads of a row share their budget evenly."""
+        if self._chooses_in_its_own_way or self.policy.head_budget in ADAPTIVE:
+            return None
+        return [[min(budget, of_head) for of_head in row] for budget, row in zip(budgets, held, strict=True)]
+
+    @property
+    def _chooses_in_its_own_way(self) -> bool:
+        own = type(self.policy.cluster)
+        return any(getattr(own, name) is not getattr(KVCluster, name) for name in ("update_kv", "keep", "select"))
 
     # -- what is stored, while decoding or together with a later chunk
 
@@ -250,7 +260,7 @@ class Choice:
         if fills_all_slots(view):
             return replace(result, indices=kept.indices.gather(2, result.indices), total=result.indices.numel())
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill_(result.indices < 0, -1)
-        return replace(result, indices=columns, total=self._total(budgets, held))
+        return replace(result, indices=columns, total=self._total(budgets, held), held=self._left(budgets, held))
 
     def decode_budget(self, length: int, shares: list[list[int]] | None) -> int:
         """Entries per KV head that this layer keeps of a sequence of `length` tokens while decoding; `shares` as in

@@ -253,7 +253,7 @@ class SlotLayer(DecodingLayer):
             counts = held
         else:
             left = joined.give_back(memories)
-            counts = (left.indices >= 0).sum(-1).tolist()
+            counts = left.held or (left.indices >= 0).sum(-1).tolist()
         rows = max(self._pool_type.rows_for(of_heads, self.policy.decode_interval) for of_heads in counts)
         if rows > self.storage.rows:  # heads, or layers, shared out their budget in another way than so far
             rows += SPARE * self.storage.heads

@@ -233,7 +233,7 @@ class Kept:
     keeps fewer. `sums` (batch, kv_heads, kept): `LayerView.sums` of each, where they are carried on. `merge_threshold`
     (batch, kv_heads): from which cosine on evicted entries were merged, where merging has such a threshold. `noted`
     (batch, ...): what the cluster wants to know of this choice at the next one. `total`: the slots in use of all rows
-    and heads, where the host knows."""
+    and heads, and `held` those of each, [row][head], where the host knows."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -242,6 +242,7 @@ class Kept:
     merge_threshold: torch.Tensor | None = None
     noted: torch.Tensor | None = None
     total: int | None = None
+    held: list[list[int]] | None = None
 
     @property
     def fills_all_slots(self) -> bool:
