@@ -188,24 +188,30 @@ class Choice:
         noted: torch.Tensor | None,
         reading: bool = False,
         has_no_pads: bool = False,
+        held: list[list[int]] | None = None,
         **vision: object,
     ) -> LayerView:
         """What a cluster may know of stored entries.
 
         Args:
-            has_no_pads: as in `Memory`.
+            has_no_pads, held: as in `Memory`.
             lengths: of each row the tokens so far, evicted ones included.
             budgets: entries to keep of them in the mean over the layers.
             reading: as in `StoredEntries`.
             vision: what is known of vision tokens, as fields of `LayerView`.
         """
+        padding = None
+        if held is not None:
+            padding = on_device(kept.indices.shape[2] - torch.tensor(held), kept.indices.device)
+        elif not has_no_pads:
+            padding = (kept.indices < 0).sum(-1)
         return LayerView(
             self.place,
             self.num_layers,
             lengths,
             budgets,
             scaling,
-            padding=None if has_no_pads else (kept.indices < 0).sum(-1),
+            padding=padding,
             row_seeds=row_seeds,
             module=module,
             rotary=rotary,
@@ -233,7 +239,7 @@ class Choice:
             new: the latest queries, which no sum has seen.
             view: of `kept`, see `stored_view`.
             shares: what the layers kept of the latest prompt, [layer][row], where that was measured.
-            held: how many each head has, [row][head], where the host knows: it waits for the device to count pads.
+            held: as in `Memory`; where the host does not know it, pads are counted, which waits for the device.
 
         Returns:
             What the cluster keeps; where that is everything, the entries of `kept` with their new sums and, of a chunk,

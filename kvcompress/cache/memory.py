@@ -221,7 +221,8 @@ class Memory:
         if queries is None:
             return
         window = self._policy.query_window
-        self.latest_queries.append(queries.clone())  # a view would keep all of the prompt's alive
+        is_part = queries.untyped_storage().nbytes() > queries.nbytes  # a view would keep all of the prompt's alive
+        self.latest_queries.append(queries.clone() if is_part else queries)
         if len(self.latest_queries) > 2 * window:
             self.latest_queries = [torch.cat(self.latest_queries, dim=2)[:, :, -window:]]
 
