@@ -260,7 +260,7 @@ class Choice:
         if budgets == entries:
             if view.stored.reading:  # what decoding will know of the prompt, whether or not its last chunk evicts
                 kept = replace(kept, noted=self._note_of_all(kept.keys, kept.values, view))
-            kept = replace(kept, total=kept.indices.numel() if view.padding is None else None)
+            kept = replace(kept, total=kept.indices.numel() if view.padding is None else None, held=held)
             return kept if kept.sums is None else replace(kept, sums=self.policy.cluster.carried(kept.sums, view))
         result = self.policy.cluster.update_kv(queries, kept.keys, kept.values, view)
         if fills_all_slots(view):

@@ -21,7 +21,7 @@ SLOTS, NEW = 2, 9
 
 def waits_of_steps(gpu: PretendedCuda, model: torch.nn.Module, method: MethodSpec) -> list[int]:
     """Of those steps that answer no request and begin none."""
-    requests = [FAMILIES["llama"].inputs(model, [length]) for length in (40, 33)]
+    requests = [FAMILIES["llama"].inputs(model, [length]) for length in (80, 21)]
     waits = []
     with kvcompress.compress(model, method.name, method.ratio, **method.options) as session:
         steps = session.generate_many(requests, slots=SLOTS, max_new_tokens=NEW).by_step()
