@@ -32,6 +32,24 @@ def fetched(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     ]
 
 
+class Arriving:
+    """Integers of a device on their way to the host, which asks for them later: by then it does not wait."""
+
+    def __init__(self, numbers: torch.Tensor):
+        on_cuda = numbers.device.type == "cuda"
+        self._here = numbers.to("cpu", non_blocking=on_cuda)  # into pinned memory
+        self._arrived = torch.cuda.current_stream(numbers.device).record_event() if on_cuda else None
+
+    def tolist(self) -> list[int]:
+        """All of them, one after the other."""
+        if self._arrived is not None and not self._arrived.query():
+            self._arrived.synchronize()
+        return self._here.flatten().tolist()
+
+    def __reduce__(self) -> tuple:
+        return Arriving, (torch.tensor(self.tolist()),)  # a copy holds no event of the device
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until all work given to the device is done."""
     if device.type == "cuda":

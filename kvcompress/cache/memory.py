@@ -130,6 +130,10 @@ class Memory:
     def has_fixed_shapes(self) -> bool:
         return self.storage is not None and self.storage.has_fixed_shapes
 
+    def held(self) -> list[list[int]] | None:
+        """Slots in use of what `kept` returns, [row][head], where the host knows how heads differ."""
+        return self.storage.held()
+
     def kept(self) -> Kept:
         """All that is stored, with its sums; tokens appended since have none yet."""
         kept = self.storage.kept(self.seen)
@@ -217,7 +221,8 @@ class Memory:
         if queries is None:
             return
         window = self._policy.query_window
-        self.latest_queries.append(queries.clone())  # a view would keep all of the prompt's alive
+        is_part = queries.untyped_storage().nbytes() > queries.nbytes  # a view would keep all of the prompt's alive
+        self.latest_queries.append(queries.clone() if is_part else queries)
         if len(self.latest_queries) > 2 * window:
             self.latest_queries = [torch.cat(self.latest_queries, dim=2)[:, :, -window:]]
 

@@ -119,7 +119,7 @@ def evict(
     queries = torch.cat(memory.latest_queries, dim=2) if memory.latest_queries else None
     new = None if queries is None else queries[:, :, -memory.decoded :]
     budgets = [choice.policy.decode(length) for length in lengths]
-    kept = memory.kept()
+    kept, held = memory.kept(), memory.held()
     rotary = memory.rotary if choice.policy.moves_keys else rotary
     view = choice.stored_view(
         kept,
@@ -133,9 +133,10 @@ def evict(
         memory.merge_threshold,
         memory.noted,
         has_no_pads=memory.has_no_pads,
+        held=held,
     )
     voters = None if queries is None else choice.voters(queries)
-    memory.reduce_to(kept, choice.reduce(kept, voters, new, view, log.shares), seen)
+    memory.reduce_to(kept, choice.reduce(kept, voters, new, view, log.shares, held), seen)
     memory.decoded = 0
 
 

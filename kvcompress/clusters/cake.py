@@ -57,5 +57,7 @@ class CAKEKVCluster(WindowKVCluster):
 
     def votes(self, weights: torch.Tensor, in_window: torch.Tensor) -> torch.Tensor:
         mean = super().votes(weights, in_window)
-        squares = ((weights - mean.unsqueeze(3)) ** 2 * in_window).sum(3)
-        return mean + self.gamma * squares / (in_window.sum(3) - 1).clamp(min=1)
+        squares = (weights - mean.unsqueeze(3)) ** 2
+        if in_window is None:
+            return mean + self.gamma * squares.sum(3) / max(weights.shape[3] - 1, 1)
+        return mean + self.gamma * (squares * in_window).sum(3) / (in_window.sum(3) - 1).clamp(min=1)

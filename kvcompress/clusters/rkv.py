@@ -40,14 +40,15 @@ def redundancy(
         directions = directions.masked_fill(pads[..., None], 0.0)
         count = (count - padding)[..., None]
     column = torch.arange(keys.shape[2], device=keys.device)
-    total = torch.zeros(keys.shape[:3], device=keys.device)
-    for rows in column.split(BLOCK):
-        alike = directions[:, :, rows] @ directions.transpose(2, 3)
-        alike.masked_fill_(rows[:, None] == column, 0.0)
-        latest = torch.where(alike > similar, column, -1).amax(-1, keepdim=True)
-        if spares_first:
-            latest = latest.clamp(min=0) if padding is None else latest.maximum(padding[..., None, None])
-        total += alike.masked_fill_(column == latest, 0.0).sum(2)
+    total = None
+    for start in range(0, keys.shape[2], BLOCK):
+        alike = directions[:, :, start : start + BLOCK] @ directions.transpose(2, 3)
+        alike.diagonal(start, 2, 3).zero_()  # a key is not like itself
+        latest = torch.where(alike > similar, column, 0 if spares_first else -1).amax(-1, keepdim=True)
+        if spares_first and padding is not None:
+            latest = latest.maximum(padding[..., None, None])
+        of_rows = alike.masked_fill_(column == latest, 0.0).sum(2)
+        total = of_rows if total is None else total + of_rows
     mean = total / count
     return (mean if padding is None else mean.masked_fill(pads, -torch.inf)).softmax(-1)
 

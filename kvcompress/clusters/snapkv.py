@@ -39,13 +39,15 @@ class WindowKVCluster(KVCluster):
         """Return the number of tokens in each row's window."""
         return [self.window_size] * len(view.lengths)
 
-    def votes(self, weights: torch.Tensor, in_window: torch.Tensor) -> torch.Tensor:
+    def votes(self, weights: torch.Tensor, in_window: torch.Tensor | None) -> torch.Tensor:
         """Average attention over the window: (batch, kv_heads, groups, keys).
 
         Args:
             weights: attention weights (batch, kv_heads, groups, queries, keys).
-            in_window: bool (batch, 1, 1, queries, 1), True for queries in their row's window.
+            in_window: bool (batch, 1, 1, queries, 1), True for queries in their row's window; None if all are.
         """
+        if in_window is None:
+            return weights.sum(3) / weights.shape[3]
         return (weights * in_window).sum(3) / in_window.sum(3)
 
     def pooled(self, votes: torch.Tensor) -> torch.Tensor:
@@ -56,12 +58,16 @@ class WindowKVCluster(KVCluster):
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         windows = [min(window, keys.shape[2]) for window in self.windows(view)]
         weights = view.window_attention(queries, keys, max(windows))
-        sizes = on_device(windows, keys.device)[:, None]
-        in_window = torch.arange(weights.shape[3], 0, -1, device=keys.device) <= sizes
-        votes = self.votes(weights, in_window[:, None, None, :, None])
-        before = torch.arange(keys.shape[2], 0, -1, device=keys.device) > sizes  # the window gets no votes itself
-        scores = self.pooled(votes * before[:, None, None])
-        return view.protect_recent(scores, windows)
+        # The window gets no votes itself.
+        if min(windows) == max(windows):
+            votes = self.votes(weights, None)
+            votes[..., keys.shape[2] - windows[0] :] = 0
+        else:
+            sizes = on_device(windows, keys.device)[:, None]
+            in_window = torch.arange(weights.shape[3], 0, -1, device=keys.device) <= sizes
+            before = torch.arange(keys.shape[2], 0, -1, device=keys.device) > sizes
+            votes = self.votes(weights, in_window[:, None, None, :, None]) * before[:, None, None]
+        return view.protect_recent(self.pooled(votes), windows)
 
 
 @register_method("snapkv")

@@ -68,7 +68,10 @@ class SlotPool:
         self.lengths[at] = lengths
         most = kept.indices.shape[2]
         rows = self.starts[at][..., None] + self._places[:most] - (most - lengths)[..., None]
-        used = (kept.indices >= 0).flatten() if min(map(min, counts)) < most else slice(None)
+        used = slice(None)
+        if min(map(min, counts)) < most:  # which slots, the host knows: a mask of the device would be waited for
+            unused = most - torch.tensor(counts)[..., None]
+            used = on_device((torch.arange(most) >= unused).flatten().nonzero()[:, 0], rows.device)
         rows = rows.flatten()[used]
         self.keys.index_copy_(0, rows, kept.keys.flatten(0, 2)[used])
         self.values.index_copy_(0, rows, kept.values.flatten(0, 2)[used])

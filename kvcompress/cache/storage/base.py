@@ -69,6 +69,10 @@ class Storage(ABC):
         gathering (`decodes_in_place`); the result has the same shape."""
         raise TypeError(f"the entries of a {type(self).__name__} are read, not attended to where they lie")
 
+    def held(self) -> list[list[int]] | None:
+        """Slots in use, [row][head], where the host knows how heads differ."""
+        return None
+
     def kept(self, seen: int) -> Kept:
         """Everything as one dense, right-aligned piece."""
         return Kept(*self.read(), self.columns(seen))

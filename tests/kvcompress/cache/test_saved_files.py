@@ -19,6 +19,7 @@ from safetensors import safe_open
 import kvcompress
 from kvcompress import CompressedCache, KVCompressError, methods
 from kvcompress.check.reference import generate
+from kvcompress.errors import shown
 from kvcompress.hooks.model import writing_part
 from tests.support.examples import examples
 from tests.support.families import FAMILIES, FIRST_TEXT, MORE_FAMILIES, VOCAB_SIZE
@@ -224,7 +225,7 @@ def refused(path, content=None, model=MODEL):
         CompressedCache.load(path, model)
     line = str(error.value)
     assert "\n" not in line
-    assert repr(str(path)) in line
+    assert shown(str(path)) in line
     return line
 
 
