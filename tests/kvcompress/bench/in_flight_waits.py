@@ -25,8 +25,9 @@ def waits_of_steps(gpu: PretendedCuda, model: torch.nn.Module, method: MethodSpe
     waits = []
     with kvcompress.compress(model, method.name, method.ratio, **method.options) as session:
         steps = session.generate_many(requests, slots=SLOTS, max_new_tokens=NEW).by_step()
-        next(steps)  # in which all of them begin
-        for _ in range(NEW - 3):
+        for _ in range(SLOTS):  # in each of which one begins
+            next(steps)
+        for _ in range(NEW - 4):
             with gpu.counting() as counts:
                 done = next(steps)
             assert not done, [a.error for a in done]
