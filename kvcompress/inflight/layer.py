@@ -252,8 +252,8 @@ class SlotLayer(DecodingLayer):
         if is_same:
             counts = held
         else:
-            left = joined.give_back(memories)
-            counts = left.held or (left.indices >= 0).sum(-1).tolist()
+            left, stay = joined.give_back(memories), joined.result.indices is before.indices
+            counts = held if stay else left.held or (left.indices >= 0).sum(-1).tolist()
         rows = max(self._pool_type.rows_for(of_heads, self.policy.decode_interval) for of_heads in counts)
         if rows > self.storage.rows:  # heads, or layers, shared out their budget in another way than so far
             rows += SPARE * self.storage.heads
