@@ -12,7 +12,6 @@ requests at a time as there are slots.
 import argparse
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -22,8 +21,11 @@ import kvcompress
 from kvcompress.bench.shapes import SHAPES
 from kvcompress.bench.standalone import CLOCKS, load
 from kvcompress.bench.throughput import Asked, workload
-from kvcompress.bench.timing import environment, short, table, write
+from kvcompress.bench.timing import short, table
 from kvcompress.errors import KVCompressError
+from kvcompress.flag_types import whole
+
+from .driver import Run, speed_parser, start
 
 PAGE = 16  # tokens of continuous batching's
 Times = dict[int, list[float]]  # of each request's tokens, from the start
@@ -133,46 +135,39 @@ def report(records: list[dict], asked: argparse.Namespace) -> str:
     rows = [[each["slots"], each["name"], *(short(each[name]) for name in names)] for each in records]
     least, most = asked.answers
     return (
-        "# Latency of requests in flight\n\n"
         f"Seconds ({asked.clock} clock, {asked.threads} threads) from the start of a queue of requests, two for each "
         f"slot: prompts of {asked.prompt} tokens, answers of {least} to {most}; {asked.layers} layers of "
-        f"{asked.shape}'s shape, {asked.dtype}, random weights, on {environment(asked.device)['device']}. A pause lies "
-        f"between two tokens of a request. Methods other than full keep {asked.entries} entries.\n\n"
-        + table(header, rows)
+        f"{asked.shape}'s shape, {asked.dtype}, random weights. A pause lies between two tokens of a request. Methods "
+        f"other than full keep {asked.entries} entries.\n\n" + table(header, rows)
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+def main(argv: list[str]) -> None:
+    parser = speed_parser("latency", __doc__, methods=["full", "snapkv"])
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--slots", type=int, nargs="+", default=[16, 46])
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of each")
-    parser.add_argument("--answers", type=int, nargs=2, default=[32, 128], help="tokens, least and most")
-    parser.add_argument("--pieces", type=int, nargs="*", default=[128], help="prefill_tokens=")
-    parser.add_argument("--batch-tokens", type=int, nargs="*", default=[1024, 192], help="of continuous batching")
-    parser.add_argument("--methods", nargs="*", default=["full", "snapkv"])
-    parser.add_argument("--entries", type=int, default=128, help="that methods other than full keep")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/latency"), help="without a suffix")
-    asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
+    parser.add_argument("--layers", type=whole(1), default=4)
+    parser.add_argument("--slots", type=whole(1), nargs="+", default=[16, 46])
+    parser.add_argument("--prompt", type=whole(1), default=512, help="tokens of each (512)")
+    parser.add_argument("--answers", type=whole(1), nargs=2, default=[32, 128], help="tokens, least and most")
+    parser.add_argument("--pieces", type=whole(1), nargs="*", default=[128], help="prefill_tokens=")
+    parser.add_argument("--batch-tokens", type=whole(1), nargs="*", default=[1024, 192], help="of continuous batching")
+    parser.add_argument("--entries", type=whole(1), default=128, help="that methods other than full keep (128)")
+    run = Run(parser, argv)
+    asked = run.given
     config = {**SHAPES[asked.shape], "num_hidden_layers": asked.layers}
-    model = load({"config": config}, asked.dtype, asked.device)
+    model = load({"config": config}, asked.dtype, run.device)
     model.generation_config.eos_token_id = None  # every answer is as long as it is asked for
-    records = []
     for slots in asked.slots:
         requests = workload(model.config.vocab_size, 2 * slots, asked.prompt, *asked.answers, seed=slots)
         for name, serve, how in contenders(asked):
-            serve(model, requests[:2], slots, CLOCKS[asked.clock], **how)  # a warm-up
-            times = serve(model, requests, slots, CLOCKS[asked.clock], **how)
-            records.append(record(name, slots, times))
-            print(records[-1], flush=True)
-    write(asked.out, report(records, asked), records, asked.device)
+
+            def measured(slots: int, name: str, serve=serve, how=how, requests=requests) -> list[dict]:
+                serve(model, requests[:2], slots, CLOCKS[asked.clock], **how)  # a warm-up
+                return [record(name, slots, serve(model, requests, slots, CLOCKS[asked.clock], **how))]
+
+            run.measure([{"slots": slots, "name": name}], measured)
+    run.report("Latency of requests in flight", report(run.records, asked))
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

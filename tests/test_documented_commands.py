@@ -59,6 +59,9 @@ RUN = {
     r"benchmarks\.ragged_decode --threads": "--repeats 1 --prompt 64",
     r"benchmarks\.kernels --threads": "--lengths 64 --repeats 1",
     r"benchmarks\.static_decode --threads": "--layers 2 --prompt 32 --new 8 --rounds 1",
+    r"benchmarks\.latency --threads": (
+        "--layers 2 --slots 2 --prompt 24 --answers 2 4 --pieces 8 --batch-tokens 64 --methods full --entries 8"
+    ),
     r"benchmarks\.eval_throughput --limit": FEW,
     r"benchmarks\.methods_figure": "--out figure.png",
 }

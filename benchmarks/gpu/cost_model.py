@@ -3,7 +3,6 @@
 python -m benchmarks.gpu.cost_model      # writes benchmarks/results/gpu/cost_model.md
 """
 
-import argparse
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,9 @@ from pathlib import Path
 from kvcompress.bench.cost import ASSUMED, GRAPH_KERNELS, H100, H200, Shape, Way, limit, step
 from kvcompress.bench.shapes import SHAPES
 from kvcompress.files import write_text
+from kvcompress.flag_types import path
+
+from ..driver import new_parser, start
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 OUT = RESULTS / "cost_model.md"
@@ -66,13 +68,13 @@ def markdown() -> str:
     return "\n".join([*lines, "Made by `python -m benchmarks.gpu.cost_model`.", ""])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=OUT)
-    out = parser.parse_args().out
+def main(argv: list[str]) -> None:
+    parser = new_parser("gpu.cost_model", __doc__)
+    parser.add_argument("--out", type=path, default=OUT, help="the page")
+    out = parser.parse_args(argv).out
     write_text(out, markdown())
     print(out.read_text())
 
 
 if __name__ == "__main__":
-    main()
+    start(main)
