@@ -41,12 +41,12 @@ def library(name: str) -> ctypes.CDLL | None:
 
 def _built(source: Path) -> Path:
     """The shared library, compiled unless that was done before. Raises OSError or SubprocessError."""
-    compiler = _compiler()
     flags = (*FLAGS, *CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ()))
-    told = "\0".join((source.read_text(), compiler, *flags))
+    told = "\0".join((source.read_text(), *flags))
     target = _folder() / f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
     if target.exists():
         return target
+    compiler = _compiler()
     LOG.warning("kvcompress compiles %s once, for some seconds, with %s: %s", source.name, compiler, target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # others may be compiling the same

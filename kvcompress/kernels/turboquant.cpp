@@ -143,21 +143,22 @@ const Nibbles nibbles;
 // Codes to (slabs, BLOCK, SLAB), norms to (BLOCK,).
 void stage(const uint8_t* rows, int count, const Format& format, uint8_t* codes, float* norms) {
     const int64_t nbytes = format.nbytes(), staged = format.staged_bytes();
-    std::vector<uint32_t> spread(format.bits == 3 ? staged / 4 : 0);
     std::fill(norms + count, norms + BLOCK, 0.0f);
-    for (int entry = 0; entry < count; ++entry) {
+    for (int entry = 0; entry < count; ++entry, codes += SLAB) {
         const uint8_t* row = rows + entry * nbytes;
         uint16_t half;
         std::memcpy(&half, row + nbytes - 2, 2);
         norms[entry] = from_half(half);
         if (format.bits == 3) {
             const uint8_t* high = row + format.code_bytes() / 3 * 2;
-            for (int64_t eight = 0; eight < staged / 4; ++eight)
-                spread[eight] = nibbles.of_two[row[2 * eight]] | nibbles.of_two[row[2 * eight + 1]] << 16 |
-                                nibbles.of_one[high[eight]];
-            row = reinterpret_cast<const uint8_t*>(spread.data());
+            for (int64_t eight = 0; eight < staged / 4; ++eight) {
+                const uint32_t word = nibbles.of_two[row[2 * eight]] | nibbles.of_two[row[2 * eight + 1]] << 16 |
+                                      nibbles.of_one[high[eight]];
+                std::memcpy(codes + eight / WORDS * BLOCK * SLAB + eight % WORDS * 4, &word, 4);
+            }
+            continue;
         }
-        uint8_t* to = codes + entry * SLAB;
+        uint8_t* to = codes;
         int64_t at = 0;
         for (; at + SLAB <= staged; at += SLAB, to += BLOCK * SLAB) std::memcpy(to, row + at, SLAB);
         if (at < staged) std::memcpy(to, row + at, staged - at);
@@ -233,6 +234,20 @@ void turn(const float* vectors, int count, int64_t dim, const float* matrix, int
     }
 }
 
+// Where a number of a query, or of an output, stands in (tiles of groups, slabs, codes of a word, groups, W): in one of
+// WORDS lanes, once for each row of a register.
+struct Lanes {
+    int64_t first, end;
+    Lanes(const Format& format, int64_t groups, int64_t group, int64_t number) {
+        const int64_t base = group / MOST_GROUPS * MOST_GROUPS, tile = std::min<int64_t>(MOST_GROUPS, groups - base);
+        const int64_t word = number / format.per_word(), code = number % format.per_word();
+        const int64_t before = base * format.numbers() / WORDS;  // registers
+        const int64_t at = before + (word / WORDS * format.per_word() + code) * tile + group - base;
+        first = at * W + word % WORDS;
+        end = (at + 1) * W;
+    }
+};
+
 // The entries of one KV head that one task attends to, and up to MOST_GROUPS query heads at a time.
 struct Attention {
     Format keys, values;
@@ -254,7 +269,7 @@ struct Attention {
         parts = logits + BLOCK;
     }
 
-    // `queries`, of all groups: (tiles of them, slabs, codes of a word, groups, W); leaves `sums` in the same order.
+    // `queries` of all groups lie as `Lanes` says; `sums` are left so.
     void attend(const uint8_t* key_rows, const uint8_t* value_rows, const bool* visible, int64_t length, int64_t groups,
                 const float* queries, float* sums, float* maxima, float* totals) {
         for (int64_t first = 0; first < length; first += BLOCK) {
@@ -378,54 +393,42 @@ void kvcompress_attend(const float* query, const uint8_t* keys, const uint8_t* v
         parts = std::max<int64_t>(1, std::min(wanted, longest / LEAST_PART));
     }
     const int64_t key_columns = (key_dim + 15) / 16 * 16, value_columns = (value_dim + 15) / 16 * 16;
-    const int64_t tasks = segments * parts, asked = key_format.numbers(), summed = value_format.numbers();
+    const int64_t tasks = segments * parts;
     std::vector<float> sums(tasks * groups * value_columns), maxima(tasks * groups, -1e30f), totals(tasks * groups);
 
 #pragma omp parallel num_threads(threads)
     {
         Attention attention(key_format, value_format, key_codebook, value_codebook, scaling);
         std::vector<float> turned(TILE * std::max(key_columns, value_columns));
-        std::vector<Floats> queries(groups * asked / WORDS), held(groups * summed / WORDS);
+        std::vector<Floats> queries(groups * key_format.numbers() / WORDS);
+        std::vector<Floats> held(groups * value_format.numbers() / WORDS);
+        float* asked = reinterpret_cast<float*>(queries.data());
+        float* found = reinterpret_cast<float*>(held.data());
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < tasks; ++task) {
             const int64_t segment = task / parts, part = task % parts, length = lengths[segment];
             const int64_t size = ((length + parts - 1) / parts + BLOCK - 1) / BLOCK * BLOCK;
             const int64_t first = std::min(part * size, length), last = std::min(first + size, length);
             std::fill(held.begin(), held.end(), Floats{});
-            float* ordered = reinterpret_cast<float*>(queries.data());
             for (int64_t group = 0; group < groups; ++group) {
                 turn(query + (segment * groups + group) * key_dim, 1, key_dim, key_rotation, key_columns, turned.data());
-                const int64_t base = group / MOST_GROUPS * MOST_GROUPS;
-                const int64_t tile = std::min<int64_t>(MOST_GROUPS, groups - base);
-                const int per_word = key_format.per_word();
-                for (int64_t slab = 0; slab < key_format.slabs(); ++slab)
-                    for (int64_t code = 0; code < per_word; ++code) {
-                        float* place = ordered + base * asked / WORDS * W +
-                                       ((slab * per_word + code) * tile + group - base) * W;
-                        for (int lane = 0; lane < W; ++lane) {
-                            const int64_t number = (slab * WORDS + lane % WORDS) * per_word + code;
-                            place[lane] = number < key_dim ? turned[number] : 0.0f;
-                        }
-                    }
+                for (int64_t number = 0; number < key_dim; ++number) {
+                    const Lanes lanes(key_format, groups, group, number);
+                    for (int64_t lane = lanes.first; lane < lanes.end; lane += WORDS) asked[lane] = turned[number];
+                }
             }
             const int64_t row = starts[segment] + first;
             attention.attend(keys + row * key_format.nbytes(), values + row * value_format.nbytes(),
                              visible ? visible + segment * visible_stride + first : nullptr, last - first, groups,
-                             ordered, reinterpret_cast<float*>(held.data()), &maxima[task * groups],
+                             asked, found, &maxima[task * groups],
                              &totals[task * groups]);
-            for (int64_t group = 0; group < groups; ++group) {
-                const int64_t base = group / MOST_GROUPS * MOST_GROUPS;
-                const int64_t tile = std::min<int64_t>(MOST_GROUPS, groups - base);
-                const float* found = reinterpret_cast<const float*>(held.data()) + base * summed / WORDS * W;
+            for (int64_t group = 0; group < groups; ++group)
                 for (int64_t number = 0; number < value_dim; ++number) {
-                    const int64_t word = number / value_format.per_word(), code = number % value_format.per_word();
-                    const float* place =
-                        found + ((word / WORDS * value_format.per_word() + code) * tile + group - base) * W;
+                    const Lanes lanes(value_format, groups, group, number);
                     float sum = 0;
-                    for (int lane = int(word % WORDS); lane < W; lane += WORDS) sum += place[lane];
+                    for (int64_t lane = lanes.first; lane < lanes.end; lane += WORDS) sum += found[lane];
                     sums[(task * groups + group) * value_columns + number] = sum;
                 }
-            }
         }
 #pragma omp for
         for (int64_t head = 0; head < segments * groups; ++head) {

@@ -62,7 +62,8 @@ class TurboQuant:
         codes = sum(parts[1:], start=parts[0])[..., : self.dim]
         # On a CPU ten times as fast as indexing.
         units = self.codebook.to(dtype).index_select(0, codes.flatten().int()).view(codes.shape)
-        return units * norms.contiguous().view(torch.float16).to(dtype)
+        norms = norms.clone(memory_format=torch.contiguous_format)  # a view may begin at an odd byte
+        return units * norms.view(torch.float16).to(dtype)
 
     def rotate(self, vectors: torch.Tensor) -> torch.Tensor:
         """(..., dim), in its dtype."""

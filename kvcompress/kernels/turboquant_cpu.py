@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .compiled import library
-from .turboquant import TurboQuant
+from .turboquant import TurboQuant, codebook, rotation
 
 MULTIPLE = 16  # of a rotation's columns: whole vector registers
 
@@ -38,7 +38,7 @@ def pack_behind(
 ) -> None:
     """As in packed.py; vectors of any float dtype, rotated in fp32."""
     vectors = [part.float().contiguous() for part in (keys, values)]
-    tables = [_tables(codec) for codec in codecs]
+    tables = [_tables(codec.dim, codec.bits) for codec in codecs]
     ends = ends.contiguous()
     kernels().kvcompress_pack(
         *(part.data_ptr() for part in vectors),
@@ -69,7 +69,7 @@ def decode_packed(
     """As in packed.py; in fp32 whatever the dtype."""
     asked = query.float().contiguous()
     starts, lengths = starts.contiguous(), lengths.contiguous()
-    of_keys, of_values = (_tables(codec) for codec in codecs)
+    of_keys, of_values = (_tables(codec.dim, codec.bits) for codec in codecs)
     seen = None if visible is None else visible.expand(*starts.shape, -1).contiguous()
     output = asked.new_empty(*query.shape[:3], codecs[1].dim)
     kernels().kvcompress_attend(
@@ -107,7 +107,6 @@ class _Tables(NamedTuple):
 
 
 @cache
-def _tables(codec: TurboQuant) -> _Tables:
-    more = (0, -codec.dim % MULTIPLE)
-    turns = (torch.nn.functional.pad(each, more).contiguous() for each in (codec.rotation.T, codec.rotation))
-    return _Tables(*turns, codec.codebook.repeat(MULTIPLE // len(codec.codebook)))
+def _tables(dim: int, bits: int) -> _Tables:
+    turns = (torch.nn.functional.pad(each, (0, -dim % MULTIPLE)) for each in (rotation(dim).T, rotation(dim)))
+    return _Tables(*(turn.contiguous() for turn in turns), codebook(dim, bits).repeat(MULTIPLE // 2**bits))
