@@ -4,7 +4,8 @@
 #   ./scripts/bench_gpu.sh --stage 2            is it fast
 #   ./scripts/bench_gpu.sh --stage 3            what does it buy
 #   ./scripts/bench_gpu.sh --stage 1 --smoke    the same lines on a CPU and tiny shapes
-# Needs torch, triton, transformers and pydantic, for stage 1 pytest, hypothesis and Pillow; no network. Results go to
+# Needs torch, triton, transformers and pydantic (carry pydantic-core, annotated-types and typing-inspection with it),
+# for stage 1 pytest, pytest-xdist, hypothesis and Pillow; no network. Results go to
 # benchmarks/results/gpu as they come; the same command goes on where it was cut. --help says more. PYTHON says which
 # Python.
 set -euo pipefail
