@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 import kvcompress
 from kvcompress import CompressedCache, KVCompressError, methods
+from kvcompress.cache import saved
 from kvcompress.check.reference import generate
 from kvcompress.errors import shown
 from kvcompress.hooks.model import writing_part
@@ -288,7 +289,7 @@ def test_files_of_other_kinds_are_named(tmp_path):
 def test_a_file_of_another_transformers_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "x"
     path.write_bytes(right())
-    monkeypatch.setattr(transformers, "__version__", "9.9.9")
+    monkeypatch.setattr(saved.transformers, "__version__", "9.9.9")
     assert f"with transformers {VERSION}, this is 9.9.9" in refused(path)
 
 
