@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 import kvcompress
 from kvcompress import CompressedCache, KVCompressError, methods
-from kvcompress.cache import saved
+from kvcompress.cache import saved as saved_module
 from kvcompress.check.reference import generate
 from kvcompress.errors import shown
 from kvcompress.hooks.model import writing_part
@@ -289,7 +289,7 @@ def test_files_of_other_kinds_are_named(tmp_path):
 def test_a_file_of_another_transformers_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "x"
     path.write_bytes(right())
-    monkeypatch.setattr(saved.transformers, "__version__", "9.9.9")
+    monkeypatch.setattr(saved_module.transformers, "__version__", "9.9.9")
     assert f"with transformers {VERSION}, this is 9.9.9" in refused(path)
 
 
