@@ -67,6 +67,12 @@ def counted(*command: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.fixture(autouse=True)
+def triton_as_before(monkeypatch):
+    """The command tells Triton of its interpreter, which later tests of this process must not see."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> dict[str, dict]:
     """By cache, what the command counted."""
