@@ -20,9 +20,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 import kvcompress
 from kvcompress.bench.shapes import SHAPES
 from kvcompress.bench.standalone import CLOCKS, load
-from kvcompress.bench.throughput import Asked, workload
+from kvcompress.bench.throughput import Asked, next_result, workload
 from kvcompress.bench.timing import short, table
-from kvcompress.errors import KVCompressError
 from kvcompress.flag_types import whole
 
 from .driver import Run, speed_parser, start
@@ -89,13 +88,8 @@ def continuous(model: PreTrainedModel, requests: list[Asked], slots: int, now: C
             for i, each in enumerate(requests)
         }
         while left:
-            result = manager.get_result(timeout=1.0)
-            if result is None:
-                if not manager.is_running():
-                    raise KVCompressError("transformers' continuous batching ended by itself; see its log above")
+            if (result := next_result(manager)) is None:
                 continue
-            if result.error is not None:
-                raise KVCompressError(f"transformers' continuous batching: {result.error}")
             of_request = times.setdefault(index[result.request_id], [])
             of_request += [now() - start] * (len(result.generated_tokens) - len(of_request))
             left -= result.is_finished()

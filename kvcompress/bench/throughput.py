@@ -133,17 +133,23 @@ class Continuous:
             for asked in requests:
                 manager.add_request(asked.prompt, max_new_tokens=asked.new, streaming=True)
             while done < len(requests) and CLOCKS[clock]() - start < seconds:
-                result = manager.get_result(timeout=1.0)
-                if result is None:
-                    if not manager.is_running():
-                        raise KVCompressError("transformers' continuous batching ended by itself; see its log above")
-                    continue
-                if result.error is not None:
-                    raise KVCompressError(f"transformers' continuous batching: {result.error}")
-                so_far[result.request_id] = len(result.generated_tokens)
-                done += result.is_finished()
+                if (result := next_result(manager)) is not None:
+                    so_far[result.request_id] = len(result.generated_tokens)
+                    done += result.is_finished()
             passed = CLOCKS[clock]() - start
         return Served(passed, done, sum(so_far.values()), None, 0, blocks * self.PAGE * entry_bytes(self.model))
+
+
+def next_result(manager: Any) -> Any:
+    """Return the next state of an answer by transformers' continuous batching; None if none comes within a second.
+
+    Raises KVCompressError if the request failed, or the manager has ended by itself."""
+    result = manager.get_result(timeout=1.0)
+    if result is None and not manager.is_running():
+        raise KVCompressError("transformers' continuous batching ended by itself; see its log above")
+    if result is not None and result.error is not None:
+        raise KVCompressError(f"transformers' continuous batching: {result.error}")
+    return result
 
 
 class InSlots:

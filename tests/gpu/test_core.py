@@ -210,6 +210,8 @@ def test_a_prompt_that_begins_like_another_is_answered_as_alone(device, where):
         assert entries_of(session.cache) == kept
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
     assert prefixes.reused_tokens > prefixes.prompt_tokens // 2
+    held = {part.device.type for node in prefixes._tree._nodes() for part in [*node.given, *node.computed]}
+    assert held == {where or device.type}
 
 
 @pytest.mark.parametrize(
