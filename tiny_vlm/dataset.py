@@ -1,7 +1,7 @@
 """Draw the bundled questions about one picture: `python -m tiny_vlm.dataset`.
 
-This rebuilds the parquet files of the tasks `tiny_textvqa` and `tiny_textvqa_color`, byte for byte with the same Pillow
-and pyarrow.
+This rebuilds the parquet files of the tasks `tiny_textvqa`, `tiny_textvqa_color` and `tiny_many_*`, byte for byte with
+the same Pillow and pyarrow.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from lmms_eval_plugins.tiny_vlm.dataset import COLOR, HEADLINE, write_table
+from lmms_eval_plugins.tasks.many import PER_PICTURE
+from lmms_eval_plugins.tiny_vlm.dataset import COLOR, HEADLINE, MANY, write_table
 from lmms_eval_plugins.tiny_vlm.questions import Example
-from tiny_vlm.examples import draw_examples
+from tiny_vlm.examples import draw_examples, draw_shared
 from tiny_vlm.signs import COLOR_KIND, HEADLINE_KINDS, SIDE
 
 WEBP_QUALITY = 90
+SHARED_PICTURES = 40  # of `tiny_many_*`
 SCHEMA = pa.schema(
     {
         "image_id": pa.string(),
@@ -46,18 +48,22 @@ def compress_image(pixels: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def textvqa_table(examples: list[Example], first_id: int = 0) -> pa.Table:
-    """Return a table with TextVQA's columns. All ten annotators agree; `image_classes` holds the kind of question."""
+def textvqa_table(examples: list[Example], first_id: int = 0, per_picture: int = 1) -> pa.Table:
+    """Return a table with TextVQA's columns. All ten annotators agree; `image_classes` holds the kind of question.
+
+    `per_picture`: how many successive examples show the same picture.
+    """
     rows = []
-    for number, example in enumerate(examples, start=first_id):
-        question = example.question
+    for place, example in enumerate(examples):
+        question, number = example.question, first_id + place
+        picture = f"signs-{first_id + place // per_picture:05d}"
         rows.append(
             {
-                "image_id": f"signs-{number:05d}",
+                "image_id": picture,
                 "question_id": number,
                 "question": question.text,
                 "question_tokens": question.text.rstrip("?").split(),
-                "image": {"bytes": compress_image(example.pixels), "path": f"signs-{number:05d}.webp"},
+                "image": {"bytes": compress_image(example.pixels), "path": f"{picture}.webp"},
                 "image_width": SIDE,
                 "image_height": SIDE,
                 "flickr_original_url": "",
@@ -89,7 +95,9 @@ def main() -> None:
     parser.parse_args()
     write_table(textvqa_table(draw_examples(500, HEADLINE_KINDS, "validation")), HEADLINE)
     write_table(textvqa_table(draw_examples(100, (COLOR_KIND,), "validation-color"), first_id=10_000), COLOR)
-    for file in (HEADLINE, COLOR):
+    shared = draw_shared(SHARED_PICTURES, PER_PICTURE, HEADLINE_KINDS, "validation-many")
+    write_table(textvqa_table(shared, first_id=20_000, per_picture=PER_PICTURE), MANY, "zstd")
+    for file in (HEADLINE, COLOR, MANY):
         print(f"{file}: {pq.read_metadata(file).num_rows} questions, {file.stat().st_size / 1e6:.2f} MB")
 
 

@@ -21,3 +21,18 @@ def draw_examples(count: int, kinds: tuple[str, ...], name: str) -> list[Example
         if possible:
             examples.append(Example(scene.pixels, rng.choice(possible)))
     return examples
+
+
+def draw_shared(pictures: int, per_picture: int, kinds: tuple[str, ...], name: str) -> list[Example]:
+    """Draw `pictures` scenes, each with `per_picture` different questions of these kinds in random order: examples of
+    one scene follow one another. `name` as in `draw_examples`."""
+    examples = []
+    attempt = 0
+    while len(examples) < pictures * per_picture:
+        rng = Random(f"{name}/{attempt}")
+        attempt += 1
+        scene = draw_scene(rng)
+        possible = [question for question in questions(scene.signs) if question.kind in kinds]
+        if len(possible) >= per_picture:
+            examples += [Example(scene.pixels, question) for question in rng.sample(possible, per_picture)]
+    return examples

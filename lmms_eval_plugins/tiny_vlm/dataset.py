@@ -21,6 +21,7 @@ from lmms_eval_plugins.tiny_vlm.questions import Example, Question
 
 HEADLINE = BUNDLED_TASKS / "tiny_textvqa" / "headline.parquet"
 COLOR = BUNDLED_TASKS / "tiny_textvqa" / "color.parquet"
+MANY = BUNDLED_TASKS / "tiny_many" / "questions.parquet"  # successive questions share a picture
 TEXTVQA = Path("lmms-lab-encoder/textvqa/data/validation-00000-of-00001.parquet")
 
 

@@ -1,15 +1,20 @@
 """The bundled tasks through lmms-eval's own task code."""
 
 import json
+from itertools import groupby
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 
 import kvcompress
 from lmms_eval_plugins import evaluate
+from lmms_eval_plugins.model.shared_media import SharedMedia
 from lmms_eval_plugins.tasks import BUNDLED_TASKS, task_manager
 from lmms_eval_plugins.tasks import regimes as scoring
-from lmms_eval_plugins.tiny_vlm import dataset
+from lmms_eval_plugins.tasks.many import PER_PICTURE
+from lmms_eval_plugins.tiny_vlm import CHECKPOINT, dataset
+from lmms_eval_plugins.tiny_vlm.accuracy import Reader, by_kind
 from lmms_eval_plugins.tiny_vlm.questions import POST_PROMPT
 from tiny_vlm.regimes import REGIMES
 from tiny_vlm.signs import SIDE
@@ -47,10 +52,30 @@ def test_bundled_tasks_hold_what_is_shipped(tasks):
         assert tasks[name].doc_to_visual(docs[0])[0].size == (SIDE, SIDE)
 
 
+@pytest.mark.parametrize("count", [2, 6, 18])
+def test_questions_of_one_picture_follow_one_another_and_are_told_to_share_it(count):
+    name = f"tiny_many_{count}"
+    (task,) = lmms_eval_tasks.get_task_dict([name], task_manager([name]), "chat").values()
+    docs = task.test_docs()
+    asked = [SimpleNamespace(args=(None, None, None, place, name, "test")) for place in range(len(docs))]
+    for groups in (docs["image_id"], SharedMedia(asked, {name: {"test": docs}}).groups(asked)):
+        runs = [len(list(run)) for _, run in groupby(groups)]
+        assert runs == [count] * 40
+        assert len(set(groups)) == 40
+    assert len(set(zip(docs["image_id"], docs["question"], strict=True))) == len(docs)
+    assert docs["question_id"][: count + 1] == [*range(20_000, 20_000 + count), 20_018]
+
+
+def test_the_bundled_model_answers_questions_that_share_a_picture():
+    examples = dataset.read_examples(dataset.MANY)[: 2 * PER_PICTURE]
+    assert by_kind(examples, Reader(CHECKPOINT).answers(examples))["all"] > 90
+
+
 def test_the_bundled_folder_serves_lmms_evals_include_path():
     manager = lmms_eval_tasks.TaskManager(include_defaults=False, include_path=str(BUNDLED_TASKS))
     regimes = ["tiny_multi_image", "tiny_needle", "tiny_read_all"]
-    assert manager.all_tasks == [*regimes, "tiny_textvqa", "tiny_textvqa_color", "tiny_video"]
+    many = ["tiny_many_18", "tiny_many_2", "tiny_many_6"]
+    assert manager.all_tasks == sorted([*many, *regimes, "tiny_textvqa", "tiny_textvqa_color", "tiny_video"])
     assert lmms_eval_tasks.get_task_dict(["tiny_textvqa_color"], manager, "chat")
 
 

@@ -14,15 +14,16 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 import kvcompress
+from lmms_eval_plugins.tasks.many import PER_PICTURE
 from lmms_eval_plugins.tiny_vlm import CHECKPOINT
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader, by_kind
-from lmms_eval_plugins.tiny_vlm.dataset import COLOR, HEADLINE, read_examples
+from lmms_eval_plugins.tiny_vlm.dataset import COLOR, HEADLINE, MANY, read_examples
 from lmms_eval_plugins.tiny_vlm.questions import POST_PROMPT
 from tiny_vlm import signs, train
 from tiny_vlm.curriculum import STAGES, Stage, StageData
 from tiny_vlm.dataset import compress_image, textvqa_table
 from tiny_vlm.editions import EDITIONS, scaled
-from tiny_vlm.examples import draw_examples
+from tiny_vlm.examples import draw_examples, draw_shared
 from tiny_vlm.export import export
 from tiny_vlm.modeling import IMAGE_TOKENS, build_model, build_processor, build_tokenizer
 from tiny_vlm.packing import IGNORED, Packer, packed_forward
@@ -312,19 +313,20 @@ def test_the_shipped_questions_have_textvqas_columns_and_come_from_the_generator
     columns = "image_id question_id question question_tokens image image_width image_height flickr_original_url "
     columns += "flickr_300k_url answers image_classes set_name ocr_tokens"
     ids = []
-    for file, kinds, count, name in (
-        (HEADLINE, HEADLINE_KINDS, 500, "validation"),
-        (COLOR, (COLOR_KIND,), 100, "validation-color"),
+    for file, examples, count, per_picture in (
+        (HEADLINE, draw_examples(8, HEADLINE_KINDS, "validation"), 500, 1),
+        (COLOR, draw_examples(8, (COLOR_KIND,), "validation-color"), 100, 1),
+        (MANY, draw_shared(2, PER_PICTURE, HEADLINE_KINDS, "validation-many"), 40 * PER_PICTURE, PER_PICTURE),
     ):
         table = pq.read_table(file)
         assert table.column_names == columns.split()
         assert table.num_rows == count
         assert file.stat().st_size < 4e6
-        examples = draw_examples(8, kinds, name)
-        made = textvqa_table(examples, first_id=table["question_id"][0].as_py())
+        drawn = len(examples)
+        made = textvqa_table(examples, table["question_id"][0].as_py(), per_picture)
         assert table.schema.metadata == made.schema.metadata  # names and types of the columns
-        assert table.slice(0, 8).drop_columns("image").to_pylist() == made.drop_columns("image").to_pylist()
-        for n, (row, example) in enumerate(zip(table.slice(0, 8).to_pylist(), examples, strict=True)):
+        assert table.slice(0, drawn).drop_columns("image").to_pylist() == made.drop_columns("image").to_pylist()
+        for n, (row, example) in enumerate(zip(table.slice(0, drawn).to_pylist(), examples, strict=True)):
             assert (row["question"], row["answers"]) == (example.question.text, [example.question.answer] * 10)
             image = np.asarray(Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB"), dtype=float)
             assert image.shape == (SIDE, SIDE, 3)
@@ -334,7 +336,8 @@ def test_the_shipped_questions_have_textvqas_columns_and_come_from_the_generator
             again = np.asarray(Image.open(io.BytesIO(compress_image(example.pixels))).convert("RGB"), dtype=float)
             assert abs(image - again).mean() < 0.1
         ids += table["question_id"].to_pylist()
-    assert len(set(ids)) == 600
+    assert len(set(ids)) == 600 + 40 * PER_PICTURE
+    assert MANY.stat().st_size < 3e5
 
 
 def test_the_shipped_checkpoint_answers_the_shipped_questions(reader):
