@@ -48,6 +48,7 @@ def changes_prefill(policy):
 @examples(4)
 @given(data=st.data())
 def test_a_prompt_that_begins_as_others_did_keeps_and_answers_what_it_does_alone(family, data):
+    """A thousand cases: `EXAMPLES=36 pytest tests/kvcompress/hooks/test_prefix_cache.py -k begins_as_others`."""
     case = data.draw(cases(family).filter(lambda case: not case.may_tie))
     model, inputs = case.model, case.inputs
     first = with_end(inputs, data.draw(st.integers(1, 9)))
