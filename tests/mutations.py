@@ -639,10 +639,17 @@ MUTATIONS = {
     ),
     "views-keep-the-whole-alive": Mutation(
         "cache/prefix_tree.py",
-        ".detach().clone(memory_format=torch.contiguous_format)",
-        ".detach()",
+        "part.clone(memory_format=torch.contiguous_format)",
+        "part",
         "a prefix cache holds more bytes than it counts",
         (CORE + "cache/test_prefix_tree.py",),
+    ),
+    "any-beginning-is-worth-resuming": Mutation(
+        "hooks/resumed_prompt.py",
+        "self._piece is None and self._known < WORTH_RESUMING * tokens.columns",
+        "False",
+        "a prompt that shares its chat template takes longer than without a prefix cache",
+        (CORE + "hooks/test_prefix_cache.py::test_a_prompt_that_shares_less_than_an_eighth_passes_whole",),
     ),
     "pieces-without-the-one-before": Mutation(
         "hooks/resumed_prompt.py",

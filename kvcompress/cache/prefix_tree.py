@@ -8,6 +8,7 @@ import torch
 
 # Tensors (..., tokens, size): all of a node's have the same tokens on their last axis but one.
 Columns = list[torch.Tensor]
+KEPT_BESIDES = 1 / 32  # of what is held, how much more memory may be
 
 
 @dataclass(eq=False)
@@ -32,7 +33,7 @@ class Node:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in [*self.given, *self.computed])
+        return sum(part.untyped_storage().nbytes() for part in [*self.given, *self.computed])
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class PrefixTree:
 
         Args:
             given: of all its tokens.
-            computed: of those from `first` on; what is needed of them is copied.
+            computed: of those from `first` on; what is needed of them is copied, unless it is most.
         """
         path = self.find(identity, given)
         start, behind = path.tokens, given[0].shape[0] - path.tokens
@@ -103,7 +104,9 @@ class PrefixTree:
         if behind <= 0:
             return
         given = self._here(_cut(given, start, start + behind))
-        computed = self._here(_cut(computed, start - first, start - first + behind))
+        computed = [part[..., start - first : start - first + behind, :].detach() for part in computed]
+        is_tight = self.room - self.nbytes < (1 + KEPT_BESIDES) * per_token * behind
+        computed = self._here([_copy(part) if is_tight or not _is_most(part) else part for part in computed])
         node = Node(given, computed, parent, used=self._clock)
         parent.children[_first(given)] = node
         self.nbytes += node.nbytes
@@ -146,7 +149,16 @@ class PrefixTree:
 
 def _cut(parts: Columns, start: int, stop: int | None) -> Columns:
     """Copies: a view would keep the whole alive."""
-    return [part[..., start:stop, :].detach().clone(memory_format=torch.contiguous_format) for part in parts]
+    return [_copy(part[..., start:stop, :].detach()) for part in parts]
+
+
+def _copy(part: torch.Tensor) -> torch.Tensor:
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def _is_most(part: torch.Tensor) -> bool:
+    """Whether a view keeps so little else alive that it is no use to take new memory for a copy."""
+    return part.untyped_storage().nbytes() <= (1 + KEPT_BESIDES) * part.nbytes
 
 
 def _first(given: Columns) -> bytes:

@@ -85,10 +85,10 @@ def what_a_cache_needs(config: PreTrainedConfig) -> tuple:
 def adapters_at_work(decoder: PreTrainedModel) -> list[tuple[str, ...]]:
     """Which adapters (LoRA and the like) are at work in which modules."""
     names = ("active_adapters", "disable_adapters", "merged_adapters")
+    modules = dict(decoder.named_modules())
+    places = [key.removesuffix(".base_layer") for key in modules if key.endswith(".base_layer")]
     return [
-        (key, *(str(getattr(module, name)) for name in names if hasattr(module, name)))
-        for key, module in decoder.named_modules()
-        if hasattr(module, "base_layer")
+        (key, *(str(getattr(modules[key], name)) for name in names if hasattr(modules[key], name))) for key in places
     ]
 
 

@@ -28,6 +28,9 @@ from .rotary import watch_rotary
 
 # Of these the angle of a token's rotation depends on how long its prompt is.
 ROTATED_BY_LENGTH = ("dynamic", "longrope")
+# Going on behind a beginning copies it and attends under a mask: of a prompt's columns at least this share saves more,
+# unlike what most prompts begin with, their chat template. A prompt in pieces pays for it anyway.
+WORTH_RESUMING = 1 / 8
 
 
 class ResumedPrompt:
@@ -129,6 +132,8 @@ class ResumedPrompt:
         self._paths: list[Path] = [self._tree.find(self._identity, given) for given in self._given]
         rest = max(length - path.tokens for length, path in zip(tokens.lengths, self._paths, strict=True))
         self._known = max(tokens.columns - max(rest, self._wanted), 0)
+        if self._piece is None and self._known < WORTH_RESUMING * tokens.columns:
+            self._known = 0
         self._tree.reused_tokens += sum(max(self._known - pads, 0) for pads in self._pads)
 
     def _beginning(self, place: int) -> Beginning:
@@ -174,8 +179,10 @@ class ResumedPrompt:
     def _listener(self, layer: CompressedLayer) -> Listener:
         def note(states: States, compress: Callable[[], None]) -> None:
             new = self._stop - self._known
-            parts = (states.queries, states.keys, states.values)
-            self._states[layer.layer_idx] = [part[:, :, -new:].clone() for part in parts]
+            parts = [part[:, :, -new:] for part in (states.queries, states.keys, states.values)]
+            if self._known or not self.is_through:  # parts of more, or needed after this pass
+                parts = [part.clone() for part in parts]
+            self._states[layer.layer_idx] = parts
             if self.is_through:
                 compress()
             else:

@@ -1,5 +1,6 @@
 """A radix tree finds what prompts have in common, gives back what was computed of it, and keeps to its bytes."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,3 +65,19 @@ def test_what_was_used_least_recently_leaves_first():
     tree.add("model", *columns([1, 2, 2]), 0)  # shares a token with the oldest: [2, 1] goes
     held = [tree.find("model", columns(prompt)[0]).tokens for prompt in ([0, 1], [1, 1], [2, 1], [1, 2, 2])]
     assert held == [2, 2, 0, 3] or held == [2, 1, 0, 3]
+
+
+@pytest.mark.parametrize(("spare", "is_copied"), [(10**6, False), (0, True)])
+def test_what_is_nearly_a_whole_tensor_is_not_copied_where_there_is_room_for_all_of_it(spare, is_copied):
+    one, other = ([first] * 64 for first in (1, 2))
+    tree = PrefixTree((64 + 63) * PER_TOKEN + spare)
+    tree.add("model", *columns([0, *one[1:]]), 0)
+    ids, computed = columns([0, *other[1:]])
+    tree.add("model", ids, computed, 0)
+    node = tree.find("model", ids).nodes[-1]
+    assert node.tokens == 63
+    for part, whole in zip(node.computed, computed, strict=True):
+        assert torch.equal(part, whole[..., 1:, :])
+        assert (part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()) == is_copied
+    held = {part.untyped_storage() for node in tree._nodes() for part in [*node.given, *node.computed]}
+    assert sum(storage.nbytes() for storage in held) == tree.nbytes <= tree.room

@@ -123,24 +123,39 @@ def test_attention_implementations_agree_and_do_not_share(attention):
 
 def test_another_picture_under_the_same_tokens_is_another_prompt():
     model, prefixes = QWEN2_VL.build(), PrefixCache(gb=1)
-    inputs = QWEN2_VL.inputs(model, [60], [1])
+    inputs = QWEN2_VL.inputs(model, [60], [2])
     answer(model, inputs, prefixes=prefixes)
-    changed = {**inputs, "pixel_values": inputs["pixel_values"].flip(0)}
-    first = int((inputs["input_ids"][0] == model.config.image_token_id).nonzero()[0])
+    one, other = inputs["pixel_values"].chunk(2)
+    changed = {**inputs, "pixel_values": torch.cat([one, other.flip(0)])}
+    places = (inputs["input_ids"][0] == model.config.image_token_id).nonzero()[:, 0]
     assert_same(answer(model, changed, "snapkv", 0.3, prefixes), answer(model, changed, "snapkv", 0.3))
-    assert prefixes.reused_tokens == first
+    assert prefixes.reused_tokens == int(places[len(places) // 2])
+
+
+@pytest.mark.parametrize(("shared", "reused"), [(4, 0), (5, 5)])
+def test_a_prompt_that_shares_less_than_an_eighth_passes_whole(shared, reused):
+    """A chat template, for one: to go on behind it takes longer than to read it."""
+    model, prefixes = QWEN2.build(), PrefixCache(gb=1)
+    inputs = QWEN2.inputs(model, [40])
+    ids = inputs["input_ids"]
+    other = torch.where(torch.arange(40) < shared, ids, ids.roll(1, 1))
+    other[0, shared] = ids[0, shared] % 2 + 1  # any other token
+    answer(model, {**inputs, "input_ids": other}, prefixes=prefixes)
+    for _ in range(2):
+        assert_same(answer(model, inputs, "snapkv", 0.5, prefixes), answer(model, inputs, "snapkv", 0.5))
+    assert prefixes.reused_tokens == reused + 39
 
 
 def test_the_same_tokens_at_other_positions_are_others():
     model, prefixes = QWEN2.build(), PrefixCache(gb=1)
     ids = QWEN2.inputs(model, [40])["input_ids"]
-    spread = torch.arange(40)[None] * 2
+    spread = torch.cat([torch.arange(10), torch.arange(20, 50)])[None]
     answer(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, prefixes=prefixes)
     logits = []
     for prefix_cache in (None, prefixes, prefixes):
         with torch.no_grad(), kvcompress.compress(model, "snapkv", 0.5, prefix_cache=prefix_cache):
             logits.append(model(ids, position_ids=spread, logits_to_keep=1).logits)
-    assert prefixes.reused_tokens == 1 + 39  # the first token stands at 0 both times
+    assert prefixes.reused_tokens == 10 + 39  # the first ten tokens stand where they did
     torch.testing.assert_close(logits[1], logits[0], atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(logits[2], logits[0], atol=TOLERANCE, rtol=0)
 
