@@ -20,7 +20,7 @@ from ..device import peak_memory, reset_peak_memory
 from ..errors import KVCompressError
 from ..hooks.session import attach
 from ..methods import method_info
-from ..policy.policy import make_policy
+from ..policy.make import make_policy
 from .standalone import CLOCKS, decode, held_bytes, prompt_ids, read_prompt
 
 WARM_STEPS = 4  # uncounted steps of a compiled contender in each turn: the first ones record CUDA graphs

@@ -18,7 +18,8 @@ from ..device import on_device
 from ..errors import KVCompressError
 from ..hooks.model import unwrapped, writing_part
 from ..hooks.model_identity import ModelReference
-from ..policy.policy import Policy, make_policy
+from ..policy.make import make_policy
+from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
 from ..scoring.vision import vision_token_ids
 from . import saved

@@ -7,7 +7,8 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from ..calibration.files import config_field
 from ..errors import KVCompressError
-from ..policy.policy import Policy, check_tensor_parallel
+from ..policy.conflicts import TENSOR_PARALLEL, check_conflicts
+from ..policy.policy import Policy
 from ..scoring.vision import vision_token_ids
 
 
@@ -18,7 +19,7 @@ def check_heads(model: PreTrainedModel, config: Any, policy: Policy) -> None:
     if (processes := model.tp_size or 1) > 1:
         if config.num_key_value_heads % processes:
             raise KVCompressError(f"{config.num_key_value_heads} KV heads are not divisible by {processes} processes")
-        check_tensor_parallel(policy)
+        check_conflicts(policy, TENSOR_PARALLEL)
 
 
 def unwrapped(model: torch.nn.Module) -> PreTrainedModel:

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from ..cache.cache import CompressedCache
 from ..cache.saved import differences, in_force
 from ..errors import KVCompressError
-from ..policy.policy import make_policy
+from ..policy.make import make_policy
 from .model import check_cache
 
 

@@ -23,7 +23,7 @@ from ..inflight.cache import SlotCache
 from ..inflight.loop import InFlight, Limits
 from ..inflight.request import Request
 from ..inflight.under_way import Writer
-from ..policy.policy import make_policy
+from ..policy.make import make_policy
 from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
 from .hidden_states import watch_hidden_states

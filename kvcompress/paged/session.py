@@ -17,8 +17,9 @@ from ..hooks.attention import PREFIX
 from ..hooks.model import text_decoder, unwrapped
 from ..hooks.replacement import Replacement
 from ..hooks.rotary import rotary_embeddings, watch_rotary
-from ..policy.policy import Policy, make_policy
-from ..scoring.selection import ADAPTIVE
+from ..policy.conflicts import PAGES, check_conflicts
+from ..policy.make import make_policy
+from ..policy.policy import Policy
 from .attention import paged_attention
 
 PAGED_PREFIX = f"{PREFIX}paged_"
@@ -70,7 +71,7 @@ def compress(
             "compressed pages do not go with prefix_cache=: the scheduler feeds every token of a prompt to the model"
         )
     policy = make_policy(method, ratio, budget, **options)
-    check_policy(policy)
+    check_conflicts(policy, PAGES)
     inner = unwrapped(model)
     if (inner.tp_size or 1) > 1:
         raise KVCompressError("compressed pages do not go with tensor parallel: KV heads are in other processes")
@@ -83,31 +84,6 @@ def compress(
             f"all layers of {type(inner).__name__} have a sliding window: there is nothing to compress"
         )
     return PagedSession(inner, decoder, policy, pages)
-
-
-def check_policy(policy: Policy) -> None:
-    """Raises KVCompressError for what cannot live in pages, with the reason."""
-    engine = policy.engine
-    equal = "all layers and KV heads share a request's page table, so each keeps as much"
-    conflicts = {
-        "method 'full': it compresses nothing": policy.method == "full",
-        f"method {policy.method!r}: it drops vision tokens, and requests are text": policy.tokens is not None,
-        f"head_budget={policy.head_budget!r}: {equal}": policy.head_budget in ADAPTIVE,
-        f"layer_budget={policy.chosen('layer_budget')!r}: {equal}": policy.chosen("layer_budget") != "uniform",
-        f"method {policy.method!r}: a prompt is read once": policy.cluster.second_pass,
-        f"method {policy.method!r}: it reads hidden states": policy.cluster.reads_hidden,
-        "positions='cache': keys stay as they are rotated": policy.moves_keys,
-        "scope='context': a request does not say where its question begins": engine.scope != "prompt",
-        "ratio_of='vision': requests are text": engine.ratio_of != "prompt",
-        "first_token='compressed': the scheduler feeds no token twice": engine.first_token != "full",
-        "prefill_chunk=: the scheduler cuts prompts itself": engine.prefill_chunk is not None,
-        f"cache_implementation={engine.cache_implementation!r}: pages are the storage": (
-            engine.cache_implementation != "dynamic"
-        ),
-    }
-    for conflict, is_there in conflicts.items():
-        if is_there:
-            raise KVCompressError(f"compressed pages do not go with {conflict}")
 
 
 def _pages() -> ModuleType:

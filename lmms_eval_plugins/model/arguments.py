@@ -28,8 +28,9 @@ from kvcompress import KVCompressError
 from kvcompress.calibration.files import BUNDLED as BUNDLED_CALIBRATIONS
 from kvcompress.errors import plain_number, shown, unknown_name
 from kvcompress.methods import method_info
+from kvcompress.policy.make import make_policy
 from kvcompress.policy.options import all_options
-from kvcompress.policy.policy import Policy, make_policy
+from kvcompress.policy.policy import Policy
 
 from .batch_size import number_of_slots, number_or_auto
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import kvcompress
 from kvcompress.clusters.learned import LearnedKVCluster
 from kvcompress.layer_budgets import list_layer_budgets
-from kvcompress.policy.policy import Policy, make_policy
+from kvcompress.policy.make import make_policy
+from kvcompress.policy.policy import Policy
 from kvcompress.scoring.merging import MERGES
 from kvcompress.scoring.selection import ADAPTIVE
 from tests.support.calibrations import calibration_of

@@ -22,7 +22,7 @@ from kvcompress.bench import comparison, contenders, grid, report, standalone, t
 from kvcompress.bench.contenders import KVPress, KVPressProcess, MethodSpec, Ours, Transformers, Turn, Workload
 from kvcompress.bench.models import SHAPES, source, weight_bytes_read
 from kvcompress.bench.timing import summary
-from kvcompress.policy.policy import make_policy
+from kvcompress.policy.make import make_policy
 from tests.support.clock import synchronised_reads
 
 MODEL = standalone.load({"config": SHAPES["tiny"]}, "float32", torch.device("cpu"))

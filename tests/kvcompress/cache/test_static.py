@@ -190,5 +190,5 @@ def test_static_needs_to_know_its_room_and_takes_no_eviction():
     config = FAMILIES["qwen2"].build().config
     with pytest.raises(kvcompress.KVCompressError, match="needs max_new_tokens"):
         kvcompress.CompressedCache(config, "snapkv", 0.3, **STATIC)
-    with pytest.raises(kvcompress.KVCompressError, match="do not go with cache_implementation="):
+    with pytest.raises(kvcompress.KVCompressError, match="does not go with decode_budget="):
         kvcompress.CompressedCache(config, "snapkv", 0.3, decode_budget=5, max_new_tokens=5, **STATIC)

@@ -18,7 +18,7 @@ from kvcompress.cache.new_tokens import NewTokens
 from kvcompress.check.promises import LargestTensor
 from kvcompress.check.reference import generate
 from kvcompress.errors import KVCompressError
-from kvcompress.policy.policy import make_policy
+from kvcompress.policy.make import make_policy
 from tests.support.calibrations import calibration_of
 from tests.support.docs import DOCS, python_blocks
 from tests.support.examples import examples, some

@@ -20,8 +20,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 import kvcompress
 from kvcompress.check.reference import generate
 from kvcompress.hooks.video_frames import FrameRecorder
+from kvcompress.policy.make import make_policy
 from kvcompress.policy.options import all_options
-from kvcompress.policy.policy import make_policy
 from kvcompress.scoring.vision import vision_token_mask
 from kvcompress.tokens import Tokens
 from tests.support.families import FAMILIES, MORE_FAMILIES, VLM_FAMILIES
