@@ -280,9 +280,9 @@ def test_files_of_other_kinds_are_named(tmp_path):
     assert "cannot be read" in refused(tmp_path)
     assert "cannot be read" in refused(tmp_path / "x", b"PK\x03\x04 a pickle of torch.save, say")
     foreign = safetensors.torch.save({"weight": torch.ones(3)})
-    assert "not one that CompressedCache.save has written" in refused(tmp_path / "x", foreign)
+    assert "was not written by CompressedCache.save" in refused(tmp_path / "x", foreign)
     newer = refused(tmp_path / "x", with_document(right(), format=2, kvcompress="9.0"))
-    assert "of format 2, written by kvcompress '9.0'" in newer
+    assert "its format is 2, written by kvcompress '9.0'" in newer
     assert "checksum" in refused(tmp_path / "x", with_document(right(), sha256="0"))
 
 
@@ -290,7 +290,7 @@ def test_a_file_of_another_transformers_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "x"
     path.write_bytes(right())
     monkeypatch.setattr(saved_module.transformers, "__version__", "9.9.9")
-    assert f"with transformers {VERSION}, this is 9.9.9" in refused(path)
+    assert f"with transformers {VERSION}; this is 9.9.9" in refused(path)
 
 
 def changed(name):
@@ -314,7 +314,7 @@ def changed(name):
 )
 def test_a_file_of_another_model_is_refused(other, what, tmp_path):
     line = refused(tmp_path / "x", right(), other())
-    assert "it is of another model than this" in line
+    assert "it was saved from another model than this" in line
     assert what in line
 
 
