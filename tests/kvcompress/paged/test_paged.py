@@ -302,11 +302,11 @@ def test_a_manager_may_last_as_long_as_the_context():
 REFUSED = {
     "adaptive": ("adakv", {}, "head_budget='adaptive': all layers and KV heads share"),
     "layers": ("pyramidkv", {}, "layer_budget='pyramid': all layers and KV heads share"),
-    "second reading": ("kvzip", {"layer_budget": "uniform", "head_budget": "uniform"}, "a prompt is read once"),
-    "tokens": ("fastv", {}, "drops vision tokens, and requests are text"),
+    "second reading": ("kvzip", {"layer_budget": "uniform", "head_budget": "uniform"}, "a prompt is processed only once"),
+    "tokens": ("fastv", {}, "drops vision tokens, but requests are text"),
     "vision": ("snapkv", {"ratio_of": "vision"}, "requests are text"),
     "scope": ("snapkv", {"scope": "context"}, "where its question begins"),
-    "moved": ("streamingllm", {"positions": "cache"}, "keys stay as they are rotated"),
+    "moved": ("streamingllm", {"positions": "cache"}, "keys keep their rotation"),
     "fed again": ("snapkv", {"first_token": "compressed"}, "feeds no token twice"),
     "chunks": ("snapkv", {"prefill_chunk": 8}, "the scheduler cuts prompts itself"),
     "prefixes": ("snapkv", {"prefix_cache": kvcompress.PrefixCache(gb=1)}, "feeds every token of a prompt"),
@@ -397,4 +397,4 @@ def test_heads_that_keep_unequal_numbers_are_noticed(monkeypatch):
     monkeypatch.setattr(keydiff, "select", select)
     with paged.compress(model, "keydiff", budget=8):
         found = model.generate_batch(prompts_of(20), GREEDY, continuous_batching_config=pages_config(4, 20))
-    assert "another number of entries" in next(iter(found.values())).error
+    assert "different numbers of entries" in next(iter(found.values())).error
