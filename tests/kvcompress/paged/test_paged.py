@@ -302,7 +302,11 @@ def test_a_manager_may_last_as_long_as_the_context():
 REFUSED = {
     "adaptive": ("adakv", {}, "head_budget='adaptive': all layers and KV heads share"),
     "layers": ("pyramidkv", {}, "layer_budget='pyramid': all layers and KV heads share"),
-    "second reading": ("kvzip", {"layer_budget": "uniform", "head_budget": "uniform"}, "a prompt is processed only once"),
+    "second reading": (
+        "kvzip",
+        {"layer_budget": "uniform", "head_budget": "uniform"},
+        "a prompt is processed only once",
+    ),
     "tokens": ("fastv", {}, "drops vision tokens, but requests are text"),
     "vision": ("snapkv", {"ratio_of": "vision"}, "requests are text"),
     "scope": ("snapkv", {"scope": "context"}, "where its question begins"),
