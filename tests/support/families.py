@@ -198,7 +198,7 @@ class Family:
         if self.image_format == "qwen3":  # a time stamp before each frame
             frames = [[stamp, VISION_START, *[VIDEO] * 4] for stamp in words[6 : 6 + FRAMES]]
             video, after = [token for frame in frames for token in frame], words[6 + FRAMES :]
-        elif self.image_format == "glm4v":  # the tokens of its images, and a time stamp behind each frame
+        elif self.image_format == "glm4v":  # the tokens of its images, and a time stamp after each frame
             frames = [[VISION_START, *[IMAGE] * 4, VISION_END, stamp] for stamp in words[6 : 6 + FRAMES]]
             video, after = [token for frame in frames for token in frame], words[6 + FRAMES :]
         elif self.image_format in ("qwen", "qwen3-omni"):
@@ -214,7 +214,7 @@ class Family:
             height, width = MINICPM_GRID
             pixels = (1, 3, MINICPM_PATCH, FRAMES * height * width * MINICPM_PATCH)
             size = {"target_sizes_videos": torch.tensor([MINICPM_GRID] * FRAMES)}
-        else:  # LLaVA: one token per frame after pooling; LLaVA-OneVision puts a newline behind the last
+        else:  # LLaVA: one token per frame after pooling; LLaVA-OneVision puts a newline after the last
             video, after = [VIDEO] * (FRAMES + int(self.image_format == "llava")), words[6:]
             pixels, size = (1, FRAMES, 3, LLAVA_TILE, LLAVA_TILE), {}
         ids = torch.tensor([[*words[:6], *video, *after]])

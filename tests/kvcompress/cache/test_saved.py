@@ -1,4 +1,4 @@
-"""A filled cache can be saved, or copied, and goes on as the one that was kept."""
+"""A filled cache can be saved or copied, and continues like the original."""
 
 import copy
 import io
