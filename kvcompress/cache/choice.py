@@ -164,7 +164,7 @@ class Choice:
         """Return the number of entries kept of `held`, [row][head], under each row's budget.
 
         None for a method that overrides the selection, which may keep fewer."""
-        if self._chooses_in_its_own_way:
+        if self._overrides_selection:
             return None
         if self.policy.head_budget in ADAPTIVE:
             return sum(min(round(budget * len(row)), sum(row)) for budget, row in zip(budgets, held, strict=True))
@@ -172,12 +172,12 @@ class Choice:
 
     def _left(self, budgets: list[float], held: list[list[int]]) -> list[list[int]] | None:
         """Like `_total`, for each head; None for adaptive heads."""
-        if self._chooses_in_its_own_way or self.policy.head_budget in ADAPTIVE:
+        if self._overrides_selection or self.policy.head_budget in ADAPTIVE:
             return None
         return [[min(budget, of_head) for of_head in row] for budget, row in zip(budgets, held, strict=True)]
 
     @property
-    def _chooses_in_its_own_way(self) -> bool:
+    def _overrides_selection(self) -> bool:
         own = type(self.policy.cluster)
         return any(getattr(own, name) is not getattr(KVCluster, name) for name in ("update_kv", "keep", "select"))
 

@@ -63,7 +63,7 @@ def write(path: str | Path, model: PreTrainedModel, policy: Policy, content: dic
         with replacing(Path(path)) as draft:
             save_file(writer.tensors, draft, {KEY: json.dumps(document, sort_keys=True)})
     except (OSError, ValueError, SafetensorError) as error:
-        raise KVCompressError(f"{shown(str(path))} cannot be written: {_said(error)}") from None
+        raise KVCompressError(f"{shown(str(path))} cannot be written: {_message(error)}") from None
 
 
 @contextmanager
@@ -80,9 +80,9 @@ def read(path: str | Path, model: PreTrainedModel) -> Iterator["Content"]:
     except KVCompressError as error:
         raise KVCompressError(f"{shown(str(path))}: {error}") from None
     except (OSError, SafetensorError) as error:
-        raise KVCompressError(f"{shown(str(path))} cannot be read as a saved cache: {_said(error)}") from None
+        raise KVCompressError(f"{shown(str(path))} cannot be read as a saved cache: {_message(error)}") from None
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise KVCompressError(f"{shown(str(path))} is not a valid saved cache: {_said(error)}") from None
+        raise KVCompressError(f"{shown(str(path))} is not a valid saved cache: {_message(error)}") from None
 
 
 class Content:
@@ -263,5 +263,5 @@ def _checksum(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str
     return found.hexdigest()
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return getattr(error, "strerror", None) or " ".join(str(error).split())[:200] or type(error).__name__

@@ -76,7 +76,7 @@ def compressed_attention(
         return attend_to_others(base, attend, module, query, given, value, attention_mask, scaling=scaling, **kwargs)
     if not layer.is_first_prompt:
         result = attend_to_kept(base, attend, module, query, key, value, layer, given, scaling=scaling, **kwargs)
-    elif layer.wants_sums and can_sum_on_the_way(base, module, query, attention_mask, kwargs):
+    elif layer.wants_sums and can_compute_sums(base, module, query, attention_mask, kwargs):
         output, sums = attention_with_sums(query, key, value, scaling)
         query.column_sums = Noted(key, scaling, sums)
         result = output, None
@@ -98,7 +98,7 @@ def check_came_through(module: torch.nn.Module) -> None:
         )
 
 
-def can_sum_on_the_way(base: str, module: torch.nn.Module, query, mask, kwargs: dict) -> bool:
+def can_compute_sums(base: str, module: torch.nn.Module, query, mask, kwargs: dict) -> bool:
     """Whether a prompt's attention can be computed here together with its column sums.
 
     That is so where plain PyTorch computes the sums, on a CPU in fp32, for plain causal attention."""

@@ -124,7 +124,7 @@ class InFlight:
                 raise KVCompressError("kvcompress.compress(...) was left while requests were in flight")
             is_free = self._next is None and len(self._running) < max(self.slots, 1)
             if self._reading is None and is_free:
-                self._reading = self._asked_for()
+                self._reading = self._next_request()
             is_reading = self._reading is not None
             if is_reading:
                 yield from self._read()
@@ -137,7 +137,7 @@ class InFlight:
             elif not is_reading:
                 return
 
-    def _asked_for(self) -> Reading | None:
+    def _next_request(self) -> Reading | None:
         """Return the next request, None if there is none."""
         following = self._again.popleft() if self._again else next(self._new, None)
         if following is None:
@@ -220,7 +220,7 @@ class InFlight:
         """Feed every running request's latest token; yield the finished answers."""
         chosen = None
         try:
-            chosen, logits = self._fed()
+            chosen, logits = self._feed()
         except torch.OutOfMemoryError:
             if self._limits.on_oom == "raise":
                 raise
@@ -245,8 +245,9 @@ class InFlight:
         yield from self._evict()
         yield from done
 
-    def _fed(self) -> tuple[list[int], torch.Tensor]:
-        """Return the most likely next token of each slot, and the logits (slots, vocabulary)."""
+    def _feed(self) -> tuple[list[int], torch.Tensor]:
+        """Feed the slots' latest tokens. Returns the most likely next token of each slot, and the logits (slots,
+        vocabulary)."""
         ids, positions = [0] * self.slots, [0] * self.slots
         for slot, running in self._running.items():
             ids[slot], positions[slot] = running.choice.tokens[-1], running.position

@@ -93,9 +93,9 @@ class OffloadedStorage(Storage):
             with torch.cuda.stream(self.stream):
                 if self._left is not None:
                     self.stream.wait_event(self._left)
-                self.fetched = self._on_the_way()
+                self.fetched = self._start_copy()
 
-    def _on_the_way(self) -> tuple[torch.Tensor, ...]:
+    def _start_copy(self) -> tuple[torch.Tensor, ...]:
         """Start copying the inner storage's keys and values to the device, and return them."""
         if not isinstance(self._inner, DenseStorage):
             return tuple(part.pin_memory().to(self.device, non_blocking=True) for part in self.inner.read())
@@ -109,23 +109,23 @@ class OffloadedStorage(Storage):
         self.inner.append(keys.cpu(), values.cpu())
         if self.fetched is not None:  # the buffers have room
             first = self.inner.entries + int(self.inner.appended) - keys.shape[2]
-            for buffer, part in zip(self._arrived(), (keys, values), strict=True):
+            for buffer, part in zip(self._wait_for_fetched(), (keys, values), strict=True):
                 buffer[:, :, first : first + keys.shape[2]] = part
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.stream is None:
             return tuple(part.to(self.device) for part in self.inner.read())
-        own = self._on_the_way() if self.fetched is None else self._arrived()
+        own = self._start_copy() if self.fetched is None else self._wait_for_fetched()
         self.fetched = None  # the device holds one layer's entries at a time
         if not self.tail:
             return own
         parts = tuple(
             torch.cat([part, *new], dim=2) for part, new in zip(own, zip(*self.tail, strict=True), strict=True)
         )
-        self._hand_over()
+        self._move_tail()
         return parts
 
-    def _hand_over(self) -> None:
+    def _move_tail(self) -> None:
         """Start copying a long tail to CPU memory, or store the copy that has arrived."""
         leaving = self._leaving
         if leaving is None and self._tail_length >= TAIL:
@@ -140,7 +140,7 @@ class OffloadedStorage(Storage):
             self._pin()
             self.tail, self._leaving = self.tail[1:], None
 
-    def _arrived(self) -> tuple[torch.Tensor, ...]:
+    def _wait_for_fetched(self) -> tuple[torch.Tensor, ...]:
         """Return the fetched entries, after waiting for their copy on the device.
 
         Their memory belongs to the copying stream; it is not reused for the next copy before the computing stream has

@@ -378,7 +378,7 @@ def test_a_cache_is_reused_in_its_own_session_alone(tmp_path):
 
     assert "ratio=0.3, not 0.5" in error(kvcompress.compress(MODEL, "knorm", 0.5), cache)
     assert "method='knorm', not 'keydiff'" in error(kvcompress.compress(MODEL, "keydiff", 0.3), cache)
-    assert "of another model" in error(kvcompress.attach(copy.deepcopy(MODEL)), cache)
+    assert "filled by another model" in error(kvcompress.attach(copy.deepcopy(MODEL)), cache)
     assert "made for another model" in error(kvcompress.attach(FAMILIES["llama"].build()), cache)
     assert "not seen a prompt" in error(kvcompress.attach(MODEL), CompressedCache(MODEL.config, "knorm", 0.3))
     assert "DynamicCache" in error(kvcompress.attach(MODEL), transformers.DynamicCache())

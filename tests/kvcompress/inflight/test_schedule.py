@@ -181,7 +181,7 @@ def test_a_prompt_that_cannot_be_cut_is_read_whole_which_is_said_once(method, op
 
 def test_the_models_with_windows_and_with_images_seen_both_ways_are_read_whole(caplog):
     say_once.cache_clear()
-    for family, said in (("gemma4", "sliding windows"), ("molmo2", "images seen both ways")):
+    for family, said in (("gemma4", "sliding windows"), ("molmo2", "image tokens that see each other")):
         made = MORE_FAMILIES[family]
         model = made.build()
         inputs = made.inputs(model, [60], [1])
