@@ -69,8 +69,9 @@ class MethodSpec:
 
     @classmethod
     def parse(cls, text: str, ratio: float | None) -> "MethodSpec":
-        """`full` has no ratio, whatever is given. Raises KVCompressError for what `make_policy` refuses, and for
-        methods that need images."""
+        """Parse a method; `full` never has a ratio.
+
+        Raises KVCompressError for what `make_policy` rejects, and for methods that need images."""
         name, *given = text.split(":")
         ratio = None if name == "full" else ratio
         options = {}

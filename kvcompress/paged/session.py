@@ -1,4 +1,4 @@
-"""Connect compression to transformers' continuous batching, for the managers that a model makes meanwhile."""
+"""Connects compression to transformers' continuous batching, for the managers that a model creates inside a context."""
 
 import copy
 import inspect
@@ -24,15 +24,15 @@ from .attention import paged_attention
 
 PAGED_PREFIX = f"{PREFIX}paged_"
 
-# Options of `ContinuousBatchingConfig` that are not for compressed pages: what they must be, and why.
+# Options of `ContinuousBatchingConfig` that compressed pages do not support: the value they must have, and why.
 FIXED = {
-    "use_async_batching": (False, "the next batch is planned once this one is compressed"),
-    "use_cuda_graph": (False, "what is evicted is decided between the layers, outside of any graph"),
-    "varlen_compile_config": (None, "what is evicted is decided between the layers, outside of any graph"),
-    "decode_compile_config": (None, "what is evicted is decided between the layers, outside of any graph"),
-    "default_compile_level": (0, "what is evicted is decided between the layers, outside of any graph"),
+    "use_async_batching": (False, "the next batch is planned after this one is compressed"),
+    "use_cuda_graph": (False, "entries are chosen between the layers, outside of any graph"),
+    "varlen_compile_config": (None, "entries are chosen between the layers, outside of any graph"),
+    "decode_compile_config": (None, "entries are chosen between the layers, outside of any graph"),
+    "default_compile_level": (0, "entries are chosen between the layers, outside of any graph"),
     "max_blocks_per_request": (0, "its kernel reads and writes pages by the number of tokens"),
-    "cpu_offload_space": (0.0, "an admitted request has its pages to the end, so none is offloaded"),
+    "cpu_offload_space": (0.0, "an admitted request keeps its pages to the end, so none is offloaded"),
 }
 
 
@@ -43,7 +43,7 @@ def compress(
     budget: int | None = None,
     **options: object,
 ) -> "PagedSession":
-    """Compress all requests of the continuous batching managers that `model` makes inside the returned context.
+    """Compress all requests of the continuous batching managers that `model` creates inside the returned context.
 
     ```python
     with kvcompress.paged.compress(model, "keydiff", budget=128, decode_budget=128) as session:
@@ -51,20 +51,19 @@ def compress(
     session.peak_pages
     ```
 
-    So do `model.continuous_batching_context_manager` and `model.init_continuous_batching`. A request is compressed as
-    it is alone with `kvcompress.compress` and the same arguments.
+    It also works with `model.continuous_batching_context_manager` and `model.init_continuous_batching`. A request is
+    compressed as it would be alone with `kvcompress.compress` and the same arguments.
 
     Args:
-        model: a transformers model that writes text.
-        method: a name of `list_methods()`, of those that keep as much in each layer and KV head.
-        ratio: fraction of each prompt's KV entries that is kept, in (0, 1].
-        budget: in place of `ratio`, the entries kept per layer and KV head.
-        options: the method's own options and the engine's, `decode_budget=` first of all, see
-            `kvcompress.policy.Engine`.
+        model: a transformers model that generates text.
+        method: a name in `list_methods()`, of a method that keeps equally many entries in each layer and KV head.
+        ratio: fraction of each prompt's KV entries to keep, in (0, 1].
+        budget: entries kept per layer and KV head, instead of `ratio`.
+        options: the method's own options and the engine's, `decode_budget=` above all, see `kvcompress.policy.Engine`.
 
     Raises:
-        KVCompressError: for what cannot live in pages, and for a transformers whose continuous batching is another
-            one.
+        KVCompressError: for a method or option that does not work in pages, and for a version of transformers with a
+            different continuous batching.
     """
     if "prefix_cache" in options:
         raise KVCompressError(
@@ -87,7 +86,7 @@ def compress(
 
 
 def _pages() -> ModuleType:
-    """The module that knows transformers' pages. Raises KVCompressError where they are others."""
+    """Import the module for transformers' pages. Raises KVCompressError if transformers' classes have changed."""
     problem = (
         f"transformers {transformers.__version__} has another continuous batching than kvcompress.paged knows (5.23)"
     )
@@ -102,11 +101,11 @@ def _pages() -> ModuleType:
 
 
 class PagedSession:
-    """A model whose continuous batching is compressed, as a context manager; any number of managers, one at a time.
+    """Context manager for a model with compressed continuous batching; for any number of managers, one at a time.
 
     Attributes:
-        model: without wrappers.
-        policy: what was asked for.
+        model: the model without wrappers.
+        policy: the requested policy.
     """
 
     def __init__(self, model: PreTrainedModel, decoder: PreTrainedModel, policy: Policy, pages: ModuleType):
@@ -115,16 +114,16 @@ class PagedSession:
         self._evictions: list[Any] = []
         self._managers: list[Any] = []
         self._hooks: list[RemovableHandle] = []
-        self._undo = ExitStack()  # what leaving the context does
+        self._undo = ExitStack()  # undone on leaving the context
 
     @property
     def peak_pages(self) -> int:
-        """Most pages per layer that requests had at once, in the latest manager; 0 before the first step."""
+        """The most pages per layer that requests had at once in the latest manager; 0 before the first step."""
         return self._evictions[-1].peak_pages if self._evictions else 0
 
     @property
     def pages_in_use(self) -> int:
-        """Pages per layer that requests have now, in the latest manager."""
+        """Pages per layer that requests have now in the latest manager."""
         return self._evictions[-1].pages.pages_in_use if self._evictions else 0
 
     def __enter__(self) -> "PagedSession":
@@ -143,7 +142,7 @@ class PagedSession:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Leave the model as it was, its managers ended. Doing it again does nothing."""
+        """Restore the model and stop its managers. Calling this again does nothing."""
         self._undo.close()
 
     def _stop(self) -> None:
@@ -161,7 +160,7 @@ class PagedSession:
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: Any = None,
     ) -> Any:
-        """In the place of the model's own `init_continuous_batching`."""
+        """Replaces the model's own `init_continuous_batching`."""
         if any(manager.is_running() for manager in self._managers):
             raise KVCompressError("a manager of this context is still running: stop it before the next one")
         cached = getattr(self.model, "_cached_continuous_batching_manager", None)
@@ -176,7 +175,7 @@ class PagedSession:
         return manager
 
     def _check_bound(self, generation_config: Any, workload_hints: Any) -> None:
-        """Raises KVCompressError where nothing bounds what a request will hold."""
+        """Raise KVCompressError if nothing bounds the entries of a request."""
         config = self.model.generation_config if generation_config is None else generation_config
         limits = (
             self.policy.engine.decode_budget,
@@ -189,7 +188,7 @@ class PagedSession:
             )
 
     def _processor(self, create: Any) -> Any:
-        """In the place of the manager's own `_create_batch_processor`, in whatever thread it is called."""
+        """Replaces the manager's own `_create_batch_processor`, in any thread."""
         processor = create()
         cache = processor.cache
         if not isinstance(cache, self._pages.CompressedPagedCache):
@@ -204,7 +203,7 @@ class PagedSession:
         return processor
 
     def _connect(self) -> None:
-        """Let the compressed pages hear of each layer's attention."""
+        """Report each layer's attention to the compressed pages."""
         base = self._config._attn_implementation
         if base.startswith(PAGED_PREFIX):
             return
@@ -220,14 +219,16 @@ class PagedSession:
 
 
 def _fixed(given: ContinuousBatchingConfig | None) -> ContinuousBatchingConfig:
-    """The config with what compressed pages need. Raises KVCompressError where the user asked for something else."""
+    """Return the config with the values that compressed pages need.
+
+    Raises KVCompressError if the user asked for others."""
     config, default = copy.copy(given or ContinuousBatchingConfig()), ContinuousBatchingConfig()
     for name, (value, reason) in FIXED.items():
         asked = getattr(config, name)
         if asked != getattr(default, name) and asked and asked != (False, False):
             raise KVCompressError(f"compressed pages do not go with {name}={asked!r}: {reason}")
         setattr(config, name, value)
-    config.allow_block_sharing = False  # an evicted prefix is not that of another request
+    config.allow_block_sharing = False  # requests with the same prefix keep different entries of it
     if config.safety_margin is None:
-        config.safety_margin = 0.0  # free pages for those that run are not needed: they have theirs
+        config.safety_margin = 0.0  # running requests already have their pages
     return config

@@ -142,7 +142,7 @@ CONFLICTS = (
     ),
     Conflict(PAGES, "method", "it compresses nothing", lambda policy: policy.method == "full"),
     Conflict(
-        PAGES, "method", "it drops vision tokens, and requests are text", lambda policy: policy.tokens is not None
+        PAGES, "method", "it drops vision tokens, but requests are text", lambda policy: policy.tokens is not None
     ),
     Conflict(PAGES, "head_budget", SHARED_TABLE, lambda policy: policy.head_budget in ADAPTIVE),
     Conflict(PAGES, "layer_budget", SHARED_TABLE, lambda policy: policy.chosen("layer_budget") != "uniform"),

@@ -385,7 +385,7 @@ def test_turns_are_timed_when_the_device_is_done():
     with synchronised_reads(standalone) as reads:
         Transformers(MODEL, "DynamicCache").turn(Workload(16, 1, 2, "wall"))
     assert {read.rpartition(":")[0] for read in reads} == {standalone.__name__}
-    assert len(reads) == 2 + 1 + 2  # around the prompt, before the first step, behind every step
+    assert len(reads) == 2 + 1 + 2  # around the prompt, before the first step, after every step
 
 
 def test_when_the_time_is_over_no_further_cell_is_begun(tmp_path, monkeypatch, capsys):

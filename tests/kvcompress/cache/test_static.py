@@ -137,7 +137,7 @@ def test_all_layers_count_with_one_tensor_which_a_fork_and_a_later_prompt_have_o
 
 @pytest.mark.parametrize("method", ["full", "snapkv"])
 def test_a_second_prompt_with_pads_on_static_shapes(method):
-    """Behind a first one without: a row's slots in use lie together all the same."""
+    """After a first prompt without pads: a row's slots in use stay contiguous."""
     model = FAMILIES["qwen2"].build()
     first, more = torch.arange(10, 70).view(2, 30), torch.arange(50, 70).view(2, 10)
     mask = torch.ones(2, 40, dtype=torch.long)

@@ -18,7 +18,7 @@ THINK = {"cache_implementation": "think"}
 
 @pytest.mark.parametrize(("method", "family"), some(paired([*METHODS, "full"], list(FAMILIES)), SOME_METHODS))
 def test_with_all_channels_the_answer_is_that_of_entries_as_they_are(method, family):
-    """Two storages behind each other hold what one does, also where rows and heads keep different numbers."""
+    """Two storages in sequence hold the same as one, also if rows and heads keep different numbers."""
     model = FAMILIES[family].build()
     inputs = FAMILIES[family].inputs(model, [45, 29], [1, 0] if FAMILIES[family].is_vlm else None)
     ratio = None if method == "full" else 0.4

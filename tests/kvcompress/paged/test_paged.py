@@ -406,4 +406,4 @@ def test_heads_that_keep_unequal_numbers_are_noticed(monkeypatch):
     monkeypatch.setattr(keydiff, "select", select)
     with paged.compress(model, "keydiff", budget=8):
         found = model.generate_batch(prompts_of(20), GREEDY, continuous_batching_config=pages_config(4, 20))
-    assert "another number of entries" in next(iter(found.values())).error
+    assert "different numbers of entries" in next(iter(found.values())).error

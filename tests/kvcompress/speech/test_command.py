@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def eager_compile(monkeypatch):
-    """The compiled path without a compiler behind it, which takes half a minute."""
+    """The compiled path without a compiler, which would take half a minute."""
 
     def config(device: torch.device) -> CompileConfig:
         config = CompileConfig(fullgraph=True, backend="eager")
@@ -155,7 +155,7 @@ def test_a_cold_start_is_the_first_answer_after_loading(run, monkeypatch, capsys
     assert [(taken["strategy"], taken["prompt"]) for taken in content["cold"]] == [
         *(("dynamic", 0), ("compressed", 0), ("dynamic", 1), ("compressed", 1))
     ]
-    assert loads == [0, 1, 2, 3, 4]  # each cold start loads anew, and answers once
+    assert loads == [0, 1, 2, 3, 4]  # each cold start loads again, and answers once
     assert disabled == [True] * 4 + [False] * 4
     assert "| cold | snapkv:window_size=4@0.3 | 2 |" in capsys.readouterr().out
 
