@@ -312,7 +312,7 @@ REFUSED = {
         "layer_budget='pyramid' does not go with continuous batching: all layers",
     ),
     "second reading": ("kvzip", {"layer_budget": "uniform", "head_budget": "uniform"}, "reads the prompt twice"),
-    "tokens": ("fastv", {}, "drops vision tokens, and requests are text"),
+    "tokens": ("fastv", {}, "drops vision tokens, but requests are text"),
     "vision": ("snapkv", {"ratio_of": "vision"}, "requests are text"),
     "scope": ("snapkv", {"scope": "context"}, "where its question begins"),
     "moved": ("streamingllm", {"positions": "cache"}, "keys would have to be rotated again"),
