@@ -1,5 +1,5 @@
-"""What prompts that begin alike have in common, in a radix tree: each node holds successive tokens of one or more
-prompts, and what the model computed of them."""
+"""A radix tree of prompt prefixes: each node holds successive tokens of one or more prompts and their computed
+states."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import torch
 
 # Tensors (..., tokens, size): all of a node's have the same tokens on their last axis but one.
 Columns = list[torch.Tensor]
-KEPT_BESIDES = 1 / 32  # of what is held, how much more memory may be
+SLACK = 1 / 32  # how much more memory than its tokens need a node may hold, so that fewer tensors are copied
 
 
 @dataclass(eq=False)
@@ -16,9 +16,9 @@ class Node:
     """Successive tokens.
 
     Attributes:
-        given: what tells a token from another, each (tokens, size): ids or embeddings, positions and the like.
-        computed: what the model made of them: queries, keys and values of each layer, (heads, tokens, head_dim).
-        used: when a prompt last went through it.
+        given: what identifies the tokens, each (tokens, size): ids or embeddings, positions and the like.
+        computed: their queries, keys and values in each layer, (heads, tokens, head_dim).
+        used: when a prompt last passed through the node.
     """
 
     given: Columns
@@ -38,9 +38,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Path:
-    """The tokens that a prompt shares with others: all of `nodes`, which follow one another from a root without tokens
-    on, but of the last one only its first `of_last`. `held`: what they computed when they were found, as other prompts
-    may split them."""
+    """A prefix that a prompt shares with others.
+
+    Attributes:
+        nodes: the nodes of its tokens, in order, after a root without tokens.
+        of_last: how many tokens of the last node belong to it.
+        held: `Node.computed` of the nodes when they were found, since other prompts may split them.
+    """
 
     nodes: tuple[Node, ...]
     of_last: int
@@ -51,26 +55,26 @@ class Path:
         return sum(computed[0].shape[-2] for computed in self.held[:-1]) + self.of_last
 
     def computed(self, part: int, tokens: int) -> torch.Tensor:
-        """The first `tokens` of a part of `Node.computed`."""
+        """Return the first `tokens` of a part of `Node.computed`."""
         return torch.cat([computed[part] for computed in self.held], dim=-2)[..., :tokens, :]
 
 
 class PrefixTree:
-    """Holds at most `room` bytes.
+    """A radix tree of at most `room` bytes.
 
     Attributes:
-        nbytes: of all that is held.
-        reused_tokens: that prompts took from it so far.
+        nbytes: bytes held.
+        reused_tokens: tokens that prompts have taken from it so far.
     """
 
     def __init__(self, room: int, device: str | None = None):
-        """`device`: where everything is held; None: where it is computed."""
+        """`device` holds all tensors; None: the device on which they are computed."""
         self.room, self.device, self.nbytes, self.reused_tokens = room, device, 0, 0
         self._roots: dict[object, Node] = {}
         self._clock = 0
 
     def find(self, identity: object, given: Columns) -> Path:
-        """How much of a prompt is there. Only prompts of the same `identity` share."""
+        """Find the longest known prefix of a prompt. Only prompts with the same `identity` share."""
         given = self._here(given)
         node = self._roots.setdefault(identity, Node([], []))
         nodes, of_last = [node], 0
@@ -85,11 +89,11 @@ class PrefixTree:
         return Path(tuple(nodes), of_last, tuple(node.computed for node in nodes[1:]))
 
     def add(self, identity: object, given: Columns, computed: Columns, first: int) -> None:
-        """Hold a prompt, or of its tokens as many as there is room for once what was used least recently is gone.
+        """Add a prompt, or as many of its tokens as fit after the least recently used ones are dropped.
 
         Args:
-            given: of all its tokens.
-            computed: of those from `first` on; what is needed of them is copied, unless it is most.
+            given: what identifies all of its tokens.
+            computed: states of the tokens from `first` on; the needed part is copied unless it is nearly all of them.
         """
         path = self.find(identity, given)
         start, behind = path.tokens, given[0].shape[0] - path.tokens
@@ -105,7 +109,7 @@ class PrefixTree:
             return
         given = self._here(_cut(given, start, start + behind))
         computed = [part[..., start - first : start - first + behind, :].detach() for part in computed]
-        is_tight = self.room - self.nbytes < (1 + KEPT_BESIDES) * per_token * behind
+        is_tight = self.room - self.nbytes < (1 + SLACK) * per_token * behind
         computed = self._here([_copy(part) if is_tight or not _is_most(part) else part for part in computed])
         node = Node(given, computed, parent, used=self._clock)
         parent.children[_first(given)] = node
@@ -119,12 +123,14 @@ class PrefixTree:
         return parts if self.device is None else [part.to(self.device) for part in parts]
 
     def _split(self, node: Node, tokens: int) -> None:
-        """Let a node hold its first tokens only, and a new one behind it the others."""
+        """Split a node after its first `tokens` tokens."""
+        before = node.nbytes
         rest = Node(_cut(node.given, tokens, None), _cut(node.computed, tokens, None), node, node.children, node.used)
         for child in rest.children.values():
             child.parent = rest
         node.given, node.computed = _cut(node.given, 0, tokens), _cut(node.computed, 0, tokens)
         node.children = {_first(rest.given): rest}
+        self.nbytes += node.nbytes + rest.nbytes - before
 
     def _make_room(self, nbytes: int, path: Path) -> None:
         if self.nbytes + nbytes <= self.room:
@@ -139,7 +145,7 @@ class PrefixTree:
                 leaves.add(leaf.parent)
 
     def _nodes(self) -> Iterator[Node]:
-        """All but the roots."""
+        """Yield all nodes but the roots."""
         waiting = [child for root in self._roots.values() for child in root.children.values()]
         while waiting:
             node = waiting.pop()
@@ -148,7 +154,7 @@ class PrefixTree:
 
 
 def _cut(parts: Columns, start: int, stop: int | None) -> Columns:
-    """Copies: a view would keep the whole alive."""
+    """Copy a range of tokens: a view would keep the whole tensor alive."""
     return [_copy(part[..., start:stop, :].detach()) for part in parts]
 
 
@@ -157,17 +163,17 @@ def _copy(part: torch.Tensor) -> torch.Tensor:
 
 
 def _is_most(part: torch.Tensor) -> bool:
-    """Whether a view keeps so little else alive that it is no use to take new memory for a copy."""
-    return part.untyped_storage().nbytes() <= (1 + KEPT_BESIDES) * part.nbytes
+    """Whether a view holds nearly all of its memory, so that a copy would save little."""
+    return part.untyped_storage().nbytes() <= (1 + SLACK) * part.nbytes
 
 
 def _first(given: Columns) -> bytes:
-    """What tells the first token from another."""
+    """Return a key that identifies the first token."""
     return torch.cat([part[0].double() for part in given]).cpu().numpy().tobytes()
 
 
 def _equal_tokens(one: Columns, other: Columns) -> int:
-    """How many tokens are the same in both, from the first on."""
+    """Return the length of the common prefix."""
     tokens = min(one[0].shape[0], other[0].shape[0])
     same = torch.stack([(a[:tokens] == b[:tokens]).all(-1).to(one[0].device) for a, b in zip(one, other, strict=True)])
     return int(same.all(0).long().cumprod(0).sum())

@@ -50,14 +50,27 @@ def files_identity(path: Path) -> list[list]:
 
 
 def code_identity(*packages_or_files: Path) -> str:
-    """Hash Python sources without comments and formatting, so that only changes of code recompute a cell."""
+    """Hash Python sources without comments, docstrings and formatting: only changes of code recompute a cell."""
     digest = hashlib.sha256()
     for path in packages_or_files:
         for source in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             name = source.relative_to(path).as_posix() if path.is_dir() else source.name
             digest.update(name.encode())
-            digest.update(ast.dump(ast.parse(source.read_text(encoding="utf-8"))).encode())
+            digest.update(ast.dump(_without_docstrings(ast.parse(source.read_text(encoding="utf-8")))).encode())
     return digest.hexdigest()[:16]
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                node.body = node.body[1:]
+    return tree
 
 
 def task_identity(task: "Task") -> str:
@@ -106,13 +119,15 @@ def class_identity(cls: type, but_packages: tuple[str, ...]) -> str:
 
 
 def _content(value: Any) -> Any:
-    """Return a function's or property's bytecode without file names and line numbers; plain values unchanged."""
+    """Return a function's or property's bytecode without docstring, file and line numbers; plain values unchanged."""
     if isinstance(value, property):
         value = value.fget
     value = getattr(value, "__func__", value)
     code = getattr(value, "__code__", value)
     if isinstance(code, CodeType):
-        return [code.co_code, code.co_names, [_content(constant) for constant in code.co_consts]]
+        doc = getattr(value, "__doc__", None)
+        constants = [None if constant == doc else _content(constant) for constant in code.co_consts]
+        return [code.co_code, code.co_names, constants]
     return value if isinstance(value, bool | int | float | str | tuple | None) else type(value).__name__
 
 

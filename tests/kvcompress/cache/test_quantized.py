@@ -168,7 +168,7 @@ def test_rows_that_change_places_take_what_they_kept_with_them():
     [
         ({"cache_implementation": "quantized", "kv_bits": 3}, "kv_bits=3 is not offered by kv_backend='quanto': 2, 4"),
         ({"kv_bits": 2}, "kv_bits= needs cache_implementation='quantized'"),
-        ({"cache_implementation": "quantized", "decode_budget": 9}, "do not go with cache_implementation="),
+        ({"cache_implementation": "quantized", "decode_budget": 9}, "does not go with decode_budget="),
     ],
 )
 def test_what_does_not_go_together_is_an_error(options, message):

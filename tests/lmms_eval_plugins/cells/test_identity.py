@@ -15,13 +15,16 @@ from lmms_eval_plugins.model.arguments import ModelArguments
 ROOT = Path(identity.__file__).parents[2]
 
 
-def test_code_identity_ignores_comments_and_sees_code(tmp_path):
+def test_code_identity_ignores_comments_and_docstrings_and_sees_code(tmp_path):
     source = tmp_path / "method.py"
-    source.write_text("x = 1\n")
+    code = 'class Own:\n    """{}"""\n    kept = "a"\n\n    async def score(self):\n        """{}"""\n'
+    source.write_text(code.format("One.", "One."))
     before = identity.code_identity(tmp_path)
-    source.write_text("# a comment\nx  =  1\n")
+    source.write_text("# a comment\n\n" + code.format("Two.", "Two."))
     assert identity.code_identity(tmp_path) == before
-    source.write_text("x = 2\n")
+    source.write_text('"""Of a module."""\n' + code.format("Two.", "Two."))
+    assert identity.code_identity(tmp_path) == before
+    source.write_text(code.format("One.", "One.").replace('"a"', '"b"'))
     assert identity.code_identity(tmp_path) != before
 
 
@@ -38,6 +41,9 @@ def test_class_identity_sees_the_code_of_a_class_of_ones_own_and_not_its_place()
     assert identity.class_identity(own_class(source, line=7), ("kvcompress",)) == before
     for change in (("+ 1", "+ 2"), ("+ 1", "- 1"), ("kept = 3", "kept = 4"), ("scale=2", "scale=3"), ("* scale", "")):
         assert identity.class_identity(own_class(source.replace(*change)), ("kvcompress",)) != before
+    described = source.replace("scale=2):\n", 'scale=2):\n        """{}"""\n')
+    one, other = (identity.class_identity(own_class(described.format(text)), ("kvcompress",)) for text in "ab")
+    assert one == other
     assert identity.class_identity(list, ("kvcompress",)) == ""
     assert identity.class_identity(Cell, ("lmms_eval_plugins",)) == ""
 
