@@ -5,7 +5,8 @@
 
 A model of a known shape with random weights answers several questions. Their prompts begin with the same tokens, as
 many as a picture has. Alone, each prompt is prefilled as a whole; with the cache, only the first one is. Each method
-answers the questions in turns, alone, with its own cache, and with a cache shared by all methods.
+answers the questions in turns, alone, with its own cache, and with a cache shared by all methods. Then it answers
+prompts that share nothing, without a cache and with one that fills up.
 """
 
 import argparse
@@ -73,9 +74,21 @@ def compare(bench: PrefixBench, methods: list[str]) -> list[dict]:
                 record[name].append(seconds)
                 if expected is not None and not torch.equal(tokens, expected):
                     raise AssertionError(f"{method}, question {i}: {tokens.tolist()} is not {expected.tolist()}")
+        record["unshared"] = unshared(bench, method)
         record |= {"nbytes": own.nbytes, "reused": own.reused_tokens, "prompt_tokens": own.prompt_tokens}
         records.append(record)
     return records
+
+
+def unshared(bench: PrefixBench, method: str) -> list[float]:
+    """Return the speed with a prefix cache as a share of that without one, for prompts with nothing in common."""
+    prefixes, shares = PrefixCache(gb=bench.asked.gb), []
+    for turn in range(bench.asked.alone):
+        ids, seconds = bench.prompts()[0], {}
+        for given in (None, prefixes)[:: 1 if turn % 2 else -1]:
+            seconds[given] = bench.answer(method, ids, given)[1]
+        shares.append(seconds[None] / seconds[prefixes])
+    return shares
 
 
 def times_as_many(record: dict, name: str, questions: int) -> float:
@@ -89,10 +102,11 @@ def report(records: list[dict], asked: argparse.Namespace) -> str:
         [record["method"], f"{median(record['alone']):.3f}", f"{record['own'][0]:.3f}"]
         + [f"{median(record['own'][1:]):.3f}"]
         + [f"{times_as_many(record, 'own', n):.2f}" for n in counts]
-        + [f"{record['nbytes'] / 1e6:.1f}"]
+        + [f"{median(record['unshared']):.2f}", f"{record['nbytes'] / 1e6:.1f}"]
         for record in records
     ]
-    header = ["method", "alone, s", "first, s", "later, s", *(f"x, {n} of a picture" for n in counts), "held, MB"]
+    header = ["method", "alone, s", "first, s", "later, s", *(f"x, {n} of a picture" for n in counts)]
+    header += ["x, nothing shared", "held, MB"]
     alone = sum(asked.questions * median(record["alone"]) for record in records)
     grid = alone / sum(sum(record["together"]) for record in records)
     return (
@@ -100,8 +114,9 @@ def report(records: list[dict], asked: argparse.Namespace) -> str:
         f"{asked.picture} tokens that all questions share and {asked.question} of its own, {asked.dtype}; "
         f"{asked.shape}'s shape, random weights, without a vision tower; a ratio of {asked.ratio:g}. Alone: the "
         f"median of {asked.alone} questions. With a prefix cache: the first question, and the median of the later "
-        "ones, then answers per second over those alone, where a picture has so many questions. Held: the cache's "
-        "bytes at the end. Where both were asked, tokens were the same.\n\n"
+        "ones, then answers per second over those alone, where a picture has so many questions, and where prompts "
+        f"share nothing (the median of {asked.alone}). Held: the cache's bytes after the questions. Where both were "
+        "asked, tokens were the same.\n\n"
         + table(header, rows)
         + f"\nAll {len(records)} methods with one prefix cache, {asked.questions} questions each: "
         f"{grid:.1f} times as many answers per second as alone."
@@ -116,7 +131,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--picture", type=whole(1), default=1500, help="tokens that prompts share (1500)")
     parser.add_argument("--question", type=whole(1), default=30, help="tokens of each prompt's own (30)")
     parser.add_argument("--questions", type=whole(2), default=18, help="of one picture (18)")
-    parser.add_argument("--alone", type=whole(1), default=2, help="of these, how many are also asked alone (2)")
+    parser.add_argument("--alone", type=whole(1), default=4, help="of these, how many are also asked alone (4)")
     parser.add_argument("--gb", type=positive, default=4.0, help="of the prefix cache (4.0)")
     run = Run(parser, argv)
     asked = run.given
