@@ -40,8 +40,13 @@ def pack_behind(
 ) -> None:
     """Write vectors (batch, kv_heads, new, dim) into `packed_keys` and `packed_values`, contiguous uint8 (rows,
     nbytes): those of each segment from the row on that `ends` names, LongTensor (batch * kv_heads,)."""
-    if keys.device.type == "cpu" and has_kernels(keys.device):
-        turboquant_cpu.pack_behind(packed_keys, packed_values, ends, keys, values, codecs)
+    if has_kernels(keys.device):
+        if keys.device.type == "cpu":
+            turboquant_cpu.pack_behind(packed_keys, packed_values, ends, keys, values, codecs)
+        else:
+            from .turboquant_triton import pack_behind_triton
+
+            pack_behind_triton(packed_keys, packed_values, ends, keys, values, codecs)
         return
     new = torch.arange(keys.shape[2], device=ends.device)
     rows = (ends[:, None] + new).flatten()

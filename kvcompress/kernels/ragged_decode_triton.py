@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .turboquant import TurboQuant
+from .turboquant_triton import combine_back_triton, rotate_triton
 
 MOST_KEYS = 64  # of a block
 BLOCK_BYTES = 16384  # of a block of keys; the kernel then needs at most 83 KB of shared memory (fp32, sm_80)
@@ -41,7 +42,7 @@ def ragged_decode_triton(
     dims = keys.shape[1], values.shape[1]
     if codecs is not None:
         dims = codecs[0].dim, codecs[1].dim
-        query = codecs[0].rotate(query)
+        query = rotate_triton(query, codecs[0])
     segments, (key_dim, value_dim) = starts.numel(), dims
     groups = query.shape[1] // starts.shape[1]
     blocks = blocks_of(*dims, query.dtype, codecs is not None)
@@ -71,9 +72,12 @@ def ragged_decode_triton(
             BLOCK_GROUPS=max(16, triton.next_power_of_2(groups)),
             **blocks,
         )
+        if codecs is not None:
+            combine_back_triton(partial, maxima, sums, codecs[1], output)
+            return output
         of_value = {"VALUE_DIM": value_dim, "BLOCK_VALUE_DIM": blocks["BLOCK_VALUE_DIM"]}
         _combine[(segments * groups,)](partial, maxima, sums, output, SPLITS=splits, **of_value)
-    return output if codecs is None else codecs[1].rotate_back(output)
+    return output
 
 
 def blocks_of(key_dim: int, value_dim: int, dtype: torch.dtype, is_packed: bool) -> dict[str, int]:
@@ -105,14 +109,16 @@ def _vectors(stored, codebook, at, dim, is_entry, is_dim, BITS: tl.constexpr, DI
     if BITS == 0:
         vectors = tl.load(stored + at * DIM + dim, mask=is_entry & is_dim, other=0.0)
     else:
-        plane: tl.constexpr = (DIM + 7) // 8
-        row = stored + at * (BITS * plane + 2)
-        code = tl.load(row + dim // 8, mask=is_entry & is_dim, other=0).to(tl.int32) >> (dim % 8) & 1
-        for bit in tl.static_range(1, BITS):
-            byte = tl.load(row + bit * plane + dim // 8, mask=is_entry & is_dim, other=0).to(tl.int32)
-            code = code | (byte >> (dim % 8) & 1) << bit
-        low = tl.load(row + BITS * plane, mask=is_entry, other=0).to(tl.int16)
-        high = tl.load(row + BITS * plane + 1, mask=is_entry, other=0).to(tl.int16)
+        eights: tl.constexpr = (DIM + 7) // 8
+        width: tl.constexpr = 2 if BITS == 3 else BITS  # of the first string of bits
+        row = stored + at * (BITS * eights + 2)
+        string = tl.load(row + dim * width // 8, mask=is_entry & is_dim, other=0).to(tl.int32)
+        code = string >> (dim * width % 8) & (2**width - 1)
+        if BITS == 3:
+            high = tl.load(row + 2 * eights + dim // 8, mask=is_entry & is_dim, other=0).to(tl.int32)
+            code = code | (high >> (dim % 8) & 1) << 2
+        low = tl.load(row + BITS * eights, mask=is_entry, other=0).to(tl.int16)
+        high = tl.load(row + BITS * eights + 1, mask=is_entry, other=0).to(tl.int16)
         norm = (low | high << 8).to(tl.float16, bitcast=True)
         vectors = tl.where(is_dim, tl.load(codebook + code) * norm.to(tl.float32), 0.0)
     return vectors

@@ -102,7 +102,7 @@ def rotation(dim: int) -> torch.Tensor:
     """A random orthogonal matrix (dim, dim), evenly distributed over all of them, fp32; the same for each `dim`."""
     gaussian = torch.randn(dim, dim, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
     q, r = torch.linalg.qr(gaussian)
-    return (q * r.diagonal().sign()).float()
+    return (q * r.diagonal().sign()).float().contiguous()
 
 
 @cache

@@ -9,7 +9,13 @@ from kvcompress.kernels.column_sums import column_sums, column_sums_reference
 from kvcompress.kernels.ragged_decode import ragged_decode, ragged_decode_reference
 from tests.gpu.cases import DTYPES
 from tests.support.kernel_cases import SHAPES, check_column_sums, check_compact, prompt_case
-from tests.support.ragged_cases import TOLERANCE, check_triton, check_turboquant_triton, ragged_case
+from tests.support.ragged_cases import (
+    TOLERANCE,
+    check_triton,
+    check_turboquant_pack_triton,
+    check_turboquant_triton,
+    ragged_case,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +48,12 @@ def test_triton_decodes_ragged_entries_as_the_reference(cuda, dtype):
 def test_triton_decodes_packed_entries_as_the_reference(cuda, dtype):
     pytest.importorskip("triton")
     check_turboquant_triton(dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_packs_tokens_as_the_reference(cuda, dtype):
+    pytest.importorskip("triton")
+    check_turboquant_pack_triton(dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

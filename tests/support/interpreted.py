@@ -23,3 +23,6 @@ if __name__ == "__main__":
     ragged_cases.check_triton(torch.float32, "cpu")
     ragged_cases.check_triton(torch.float16, "cpu", ragged_cases.SHAPES[4:])
     ragged_cases.check_turboquant_triton(torch.float32, "cpu", ragged_cases.SHAPES[::3])
+    ragged_cases.check_turboquant_triton(torch.float16, "cpu", ragged_cases.SHAPES[4:])
+    ragged_cases.check_turboquant_pack_triton(torch.float32, "cpu", ragged_cases.SHAPES[::2])
+    ragged_cases.check_turboquant_pack_triton(torch.bfloat16, "cpu", ragged_cases.SHAPES[1:2])
