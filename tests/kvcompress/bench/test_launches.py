@@ -22,7 +22,8 @@ STEPS = {
     "h2o": (0, 0),
     "adakv": (4, 0),
     "snapkv:cache_implementation=offloaded": (0, 0),
-    f"snapkv{TURBOQUANT}": (26, 0),
+    f"snapkv{TURBOQUANT}": (4, 0),
+    f"adakv{TURBOQUANT}": (3, 0),
     f"streamingllm{EVICTING}": (0, 0),
     f"h2o{EVICTING}": (1, 0),  # remembers its queries
     f"r-kv{EVICTING}": (1, 0),
