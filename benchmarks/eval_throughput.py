@@ -1,13 +1,13 @@
-"""Answered questions per second of the demo's grid: this package against lmms-eval's own way, one prompt at a time.
+"""Compare questions per second on the demo's grid: this package against lmms-eval's own loop, one prompt at a time.
 
     python -m benchmarks.eval_throughput                                  # 64 questions in each of 13 cells
     python -m benchmarks.eval_throughput --clock cpu                      # on a busy machine
 
-Both sides evaluate the same cells on the same loaded model, through lmms-eval, with its scores and standard errors, in
-turns. `grid` is what `scripts/run_eval.sh` does: batches, prepared ahead; inputs, the vision tower's output and the
-prefills of the first cell used again by the others; every answer measured; results on disk. `loop` is the loop of
-lmms-eval's `llava_hf` and `internvl_hf` under the same compression: each question on its own is read, processed,
-generated and decoded; nothing is kept, measured or written.
+Both sides evaluate the same cells on the same loaded model through lmms-eval, including scores and standard errors, in
+turns. `grid` is what `scripts/run_eval.sh` does: batches are prepared ahead; inputs, vision features and prefills of
+the first cell are reused by the others; every answer is measured; results are written to disk. `loop` is the loop of
+lmms-eval's `llava_hf` and `internvl_hf` under the same compression: each question is read, processed, generated and
+decoded by itself; nothing is stored, measured or written.
 """
 
 import argparse
@@ -15,10 +15,8 @@ import json
 import os
 import statistics
 import tempfile
-from pathlib import Path
 from typing import Any
 
-import torch
 from lmms_eval.api.instance import GenerationResult, Instance
 from lmms_eval.api.model import lmms
 from lmms_eval.evaluator import simple_evaluate
@@ -26,7 +24,8 @@ from lmms_eval.protocol import ChatMessages
 
 import kvcompress
 from kvcompress.bench.standalone import CLOCKS
-from kvcompress.bench.timing import short, table, write
+from kvcompress.bench.timing import short, table
+from kvcompress.flag_types import label, whole
 from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.plan import Job, Plan
 from lmms_eval_plugins.cells.results import SAMPLES_FILE
@@ -34,6 +33,8 @@ from lmms_eval_plugins.cells.run import evaluate_cell, load_model, measured_line
 from lmms_eval_plugins.model.arguments import make_compression
 from lmms_eval_plugins.model.generation import generation_of
 from lmms_eval_plugins.model.lm import KVCompressLM
+
+from .driver import FOLDER, Run, new_parser, start
 
 
 class OneAtATime(lmms):
@@ -68,7 +69,7 @@ class OneAtATime(lmms):
         return results
 
     def clean(self) -> None:
-        """lmms-eval would drop the model after the first cell; loading it again is not what is compared."""
+        """Keep the model, which lmms-eval would drop after the first cell: loading it again is not compared."""
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[list[str]]:
         raise NotImplementedError("the demo's task has one round")
@@ -80,8 +81,8 @@ class OneAtATime(lmms):
 def compare(words: list[str], limit: int, clock: str) -> tuple[list[dict[str, Any]], str]:
     """Evaluate every cell of a command line both ways, in turns.
 
-    Returns a record for each cell: questions, seconds of `grid` and of `loop`, answers that are the same; and what was
-    measured, in a line.
+    Returns a record for each cell (questions, seconds of `grid` and `loop`, identical answers), and one line that says
+    what was measured.
     """
     now = CLOCKS[clock]
     with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +113,7 @@ def compare(words: list[str], limit: int, clock: str) -> tuple[list[dict[str, An
             return [sample["filtered_resps"][0] for sample in samples]
 
         ways = {"grid": by_grid, "loop": by_loop}
-        for way in ways.values():  # what is imported and allocated at the first evaluation
+        for way in ways.values():  # a warm-up for imports and allocations
             way(jobs[-1])
         lm.batches.begin([])
         records = []
@@ -128,7 +129,7 @@ def compare(words: list[str], limit: int, clock: str) -> tuple[list[dict[str, An
 
 
 def speed(records: list[dict[str, Any]], way: str) -> float:
-    """Questions per second over all cells."""
+    """Return questions per second over all cells."""
     return sum(record["questions"] for record in records) / sum(record["seconds"][way] for record in records)
 
 
@@ -142,30 +143,24 @@ def report(records: list[dict[str, Any]], measured: str, clock: str) -> str:
     ratios = [record["seconds"]["loop"] / record["seconds"]["grid"] for record in records]
     questions, same = (sum(record[name] for record in records) for name in ("questions", "same answers"))
     rows.append(["all", *map(short, whole), f"**{whole[0] / whole[1]:.2f}**", f"{same}/{questions}"])
-    return (
-        "# Evaluation throughput\n\n"
+    what = (
         f"Questions per second ({clock} clock) of the demo's grid: `grid`, as `scripts/run_eval.sh` evaluates it, and "
         "`loop`, one question at a time as lmms-eval's `llava_hf` and `internvl_hf` do, on the same loaded model in "
-        f"turns. Median ratio of the cells {statistics.median(ratios):.2f}.\n\n"
-        + table(["cell", "grid", "loop", "ratio", "same answers"], rows)
-        + f"\n{measured}\n"
+        f"turns. Median ratio of the cells {statistics.median(ratios):.2f}."
     )
+    return f"{what}\n\n{table(['cell', 'grid', 'loop', 'ratio', 'same answers'], rows)}\n{measured}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "words", nargs="*", default=["batch_size=16"], help="key=value as of run_eval.sh (batch_size=16)"
-    )
-    parser.add_argument("--limit", type=int, default=64, help="questions per cell (64)")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: the process's own time, all threads")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/eval_throughput"))
-    arguments = parser.parse_args()
+def main(argv: list[str]) -> None:
+    parser = new_parser("eval_throughput", __doc__, "--clock", out=FOLDER / "eval_throughput")
+    parser.add_argument("words", nargs="*", type=label, default=["batch_size=16"], help="key=value, as of run_eval.sh")
+    parser.add_argument("--limit", type=whole(1), default=64, help="questions per cell (64)")
+    run = Run(parser, argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    records, measured = compare(arguments.words, arguments.limit, arguments.clock)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    write(arguments.out, report(records, measured, arguments.clock), records, device)
+    records, measured = compare(run.given.words, run.given.limit, run.given.clock)
+    run.measure([{}], lambda: records)
+    run.report("Evaluation throughput", report(records, measured, run.given.clock))
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -1,16 +1,14 @@
-"""How much of what the authors' code keeps ours keeps too, on real states: SmolLM2-135M-Instruct's, or the bundled
-model's for methods that tell images from text.
+"""Measure how many of the entries that the authors' code keeps ours keeps too, on real states: SmolLM2-135M-Instruct's,
+or the bundled model's for methods that distinguish images from text.
 
     python -m benchmarks.fidelity
 
-Compares ours with the recordings in tests/oracle/authors/fixtures/ and writes the table into
-benchmarks/results/fidelity.md, with another of the methods that drop tokens below it. The recordings are made again by
-the script of each repository, which `tests/oracle/authors/` explains. A last table says what a method's variants
-change: kept entries, and answers of the bundled model. Answers are written down as they come, in
-benchmarks/results/variants.json.
+This compares ours with the recordings in tests/oracle/authors/fixtures/ and writes a table into
+benchmarks/results/fidelity.md, followed by one for methods that drop tokens. Each repository's script in
+`tests/oracle/authors/` makes its recordings. A last table shows what a method's variants change: the kept entries, and
+the bundled model's answers, which are saved as they come in benchmarks/results/variants.json.
 """
 
-import argparse
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,8 +21,9 @@ from typing import get_args
 import torch
 
 import kvcompress
+from kvcompress.bench.timing import table
+from kvcompress.files import write_text
 from kvcompress.tokens import TokenMethod
-from lmms_eval_plugins.cells.results import write_text
 from tests.oracle.authors import recording as recordings
 from tests.oracle.authors import token_recording
 from tests.oracle.authors.ours import of, ours, share
@@ -33,9 +32,9 @@ from tests.oracle.authors.states import DECODED, RATIOS, ratio_of, states
 from tests.oracle.authors.token_recording import TokenRecording
 
 from . import method_cells, method_tasks
-from .method_table import RESULTS
+from .driver import RESULTS, new_parser, start
 
-STATES = ("smollm2", "smollm2_image", "tiny")  # the first that a method was recorded on
+STATES = ("smollm2", "smollm2_image", "tiny")  # the first of these that a method was recorded on is used
 PAGE = RESULTS / "fidelity.md"
 TOKENS = """Methods that drop vision tokens: the share of the states that the authors' code lets through and ours lets
 through too, in percent, the least of drawn prompts at these budgets (vision tokens, as `budget=` counts them)."""
@@ -45,20 +44,20 @@ VARIANT_RATIOS = (0.5, 0.2)
 @dataclass(frozen=True)
 class Row:
     """A method and its authors' repository; `shares`: (decode steps, ratio) -> the share of common entries; `held`:
-    ratio -> the one that their code holds of a prompt, where it cannot hold what was asked for."""
+    ratio -> the ratio that their code actually keeps of a prompt."""
 
     label: str
     states: str
     repository: str
     commit: str
     shares: dict[tuple[int, float], float]
-    differs: tuple[str, ...]  # what is named as different
+    differs: tuple[str, ...]  # the documented differences
     held: dict[float, float]
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """A method that drops tokens; `budgets`: of its recordings; `share`: the least of common states in any of them."""
+    """A method that drops tokens; `budgets`: of its recordings; `share`: their smallest share of common states."""
 
     label: str
     repository: str
@@ -68,7 +67,7 @@ class TokenRow:
 
 
 def rows() -> Iterator[Row]:
-    """Of each fixture the labels that have recordings at the table's ratios and steps."""
+    """Yield a row for each label of a fixture with recordings at the table's ratios and steps."""
     for fixture in recordings.fixtures():
         about, named = recordings.about(fixture), import_module(f"tests.oracle.authors.{fixture}").DIFFERENCES
         of_label: dict[str, list[Recording]] = {}
@@ -107,7 +106,7 @@ def ratio_in_table(one: Recording) -> float | None:
 
 
 def names(found: Sequence[Row | TokenRow]) -> dict[tuple[str, str], str]:
-    """(repository, commit) -> what links to it, unlike all others."""
+    """Return (repository, commit) -> a unique name for its link."""
     sources = dict.fromkeys((row.repository, row.commit) for row in found)
     counts = Counter(repository.rpartition("/")[2] for repository, _ in sources)
     named = {}
@@ -132,21 +131,21 @@ def markdown(found: list[Row], dropping: list[TokenRow]) -> str:
         lines.append(f"| {label} | [{name}] | {row.states} |{'|'.join(cells)}|")  # no spaces: some labels are long
     said = [wrapped(f"{number}. {note}") for number, note in enumerate(notes, 1)]
     links = [f"[{name}]: {repository}/tree/{commit}" for (repository, commit), name in linked.items()]
-    blocks = [lines, said, [TOKENS, "", *tokens_table(dropping, linked)] if dropping else [], links]
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    blocks = ["\n".join(lines), "\n".join(said)]
+    blocks += [TOKENS, tokens_table(dropping, linked)] if dropping else []
+    return "\n\n".join(filter(None, [*blocks, "\n".join(links)])) + "\n"
 
 
-def tokens_table(found: list[TokenRow], linked: dict[tuple[str, str], str]) -> list[str]:
-    lines = ["| method | authors' code | budgets | the same |", "|---|---|---|---:|"]
+def tokens_table(found: list[TokenRow], linked: dict[tuple[str, str], str]) -> str:
+    lines = []
     for row in sorted(found, key=lambda row: row.label):
         budgets = ", ".join(map(str, row.budgets))
-        name = linked[row.repository, row.commit]
-        lines.append(f"| {row.label} | [{name}] | {budgets} | {percent(row.share)} |")
-    return lines
+        lines.append([row.label, f"[{linked[row.repository, row.commit]}]", budgets, percent(row.share)])
+    return table(["method", "authors' code", "budgets", "the same"], lines, names=3).rstrip()
 
 
 def cell(row: Row, ratio: float) -> str:
-    """A share of a prompt, with the ratio that was held where that is not the column's."""
+    """Format a share after the prompt, with the ratio held if it is not the column's."""
     held = f"{row.held.get(ratio, ratio):.2f}"
     return percent(row.shares.get((0, ratio))) + ("" if held == f"{ratio:.2f}" else f" ({held})")
 
@@ -156,7 +155,7 @@ def wrapped(note: str) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Rounded down, so that 100 is said of nothing else."""
+    """Format a share in percent, rounded down, so that only 1 is shown as 100."""
     return "" if share is None else f"{int(1000 * share) / 10:g}"
 
 
@@ -164,7 +163,7 @@ def percent(share: float | None) -> str:
 
 
 def variants() -> dict[str, list[str]]:
-    """Method -> its variants, the default first; of methods that have several."""
+    """Return method -> its variants, the default first, for methods that have several."""
     found = {}
     for name, info in kvcompress.list_methods().items():
         for option in fields(info.cls):
@@ -175,7 +174,7 @@ def variants() -> dict[str, list[str]]:
 
 
 def variants_table(questions: int, answers: Path) -> str:
-    """Accuracy of each variant on the bundled model, and what it keeps in common with the default."""
+    """Tabulate each variant's accuracy on the bundled model, and its kept entries in common with the default."""
     task = method_tasks.tiny(questions)
     kept = method_cells.Answers(answers, task.identity)
     cells = {}
@@ -187,20 +186,20 @@ def variants_table(questions: int, answers: Path) -> str:
                 task.protocols[0], method, method_cells.Column.of(ratio), options
             )
     method_cells.compute(task, list(cells.values()), kept)
-    wide = [f"accuracy at {ratio:g}" for ratio in VARIANT_RATIOS] + [f"kept at {ratio:g}" for ratio in VARIANT_RATIOS]
-    lines = [f"| method | variant | {' | '.join(wide)} |", "|---|---|" + "---:|" * len(wide)]
+    wide = [f"{what} at {ratio:g}" for what in ("accuracy", "kept") for ratio in VARIANT_RATIOS]
+    lines = []
     for method, names in variants().items():
         for name in names:
             right = [kept.of(cells[method, name, ratio], questions) for ratio in VARIANT_RATIOS]
             shares = ["" if name == names[0] else percent(in_common(method, name, r)) for r in VARIANT_RATIOS]
-            row = [*(f"{100 * one.mean():.0f}" if len(one) else "refused" for one in right), *shares]
-            lines.append(f"| {method} | `{name}` | {' | '.join(row)} |")
-    return "\n".join(lines) + "\n"
+            accuracies = [f"{100 * one.mean():.0f}" if len(one) else "refused" for one in right]
+            lines.append([method, f"`{name}`", *accuracies, *shares])
+    return table(["method", "variant", *wide], lines, names=2)
 
 
 def in_common(method: str, variant: str, ratio: float) -> float | None:
-    """The share of kept entries that a variant and the default have in common, of the bundled model's states; None for
-    a method that drops tokens before they are cached."""
+    """Return the share of kept entries that a variant has in common with the default, on the bundled model's states;
+    None for a method that drops tokens before they are cached."""
     if issubclass(kvcompress.list_methods()[method].cls, TokenMethod):
         return None
     given = states("tiny")
@@ -214,25 +213,24 @@ def in_common(method: str, variant: str, ratio: float) -> float | None:
 
 
 def put(name: str, table: str) -> None:
-    """Replace what stands between the page's two marks of that name."""
+    """Replace the text between the page's two marks of that name."""
     begin, end = f"<!-- {name}: made by benchmarks/fidelity.py -->\n", f"<!-- end of {name} -->"
     before, rest = PAGE.read_text(encoding="utf-8").split(begin)
     write_text(PAGE, f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}")
     print(table)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str]) -> None:
+    parser = new_parser("fidelity", __doc__, "--questions")
     parser.add_argument("tables", nargs="*", choices=[[], "fidelity", "variants"], help="default: both")
-    parser.add_argument("--questions", type=int, default=100, help="of the second table (default: 100)")
-    arguments = parser.parse_args()
+    given = parser.parse_args(argv)
     torch.set_num_threads(1)
-    wanted = arguments.tables or ["fidelity", "variants"]
+    wanted = given.tables or ["fidelity", "variants"]
     if "fidelity" in wanted:
         put("fidelity", markdown(list(rows()), list(token_rows())))
     if "variants" in wanted:
-        put("variants", variants_table(arguments.questions, RESULTS / "variants.json"))
+        put("variants", variants_table(given.questions, RESULTS / "variants.json"))
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -1,28 +1,27 @@
-"""When compression takes hold: accuracy on the bundled task under three protocols.
+"""Measure when compression takes effect: accuracy on the bundled task under three protocols.
 
     python -m benchmarks.first_token_protocol --limit 200 --out benchmarks/results/first_token_protocol.md
 
-- `first token full`: the prefill gives the first answer token, as usual; it never feels the budget.
+- `first token full`: the prefill gives the first answer token, as usual; the budget never affects it.
 - `refed, seen`: the prompt's last token is fed again on the compressed cache (`first_token="compressed"`). Its query
-  was there when the cache was compressed.
+  was available when the cache was compressed.
 - `refed, unseen`: the same, but the cache was compressed from the prompt without its last token, as in a harness that
-  prefills all but that one: nobody scored with the query that does the reading.
+  prefills all but that one: the method did not score with the query that reads the cache.
 """
 
-import argparse
-import datetime
-import platform
-from pathlib import Path
-
 import torch
-import transformers
 from rich.progress import track
 
 import kvcompress
-from lmms_eval_plugins.cells.results import write_text
+from kvcompress.bench.results import about, page
+from kvcompress.bench.timing import table
+from kvcompress.files import write_text
+from kvcompress.flag_types import whole
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader, by_kind
 from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, read_examples
+
+from .driver import FOLDER, new_parser, start
 
 METHODS = {"snapkv": {"window_size": 8}, "streamingllm": {}, "random": {}}
 RATIOS = (0.5, 0.25, 0.1, 0.05)
@@ -33,14 +32,13 @@ PROTOCOLS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--limit", type=int, default=200, help="questions")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/first_token_protocol.md"))
-    arguments = parser.parse_args()
+def main(argv: list[str]) -> None:
+    parser = new_parser("first_token_protocol", __doc__, out=FOLDER / "first_token_protocol.md")
+    parser.add_argument("--limit", type=whole(1), default=200, help="questions (200)")
+    given = parser.parse_args(argv)
     torch.set_num_threads(1)
     reader = Reader(TINY_CHECKPOINT)
-    examples = read_examples(HEADLINE)[: arguments.limit]
+    examples = read_examples(HEADLINE)[: given.limit]
 
     def accuracy(method: str | None, ratio: float | None, **options: object) -> float:
         with kvcompress.compress(reader.model, method, ratio, max_new_tokens=8, **options):
@@ -51,20 +49,16 @@ def main() -> None:
         for method, options in track(METHODS.items(), description="methods")
         for protocol, extra in PROTOCOLS.items()
     ]
-    header = ["method", "protocol", *(f"{ratio:g}" for ratio in RATIOS)]
-    lines = [header, ["---"] * 2 + ["---:"] * len(RATIOS), *rows]
-    text = (
-        "# When compression takes hold\n\n"
+    what = (
         f"Exact match (%) of the bundled model on {len(examples)} questions of `tiny_textvqa`, by the ratio kept; full "
-        f"cache: {accuracy(None, None)}. Made by `python -m benchmarks.first_token_protocol --limit {arguments.limit}` "
-        f"on {datetime.date.today()}, {platform.machine()} CPU, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}.\n\n"
-        + "".join(f"| {' | '.join(str(cell) for cell in line)} |\n" for line in lines)
+        f"cache: {accuracy(None, None)}."
     )
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(arguments.out, text)
+    shown = table(["method", "protocol", *(f"{ratio:g}" for ratio in RATIOS)], rows, names=2)
+    head = about(["benchmarks.first_token_protocol", *argv], {}, torch.device("cpu"))
+    text = page(head, "When compression takes hold", what, shown)
+    write_text(given.out, text)
     print(text)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

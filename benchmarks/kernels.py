@@ -1,27 +1,27 @@
-"""Kernels of the prefill beside the plain ways: column sums of the attention, and moving the kept rows.
+"""Time the prefill's kernels against plain implementations: column sums of the attention, and moving the kept rows.
 
     python -m benchmarks.kernels --threads 1 --clock cpu                 # CPU, fp32
     python -m benchmarks.kernels --device cuda --dtype bfloat16 --lengths 2048 8192 32768
 
-One layer in the heads of two models, batch 1. Every way that this machine offers is checked against the plain one and
-then timed in turns. For the column sums the layer's own attention (sdpa, causal) is timed with them: it reads the same
-queries and keys, and is the part of the prefill that grows as they do.
+One layer with the heads of two models, batch 1. Every implementation available on this machine is checked against the
+plain one and then timed in turns. For the column sums, the layer's own attention (sdpa, causal) is timed too: it reads
+the same queries and keys, and its share of the prefill grows in the same way.
 """
 
 import argparse
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcompress.bench.standalone import CLOCKS
-from kvcompress.bench.timing import cell, environment, interleaved, table, write
+from kvcompress.bench.timing import cell, interleaved, table
 from kvcompress.kernels.column_sums import column_sums_blocked
 from kvcompress.kernels.compact import compact, compact_reference
 from kvcompress.kernels.ragged_decode import has_triton
 from kvcompress.scoring.windows import attention_blocks
+
+from .driver import Run, speed_parser, start
 
 MODELS = {"SmolLM2-135M": (9, 3, 64), "Qwen2-7B": (28, 4, 128)}  # heads, KV heads, head_dim
 RATIOS = (0.1, 0.5)
@@ -29,13 +29,13 @@ Ways = dict[str, Callable[[], object]]
 
 
 def prompt(heads: int, kv_heads: int, head_dim: int, length: int, **kind) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values of one row, laid out as a model's projections leave them."""
+    """Draw queries, keys and values of one row, in the memory layout of a model's projections."""
     parts = (torch.randn(1, length, n, head_dim, **kind).transpose(1, 2) for n in (heads, kv_heads, kv_heads))
     return tuple(parts)
 
 
 def batched_sums(queries: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Column sums from `attention_blocks`: all heads at once, 128 queries at a time."""
+    """Compute column sums with `attention_blocks`: all heads at once, 128 queries at a time."""
     sums = torch.zeros(keys.shape[:3], device=keys.device)
     for rows, weights in attention_blocks(queries, keys, scaling):
         sums[..., : rows.stop] += weights.sum(3).mean(2)
@@ -43,7 +43,7 @@ def batched_sums(queries: torch.Tensor, keys: torch.Tensor, scaling: float) -> t
 
 
 def ways_to_sum(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Ways:
-    """name -> column sums (batch, kv_heads, columns); `attention` is the layer's own."""
+    """Return name -> function that computes column sums (batch, kv_heads, columns); `attention`: the layer's own."""
     scaling = keys.shape[3] ** -0.5
     attend = partial(scaled_dot_product_attention, is_causal=True, scale=scaling, enable_gqa=True)
     ways = {
@@ -59,7 +59,7 @@ def ways_to_sum(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor)
 
 
 def ways_to_move(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor) -> Ways:
-    """name -> kept keys and values, each (batch, kv_heads, kept, head_dim)."""
+    """Return name -> function that gives the kept keys and values, each (batch, kv_heads, kept, head_dim)."""
     ways = {"gather": lambda: compact_reference(keys, values, indices)}
     if keys.device.type == "cpu":
         ways["row by row"] = lambda: compact(keys, values, indices)
@@ -70,73 +70,61 @@ def ways_to_move(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor
     return ways
 
 
-def measured(lengths: list[int], device: torch.device, dtype: torch.dtype, how: tuple[int, str]) -> list[dict]:
-    repeats, clock = how
-    records = []
-    for model, heads in MODELS.items():
-        for length in lengths:
-            queries, keys, values = prompt(*heads, length, device=device, dtype=dtype)
-            ways = ways_to_sum(queries, keys, values)
-            expected = ways["all heads at once"]()
-            for name, call in ways.items():
-                if name != "attention":
-                    torch.testing.assert_close(call(), expected, atol=1e-3, rtol=1e-3)
-            taken = interleaved(ways, repeats, device, clock)
-            records.append({"what": "column sums", "model": model, "length": length, "ms": taken})
-            for ratio in RATIOS:
-                kept = int(ratio * length)
-                drawn = torch.rand(*keys.shape[:3], device=device)
-                indices = drawn.topk(kept).indices.sort().values
-                ways = ways_to_move(keys, values, indices)
-                expected = ways["gather"]()
-                for call in ways.values():
-                    torch.testing.assert_close(call(), expected, atol=0, rtol=0)
-                taken = interleaved(ways, repeats, device, clock)
-                records.append({"what": "kept rows", "model": model, "length": length, "kept": kept, "ms": taken})
+def measured(given: argparse.Namespace, model: str, length: int) -> list[dict]:
+    """One prompt's column sums, and the moves of its kept rows at each ratio."""
+    device, place = torch.device(given.device), {"dtype": given.dtype, "model": model, "length": length}
+    how = given.repeats, device, given.clock
+    queries, keys, values = prompt(*MODELS[model], length, device=device, dtype=getattr(torch, given.dtype))
+    ways = ways_to_sum(queries, keys, values)
+    expected = ways["all heads at once"]()
+    for name, call in ways.items():
+        if name != "attention":
+            torch.testing.assert_close(call(), expected, atol=1e-3, rtol=1e-3)
+    records = [{"what": "column sums", **place, "ms": interleaved(ways, *how)}]
+    for ratio in RATIOS:
+        kept = int(ratio * length)
+        drawn = torch.rand(*keys.shape[:3], device=device)
+        indices = drawn.topk(kept).indices.sort().values
+        ways = ways_to_move(keys, values, indices)
+        expected = ways["gather"]()
+        for call in ways.values():
+            torch.testing.assert_close(call(), expected, atol=0, rtol=0)
+        records.append({"what": "kept rows", **place, "kept": kept, "ms": interleaved(ways, *how)})
     return records
 
 
-def report(records: list[dict], dtype: torch.dtype, device: torch.device, clock: str) -> str:
-    sums = [record for record in records if record["what"] == "column sums"]
-    moves = [record for record in records if record["what"] == "kept rows"]
-    text = (
-        "# Kernels of the prefill\n\n"
-        f"One layer, batch 1. Milliseconds ({clock} clock), median (quartiles), {dtype} on "
-        f"{environment(device)['device']}.\n\n"
-        "## Column sums of the attention\n\n"
-        "`attention` is the layer's own, which h2o, look-m and the like need besides. The last column: the fastest way "
-        "over it.\n\n"
-    )
+def sums_table(records: list[dict]) -> str:
     rows = []
-    for record in sums:
+    for record in records:
         taken = record["ms"]
         fastest = min(way["median"] for name, way in taken.items() if name != "attention")
         share = f"{fastest / taken['attention']['median']:.2f}"
-        rows.append([record["model"], record["length"], *(cell(way) for way in taken.values()), share])
-    text += table(["heads of", "tokens", *sums[0]["ms"], "fastest / attention"], rows)
+        rows.append([record["model"], record["length"], *map(cell, taken.values()), share])
+    return table(["heads of", "tokens", *records[0]["ms"], "fastest / attention"], rows)
+
+
+def moves_table(records: list[dict]) -> str:
     rows = [
-        [record["model"], record["length"], record["kept"], *(cell(way) for way in record["ms"].values())]
-        for record in moves
+        [record["model"], record["length"], record["kept"], *map(cell, record["ms"].values())] for record in records
     ]
-    return text + "\n## Moving the kept rows\n\n" + table(["heads of", "tokens", "kept", *moves[0]["ms"]], rows)
+    return table(["heads of", "tokens", "kept", *records[0]["ms"]], rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="tokens of the prompts")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kernels"), help="without a suffix")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    dtype = getattr(torch, given.dtype)
-    records = measured(given.lengths, given.device, dtype, (given.repeats, given.clock))
-    text = report(records, dtype, given.device, given.clock)
-    write(given.out, text, [{"dtype": given.dtype, **record} for record in records], given.device)
+def main(argv: list[str]) -> None:
+    run = Run(speed_parser("kernels", __doc__, lengths=[2048, 8192], repeats=10), argv, grid=("lengths",))
+    cells = [{"model": model, "length": length} for model in MODELS for length in run.given.lengths]
+    run.measure(cells, partial(measured, run.given))
+    run.report(
+        "Kernels of the prefill",
+        f"One layer, batch 1. Milliseconds ({run.given.clock} clock), median (quartiles), {run.given.dtype}.",
+        "## Column sums of the attention",
+        "`attention` is the layer's own, which h2o, look-m and the like need besides. The last column: the fastest way "
+        "over it.",
+        sums_table([record for record in run.records if record["what"] == "column sums"]),
+        "## Moving the kept rows",
+        moves_table([record for record in run.records if record["what"] == "kept rows"]),
+    )
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -1,13 +1,12 @@
-"""The bundled model's results as a submission to the leaderboard: a few methods on all bundled tasks.
+"""Make a leaderboard submission of the bundled model: a few methods on all bundled tasks.
 
     python -m benchmarks.leaderboard
     python -m kvcompress leaderboard benchmarks/results/leaderboard.tar.xz
 
-Writes the archive once `leaderboard --check` finds nothing wrong with it. Cells that lie complete in `--folder` are not
-computed again. The archive holds no names of folders of this machine.
+Writes the archive if `leaderboard --check` finds no problem. Cells that are complete in `--folder` are not computed
+again. The archive contains no folder names of this machine.
 """
 
-import argparse
 import io
 import os
 import sys
@@ -20,19 +19,21 @@ from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells.results import RESULTS_FILE, SAMPLES_FILE
 from lmms_eval_plugins.leaderboard.checks import problems
 
+from .driver import RESULTS, new_parser, start
+
 ROOT = Path(__file__).parents[1]
 METHODS = "full,random,streamingllm,snapkv,adakv,keydiff"
 RATIOS = "0.5,0.2"
-# The window is the demo's. Slots, for videos that differ in length make no batch.
+# The demo's window. Slots, because videos of different lengths cannot share a batch.
 ARGUMENTS = ("window_size=8", "slots=8")
-RUNS = (  # tasks, and the protocol: with first_token=compressed short answers show compression, too
+RUNS = (  # tasks and protocol; with first_token=compressed, short answers show compression too
     ("tiny_textvqa", ()),
     ("tiny_textvqa,tiny_read_all,tiny_multi_image,tiny_video,tiny_needle", ("first_token=compressed",)),
 )
 
 
 def pack(results: Path, archive: Path) -> None:
-    """Write the cells under `results` into a tar.xz, without the names of this machine's folders."""
+    """Write the cells under `results` into a tar.xz, without this machine's folder names."""
     with replacing(archive) as draft, tarfile.open(draft, "w:xz") as packed:
         for file in sorted([*results.rglob(RESULTS_FILE), *results.rglob(SAMPLES_FILE)]):
             text = file.read_text(encoding="utf-8")
@@ -44,12 +45,12 @@ def pack(results: Path, archive: Path) -> None:
             packed.addfile(entry, io.BytesIO(content))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str]) -> int:
+    parser = new_parser("leaderboard", __doc__)
     parser.add_argument("--limit", type=whole(1), default=16, metavar="N", help="questions per task (16)")
-    parser.add_argument("--folder", type=path, default=ROOT / "runs" / "leaderboard", help="results (runs/leaderboard)")
-    parser.add_argument("--out", type=path, default=ROOT / "benchmarks" / "results" / "leaderboard.tar.xz")
-    given = parser.parse_args()
+    parser.add_argument("--folder", type=path, default=ROOT / "runs" / "leaderboard", help="of the results")
+    parser.add_argument("--out", type=path, default=RESULTS / "leaderboard.tar.xz", help="the archive")
+    given = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the model's layers are too small to share
     for tasks, protocol in RUNS:
         words = [tasks, "tiny", METHODS, RATIOS, *ARGUMENTS, *protocol]
@@ -64,4 +65,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

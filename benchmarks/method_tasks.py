@@ -1,4 +1,4 @@
-"""What the table of methods asks: the bundled model in each of its regimes, and a small pretrained language model."""
+"""The tasks of the table of methods: the bundled model in each regime, and a small pretrained language model."""
 
 import hashlib
 from collections import defaultdict
@@ -14,7 +14,7 @@ from lmms_eval_plugins.tasks.regimes import process_long_results
 from lmms_eval_plugins.tiny_vlm.accuracy import MAX_NEW_TOKENS, MAX_TOKENS_OF_REGIMES, Reader
 from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, read_examples
 from lmms_eval_plugins.tiny_vlm.questions import Example, Shown
-from lmms_eval_plugins.tiny_vlm.regimes import file_of, read_asked
+from lmms_eval_plugins.tiny_vlm.regimes import file_of, read_prompts
 
 from .method_cells import Column, Protocol, Task
 from .pretrained import load_gemma3, load_smollm2
@@ -52,7 +52,7 @@ def _exact(reader: Reader, asked: Sequence[Example | Shown]) -> Callable[[slice,
 
 
 def _signs_read(reader: Reader, asked: Sequence[Shown]) -> Callable[[slice, torch.Tensor], list[float]]:
-    """As the task's own `signs_read`."""
+    """Score answers with the task's own `signs_read`."""
 
     def right(batch: slice, new: torch.Tensor) -> list[float]:
         texts = reader.processor.batch_decode(new, skip_special_tokens=True)
@@ -63,7 +63,7 @@ def _signs_read(reader: Reader, asked: Sequence[Shown]) -> Callable[[slice, torc
 
 
 def tiny(questions: int) -> Task:
-    """One picture, an answer of a few tokens."""
+    """Questions about one picture, with answers of a few tokens."""
     reader = Reader(TINY_CHECKPOINT)
     examples = read_examples(HEADLINE)[:questions]
     return Task(
@@ -92,9 +92,9 @@ def regime(
     protocols: tuple[Protocol, ...] = (QUERY_AWARE,),
     **options,
 ) -> Task:
-    """One of the bundled tasks beyond one picture with a short answer. `alike`: what the prompts of a batch share."""
+    """Return one of the bundled tasks beyond one picture with a short answer. `alike`: what a batch's prompts share."""
     reader, file = Reader(TINY_CHECKPOINT), file_of(name)
-    prompts, is_long = in_batches(read_asked(file), batch_size, alike)[:questions], name == "read_all"
+    prompts, is_long = in_batches(read_prompts(file), batch_size, alike)[:questions], name == "read_all"
     return Task(
         name=f"tiny_{name}",
         title=f"{title}, `tiny_{name}`",
@@ -115,8 +115,8 @@ def regime(
 
 
 def in_batches(prompts: list[Shown], batch_size: int, alike: Callable[[Shown], Hashable]) -> list[Shown]:
-    """The whole batches that prompts of a kind make, in the order in which they become whole: a prefix of the list asks
-    of every kind."""
+    """Group like prompts into full batches, in the order in which these fill up, so that a prefix of the list has every
+    kind. Incomplete batches are left out."""
     waiting: dict[Hashable, list[Shown]] = defaultdict(list)
     ordered: list[Shown] = []
     for shown in prompts:
@@ -129,7 +129,7 @@ def in_batches(prompts: list[Shown], batch_size: int, alike: Callable[[Shown], H
 
 
 def read_all(questions: int) -> Task:
-    """Long answers: the prompt compressed alone, and a budget that holds while the answer is written."""
+    """Long answers, with two protocols: only the prompt is compressed, or a budget also applies while decoding."""
     protocols = (QUERY_AWARE, DECODE_BUDGETS)
     return regime("read_all", "Long answers", questions, 20, protocols=protocols, kept="what is asked")
 
@@ -139,12 +139,12 @@ def multi_image(questions: int) -> Task:
 
 
 def video(questions: int) -> Task:
-    """Clips of one length in a batch: transformers' processor takes no others."""
+    """Video, with clips of one length per batch: transformers' processor cannot batch others."""
     return regime("video", "Video", questions, 10, lambda shown: len(shown.frames))
 
 
 def needle(questions: int) -> Task:
-    """Half of the texts are behind a picture, which a batch has or has not."""
+    """Long texts, half of them after a picture; the prompts of a batch have all or none."""
     return regime("needle", "Long texts", questions, 10, lambda shown: len(shown.pictures))
 
 
@@ -190,7 +190,7 @@ def smollm2(questions: int) -> Task:
 def ruler(
     name: str, load: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]], calibrations: Path | None = None
 ) -> Callable[[int], Task]:
-    """RULER's needle for a model: one number in 2,048 tokens of repeated sentences."""
+    """Return RULER's needle task for a model: one number in 2,048 tokens of repeated sentences."""
 
     def task(questions: int) -> Task:
         model, tokenizer = load()
@@ -229,7 +229,7 @@ TASKS = {
     "tiny_needle": needle,
     "smollm2": smollm2,
 }
-RULER = {  # without tables of their own
+RULER = {  # used by own_method.py; they have no tables
     "smollm2_ruler": ruler("smollm2_ruler", load_smollm2, SMOLLM2_CALIBRATIONS),
     "gemma3_ruler": ruler("gemma3_ruler", load_gemma3),
 }

@@ -1,15 +1,16 @@
-"""The tables of all methods side by side: which method keeps its answers in which regime.
+"""Draw the tables of all methods side by side, to show which method works in which regime.
 
 python -m benchmarks.methods_figure        # benchmarks/results/method_table_*.md -> docs/images/methods-compared.png
 """
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from .method_table import RESULTS
+from kvcompress.flag_types import path
+
+from .driver import RESULTS, new_parser, start
 
 FIGURE = Path(__file__).parent.parent / "docs" / "images" / "methods-compared.png"
 TITLES = {
@@ -28,8 +29,8 @@ class Panel:
 
     Attributes:
         ratios: the columns' titles.
-        rows: method -> accuracy in percent at each ratio, NaN where there is none.
-        keeps_more: methods that keep another share than was asked.
+        rows: method -> accuracy in percent at each ratio, NaN if there is none.
+        keeps_more: methods that keep a different share than requested.
     """
 
     ratios: list[str]
@@ -38,7 +39,7 @@ class Panel:
 
     @classmethod
     def of(cls, table: str) -> "Panel":
-        """Of a table as `method_table.markdown` writes it, in a file of them."""
+        """Parse the first table of a file that `method_table.report` wrote."""
         lines = [
             line.strip("| \n").split(" | ") for line in table.split("\n## ")[1].splitlines() if line.startswith("|")
         ]
@@ -46,7 +47,7 @@ class Panel:
         for name, *cells in lines[2:]:
             method = name.split(" (")[0].strip("*")
             found = [cell.split() for cell in (cells + [""] * len(ratios))[: len(ratios)]]
-            if any(found):  # the full cache has a mean alone
+            if any(found):  # the full cache only has a mean
                 rows[method] = [float(words[0]) if words else np.nan for words in found]
             if any("(" in cell for cell in cells):
                 keeps_more.add(method)
@@ -54,8 +55,8 @@ class Panel:
 
 
 def draw(panels: dict[str, Panel], path: Path) -> None:
-    """A panel for each task, with the same methods from top to bottom: in the order of the first one's table; those
-    that keep another share than was asked stand below."""
+    """Draw a panel for each task, with the same methods from top to bottom, in the order of the first table; methods
+    that keep a different share than requested come last."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -91,13 +92,13 @@ def draw(panels: dict[str, Panel], path: Path) -> None:
     plt.close(figure)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=FIGURE)
+def main(argv: list[str]) -> None:
+    parser = new_parser("methods_figure", __doc__)
+    parser.add_argument("--out", type=path, default=FIGURE, help="the picture")
     out = parser.parse_args(argv).out
     tables = {title: RESULTS / f"method_table_{name}.md" for name, title in TITLES.items()}
     draw({title: Panel.of(file.read_text(encoding="utf-8")) for title, file in tables.items()}, out)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -1,20 +1,19 @@
-"""A search for a method of our own: the parts of the published ones, put together anew.
+"""Search for a method of our own by recombining the parts of published ones.
 
     python -m benchmarks.own_method search       # on one half of the questions of every regime
     python -m benchmarks.own_method held-out     # the recipe that it found, on the other half and on another model
     python -m benchmarks.own_method confirm      # new questions, where the held-out ones were too few to tell
 
-The search starts from the published method with the best mean over the tasks, and then changes one part after the
-other: the scores of the other methods and whether they are calibrated, the window and the pooling, how heads and
-layers share the budget, what becomes of evicted entries, and how often a long answer is compressed. The best change of
-a part is taken where its 95 % interval against the recipe so far is above zero. Every step and the recipe are written
-into `<out>/own_method_search.json`; `held-out` reads the recipe and asks what the search never asked, of the recipe, of
-the recipe without each of its parts, and of the published methods that were best on the first half; `confirm` asks
-the recipe and the best of these again. Answers are kept, so that a run that was cut goes on. All begin with the tables
-of benchmarks/method_table.py.
+The search starts from the published method with the best mean over the tasks. It then changes one part at a time: the
+scores and whether they are calibrated, the window and the pooling, how heads and layers share the budget, what happens
+to evicted entries, and how often a long answer is compressed. The best change of a part is taken if its 95 % interval
+against the current recipe is above zero. Every step and the recipe are written to `<out>/own_method_search.json`.
+
+`held-out` runs the recipe, the recipe without each of its parts, and the published methods that were best on the first
+half, on questions that the search never used. `confirm` runs the recipe and the best of these again. Answers are
+stored, so an interrupted run resumes. All steps start from the tables of benchmarks/method_table.py.
 """
 
-import argparse
 import json
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
@@ -27,27 +26,30 @@ import numpy as np
 import torch
 
 import kvcompress
+from kvcompress.bench.timing import table
 from kvcompress.clusters.base import KVCluster
 from kvcompress.clusters.calibrated import CalibratedKVCluster
 from kvcompress.files import write_text
+from kvcompress.flag_types import path, whole
 from kvcompress.hooks.shared_prompt import PromptPass
 from kvcompress.methods import method_info
 from kvcompress.policy.options import all_options
 
+from .driver import RESULTS, new_parser, start
 from .method_cells import Answers, Cell, Column, Protocol, Task, cells_of, compute
-from .method_table import RESULTS, RULERS
+from .method_table import RULERS
 from .method_tasks import QUERY_AWARE, RULER, TASKS
 
-# Task -> questions of both halves; those that take longest first.
+# Task -> number of questions in both halves; the slowest tasks first.
 SEARCHED = {"smollm2_ruler": 20, "smollm2": 40, "tiny_read_all": 40, "tiny_needle": 40, "tiny_video": 40}
 SEARCHED |= {"tiny_multi_image": 40, "tiny": 100}
 HELD_OUT = {"smollm2_ruler": 20, "smollm2": 120, "tiny_read_all": 80, "tiny_needle": 40, "tiny_video": 80}
 HELD_OUT |= {"tiny_multi_image": 100, "tiny": 200, "gemma3_ruler": 40}
-# Where the recipe is ahead on the held-out half, but not by more than its interval: task -> all questions, of which
-# those are asked that no half had, and the best published methods of the held-out half that are near each other.
+# Where the recipe leads on the held-out half, but within its interval: task -> number of all questions, of which those
+# in neither half are asked, and the published methods that were best on the held-out half, close to each other.
 CONFIRMED = {"smollm2_ruler": (60, ["r-kv", "leverage"]), "smollm2": (220, ["r-kv"])}
 CONFIRMED |= {"tiny_video": (280, ["r-kv", "adakv", "lava"]), "tiny_multi_image": (300, ["adakv", "lava"])}
-# Tasks without a table: whose best are asked there, and what was best there when it was asked.
+# Tasks without a table -> the task whose best methods are used there, and further methods that were best there.
 RIVALS_OF = {"smollm2_ruler": ("smollm2", ["leverage"]), "gemma3_ruler": ("smollm2", ["leverage"])}
 SEARCHING = Protocol("search", QUERY_AWARE.options, tuple(map(Column.of, (0.2, 0.05))))
 BUDGETS = Protocol(
@@ -56,12 +58,12 @@ BUDGETS = Protocol(
     tuple(Column(f"{budget}", None, {"budget": budget, "decode_budget": budget}) for budget in (96, 48)),
 )
 NEVER_SEEN = "gemma3_ruler"
-WHOLE_FIRST = Protocol("first token from the whole cache", {"scope": "prompt"})  # all that sliding windows allow
-LONG_ANSWERS = "tiny_read_all"  # where the schedule is searched and held out, under BUDGETS
-INTERVAL = 8  # decode steps between two evictions, where a recipe names none
-COMPETITORS = 3  # the best published methods of a task, on the half that is not held out
-FIRST = "adamixkv"  # what the first search found, which is not published
-OWN_SCORES = "attention-and-leverage"  # of own_scores.py
+WHOLE_FIRST = Protocol("first token from the whole cache", {"scope": "prompt"})  # all that sliding windows support
+LONG_ANSWERS = "tiny_read_all"  # the task on which the schedule is searched and held out, under BUDGETS
+INTERVAL = 8  # decode steps between two evictions, unless a recipe sets it
+COMPETITORS = 3  # number of best published methods of a task, on the searched half
+FIRST = "adamixkv"  # the result of the first search, which is not published
+OWN_SCORES = "attention-and-leverage"  # from own_scores.py
 PARTS = ("scorer", "calibrated", "blending", "window_size", "pooling", "kernel_size", "head_budget", "safeguard")
 PARTS += ("layer_budget", "merge", "balance")
 VALUES = {
@@ -73,32 +75,32 @@ VALUES = {
     "kernel_size": (5, 7, 9, 13),
     "head_budget": ("uniform", "shared", "adaptive"),
     "safeguard": (0.0, 0.2, 0.5),
-    # One of each kind that keeps to the budget (a search would find any other), and what lost no ten points in the
-    # first search, over the bundled tasks.
+    # One of each kind, only if it stays within the budget (a search would prefer any other), and only if it lost less
+    # than ten points over the bundled tasks in the first search.
     "layer_budget": ("pyramid-effivlm", "global", "cake", "lava"),
     "merge": ("cam", "pivot"),
     "decode_interval": (1, 4, 16, 32),
 }
-FORK = multiprocessing.get_context("fork")  # which hands models over as they are
+FORK = multiprocessing.get_context("fork")  # child processes inherit the models
 Recipe = dict[str, object]  # "method", "calibrated", and options of it
 
 
 def half(task: Task, number: int) -> Task:
-    """Every second batch of a task, from batch `number`, 0 or 1, on; of an odd number of batches the last is left out.
-    Raises ValueError where there are less than two."""
+    """Return every second batch of a task, from batch `number` (0 or 1) on; if their number is odd, the last is left
+    out. Raises ValueError if there are fewer than two."""
     size = task.batch_size
     if task.questions < 2 * size:
-        raise ValueError(f"{task.name}: {task.questions} questions are less than two batches of {size}")
+        raise ValueError(f"{task.name}: {task.questions} questions are fewer than two batches of {size}")
     return _part(task, task.questions // (2 * size) * size, lambda start: 2 * start + number * size)
 
 
 def later(task: Task, first: int) -> Task:
-    """A task's questions from `first` on."""
+    """Return a task's questions from `first` on."""
     return _part(task, task.questions - first, lambda start: first + start)
 
 
 def _part(task: Task, questions: int, place: Callable[[int], int]) -> Task:
-    """Some batches of a task; `place`: first question of a batch -> its place in the task."""
+    """Return some batches of a task; `place`: first question of a batch -> its index in the task."""
 
     def of_whole(batch: slice) -> slice:
         start = place(batch.start)
@@ -112,9 +114,12 @@ def _part(task: Task, questions: int, place: Callable[[int], int]) -> Task:
     )
 
 
-class Asked:
-    """One half of some tasks, name -> questions of both halves, and what recipes answer there, computed when it is
-    asked for; with `processes` the tasks are spread over so many. Number 2: what comes after both halves."""
+class Halves:
+    """One half of several tasks, and the answers of recipes to it, computed on demand.
+
+    `questions`: task -> number of questions in both halves; `number`: the half, 0 or 1, or 2 for the questions after
+    both; `processes`: how many processes share the tasks.
+    """
 
     def __init__(
         self,
@@ -139,13 +144,13 @@ class Asked:
         return Answers(self.files[name], self.identities[name])
 
     def compute(self, names: Iterable[str], recipes: list[Recipe]) -> None:
-        """Answer what is missing of tasks: the prefill once for all recipes."""
+        """Compute the missing answers of tasks, with one prefill for all recipes."""
         for name in names:
             cells = [cell for recipe in recipes for cell in self._cells(name, recipe)]
             compute(self.tasks[name], cells, self.answers(name), self.prompts)
 
     def right(self, name: str, recipe: Recipe) -> np.ndarray | None:
-        """(columns, questions) of a task, 0 to 1; None where the library refuses the recipe."""
+        """Return a recipe's scores (columns, questions) on a task, 0 to 1; None if the library refuses it."""
         self.compute([name], [recipe])
         cells, answers = self._cells(name, recipe), self.answers(name)
         if not cells or any(cell.key in answers.refused for cell in cells):
@@ -153,8 +158,8 @@ class Asked:
         return np.stack([answers.of(cell, self.tasks[name].questions) for cell in cells])
 
     def _cells(self, name: str, recipe: Recipe) -> list[Cell]:
-        """As in the table of methods, with the recipe's options before the table's; none for a recipe that is
-        calibrated, on a model that is not."""
+        """Return the cells of the table of methods with the recipe's options; empty for a calibrated recipe on a model
+        without calibration."""
         task = self.tasks[name]
         own = {option: value for option, value in recipe.items() if option not in ("method", "calibrated")}
         if self.protocol == BUDGETS:
@@ -168,7 +173,7 @@ class Asked:
         return cells
 
     def all_right(self, recipes: list[Recipe]) -> list[list[np.ndarray] | None]:
-        """Of each the answers to every task; None where a task refuses it."""
+        """Return each recipe's scores on every task; None if a task refuses it."""
         if self.pools:
             names = list(self.tasks)
             parts = [names[number :: len(self.pools)] for number in range(len(self.pools))]
@@ -178,27 +183,27 @@ class Asked:
         return [None if any(one is None for one in right) else right for right in found]
 
 
-_asked: Asked | None = None  # in a process of a pool
+_halves: Halves | None = None  # in a process of a pool
 
 
-def _forked(asked: Asked) -> ProcessPoolExecutor:
-    """One process that has the tasks' models, and keeps their prefills from one part of the search to the next."""
+def _forked(asked: Halves) -> ProcessPoolExecutor:
+    """Start a process that inherits the tasks' models and keeps their prefills throughout the search."""
 
     def begin() -> None:
-        global _asked
-        _asked = asked
-        torch.set_num_threads(1)  # the threads of a forked process's parent are not there
+        global _halves
+        _halves = asked
+        torch.set_num_threads(1)  # a forked process lacks its parent's threads
 
     return ProcessPoolExecutor(1, FORK, begin)
 
 
 def _compute(names: list[str], recipes: list[Recipe]) -> None:
-    _asked.compute(names, recipes)
+    _halves.compute(names, recipes)
 
 
 def published(name: str, out: Path, number: int, questions: int) -> dict[str, np.ndarray]:
-    """Method -> (ratios, questions) of one half, from the answers of the method table to those questions of the half
-    that `random` answered, and of the methods that answered them."""
+    """Return method -> scores (ratios, questions) on one half, from the method table: the questions that `random`
+    answered, and the methods that answered all of them."""
     task = replace(TASKS[name](questions), protocols=(QUERY_AWARE,))
     columns = len(task.protocols[0].columns)
     answers = Answers(out / f"method_table_{name}.json", task.identity)
@@ -216,8 +221,8 @@ def published(name: str, out: Path, number: int, questions: int) -> dict[str, np
 
 
 def best_published(names: Iterable[str], out: Path) -> list[tuple[str, float]]:
-    """The clusters that answered the searched half of each task, best first, with their means over tasks and ratios,
-    percent. What drops vision tokens before they are cached is left out: its ratio counts these alone, and no text."""
+    """Return the KV methods that answered the searched half of each task, best first, with their means over tasks and
+    ratios in percent. Token methods are left out: their ratio counts only vision tokens, not text."""
     tables = [published(name, out, 0, SEARCHED[name]) for name in names if name in TASKS]
     shared = set.intersection(*map(set, tables)) - {*RULERS, FIRST}
     shared = {name for name in shared if issubclass(method_info(name).cls, KVCluster)}
@@ -226,7 +231,7 @@ def best_published(names: Iterable[str], out: Path) -> list[tuple[str, float]]:
 
 
 def changes(recipe: Recipe, part: str, scorers: list[str]) -> Iterator[Recipe]:
-    """The recipe with another value of one part, where its method has that part."""
+    """Yield the recipe with every other value of one part, if its method has that part."""
     cls = method_info(str(recipe.get("scorer", recipe["method"]))).cls
     known = all_options(method_info(str(recipe["method"])), recipe.get("scorer"))
     if part == "scorer":
@@ -240,12 +245,12 @@ def changes(recipe: Recipe, part: str, scorers: list[str]) -> Iterator[Recipe]:
 
 
 def without_unknown(recipe: Recipe) -> Recipe:
-    """Without the options that its scores do not take."""
+    """Drop the options that the recipe's scores do not take."""
     takes = {"method", "calibrated", *all_options(method_info(str(recipe["method"])), recipe.get("scorer"))}
     return {name: value for name, value in recipe.items() if name in takes}
 
 
-def search(asked: Asked, schedules: Asked, start: str, scorers: list[str], path: Path) -> Recipe:
+def search(asked: Halves, schedules: Halves, start: str, scorers: list[str], file: Path) -> Recipe:
     """One part after the other, the schedule last, on `schedules`; a part stays as it is unless the best of its changes
     is better by more than its interval."""
     info = method_info(start)
@@ -264,18 +269,18 @@ def search(asked: Asked, schedules: Asked, start: str, scorers: list[str], path:
         if better:
             recipe = max(better, key=lambda step: step["score"])["recipe"]
         print(f"{part}: {recipe}", flush=True)
-        write_text(path, json.dumps({"recipe": recipe, "steps": steps}, indent=1) + "\n")
+        write_text(file, json.dumps({"recipe": recipe, "steps": steps}, indent=1) + "\n")
     return recipe
 
 
 def score(right: list[np.ndarray] | None) -> float | None:
-    """The mean over tasks and columns, percent; None where a task refuses the recipe."""
+    """Return the mean over tasks and columns in percent; None if a task refuses the recipe."""
     return None if right is None else 100 * float(np.mean([one.mean() for one in right]))
 
 
 def difference(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float, float]:
-    """Ours - theirs, in points, the mean of one or more tasks, with its 95 % bootstrap interval. A pair is of one task,
-    both (ratios, questions); each task's questions are drawn anew for itself."""
+    """Return ours - theirs in points, averaged over tasks, with its 95 % bootstrap interval. Each pair holds one task's
+    scores, both (ratios, questions); each task's questions are resampled separately."""
     generator, means, drawn = np.random.default_rng(0), [], []
     for ours, theirs in pairs:
         per_question = 100 * (ours - theirs).mean(0)
@@ -287,31 +292,31 @@ def difference(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float
 
 
 def ablations(recipe: Recipe) -> dict[str, Recipe]:
-    """Part -> the recipe with what its method has in this place; only where that is something else."""
+    """Return part -> the recipe with its method's default for this part, for parts that differ from the default."""
     cls = method_info(str(recipe["method"])).cls
     changed = [part for part in recipe if part != "method" and recipe[part] != getattr(cls, part, None)]
     return {part: without_unknown({name: value for name, value in recipe.items() if name != part}) for part in changed}
 
 
 def regimes() -> list[tuple[str, Protocol]]:
-    """What is held out: each task, and long answers a second time, within a budget."""
+    """Return what is held out: each task, and long answers a second time, under a decode budget."""
     asked = [(name, WHOLE_FIRST if name == NEVER_SEEN else QUERY_AWARE) for name in HELD_OUT]
     return asked + [(name, BUDGETS) for name in HELD_OUT if name == LONG_ANSWERS]
 
 
 def rivals_of(name: str, out: Path, overall: list[str]) -> list[str]:
-    """The published methods that were best on the searched half, of the task and of all (`overall`)."""
+    """Return the published methods that were best on the searched half: of the task, and overall (`overall`)."""
     table, more = RIVALS_OF.get(name, (name, []))
     there = [method for method, _ in best_published([table], out)[:COMPETITORS]]
     return list(dict.fromkeys([*there, *overall, *more]))
 
 
 def answer_held_out(out: Path, recipe: Recipe, overall: list[str], regime: tuple[str, Protocol]) -> dict[str, object]:
-    """Of one regime the answers of the recipe, "", of its rivals, of the first search's method, and of the recipe
-    without each part, under its name and a dash before it; None where the library refuses it."""
+    """Return the scores in one regime of the recipe (under ""), its rivals, the first search's method, and the recipe
+    without each part (under a dash and its name); None if the library refuses one."""
     name, protocol = regime
-    asked = Asked({name: HELD_OUT[name]}, 1, out, protocol)
-    # What evicts less often holds more in between: all have the recipe's schedule.
+    asked = Halves({name: HELD_OUT[name]}, 1, out, protocol)
+    # Evicting less often means holding more in between, so all have the recipe's schedule.
     schedule = {option: recipe[option] for option in ("decode_interval",) if option in recipe}
     recipes: dict[str, Recipe] = {"": recipe}
     recipes |= {method: {"method": method, **schedule} for method in [*rivals_of(name, out, overall), FIRST]}
@@ -321,13 +326,10 @@ def answer_held_out(out: Path, recipe: Recipe, overall: list[str], regime: tuple
 
 
 def held_out(out: Path, recipe: Recipe, processes: int = 0) -> str:
-    """Markdown: the recipe beside the best published method, on each task and in the mean of those that were searched;
-    and what each part of it brings."""
+    """Return Markdown with the recipe beside the best published method, on each task and on average over the searched
+    ones, and the gain of each of its parts."""
     overall = [method for method, _ in best_published(SEARCHED, out)[:COMPETITORS]]
-    lines = [f"| task | questions | recipe | best published | difference | {FIRST} |"]
-    lines += ["| --- | ---: | ---: | --- | ---: | ---: |"]
-    without = list(ablations(recipe))
-    parts = [f"| task | {' | '.join(without)} |", "| --- |" + " ---: |" * len(without)]
+    lines, parts, without = [], [], list(ablations(recipe))
     searched: list[dict[str, np.ndarray]] = []  # of each such task the answers of the recipe, "", and of `overall`
     answer = partial(answer_held_out, out, recipe, overall)
     if processes:
@@ -338,79 +340,81 @@ def held_out(out: Path, recipe: Recipe, processes: int = 0) -> str:
     for (name, protocol), right in zip(regimes(), answered, strict=True):
         title = f"`{name}`" if protocol == QUERY_AWARE else f"`{name}`, {protocol.name}"
         if right[""] is None:
-            lines.append(f"| {title} | | refused | | | |")
+            lines.append([title, "", "refused", "", "", ""])
             continue
         if name in SEARCHED and protocol == QUERY_AWARE:
             searched.append(right)
         rivals = [it for it, one in right.items() if it not in ("", FIRST) and it[0] != "-" and one is not None]
         best = max(rivals, key=lambda method: right[method].mean())
-        lines.append(f"| {title} | {right[''].shape[1]} | {compared([right], best)} | {percent([right], FIRST)} |")
+        lines.append([title, right[""].shape[1], *compared([right], best), percent([right], FIRST)])
         taken = [right[f"-{part}"] for part in without]
-        cells = ["refused" if one is None else in_points(*difference([(right[""], one)])) for one in taken]
-        parts.append(f"| {title} | {' | '.join(cells)} |")
+        parts.append([title, *("refused" if one is None else points([(right[""], one)]) for one in taken)])
     if searched:
         best = max(overall, key=lambda method: np.mean([right[method].mean() for right in searched]))
-        lines.append(f"| mean of those searched | | {compared(searched, best)} | {percent(searched, FIRST)} |")
-    return "\n".join([*lines, "", "What each part brings:", "", *parts]) + "\n"
+        lines.append(["mean of those searched", "", *compared(searched, best), percent(searched, FIRST)])
+    header = ["task", "questions", "recipe", "best published", "difference", FIRST]
+    of_parts = table(["task", *without], parts, names=1)
+    return f"{table(header, lines, names=1)}\nWhat each part brings:\n\n{of_parts}"
 
 
 def confirm(out: Path, recipe: Recipe) -> str:
     """Markdown: the recipe, and the first search's, beside the best published method, on questions of `CONFIRMED` that
     no half had."""
-    asked = Asked({name: questions for name, (questions, _) in CONFIRMED.items()}, 2, out)
-    lines = [f"| task | new questions | recipe | best published | difference | {FIRST} | difference |"]
-    lines += ["| --- | ---: | ---: | --- | ---: | ---: | ---: |"]
+    asked = Halves({name: questions for name, (questions, _) in CONFIRMED.items()}, 2, out)
+    lines = []
     for name, (_, rivals) in CONFIRMED.items():
         recipes = {"": recipe} | {method: {"method": method} for method in (*rivals, FIRST)}
         asked.compute([name], list(recipes.values()))
         right = {title: asked.right(name, one) for title, one in recipes.items()}
         best = max(rivals, key=lambda method: right[method].mean())
-        first = f"{percent([right], FIRST)} | {in_points(*difference([(right[FIRST], right[best])]))}"
-        lines.append(f"| `{name}` | {right[''].shape[1]} | {compared([right], best)} | {first} |")
-    return "\n".join(lines) + "\n"
+        first = percent([right], FIRST), points([(right[FIRST], right[best])])
+        lines.append([f"`{name}`", right[""].shape[1], *compared([right], best), *first])
+    header = ["task", "new questions", "recipe", "best published", "difference", FIRST, "difference"]
+    return table(header, lines, names=1)
 
 
-def compared(tasks: list[dict[str, np.ndarray]], best: str) -> str:
+def compared(tasks: list[dict[str, np.ndarray]], best: str) -> list[str]:
     """The recipe, the best published method, and the difference, as cells of a row."""
-    points = in_points(*difference([(right[""], right[best]) for right in tasks]))
-    return f"{percent(tasks, '')} | {best} {percent(tasks, best)} | {points}"
+    apart = points([(right[""], right[best]) for right in tasks])
+    return [percent(tasks, ""), f"{best} {percent(tasks, best)}", apart]
 
 
 def percent(tasks: list[dict[str, np.ndarray]], name: str) -> str:
-    """The mean over tasks; nothing where one of them refuses it."""
+    """Format the mean over tasks; empty if one of them refuses it."""
     found = [right[name] for right in tasks]
     return "" if any(one is None for one in found) else f"{100 * np.mean([one.mean() for one in found]):.1f}"
 
 
-def in_points(mean: float, low: float, high: float) -> str:
-    return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
+def points(pairs: list[tuple[np.ndarray, np.ndarray]]) -> str:
+    """A `difference` as it stands in a table."""
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*difference(pairs))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str]) -> None:
+    parser = new_parser("own_method", __doc__)
     parser.add_argument("step", choices=["search", "held-out", "confirm"])
-    parser.add_argument("--scorers", type=int, default=6, help="best published methods whose scores are tried (6)")
-    parser.add_argument("--processes", type=int, default=2, help="over which tasks are spread (2)")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args()
+    parser.add_argument("--scorers", type=whole(1), default=6, help="best published methods whose scores are tried (6)")
+    parser.add_argument("--processes", type=whole(), default=2, help="over which tasks are spread (2)")
+    parser.add_argument("--out", type=path, default=RESULTS, help="folder")
+    given = parser.parse_args(argv)
     torch.set_num_threads(1)
-    from . import own_scores  # noqa: F401 (registers a method, which is no business of who imports this file)
+    from . import own_scores  # noqa: F401 (registers a method, which importing this file should not do)
 
-    path = given.out / "own_method_search.json"
+    steps = given.out / "own_method_search.json"
     if given.step == "search":
         best = [name for name, _ in best_published(SEARCHED, given.out)][: given.scorers]
-        asked = Asked(SEARCHED, 0, given.out, SEARCHING, given.processes)
-        schedules = Asked({LONG_ANSWERS: SEARCHED[LONG_ANSWERS]}, 0, given.out, BUDGETS)
-        search(asked, schedules, best[0], [*best, OWN_SCORES], path)
+        asked = Halves(SEARCHED, 0, given.out, SEARCHING, given.processes)
+        schedules = Halves({LONG_ANSWERS: SEARCHED[LONG_ANSWERS]}, 0, given.out, BUDGETS)
+        search(asked, schedules, best[0], [*best, OWN_SCORES], steps)
+        return
+    recipe = json.loads(steps.read_text(encoding="utf-8"))["recipe"]
+    if given.step == "held-out":
+        text, name = held_out(given.out, recipe, given.processes), "own_method.md"
     else:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if given.step == "held-out":
-            text, name = held_out(given.out, found["recipe"], given.processes), "own_method.md"
-        else:
-            text, name = confirm(given.out, found["recipe"]), "own_method_confirm.md"
-        write_text(given.out / name, text)
-        print(text)
+        text, name = confirm(given.out, recipe), "own_method_confirm.md"
+    write_text(given.out / name, text)
+    print(text)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

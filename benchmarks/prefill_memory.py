@@ -1,10 +1,9 @@
-"""Memory of a long prefill, in one piece and in chunks.
+"""Measure the memory of a long prefill, in one piece and in chunks.
 
     python -m benchmarks.prefill_memory                                  # CPU, fp32
 
 A model with the shape of Qwen2-0.5B, few layers and random weights reads prompts of 8k to 32k tokens: with the full
-cache, with a compressed one, and with one that is compressed after each chunk. Each runs in a process of its own; what
-is in the results already is not measured again.
+cache, with a compressed one, and with one that is compressed after each chunk. Each runs in a process of its own.
 """
 
 import argparse
@@ -12,17 +11,21 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import kvcompress
-from kvcompress.bench.models import SHAPES
+from kvcompress.bench.shapes import SHAPES
 from kvcompress.bench.standalone import load, prompt_ids
-from kvcompress.bench.timing import table, write
+from kvcompress.bench.timing import table
 from kvcompress.cache.scope import States
 from kvcompress.check.promises import LargestTensor
 from kvcompress.device import peak_memory, reset_peak_memory
+from kvcompress.flag_types import label, whole
+
+from .driver import FOLDER, Run, new_parser, start
 
 WAYS = {
     "full cache": {"method": "full"},
@@ -32,7 +35,7 @@ WAYS = {
 
 
 class PeakKV:
-    """Notes, whenever a layer has attended, the bytes of all keys and values that the cache holds or has staged."""
+    """Tracks the peak bytes of all keys and values that the cache holds or has staged, checked after each attention."""
 
     def __init__(self, cache: kvcompress.CompressedCache):
         self.cache, self.nbytes = cache, 0
@@ -51,9 +54,8 @@ class PeakKV:
 
 
 @torch.no_grad()
-def measured(way: str, tokens: int, layers: int, budget: int, chunk: int, threads: int) -> dict:
+def measured(way: str, tokens: int, layers: int, budget: int, chunk: int) -> dict:
     """One prefill, in this process."""
-    torch.set_num_threads(threads)
     device = torch.device("cpu")
     model = load({"config": {**SHAPES["qwen2-0.5b"], "num_hidden_layers": layers}}, "float32", device)
     options = dict(WAYS[way])
@@ -77,64 +79,57 @@ def measured(way: str, tokens: int, layers: int, budget: int, chunk: int, thread
 
 
 def resident() -> int:
-    """Bytes of this process in memory now."""
+    """Return the bytes that this process has in memory now."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
     return int(line.split()[1]) * 1024
 
 
-def report(records: list[dict], layers: int, budget: int, chunk: int) -> str:
+def apart(argv: list[str], how: dict[str, int], way: str, tokens: int) -> list[dict]:
+    """One prefill, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.prefill_memory", *argv, "--only", way, str(tokens)]
+    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return [{**how, **json.loads(result.stdout.splitlines()[-1])}]
+
+
+def memory_table(records: list[dict]) -> str:
     rows = [
         [record["tokens"], record["way"]]
         + [f"{record[name] / 1e6:.1f}" for name in ("kv_peak_bytes", "kv_held_bytes", "process_peak_bytes")]
         + [f"{record['largest_tensor'] / 1e6:.1f}", f"{record['largest_tensor'] / record['tokens'] ** 2:.4f}"]
-        for record in records
+        for record in sorted(records, key=lambda record: (record["tokens"], list(WAYS).index(record["way"])))
     ]
     header = ["tokens", "cache", "KV at its peak, MB", "KV held, MB", "process, MB", "largest tensor, M", "of tokens²"]
-    return (
-        "# Memory of a long prefill\n\n"
-        f"A model of Qwen2-0.5B's shape with {layers} layers and random weights, fp32, one prompt; a budget of "
-        f"{budget} entries per layer and KV head, chunks of {chunk} tokens (`prefill_chunk={chunk}`). KV at its peak: "
-        "keys and values that the cache holds or has staged, the most at any attention. Process: the most resident "
-        "memory in the pass beyond what the loaded model takes. Largest tensor: the most elements (millions) that any "
-        "operation returned, and the same as a part of tokens x tokens.\n\n" + table(header, rows)
+    return table(header, rows)
+
+
+def main(argv: list[str]) -> None:
+    files = {"lengths": [8192, 16384, 32768], "out": FOLDER / "prefill_memory"}
+    parser = new_parser("prefill_memory", __doc__, "--threads", "--resume", **files)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--layers", type=whole(1), default=4)
+    parser.add_argument("--budget", type=whole(1), default=1024)
+    parser.add_argument("--chunk", type=whole(1), default=1024)
+    parser.add_argument("--only", nargs=2, type=label, help=argparse.SUPPRESS)  # in a process of its own: WAY TOKENS
+    parser.set_defaults(device="cpu")
+    run = Run(parser, argv, grid=("lengths", "ways", "only"))
+    given = run.given
+    how = {"layers": given.layers, "budget": given.budget, "chunk": given.chunk}
+    if given.only:
+        print(json.dumps(measured(given.only[0], int(given.only[1]), **how)))
+        return
+    cells = [{"way": way, "tokens": tokens} for tokens in given.lengths for way in given.ways]
+    run.measure(cells, partial(apart, argv, how))
+    run.report(
+        "Memory of a long prefill",
+        f"A model of Qwen2-0.5B's shape with {given.layers} layers and random weights, fp32, one prompt; a budget of "
+        f"{given.budget} entries per layer and KV head, chunks of {given.chunk} tokens "
+        f"(`prefill_chunk={given.chunk}`). KV at its peak: keys and values that the cache holds or has staged, the "
+        "most at any attention. Process: the most resident memory in the pass beyond what the loaded model takes. "
+        "Largest tensor: the most elements (millions) that any operation returned, and the same as a part of tokens x "
+        "tokens.",
+        memory_table(run.records),
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument("--chunk", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/prefill_memory"), help="without a suffix")
-    parser.add_argument("--only", nargs=2, metavar=("WAY", "TOKENS"), help=argparse.SUPPRESS)  # in a process of its own
-    arguments = parser.parse_args()
-    how = (arguments.layers, arguments.budget, arguments.chunk)
-    if arguments.only:
-        way, tokens = arguments.only
-        print(json.dumps(measured(way, int(tokens), *how, arguments.threads)))
-        return
-    settings = dict(zip(("layers", "budget", "chunk"), how, strict=True))
-    records = known(arguments.out, settings)
-    for tokens in arguments.lengths:
-        for way in arguments.ways:
-            if any((record["way"], record["tokens"]) == (way, tokens) for record in records):
-                continue
-            command = [sys.executable, "-m", "benchmarks.prefill_memory", *sys.argv[1:], "--only", way, str(tokens)]
-            result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            records.append({**settings, **json.loads(result.stdout.splitlines()[-1])})
-            records.sort(key=lambda record: (record["tokens"], list(WAYS).index(record["way"])))
-            write(arguments.out, report(records, *how), records, torch.device("cpu"))
-
-
-def known(out: Path, settings: dict[str, int]) -> list[dict]:
-    """What a run with these settings has measured before it was cut, or for other ways and lengths."""
-    file = out.with_suffix(".json")
-    records = json.loads(file.read_text())["records"] if file.exists() else []
-    return [record for record in records if settings.items() <= record.items()]
-
-
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -1,38 +1,40 @@
-"""Many questions about one picture: answers per second with and without a prefix cache.
+"""Measure answers per second to many questions about one picture, with and without a prefix cache.
 
     python -m benchmarks.prefix_cache --threads 1 --clock cpu            # CPU, fp32
     python -m benchmarks.prefix_cache --device cuda --dtype bfloat16
 
-A model of a known shape with random weights is asked several questions, each a prompt that begins with the same tokens,
-as many as a picture has. Alone, each prompt is prefilled whole; with the cache, only the first one is. Questions of all
-methods are asked in turns, alone and with the cache; the cache is one for all methods, or one for each.
+A model of a known shape with random weights answers several questions. Their prompts begin with the same tokens, as
+many as a picture has. Alone, each prompt is prefilled as a whole; with the cache, only the first one is. Each method
+answers the questions in turns, alone, with its own cache, and with a cache shared by all methods.
 """
 
 import argparse
-from pathlib import Path
 from statistics import median
 
 import torch
 from transformers import PreTrainedModel
 
 import kvcompress
-from kvcompress import PrefixCache
+from kvcompress import KVCompressError, PrefixCache
 from kvcompress.bench.shapes import SHAPES
 from kvcompress.bench.standalone import CLOCKS, load, synchronise
-from kvcompress.bench.timing import environment, table, write
+from kvcompress.bench.timing import table
+from kvcompress.flag_types import fraction, positive, whole
+
+from .driver import Run, speed_parser, start
 
 METHODS = ("full", "snapkv", "h2o", "adakv", "expected-attention")
 
 
-class Asking:
-    """One model, and prompts that begin alike."""
+class PrefixBench:
+    """Times one model on prompts with a common prefix."""
 
     def __init__(self, model: PreTrainedModel, arguments: argparse.Namespace):
         self.model, self.asked = model, arguments
         self.beginnings = 0
 
     def prompts(self) -> list[torch.Tensor]:
-        """As many as there are questions, of a picture that no other prompt has."""
+        """Draw one prompt per question, all about a new picture."""
         self.beginnings += 1
         generator = torch.Generator().manual_seed(self.beginnings)
         vocabulary, asked = self.model.config.vocab_size, self.asked
@@ -41,7 +43,7 @@ class Asking:
         return [torch.cat([picture, end[None]], dim=1).to(self.model.device) for end in ends]
 
     def answer(self, method: str, ids: torch.Tensor, prefixes: PrefixCache | None) -> tuple[torch.Tensor, float]:
-        """The new tokens, and the seconds that they took."""
+        """Return the new tokens and the seconds that they took."""
         clock, ratio = CLOCKS[self.asked.clock], None if method == "full" else self.asked.ratio
         mask = torch.ones_like(ids)
         synchronise(ids.device)
@@ -52,11 +54,11 @@ class Asking:
         return tokens[:, ids.shape[1] :], clock() - start
 
 
-def compare(asking: Asking, methods: list[str]) -> list[dict]:
-    """Seconds of each question: of each method, in turns."""
-    asked, prompts = asking.asked, asking.prompts()
+def compare(bench: PrefixBench, methods: list[str]) -> list[dict]:
+    """Time each question with each method, alone and with both caches in turns."""
+    asked, prompts = bench.asked, bench.prompts()
     for method in methods:  # a warm-up
-        asking.answer(method, asking.prompts()[0], PrefixCache(gb=asked.gb))
+        bench.answer(method, bench.prompts()[0], PrefixCache(gb=asked.gb))
     together, records = PrefixCache(gb=asked.gb), []
     for method in methods:
         own = PrefixCache(gb=asked.gb)
@@ -64,10 +66,10 @@ def compare(asking: Asking, methods: list[str]) -> list[dict]:
         for i, ids in enumerate(prompts):
             expected = None
             if i < asked.alone:
-                expected, seconds = asking.answer(method, ids, None)
+                expected, seconds = bench.answer(method, ids, None)
                 record["alone"].append(seconds)
             for name, prefixes in (("own", own), ("together", together)):
-                tokens, seconds = asking.answer(method, ids, prefixes)
+                tokens, seconds = bench.answer(method, ids, prefixes)
                 record[name].append(seconds)
                 if expected is not None and not torch.equal(tokens, expected):
                     raise AssertionError(f"{method}, question {i}: {tokens.tolist()} is not {expected.tolist()}")
@@ -77,7 +79,7 @@ def compare(asking: Asking, methods: list[str]) -> list[dict]:
 
 
 def times_as_many(record: dict, name: str, questions: int) -> float:
-    """Answers per second of the first questions, over those of questions asked alone."""
+    """Return the speed-up over questions asked alone, for the first `questions` questions."""
     return questions * median(record["alone"]) / sum(record[name][:questions])
 
 
@@ -93,47 +95,38 @@ def report(records: list[dict], asked: argparse.Namespace) -> str:
     header = ["method", "alone, s", "first, s", "later, s", *(f"x, {n} of a picture" for n in counts), "held, MB"]
     alone = sum(asked.questions * median(record["alone"]) for record in records)
     grid = alone / sum(sum(record["together"]) for record in records)
-    what = f"{asked.dtype} on {environment(asked.device)['device']}"
     return (
-        "# Many questions about one picture\n\n"
         f"Seconds ({asked.clock} clock, {asked.threads} threads) of one answer of {asked.new} tokens to a prompt of "
-        f"{asked.picture} tokens that all questions share and {asked.question} of its own, {what}; "
+        f"{asked.picture} tokens that all questions share and {asked.question} of its own, {asked.dtype}; "
         f"{asked.shape}'s shape, random weights, without a vision tower; a ratio of {asked.ratio:g}. Alone: the "
-        f"median of {asked.alone} questions. With a prefix cache: the first question, and the median of the later ones, "
-        "then answers per second over those alone, where a picture has so many questions. Held: the cache's bytes "
-        "at the end. Where both were asked, tokens were the same.\n\n"
+        f"median of {asked.alone} questions. With a prefix cache: the first question, and the median of the later "
+        "ones, then answers per second over those alone, where a picture has so many questions. Held: the cache's "
+        "bytes at the end. Where both were asked, tokens were the same.\n\n"
         + table(header, rows)
         + f"\nAll {len(records)} methods with one prefix cache, {asked.questions} questions each: "
-        f"{grid:.1f} times as many answers per second as alone.\n"
+        f"{grid:.1f} times as many answers per second as alone."
     )
 
 
 @torch.no_grad()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+def main(argv: list[str]) -> None:
+    parser = speed_parser("prefix_cache", __doc__, methods=list(METHODS), new=4)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2-0.5b")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--ratio", type=float, default=0.2)
-    parser.add_argument("--picture", type=int, default=1500, help="tokens that prompts share")
-    parser.add_argument("--question", type=int, default=30, help="tokens of each prompt's own")
-    parser.add_argument("--questions", type=int, default=18, help="of one picture")
-    parser.add_argument("--alone", type=int, default=2, help="of these, how many are also asked alone")
-    parser.add_argument("--new", type=int, default=4, help="tokens of an answer")
-    parser.add_argument("--gb", type=float, default=4.0, help="of the prefix cache")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/prefix_cache"), help="without a suffix")
-    asked = parser.parse_args()
-    if not 1 <= asked.alone <= asked.questions or asked.questions < 2:
-        parser.error(f"--questions {asked.questions} --alone {asked.alone}: at least 2 questions, and 1 of them alone")
-    torch.set_num_threads(asked.threads)
+    parser.add_argument("--ratio", type=fraction, default=0.2)
+    parser.add_argument("--picture", type=whole(1), default=1500, help="tokens that prompts share (1500)")
+    parser.add_argument("--question", type=whole(1), default=30, help="tokens of each prompt's own (30)")
+    parser.add_argument("--questions", type=whole(2), default=18, help="of one picture (18)")
+    parser.add_argument("--alone", type=whole(1), default=2, help="of these, how many are also asked alone (2)")
+    parser.add_argument("--gb", type=positive, default=4.0, help="of the prefix cache (4.0)")
+    run = Run(parser, argv)
+    asked = run.given
+    if asked.alone > asked.questions:
+        raise KVCompressError(f"--alone {asked.alone}: more than there are, --questions {asked.questions}")
     torch.manual_seed(0)
-    model = load({"config": SHAPES[asked.shape]}, asked.dtype, asked.device)
-    records = compare(Asking(model, asked), asked.methods)
-    write(asked.out, report(records, asked), records, asked.device)
+    model = load({"config": SHAPES[asked.shape]}, asked.dtype, run.device)
+    run.measure([{}], lambda: compare(PrefixBench(model, asked), asked.methods))
+    run.report("Many questions about one picture", report(run.records, asked))
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

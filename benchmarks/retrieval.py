@@ -1,12 +1,12 @@
-"""A retrieval task for a small pretrained language model: facts about the places of a town, scattered in a text, one of
-which has to be completed word for word. Drawn from a seed; SmolLM2-135M answers about four of five."""
+"""A retrieval task for a small pretrained language model: complete, word for word, one of several facts about places in
+a town that are scattered in a text. Drawn from a seed; SmolLM2-135M answers about four of five questions."""
 
 from dataclasses import dataclass
 from random import Random
 
 FACTS = 9  # per text
-OPENING = 4  # sentences at the beginning that hold no fact, so that a text can be cut there
-CONTEXT_TOKENS = 420  # of SmolLM2's tokenizer, counted from the end: no text is shorter
+OPENING = 4  # sentences without facts at the beginning, where a text can be cut
+CONTEXT_TOKENS = 420  # of SmolLM2's tokenizer, counted from the end; no text is shorter
 PLACES = (
     *("north gate", "old library", "town museum", "boat house", "clock tower", "fire station", "wine shop"),
     *("green barn", "stone bridge", "post office", "train depot", "rose garden"),
@@ -57,7 +57,7 @@ FILLERS = (
 
 @dataclass(frozen=True)
 class Example:
-    """A text, a question that is the beginning of one of its sentences, and the rest of that sentence."""
+    """A text, the beginning of one of its sentences as the question, and the rest of that sentence as the answer."""
 
     context: str
     question: str
@@ -65,7 +65,7 @@ class Example:
 
 
 def draw_examples(count: int, seed: str = "retrieval") -> list[Example]:
-    """The first of them are the same whatever the count."""
+    """Draw examples; a larger `count` only adds to them."""
     return [_draw(Random(f"{seed}/{number}")) for number in range(count)]
 
 

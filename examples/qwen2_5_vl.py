@@ -16,8 +16,8 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--model", default="Qwen/Qwen2.5-VL-3B-Instruct")
 parser.add_argument("--image", required=True, metavar="FILE")
 parser.add_argument("--questions", nargs="+", default=["What is in this picture?", "Is there any text in it?"])
-parser.add_argument("--method", default="kvzip", help="kvzip (default) is meant for questions that are not known yet")
-parser.add_argument("--ratio", type=float, default=0.3, help="fraction of the picture's KV entries that is kept")
+parser.add_argument("--method", default="kvzip", help="kvzip (default) suits questions that are not known in advance")
+parser.add_argument("--ratio", type=float, default=0.3, help="fraction of the picture's KV entries to keep")
 args = parser.parse_args()
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,7 +38,7 @@ prompts = [
 end = (prompts[0]["input_ids"][0] == model.config.vision_end_token_id).nonzero()[-1] + 1
 per_token = ("input_ids", "attention_mask", "mm_token_type_ids")
 context = {name: value[:, :end] if name in per_token else value for name, value in prompts[0].items()}
-model.generate(**prompts[0], max_new_tokens=2)  # warm-up, so that the seconds below compare
+model.generate(**prompts[0], max_new_tokens=2)  # warm-up, so that the times below are comparable
 
 for method, ratio in (("full", None), (args.method, args.ratio)):
     with torch.no_grad(), kvcompress.compress(model, method=method, ratio=ratio) as session:

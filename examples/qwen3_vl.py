@@ -18,7 +18,7 @@ parser.add_argument("--video", required=True, metavar="FILE")
 parser.add_argument("--frames", type=int, default=32, help="spread evenly over the video")
 parser.add_argument("--question", default="Describe this video.")
 parser.add_argument("--method", default="snapkv")
-parser.add_argument("--ratio", type=float, default=0.2, help="fraction of the prompt's KV entries that is kept")
+parser.add_argument("--ratio", type=float, default=0.2, help="fraction of the prompt's KV entries to keep")
 args = parser.parse_args()
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,7 +34,7 @@ inputs = processor.apply_chat_template(
     return_tensors="pt",
     processor_kwargs={"do_sample_frames": False, "video_metadata": metadata},
 ).to(device, model.dtype)
-model.generate(**inputs, max_new_tokens=2)  # warm-up, so that the seconds below compare
+model.generate(**inputs, max_new_tokens=2)  # warm-up, so that the times below are comparable
 
 for method, ratio in (("full", None), (args.method, args.ratio)):
     with kvcompress.compress(model, method=method, ratio=ratio) as session:

@@ -1,7 +1,7 @@
 """KV-cache compression for vision-language models in transformers.
 
-What `__all__` names is imported when it is first used: torch and transformers take seconds, and a command that is
-misspelt is answered without them.
+The names in `__all__` are imported on first use: importing torch and transformers takes seconds, and a misspelt command
+gets its answer without them.
 """
 
 from importlib import import_module
@@ -73,8 +73,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """PEP 562: a name of `_LATER`, or a module of this package."""
-    if name == "Prompt":  # the name of LayerView up to version 0.1
+    """Import a name in `_LATER`, or a module of this package (PEP 562)."""
+    if name == "Prompt":  # LayerView's name up to version 0.1
         name = "LayerView"
     if name in _LATER:
         globals()[name] = value = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -1,8 +1,9 @@
 """`kvcompress COMMAND ...`, or `python -m kvcompress COMMAND ...`.
 
-Other packages add commands by entry points of the group `kvcompress.commands`: a function that takes the arguments, in
-a module whose docstring begins with a line about the command, and whose `parser()` makes its parser. One of the name of
-a command here goes before it. No module of a command imports anything heavy before it runs.
+Other packages add commands by entry points in the group `kvcompress.commands`. An entry point is a function that takes
+the arguments; the first line of its module's docstring describes the command, and the module's `parser()` returns its
+parser. An entry point overrides a built-in command of the same name. A command's module imports nothing heavy before
+the command runs.
 """
 
 import os
@@ -30,9 +31,9 @@ BEGIN = """To begin:
   kvcompress eval                                   accuracy against ratio on the bundled model; no GPU, no model hub
   kvcompress eval textvqa_val MODEL snapkv 0.2      a benchmark of lmms-eval under a method and a ratio
 
-`eval` and all that reads its results come with: pip install 'kvcompress[eval]'"""
+`eval` and the commands that read its results come with: pip install 'kvcompress[eval]'"""
 
-# Environment variable -> what it may be, as a pattern and in words. An empty one counts as not set.
+# Environment variable -> allowed values, as a pattern and in words. An empty variable counts as not set.
 VARIABLES = {
     "OMP_NUM_THREADS": (r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", "a number of threads, from 1 to 9999"),
     "HF_HUB_OFFLINE": ("(?i:1|0|on|off|yes|no|true|false)", "1 or 0"),
@@ -40,26 +41,26 @@ VARIABLES = {
 
 
 def check_environment() -> None:
-    """Raises KVCompressError for a variable that libraries would ignore, or take for something else."""
+    """Raise KVCompressError for an environment variable that libraries would ignore or misread."""
     for name, (pattern, meaning) in VARIABLES.items():
         if (value := os.environ.get(name)) and not re.fullmatch(pattern, value, re.ASCII):
             raise KVCompressError(f"{name}={shown(value)} is not {meaning}")
 
 
 def commands() -> list[str]:
-    """The names of all commands."""
+    """Return the names of all commands."""
     return sorted({*OWN, *entry_points(group=GROUP).names})
 
 
 def module_of(name: str) -> ModuleType:
-    """The module of a command. Raises KVCompressError for an unknown one."""
+    """Return the module of a command. Raises KVCompressError for an unknown one."""
     return sys.modules[find_command(name).__module__]
 
 
 def find_command(name: str) -> Callable[[list[str]], int | None]:
-    """The function that runs a command, given its arguments; what it returns, if anything, is the exit code.
+    """Return the function that runs a command with its arguments and may return an exit code.
 
-    Raises KVCompressError for an unknown one.
+    Raises KVCompressError for an unknown command.
     """
     registered = entry_points(group=GROUP)
     if name in registered.names:
@@ -70,19 +71,19 @@ def find_command(name: str) -> Callable[[list[str]], int | None]:
 
 
 def overview() -> str:
-    """All commands with the first line of what they say of themselves."""
+    """Return all commands with a one-line summary each."""
     lines = [f"  {name:<12} {summary(name)}" for name in commands()]
     return "\n".join(["usage: kvcompress COMMAND ...", "", *lines, "", "kvcompress COMMAND --help says more."])
 
 
 def summary(name: str) -> str:
-    """A command in a line, without the command itself where that stands first."""
+    """Return the first line of a command's docstring, without the command itself if it comes first."""
     line = (module_of(name).__doc__ or "").strip().partition("\n")[0]
     return re.sub(r"^`[^`]*`: ", "", line).rstrip(".:")
 
 
 def complete() -> None:
-    """Answer the shell that asks how a command line may go on (argcomplete); returns where none asks."""
+    """Complete a command line for the shell (argcomplete); return if no completion is requested."""
     if "_ARGCOMPLETE" not in os.environ:
         return
     import argparse
@@ -91,7 +92,7 @@ def complete() -> None:
 
     words = os.environ.get("COMP_LINE", "").split()
     if len(words) > 1 and words[1] in commands():
-        os.environ["_ARGCOMPLETE"] = str(int(os.environ["_ARGCOMPLETE"]) + 1)  # so many words are the command's name
+        os.environ["_ARGCOMPLETE"] = str(int(os.environ["_ARGCOMPLETE"]) + 1)  # number of words in the command's name
         parser = module_of(words[1]).parser()
     else:
         parser = argparse.ArgumentParser()
@@ -100,7 +101,7 @@ def complete() -> None:
 
 
 def run(arguments: list[str]) -> int | None:
-    """Run what the arguments say; its exit code, if it returns one. Raises what the command raises."""
+    """Run a command from its arguments and return its exit code, if any. Raises what the command raises."""
     name, *rest = arguments or [""]
     if name in ("", "-h", "--help"):
         print(overview() if name else f"{overview()}\n\n{BEGIN}")
@@ -113,12 +114,12 @@ def run(arguments: list[str]) -> int | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command; its exit code, as `command_line.exit_code` has it. Every error ends with one line on stderr."""
+    """Run a command and return its exit code, see `command_line.exit_code`. Errors end with one line on stderr."""
     return exit_code(run, arguments)
 
 
 def console() -> None:
-    """The console command `kvcompress`."""
+    """Entry point of the console command `kvcompress`."""
     complete()
     sys.exit(main(sys.argv[1:]))
 

@@ -1,4 +1,4 @@
-"""What all commands share: their parser, how the reader calls them, how they end. Imports nothing heavy."""
+"""What all commands share: the parser, how users call them, signals and exit codes. Imports nothing heavy."""
 
 import argparse
 import atexit
@@ -19,21 +19,23 @@ from typing import Any, NoReturn
 from .errors import KVCompressError, nearest, shown
 from .version import __version__
 
-# What the machine, not the program, is to blame for.
+# Errors caused by the machine, not by the program.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
-MEMORY_ERRORS = ("allocate memory", "out of memory", "_ALLOC_FAILED")  # torch's, of a CPU, of a GPU and its libraries
+MEMORY_ERRORS = ("allocate memory", "out of memory", "_ALLOC_FAILED")  # torch's messages for CPU, GPU and GPU libraries
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-TIDY_S = 10  # so long a process that is asked to end is not asked again
+TIDY_S = 10  # seconds in which a second request to end is ignored
 
 WITH_ALL = "pip install 'kvcompress[eval]'"
-SCRIPTS_FOLDER = "KVCOMPRESS_SCRIPTS"  # environment variable, set by a checkout's scripts: where they are
+SCRIPTS_FOLDER = "KVCOMPRESS_SCRIPTS"  # environment variable, set by a checkout's scripts: their folder
 SCRIPTS = {"eval": "run_eval.sh", "list": "run_eval.sh list", "reproduce": "reproduce.sh", "sweep": "run_sweep.sh"}
 SCRIPTS |= {"speech": "run_speech.sh"}
 
 
 def called(command: str) -> str:
-    """A command as the reader calls it: `./scripts/run_eval.sh` where one of a checkout's scripts runs, else
-    `kvcompress eval`, or `python -m kvcompress eval` where Python was started so."""
+    """Return a command as the user calls it.
+
+    This is `./scripts/run_eval.sh` if a checkout's script runs, otherwise `kvcompress eval`, or `python -m kvcompress
+    eval` if Python was started that way."""
     if command in SCRIPTS and (folder := os.environ.get(SCRIPTS_FOLDER)):
         return f"{folder}/{SCRIPTS[command]}"
     is_console = Path(sys.argv[0]).stem == "kvcompress"
@@ -41,11 +43,11 @@ def called(command: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a command: raises KVCompressError where argparse would print its usage and exit."""
+    """A command's parser; raises KVCompressError where argparse would print the usage and exit."""
 
-    def __init__(self, command: str, **settings: Any):
-        """`command`: its name, behind `kvcompress`."""
-        super().__init__(prog=called(command), allow_abbrev=False, **settings)
+    def __init__(self, command: str = "", **settings: Any):
+        """`command`: its name, behind `kvcompress`; one of elsewhere has a `prog` in its place."""
+        super().__init__(**{"prog": called(command), "allow_abbrev": False, **settings})
         self.add_argument("--version", action="version", version=f"kvcompress {__version__}")
 
     def error(self, message: str) -> NoReturn:
@@ -56,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def key_values(given: Iterable[str]) -> dict[str, str]:
-    """`["sinks=4"]` as {"sinks": "4"}. Raises KVCompressError."""
+    """Parse `["sinks=4"]` into {"sinks": "4"}. Raises KVCompressError."""
     for each in given:
         if "=" not in each:
             raise KVCompressError(f"{shown(each)} is not OPTION=VALUE")
@@ -64,7 +66,7 @@ def key_values(given: Iterable[str]) -> dict[str, str]:
 
 
 class Interrupted(KeyboardInterrupt):
-    """The process is to end: `number` is the signal's."""
+    """Raised when a signal asks the process to end; `number` is the signal's."""
 
     def __init__(self, number: int):
         super().__init__()
@@ -72,10 +74,10 @@ class Interrupted(KeyboardInterrupt):
 
 
 def interrupt_on_signals() -> dict[int, Any]:
-    """From now on SIGTERM and SIGHUP end the process as Ctrl-C does: by an exception, so that all is tidied up.
+    """Make SIGTERM and SIGHUP end the process like Ctrl-C, by an exception, so that everything is cleaned up.
 
-    A signal that is ignored stays ignored, as under nohup. Returns the handlers before; outside the main thread it
-    changes none.
+    An ignored signal stays ignored, as under nohup. Returns the previous handlers; does nothing outside the main
+    thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return {}
@@ -98,7 +100,7 @@ def interrupt_on_signals() -> dict[int, Any]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """`interrupt_on_signals` inside."""
+    """Context manager for `interrupt_on_signals`."""
     before = interrupt_on_signals()
     try:
         yield
@@ -108,56 +110,58 @@ def interruptible() -> Iterator[None]:
 
 
 def exit_code(command: Callable[[list[str]], int | None], argv: list[str] | None = None, kept: str = "") -> int:
-    """Run a command: its exit code, 0 where it returns none; 2 for bad input, 1 where something else is wrong; after
-    SIGINT (Ctrl-C), SIGTERM or SIGHUP 128 and the signal's number.
+    """Run a command and return its exit code.
 
-    Every error ends with one line on stderr. An exception may say its code: an attribute `exit_code`.
+    The code is 0 if the command returns none, 2 for bad input, 1 for any other error, and 128 plus the signal's number
+    after SIGINT (Ctrl-C), SIGTERM or SIGHUP. Every error ends with one line on stderr. An exception may set its code
+    with an attribute `exit_code`.
 
     Args:
-        argv: defaults to the process's.
-        kept: what outlives a signal, where something does.
+        argv: the arguments, by default the process's.
+        kept: what survives an interruption, if anything, such as "cells".
     """
     try:
         with interruptible():
             return command(sys.argv[1:] if argv is None else argv) or 0
     except KeyboardInterrupt as error:
         number = getattr(error, "number", signal.SIGINT)
-        if "LOCAL_RANK" in os.environ:  # one of several processes: what started them says it
+        if "LOCAL_RANK" in os.environ:  # one of several processes: their launcher reports it
             return 128 + number
         how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
         return fail(
-            f"{how}; finished {kept} are kept, the same command goes on from there" if kept else how, 128 + number
+            f"{how}; finished {kept} are kept, the same command continues from there" if kept else how, 128 + number
         )
-    except BrokenPipeError:  # who reads has enough, as `head` after ten lines
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still has to write at its end
-        return 141  # of a process that SIGPIPE ends
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does after ten lines
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output at Python's exit
+        return 141  # the code of a process ended by SIGPIPE
     except Exception as error:
         if (code := getattr(error, "exit_code", None)) is not None:
             return fail(error, code)
         if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(
             ("kvcompress", "lmms_eval_plugins")
         ):
-            return fail(f"{error.name} is not installed; all that commands need comes with: {WITH_ALL}", 1)
+            return fail(f"{error.name} is not installed; everything that commands need comes with: {WITH_ALL}", 1)
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             return fail(f"{error.filename or 'a file'} cannot be written or read: {error.strerror}", 1)
         if isinstance(error, MemoryError) or any(words in str(error) for words in MEMORY_ERRORS):
-            return fail(f"memory does not suffice: {' '.join(str(error).split())[:300]}", 1)
+            return fail(f"not enough memory: {' '.join(str(error).split())[:300]}", 1)
         traceback.print_exc()
         return fail(f"{type(error).__name__}: {error}", 1)
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with this exit code, after what was registered for its end. Python's own end goes on to free what
-    was imported, a million objects one by one: two seconds."""
+    """End the process with this exit code after running exit handlers.
+
+    Python's own exit would then free a million imported objects one by one, which takes two seconds."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # the reader is gone
             stream.flush()
     os._exit(code)
 
 
 def fail(error: object, code: int) -> int:
-    """Print the error's line, control characters spelt out and endless words cut; returns the exit code."""
+    """Print the error in one line, with control characters escaped and endless words cut; return the exit code."""
     line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in str(error))
     line = re.sub(r"\S{500,}", lambda word: word[0][:80] + "...", line)
     print(f"error: {line}", file=sys.stderr, flush=True)

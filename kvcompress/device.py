@@ -1,4 +1,4 @@
-"""The device: bring numbers to it and back, wait for it, and read its peak of memory."""
+"""Device helpers: copy numbers to a device and back, wait for it, and read its peak memory."""
 
 from pathlib import Path
 
@@ -6,13 +6,14 @@ import torch
 
 
 def default_device() -> torch.device:
-    """A CUDA GPU if there is one, else the CPU."""
+    """Return a CUDA GPU if there is one, otherwise the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def on_device(numbers: object, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Numbers, or a tensor, of the host as a tensor on `device`. The host does not wait for a CUDA device: what pinned
-    memory holds is copied when its turn comes."""
+    """Copy numbers or a tensor from the host to `device`.
+
+    The host does not wait for a CUDA device: the copy from pinned memory is asynchronous."""
     made = torch.as_tensor(numbers, dtype=dtype)
     if device.type != "cuda" or made.device.type == "cuda":
         return made.to(device)
@@ -20,7 +21,7 @@ def on_device(numbers: object, device: torch.device, dtype: torch.dtype | None =
 
 
 def fetched(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Integer or bool tensors in the host's memory: one copy, and so one wait, for all that are on a device."""
+    """Copy integer or bool tensors to host memory, with one copy, and so one wait, for all tensors on a device."""
     there = [each for each in tensors if each is not None and each.device.type != "cpu"]
     if len(there) < 2:
         return [None if each is None else each.cpu() for each in tensors]
@@ -29,6 +30,24 @@ def fetched(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
         next(parts).view(each.shape).to(each.dtype) if each is not None and each.device.type != "cpu" else each
         for each in tensors
     ]
+
+
+class Arriving:
+    """Integers of a device on their way to the host, which asks for them later: by then it does not wait."""
+
+    def __init__(self, numbers: torch.Tensor):
+        on_cuda = numbers.device.type == "cuda"
+        self._here = numbers.to("cpu", non_blocking=on_cuda)  # into pinned memory
+        self._arrived = torch.cuda.current_stream(numbers.device).record_event() if on_cuda else None
+
+    def tolist(self) -> list[int]:
+        """All of them, one after the other."""
+        if self._arrived is not None and not self._arrived.query():
+            self._arrived.synchronize()
+        return self._here.flatten().tolist()
+
+    def __reduce__(self) -> tuple:
+        return Arriving, (torch.tensor(self.tolist()),)  # a copy holds no event of the device
 
 
 def synchronise(device: torch.device) -> None:
@@ -55,10 +74,10 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes; see `Measurement.peak_memory_bytes`."""
+    """Return the peak memory in bytes; see `Measurement.peak_memory_bytes`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if device.type == "mps":  # counts no peak; what the driver holds does not shrink before `reset_peak_memory`
+    if device.type == "mps":  # has no peak counter; the driver's memory does not shrink before `reset_peak_memory`
         return torch.mps.driver_allocated_memory()
     status = Path("/proc/self/status")
     if status.exists():

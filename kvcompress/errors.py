@@ -1,4 +1,4 @@
-"""The one exception for input that the user can correct."""
+"""`KVCompressError`, the exception for input that the user can correct, and checks of values."""
 
 import difflib
 import re
@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 from pydantic import TypeAdapter, ValidationError
 
 Validated = TypeVar("Validated")
-MOST = 2**31 - 1  # no option means anything beyond it, and libraries fail in their own words
+MOST = 2**31 - 1  # no option makes sense beyond it, and libraries fail with messages of their own
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 LONGEST_SHOWN = 80
 
@@ -20,7 +20,7 @@ LONGEST_SHOWN = 80
 class KVCompressError(ValueError):
     """A wrong method, option, ratio, model or call. The message is one line: the value and what is allowed."""
 
-    exit_code = 2  # of a command that it ends
+    exit_code = 2  # exit code of a command that fails with it
 
 
 class MissingFile(KVCompressError):
@@ -28,21 +28,20 @@ class MissingFile(KVCompressError):
 
 
 def unknown_name(problem: str, name: object, valid: Iterable[str]) -> KVCompressError:
-    """The error "`problem` `name`" for a name that is not among the `valid` ones; points at the nearest one."""
+    """Return the error "`problem` `name`" for a name that is not `valid`, with the nearest valid name."""
     valid = sorted(valid)
     return KVCompressError(f"{problem} {shown(name)}{nearest(name, valid)}; valid: {', '.join(valid) or 'none'}")
 
 
 def nearest(name: object, valid: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` where some valid name is near, else nothing."""
+    """Return ` (did you mean 'x'?)` if a valid name is near, otherwise an empty string."""
     near = difflib.get_close_matches(str(name), list(valid), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """What a library says of a checkpoint that it cannot read, in whatever words and by whatever exception, becomes a
-    KVCompressError of one line."""
+    """Turn any exception from loading a checkpoint into a KVCompressError of one line."""
     try:
         yield
     except KVCompressError:
@@ -55,20 +54,19 @@ def loading(name: str) -> Iterator[None]:
 
 
 def shown(value: object) -> str:
-    """The value as it stands in a message: quoted, and cut where it is long."""
+    """Format a value for a message: quoted, and cut if it is long."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no number of thousands of digits
+    except ValueError:  # Python refuses to print thousands of digits
         return "a number of thousands of digits"
     return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
 
 
 def plain_number(value: Any, kind: Any) -> Any:
-    """A value for what is declared as `kind`: unchanged, but where that is a number, text becomes the number that it
-    spells, and a comma list becomes the numbers where a tuple is declared.
+    """Convert text to the number or tuple of numbers that `kind` declares; return other values unchanged.
 
-    Raises ValueError for what only looks like a number: true and false, nan and infinities, `1_000`, digits of other
-    scripts, and what is beyond MOST.
+    A tuple is written as a comma-separated list. Raises ValueError for values that only look like numbers: true and
+    false, nan and infinities, `1_000`, digits of other scripts, and numbers beyond MOST.
     """
     if get_origin(kind) is tuple and isinstance(value, str | list | tuple):
         items = value.strip("()").split(",") if isinstance(value, str) else value
@@ -90,7 +88,7 @@ def plain_number(value: Any, kind: Any) -> Any:
 
 
 def _kinds(kind: Any) -> set[Any]:
-    """`Annotated[int, ...] | None` -> {int, NoneType}."""
+    """Return the types in an annotation: `Annotated[int, ...] | None` -> {int, NoneType}."""
     if get_origin(kind) is Annotated:
         return _kinds(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
@@ -100,13 +98,13 @@ def _kinds(kind: Any) -> set[Any]:
 
 @cache
 def _adapters(cls: type) -> dict[str, tuple[Any, TypeAdapter[Any]]]:
-    """Field -> its declared type, and what checks it. Building one takes milliseconds, more than a short generation."""
+    """Map each field to its declared type and validator. Building one takes longer than a short generation."""
     kinds = get_type_hints(cls, include_extras=True)
     return {field.name: (kinds[field.name], TypeAdapter(kinds[field.name])) for field in fields(cls)}
 
 
 def checked(cls: type, name: str, value: Any) -> Any:
-    """A value for a field of a dataclass, as its declared type has it. Raises ValueError with what is allowed."""
+    """Return a value for a dataclass field, converted to its declared type. Raises ValueError with what is allowed."""
     kind, adapter = _adapters(cls)[name]
     try:
         return adapter.validate_python(plain_number(value, kind))
@@ -115,8 +113,9 @@ def checked(cls: type, name: str, value: Any) -> Any:
 
 
 def validated(cls: type[Validated], what: str, values: dict[str, Any]) -> Validated:
-    """`cls(**values)` for a dataclass, with the values checked against its annotations. `what` names a field in the
-    message of the KVCompressError that is raised for a wrong value."""
+    """Create `cls(**values)` for a dataclass after checking the values against its annotations.
+
+    Raises KVCompressError for a wrong value; `what` describes a field in its message."""
     own = {}
     for name, value in values.items():
         try:
@@ -125,5 +124,5 @@ def validated(cls: type[Validated], what: str, values: dict[str, Any]) -> Valida
             raise KVCompressError(f"{what} {name!r} is {shown(value)}: {error}") from None
     try:
         return cls(**own)
-    except ValueError as error:  # its own __post_init__
+    except ValueError as error:  # from its __post_init__
         raise KVCompressError(str(error)) from None

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, also where several processes write into one folder; can one write; JSON."""
+"""Atomic file writes, also with several processes in one folder; checks that a folder is writable; JSON."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # Windows: nothing tells a dead process's folder from a living one's, so none is removed
+except ImportError:  # Windows: a dead process's folder looks like a living one's, so none is removed
     fcntl = None
 
 from .errors import KVCompressError
@@ -23,9 +23,9 @@ TRIAL_BYTES = 1 << 20  # a disk with less room is full
 
 @contextmanager
 def unfinished(folder: Path) -> Iterator[Path]:
-    """A new folder in `folder`, for what is not finished. It is gone at the end.
+    """Create a temporary folder in `folder` for unfinished files, and remove it at the end.
 
-    Where its process is killed, the next call for the same `folder` removes it.
+    If the process is killed, the next call for the same `folder` removes it.
     """
     remove_unfinished(folder)
     path, lock = _new_and_locked(folder)
@@ -37,9 +37,9 @@ def unfinished(folder: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what dead processes left in `folder`. A living one holds the lock of its own."""
+    """Remove temporary folders that dead processes left in `folder`. A living process holds a lock on its own."""
     for path in folder.glob(UNFINISHED + "*"):
-        with contextlib.suppress(OSError):  # gone meanwhile, locked, or on a file system without locks
+        with contextlib.suppress(OSError):  # already gone, locked, or on a file system without locks
             lock = os.open(path, os.O_RDONLY)
             try:
                 if _lock(lock, wait=False):
@@ -58,12 +58,12 @@ def _new_and_locked(folder: Path) -> tuple[Path, int]:
             if path.exists():
                 return path, lock
             os.close(lock)
-        # Between the two steps another process took it for a dead one's: once more.
+        # Another process removed the folder before it was locked: try again.
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Inside, no other process is inside for the same folder. On a file system without locks nothing is held back."""
+    """Hold an exclusive lock on a folder. On a file system without locks this has no effect."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -74,8 +74,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(descriptor: int, wait: bool = True) -> bool:
-    """Lock an open folder until it is closed; False where there are no locks. Raises OSError where it cannot be locked,
-    without `wait` also where another holds it."""
+    """Lock an open folder until it is closed; return False if there are no locks.
+
+    Raises OSError if it cannot be locked or, without `wait`, if another process holds the lock."""
     if fcntl is None:
         return False
     fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -84,9 +85,9 @@ def _lock(descriptor: int, wait: bool = True) -> bool:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a path to write a file to; at the end the file takes the place of `path` in one rename.
+    """Yield a path to write a file to; at the end the file replaces `path` in one rename.
 
-    Missing folders are made. An exception inside leaves an older file as it was.
+    Missing folders are created. An exception inside leaves an existing file unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with unfinished(path.parent) as folder:
@@ -95,24 +96,24 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What JSON says. Raises ValueError, also for bytes that are no text, and for what is nested too deep."""
+    """Parse JSON. Raises ValueError, also for bytes that are not text and for JSON that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file atomically."""
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
 
 
 def check_output(folder: Path, *names: str) -> None:
-    """Try to write into `folder`, which is made where it is missing, and under each of the file names.
+    """Check that `folder`, created if missing, and each of the file names in it can be written.
 
-    Raises KVCompressError, one line, where that fails: a file stands in the way, the folder is read-only, a name is too
-    long, the disk is full. To be called before hours of work.
+    Call this before hours of work. Raises KVCompressError if a file is in the way, the folder is read-only, a name is
+    too long or the disk is full.
     """
     path = folder
     try:
@@ -131,5 +132,5 @@ def _write_trial(path: Path) -> None:
     with open(path, "wb") as file:
         file.write(bytes(TRIAL_BYTES))
         file.flush()
-        os.fsync(file.fileno())  # a full disk may say so only now
+        os.fsync(file.fileno())  # a full disk may fail only here
     path.unlink()

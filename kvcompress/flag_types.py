@@ -1,8 +1,8 @@
-"""What a flag may be: types for argparse. Imports nothing heavy.
+"""Types for argparse that check a flag's value. Imports nothing heavy.
 
-A flag gets its check where it is declared: `add("--overlays", type=whole(0))`. The parser then answers a wrong value
-with one line that names the flag and what is allowed. Every flag with a value has one of these types, or `choices`;
-`tests/test_wrong_values.py` finds a flag without one, and tries wrong values on all others.
+A flag is checked where it is declared: `add("--overlays", type=whole(0))`. The parser then rejects a wrong value with
+one line that names the flag and what is allowed. Every flag with a value has one of these types, or `choices`;
+`tests/test_wrong_values.py` finds flags without one and tries wrong values on all others.
 """
 
 import argparse
@@ -16,11 +16,11 @@ from .errors import MOST, NUMBER, shown
 
 
 def whole(least: int = 0, most: int = MOST) -> Callable[[str], int]:
-    """Whole numbers from `least` to `most`, in ASCII digits."""
+    """Return a type for whole numbers from `least` to `most`, in ASCII digits."""
 
     def convert(text: str) -> int:
         digits = text.removeprefix("-")
-        # Python refuses to read thousands of digits.
+        # Python refuses to parse thousands of digits.
         if digits.isascii() and digits.isdigit() and len(digits) < 20 and least <= int(text) <= most:
             return int(text)
         at_most = "" if most == MOST else f" and at most {most}"
@@ -30,7 +30,7 @@ def whole(least: int = 0, most: int = MOST) -> Callable[[str], int]:
 
 
 def number(least: float = -MOST, most: float = MOST, above: float = -math.inf) -> Callable[[str], float]:
-    """Finite numbers of at least `least`, at most `most` and above `above`."""
+    """Return a type for finite numbers of at least `least`, at most `most` and above `above`."""
     bounds = [f"above {above:g}"] if above > -math.inf else []
     bounds += [f"of at least {least:g}"] if least > -MOST else []
     bounds += [f"at most {most:g}"] if most < MOST else []
@@ -49,7 +49,7 @@ positive = number(above=0)
 
 
 def count_or_fraction(text: str) -> int | float:
-    """A number of questions as int, a fraction below 1 as float: that is how lmms-eval tells them apart."""
+    """Parse a number of questions as int, a fraction below 1 as float; lmms-eval tells them apart by type."""
     value = float(text) if NUMBER.fullmatch(text) else math.nan
     if 0 < value < 1:
         return value
@@ -59,7 +59,7 @@ def count_or_fraction(text: str) -> int | float:
 
 
 def seeds(text: str) -> list[int]:
-    """One seed for everything, or four: python, numpy, torch, few-shot examples."""
+    """Parse one seed for everything, or four: python, numpy, torch, few-shot examples."""
     items = text.split(",")
     if len(items) not in (1, 4):
         raise argparse.ArgumentTypeError(f"{shown(text)} is neither one seed nor four")
@@ -68,11 +68,11 @@ def seeds(text: str) -> list[int]:
 
 
 def path(text: str) -> Path:
-    """A file or folder that need not exist, under a name that the file system takes."""
+    """Parse the path of a file or folder, which need not exist but must have a name the file system accepts."""
     try:
         os.stat(text)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        pass  # whether it can be read or written shows where that is done
+        pass  # reading or writing it will report the error
     except (OSError, ValueError) as error:
         reason = error.strerror.lower() if isinstance(error, OSError) else str(error)
         raise argparse.ArgumentTypeError(f"{shown(text)} cannot be a path: {reason}") from None
@@ -82,35 +82,35 @@ def path(text: str) -> Path:
 
 
 def folder(text: str) -> Path:
-    """A folder that exists, as an absolute path: the working directory may change before it is used."""
+    """Parse an existing folder as an absolute path, as the working directory may change before it is used."""
     if not text or not os.path.isdir(text):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a folder")
     return Path(text).resolve()
 
 
 def prose(text: str) -> str:
-    """Text of several lines, if need be."""
+    """Parse text, possibly of several lines."""
     if not text.strip() or "\0" in text:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no text")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not text")
     return text
 
 
 def label(text: str) -> str:
-    """A name: not empty, and without control characters."""
+    """Parse a name: not empty, and without control characters."""
     if not text.strip() or not text.isprintable():
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a name: it is empty or has control characters")
     return text
 
 
 def device_name(text: str) -> str:
-    """What torch knows as a device, told without torch."""
+    """Parse the name of a torch device, without importing torch."""
     if not re.fullmatch(r"cpu|mps|(cuda|xpu|npu|hpu|mlu|musa)(:\d{1,3})?", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a device: cpu, cuda, cuda:0, mps, xpu, npu, ...")
     return text
 
 
 def new_file(text: str) -> Path:
-    """A file that need not exist, under a name that the file system takes."""
+    """Parse the path of a file, which need not exist."""
     found = path(text)
     if found.name in ("", ".."):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not the name of a file")

@@ -11,7 +11,7 @@ from .methods import list_methods
 
 
 def methods() -> list[str]:
-    """A line per method."""
+    """Return one line per method."""
     return [f"{info.name:<20} {info.paper:<32} {_first_sentence(info.cls)}" for info in list_methods().values()]
 
 
@@ -19,15 +19,15 @@ KINDS: dict[str, Callable[[], list[str]]] = {"methods": methods}
 
 
 def parser(kinds: dict[str, Callable[[], list[str]]] = KINDS) -> argparse.ArgumentParser:
-    """`kinds`: what can be listed -> its lines."""
-    this = Parser("list", description=f"List {', '.join(kinds)}, a line each.")
+    """Create the parser; `kinds` maps what can be listed to its lines."""
+    this = Parser("list", description=f"List {', '.join(kinds)}, one per line.")
     this.add_argument("kind", choices=list(kinds))
-    this.add_argument("word", nargs="?", type=label, metavar="WORD", help="only lines with it; case is ignored")
+    this.add_argument("word", nargs="?", type=label, metavar="WORD", help="print only lines with it; case is ignored")
     return this
 
 
 def main(arguments: list[str], kinds: dict[str, Callable[[], list[str]]] = KINDS) -> None:
-    """Print the lines that have WORD in them, all without one. Raises KVCompressError where none has."""
+    """Print the lines that contain WORD, or all. Raises KVCompressError if there are none."""
     given = parser(kinds).parse_args(arguments)
     lines, word = kinds[given.kind](), given.word or ""
     found = [line for line in lines if word.lower() in line.lower()]

@@ -1,4 +1,4 @@
-"""What one `generate` call costs: time to first token, time per output token, KV bytes, peak memory."""
+"""The cost of one `generate` call: time to first token, time per output token, KV bytes, peak memory."""
 
 import time
 from dataclasses import dataclass
@@ -15,17 +15,18 @@ from .scoring.vision import vision_token_mask
 
 @dataclass(frozen=True)
 class Measurement:
-    """One batch through `generate`.
+    """The measurements of one batch through `generate`.
 
     Attributes:
         ttft_s: seconds from the call to the first new token: vision tower, prefill, compression, sampling.
-        tpot_s: seconds per further token; None where there was only one.
+        tpot_s: seconds per further token; None if there was only one.
         tokens_in, tokens_out, vision_tokens: per row, without pads; tokens_out ends with the end-of-sequence token.
         kv_bytes_prompt, kv_bytes_end: bytes allocated for the whole batch's cache after the prompt and at the end.
-        kv_room_bytes: of those after the prompt, what waits for tokens to come; the rest holds keys, values and index.
+        kv_room_bytes: the part of those after the prompt that is reserved for new tokens; the rest holds keys, values
+            and index.
         realised_ratios: fraction of each row's prompt entries that was kept, [compressed layer][row].
-        peak_memory_bytes: most device memory allocated during the call on CUDA; elsewhere the most resident memory
-            of the process, since the call where the kernel lets the mark be reset, else since the process began.
+        peak_memory_bytes: peak device memory allocated during the call on CUDA; elsewhere the peak resident memory of
+            the process, since the call if the kernel can reset the mark, otherwise since the process began.
     """
 
     ttft_s: float
@@ -41,7 +42,7 @@ class Measurement:
 
 
 class TokenTimes(StoppingCriteria):
-    """Notes when each new token is there. Stops nothing."""
+    """Stopping criteria that record the time of each new token and never stop."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -53,7 +54,7 @@ class TokenTimes(StoppingCriteria):
 
 
 class TokenClock(TokenTimes):
-    """Notes also the cache's bytes after the prompt, and when they were counted, which no token waits for."""
+    """Also records the cache's bytes after the prompt, and when counting ended, to exclude it from token times."""
 
     def __init__(self, session: Session):
         super().__init__()
@@ -75,17 +76,17 @@ class TokenClock(TokenTimes):
 def generate(
     model: PreTrainedModel, session: Session, inputs: dict[str, torch.Tensor], **generate_kwargs: object
 ) -> tuple[torch.LongTensor, Measurement]:
-    """`model.generate(**inputs, **generate_kwargs)` inside an entered `session`, measured.
+    """Measure `model.generate(**inputs, **generate_kwargs)` inside an entered `session`.
 
     Args:
-        inputs: what the processor returned, with `input_ids` (batch, columns), left-padded.
-        generate_kwargs: for `generate`; it must return sequences (the default), one per row.
+        inputs: the processor's output, with `input_ids` (batch, columns), left-padded.
+        generate_kwargs: arguments of `generate`, which must return sequences (the default), one per row.
 
     Returns:
-        The new tokens (batch, new), without the prompt, and what they cost.
+        The new tokens (batch, new), without the prompt, and their measurements.
 
     Raises:
-        KVCompressError: where the session is not one of this model or was left, or `generate` returns something else.
+        KVCompressError: if the session belongs to another model or was left, or `generate` returns something else.
     """
     if not session.is_entered or writing_part(unwrapped(model)) is not session.model:
         raise KVCompressError("measuring needs a session of this very model, inside kvcompress.compress(...)")
@@ -119,7 +120,7 @@ def generate(
 
 
 def answer_lengths(new: torch.LongTensor, eos_token_id: int | list[int] | None) -> list[int]:
-    """Tokens of each row of (batch, new) up to and with the first end-of-sequence token; all where there is none."""
+    """Count the tokens of each row of (batch, new) up to and including the first end-of-sequence token, if any."""
     if eos_token_id is None:
         return [new.shape[1]] * len(new)
     ends = torch.isin(new, torch.tensor(eos_token_id, device=new.device))

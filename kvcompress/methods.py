@@ -1,4 +1,4 @@
-"""The registry of methods: by name, with paper, options and their defaults."""
+"""The registry of methods, with their papers, options and defaults."""
 
 import importlib
 import importlib.util
@@ -14,16 +14,19 @@ from .command_line import called
 from .errors import KVCompressError, unknown_name, validated
 
 FILES = "KVCOMPRESS_METHODS"  # environment variable: Python files with methods, separated as in PATH
-OF_FILE = "kvcompress_methods_"  # the module of such a file begins so
+OF_FILE = "kvcompress_methods_"  # prefix of such a file's module name
 
 
 class Method:
-    """What has a name in `list_methods()`: a dataclass; its fields are its options.
+    """Base class of everything in `list_methods()`: a dataclass whose fields are its options.
 
-    `paper`: where it comes from. `presets`: settings that were published, as options under a name (`preset=`); a
-    `ratio` or `budget` among them holds where neither is given, and a `decode_budget` beside it with it. `by_variant`:
-    for each value of the option `variant` but the default, the class attributes that it replaces. Code asks
-    `of_variant(name)` for them and never compares `variant`, so that no variant can run what was written for another.
+    Attributes:
+        paper: link to the paper.
+        presets: published settings, as options under a name (`preset=`). A preset's `ratio` or `budget`, and the
+            `decode_budget` with it, applies only if the user gives neither.
+        by_variant: for each value of the option `variant` except the default, the class attributes that it replaces.
+            Code reads them by `of_variant(name)` and never compares `variant`, so no variant can run code written for
+            another.
     """
 
     paper: ClassVar[str] = ""
@@ -31,16 +34,16 @@ class Method:
     by_variant: ClassVar[dict[str, dict[str, object]]] = {}
 
     def of_variant(self, name: str) -> Any:
-        """A class attribute, or what the chosen variant has in its place."""
+        """Return a class attribute, or its replacement in the chosen variant."""
         return self.by_variant.get(getattr(self, "variant", None), {}).get(name, getattr(self, name))
 
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """An entry of `list_methods()`: the class, its paper, its options with their defaults, and its presets: settings
-    that were published, as options under a name (`preset=`).
+    """An entry of `list_methods()`: a method's class, paper, options with their defaults, and presets.
 
-    The class is a `KVCluster`, or a `kvcompress.tokens.TokenMethod`, whose ratio counts vision tokens only.
+    The class is a `KVCluster`, or a `kvcompress.tokens.TokenMethod`, whose ratio counts only vision tokens. Presets are
+    published settings, as options under a name (`preset=`).
     """
 
     name: str
@@ -51,24 +54,24 @@ class MethodInfo:
 
 
 _METHODS: dict[str, MethodInfo] = {}
-_FILES: set[Path] = set()  # those of KVCOMPRESS_METHODS that were imported
+_FILES: set[Path] = set()  # files of KVCOMPRESS_METHODS that were imported
 MethodClass = TypeVar("MethodClass", bound=type[Method])
 
 
 def method_name(name: str) -> str:
-    """The registered spelling: lower case, `-` where the user wrote `_`."""
+    """Return the registered spelling: lower case, with `-` instead of `_`."""
     return str(name).lower().replace("_", "-")
 
 
 def register_method(name: str) -> Callable[[MethodClass], MethodClass]:
-    """Class decorator: makes a method's dataclass usable as `method=name` everywhere. The name must be free."""
+    """Class decorator that registers a method's dataclass as `method=name`. The name must not be taken."""
 
     def register(cls: MethodClass) -> MethodClass:
         key = method_name(name)
         if not (is_dataclass(cls) and issubclass(cls, Method)):
             raise KVCompressError(f"{cls.__name__} is not a dataclass that derives from KVCluster or TokenMethod")
         known = _METHODS.get(key)
-        # A notebook cell that is run again may redefine its own class.
+        # A notebook cell that runs again may redefine its own class.
         if known and (known.cls.__module__, known.cls.__qualname__) != (cls.__module__, cls.__qualname__):
             raise KVCompressError(f"method {key!r} is already registered by {known.cls.__qualname__}")
         options = {}
@@ -85,12 +88,11 @@ def register_method(name: str) -> Callable[[MethodClass], MethodClass]:
 
 
 def _check_variants(cls: type[Method], method: str, options: dict[str, object]) -> None:
-    """Raises KVCompressError unless each variant but the default says in `by_variant` what it changes, and no two
-    change the same."""
+    """Raise KVCompressError unless each variant except the default has its own changes in `by_variant`."""
     names = get_args(get_type_hints(cls).get("variant")) if "variant" in options else ()
     changes = {name: cls.by_variant.get(name) for name in names if name != options["variant"]}
     if strange := set(cls.by_variant) - set(changes):
-        raise KVCompressError(f"method {method!r}: by_variant has {min(strange)!r}, which is no variant to choose")
+        raise KVCompressError(f"method {method!r}: by_variant has {min(strange)!r}, which is not a variant")
     if missing := [name for name, changed in changes.items() if not changed]:
         raise KVCompressError(f"method {method!r}: by_variant does not say what variant {missing[0]!r} changes")
     for name, changed in changes.items():
@@ -107,39 +109,45 @@ def _check_variants(cls: type[Method], method: str, options: dict[str, object]) 
             function = getattr(function, "fget", function)  # a property's
             if "variant" in getattr(getattr(function, "__code__", None), "co_names", ()) and not name.startswith("__"):
                 raise KVCompressError(
-                    f"method {method!r}: {base.__name__}.{name} reads `variant`; it should name in by_variant what a "
-                    "variant changes, and read self.of_variant(NAME)"
+                    f"method {method!r}: {base.__name__}.{name} reads `variant`; list what a variant changes in "
+                    "by_variant, and read self.of_variant(NAME)"
                 )
 
 
 def _import_all() -> None:
-    """Import the methods of this package, and what KVCOMPRESS_METHODS names, each file once. Raises KVCompressError for
-    one that cannot be; says so of one that never passed `kvcompress check` as it stands."""
+    """Import this package's methods and the files that KVCOMPRESS_METHODS names, each once.
+
+    Raises KVCompressError for a file that cannot be imported, and warns about one whose present content never passed
+    `kvcompress check`."""
     for package in ("clusters", "tokens"):
         importlib.import_module(f"{__package__}.{package}")
     for name in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
         path = Path(name).expanduser().absolute()
         if path not in _FILES:
-            import_file(path, name)
-            if not has_passed(path) and os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"warning: {name} was never checked as it stands: {called('check')} {name}", file=sys.stderr)
+            names = import_file(path, name)
+            if names and not has_passed(path) and os.environ.get("LOCAL_RANK", "0") == "0":
+                print(f"warning: {name} was not checked in its present form: {called('check')} {name}", file=sys.stderr)
 
 
 def import_file(path: Path, name: str) -> list[str]:
-    """Import the methods of a file, which messages call `name`; their names. Raises KVCompressError."""
+    """Import a file with methods or layer budgets, called `name` in messages, and return the names of its methods.
+
+    Raises KVCompressError."""
+    from .layer_budgets import list_layer_budgets
+
     if path.suffix != ".py" or not path.is_file():
         raise KVCompressError(f"{FILES}: there is no Python file {name}")
-    if path.stem in {other.stem for other in _FILES}:  # its module, by which a method is known, has that name
+    if path.stem in {other.stem for other in _FILES}:  # the file name is the module name, which identifies a method
         raise KVCompressError(f"{FILES}: {name}: another file there has the same name; rename one")
     spec = importlib.util.spec_from_file_location(f"{OF_FILE}{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    before = set(_METHODS)
-    _FILES.add(path)  # at once, for the file may ask for the methods that are there
+    before, rules = set(_METHODS), set(list_layer_budgets())
+    _FILES.add(path)  # first, because the file may list the existing methods
     sys.modules[module.__name__] = module
     try:
         spec.loader.exec_module(module)
-        if set(_METHODS) == before:
-            raise KVCompressError("it registers no method")
+        if set(_METHODS) == before and set(list_layer_budgets()) == rules:
+            raise KVCompressError("it registers no method and no layer budget")
     except (Exception, SystemExit) as error:
         _FILES.discard(path)
         what = "" if isinstance(error, KVCompressError) else f"{type(error).__name__}: "
@@ -148,14 +156,16 @@ def import_file(path: Path, name: str) -> list[str]:
 
 
 def list_methods() -> dict[str, MethodInfo]:
-    """All registered methods: name -> class, paper, options with defaults. Those of the files that the environment
-    variable KVCOMPRESS_METHODS names are among them; raises KVCompressError where one cannot be imported."""
+    """Return all registered methods by name, with class, paper, and options with their defaults.
+
+    Includes methods from files named in the environment variable KVCOMPRESS_METHODS; raises KVCompressError if one
+    cannot be imported."""
     _import_all()
     return dict(sorted(_METHODS.items()))
 
 
 def method_info(name: str | None) -> MethodInfo:
-    """The entry of a method name; None is `full`. Raises KVCompressError with the valid names."""
+    """Return the entry of a method; None means `full`. Raises KVCompressError with the valid names."""
     _import_all()
     key = method_name("full" if name is None else name)
     if key not in _METHODS:
@@ -164,12 +174,12 @@ def method_info(name: str | None) -> MethodInfo:
 
 
 def name_of(cls: type[Method]) -> str:
-    """The name of a class that is registered."""
+    """Return the name of a registered class."""
     return next(info.name for info in _METHODS.values() if info.cls is cls)
 
 
 def make_method(method: str | None, **options: object) -> Method:
-    """The method with the given options, validated. Raises KVCompressError."""
+    """Create a method with validated options. Raises KVCompressError."""
     info = method_info(method)
     for option in options:
         if option not in info.options:

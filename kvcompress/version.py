@@ -1,3 +1,3 @@
-"""The release."""
+"""The version of this release."""
 
 __version__ = "0.2.0"

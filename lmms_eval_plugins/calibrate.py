@@ -1,6 +1,6 @@
-"""`kvcompress calibrate`: gather what a calibrated method must know of a model, and write it to a file.
+"""`kvcompress calibrate`: measure what a calibrated method needs to know about a model, and write it to a file.
 
-The prompts are a task's, images and all (`--task`); what the core's command takes, too, is its.
+The prompts are those of a task, with images (`--task`). All other arguments are those of the core's command.
 """
 
 import argparse
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def parser() -> argparse.ArgumentParser:
     def add(data: Any) -> None:
-        data.add_argument("--task", type=label, help="of lmms-eval, or a bundled one; MODEL may be `tiny`")
+        data.add_argument("--task", type=label, help="a task of lmms-eval, or a bundled one; MODEL may be `tiny`")
 
     return core.parser(add)
 
@@ -55,13 +55,13 @@ def command(argv: list[str]) -> None:
         given = getattr(flags, argument)
         if given not in (None, "auto"):
             if argument in own:
-                raise UsageError(f"{argument}={own[argument]} and --{argument} {given} are given: one is enough")
+                raise UsageError(f"give either {argument}={own[argument]} or --{argument} {given}, not both")
             own[argument] = given
     arguments = model_arguments(pretrained=flags.model, **own)
     check_output(flags.out.absolute().parent, flags.out.name)
     check_tasks([flags.task])
     if is_lm_eval(flags.task):
-        raise UsageError(f"--task {flags.task!r} is not lmms-eval's, nor bundled: for text there is --text")
+        raise UsageError(f"--task {flags.task!r} is neither lmms-eval's nor bundled: for text use --text")
     start, root = time.perf_counter(), DEFAULT_DATA_ROOT if DEFAULT_DATA_ROOT.is_dir() else None
     tasks = load_tasks(find_tasks([flags.task], None), flags.task, root)
     model, processor = load(arguments, device_of(arguments, 1))
@@ -69,14 +69,14 @@ def command(argv: list[str]) -> None:
     with working_directory(root and os.path.abspath(root)):
         prompts = prompts_of(tasks, chat, flags.questions, flags.seed, model.device)
         made = calibrate(model, name, prompts, f"task: {flags.task}", flags.seed, **options)
-    made = replace(made, model=replace(made.model, name=flags.model))  # as it was called, not where it lies
+    made = replace(made, model=replace(made.model, name=flags.model))  # the name given, not its path
     core.write(made, flags.out.absolute(), time.perf_counter() - start)
 
 
 def prompts_of(
     tasks: list["Task"], chat: "ChatProcessor", number: int, seed: int, device: Any
 ) -> Iterator[dict[str, Any]]:
-    """Model inputs of `number` questions of the tasks, or of all where there are fewer, drawn by the seed."""
+    """Yield the model inputs of `number` questions of the tasks drawn with the seed, or of all if there are fewer."""
     from lmms_eval.protocol import ChatMessages
 
     from .model.fewshot import FewShot
@@ -92,7 +92,7 @@ def prompts_of(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code; every error ends with one line on stderr."""
+    """Run the command and return its exit code; every error is one line on stderr."""
     return exit_code(command, argv, "files")
 
 

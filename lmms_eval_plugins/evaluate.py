@@ -2,9 +2,9 @@
 
     kvcompress eval TASK MODEL METHOD RATIO [flags] [key=value ...]
 
-lmms-eval runs in this process. Its own command line exits with 0 when an evaluation fails; this one exits with 0
-only where the results of every cell are complete on disk, with 2 for bad input, with 1 where something else is
-wrong, with 128 and the signal's number after Ctrl-C (130), SIGTERM or SIGHUP.
+lmms-eval runs in this process. Its own command exits with 0 when an evaluation fails; this one exits with 0 only if the
+results of every cell are complete on disk, with 2 for bad input, with 1 for any other failure, and with 128 plus the
+signal's number after Ctrl-C (130), SIGTERM or SIGHUP.
 """
 
 import os
@@ -32,12 +32,12 @@ from .cells.names import check_names
 from .cells.plan import Plan, check_folders
 from .cells.run import evaluate_cells, load_model, quiet, score_again
 
-parser = flag_parser  # asked for by the shell's completion
+parser = flag_parser  # used by shell completion
 
 
 def evaluate(argv: list[str]) -> int:
-    """Evaluate every cell that is asked for; the exit code. Raises UsageError, KVCompressError or EvaluationFailed."""
-    if argv[:1] == ["list"]:  # the script's
+    """Evaluate the requested cells and return the exit code. Raises UsageError, KVCompressError or EvaluationFailed."""
+    if argv[:1] == ["list"]:  # from scripts/run_eval.sh
         list_command(argv[1:])
         return 0
     check_environment()
@@ -46,9 +46,9 @@ def evaluate(argv: list[str]) -> int:
     set_offline(request)
     with uncollected():
         plan = Plan.of(request, leaves_out=True)
-    is_rank = "LOCAL_RANK" in os.environ  # which the process that started it speaks for
+    is_rank = "LOCAL_RANK" in os.environ  # the process that started the ranks reports for them
     for reason in [] if is_rank else plan.left_out.values():
-        fail(f"{reason} (it is left out, the others go on)", 2)
+        fail(f"{reason} (it is left out, the others continue)", 2)
     code = run(plan, argv)
     if plan.left_out and not code and not is_rank:
         raise KVCompressError("; ".join(plan.left_out.values()))
@@ -56,7 +56,7 @@ def evaluate(argv: list[str]) -> int:
 
 
 def run(plan: Plan, argv: list[str]) -> int:
-    """Evaluate every cell that is not complete on disk, then report. `argv`: what several ranks are started with."""
+    """Evaluate every cell that is not complete on disk, then report. `argv`: the arguments for several ranks."""
     flags = plan.request.flags
     processes = number_of_processes()
     plan.check_machine(processes)
@@ -79,7 +79,7 @@ def run(plan: Plan, argv: list[str]) -> int:
         say(f"{skipped} of {len(jobs)} cells are complete and skipped (--force computes them again)")
     for job in pending:
         if job.folder.exists():
-            say(f"computed again: {job.folder.name} ({todo[job.folder]})")
+            say(f"computing again: {job.folder.name} ({todo[job.folder]})")
     for job in jobs:
         if job.folder not in todo:
             log(job)
@@ -109,7 +109,7 @@ def run(plan: Plan, argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code; every error ends with one line on stderr."""
+    """Run the command and return its exit code; every error is one line on stderr."""
     return exit_code(evaluate, argv, "cells")
 
 

@@ -1,4 +1,4 @@
-"""What lmms-eval learns about this package through the entry-point group `lmms_eval.models`.
+"""Register this package's model with lmms-eval, through the entry-point group `lmms_eval.models`.
 
 Loaded at every start of lmms-eval, so it imports neither torch nor transformers.
 """
@@ -9,5 +9,5 @@ MODEL_ID = "kvcompress"
 
 
 def manifests() -> list[ModelManifest]:
-    """The models of this package: one generic chat model, `--model kvcompress`."""
+    """Return the models of this package: one generic chat model, `--model kvcompress`."""
     return [ModelManifest(model_id=MODEL_ID, chat_class_path="lmms_eval_plugins.model.lm.KVCompressLM")]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Build the documentation site; a link that leads nowhere is an error.
-#   ./scripts/build_docs.sh            to site/
-#   ./scripts/build_docs.sh serve      and look at it while writing: http://127.0.0.1:8000
+# Build the documentation site; a broken link is an error.
+#   ./scripts/build_docs.sh            writes site/
+#   ./scripts/build_docs.sh serve      shows it while you write: http://127.0.0.1:8000
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" docs
 cd "$ROOT"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Write constraints.txt: of everything that any extra needs one release for each Python from 3.10 on, as resolved today.
-#   ./scripts/lock.sh              keeps the releases that are in the file where they still fit
-#   ./scripts/lock.sh --upgrade    takes the newest; run the tests after it
-# flash-attn is not in it: it is built against the torch that is installed.
+# Write constraints.txt: for each Python from 3.10 on, one release of everything that any extra needs.
+#   ./scripts/lock.sh              keeps the releases in the file that still fit
+#   ./scripts/lock.sh --upgrade    takes the newest; run the tests afterwards
+# flash-attn is not included: it is built against the installed torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 UV="$(command -v uv || true)"

@@ -8,6 +8,6 @@
 #   ./scripts/run_eval.sh --help                     all flags; more in docs/run-eval.md
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" eval
-# Found from any working directory, in which results/ is made and data/ is looked for.
+# Works from any working directory, where it creates results/ and looks for data/.
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 exec "$PYTHON" -m lmms_eval_plugins.evaluate "$@"

@@ -1,11 +1,10 @@
-# Sourced by the other scripts, with the extras of pyproject.toml that they need: sets ROOT (this repository) and PYTHON
+# Sourced by the other scripts, with the extras of pyproject.toml that they need. Sets ROOT (this repository) and PYTHON
 # (an interpreter with everything installed).
 #
-# Takes the active virtual or conda environment, else makes .venv in the repository. Installs what is missing there,
-# or was installed before pyproject.toml or constraints.txt changed; with uv, which pip brings where it is not there.
-# .venv gets the releases of constraints.txt; an environment of yours keeps what fits the ranges of pyproject.toml, unless
-# IS_TESTED_SET=yes.
-# Quiet and quick when up to date.
+# Uses the active virtual or conda environment, or creates .venv in the repository. Installs what is missing there or
+# predates a change of pyproject.toml or constraints.txt, using uv, which pip installs if necessary. .venv gets the
+# releases of constraints.txt; your own environment keeps what fits the ranges of pyproject.toml, unless
+# IS_TESTED_SET=yes. Quiet and quick when up to date.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -25,7 +24,7 @@ _find_python() {
     return 1
 }
 
-_follow() { # PID LOG: a line that says how far the installer is, until it ends
+_follow() { # PID LOG: show the installer's progress in one line until it ends
     local start=$SECONDS seconds=0 line
     while kill -0 "$1" 2>/dev/null; do
         sleep 0.1
@@ -42,7 +41,7 @@ _follow() { # PID LOG: a line that says how far the installer is, until it ends
     wait "$1"
 }
 
-_pip_install() { # LOG COMMAND...: in the repository root, with what the installer says in a file
+_pip_install() { # LOG COMMAND...: run an installer in the repository root, with its output in a file
     local log="$1"
     shift
     (cd "$ROOT" && exec "$@") >>"$log" 2>&1 </dev/null &
@@ -52,7 +51,7 @@ _pip_install() { # LOG COMMAND...: in the repository root, with what the install
 _install() { # ENVIRONMENT IS_OURS EXTRAS...
     local environment="$1" is_ours="$2" stamp="$1/.kvcompress-installed" log="$1/kvcompress-install.log"
     shift 2
-    # The path belongs to the stamp: the install is editable, so it points at one checkout.
+    # The stamp contains the path, because an editable install points at one checkout.
     local wanted extra extras="" missing="" constraints=""
     wanted="$ROOT $(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)"
     for extra in "$@" $(tail -n +2 "$stamp" 2>/dev/null); do
@@ -75,15 +74,15 @@ _install() { # ENVIRONMENT IS_OURS EXTRAS...
         uv="$environment/bin/uv"
         _pip_install "$log" "$PYTHON" -m pip install --disable-pip-version-check uv || uv=""
     fi
-    # uv reads no settings of pip's; a mirror that pip is told to use is meant for both.
+    # uv ignores pip's settings; use a mirror configured for pip with uv too.
     local mirror
     mirror="$("$PYTHON" -m pip config get global.index-url 2>/dev/null || true)"
     export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-${PIP_INDEX_URL:-${mirror:-https://pypi.org/simple}}}"
     if [ -z "$uv" ] || ! _pip_install "$log" "$uv" pip install --python "$PYTHON" $constraints -e ".[$extras]"; then
-        echo "  uv could not ($log says why); with pip, which takes longer" >&2
+        echo "  uv failed (see $log); installing with pip, which takes longer" >&2
         if ! _pip_install "$log" "$PYTHON" -m pip install --disable-pip-version-check $constraints -e ".[$extras]"; then
             tail -n 15 "$log" >&2
-            echo "error: the installation failed; all of it is in $log" >&2
+            echo "error: the installation failed; the full log is in $log" >&2
             return 1
         fi
     fi

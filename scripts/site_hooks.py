@@ -1,7 +1,7 @@
-"""What the documentation site has besides docs/*.md: see mkdocs.yml.
+"""Hooks of mkdocs.yml that add the pages outside docs/*.md to the documentation site.
 
-Pages link one another as files of the repository, so that they can be read there. Here they move to where the site has
-them; a link to a file of code becomes its name.
+Pages link to each other as files of the repository, so that they can be read there. These hooks rewrite the links for
+the site; a link to a source file becomes its name.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def on_page_markdown(markdown: str, page: object, **_: object) -> str:
     folder = (ROOT / OUTSIDE.get(str(where), f"docs/{where}")).parent
 
     def place(target: str, anchor: str | None) -> str | None:
-        """Where the site has `target`; None for a file that it does not show."""
+        """Return the site's path of `target`; None for a file that it does not contain."""
         if re.match(r"[a-z]+:", target):
             return target + (anchor or "")
         source = Path(os.path.normpath(folder / target)).relative_to(ROOT).as_posix()
@@ -68,7 +68,7 @@ def on_page_markdown(markdown: str, page: object, **_: object) -> str:
 
 
 def notebook(path: Path) -> str:
-    """A notebook as Markdown: text, code, and what the code printed and drew."""
+    """Convert a notebook to Markdown: text, code, and the code's output."""
     parts = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
@@ -101,16 +101,16 @@ def first_line(source: str) -> str:
 
 
 def api() -> str:
-    """A page with the docstring of every public name."""
+    """Return a page with the docstring of every public name."""
     tree = ast.parse((ROOT / "kvcompress" / "__init__.py").read_text(encoding="utf-8"))
     homes = {
         alias.asname or alias.name: f"kvcompress.{node.module}.{alias.name}"
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.level == 1  # what type checkers import, too
+        if isinstance(node, ast.ImportFrom) and node.level == 1  # including imports for type checkers
         for alias in node.names
         if alias.name != "__version__"
     }
     first = ("compress", "attach", "Session", "CompressedCache", "list_methods", "register_method", "KVCluster")
     names = [*first, *sorted(homes.keys() - {*first}, key=str.lower)]
-    text = "# API\n\nThe names of `kvcompress`, first those that most programs need.\n"
+    text = "# API\n\nThe public names of `kvcompress`, starting with those that most programs need.\n"
     return text + "".join(f"\n::: {homes[name]}\n    options: {{heading: kvcompress.{name}}}\n" for name in names)

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# The tests on every Python from 3.10 on that is here; where one is not, whether its requirements resolve to wheels.
-#   ./scripts/test_pythons.sh                    all
-#   ./scripts/test_pythons.sh 3.10 3.13          these
+# Run the tests on every installed Python from 3.10 on; for one that is missing, check that its requirements resolve to
+# wheels.
+#   ./scripts/test_pythons.sh                    all versions
+#   ./scripts/test_pythons.sh 3.10 3.13          these versions
 #   ARGUMENTS="-n 2 -k snapkv" ./scripts/test_pythons.sh 3.13     arguments of pytest, in place of -n 2
-# An environment each: .venv-py3.13 and so on.
+# Each version has its own environment: .venv-py3.13 and so on.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
@@ -14,7 +15,7 @@ for version in "$@"; do
   environment="$PWD/.venv-py$version"
   if "python$version" -c '' 2>/dev/null; then
     [ -x "$environment/bin/python" ] || "python$version" -m venv "$environment"
-    # a shell of its own, so that setting up one leaves the next as it was
+    # a subshell, so that setting up one version does not affect the next
     (
       export VIRTUAL_ENV="$environment" IS_TESTED_SET=yes
       source scripts/setup_env.sh dev
@@ -25,6 +26,6 @@ for version in "$@"; do
     uv="$(command -v uv)" || { echo "error: no python$version, and no uv to resolve its requirements" >&2; exit 1; }
     "$uv" pip compile pyproject.toml --extra dev --constraint constraints.txt --python-version "$version" --quiet \
       --python-platform linux "${COMPILED[@]/#/--only-binary=}" --output-file /dev/null >/dev/null
-    echo "Python $version: not here; its requirements resolve, with wheels of all that is compiled"
+    echo "Python $version: not installed; its requirements resolve, with wheels for all compiled packages"
   fi
 done

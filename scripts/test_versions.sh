@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the core tests on the oldest and the newest supported transformers; arguments go to pytest.
-# Each version lies over the ordinary environment in a small one of its own, so only it and its pins are downloaded.
+# Each version is installed in a small environment on top of the ordinary one, so only it and its pins are downloaded.
 set -euo pipefail
 OLDEST="transformers==5.14.0" # the lower bound in pyproject.toml
 NEWEST="transformers>=5.14,<6"

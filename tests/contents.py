@@ -38,11 +38,12 @@ import yaml
 from PIL import Image
 from safetensors.torch import save_file
 from tqdm import tqdm
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 
+import kvcompress
 from kvcompress import methods
 from kvcompress.__main__ import main as core_main
-from kvcompress.bench.grid import Results
+from kvcompress.bench.results import Results
 from kvcompress.cache.cache import CompressedCache
 from kvcompress.calibration.files import ModelIdentity
 from kvcompress.command_line import exit_code
@@ -125,6 +126,16 @@ def resumed() -> int:
     return exit_code(
         lambda argv: Results(Path("bench.json"), given, resume=True).has("cells", length=1) and None, [], ""
     )
+
+
+def reused() -> int:
+    """What a program does with a saved cache."""
+    return exit_code(lambda argv: CompressedCache.load("cache.safetensors", tiny_model()) and None, [], "cache")
+
+
+@cache
+def tiny_model() -> torch.nn.Module:
+    return AutoModelForImageTextToText.from_pretrained(TINY_CHECKPOINT)
 
 
 def with_methods() -> int:
@@ -274,6 +285,7 @@ KINDS = {
         ("speech.json",), wrong_json, (lambda: core_main(["report", "speech.json", "--out", "out"]),)
     ),
     "bench results": Kind(("bench.json",), wrong_json, (resumed,)),
+    "saved cache": Kind(("cache.safetensors",), wrong_tensors, (reused,)),
     "methods": Kind(("mine.py",), wrong_program, (with_methods,)),
 }
 
@@ -296,6 +308,7 @@ def make_world(here: Path) -> None:
         shutil.copytree(checkpoint_for("kvzap", model), "kvzap")
         shutil.copy(checkpoint_for("fastkvzip", model), "gates.pt")
         make_configurations()
+        make_cache()
         look = Look((64, 64), (64, 64), 8, 4, 1)
         pack = Pack(name="mine", lengths=(2,), questions=1, depths=(0.5,), kinds=("retrieval_text",), look=look)
         collections.deque(write(pack, Path("tasks")), maxlen=0)
@@ -359,6 +372,14 @@ def make_configurations() -> None:
     Path("paper.csv").write_text(
         "model,method,ratio_kept,benchmark,value,est_error_abs\nM,Full,1,Signs,90,0.5\nM,KNorm,0.2,Signs,80,0.5\n"
     )
+
+
+def make_cache() -> None:
+    """Of a prompt without a picture."""
+    options = {"decode_budget": 9, "cache_implementation": "offloaded"}
+    with torch.no_grad(), kvcompress.compress(tiny_model(), "h2o", 0.3, **options) as session:
+        tiny_model()(input_ids=torch.arange(20, 60)[None])
+    session.cache.save("cache.safetensors")
 
 
 def make_speech() -> None:

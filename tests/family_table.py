@@ -68,7 +68,7 @@ REFUSED = {(name, extra) for name in HYBRID for extra in EXTRAS} - {
     ("gemma4", "kvzip"),
     ("gemma4-e2b", "kvzip"),
 }
-BOTH_WAYS = "cannot cut one of queries and keys, as models make where an image's tokens see each other both ways"
+BOTH_WAYS = "cannot cut a 4-D mask, which models build if an image's tokens attend to each other in both directions"
 CHUNKS_REFUSED = {
     "gemma3": BOTH_WAYS,
     "gemma4": BOTH_WAYS,

@@ -82,6 +82,7 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         "method": method,
         "options": options,
         "slots": rng.choice([0, 0, 1, 2]),  # 0: not in flight
+        "prefill_tokens": rng.choice([None, 1, 7, 25]),
     }
 
 
@@ -136,7 +137,8 @@ def check(config: dict[str, Any]) -> None:
         options |= {"cache_implementation": "static"} if "static" in kind else {}
         requests = [family.solo(inputs, row) for row in range(len(config["lengths"]))]
         new = [NEW - 2 * row for row in range(len(requests))]
-        check_in_flight(model, requests, new, config["method"], config["slots"], TOLERANCE, **options)
+        how = (config["slots"], TOLERANCE, config.get("prefill_tokens"))
+        check_in_flight(model, requests, new, config["method"], *how, **options)
 
 
 def outcome(config: dict[str, Any]) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 `python -m tests.methods_page` writes them; tests/kvcompress/test_docs.py compares them with the registry. What a method
 keeps, its options and its paper stand in the method's file, its accuracy in the tables of benchmarks/results/. What
-checks it is listed here. A page's part behind its mark is written by hand, and stays: how the method differs from its
-paper and from the authors' code.
+checks it is listed here. The part of a page after its mark is written by hand and is kept: how the method differs from
+its paper and from the authors' code.
 """
 
 import inspect
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "methods.md"
 FOLDER = ROOT / "docs" / "methods"
 TABLES = ROOT / "benchmarks" / "results"
-MARK = "<!-- end of what `python -m tests.methods_page` makes; below it stands what is written by hand -->\n"
+MARK = "<!-- end of the part made by `python -m tests.methods_page`; the part below is written by hand -->\n"
 
 AUTHORS, KVPRESS, FORMULA, PARTS = "authors' code", "kvpress", "formula", "its parts"
 CHECKED_BY = {
@@ -38,47 +38,48 @@ CHECKED_BY = {
 }
 
 PROTOCOL = """\
-Percent of questions answered, with 95 % intervals, by the ratio asked, where the answer's first token is computed on
-the compressed cache, too; in brackets what is kept, where that is another share. ▼: worse than `random`.\
+Percent of questions answered, with 95 % intervals, by the requested ratio. The answer's first token is also computed on
+the compressed cache. Brackets give the kept share if it differs from the ratio. ▼: worse than `random`.\
 """
 CHECKS = {
-    AUTHORS: "the authors' code: what it keeps and merges of the same states, recorded in `tests/oracle/authors/`",
-    KVPRESS: "[kvpress](https://github.com/NVIDIA/kvpress), where the method has its home, in the same way",
+    AUTHORS: "the authors' code: the entries that it keeps and merges, recorded in `tests/oracle/authors/`",
+    KVPRESS: "[kvpress](https://github.com/NVIDIA/kvpress), which implements the method, in the same way",
     FORMULA: "a plain float64 reference, written from the paper, in `tests/oracle/`",
-    PARTS: "its parts: it keeps what `adakv` does with the scores and options of a recipe",
+    PARTS: "its parts: it keeps the same entries as `adakv` with the scores and options of its recipe",
 }
 
 INTRODUCTION = """\
 <!-- The whole page is made by `python -m tests.methods_page`; edit that file, or a method's own. -->
 # Methods
 
-Each method is one file, and has a page: what it keeps, its options and presets, its accuracy, and how it differs from
-its paper and from the authors' code. `kvcompress.list_methods()` has the same list in Python. Every KV method also
-takes the engine's options, such as `head_budget=` and `merge=`: [model-args.md](model-args.md).
+Each method is one file and has a page with what it keeps, its options and presets, its accuracy, and how it differs
+from its paper and from the authors' code. `kvcompress.list_methods()` returns the same list in Python. Every KV method
+also takes the engine's options, such as `head_budget=` and `merge=`: [model-args.md](model-args.md).
 
-Which one? [methods-compared.md](methods-compared.md) has them all on two small models.
+Which one to use? [methods-compared.md](methods-compared.md) compares them all on two small models.
 
 """
 TOKENS = """\
-They drop vision tokens before or inside the language model, so that the prefill itself gets shorter. Their `ratio` is
-that of the vision tokens: [token-methods.md](token-methods.md).
+They drop vision tokens before or inside the language model, which shortens the prefill itself. Their `ratio` counts
+only vision tokens: [token-methods.md](token-methods.md).
 """
 CHECKED = """\
 ## What checks them
 
-Over all methods, model families and drawn shapes, `tests/kvcompress/test_invariants.py` checks among other things that
-decoding equals the full cache under a mask that hides exactly what was dropped, that budgets are exact, and that a row
-does not depend on its batch. The column *checked by* names what checks the method's own selection besides:
+For all methods, model families and random shapes, `tests/kvcompress/test_invariants.py` checks among other things that
+decoding equals the full cache under a mask that hides exactly the dropped entries, that budgets are exact, and that a
+row does not depend on its batch. The column *checked by* names what also checks the method's own selection:
 
-- *authors' code*: what the authors' released functions keep and merge of the same states
+- *authors' code*: the entries that the authors' released functions keep and merge on the same states
   ([shares](../benchmarks/results/fidelity.md));
-- *kvpress*: the same with [kvpress](https://github.com/NVIDIA/kvpress), where the method has its home;
-- *formula*: a plain reference, float64, loops, written from the paper. No code was released, or what runs by default
-  is nobody's: `simlayerkv`'s published rule is `variant="code"`, which its authors' code checks; `full` has the logits
+- *kvpress*: the same with [kvpress](https://github.com/NVIDIA/kvpress), which implements the method;
+- *formula*: a plain float64 reference with loops, written from the paper. No code was released, or none corresponds to
+  the default: `simlayerkv`'s published rule is `variant="code"`, which its authors' code checks; `full` has the logits
   of the plain model bit for bit, `random` its distribution, and `hindsight` the model's own attention weights;
-- *its parts*: it keeps what `adakv` does with the scores and options of a recipe, whose parts are checked as above.
+- *its parts*: it keeps the same entries as `adakv` with the scores and options of its recipe, whose parts are checked
+  as above.
 
-What is common to all of them: [differences.md](differences.md). What vision-language methods do on any prompt:
+Differences that all methods share: [differences.md](differences.md). Vision-language methods on any prompt:
 [vision-methods.md](vision-methods.md).
 """
 

@@ -62,40 +62,40 @@ COMMANDS: dict[str, str] = {
 }
 # What does not run, and why.
 BY_JUDGE = "its answers are scored by a model"
-NEEDS = "its code imports `{}`, which lmms-eval installs with its extra `{}` only."
+NEEDS = "its code imports `{}`, which lmms-eval installs only with its extra `{}`."
 FAILING: dict[str, str] = {
-    "gsm8k": "lmms-eval makes a sampler of examples only for a file with `fewshot_config`.",
+    "gsm8k": "lmms-eval samples examples only for a file with `fewshot_config`.",
     "ifeval": "its code imports `langdetect`, which lmms-eval does not install.",
     "longvideobench_val_v": NEEDS.format("decord", "video-legacy"),
     "mathvista_testmini_format": NEEDS.format("Levenshtein", "metrics"),
-    "charxiv_val_reasoning": f"{BY_JUDGE} of OpenAI's; with `--predict_only` it writes answers.",
+    "charxiv_val_reasoning": f"{BY_JUDGE} of OpenAI's; with `--predict_only` it only writes answers.",
 }
 
 INTRODUCTION = f"""\
 <!-- The whole page is made by `python -m tests.official_tasks_page`; edit that file. -->
 # lmms-eval's own tasks
 
-Each line is a task or a group of lmms-eval as it is installed: its files are untouched, its own code makes prompts and
-scores. It ran through the evaluation command with the bundled model and data of the right shape, {ROWS} questions a
-task, which the tests make (`tests/support/official_tasks.py`); nothing was downloaded. So the scores say nothing, and
-are not shown. What the table shows is that the task runs, and that a batch changes nothing:
+Each row is a task or group of the installed lmms-eval: its files are unchanged, and its own code makes prompts and
+scores. It ran through the evaluation command with the bundled model and {ROWS} questions per task, on data of the right
+shape that the tests generate (`tests/support/official_tasks.py`); nothing was downloaded. So the scores mean nothing
+and are not shown. The table shows that the task runs, and that batching changes nothing:
 
 ```bash
 python -m lmms_eval_plugins.evaluate TASK tiny full,snapkv 0.5 --data-root data batch_size={BATCH} \\
     --gen_kwargs {GENERATION}
 ```
 
-- *equal*: with `batch_size=1` and in padded batches of {BATCH} all answers and all scores are the same, of `full` and
-  of `snapkv` at ratio 0.5;
-- *answers equal*: the same of a task whose scores were not computed;
+- *equal*: with `batch_size=1` and in padded batches of {BATCH}, all answers and scores are the same, for `full` and for
+  `snapkv` at ratio 0.5;
+- *answers equal*: the same for a task whose scores were not computed;
 - *alone*: the task's requests are answered one by one at any batch size.
 
-Input is what was counted in the prompts: images and videos of one prompt, rounds of one question, examples.
+Input counts the images and videos per prompt, the rounds per question, and the examples.
 """
 OTHERS = """\
 ## What does not run in lmms-eval itself
 
-With the command's own message, and why. The tests check that it is still so.
+With the reason, and the command's own message. The tests check that this is still so.
 """
 
 

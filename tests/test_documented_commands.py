@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from kvcompress import methods
+from kvcompress import layer_budgets, methods
 from tests.support.calibrations import calibration_file
 from tests.support.docs import DOCS, ROOT, Command, code_blocks, shell_commands
 from tests.support.families import FAMILIES
@@ -56,9 +56,12 @@ RUN = {
     r"run_sweep\.sh configs/sweeps/random\.yaml": f"{FEW} --trials 3",
     r"tiny_vlm\.dataset --as-textvqa": "",
     r"tests\.fuzz$": "--configurations 3",
-    r"benchmarks\.ragged_decode --threads": "--repeats 1 --prompt 0",
+    r"benchmarks\.ragged_decode --threads": "--repeats 1 --prompt 64",
     r"benchmarks\.kernels --threads": "--lengths 64 --repeats 1",
     r"benchmarks\.static_decode --threads": "--layers 2 --prompt 32 --new 8 --rounds 1",
+    r"benchmarks\.latency --threads": (
+        "--layers 2 --slots 2 --prompt 24 --answers 2 4 --pieces 8 --batch-tokens 64 --methods full --entries 8"
+    ),
     r"benchmarks\.eval_throughput --limit": FEW,
     r"benchmarks\.methods_figure": "--out figure.png",
 }
@@ -139,8 +142,10 @@ def test_a_shell_command_stands_in_a_block_of_bash():
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_parser_of_each_command_takes_its_words(page, scratch, pytestconfig, monkeypatch, capsys):
     monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
+    monkeypatch.setattr(layer_budgets.base, "_RULES", dict(layer_budgets.base._RULES))
     if page.stem in OWN_METHOD:
-        exec(code_blocks(page, "python")[0], {"__name__": "value_norm"})
+        for name, code in own_files(page).items():
+            exec(code, {"__name__": name})
     for name in FILES:
         (scratch / name).touch()
     shutil.copy(calibration_file("triattention", FAMILIES["qwen2"].build()), "tiny.safetensors")
@@ -166,8 +171,9 @@ def test_each_command_that_can_be_run_ends_well(page, scratch):
         lines.append("python -m lmms_eval_plugins.tiny_vlm.dataset --as-textvqa data")
     if re.search(r"(metrics|report|leaderboard|table) (results|FOLDER)", text):
         lines.append("python -m lmms_eval_plugins.evaluate tiny_textvqa tiny full,snapkv,streamingllm 0.2 --limit 2")
-    if page.stem in OWN_METHOD:  # which saves it in the package
-        (scratch / "value_norm.py").write_text(code_blocks(page, "python")[0])
+    if page.stem in OWN_METHOD:  # which has the reader save them
+        for name, code in own_files(page).items():
+            (scratch / f"{name}.py").write_text(code)
         lines.append("export KVCOMPRESS_METHODS=$PWD/value_norm.py")
     for command in commands:
         script = re.sub(r"\./scripts/(\w+\.sh)", lambda name: script_command(name[1]), command.concrete)
@@ -176,6 +182,13 @@ def test_each_command_that_can_be_run_ends_well(page, scratch):
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(["bash", "-c", "\n".join(lines)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def own_files(page: Path) -> dict[str, str]:
+    """The files that the page has its reader write: a method, and a layer budget where it shows one."""
+    method, *others = code_blocks(page, "python")
+    rules = [code for code in others if "register_layer_budget" in code]
+    return {"value_norm": method, **dict(zip(["first_half"], rules, strict=False))}
 
 
 def script_command(name: str) -> str:

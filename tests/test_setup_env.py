@@ -152,7 +152,7 @@ def test_a_failed_install_ends_the_script_and_is_tried_again(checkout, tmp_path)
         assert result.returncode != 0
         assert "python is" not in result.stdout
         assert "the installer's own words" in result.stderr
-        assert result.stderr.splitlines()[-1].startswith("error: the installation failed; all of it is in ")
+        assert result.stderr.splitlines()[-1].startswith("error: the installation failed; the full log is in ")
         assert len(log.read_text().splitlines()) == 2 * attempt  # uv, then pip
 
 

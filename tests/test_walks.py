@@ -62,7 +62,7 @@ def test_a_key_takes_the_steps_of_its_page_in_their_order():
 
 
 def test_the_page_counts_the_files_that_a_question_crosses():
-    numbers = {"fourteen": 14, "thirteen": 13, "twelve": 12, "eleven": 11, "ten": 10, "nine": 9, "eight": 8}
+    numbers = {"fifteen": 15, "fourteen": 14, "thirteen": 13, "twelve": 12, "eleven": 11, "ten": 10}
     (word,) = re.findall(r"crosses the (\w+) files", QUESTION.read_text("utf-8"))
     assert numbers[word] == len({file for file, _ in steps_of(QUESTION)})
 

@@ -1,6 +1,7 @@
-"""What calibrated methods know of the bundled model: `python -m tiny_vlm.calibrate`.
+"""Calibrate every calibrated method on the bundled model: `python -m tiny_vlm.calibrate`.
 
-It makes the files behind `calibration=tiny`, from fresh prompts of every bundled task; none is a task's question.
+This writes the files behind `calibration=tiny`, from fresh prompts of every bundled task, none of them a task's
+question.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT, TINY_MODEL
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader
 from tiny_vlm.examples import draw_examples
 from tiny_vlm.regimes import REGIMES
-from tiny_vlm.regimes.dataset import draw_asked
+from tiny_vlm.regimes.dataset import draw_prompts
 from tiny_vlm.signs import HEADLINE_KINDS
 
 PROMPTS = 8  # of each task
@@ -30,7 +31,7 @@ def prompts(reader: Reader) -> Iterator[BatchFeature]:
     for example in draw_examples(PROMPTS, HEADLINE_KINDS, SEED):
         yield reader.inputs([example])
     for regime in REGIMES:
-        for shown in draw_asked(regime, PROMPTS, SEED):
+        for shown in draw_prompts(regime, PROMPTS, SEED):
             yield reader.shown_inputs([shown])
 
 
@@ -42,8 +43,8 @@ def calibrate_all(
     out: Path,
     without: tuple[str, ...] = (),
 ) -> None:
-    """Write `out`/METHOD.safetensors for each method that is calibrated, but for `without` and for those that learn
-    nothing from these prompts, such as one that looks at images from texts; `name`: what the files call the model."""
+    """Write `out`/METHOD.safetensors for each calibrated method except those in `without` and those that learn nothing
+    from these prompts, such as a vision method from text prompts; `name`: the model's name in the files."""
     out.mkdir(parents=True, exist_ok=True)
     for method, info in kvcompress.list_methods().items():
         if not issubclass(info.cls, CalibratedKVCluster) or method in without:

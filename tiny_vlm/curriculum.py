@@ -1,4 +1,4 @@
-"""The curriculum of the tiny model: its stages, and what is drawn for each step."""
+"""The curriculum of the tiny model: its stages, and the batches drawn for each step."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from tiny_vlm.signs import COLOR_KIND, PATCH, PROMPT_WORDS, draw_packed_scene, d
 
 @dataclass(frozen=True)
 class Stage:
-    """One leg of the curriculum. `packed_share`: how many of its images are packed with signs (and unasked)."""
+    """A stage of the curriculum. `packed_share`: the share of images packed with signs, which have no questions."""
 
     name: str
     steps: int
     images: int  # per step
     packed_share: float
-    jitter_grows_until: float = 0.0  # of the stage: from packed text on the patch grid to text anywhere
+    jitter_grows_until: float = 0.0  # fraction of the stage over which packed text moves off the patch grid
     questions: int = 0  # per image at most
     color_share: float = 1.0  # of the possible questions for a colour, those that may be asked
     post_prompt_share: float = 0.0  # of the batches, those whose questions carry lmms-eval's post prompt
-    base_view: bool = False  # whether the language model sees it, see PackedBatch
+    base_view: bool = False  # whether the language model also sees the base view, see PackedBatch
     learning_rate: float = 2e-3
-    tower_scale: float = 1.0  # the tower's and projector's share of the learning rate
-    decay_from: float = 0.6  # of the stage, until when the learning rate is constant
-    avoided: tuple[str, ...] = PROMPT_WORDS  # that never stand on a sign
+    tower_scale: float = 1.0  # learning rate of tower and projector, as a factor
+    decay_from: float = 0.6  # fraction of the stage after which the learning rate decays
+    avoided: tuple[str, ...] = PROMPT_WORDS  # words that never occur on a sign
     inserts: ClassVar[None] = None  # see Mixture
     decay_until: ClassVar[float] = 1.0
 
     @property
     def is_of_tower(self) -> bool:
-        """Whether the language model has no part in it."""
+        """Whether only the vision tower is trained, without the language model."""
         return self.name == "vision"
 
     def data(self, seed: int, packer: Packer, parts: int) -> StageData:
-        """Step -> `parts` batches."""
+        """Return the dataset that maps a step to its `parts` batches."""
         return StageData(self, seed, packer, parts)
 
 
@@ -86,7 +86,7 @@ STAGES = (
 
 
 class StageData(Dataset):
-    """Step -> that step's batches. Each step has its own seed, so any worker, or a later run, draws the same."""
+    """Maps a step to its batches. Each step has its own seed, so any worker or a later run draws the same."""
 
     def __init__(self, stage: Stage, seed: int, packer: Packer, parts: int) -> None:
         self.stage, self.seed, self.packer, self.parts = stage, seed, packer, parts

@@ -1,7 +1,7 @@
-"""The bundled questions of one picture, drawn: `python -m tiny_vlm.dataset`.
+"""Draw the bundled questions about one picture: `python -m tiny_vlm.dataset`.
 
-It rebuilds the two parquet files of the tasks `tiny_textvqa` and `tiny_textvqa_color`, byte for byte the same on the
-same Pillow and pyarrow.
+This rebuilds the parquet files of the tasks `tiny_textvqa` and `tiny_textvqa_color`, byte for byte with the same Pillow
+and pyarrow.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def compress_image(pixels: np.ndarray) -> bytes:
 
 
 def textvqa_table(examples: list[Example], first_id: int = 0) -> pa.Table:
-    """TextVQA's columns; all ten annotators agree. The kind of question stands in `image_classes`."""
+    """Return a table with TextVQA's columns. All ten annotators agree; `image_classes` holds the kind of question."""
     rows = []
     for number, example in enumerate(examples, start=first_id):
         question = example.question
@@ -72,7 +72,7 @@ def textvqa_table(examples: list[Example], first_id: int = 0) -> pa.Table:
 
 
 def _features() -> str:
-    """What `datasets` reads the column types from; without it the image would load as a struct."""
+    """Return the metadata from which `datasets` reads column types; without it, images would load as structs."""
 
     def feature(field: pa.Field) -> dict:
         if field.name == "image":

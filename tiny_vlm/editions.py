@@ -1,14 +1,15 @@
-"""The two editions of the tiny model: which words it knows, how long its prompts are, which stages it learns in.
+"""The two editions of the tiny model: its vocabulary, its prompt length, and its training stages.
 
-The first is the bundled checkpoint. The second begins with the first four stages of the first, then learns to read the
-frames of videos, and then long answers, several pictures, videos and long texts together, from short to long.
+The first is the bundled checkpoint. The second begins with the first four stages of the first. It then learns to read
+video frames, and finally long answers, several pictures, videos and long texts together, from short to long.
 
-Five stages have the same short prompts; each brings what those before it did not learn by themselves: `facts` probes of
-the text, `steps` and `via` probes of the first of two steps, `deeper` a layer for the second. From `in_use` on, texts
-are asked what the bundled task asks: a word's number, and what is on the picture before them. `many` asks each prompt
-more: the prompt is what a step costs. In `throughout` the first of two steps is probed at each token of the answer: the
-second token was the one that was wrong. `sign` probes the sign's colour where a question names a text on it, and
-`last`, in which the rate falls, leaves the other text of a sign to prompts without a long text: it stood at a half.
+Five stages share the same short prompts; each adds help for what the earlier ones did not learn: `facts` adds probes of
+the text, `steps` and `via` probes of the first of two steps, `deeper` a layer for the second step. From `in_use` on,
+questions about texts are those of the bundled task: a word's number, and the content of the picture before the text.
+`many` asks more questions per prompt, because the prompt dominates the cost of a training step. `throughout` probes the
+first of two steps at every token of the answer, because the second token was the one that was wrong. `sign` probes the
+sign's colour if a question names a text on it. In `last` the learning rate falls, and a sign's other text is asked only
+without a long text: with one, accuracy had stopped at a half.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from tiny_vlm.regimes.video import JITTER
 from tiny_vlm.signs import FRAME_GRID, PROMPT_WORDS, draw_packed_scene, draw_scene, questions
 
 WARM_UP = 60  # steps
-LAST_LEARNING_RATE = 0.02  # of the peak
+LAST_LEARNING_RATE = 0.02  # as a fraction of the peak
 Range = tuple[int, int]  # fewest and most
 
 
 @dataclass(frozen=True)
 class Part:
-    """One batch of a step: rows of one regime and one size, as many as make about `tokens`, but one at least.
+    """A batch of a step: as many rows of one regime and size as make up about `tokens`, but at least one.
 
     `ranges`: arguments of the regime's `draw`. The one in SIZES is drawn once for all rows.
     """
@@ -45,32 +46,32 @@ class Part:
     tokens: int
     questions: int = 0  # per row at most
     ranges: dict[str, Range] = field(default_factory=dict)
-    picture_share: float = 0.0  # of the batches with a text, those with a picture too
-    kinds: tuple[str, ...] = ()  # of the questions that are asked; all where empty
+    picture_share: float = 0.0  # of the batches with a text, those that also have a picture
+    kinds: tuple[str, ...] = ()  # kinds of questions to ask; empty: all
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """One leg of the curriculum in which each step has a batch of every part."""
+    """A stage of the curriculum in which each step has a batch of every part."""
 
     name: str
     steps: int
     parts: tuple[Part, ...]
     view: View = "grid"  # of single pictures
-    jitter_grows_until: float = 0.0  # of the stage: from signs on the frames' grid to JITTER pixels off it
-    post_prompt_share: float = 0.0  # of the batches; never where every sign is read
-    text_labels: bool = False  # whether the probes look at the text of facts too, see PackedBatch
-    via: Via | None = None  # and at where answers that take two steps begin, see Question
-    via_throughout: bool = False  # and at each token of these answers
+    jitter_grows_until: float = 0.0  # fraction of the stage over which signs move up to JITTER pixels off the grid
+    post_prompt_share: float = 0.0  # of the batches; never for questions that read every sign
+    text_labels: bool = False  # whether the probes also read the text of facts, see PackedBatch
+    via: Via | None = None  # what the probes read where answers of two steps begin, see Question
+    via_throughout: bool = False  # read it at every token of these answers
     learning_rate: float = 1.5e-3
-    tower_scale: float = 0.1  # the tower's and projector's share of the learning rate
-    decay_from: float = 1.0  # of the stage, until when the learning rate is constant
-    decay_until: float = 1.0  # of the stage, when it would be at its least; a stage that is left early has more than 1
-    inserts: int | None = None  # a layer of this number is inserted into the language model before the stage
+    tower_scale: float = 0.1  # learning rate of tower and projector, as a factor
+    decay_from: float = 1.0  # fraction of the stage after which the learning rate decays
+    decay_until: float = 1.0  # fraction at which it reaches its minimum; above 1 for a stage that ends early
+    inserts: int | None = None  # index of a layer inserted into the language model before the stage
 
     @property
     def is_of_tower(self) -> bool:
-        """Whether the language model has no part in it."""
+        """Whether only the vision tower is trained, without the language model."""
         return not any(part.questions for part in self.parts)
 
     @property
@@ -78,7 +79,7 @@ class Mixture:
         return max(part.questions for part in self.parts)
 
     def data(self, seed: int, packer: Packer, parts: int) -> MixtureData:
-        """Step -> a batch of each part; `parts` is of the other kind of stage."""
+        """Return the dataset that maps a step to a batch of each part; `parts` only matters for `Stage.data`."""
         return MixtureData(self, seed, packer)
 
 
@@ -87,11 +88,11 @@ class Edition:
     stages: tuple[Stage | Mixture, ...]
     words: tuple[str, ...]
     longest: int  # tokens of a prompt with its answer
-    regimes: tuple[str, ...] = ()  # that it answers besides questions about one picture
+    regimes: tuple[str, ...] = ()  # regimes that it answers besides questions about one picture
 
 
 def _draw_signs(rng: Random) -> Shown:
-    """A picture with the questions of the first edition."""
+    """Draw a picture with the questions of the first edition."""
     scene = draw_scene(rng, avoided=WORDS)
     return Shown(questions(scene.signs), [scene.pixels], [scene.labels])
 
@@ -117,7 +118,7 @@ JITTERED = ("packed_frame", "video")
 
 
 class MixtureData(Dataset):
-    """Step -> that step's batches, one of each part. Each step has its own seed, as in `curriculum.StageData`."""
+    """Maps a step to its batches, one of each part. Each step has its own seed, as in `curriculum.StageData`."""
 
     def __init__(self, stage: Mixture, seed: int, packer: Packer) -> None:
         self.stage, self.seed, self.packer = stage, seed, packer
@@ -158,7 +159,7 @@ class MixtureData(Dataset):
 AS_IN_USE = (*needle.KINDS, *needle.PICTURE_KINDS)
 BOTH_TEXTS = (*AS_IN_USE, *needle.PICTURE_TEXTS)
 BOTH_WAYS = (*needle.KINDS, *needle.BACKWARDS, *needle.PICTURE_KINDS, *needle.PICTURE_TEXTS)
-LATER_SHARES = (1.0, 1.5, 0.75, 1.0, 0.25)  # of the tokens: a text, a video, several pictures, every sign read, one
+LATER_SHARES = (1.0, 1.5, 0.75, 1.0, 0.25)  # of the tokens: text, video, several pictures, every sign, one picture
 
 
 def _mixture(
@@ -172,8 +173,11 @@ def _mixture(
     shares: tuple[float, float, float, float, float] = LATER_SHARES,
     **options: object,
 ) -> Mixture:
-    """All regimes, with about `tokens` each; later more of what is learned last. `asked`, `picture_share`: of texts;
-    `most`: questions of a row with a text, a video, several pictures, one."""
+    """Return a stage with all regimes and about `tokens` of each; later stages have more of what is learned last.
+
+    `asked`, `picture_share`: kinds of questions and share of pictures for texts; `most`: questions per row with a text,
+    a video, several pictures, one picture.
+    """
     shares = (1.0, 1.0, 1.0, 1.0, 0.5) if is_early else shares
     text, video, multi_image, read_all, signs = (int(tokens * share) for share in shares)
     parts = (
@@ -256,7 +260,7 @@ EDITIONS = {
 
 
 def learning_rate(stage: Stage | Mixture, step: int) -> float:
-    """Linear warm-up, constant, cosine to LAST_LEARNING_RATE of the peak."""
+    """Return the learning rate of a step: linear warm-up, constant, cosine to LAST_LEARNING_RATE of the peak."""
     warm_up = min(1.0, (step + 1) / WARM_UP)
     past = max(0.0, step / stage.steps - stage.decay_from) / max(stage.decay_until - stage.decay_from, 1e-9)
     cosine = LAST_LEARNING_RATE + (1 - LAST_LEARNING_RATE) * 0.5 * (1 + math.cos(math.pi * past))

@@ -1,4 +1,4 @@
-"""Questions about pictures of signs, drawn from a seed; needs Pillow alone."""
+"""Draw questions about pictures of signs from a seed; needs only Pillow and numpy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tiny_vlm.signs import draw_scene, questions
 
 
 def draw_examples(count: int, kinds: tuple[str, ...], name: str) -> list[Example]:
-    """`count` questions, one per scene, the kinds in turn; `name` is the seed (training's seeds differ)."""
+    """Draw `count` questions, one per scene, cycling through `kinds`; `name` is the seed (training uses others)."""
     examples = []
     attempt = 0
     while len(examples) < count:

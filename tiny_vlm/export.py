@@ -1,4 +1,4 @@
-"""Write a trained model as a Hugging Face folder that the oldest and the newest supported transformers load."""
+"""Export a trained model to a Hugging Face folder that the oldest and newest supported transformers can load."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tiny_vlm.modeling import build_processor
 
 
 def export(model: LlavaOnevisionForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """bf16 safetensors, config, generation config, tokenizer and processor, replaced as a whole.
+    """Write bf16 safetensors, config, generation config, tokenizer and processor, replacing `folder` as a whole.
 
-    The configuration says float32, in which an answer alone is the same as in a batch.
+    The configuration says float32, in which an answer is the same alone and in a batch.
     """
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)

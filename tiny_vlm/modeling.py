@@ -1,8 +1,8 @@
 """The tiny LLaVA-OneVision: configuration, tokenizer, processor.
 
-Model, tokenizer and processor are transformers' own classes. A 156 x 156 image is one anyres tile, so the
-prompt holds it twice, as the base view (169 tokens) and as the grid view (13 rows of 13 and a newline, 182
-tokens), like any image of the tower's own size in LLaVA-OneVision. Larger images take up to four tiles.
+Model, tokenizer and processor are transformers' own classes. A 156 x 156 image is one anyres tile. As with any image of
+the tower's own size in LLaVA-OneVision, the prompt contains it twice: as the base view (169 tokens) and as the grid
+view (13 rows of 13 tokens and a newline, 182 tokens). Larger images take up to four tiles.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(words: Sequence[str] = PROMPT_WORDS, longest: int = 2048) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over lower case: each of `words` is one token, all else is spelled byte by byte.
+    """Build a byte-level BPE tokenizer for lower case: each of `words` is one token, all else is spelled byte by byte.
 
-    So a word on a sign costs one token per character, in questions and in answers. `longest`: tokens of a prompt.
+    So a word on a sign takes one token per character, in questions and answers. `longest`: tokens of a prompt.
     """
     pattern = "|".join(map(re.escape, words))
     tokenizer = Tokenizer(models.BPE())
@@ -75,7 +75,7 @@ def build_tokenizer(words: Sequence[str] = PROMPT_WORDS, longest: int = 2048) ->
 
 
 def build_config(tokenizer: PreTrainedTokenizerFast) -> LlavaOnevisionConfig:
-    """2.4 M parameters: SigLIP of 3 layers, Qwen2 of 4 layers with 4 query and 2 key-value heads."""
+    """Return the config: 2.4 M parameters, SigLIP with 3 layers, Qwen2 with 4 layers of 4 query and 2 KV heads."""
     vision = SiglipVisionConfig(
         hidden_size=128,
         intermediate_size=512,
@@ -127,11 +127,11 @@ def build_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaOnevisionProcess
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaOnevisionForConditionalGeneration:
-    """Fresh weights. The tower's position embeddings start as 2-D sinusoids, in which "the patch to my right" is
-    the same rotation everywhere."""
+    """Build the model with fresh weights. The tower's position embeddings start as 2-D sinusoids, in which "the patch
+    to my right" is the same rotation everywhere."""
     torch.manual_seed(seed)
     model = LlavaOnevisionForConditionalGeneration(build_config(tokenizer))
-    # The path to it differs between transformers releases.
+    # The path to the embedding differs between transformers releases.
     (positions,) = (
         p for n, p in model.model.vision_tower.named_parameters() if n.endswith("position_embedding.weight")
     )
@@ -142,8 +142,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaOnevision
 
 
 def insert_layer(model: LlavaOnevisionForConditionalGeneration, place: int) -> None:
-    """Insert a layer into the language model, so that it becomes layer `place`, counted from 0. It begins as a copy of
-    the one before it that adds nothing: the model computes what it did."""
+    """Insert layer number `place`, counted from 0, into the language model. It starts as a copy of the layer before it
+    whose output is zero, so the model's function does not change."""
     decoder, config = model.model.language_model, model.config.text_config
     layer = copy.deepcopy(decoder.layers[place - 1])
     nn.init.zeros_(layer.self_attn.o_proj.weight)
@@ -156,7 +156,7 @@ def insert_layer(model: LlavaOnevisionForConditionalGeneration, place: int) -> N
 
 
 def _sinusoids(width: int) -> Tensor:
-    """(GRID * GRID, width): a quarter each of sin row, cos row, sin column, cos column."""
+    """Return 2-D sinusoids (GRID * GRID, width): a quarter each of sin row, cos row, sin column, cos column."""
     frequencies = 2.5 * torch.exp(torch.linspace(0, -2.8, width // 4))  # radians per patch
     angle = torch.arange(GRID)[:, None] * frequencies
     columns = torch.cat((angle.sin(), angle.cos()), -1).expand(GRID, GRID, -1)

@@ -1,4 +1,4 @@
-"""From what regimes show to a batch for training."""
+"""Pack prompts of the regimes into a training batch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def pack(
     via: Via | None = None,
     via_throughout: bool = False,
 ) -> PackedBatch:
-    """One row for each prompt, with all its questions. `text_labels`: its text is one of facts, and labelled; `via`: of
-    that name, `via_throughout` the answer, see `Packer.via`.
+    """Pack each prompt with all its questions into a row. `text_labels`: label the text, which must consist of facts;
+    `via`, `via_throughout`: see `Packer.via`.
 
-    All prompts must show the same number of pictures and of frames. `view` is of a single picture: several stand in
-    the prompt in their base view alone, as in LLaVA-OneVision.
+    All prompts must show the same number of pictures and of frames. `view` applies to a single picture; several
+    pictures appear only in their base view, as in LLaVA-OneVision.
     """
     pictures = len(prompts[0].pictures)
     frames = 0 if prompts[0].frames is None else len(prompts[0].frames)
@@ -69,10 +69,10 @@ def pack(
 
 
 def fact_labels(packer: Packer, ids: list[int]) -> Tensor:
-    """PackedBatch.text_labels (2, T) of one row, whose facts have a number, a word and the word's number each."""
+    """Return the PackedBatch.text_labels (2, T) of a row whose facts each have a number, a word and its number."""
     character = {packer.encode(text)[0]: 1 + place for place, text in enumerate(CHARACTERS)}
     labels = torch.full((2, len(ids)), IGNORED)
-    runs: list[list[int]] = []  # places of neighbouring characters
+    runs: list[list[int]] = []  # indices of adjacent characters
     for place, token in enumerate(ids):
         if token in character:
             if runs and runs[-1][-1] == place - 1:
@@ -88,12 +88,12 @@ def fact_labels(packer: Packer, ids: list[int]) -> Tensor:
 
 
 def enlarged(frames: Tensor) -> Tensor:
-    """(M, 3, height, width) uint8 -> (M, 3, SIDE, SIDE), as LLaVA-OneVision's video processor does it."""
+    """Resize frames (M, 3, height, width) uint8 to (M, 3, SIDE, SIDE), as LLaVA-OneVision's video processor does."""
     return resize(frames, [SIDE, SIDE], interpolation=InterpolationMode.BICUBIC, antialias=True)
 
 
 def in_turn(rng: Random, questions: list[Question], count: int) -> list[Question]:
-    """At most `count` of the questions, the kinds in turn, so that rare ones are asked as well."""
+    """Draw up to `count` questions, cycling through their kinds so that rare ones are asked too."""
     by_kind: dict[str, list[Question]] = {}
     for question in rng.sample(questions, len(questions)):
         by_kind.setdefault(question.kind, []).append(question)
@@ -102,7 +102,7 @@ def in_turn(rng: Random, questions: list[Question], count: int) -> list[Question
 
 
 def _pixels(pictures: list[np.ndarray]) -> Tensor:
-    """(N, 3, height, width) uint8."""
+    """Stack pictures into (N, 3, height, width) uint8."""
     stacked = np.stack(pictures) if pictures else np.zeros((0, SIDE, SIDE, 3), np.uint8)
     return torch.from_numpy(stacked).permute(0, 3, 1, 2).contiguous()
 

@@ -1,4 +1,4 @@
-"""Several questions in one training sequence, and the model over it."""
+"""Pack several questions into one training sequence, and run the model on it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tiny_vlm.modeling import BASE_TOKENS, FRAME_TOKENS, GRID_TOKENS, IMAGE_TOKE
 from tiny_vlm.signs import GRID
 
 IGNORED = -100
-LONG_PREFIX = 800  # tokens, of which on the fused attention kernel is the faster one
-# What the language model sees of a picture: base and grid view as in LLaVA-OneVision's prompts with one picture, the
-# base view alone as in those with several, or the grid view alone: half the work, for early training.
+LONG_PREFIX = 800  # tokens above which the fused attention kernel is faster
+# What the language model sees of a picture: base and grid view, as in LLaVA-OneVision's prompts with one picture; only
+# the base view, as in those with several; or only the grid view, which halves the work in early training.
 View = Literal["both", "base", "grid"]
 Via = Literal["via", "holder", "sign"]
 VIEW_TOKENS: dict[View, int] = {"both": IMAGE_TOKENS, "base": BASE_TOKENS + 1, "grid": GRID_TOKENS}
@@ -31,19 +31,25 @@ VIEW_TOKENS: dict[View, int] = {"both": IMAGE_TOKENS, "base": BASE_TOKENS + 1, "
 
 @dataclass
 class PackedBatch:
-    """Several questions about what each row shows, in one sequence; T is the longest row's length.
+    """Rows of a prompt and several questions about it in one sequence; T is the longest row's length.
 
-    Rows begin with what is shown: pictures, a video, text, in `prefix` tokens, the shorter ones padded.
+    Each row begins with the prompt (pictures, a video, text), padded to `prefix` tokens.
 
-    ids, segments, positions and targets (B, T): `segments` is 0 for what is shown, the question's number from 1, -1 for
-    padding; `targets` holds the next token where it belongs to an answer, else IGNORED. kinds[row][question] as in
-    `signs`. pixels (N, 3, SIDE, SIDE) uint8 and labels (N, len(LABELS), GRID, GRID): the pictures of all rows in turn,
-    N / B each. frames (M, 3, SIDE, SIDE) uint8 and frame_labels (M, len(LABELS), FRAME_GRID, FRAME_GRID): the different
-    frames of all videos; frame_index (B, F) which of them each row shows, before (B, F) as in `regimes.Shown`.
-    text_labels (2, B, T): of each character of a text of facts, the character to its left, and of a number's the one
-    of the word that would stand above it on a sign, both as in `signs.Scene`; IGNORED where there is no such character.
-    via (B, T): the token of `Question.via` or `holder`, where the first token of an answer is predicted; IGNORED
-    elsewhere.
+    Attributes:
+        ids, segments, positions, targets: (B, T). `segments` is 0 for the prompt, the question's number from 1, or -1
+            for padding; `targets` holds the next token if it belongs to an answer, else IGNORED.
+        kinds: [row][question], as in `signs`.
+        pixels, labels: (N, 3, SIDE, SIDE) uint8 and (N, len(LABELS), GRID, GRID): the pictures of all rows in order,
+            N / B per row.
+        frames, frame_labels: (M, 3, SIDE, SIDE) uint8 and (M, len(LABELS), FRAME_GRID, FRAME_GRID): the distinct frames
+            of all videos.
+        frame_index: (B, F), which of the frames each row shows.
+        before: (B, F), as in `Shown`.
+        text_labels: (2, B, T), for each character in a text of facts: the character to its left, and for a number's
+            characters the one of the word that would be above it on a sign, both as in `signs.Scene`; IGNORED for
+            tokens that are not such characters.
+        via: (B, T), the token of `Question.via`, `holder` or `sign` where the first token of an answer is predicted;
+            IGNORED elsewhere.
     """
 
     pixels: Tensor
@@ -55,7 +61,7 @@ class PackedBatch:
     kinds: list[list[str]]
     prefix: int
     view: View
-    image: int  # the token that stands for a picture's patch
+    image: int  # the placeholder token of a picture's patch
     video: int
     frames: Tensor | None = None
     frame_labels: Tensor | None = None
@@ -81,7 +87,7 @@ class Packer:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def segment(self, question: Question, post_prompt: bool) -> tuple[list[int], list[int]]:
-        """ids and targets of one question with its answer, as the chat template lays them out."""
+        """Return ids and targets of a question with its answer, in the layout of the chat template."""
         prompt = question.text + (POST_PROMPT if post_prompt else "")
         asked = self.encode(f"{prompt}<|im_end|><|im_start|>assistant\n")
         answer = self.encode(f"{question.answer}<|im_end|>")
@@ -89,7 +95,7 @@ class Packer:
         return asked + answer, targets
 
     def prefix(self, pictures: int, view: View, frames: int = 0, text: str = "") -> list[int]:
-        """ids of what is shown before the question, as the processor and the chat template lay it out."""
+        """Return the ids of the prompt before the question, in the layout of processor and chat template."""
         ids = list(self.start)
         for _ in range(pictures):
             ids += [self.image] * VIEW_TOKENS[view] + self.end
@@ -100,7 +106,7 @@ class Packer:
     def rows(
         self, prefixes: list[list[int]], asked: list[list[Question]], post_prompt: bool
     ) -> tuple[int, Tensor, Tensor, Tensor, Tensor]:
-        """The length of the longest prefix; ids, segments, positions and targets (B, T)."""
+        """Return the length of the longest prefix, and ids, segments, positions and targets (B, T)."""
         rows = []
         prefix = max(map(len, prefixes))
         fills = (self.tokenizer.pad_token_id, -1, 0, IGNORED)
@@ -132,9 +138,11 @@ class Packer:
         targets: Tensor,
         throughout: bool = False,
     ) -> Tensor:
-        """PackedBatch.via of rows as `rows` gives them; `name`: which of a question's words, of `sign` the
-        other where it has none; `throughout`: wherever a
-        token of the answer is foretold, not only its first."""
+        """Return the PackedBatch.via of rows made by `rows`.
+
+        `name`: which of a question's words to use; `sign` falls back to `via`. `throughout`: label every token of the
+        answer, not only the first.
+        """
         via = torch.full_like(ids, IGNORED)
         for row, questions in enumerate(asked):
             for number, question in enumerate(questions, start=1):
@@ -152,7 +160,7 @@ class Packer:
         post_prompt: bool,
         base_view: bool = True,
     ) -> PackedBatch:
-        """One picture in each row."""
+        """Pack rows of one picture each."""
         view: View = "both" if base_view else "grid"
         prefix, ids, segments, positions, targets = self.rows([self.prefix(1, view)] * len(asked), asked, post_prompt)
         kinds = [[question.kind for question in questions] for questions in asked]
@@ -162,7 +170,7 @@ class Packer:
 
 
 def project(model: LlavaOnevisionForConditionalGeneration, pixels: Tensor) -> Tensor:
-    """(B, 3, SIDE, SIDE) uint8 -> (B, GRID * GRID, width): one language-model embedding per patch."""
+    """Map pixels (B, 3, SIDE, SIDE) uint8 to language-model embeddings of patches (B, GRID * GRID, width)."""
     pixels = pixels.float() / 127.5 - 1  # the image processor's rescaling and normalisation
     tower = model.model.vision_tower(pixels, output_hidden_states=True)
     return model.model.multi_modal_projector(tower.hidden_states[-1])  # before the tower's last norm
@@ -171,11 +179,11 @@ def project(model: LlavaOnevisionForConditionalGeneration, pixels: Tensor) -> Te
 def packed_forward(
     model: LlavaOnevisionForConditionalGeneration, batch: PackedBatch
 ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...]]:
-    """The model over packed rows: each question sees what is shown and itself, at the positions it has alone.
+    """Run the model on packed rows: each question attends to the prompt and itself, at the positions it has alone.
 
-    Returns the features of the pictures' patches (N, GRID * GRID, width) and those of the frames' pooled patches (M,
-    FRAME_TOKENS, width), None where there are none, and the language model's hidden states: the embeddings, then each
-    layer's output, the last one normalised; (B, T, width) each.
+    Returns the features of the pictures' patches (N, GRID * GRID, width) and of the frames' pooled patches (M,
+    FRAME_TOKENS, width), each None if there are none, and the language model's hidden states (B, T, width): the
+    embeddings, then each layer's output, the last one normalised.
     """
     inner = model.model
     embeddings = inner.language_model.embed_tokens(batch.ids)
@@ -199,15 +207,18 @@ def packed_forward(
 def visual_features(
     model: LlavaOnevisionForConditionalGeneration, batch: PackedBatch
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The first two of `packed_forward`."""
+    """Return the first two results of `packed_forward`."""
     features = project(model, batch.pixels) if len(batch.pixels) else None
     frames = None if batch.frames is None else model.model.apply_pooling(project(model, batch.frames))
     return features, frames
 
 
 def _viewed(model: LlavaOnevisionForConditionalGeneration, features: Tensor, view: View) -> Tensor:
-    """(N, GRID * GRID, width) -> (N, VIEW_TOKENS[view], width). Base view and grid view show the same pixels, so the
-    tower runs once; the grid view has a newline after each row, the base view alone has one at its end."""
+    """Arrange features (N, GRID * GRID, width) as a view (N, VIEW_TOKENS[view], width).
+
+    Base view and grid view show the same pixels, so the tower runs once. The grid view has a newline after each row; a
+    base view without a grid view has one at its end.
+    """
     newline = model.model.image_newline.to(features.dtype)
     if view == "base":
         return torch.cat((features, newline.expand(len(features), 1, -1)), 1)
@@ -221,7 +232,7 @@ def _placed(embeddings: Tensor, where: Tensor, values: Tensor) -> Tensor:
 
 
 def question_mask(segments: Tensor, prefix: int) -> Tensor:
-    """(B, 1, T - prefix, T) bool: what the tokens after the prefix may attend to."""
+    """Return what the tokens after the prefix may attend to, bool (B, 1, T - prefix, T)."""
     length = segments.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
     key, query = segments[:, None, :], segments[:, prefix:, None]
@@ -237,10 +248,10 @@ def packed_attention(
     scaling: float,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Causal over the prefix and `question_mask` for the rest; everything to everything without a mask.
+    """Attend causally in the prefix and by `question_mask` after it; without a mask, everything to everything.
 
-    Plain matrix products: on a CPU, backward included, twice as fast as the fused kernels for a prefix of one picture.
-    They form the whole causal matrix, so that past LONG_PREFIX the fused kernel is the faster one.
+    Plain matrix products are, with the backward pass on a CPU, twice as fast as the fused kernels for a prefix of one
+    picture. They form the whole causal matrix, so beyond LONG_PREFIX the fused kernel is faster.
     """
 
     def attend(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
@@ -277,14 +288,14 @@ AttentionMaskInterface.register("packed", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 def answer_logits(
     model: LlavaOnevisionForConditionalGeneration, hidden: Tensor, batch: PackedBatch
 ) -> tuple[Tensor, Tensor]:
-    """Logits (N, vocabulary) at the N places with a target, and those targets (N)."""
+    """Return the logits (N, vocabulary) at the N positions with a target, and these targets (N)."""
     here = batch.targets != IGNORED
     return F.linear(hidden[here].float(), model.lm_head.weight.float()), batch.targets[here]
 
 
 def picture_patches(hidden: Tensor, batch: PackedBatch) -> Tensor:
-    """The hidden states of the pictures' patches, newlines left out, of the later view where there are two:
-    (N, GRID * GRID, width)."""
+    """Return the hidden states of the pictures' patches (N, GRID * GRID, width) without newlines; if there are two
+    views, of the later one."""
     tokens = hidden[batch.ids == batch.image].unflatten(0, (-1, VIEW_TOKENS[batch.view]))
     if batch.view == "base":
         return tokens[:, :BASE_TOKENS]
@@ -292,7 +303,7 @@ def picture_patches(hidden: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def frame_patches(hidden: Tensor, batch: PackedBatch) -> Tensor:
-    """The hidden states of the frames' pooled patches: (B, F, FRAME_TOKENS, width)."""
+    """Return the hidden states of the frames' pooled patches (B, F, FRAME_TOKENS, width)."""
     frames = batch.frame_index.shape[1]
     tokens = hidden[batch.ids == batch.video].unflatten(0, (-1, frames * FRAME_TOKENS + 1))
     return tokens[:, :-1].unflatten(1, (frames, FRAME_TOKENS))

@@ -1,4 +1,4 @@
-"""What is read off the tiny model's patches while it trains: auxiliary tasks that teach it to see and to place."""
+"""Auxiliary losses on the tiny model's patches during training, which teach it to read and to locate characters."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from tiny_vlm.packing import IGNORED, PackedBatch, Packer, frame_patches, pictur
 from tiny_vlm.regimes.words import ORDINALS
 from tiny_vlm.signs import CHARACTERS, COLORS, LABELS
 
-NONE_WEIGHT = 0.1  # of a patch without a character in the reading losses
+NONE_WEIGHT = 0.1  # weight of a patch without a character in the reading losses
 
 
 class Probes(nn.Module):
-    """Training-time heads over the patches; the exported model does not contain them.
+    """Training-time heads on the patches; the exported model does not contain them.
 
-    Characters and colours are read off with the language model's own token embeddings, so that the projector
-    learns to speak its language.
+    Characters and colours are predicted with the language model's own token embeddings, so that the projector learns
+    to output them.
     """
 
     def __init__(self, embeddings: nn.Embedding, packer: Packer) -> None:
         super().__init__()
         width = embeddings.embedding_dim
-        self.embeddings = [embeddings]  # in a list: not a submodule, it belongs to the model
+        self.embeddings = [embeddings]  # in a list, so it is not a submodule: it belongs to the model
         self.characters = [packer.encode(character)[0] for character in CHARACTERS]
         self.colors = [packer.encode(f" {color}")[0] for color in COLORS]
         self.none = nn.Linear(width, 4)
@@ -36,12 +36,12 @@ class Probes(nn.Module):
         self.context = nn.Linear(width, width)
 
     def _tied(self, states: Tensor, tokens: list[int], none: Tensor) -> Tensor:
-        """(..., 1 + len(tokens)) logits: "none" first, then the tokens."""
+        """Return logits (..., 1 + len(tokens)): "none" first, then the tokens."""
         logits = F.linear(states, F.normalize(self.embeddings[0].weight[tokens].float(), dim=-1))
         return torch.cat((none, logits), -1)
 
     def vision_loss(self, features: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """Read character, colour and place in the line off each patch. labels (B, len(LABELS), GRID, GRID)."""
+        """Predict character, colour and index in the line from each patch. labels: (B, len(LABELS), GRID, GRID)."""
         target = dict(zip(LABELS, labels.flatten(2).unbind(1), strict=True))
         features = features.float()
         none = self.none(features)
@@ -60,7 +60,7 @@ class Probes(nn.Module):
         }
 
     def position_loss(self, hidden: tuple[Tensor, ...], batch: PackedBatch) -> tuple[Tensor, dict[str, float]]:
-        """Name the character to the left after the first layer and the one above after the second."""
+        """Predict the character to the left after the first layer, and the one above after the second."""
         asked = []
         if len(batch.pixels):
             labels = dict(zip(LABELS, batch.labels.flatten(2).unbind(1), strict=True))
@@ -86,8 +86,8 @@ class Probes(nn.Module):
         return total, metrics
 
     def context_loss(self, hidden: tuple[Tensor, ...], batch: PackedBatch) -> tuple[Tensor | float, dict[str, float]]:
-        """After the second layer: on which of several pictures a character stands, and which colour the sign before
-        the present one of a video had. After the third, where an answer begins: PackedBatch.via."""
+        """Predict, after the second layer, which of several pictures a character is on, and the colour of the previous
+        sign in a video; after the third layer, where an answer begins, PackedBatch.via."""
         asked = []
         rows = len(batch.ids)
         if batch.view == "base":

@@ -1,8 +1,8 @@
-"""Rendered scenes of coloured signs, and questions about them: the bundled model's whole world.
+"""Render scenes of coloured signs and pose questions about them: all that the bundled model knows.
 
-A scene is a 156 x 156 image with four to six signs at free positions, each with a word, a number, or a word
-over a number, and with plain text, boxes, a gradient and noise around them. Everything is drawn from the
-`random.Random` that the caller gives: same seed, same pixels.
+A scene is a 156 x 156 image with four to six signs at random positions, each with a word, a number, or a word above a
+number, among plain text, boxes, a gradient and noise. Everything is drawn from the caller's `random.Random`: same seed,
+same pixels.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from PIL import Image, ImageDraw, ImageFont
 
 from lmms_eval_plugins.tiny_vlm.questions import Question
 
-PATCH = 12  # pixels; also the pitch of the text, so that each character's centre has a patch of its own
+PATCH = 12  # pixels; also the pitch of the text, so that each character's centre has its own patch
 GRID = 13  # patches per side
 SIDE = PATCH * GRID  # pixels
-FRAME_GRID = 7  # patches per side that LLaVA-OneVision's pooling leaves of a video's frame of GRID * GRID
+FRAME_GRID = 7  # patches per side of a video frame after LLaVA-OneVision's pooling of GRID * GRID
 
 DIGITS = string.digits
 LETTERS = "".join(c for c in string.ascii_lowercase if c not in "io")  # i and o look like 1 and 0 in capitals
@@ -37,7 +37,7 @@ COLORS = {  # light enough for dark letters
     "cyan": (60, 215, 225),
     "white": (248, 248, 248),
 }
-# Words of the prompts. They are one token each and never stand on a sign.
+# The words of the prompts. They are one token each and never occur on a sign.
 PROMPT_WORDS = (
     *("what", "number", "word", "color", "is", "on", "the", "below", "above", "sign", "that", "says"),
     *("answer", "question", "using", "a", "single", "or", "phrase", "user", "assistant"),
@@ -48,7 +48,7 @@ HEADLINE_KINDS = ("c2n", "c2w", "w2n", "n2w")  # answers of two to four characte
 COLOR_KIND = "t2c"  # the answer is a colour: one token
 
 MARGIN = 2  # pixels of background around a sign's text
-MOST_NOISE = 6.0  # standard deviation, of 255
+MOST_NOISE = 6.0  # standard deviation, out of 255
 FONT_SIZES = (12, 13)
 STROKE = 3  # eighths of a pixel, on either side
 LABELS = ("glyph", "color", "index", "last", "left", "above")
@@ -70,9 +70,14 @@ class Sign:
 
 @dataclass
 class Scene:
-    """pixels: (SIDE, SIDE, 3) uint8. labels: (len(LABELS), GRID, GRID) int64, for the patch under each
-    character's centre: 1 + index in CHARACTERS, 1 + index in COLORS, 1-based place in the line, whether it
-    ends the line, the character to its left and the one above it on the same sign; 0 is "none"."""
+    """A rendered scene.
+
+    Attributes:
+        pixels: (SIDE, SIDE, 3) uint8.
+        labels: (len(LABELS), GRID, GRID) int64, for the patch under each character's centre: 1 + index in CHARACTERS,
+            1 + index in COLORS, 1-based index in the line, whether it ends the line, the character to its left and the
+            one above it on the same sign; 0 is "none".
+    """
 
     pixels: np.ndarray
     signs: list[Sign]
@@ -80,7 +85,7 @@ class Scene:
 
 
 def questions(signs: list[Sign]) -> list[Question]:
-    """Every question that these signs answer, each with exactly one answer."""
+    """Return all questions that these signs answer, each with exactly one answer."""
     found = []
     for sign in signs:
         if sign.number:
@@ -101,10 +106,10 @@ def draw_scene(
     avoided: Collection[str] = PROMPT_WORDS,
     noise: float = MOST_NOISE,
 ) -> Scene:
-    """A scene to ask about: colours and texts are unique, no text is the beginning of another.
+    """Draw a scene to ask about: colours and texts are unique, and no text is a prefix of another.
 
-    `counts`: fewest and most signs. `taken`: texts of other scenes, which get those of this one too. `avoided`: words
-    that never stand on a sign. `noise`: its largest standard deviation, of 255.
+    `counts`: fewest and most signs. `taken`: texts of other scenes, to which this scene's are added. `avoided`: words
+    that never occur on a sign. `noise`: its largest standard deviation, out of 255.
     """
     canvas = Canvas(rng)
     canvas.gradient()
@@ -131,9 +136,9 @@ def draw_scene(
 
 
 def draw_packed_scene(rng: Random, jitter: int = PATCH // 2, grid: int = GRID) -> Scene:
-    """As many signs as fit, colours repeating: dense supervision for the vision tower, no questions.
+    """Draw as many signs as fit, with repeated colours and no questions: dense supervision for the vision tower.
 
-    Text lies up to `jitter` pixels off the patch grid: 0 is the easiest to read, PATCH // 2 is anywhere.
+    Text lies up to `jitter` pixels off the patch grid: 0 is the easiest to read, PATCH // 2 means anywhere.
     """
     canvas = Canvas(rng, grid)
     canvas.gradient()
@@ -165,7 +170,7 @@ def new_text(
     shortest: int = 2,
     longest: int = 4,
 ) -> str:
-    """A text that is no word of `avoided`, begins none of `taken` and has none of them as its beginning."""
+    """Draw a text that is not in `avoided` and is neither a prefix nor an extension of any text in `taken`."""
     while True:
         text = "".join(rng.choices(alphabet, k=rng.randint(shortest, longest)))
         clashes = any(text.startswith(other) or other.startswith(text) for other in taken)
@@ -174,7 +179,7 @@ def new_text(
 
 
 class Canvas:
-    """Float pixels under construction, with the patch labels of what has been written so far.
+    """A picture being drawn, in float pixels, with the patch labels of the text so far.
 
     `grid`: characters that fit side by side; the canvas has PATCH * grid pixels per side.
     """
@@ -199,7 +204,7 @@ class Canvas:
             self.pixels[y : y + height, x : x + width] += self.rng.uniform(-22, 22)
 
     def copy(self) -> Canvas:
-        """The same pixels and labels, to be written on alone."""
+        """Return an independent copy."""
         other = copy(self)
         other.pixels, other.labels, other.occupied = self.pixels.copy(), self.labels.copy(), list(self.occupied)
         return other
@@ -212,9 +217,9 @@ class Canvas:
         return np.clip(self.pixels, 0, 255).astype(np.uint8)
 
     def free_place(self, lines: tuple[str, ...], apart: Sequence[int] = ()) -> tuple[int, int] | None:
-        """Top left corner of the text of a new sign, anywhere on the canvas; None when no place was found.
+        """Find a random free place for a new sign and return the top left corner of its text; None if none is found.
 
-        `apart`: left edges from which that of the new sign is to be at least a patch away.
+        `apart`: left edges from which that of the new sign must be at least a patch away.
         """
         width, height = PATCH * max(map(len, lines)), PATCH * len(lines)
         for _ in range(60):
@@ -228,7 +233,7 @@ class Canvas:
         return None
 
     def write(self, place: tuple[int, int], lines: tuple[str, ...], color: str | None) -> None:
-        """Draw the sign (plain text where `color` is None) and label the patches of its characters."""
+        """Draw the sign (plain text if `color` is None) and label the patches of its characters."""
         x, y = place
         width, height = PATCH * max(map(len, lines)), PATCH * len(lines)
         if color is None:
@@ -265,8 +270,8 @@ def _overlap(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> bool
 
 @cache
 def _glyph(character: str, size: int) -> np.ndarray:
-    """(PATCH, PATCH, 1) coverage in [0, 1] of one capital letter or digit in Pillow's own font."""
-    fine = 8 * PATCH  # drawn large and bold, then reduced: thin strokes would be lost between patches
+    """Return the coverage (PATCH, PATCH, 1) in [0, 1] of a capital letter or digit in Pillow's own font."""
+    fine = 8 * PATCH  # drawn large and bold, then reduced, so that thin strokes survive
     image = Image.new("L", (fine, fine), 0)
     font = ImageFont.load_default(size=8 * size)
     ImageDraw.Draw(image).text(

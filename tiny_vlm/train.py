@@ -1,10 +1,12 @@
-"""Train the tiny vision-language model from nothing: `python -m tiny_vlm.train --out DIR`.
+"""Train the tiny vision-language model from scratch: `python -m tiny_vlm.train --out DIR`.
 
-Stages follow one another in one run: `vision` teaches the tower to read characters, `align` teaches the first layers of
-the language model where a character stands, `questions` and `pairs` teach it to answer, `prompts` to answer the prompts
-as they are in use. `editions.py` has those of the second edition. The same command
-continues after a cut: DIR/state.pt holds all that the next step depends on. The curve is in DIR/log.jsonl; at
-the end the model is in DIR/checkpoint and its accuracy on fresh questions in DIR/accuracy.json.
+One run trains all stages in order: `vision` teaches the tower to read characters, `align` teaches the language model's
+first layers where a character is, `questions` and `pairs` teach it to answer, `prompts` to answer prompts as they occur
+in use. `editions.py` has the stages of the second edition.
+
+The same command resumes an interrupted run: DIR/state.pt holds everything the next step depends on. The training curve
+is in DIR/log.jsonl; at the end, the model is in DIR/checkpoint and its accuracy on fresh questions in
+DIR/accuracy.json.
 """
 
 from __future__ import annotations
@@ -41,18 +43,18 @@ from tiny_vlm.packing import (
     visual_features,
 )
 from tiny_vlm.probes import Probes
-from tiny_vlm.regimes.dataset import draw_asked
+from tiny_vlm.regimes.dataset import draw_prompts
 from tiny_vlm.signs import COLOR_KIND, HEADLINE_KINDS
 
 LOG_EVERY = 25  # steps
-FRESH_QUESTIONS = 500  # that the finished model is asked
-FRESH_PROMPTS = 100  # of each regime, one at a time
+FRESH_QUESTIONS = 500  # asked of the finished model
+FRESH_PROMPTS = 100  # per regime, one at a time
 
 
 def build_optimizers(
     model: LlavaOnevisionForConditionalGeneration, probes: Probes, stage: Stage | Mixture
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the networks, AdamW for embeddings, norms, biases and probes."""
+    """Return Muon for the networks' inner matrices, and AdamW for embeddings, norms, biases and probes."""
     tower = {id(p) for m in (model.model.vision_tower, model.model.multi_modal_projector) for p in m.parameters()}
     muon, adam = defaultdict(list), defaultdict(list)
     for name, parameter in model.named_parameters():
@@ -70,7 +72,7 @@ def build_optimizers(
 
 
 class Trainer:
-    """Model, probes, optimizers and the place in the curriculum, with all of it on disk for a later run."""
+    """Trains the model through the curriculum, saving model, probes, optimizers and position so that it can resume."""
 
     def __init__(
         self,
@@ -87,8 +89,8 @@ class Trainer:
         self.model = build_model(self.tokenizer, seed).to(device)
         self.model.set_attn_implementation("packed")
         self.probes = Probes(self.model.get_input_embeddings(), self.packer).to(device)
-        # On a CPU two threads with one core each share the batches of a step: nothing but the sum of their gradients
-        # waits for a busy core. A stage about single pictures halves its batch for them.
+        # On a CPU, two threads with one core each share the batches of a step, so that only the sum of their gradients
+        # waits for a busy core. A stage about single pictures splits its batch in two for them.
         self.parts = 1 if device.type == "cuda" else 2
         self.pool = ThreadPoolExecutor(self.parts)
         self.stage_number, self.step, self.seconds = 0, 0, 0.0
@@ -96,7 +98,7 @@ class Trainer:
         self.state_file = out / "state.pt"
 
     def _begin(self, stage: Stage | Mixture) -> None:
-        """What a stage starts with besides the weights."""
+        """Set up a stage: its inserted layer, parameters and optimizers."""
         if stage.inserts is not None:
             insert_layer(self.model, stage.inserts)
         self.parameters = [*self.model.parameters(), *self.probes.parameters()]
@@ -117,7 +119,7 @@ class Trainer:
         os.replace(temporary, self.state_file)
 
     def resume(self) -> None:
-        """Take up the state in `out`. Raises ValueError when it was made with another seed or curriculum."""
+        """Resume from the state in `out`. Raises ValueError if it was made with another seed or curriculum."""
         state = torch.load(self.state_file, map_location=self.device, weights_only=True)
         self.stage_number, self.step, self.seconds = state["place"]
         done = self.stage_number + 1
@@ -136,7 +138,7 @@ class Trainer:
         self._forget_rows_after_state()
 
     def run(self, deadline: float, save_every: float = 120.0) -> bool:
-        """Train to the end, True, or until `deadline` (as time.monotonic counts), False. Saves either way."""
+        """Train until `deadline` (in time.monotonic's seconds) and save; return whether training is complete."""
         saved = time.monotonic()
         while self.stage_number < len(self.stages):
             stage = self.stages[self.stage_number]
@@ -180,7 +182,7 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["scale"]
         done = list(self.pool.map(lambda batch: self._gradients(stage, batch), batches))
-        # Summed in the order of the batches, whichever was done first: the same step again gives the same weights.
+        # Sum in the order of the batches, not of completion, so that repeating a step gives the same weights.
         for parameter, *parts in zip(self.parameters, *(gradients for gradients, _ in done), strict=True):
             given = [part / len(batches) for part in parts if part is not None]
             parameter.grad = sum(given[1:], given[0]) if given else None
@@ -196,7 +198,7 @@ class Trainer:
     def _gradients(
         self, stage: Stage | Mixture, batch: PackedBatch
     ) -> tuple[list[Tensor | None], dict[str, list[float]]]:
-        """Of the loss of one batch, by parameter; and what to log, as lists to be averaged."""
+        """Return the gradients of one batch's loss by parameter, and metrics to log, as lists to be averaged."""
         batch = batch.to(self.device)
         hidden = None
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
@@ -231,7 +233,7 @@ class Trainer:
         return list(torch.autograd.grad(loss, self.parameters, allow_unused=True)), metrics
 
     def _forget_rows_after_state(self) -> None:
-        """Drop the log rows of the steps between the saved state and the cut: they are about to be done again."""
+        """Drop the log rows of steps after the saved state, which will be repeated."""
         log = self.out / "log.jsonl"
         if not log.exists():
             return
@@ -250,7 +252,7 @@ class Trainer:
 
 
 def _question_scores(right: Tensor, batch: PackedBatch) -> dict[str, list[float]]:
-    """kind -> for each question of it, whether every token of the answer was right (given those before it)."""
+    """Return kind -> for each of its questions, whether all answer tokens were right, each given those before it."""
     rows, columns = (batch.targets != IGNORED).nonzero(as_tuple=True)
     wrong = {
         (row, segment)
@@ -284,10 +286,10 @@ def main() -> None:
     parser.add_argument("--edition", type=int, choices=EDITIONS, default=2, help="see editions.py")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--scale", type=float, default=1.0, help="length of all stages, as a share of the recipe's")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the length of all stages")
     parser.add_argument("--workers", type=int, default=1, help="processes that draw images; a GPU needs about 14")
-    parser.add_argument("--nice", type=int, default=10, help="how far to lower the priority on a CPU")
-    parser.add_argument("--max-minutes", type=float, default=math.inf, help="stop then; the same command continues")
+    parser.add_argument("--nice", type=int, default=10, help="how much to lower the priority on a CPU")
+    parser.add_argument("--max-minutes", type=float, default=math.inf, help="stop after this; rerun to continue")
     arguments = parser.parse_args()
 
     device = torch.device(arguments.device)
@@ -309,7 +311,7 @@ def main() -> None:
     reader = Reader(arguments.out / "checkpoint", device=arguments.device)
     accuracy = {"questions": len(examples), "percent": by_kind(examples, reader.answers(examples))}
     for regime in edition.regimes:
-        prompts = draw_asked(regime, FRESH_PROMPTS, "fresh")
+        prompts = draw_prompts(regime, FRESH_PROMPTS, "fresh")
         accuracy[regime] = {"questions": len(prompts), "percent": by_kind(prompts, reader.answers_to(prompts))}
     (arguments.out / "accuracy.json").write_text(json.dumps(accuracy) + "\n", encoding="utf-8")
     print(json.dumps(accuracy))

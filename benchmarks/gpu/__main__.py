@@ -29,8 +29,10 @@ def parser() -> argparse.ArgumentParser:
 
 def missing(stage: int, smoke: bool) -> list[str]:
     """Packages without which nothing of a stage works."""
-    needed = ["torch", "transformers", "pydantic", *(["pytest", "hypothesis"] if stage == 1 else [])]
-    return [name for name in [*needed, *([] if smoke else ["triton"])] if find_spec(name) is None]
+    needed = ["torch", "transformers", "pydantic", *(["pytest", "hypothesis", "PIL"] if stage == 1 else [])]
+    on_device = [] if smoke else ["triton", *(["xdist"] if stage == 1 else [])]  # alone, the tests take too long
+    packages = {"PIL": "Pillow", "xdist": "pytest-xdist"}
+    return [packages.get(name, name) for name in [*needed, *on_device] if find_spec(name) is None]
 
 
 def main() -> int:
@@ -38,7 +40,7 @@ def main() -> int:
     if lacking := missing(given.stage, given.smoke):
         print(f"error: not installed: {', '.join(lacking)} (pip install {' '.join(lacking)})", file=sys.stderr)
         return 2
-    workers = min(WORKERS, os.cpu_count() or 1) if find_spec("xdist") and not given.smoke else 0
+    workers = 0 if given.smoke else min(WORKERS, os.cpu_count() or 1)
     chosen = cells(given.stage, given.smoke, workers)
     if unknown := set(given.only or ()) - {cell.name for cell in chosen}:
         print(f"error: no cell {', '.join(sorted(unknown))}: {', '.join(c.name for c in chosen)}", file=sys.stderr)

@@ -4,14 +4,13 @@ The questions are the first of `tiny_textvqa`, drawn again, so that neither lmms
 needed; and the prompt is put together here, since transformers' processor needs torchvision. Needs Pillow.
 """
 
-import argparse
 import json
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 import kvcompress
+from benchmarks.driver import FOLDER, new_parser, start
 from kvcompress.files import write_text
 from lmms_eval_plugins.tiny_vlm import CHECKPOINT
 from lmms_eval_plugins.tiny_vlm.questions import POST_PROMPT, Example
@@ -52,8 +51,8 @@ class Reader:
     def right(self, examples: list[Example], method: str) -> list[bool]:
         """Whether each question is answered as it should be."""
         found = []
-        for start in range(0, len(examples), BATCH):
-            some = examples[start : start + BATCH]
+        for first in range(0, len(examples), BATCH):
+            some = examples[first : first + BATCH]
             inputs = self.inputs(some)
             ratio = None if method == "full" else RATIO
             with kvcompress.compress(self.model, method, ratio, max_new_tokens=NEW_TOKENS, **METHODS[method]):
@@ -64,19 +63,16 @@ class Reader:
         return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="without a suffix")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
-    parser.add_argument("--questions", type=int, default=100)
-    given = parser.parse_args()
+def main(argv: list[str]) -> None:
+    parser = new_parser("gpu.accuracy", __doc__, "--questions", device="cuda", out=FOLDER / "gpu" / "accuracy")
+    given = parser.parse_args(argv)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     examples = draw_examples(given.questions, HEADLINE_KINDS, "validation")
     tables: dict[str, dict[str, list[bool]]] = {}
     runs = {
-        "device": (given.device, torch.float32),
+        "device": (torch.device(given.device), torch.float32),
         "cpu": (torch.device("cpu"), torch.float32),
-        "device bf16": (given.device, torch.bfloat16),
+        "device bf16": (torch.device(given.device), torch.bfloat16),
     }
     for name, where in runs.items():
         reader, tables[name] = Reader(*where), {}
@@ -88,4 +84,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -1,14 +1,12 @@
 """Where it runs: versions, the device, what it copies and multiplies at, and which packages are there."""
 
-import argparse
 import json
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
+from benchmarks.driver import FOLDER, new_parser, start
 from kvcompress.bench.grid import copy_bandwidth
-from kvcompress.bench.standalone import synchronise
 from kvcompress.bench.timing import environment, interleaved
 from kvcompress.files import write_text
 
@@ -22,10 +20,8 @@ def installed(package: str) -> str | None:
         return None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="without a suffix")
-    given = parser.parse_args()
+def main(argv: list[str]) -> None:
+    given = new_parser("gpu.environment", __doc__, out=FOLDER / "gpu" / "environment").parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = {**environment(device), "packages": {name: installed(name) for name in PACKAGES}}
     found["copy_gb_per_s"] = copy_bandwidth(device) / 1e9
@@ -37,10 +33,9 @@ def main() -> None:
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
         found["cuda"] = torch.version.cuda
         found["memory_gib"] = torch.cuda.get_device_properties(device).total_memory / 2**30
-    synchronise(device)
     write_text(given.out.with_suffix(".json"), json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -5,7 +5,6 @@ memory of each.
     python -m benchmarks.gpu.offline --quick            # the head sizes 64 and 128 in bf16 and fp32, for sm_90
 """
 
-import argparse
 import os
 import re
 import subprocess
@@ -17,9 +16,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.driver import RESULTS, new_parser, start
+from kvcompress.bench.results import about, page
+from kvcompress.bench.timing import table
 from kvcompress.files import write_text
+from kvcompress.flag_types import path
 
-OUT = Path(__file__).parents[1] / "results" / "gpu" / "offline.md"
 ARCHITECTURES = (80, 90, 100)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 GROUPS = 7
@@ -68,23 +70,26 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
         aligned = frozenset({*rows, "columns"})
         yield Kernel(f"{function}, {name}", getattr(column_sums_triton, function), types, fixed, options, aligned)
 
-    for bits in (0, 2, 3, 4):
+    for bits, appends in ((0, False), (0, True), (2, False), (3, False), (4, False)):
         blocks = ragged_decode_triton.blocks_of(head_dim, head_dim, dtype, bool(bits))
         options = {"num_stages": blocks.pop("num_stages")}
         stored, book = ("*u8", "*fp32") if bits else (pointer, pointer)
         types = {"query": pointer, "output": pointer, "keys": stored, "values": stored, "scaling": "fp32"}
         types |= {"key_codebook": book, "value_codebook": book, "starts": "*i64", "lengths": "*i64"}
+        types |= {"new_keys": pointer, "new_values": pointer, "appended": "*i64"}
         types |= {"partial": "*fp32", "maxima": "*fp32", "sums": "*fp32"}
         sizes = {"KEY_DIM": head_dim, "VALUE_DIM": head_dim, "BLOCK_GROUPS": max(16, triton.next_power_of_2(GROUPS))}
-        fixed = {"BITS": bits, "GROUPS": GROUPS, **sizes, **blocks}
-        packed = f", {bits} bits" if bits else ""
-        yield Kernel(f"_attend, {name}{packed}", ragged_decode_triton._attend, types, fixed, options)
+        fixed = {"BITS": bits, "APPENDS": appends, "GROUPS": GROUPS, **sizes, **blocks}
+        of = f", {bits} bits" if bits else ", with a new token" if appends else ""
+        yield Kernel(f"_attend, {name}{of}", ragged_decode_triton._attend, types, fixed, options)
     fixed = {"SPLITS": 32, "VALUE_DIM": head_dim, "BLOCK_VALUE_DIM": blocks["BLOCK_VALUE_DIM"]}
     yield Kernel(f"_combine, {name}", ragged_decode_triton._combine, types, fixed, {})
 
     block_dim, chunk = turboquant_triton.block_of(head_dim), turboquant_triton.CHUNK
     types = {"vectors": pointer, "keys": pointer, "values": pointer, "rotated": pointer, "output": pointer}
-    types |= dict.fromkeys(("rotation", "key_rotation", "value_rotation", "key_boundaries", "value_boundaries"), "*fp32")
+    types |= dict.fromkeys(
+        ("rotation", "key_rotation", "value_rotation", "key_boundaries", "value_boundaries"), "*fp32"
+    )
     types |= {"partial": "*fp32", "maxima": "*fp32", "sums": "*fp32", "ends": "*i64", "count": "i32", "new": "i32"}
     types |= {"packed_keys": "*u8", "packed_values": "*u8"}
     fixed = {"DIM": head_dim, "BLOCK_DIM": block_dim, "CHUNK": chunk}
@@ -137,38 +142,33 @@ def measured(architectures: tuple[int, ...], head_dims: tuple[int, ...], dtypes:
     ]
 
 
-def markdown(found: list[Resources]) -> str:
+def markdown(found: list[Resources], argv: list[str]) -> str:
     import triton
 
-    lines = [
-        "# Triton kernels, compiled without a GPU",
-        "",
+    what = (
         f"By Triton {triton.__version__} and the ptxas that it ships: registers / bytes of stack per thread / KiB of "
-        "shared memory. Made by `python -m benchmarks.gpu.offline`.",
-        "",
-    ]
-    architectures = sorted({one.architecture for one in found})
-    lines += ["| kernel | " + " | ".join(f"sm_{each}" for each in architectures) + " |"]
-    lines += ["|---" + "|---:" * len(architectures) + "|"]
-    for name in dict.fromkeys(one.kernel for one in found):
-        of_name = [one for one in found if one.kernel == name]
-        cells = [f"{one.registers} / {one.stack} / {one.shared / 1024:.0f}" for one in of_name]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        "shared memory."
+    )
+    rows: dict[str, list[str]] = {}
+    for one in sorted(found, key=lambda one: one.architecture):
+        rows.setdefault(one.kernel, []).append(f"{one.registers} / {one.stack} / {one.shared / 1024:.0f}")
+    header = ["kernel", *(f"sm_{each}" for each in sorted({one.architecture for one in found}))]
+    head = about(["benchmarks.gpu.offline", *argv], {}, torch.device("cpu"))
+    shown = table(header, [[name, *cells] for name, cells in rows.items()], names=1)
+    return page(head, "Triton kernels, compiled without a GPU", what, shown)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args()
+def main(argv: list[str]) -> None:
+    parser = new_parser("gpu.offline", __doc__)
+    parser.add_argument("--quick", action="store_true", help="few of them")
+    parser.add_argument("--out", type=path, default=RESULTS / "gpu" / "offline.md", help="the page")
+    given = parser.parse_args(argv)
     os.environ.pop("TRITON_INTERPRET", None)  # Triton asks when it is imported
     if given.quick:
         found = measured((90,), (64, 128), [torch.bfloat16, torch.float32])
     else:
         found = measured(ARCHITECTURES, HEAD_DIMS, list(POINTERS))
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(given.out, markdown(found))
+    write_text(given.out, markdown(found, argv))
     for one in found:
         if one.stack:
             print(f"{one.kernel}, sm_{one.architecture}: {one.stack} bytes of stack")
@@ -176,4 +176,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

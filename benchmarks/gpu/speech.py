@@ -4,17 +4,16 @@ Thinker, talker and token2wav are transformers' defaults, made on the device. Sp
 long it takes does not depend on that. Every answer has the same length.
 """
 
-import argparse
 import gc
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import DynamicCache, Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
 import kvcompress
+from benchmarks.driver import FOLDER, new_parser, start
 from kvcompress import speech
 from kvcompress.files import write_text
 
@@ -55,18 +54,16 @@ def answered(
     return {**row, "audio_s": answer.audio_s, "real_time_factor": answer.real_time_factor}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="without a suffix")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+def main(argv: list[str]) -> None:
+    parser = new_parser("gpu.speech", __doc__, device="cuda", out=FOLDER / "gpu" / "speech")
     parser.add_argument("--smoke", action="store_true", help="tiny parts, short answers")
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     config, dtype, prompt, lengths = Qwen2_5OmniConfig(), torch.bfloat16, 8192, (64, 200)
     if given.smoke:
         from tests.support.omni import tiny_config
 
         config, dtype, prompt, lengths = tiny_config(), torch.float32, 48, (6, 12)
-    model = omni(config, given.device, dtype)
+    model = omni(config, torch.device(given.device), dtype)
     # Of the lower half of the vocabulary, as placeholders have high ids; in the tiny one they have low ids.
     vocabulary = config.thinker_config.text_config.vocab_size // 2
     ids = torch.randint(16, vocabulary, (1, prompt), generator=torch.Generator().manual_seed(0)).to(given.device)
@@ -84,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -1,6 +1,6 @@
-"""`kvcompress bench`: time and count what compression costs and saves, beside other caches.
+"""`kvcompress bench`: measure the costs and savings of compression compared with other caches.
 
-`kvcompress bench throughput`: many requests whose answers differ in length, at equal KV memory.
+`kvcompress bench throughput`: many requests with answers of different lengths, at equal KV memory.
 `kvcompress bench launches`: kernels, bytes and waits on a CUDA device, counted with or without one.
 """
 
@@ -9,10 +9,10 @@ import os
 from pathlib import Path
 
 from ..command_line import Parser
-from ..flag_types import device_name, fraction, label, new_file, positive, threads, whole
-from .shapes import SHAPES
+from ..flag_types import fraction, label, positive, whole
+from .flags import SPEC, add_flags
 
-# What `bench launches` counts where nothing is asked for: a way to evict of each kind, and every storage.
+# What `bench launches` counts by default: one method of each kind of eviction, and every storage.
 EVICTING = ":decode_budget=64:decode_interval=4"
 PACKED = ":cache_implementation=quantized:kv_backend=turboquant"
 LAUNCHED = (
@@ -25,44 +25,24 @@ LAUNCHED = (
 def parser() -> argparse.ArgumentParser:
     this = Parser(
         "bench",
-        description="Time and count what compression costs and saves, beside transformers' caches and kvpress.",
+        description="Measure the costs and savings of compression compared with transformers' caches and kvpress.",
     )
-    this.add_argument("model", nargs="?", type=label, help="hub id or local path")
-    this.add_argument(
-        "--shape", type=label, help=f"in place of a model, random weights in the shape of one: {', '.join(SHAPES)}"
-    )
-    this.add_argument("--methods", nargs="+", type=label, default=["snapkv", "adakv"], metavar="NAME[:OPTION=VALUE...]")
-    this.add_argument("--ratios", nargs="+", type=fraction, default=[0.1])
-    this.add_argument("--lengths", nargs="+", type=whole(1), default=[2048], help="prompt tokens")
-    this.add_argument("--batches", nargs="+", type=whole(1), default=[1])
-    this.add_argument("--new", type=whole(1), default=32, help="decode steps of every answer")
-    this.add_argument(
-        "--one-prompt", action="store_true", help="read one prompt, repeat its cache: large batches sooner"
-    )
-    this.add_argument("--repeats", type=whole(1), default=5)
-    this.add_argument("--peers", nargs="*", type=label, default=["dynamic"], help="dynamic, static")
-    this.add_argument(
-        "--kvpress-python", type=label, metavar="PATH", help="Python of an environment with kvpress: a peer too"
-    )
-    this.add_argument("--compile", action="store_true", help="also compile the decode step of every static cache")
-    this.add_argument("--device", type=device_name, help="default: cuda where there is one")
-    this.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], default=None, help="default: bfloat16 on CUDA"
-    )
-    this.add_argument("--threads", type=threads, help="of the CPU (default: torch's own)")
-    this.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: the process's own time")
-    this.add_argument("--largest-batch", action="store_true", help="on CUDA: find, by trying, the largest that decodes")
-    this.add_argument(
-        "--memory-limit", type=positive, metavar="GB", help="count the largest batch that this would hold"
-    )
-    this.add_argument("--minutes", type=positive, default=float("inf"), help="begin no further cell after these")
-    this.add_argument("--out", type=new_file, default=Path("bench"), help="without a suffix: .json, .md and .png")
-    this.add_argument("--resume", action="store_true", help="keep the cells that are in the .json")
+    add = this.add_argument
+    add_flags(this, "model", "--shape", "--device", "--dtype", "--threads", "--clock", "--minutes", "--resume")
+    add_flags(this, methods=["snapkv", "adakv"], lengths=[2048], new=32, repeats=5, out=Path("bench"))
+    add("--ratios", nargs="+", type=fraction, default=[0.1])
+    add("--batches", nargs="+", type=whole(1), default=[1])
+    add("--one-prompt", action="store_true", help="read one prompt, repeat its cache: large batches sooner")
+    add("--peers", nargs="*", type=label, default=["dynamic"], help="dynamic, static")
+    add("--kvpress-python", type=label, metavar="PATH", help="Python of an environment with kvpress: a peer too")
+    add("--compile", action="store_true", help="also compile the decode step of every static cache")
+    add("--largest-batch", action="store_true", help="on CUDA: find, by trying, the largest that decodes")
+    add("--memory-limit", type=positive, metavar="GB", help="count the largest batch that this would hold")
     return this
 
 
 def gigabytes(text: str) -> float | None:
-    """None for `auto`."""
+    """Parse a positive number, or None for `auto`."""
     return None if text == "auto" else positive(text)
 
 
@@ -70,92 +50,48 @@ def throughput_parser() -> argparse.ArgumentParser:
     this = Parser(
         "bench throughput",
         description="Answers and tokens per second at equal KV memory: requests in flight with compressed caches, "
-        "beside transformers' padded batches and continuous batching with the full cache.",
+        "compared with transformers' padded batches and continuous batching with the full cache.",
     )
-    this.add_argument("model", nargs="?", type=label, help="hub id or local path")
-    this.add_argument(
-        "--shape", type=label, help=f"in place of a model, random weights in the shape of one: {', '.join(SHAPES)}"
-    )
-    this.add_argument(
-        "--methods",
-        nargs="*",
-        type=label,
-        metavar="NAME[:OPTION=VALUE...]",
-        default=["full", "r-kv", "snapkv", "adakv", "streamingllm"],
-    )
-    this.add_argument(
-        "--decode-budget",
-        type=whole(1),
-        default=128,
-        help="entries per layer and KV head, of each method that names no other",
-    )
-    this.add_argument("--peers", nargs="*", choices=["padded", "continuous"], default=["padded", "continuous"])
-    this.add_argument(
-        "--paged",
-        nargs="*",
-        type=label,
-        metavar="NAME[:OPTION=VALUE...]",
-        default=[],
-        help="methods inside transformers' continuous batching",
-    )
-    this.add_argument("--requests", type=whole(1), default=96)
-    this.add_argument("--prompt", type=whole(1), default=512, help="tokens of each prompt")
-    this.add_argument(
-        "--answers",
-        nargs=2,
-        type=whole(1),
-        default=[64, 1024],
-        metavar=("LEAST", "MOST"),
-        help="tokens of an answer",
-    )
-    this.add_argument("--seed", type=whole(), default=0)
-    this.add_argument(
-        "--kv-gb", type=gigabytes, default=0.345, help="GiB for keys and values; on CUDA auto: 0.8 of what is free"
-    )
-    this.add_argument(
-        "--static", action="store_true", help="requests in flight in steps of one shape, compiled on CUDA"
-    )
-    this.add_argument("--minutes", type=positive, default=float("inf"), help="each contender stops after these")
-    this.add_argument("--device", type=device_name, help="default: cuda where there is one")
-    this.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], default=None, help="default: bfloat16 on CUDA"
-    )
-    this.add_argument("--threads", type=threads, help="of the CPU (default: torch's own)")
-    this.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: the process's own time")
-    this.add_argument("--out", type=new_file, default=Path("throughput"), help="without a suffix: .json and .md")
-    this.add_argument("--resume", action="store_true", help="keep the contenders that are in the .json")
+    add = this.add_argument
+    add_flags(this, "model", "--shape", "--device", "--dtype", "--threads", "--clock", "--minutes", "--resume")
+    add_flags(this, out=Path("throughput"))
+    add("--methods", nargs="*", type=label, metavar=SPEC, default=["full", "r-kv", "snapkv", "adakv", "streamingllm"])
+    add("--decode-budget", type=whole(1), default=128, help="entries per layer and KV head, where a method names none")
+    add("--peers", nargs="*", choices=["padded", "continuous"], default=["padded", "continuous"])
+    add("--paged", nargs="*", type=label, metavar=SPEC, default=[], help="methods in transformers' continuous batching")
+    add("--requests", type=whole(1), default=96)
+    add("--prompt", type=whole(1), default=512, help="tokens of each prompt")
+    add("--answers", nargs=2, type=whole(1), default=[64, 1024], metavar=("LEAST", "MOST"), help="tokens of an answer")
+    add("--seed", type=whole(), default=0)
+    add("--kv-gb", type=gigabytes, default=0.345, help="GiB for keys and values; auto: 0.8 of what CUDA has free")
+    add("--static", action="store_true", help="requests in flight in steps of one shape, compiled on CUDA")
     return this
 
 
 def launches_parser() -> argparse.ArgumentParser:
     this = Parser(
         "bench launches",
-        description="Kernels, bytes and waits of a decode step, an eviction and a prefill on a CUDA device, beside "
-        "transformers' caches: on a device by the profiler, without one on a pretended device.",
+        description="Kernels, bytes and waits of a decode step, an eviction and a prefill on a CUDA device, for ours "
+        "and transformers' caches. Counted by the profiler, or without a GPU on a pretended device.",
     )
-    this.add_argument("model", nargs="?", type=label, help="hub id or local path")
-    this.add_argument(
-        "--shape", type=label, help=f"in place of a model, four layers of the shape of one: {', '.join(SHAPES)}"
-    )
-    this.add_argument("--methods", nargs="+", type=label, metavar="NAME[:OPTION=VALUE...]", default=list(LAUNCHED))
-    this.add_argument("--ratio", type=fraction, default=0.2)
-    this.add_argument("--length", type=whole(1), default=512, help="prompt tokens")
-    this.add_argument("--batch", type=whole(1), default=1)
-    this.add_argument("--new", type=whole(5), default=12, help="decode steps that are counted")
-    this.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
-    this.add_argument("--lines", type=whole(), default=0, help="also print so many lines of code that cost most")
-    this.add_argument("--out", type=new_file, default=Path("launches"), help="without a suffix: .json, .md")
+    add = this.add_argument
+    add_flags(this, "model", "--shape", methods=list(LAUNCHED), dtype="bfloat16", out=Path("launches"))
+    add("--ratio", type=fraction, default=0.2)
+    add("--length", type=whole(1), default=512, help="prompt tokens")
+    add("--batch", type=whole(1), default=1)
+    add("--new", type=whole(5), default=12, help="decode steps that are counted")
+    add("--lines", type=whole(), default=0, help="also print so many lines of code that cost most")
     return this
 
 
 def main(arguments: list[str]) -> None:
-    """Raises KVCompressError, before anything is loaded, for what is wrong."""
+    """Run the benchmark. Raises KVCompressError for wrong arguments, before anything is loaded."""
     if arguments[:1] == ["launches"]:
         given = launches_parser().parse_args(arguments[1:])
         import torch
 
         if not torch.cuda.is_available():
-            os.environ["TRITON_INTERPRET"] = "1"  # Triton asks when it is imported
+            os.environ["TRITON_INTERPRET"] = "1"  # Triton reads this on import
         from .launches import measure
 
         measure(given, arguments[1:])

@@ -1,52 +1,43 @@
-"""The bench: what is asked for, measured and written."""
+"""`kvcompress bench`: measure methods, transformers' caches and kvpress, and write the results."""
 
 import argparse
-import shlex
 import sys
 from contextlib import ExitStack
 from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
-import torch
-
-from ..device import default_device
 from ..errors import KVCompressError, loading, unknown_name
 from ..files import check_output, replacing, write_text
 from .contenders import KVPressProcess, MethodSpec, Ours, Workload, make_contenders
-from .grid import Results, decodes, largest_batch, measure_grid
+from .grid import decodes, largest_batch, measure_grid
 from .models import nbytes, source, weight_bytes_read
 from .report import cells_of, columns, markdown, plot, rows_of
+from .results import Results, about, say, settle
 from .standalone import load
-from .timing import environment
 
 PEERS = ("dynamic", "static")
 
 
 def methods_of(names: list[str], ratios: list[float]) -> list[MethodSpec]:
     """`full`, which all others are compared with, and every other method at every ratio. Raises KVCompressError."""
-    methods = [MethodSpec.parse("full", None)]
-    for name in names:
-        is_full = name.split(":")[0] == "full"
-        methods += [MethodSpec.parse(name, ratio) for ratio in ([None] if is_full else ratios)]
+    methods = [MethodSpec.parse(name, ratio) for name in ["full", *names] for ratio in ratios]
     return list({str(method): method for method in methods}.values())
 
 
 def measure(given: argparse.Namespace, arguments: list[str]) -> None:
-    """Measure what `given` asks for, which `arguments` said. Raises KVCompressError, before anything is loaded."""
+    """Run the benchmark given by parsed `arguments`. Raises KVCompressError before anything is loaded."""
     origin, methods = source(given.model, given.shape), methods_of(given.methods, given.ratios)
     for peer in given.peers:
         if peer not in PEERS:
             raise unknown_name("there is no peer", peer, PEERS)
-    where = torch.device(given.device) if given.device else default_device()
+    where = settle(given)
     if given.largest_batch and where.type != "cuda":
-        raise KVCompressError("--largest-batch tries until memory runs out, on CUDA only; on a CPU give --memory-limit")
+        raise KVCompressError("--largest-batch tries until memory runs out, on CUDA only; on a CPU use --memory-limit")
     check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md", ".png")))
-    dtype = given.dtype or ("bfloat16" if where.type == "cuda" else "float32")
-    torch.set_num_threads(given.threads or torch.get_num_threads())
     settings = {
         "model": given.model or f"shape {given.shape}",
-        "dtype": dtype,
+        "dtype": given.dtype,
         "methods": [str(method) for method in methods],
         "peers": [*given.peers, *(["kvpress"] if given.kvpress_python else [])],
         "compile": given.compile,
@@ -54,27 +45,25 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
         "one_prompt": given.one_prompt,
         "repeats": given.repeats,
         "clock": given.clock,
-        "device": str(where),
-        "threads": torch.get_num_threads(),
+        "device": given.device,
+        "threads": given.threads,
     }
     with ExitStack() as stack:
         with loading(given.model or given.shape):
-            model = load(origin, dtype, where)
+            model = load(origin, given.dtype, where)
         content = {
-            "command": shlex.join(["python", "-m", "kvcompress", "bench", *arguments]),
-            "settings": settings,
-            "environment": environment(where),
+            **about(["kvcompress", "bench", *arguments], settings, where),
             "weight_bytes": sum(nbytes(weight) for weight in model.parameters()),
             "weight_bytes_read": weight_bytes_read(model),
             "largest_batch_note": note(given),
         }
         results = Results(given.out.with_suffix(".json"), content, given.resume)
-        if given.largest_batch:  # before another process takes its share of the memory
+        if given.largest_batch:  # before another process takes memory
             find_largest(results, [Ours(model, method) for method in methods if not method.is_static], given)
         process = None
         if given.kvpress_python:
             process = stack.enter_context(
-                KVPressProcess(given.kvpress_python, origin, dtype, str(where), torch.get_num_threads())
+                KVPressProcess(given.kvpress_python, origin, given.dtype, given.device, given.threads)
             )
             there = process.versions
             results.content["environment"]["kvpress"] = (
@@ -83,16 +72,16 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
         contenders = make_contenders(model, methods, given.peers, given.compile, process)
         how = (given.new, given.clock, given.one_prompt)
         workloads = [Workload(length, batch, *how) for length in given.lengths for batch in given.batches]
-        measure_grid(results, contenders, workloads, given.repeats, where, say, 60 * given.minutes)
+        measure_grid(results, contenders, workloads, given.repeats, where, 60 * given.minutes)
     finish(results.content, given)
 
 
 def note(given: argparse.Namespace) -> str:
-    """How the largest batch was found, or that it was not."""
+    """Return how the largest batch was found, if at all."""
     if given.memory_limit is not None:
-        return f"Largest batch: counted, weights and KV caches within {given.memory_limit:g} GB."
+        return f"Largest batch: computed, for weights and KV caches within {given.memory_limit:g} GB."
     if given.largest_batch:
-        return "Largest batch: tried, decoding behind a prompt that was read once."
+        return "Largest batch: tried, decoding after a prompt that was prefilled once."
     return "The largest batch was not asked for."
 
 
@@ -103,20 +92,16 @@ def find_largest(results: Results, contenders: list[Ours], given: argparse.Names
                 continue
             say(f"{length} tokens, {contender.name}: the largest batch")
 
-            # One prompt for all rows, as a server admits prompts one by one: what the prefill of all rows at once would
-            # need does not count.
+            # One prompt for all rows, since a server admits prompts one by one: the memory for prefilling all rows at
+            # once does not count.
             def fits(batch: int, contender: Ours = contender, length: int = length) -> bool:
                 return decodes(contender, Workload(length, batch, given.new, "wall", one_prompt=True))
 
             results.add("largest", {"length": length, "way": contender.name, "batch": largest_batch(fits)})
 
 
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def finish(content: dict[str, Any], given: argparse.Namespace) -> None:
-    """Write the table beside the JSON, print it, and plot."""
+    """Write the table next to the JSON, print it, and plot."""
     rows = rows_of(content, None if given.memory_limit is None else int(given.memory_limit * 1e9))
     text = markdown(content, rows)
     write_text(given.out.with_suffix(".md"), text)
@@ -129,7 +114,7 @@ def finish(content: dict[str, Any], given: argparse.Namespace) -> None:
 
 
 def print_table(text: str, rows: list[dict[str, Any]]) -> None:
-    """The medians, a table per cell, on a terminal; else the text that was written."""
+    """Print the medians on a terminal, one table per cell; otherwise print the text that was written."""
     if not (sys.stdout.isatty() and find_spec("rich")):
         print(text)
         return

@@ -1,6 +1,6 @@
-"""What takes turns in the bench: kvcompress with a method, transformers' own caches, and kvpress in its own Python.
+"""The contenders of the benchmark: kvcompress with a method, transformers' own caches, and kvpress in its own Python.
 
-All run the same greedy loop (standalone.py) through the model's own forward, on the same weights and tokens.
+All run the same greedy loop (standalone.py) through the model's own forward, with the same weights and tokens.
 """
 
 import json
@@ -23,19 +23,19 @@ from ..methods import method_info
 from ..policy.policy import make_policy
 from .standalone import CLOCKS, decode, held_bytes, prompt_ids, read_prompt
 
-WARM_STEPS = 4  # of a compiled contender in each turn, not counted: CUDA graphs are recorded in the first
+WARM_STEPS = 4  # uncounted steps of a compiled contender in each turn: the first ones record CUDA graphs
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer.
+    """The measurements of one answer.
 
     Attributes:
         prompt_ms: the prefill, with scoring and compression, up to the first new token.
-        step_ms: each decode step, of a compiled contender behind `WARM_STEPS` others.
-        scoring_ms: of the prefill, scoring, choosing and storing; None where that was not timed.
-        kv_bytes: allocated for keys and values (with ours also their index) at the end.
-        peak_bytes: as `Measurement.peak_memory_bytes`; None where it cannot be told.
+        step_ms: each decode step; for a compiled contender after `WARM_STEPS` others.
+        scoring_ms: the part of the prefill spent on scoring, choosing and storing; None if it was not timed.
+        kv_bytes: bytes allocated for keys and values (for ours also their index) at the end.
+        peak_bytes: as `Measurement.peak_memory_bytes`; None if unknown.
     """
 
     prompt_ms: float
@@ -49,7 +49,7 @@ class Turn:
 class Workload:
     """A cell of the grid: prompts of `length` tokens, `batch` at once, each followed by `steps` decode steps.
 
-    With `one_prompt` a single row is read, and its cache repeated `batch` times.
+    With `one_prompt` a single row is prefilled and its cache is repeated `batch` times.
     """
 
     length: int
@@ -61,7 +61,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method as the command line names it, `snapkv` or `snapkv:window_size=64`, and its ratio (None for full)."""
+    """A method as written on the command line, `snapkv` or `snapkv:window_size=64`, and its ratio (None for full)."""
 
     name: str
     ratio: float | None
@@ -69,8 +69,10 @@ class MethodSpec:
 
     @classmethod
     def parse(cls, text: str, ratio: float | None) -> "MethodSpec":
-        """Raises KVCompressError for what `make_policy` refuses, and for methods that need images."""
+        """`full` has no ratio, whatever is given. Raises KVCompressError for what `make_policy` refuses, and for
+        methods that need images."""
         name, *given = text.split(":")
+        ratio = None if name == "full" else ratio
         options = {}
         for option in given:
             key, is_pair, value = option.partition("=")
@@ -94,7 +96,7 @@ class MethodSpec:
 
 
 def compile_config(device: torch.device) -> CompileConfig:
-    """transformers' own choice on CUDA (CUDA graphs); on a CPU the same path, without them."""
+    """Return transformers' default on CUDA (CUDA graphs); on a CPU the same path without graphs."""
     if device.type == "cuda":
         return CompileConfig()
     config = CompileConfig(fullgraph=True, mode="default")
@@ -115,7 +117,7 @@ class Ours:
 
     def turn(self, workload: Workload) -> Turn:
         cache = self.cache(workload.steps)
-        elsewhere = cache.policy.cluster.second_pass or cache.policy.needs_sums  # the attention may make the sums
+        elsewhere = cache.policy.cluster.second_pass or cache.policy.needs_sums  # the attention may compute the sums
         scoring = None if elsewhere else ScoringTimer(cache, self.model.device, workload.clock)
         with attach(self.model):
             turn = local_turn(self.model, cache, lambda: cache.nbytes, workload, self.compiled, scoring)
@@ -123,8 +125,10 @@ class Ours:
 
 
 class ScoringTimer:
-    """Times what a cache does with its prompt: scoring, choosing, storing. A few per cent of a prefill are
-    less than one pass differs from the next, so they cannot be read off the difference of two."""
+    """Times the scoring, choosing and storing of a prompt's entries.
+
+    These are a few per cent of a prefill, less than the variation between passes, so they cannot be measured as the
+    difference of two."""
 
     def __init__(self, cache: CompressedCache, device: torch.device, clock: str):
         self._clock, self._on_cuda = CLOCKS[clock], device.type == "cuda"
@@ -134,13 +138,13 @@ class ScoringTimer:
         cache.finish = lambda: self._time(self._finish)
 
     def stop(self) -> None:
-        """The prompt is over: let the cache be as it was."""
+        """Stop timing after the prompt and restore the cache."""
         for listening in self._layers:
             listening.remove()
         del self._cache.finish
 
     def milliseconds(self) -> float:
-        """Of all spans together; the device has to be synchronised."""
+        """Return the total of all spans; the device must be synchronised."""
         if self._on_cuda:
             return sum(start.elapsed_time(end) for start, end in self._spans)
         return sum(end - start for start, end in self._spans) * 1e3
@@ -164,8 +168,8 @@ class ScoringTimer:
 class Transformers:
     """transformers' DynamicCache, or StaticCache with room for prompt and answer.
 
-    A StaticCache serves all turns of a workload: its graph counts on the place of its tensors, so that another one
-    would be compiled anew in every turn.
+    One StaticCache serves all turns of a workload: its graph depends on the addresses of its tensors, so a new cache
+    would be compiled again in every turn.
     """
 
     def __init__(self, model: PreTrainedModel, kind: str, compiled: bool = False):
@@ -179,7 +183,7 @@ class Transformers:
 
     def _reset_for(self, workload: Workload) -> StaticCache:
         if self._static is None or self._static[0] != workload:
-            self._static = None  # the memory of the one before
+            self._static = None  # frees the previous one's memory
             room = workload.length + workload.steps + (WARM_STEPS if self.compiled else 0)
             self._static = workload, StaticCache(config=self.model.config, max_cache_len=room)
         else:
@@ -219,11 +223,11 @@ def local_turn(
 
 
 class KVPressProcess:
-    """kvpress_worker.py under another Python; a context manager.
+    """Context manager that runs kvpress_worker.py under another Python.
 
     Attributes:
-        presses: our names of the methods that it has -> the options with which ours choose as it does.
-        versions: of kvpress, transformers and torch there.
+        presses: our names of the methods that kvpress has -> the options with which ours choose the same entries.
+        versions: the versions of kvpress, transformers and torch there.
     """
 
     WORKER = Path(__file__).with_name("kvpress_worker.py")
@@ -231,7 +235,7 @@ class KVPressProcess:
     def __init__(self, python: str, source: dict[str, Any], dtype: str, device: str, threads: int):
         command = [python, str(self.WORKER)]
         try:
-            # In a session of its own: Ctrl-C reaches this process alone, which ends it.
+            # In its own session: Ctrl-C then reaches only this process, which ends it.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
             )
@@ -245,11 +249,11 @@ class KVPressProcess:
         self.presses, self.versions = hello["presses"], hello["versions"]
 
     def has(self, method: MethodSpec) -> bool:
-        """Whether kvpress has the method, and none of the given options makes ours another one than its own."""
+        """Return whether kvpress has the method with the given options."""
         return method.name in self.presses and method.options.items() <= self.presses[method.name].items()
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send one message, wait for its reply. Raises KVCompressError where the process ended instead."""
+        """Send one message and wait for its reply. Raises KVCompressError if the process ended instead."""
         try:
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
@@ -273,7 +277,7 @@ class KVPressProcess:
 
 
 class KVPress:
-    """kvpress with the press of one of our methods, its own defaults and the same ratio."""
+    """kvpress with the press for one of our methods, its own defaults and the same ratio."""
 
     def __init__(self, process: KVPressProcess, method: MethodSpec):
         self.process, self.method = process, method
@@ -296,8 +300,9 @@ def make_contenders(
     compiled: bool,
     process: KVPressProcess | None,
 ) -> dict[str, Contender]:
-    """name -> contender: the peers in `peers` (`dynamic`, `static`), our methods, and kvpress for each that it has too.
-    `compiled` adds a compiled one for each cache of fixed shape."""
+    """Return all contenders by name: the peers (`dynamic`, `static`), our methods, and kvpress for each method it has.
+
+    `compiled` adds a compiled contender for each cache of fixed shape."""
     contenders: list[Contender] = []
     if "dynamic" in peers:
         contenders.append(Transformers(model, "DynamicCache"))

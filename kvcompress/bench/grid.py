@@ -1,31 +1,26 @@
-"""The turns: all contenders take them at every prompt length and batch, and each such cell is saved."""
+"""The benchmark's grid: contenders take turns at every prompt length and batch, and each such cell is saved."""
 
 import gc
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import KVCompressError
-from ..files import parse_json, write_text
 from .contenders import Contender, Turn, Workload
+from .results import Results, say
 from .timing import CLOCKS, synchronise
 
 COPIES = 10
 
 
-def measure_cell(
-    contenders: dict[str, Contender], workload: Workload, repeats: int, say: Callable[[str], None]
-) -> dict[str, Any]:
+def measure_cell(contenders: dict[str, Contender], workload: Workload, repeats: int) -> dict[str, Any]:
     """name -> {"turns": a dict of `Turn` each}, or {"error"} where memory ran out.
 
-    Each contender takes one turn to warm up and compile. Then they take `repeats` turns, each time beginning with
-    another, so that what else the machine does and what the predecessor leaves behind strike all of them.
+    Each contender takes one turn to warm up and compile. Then all take `repeats` turns, each round starting with
+    another contender, so that other load on the machine and the predecessor's effects hit all of them.
     """
     taken: dict[str, Any] = {name: {"turns": []} for name in contenders}
     names = list(contenders)
@@ -47,7 +42,7 @@ def measure_cell(
 
 @contextmanager
 def garbage_left() -> Iterator[None]:
-    """Python collects its garbage before, so that it need not in the middle of somebody's turn."""
+    """Collect garbage first and disable collection inside, so that it does not interrupt a turn."""
     gc.collect()
     gc.disable()
     try:
@@ -57,11 +52,11 @@ def garbage_left() -> Iterator[None]:
 
 
 def attempt(contender: Contender, workload: Workload) -> Turn | None:
-    """A turn, None where memory ran out; what it took is then given back to the device."""
+    """Take a turn, or return None and free its memory if memory ran out."""
     try:
         return contender.turn(workload)
     except torch.OutOfMemoryError:
-        pass  # until here the exception holds on to the tensors
+        pass  # the exception holds on to the tensors until here
     release()
     return None
 
@@ -73,8 +68,9 @@ def release() -> None:
 
 
 def copy_bandwidth(device: torch.device, nbytes: int | None = None, clock: str = "wall") -> float:
-    """Bytes per second read and written by the best of ten copies of `nbytes`: by default 1 GiB on CUDA, 256 MiB else,
-    more than any cache holds."""
+    """Return the bytes per second read and written by the best of ten copies of `nbytes`.
+
+    The default, 1 GiB on CUDA and 256 MiB elsewhere, is more than any cache holds."""
     nbytes = nbytes or (1 << 30 if device.type == "cuda" else 1 << 28)
     here = torch.ones(nbytes, dtype=torch.uint8, device=device)
     there = torch.zeros_like(here)
@@ -89,7 +85,7 @@ def copy_bandwidth(device: torch.device, nbytes: int | None = None, clock: str =
 
 
 def largest_batch(fits: Callable[[int], bool]) -> int:
-    """The largest batch for which `fits` is true, 0 where none does: doubled until it fails, then bisected."""
+    """Find the largest batch for which `fits` is true (0 if none): double until it fails, then bisect."""
     fitting, failing = 0, 1
     while fits(failing):
         fitting, failing = failing, 2 * failing
@@ -100,45 +96,9 @@ def largest_batch(fits: Callable[[int], bool]) -> int:
 
 
 def decodes(contender: Contender, workload: Workload) -> bool:
-    """Whether a turn fits into memory, without what earlier ones left there."""
+    """Return whether a turn fits into memory, after freeing what earlier turns left."""
     release()
     return attempt(contender, workload) is not None
-
-
-class Results:
-    """The file of all results: its cells are saved one by one, so that a run that was stopped can go on.
-
-    Attributes:
-        content: what was given ("settings", "environment", ...) and a list of cells for each of `parts`.
-    """
-
-    def __init__(
-        self, file: Path, content: dict[str, Any], resume: bool, parts: tuple[str, ...] = ("cells", "largest")
-    ):
-        self.file, self.content = file, {**content, **{part: [] for part in parts}}
-        if not (resume and file.exists()):
-            return
-        try:
-            before = parse_json(file.read_bytes())
-            then, now = ({**made["environment"], **made["settings"], "date": None} for made in (before, content))
-            stored = {part: [dict(cell) for cell in before[part]] for part in parts}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise KVCompressError(
-                f"{file} cannot be resumed, it is damaged: {type(error).__name__}: {' '.join(str(error).split())}"
-            ) from None
-        for name, value in now.items():
-            if then.get(name) != value:
-                raise KVCompressError(
-                    f"{file} cannot be resumed: it was made with {name}={then.get(name)!r}, not {value!r}"
-                )
-        self.content |= stored
-
-    def has(self, part: str, **at: object) -> bool:
-        return any(all(cell.get(key) == value for key, value in at.items()) for cell in self.content[part])
-
-    def add(self, part: str, cell: dict[str, Any]) -> None:
-        self.content[part].append(cell)
-        write_text(self.file, json.dumps(self.content, indent=1) + "\n")
 
 
 def measure_grid(
@@ -147,21 +107,20 @@ def measure_grid(
     workloads: Iterable[Workload],
     repeats: int,
     device: torch.device,
-    say: Callable[[str], None],
     seconds: float = float("inf"),
 ) -> None:
-    """Measure what is not yet in the results; after `seconds` no further cell is begun."""
+    """Measure the cells that are not yet in the results; start no further cell after `seconds`."""
     end = time.monotonic() + seconds
     for workload in workloads:
         if results.has("cells", length=workload.length, batch=workload.batch):
             continue
         if time.monotonic() > end:
-            say(f"{workload.length} tokens, batch {workload.batch}: left out, the time is over")
+            say(f"{workload.length} tokens, batch {workload.batch}: skipped, out of time")
             continue
         torch._dynamo.reset()
         bandwidth = copy_bandwidth(device, clock=workload.clock)
-        # Every compiled contender keeps a graph of its own, of the same code.
+        # Every compiled contender keeps its own graph of the same code.
         with torch._dynamo.config.patch(recompile_limit=4 * len(contenders)):
-            taken = measure_cell(contenders, workload, repeats, say)
+            taken = measure_cell(contenders, workload, repeats)
         cell = {"length": workload.length, "batch": workload.batch, "copy_bytes_per_s": bandwidth, "ways": taken}
         results.add("cells", cell)

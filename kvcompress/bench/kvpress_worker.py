@@ -1,9 +1,8 @@
-"""kvpress' side of the bench: a script for the Python of an environment that has kvpress, without kvcompress.
+"""kvpress's side of the benchmark: a script for the Python of an environment with kvpress and without kvcompress.
 
-Reads JSON lines: first {"source", "dtype", "device", "threads"}, answered by {"presses", "versions"}, where `presses`
-are our names of the methods that it has and `FORMS` of each; then turns,
-{"method", "ratio"} and a `Workload`'s fields, each answered by a turn's fields, or by {"error"} where memory
-ran out.
+It reads JSON lines. The first is {"source", "dtype", "device", "threads"}, answered by {"presses", "versions"}, where
+`presses` maps our names of the methods that kvpress has to their `FORMS`. Then come turns, {"method", "ratio"} and a
+`Workload`'s fields, each answered by a turn's fields, or by {"error"} if memory ran out.
 """
 
 import gc
@@ -19,8 +18,8 @@ import torch
 from standalone import decode, held_bytes, load, prompt_ids, read_prompt
 from transformers import DynamicCache, PreTrainedModel
 
-# Ours -> theirs, with their own defaults; `removed` is the fraction that kvpress drops. `full` is their transformers
-# without a press: what of a difference is its version's.
+# Our name -> kvpress's press, with its own defaults; `removed` is the fraction that kvpress drops. `full` is kvpress's
+# transformers without a press: it shows how much of a difference comes from the version of transformers.
 PRESSES = {
     "full": lambda removed: lambda model: nullcontext(),
     "adakv": lambda removed: kvpress.AdaKVPress(kvpress.SnapKVPress(removed)),
@@ -35,7 +34,7 @@ PRESSES = {
     "streamingllm": kvpress.StreamingLLMPress,
     "tova": kvpress.TOVAPress,
 }
-# The options with which ours choose as these do, where they are not our defaults.
+# The options with which our methods choose the same entries, where they are not our defaults.
 FORMS = {
     "adakv": {"variant": "kvpress", "window_size": 64},
     "lagkv": {"sinks": 4, "lag": 128},
@@ -46,7 +45,7 @@ FORMS = {
 
 
 def turn(model: PreTrainedModel, order: dict[str, Any]) -> dict[str, Any]:
-    """One prompt and its answer, as kvpress' own pipeline does it: the press is on for the prompt only."""
+    """Run one prompt and its answer as kvpress's own pipeline does, with the press active only for the prompt."""
     device, length, clock = model.device, order["length"], order["clock"]
     ids = prompt_ids(model, 1 if order["one_prompt"] else order["batch"], length)
     press = PRESSES[order["method"]](1 - (order["ratio"] or 1))
@@ -56,7 +55,7 @@ def turn(model: PreTrainedModel, order: dict[str, Any]) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     for module in model.modules():
-        module.masked_key_indices = None  # with eager attention kvpress would go on with those of the press before
+        module.masked_key_indices = None  # with eager attention kvpress would reuse the previous press's
     cache = DynamicCache()
     try:
         with press(model):
@@ -72,7 +71,7 @@ def turn(model: PreTrainedModel, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def repeat(model: PreTrainedModel, cache: DynamicCache, batch: int) -> None:
-    """Make `batch` rows of the cache's one, and of the entries that kvpress hides instead of dropping them."""
+    """Repeat the cache's row `batch` times, and also the entries that kvpress masks instead of dropping."""
     cache.batch_repeat_interleave(batch)
     for module in model.modules():
         if module.masked_key_indices is not None:
@@ -83,7 +82,7 @@ def repeat(model: PreTrainedModel, cache: DynamicCache, batch: int) -> None:
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not get between the replies
+    os.dup2(2, 1)  # keep what libraries print out of the replies
 
     def reply(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message) + "\n")

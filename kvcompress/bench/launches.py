@@ -1,11 +1,10 @@
-"""`kvcompress bench launches`: what a decode step, an eviction and a prefill give a CUDA device to do, and how often
-the host waits for it. Without a device it is pretended (`pretended`); with one, PyTorch's profiler counts in the same
-columns.
+"""`kvcompress bench launches`: count the kernels of a decode step, an eviction and a prefill on a CUDA device.
+
+It also counts how often the host waits. On a device PyTorch's profiler counts; without one, a pretended device does
+(`pretended`), with the same columns.
 """
 
 import argparse
-import json
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -18,23 +17,28 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from ..cache.cache import CompressedCache
 from ..errors import loading
-from ..files import check_output, write_text
+from ..files import check_output
 from ..hooks.session import attach
 from .contenders import MethodSpec
 from .models import source
 from .pretended.counts import Counts
+from .results import Results, about, page
 from .standalone import load, prompt_ids
-from .timing import environment
+from .timing import table
 
 Meter = Callable[[], AbstractContextManager[Counts]]
-CUT = {"num_hidden_layers": 4, "intermediate_size": 64, "vocab_size": 512}  # of a shape: no other kernel is launched
-# What the runtime is called with where the host waits.
+CUT = {
+    "num_hidden_layers": 4,
+    "intermediate_size": 64,
+    "vocab_size": 512,
+}  # a smaller shape, same kernels
+# Runtime calls in which the host waits.
 WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
 @dataclass(frozen=True)
 class Way:
-    """A cache to decode with: transformers' own, or one of a method."""
+    """A cache to decode with: one of transformers', or ours with a method."""
 
     name: str
     make: Callable[[PreTrainedModel, int], Cache]
@@ -43,8 +47,9 @@ class Way:
 
 @dataclass
 class Row:
-    """What one way launches: of the prefill, and of each decode step. `plain` is the middle one of the steps,
-    `evicting` the longest, where any launches more."""
+    """The counts of one cache, for the prefill and each decode step.
+
+    `plain` is the median step, and `evicting` the step with the most kernels, if it has more than that."""
 
     name: str
     layers: int
@@ -61,7 +66,7 @@ class Row:
         return most if most.kernels > self.plain.kernels + self.layers else None
 
     def numbers(self) -> dict[str, Any]:
-        """What the table has, as numbers: kernels per layer, waits and bytes of a pass."""
+        """Return the table's row as numbers: kernels per layer, waits and bytes of a pass."""
         plain, evicting = self.plain, self.evicting
         return {
             "cache": self.name,
@@ -75,7 +80,7 @@ class Row:
         }
 
     def cells(self) -> dict[str, str]:
-        """The table's row, by the names of its columns."""
+        """Return the table's row by column name."""
         row = self.numbers()
         more = row["eviction_kernels"]
         return {
@@ -90,7 +95,7 @@ class Row:
         }
 
     def lines(self, most: int) -> list[str]:
-        """The lines that launch and wait most, in a step and in an eviction."""
+        """Return the lines of code with the most launches and waits, in a step, an eviction and the prefill."""
         found = []
         parts = {"a step": self.plain, "an eviction": self.evicting, "the prefill": self.prefill}
         for part, counts in parts.items():
@@ -102,7 +107,7 @@ class Row:
 
 
 def ways(methods: list[MethodSpec], room: int) -> list[Way]:
-    """transformers' caches, then ours, with room for so many decoded tokens."""
+    """Return transformers' caches, then ours, with room for `room` decoded tokens."""
     own = [
         Way("DynamicCache", lambda model, length: DynamicCache(config=model.config), False),
         Way("StaticCache", lambda model, length: StaticCache(config=model.config, max_cache_len=length + room), False),
@@ -121,7 +126,7 @@ def ways(methods: list[MethodSpec], room: int) -> list[Way]:
 
 @torch.no_grad()
 def count(model: PreTrainedModel, way: Way, meter: Meter, batch: int, length: int, steps: int) -> Row:
-    """Prefill `length` tokens and decode `steps`, with every pass counted by `meter`."""
+    """Prefill `length` tokens and decode `steps` tokens, counting every pass with `meter`."""
     ids = prompt_ids(model, batch, length)
     positions = torch.arange(length, length + steps).to(model.device)
     with ExitStack() as stack:
@@ -141,7 +146,7 @@ def count(model: PreTrainedModel, way: Way, meter: Meter, batch: int, length: in
 
 @contextmanager
 def profiled() -> Iterator[Counts]:
-    """What PyTorch's profiler finds on the device."""
+    """Count with PyTorch's profiler on the device."""
     counts = Counts()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -151,7 +156,7 @@ def profiled() -> Iterator[Counts]:
 
 
 def add_events(counts: Counts, events: list[Any]) -> None:
-    """Count the profiler's events: kernels on the device, and calls of the runtime that wait."""
+    """Count the profiler's events: kernels on the device, and runtime calls that wait."""
     for event in events:
         if event.device_type == DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset")):
             counts.kernels += 1
@@ -159,21 +164,22 @@ def add_events(counts: Counts, events: list[Any]) -> None:
         elif event.name in WAITING_CALLS:
             counts.waits += 1
             counts.waits_at[event.name] += 1
-    # The profiler itself waits once, as it ends.
+    # The profiler itself waits once when it ends.
     counts.waits = max(counts.waits - counts.waits_at["cudaDeviceSynchronize"], 0)
 
 
 def measure(given: argparse.Namespace, arguments: list[str]) -> None:
-    """Count what `given` asks for, which `arguments` said. Raises KVCompressError, before anything is loaded."""
+    """Run the benchmark given by parsed `arguments`. Raises KVCompressError before anything is loaded."""
     origin = source(given.model, given.shape)
-    methods = [MethodSpec.parse(name, None if name.split(":")[0] == "full" else given.ratio) for name in given.methods]
+    methods = [MethodSpec.parse(name, given.ratio) for name in given.methods]
     check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
     if "config" in origin:
         origin = {"config": {**origin["config"], **CUT}}
     is_there = torch.cuda.is_available()
+    where = torch.device("cuda" if is_there else "cpu")
     with ExitStack() as stack:
         with loading(given.model or given.shape):
-            model = load(origin, given.dtype, torch.device("cuda" if is_there else "cpu"))
+            model = load(origin, given.dtype, where)
         meter: Meter = profiled
         if not is_there:
             from .pretended.device import PretendedCuda
@@ -182,28 +188,26 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
             model, meter = model.to("cuda"), gpu.counting
         sizes = given.batch, given.length, given.new
         rows = [count(model, way, meter, *sizes) for way in ways(methods, given.new + 1)]
-    text = markdown(rows, given, environment(torch.device("cuda")) if is_there else None, arguments)
-    write_text(given.out.with_suffix(".json"), json.dumps({"rows": [row.numbers() for row in rows]}, indent=1))
-    write_text(given.out.with_suffix(".md"), text)
-    print(text)
+    names = ("length", "batch", "new", "dtype")
+    settings = {"model": given.model or given.shape, **{name: getattr(given, name) for name in names}}
+    content = about(["kvcompress", "bench", "launches", *arguments], settings, where)
+    results = Results(given.out.with_suffix(".json"), content, resume=False, parts=("rows",))
+    for row in rows:
+        results.add("rows", row.numbers())
+    results.report(markdown(results.content, rows, is_there, given.lines))
 
 
-def markdown(rows: list[Row], given: argparse.Namespace, device: dict[str, Any] | None, arguments: list[str]) -> str:
+def markdown(content: dict[str, Any], rows: list[Row], is_there: bool, lines: int) -> str:
     """The table, what it is of, and the lines that cost most."""
-    where = f"counted by the profiler on {device['device_name']}" if device else "counted on a pretended CUDA device"
-    command = shlex.join(["python", "-m", "kvcompress", "bench", "launches", *arguments])
+    settings = content["settings"]
+    where = "counted by the profiler" if is_there else "counted on a pretended CUDA device"
+    what = (
+        f"One decode step behind {settings['length']} tokens, batch {settings['batch']}, {settings['dtype']}, {where}. "
+        "Kernels per layer are those of the whole pass over the number of layers. Waits: times that the host waits for "
+        "the device."
+    )
     cells = [row.cells() for row in rows]
-    head = list(cells[0])
-    parts = [
-        f"# Launches and waits: {given.model or given.shape}",
-        f"One decode step behind {given.length} tokens, batch {given.batch}, {given.dtype}, {where}. Kernels per layer "
-        "are those of the whole pass over the number of layers. Waits: times that the host waits for the device.",
-        "\n".join(
-            ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
-            + ["| " + " | ".join(row.values()) + " |" for row in cells]
-        ),
-        f"`{command}`",
-    ]
-    for row in rows if given.lines else []:
-        parts.append("\n".join([f"**{row.name}**", "", *(f"- {line}" for line in row.lines(given.lines))]))
-    return "\n\n".join(parts) + "\n"
+    parts = [what, table(list(cells[0]), [list(row.values()) for row in cells], names=1)]
+    for row in rows if lines else []:
+        parts.append("\n".join([f"**{row.name}**", "", *(f"- {line}" for line in row.lines(lines))]))
+    return page(content, f"Launches and waits: {settings['model']}", *parts)

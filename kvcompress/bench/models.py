@@ -1,4 +1,4 @@
-"""What is measured on: a hub id, a local path, or a shape, that is a config with random weights."""
+"""The benchmark's model: a hub id, a local path, or a shape, which is a config with random weights."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .shapes import SHAPES
 
 
 def source(model: str | None, shape: str | None) -> dict[str, Any]:
-    """What `standalone.load` loads: exactly one of a hub id or path, and a shape. Raises KVCompressError."""
+    """Return the source for `standalone.load`, from either a hub id or path, or a shape. Raises KVCompressError."""
     if (model is None) == (shape is None):
         raise KVCompressError(f"give either a model or --shape, not {model!r} and {shape!r}")
     if shape is None:
@@ -22,7 +22,7 @@ def source(model: str | None, shape: str | None) -> dict[str, Any]:
 
 
 def weight_bytes_read(model: PreTrainedModel) -> int:
-    """Bytes of weights that a decode step reads: the decoder and the output head, of the input embeddings one row."""
+    """Return the bytes of weights that a decode step reads: decoder and output head, but not the input embeddings."""
     decoder, head, table = text_decoder(model), model.get_output_embeddings(), model.get_input_embeddings()
     weights = {id(weight): weight for part in (decoder, head) if part is not None for weight in part.parameters()}
     if head is None or table.weight is not head.weight:

@@ -1,10 +1,11 @@
-"""What the turns amount to: shares, ratios and fractions, as rows, a table and a plot."""
+"""The benchmark's results: shares, ratios and fractions, as rows, a table and a plot."""
 
 import math
 import statistics
 from pathlib import Path
 from typing import Any
 
+from .results import page
 from .timing import cell, short, summary, table
 
 BASELINE, PEER = "full", "transformers DynamicCache"
@@ -15,7 +16,7 @@ HEADER = [
 ]  # fmt: skip
 
 
-# What is drawn and fitted against the prompt's length: key of a row, label.
+# Quantities plotted and fitted against the prompt's length: key in a row -> label.
 GROWING = {
     "prompt_ms": "prefill, ms",
     "scoring_ms": "scoring, ms",
@@ -25,28 +26,27 @@ GROWING = {
 
 
 def scoring_share(prompt_ms: list[float], scoring_ms: list[float]) -> dict[str, Any]:
-    """Scoring, choosing and storing over all else of the prefill, turn by turn, summed up."""
+    """Summarise, over the turns, the time of scoring, choosing and storing relative to the rest of the prefill."""
     return summary([scoring / (all_ms - scoring) for all_ms, scoring in zip(prompt_ms, scoring_ms, strict=True)])
 
 
 def speedup(ours_ms: list[float], theirs_ms: list[float]) -> dict[str, Any]:
-    """How many times as fast ours is, turn by turn, summed up."""
+    """Summarise, over the turns, how many times as fast ours is."""
     return summary([theirs / ours for ours, theirs in zip(ours_ms, theirs_ms, strict=True)])
 
 
 def bandwidth_fraction(weight_bytes: int, kv_bytes: int, bytes_per_s: float, ms_per_token: float) -> float:
-    """The time that reading weights and KV cache once takes at the copy bandwidth, over the time of a step; 1 is the
-    limit."""
+    """Return the time to read weights and KV cache once at the copy bandwidth, relative to a step; 1 is the limit."""
     return (weight_bytes + kv_bytes) / bytes_per_s / (ms_per_token / 1e3)
 
 
 def rows_within(limit_bytes: int, weight_bytes: int, kv_bytes: int, batch: int) -> int:
-    """The largest batch whose weights and KV caches fit into a limit, where `batch` rows have `kv_bytes`."""
+    """Return the largest batch whose weights and KV caches fit into a limit, if `batch` rows have `kv_bytes`."""
     return max(0, (limit_bytes - weight_bytes) * batch // kv_bytes)
 
 
 def rows_of(content: dict[str, Any], memory_limit: int | None = None) -> list[dict[str, Any]]:
-    """One row per cell and contender, see docs/bench.md. What does not apply is None."""
+    """Return one row per cell and contender, see docs/bench.md. Values that do not apply are None."""
     largest = {(found["length"], found["way"]): found["batch"] for found in content["largest"]}
     rows = []
     for measured in content["cells"]:
@@ -79,7 +79,7 @@ def rows_of(content: dict[str, Any], memory_limit: int | None = None) -> list[di
                 "largest_batch": largest.get((measured["length"], name)),
             }
             scoring = [turn["scoring_ms"] for turn in taken["turns"]]
-            if None in scoring and is_ours and BASELINE in times:  # not timed by itself: all beyond `full`'s
+            if None in scoring and is_ours and BASELINE in times:  # not timed separately: the time beyond `full`'s
                 scoring = [mine - full for mine, full in zip(prompt, times[BASELINE][0], strict=True)]
             if None not in scoring:
                 row |= {"scoring_ms": summary(scoring), "scoring_share": scoring_share(prompt, scoring)}
@@ -90,14 +90,14 @@ def rows_of(content: dict[str, Any], memory_limit: int | None = None) -> list[di
 
 
 def _times(turns: list[dict[str, Any]]) -> tuple[list[float], list[float], list[float]]:
-    """Per turn, in milliseconds: the prefill, the mean decode step, the whole answer."""
+    """Return the milliseconds of the prefill, the mean decode step and the whole answer, for each turn."""
     prompt = [turn["prompt_ms"] for turn in turns]
     step = [statistics.fmean(turn["step_ms"]) for turn in turns]
     return prompt, step, [turn["prompt_ms"] + sum(turn["step_ms"]) for turn in turns]
 
 
 def cells_of(row: dict[str, Any], spread: bool = True) -> list[str]:
-    """A row as the strings of `HEADER`; with or without quartiles."""
+    """Format a row as the columns of `HEADER`, with or without quartiles."""
     place = [str(row["length"]), str(row["batch"]), row["way"]]
     if "error" in row:
         return [*place, row["error"], *[""] * (len(HEADER) - 4)]
@@ -127,38 +127,35 @@ def cells_of(row: dict[str, Any], spread: bool = True) -> list[str]:
 
 
 def columns(cells: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    """`HEADER` and the cells, without the columns in which nothing stands."""
+    """Return `HEADER` and the cells without empty columns."""
     used = [place for place in range(len(HEADER)) if any(row[place] for row in cells)]
     return [HEADER[place] for place in used], [[row[place] for place in used] for row in cells]
 
 
 def markdown(content: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """The table, with what one needs to know to read it and to make it again."""
+    """Return the table, with what is needed to read it and to reproduce it."""
     settings, bandwidths = content["settings"], [cell["copy_bytes_per_s"] for cell in content["cells"]]
     compressed = [row for row in rows if row["way"] != "full"]
     gains = [row["speedup_kvpress"]["median"] for row in compressed if row.get("speedup_kvpress")]
-    lines = [
-        f"# {settings['model']}, {settings['dtype']}",
-        f"`{content['command']}`",
+    parts = [
         f"Median (quartiles) of {settings['repeats']} turns, {settings['clock']} clock, "
         f"{settings['steps']} decode steps each. {content['largest_batch_note']} docs/bench.md explains the columns.",
         f"A step reads {content['weight_bytes_read'] / 1e6:.4g} MB of weights; memory was copied at "
         f"{min(bandwidths) / 1e9:.3g} to {max(bandwidths) / 1e9:.3g} GB/s.",
-        table(*columns([cells_of(row) for row in rows])).rstrip(),
+        table(*columns([cells_of(row) for row in rows])),
     ]
     if grown := growth_table(rows):
-        lines += ["Growth with the prompt's length, as the exponent fitted to the medians (1: linear):", grown]
+        parts += ["Growth with the prompt's length, as the exponent fitted to the medians (1: linear):", grown]
     if gains:
-        lines.append(f"Decoding against kvpress, geometric mean: {statistics.geometric_mean(gains):.2f}x.")
-    lines.append("Made on " + ", ".join(f"{name} {value}" for name, value in content["environment"].items()) + ".")
-    return "\n\n".join(lines) + "\n"
+        parts.append(f"Decoding against kvpress, geometric mean: {statistics.geometric_mean(gains):.2f}x.")
+    return page(content, f"{settings['model']}, {settings['dtype']}", *parts)
 
 
 def growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How each contender's costs grow with the prompt's length.
+    """Fit how each contender's costs grow with the prompt's length.
 
-    Per batch and contender, and per name in `GROWING`: the slope of the line through log cost over log length (least
-    squares; 1 is linear), None where it was not timed. Empty for one length.
+    For each batch and contender, and each name in `GROWING`, it is the least-squares slope of log cost over log length
+    (1 is linear), or None if not timed. Empty if there is only one length.
     """
     found = []
     for batch, contender in dict.fromkeys((row["batch"], row["way"]) for row in rows):
@@ -178,7 +175,7 @@ def _slope(points: list[tuple[int, float | None]]) -> float | None:
 
 
 def value(row: dict[str, Any], name: str) -> float | None:
-    """One number of a row: a median, or the number itself; bytes as MB."""
+    """Return one number of a row: a median, or bytes in MB."""
     if name == "kv_bytes":
         return row[name] / 1e6
     return row[name] and row[name]["median"]
@@ -189,13 +186,13 @@ def growth_table(rows: list[dict[str, Any]]) -> str:
         [found["batch"], found["way"], *("" if found[name] is None else f"{found[name]:.2f}" for name in GROWING)]
         for found in growth(rows)
     ]
-    return lines and table(["batch", "cache", *(label.split(",")[0] for label in GROWING.values())], lines).rstrip()
+    return lines and table(["batch", "cache", *(label.split(",")[0] for label in GROWING.values())], lines)
 
 
 def plot(content: dict[str, Any], rows: list[dict[str, Any]], file: Path) -> None:
-    """What `GROWING` names over prompt length: one column of axes per batch, one line per contender. Needs matplotlib.
+    """Plot the quantities of `GROWING` over prompt length, with a column per batch and a line per contender.
 
-    Both axes are logarithmic, so that what is linear has the slope of the grey line.
+    Both axes are logarithmic, so linear growth has the slope of the grey line. Needs matplotlib.
     """
     from matplotlib.figure import Figure
 
@@ -230,7 +227,7 @@ def plot(content: dict[str, Any], rows: list[dict[str, Any]], file: Path) -> Non
 
 
 def _draw_linear(axis: Any) -> None:
-    """A grey line of slope 1 through the lower left corner."""
+    """Draw a grey line of slope 1 through the lower left corner."""
     (left, right), (bottom, top) = axis.get_xlim(), axis.get_ylim()
     axis.plot([left, right], [bottom, bottom * right / left], color="0.8", lw=1, zorder=0)
     axis.set(xlim=(left, right), ylim=(bottom, top))

@@ -1,4 +1,4 @@
-"""Shapes of models: configs without weights."""
+"""Model shapes: configs without weights."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def _qwen2(
     }
 
 
-# The configs of the models of these names; llava-onevision-7b-lm is that model's language model.
+# The configs of the models with these names; llava-onevision-7b-lm is the language model of LLaVA-OneVision 7B.
 SHAPES: dict[str, dict[str, Any]] = {
     "llava-onevision-7b-lm": _qwen2(3584, 18944, 28, 28, 4, 152128, False),
     "qwen2-0.5b": _qwen2(896, 4864, 24, 14, 2, 151936, True),

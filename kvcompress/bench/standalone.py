@@ -1,4 +1,4 @@
-"""The model and the greedy loop, which a peer's process runs too: imports torch and transformers only, old ones too."""
+"""The model and the greedy loop, also run by kvpress's process: imports only torch and transformers, even old ones."""
 
 import time
 from collections.abc import Callable
@@ -8,19 +8,21 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-# `cpu` is the process's own time: with one thread, what an otherwise idle machine takes.
+# `cpu` is the process's CPU time: with one thread, the time on an otherwise idle machine.
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until all work given to the device is done."""
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def load(source: dict[str, Any], dtype: str, device: torch.device) -> PreTrainedModel:
-    """The model of a `source`: {"pretrained": hub id or path}, or {"config": a config's fields with its model_type} for
-    random weights, which are made on the device and the same wherever torch is."""
+    """Load the model of a `source`.
+
+    The source is {"pretrained": hub id or path}, or {"config": a config's fields with its model_type} for random
+    weights. These are created on the device, and are the same wherever torch is."""
     kind = getattr(torch, dtype)
     if "config" in source:
         torch.manual_seed(0)
@@ -33,8 +35,9 @@ def load(source: dict[str, Any], dtype: str, device: torch.device) -> PreTrained
 
 
 def prompt_ids(model: PreTrainedModel, batch: int, length: int) -> torch.Tensor:
-    """Random token ids (batch, length), the same in every process; of the lower half of the vocabulary, as image
-    placeholders have high ids."""
+    """Return random token ids (batch, length), the same in every process.
+
+    They are from the lower half of the vocabulary, because image placeholders have high ids."""
     vocabulary = model.config.get_text_config().vocab_size // 2
     generator = torch.Generator().manual_seed(length)
     return torch.randint(0, vocabulary, (batch, length), generator=generator).to(model.device)
@@ -42,7 +45,7 @@ def prompt_ids(model: PreTrainedModel, batch: int, length: int) -> torch.Tensor:
 
 @torch.no_grad()
 def read_prompt(model: PreTrainedModel, cache: Any, ids: torch.Tensor, clock: str) -> tuple[torch.Tensor, float]:
-    """The first new token (batch, 1), and the milliseconds of the prefill."""
+    """Prefill, and return the first new token (batch, 1) and the milliseconds."""
     now = CLOCKS[clock]
     synchronise(ids.device)
     start = now()
@@ -55,8 +58,10 @@ def read_prompt(model: PreTrainedModel, cache: Any, ids: torch.Tensor, clock: st
 def decode(
     step: Callable[..., Any], cache: Any, token: torch.Tensor, length: int, steps: int, clock: str
 ) -> list[float]:
-    """Milliseconds of each of `steps` decode steps behind `length` tokens. Every step ends synchronised: `generate`,
-    too, looks at each token before it goes on. No token ends the answer."""
+    """Decode `steps` tokens after `length` tokens and return the milliseconds of each step.
+
+    Every step ends with a synchronisation, since `generate` also looks at each token before the next step. No token
+    ends the answer."""
     now, times = CLOCKS[clock], []
     synchronise(token.device)
     start = now()
@@ -69,5 +74,5 @@ def decode(
 
 
 def held_bytes(cache: Any) -> int:
-    """Bytes allocated for keys and values by one of transformers' own caches."""
+    """Return the bytes that one of transformers' caches allocates for keys and values."""
     return sum(states.untyped_storage().nbytes() for layer in cache.layers for states in (layer.keys, layer.values))

@@ -1,12 +1,11 @@
-"""`python -m kvcompress bench throughput`: many requests whose answers differ in length, at equal KV memory.
+"""`python -m kvcompress bench throughput`: many requests with answers of different lengths, at equal KV memory.
 
-Who serves them: `generate` of transformers in padded batches and its continuous batching, both with the full cache;
-the latter with a method inside it (`kvcompress.paged`); requests in flight (`Session.generate_many`) with any method.
+The contenders are transformers' `generate` in padded batches and its continuous batching, both with the full cache; the
+latter with a method inside it (`kvcompress.paged`); and requests in flight (`Session.generate_many`) with any method.
 """
 
 import argparse
 import random
-import shlex
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
@@ -15,21 +14,21 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from .. import paged
-from ..device import default_device
 from ..errors import KVCompressError, loading
-from ..files import check_output, write_text
+from ..files import check_output
 from ..hooks.session import compress
 from ..inflight.request import Request
 from .contenders import MethodSpec
-from .grid import Results, release
+from .grid import release
 from .models import nbytes, source
+from .results import Results, about, page, settle
 from .standalone import CLOCKS, held_bytes, load
-from .timing import environment, short, table
+from .timing import short, table
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: prompt tokens, and how many tokens its answer has."""
+    """A request: prompt tokens, and the number of tokens in its answer."""
 
     prompt: list[int]
     new: int
@@ -37,14 +36,14 @@ class Asked:
 
 @dataclass
 class Served:
-    """What a contender did in its time.
+    """What a contender achieved.
 
     Attributes:
-        seconds: of the clock that was asked for.
-        answers, tokens: answers that are complete; tokens of all answers, those under way included.
-        steps: decode steps (passes through the model); None where that is not known.
-        slots: sequences that decode together at most.
-        kv_bytes: most bytes held for keys and values at one time.
+        seconds: by the requested clock.
+        answers, tokens: complete answers; tokens of all answers, including incomplete ones.
+        steps: decode steps (passes through the model); None if unknown.
+        slots: the most sequences that decode together.
+        kv_bytes: the most bytes held for keys and values at any time.
     """
 
     seconds: float
@@ -59,18 +58,19 @@ class Contender(Protocol):
     """Serves requests.
 
     Attributes:
-        name: of its row.
+        name: the name in its row.
     """
 
     name: str
 
     def serve(self, requests: list[Asked], kv_bytes: int, clock: str, seconds: float) -> Served:
-        """With so many bytes for keys and values, until all are answered or the time is over."""
+        """Serve requests with `kv_bytes` for keys and values, until all are answered or `seconds` are over."""
 
 
 class Padded:
-    """transformers' `generate`, batch after batch: each as large as fits, and as long as its longest answer. A batch
-    that was begun is finished."""
+    """transformers' `generate`, batch by batch.
+
+    Each batch is as large as fits and runs as long as its longest answer. A started batch is always finished."""
 
     name = "transformers generate, padded batches"
 
@@ -100,8 +100,9 @@ class Padded:
 
 
 class Continuous:
-    """transformers' continuous batching: pages, and a scheduler of its own. The cache is the full one or, with a
-    method, compressed in its pages to `decode_budget` entries, prompts included."""
+    """transformers' continuous batching, with pages and its own scheduler.
+
+    The cache is full or, with a method, compressed in its pages to `decode_budget` entries, prompts included."""
 
     name = "transformers continuous batching"
     PAGE = 16  # tokens
@@ -132,21 +133,27 @@ class Continuous:
             for asked in requests:
                 manager.add_request(asked.prompt, max_new_tokens=asked.new, streaming=True)
             while done < len(requests) and CLOCKS[clock]() - start < seconds:
-                result = manager.get_result(timeout=1.0)
-                if result is None:
-                    if not manager.is_running():
-                        raise KVCompressError("transformers' continuous batching ended by itself; see its log above")
-                    continue
-                if result.error is not None:
-                    raise KVCompressError(f"transformers' continuous batching: {result.error}")
-                so_far[result.request_id] = len(result.generated_tokens)
-                done += result.is_finished()
+                if (result := next_result(manager)) is not None:
+                    so_far[result.request_id] = len(result.generated_tokens)
+                    done += result.is_finished()
             passed = CLOCKS[clock]() - start
         return Served(passed, done, sum(so_far.values()), None, 0, blocks * self.PAGE * entry_bytes(self.model))
 
 
+def next_result(manager: Any) -> Any:
+    """Return the next state of an answer by transformers' continuous batching; None if none comes within a second.
+
+    Raises KVCompressError if the request failed, or the manager has ended by itself."""
+    result = manager.get_result(timeout=1.0)
+    if result is None and not manager.is_running():
+        raise KVCompressError("transformers' continuous batching ended by itself; see its log above")
+    if result is not None and result.error is not None:
+        raise KVCompressError(f"transformers' continuous batching: {result.error}")
+    return result
+
+
 class InSlots:
-    """Requests in flight, with a method; one that is no `full` has `decode_budget` entries, prompts included."""
+    """Requests in flight with a method, which keeps `decode_budget` entries, prompts included, unless it is `full`."""
 
     def __init__(self, model: PreTrainedModel, method: MethodSpec, decode_budget: int, is_static: bool):
         self.model, self.method, self.name = model, method, str(replace(method, ratio=None))
@@ -174,13 +181,13 @@ class InSlots:
 
 
 def sizes(method: MethodSpec, decode_budget: int) -> dict[str, Any]:
-    """The method's options, with as many entries for the prompt as while decoding: its own `decode_budget`, or this."""
+    """Return the method's options with its own `decode_budget`, or this one, for both prompt and decoding."""
     options = {"decode_budget": decode_budget, **method.options}
     return {"budget": options["decode_budget"], **options}
 
 
 def entry_bytes(model: PreTrainedModel) -> int:
-    """Bytes that a token takes in the full cache."""
+    """Return the bytes of a token in the full cache."""
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
@@ -190,9 +197,9 @@ PEERS: dict[str, type[Contender]] = {"padded": Padded, "continuous": Continuous}
 
 
 def workload(vocabulary: int, count: int, prompt: int, least: int, most: int, seed: int) -> list[Asked]:
-    """Requests of `prompt` random tokens each, with answers of `least` to `most` tokens, all lengths equally likely."""
+    """Draw requests of `prompt` random tokens with answers of `least` to `most` tokens, all lengths equally likely."""
     draws = random.Random(seed)
-    # Of the lower half of the vocabulary, as image placeholders have high ids.
+    # From the lower half of the vocabulary, because image placeholders have high ids.
     return [
         Asked([draws.randrange(vocabulary // 2) for _ in range(prompt)], draws.randint(least, most))
         for _ in range(count)
@@ -200,36 +207,26 @@ def workload(vocabulary: int, count: int, prompt: int, least: int, most: int, se
 
 
 def measure(given: argparse.Namespace, arguments: list[str]) -> None:
-    """Measure what `given` asks for, which `arguments` said. Raises KVCompressError, before anything is loaded."""
+    """Run the benchmark given by parsed `arguments`. Raises KVCompressError before anything is loaded."""
     origin, (least, most) = source(given.model, given.shape), given.answers
     if least > most:
         raise KVCompressError(f"--answers {least} {most}: the least is more than the most")
-    methods = [MethodSpec.parse(name, None if name.split(":")[0] == "full" else 1.0) for name in given.methods]
+    methods = [MethodSpec.parse(name, 1.0) for name in given.methods]
     in_pages = [MethodSpec.parse(name, 1.0) for name in given.paged]
     check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
-    where = torch.device(given.device) if given.device else default_device()
-    dtype = given.dtype or ("bfloat16" if where.type == "cuda" else "float32")
+    where = settle(given)
     if given.kv_gb is None and where.type != "cuda":
         raise KVCompressError("--kv-gb auto asks a CUDA device what is free; on a CPU give a number")
-    torch.set_num_threads(given.threads or torch.get_num_threads())
-    given.device, given.threads = str(where), torch.get_num_threads()
     with loading(given.model or given.shape):
-        model = load(origin, dtype, where)
+        model = load(origin, given.dtype, where)
     if given.kv_gb is None:
         given.kv_gb = 0.8 * torch.cuda.mem_get_info(where)[0] / 2**30
     model.generation_config.eos_token_id = None  # every answer is as long as it is asked for
-    names = ("decode_budget", "requests", "prompt", "answers", "seed", "kv_gb", "static", "minutes")
+    names = ("dtype", "decode_budget", "requests", "prompt", "answers", "seed", "kv_gb", "static", "minutes")
     names += ("clock", "device", "threads")
-    content = {
-        "command": shlex.join(["python", "-m", "kvcompress", "bench", *arguments]),
-        "settings": {
-            "model": given.model or f"shape {given.shape}",
-            "dtype": dtype,
-            **{name: getattr(given, name) for name in names},
-        },
-        "environment": environment(where),
-        "weight_bytes": sum(nbytes(weight) for weight in model.parameters()),
-    }
+    settings = {"model": given.model or f"shape {given.shape}", **{name: getattr(given, name) for name in names}}
+    content = about(["kvcompress", "bench", *arguments], settings, where)
+    content["weight_bytes"] = sum(nbytes(weight) for weight in model.parameters())
     results = Results(given.out.with_suffix(".json"), content, given.resume, parts=("served",))
     requests = workload(
         model.config.get_text_config().vocab_size, given.requests, given.prompt, least, most, given.seed
@@ -246,13 +243,11 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
         served = contender.serve(requests, int(given.kv_gb * 2**30), given.clock, 60 * given.minutes)
         results.add("served", {"name": contender.name, **asdict(served)})
         release()
-    text = markdown(results.content)
-    write_text(given.out.with_suffix(".md"), text)
-    print(text)
+    results.report(markdown(results.content))
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """The table, and what was measured."""
+    """Return the table and its caption."""
     settings, rows = content["settings"], []
     rate = {served["name"]: served["tokens"] / served["seconds"] for served in content["served"]}
     for served in content["served"]:
@@ -269,12 +264,10 @@ def markdown(content: dict[str, Any]) -> str:
         )
     header = ["", "slots", "tokens/s", "x padded", "x continuous", "answers/min", "peak KV, MB"]
     least, most = settings["answers"]
-    return (
-        f"# Throughput at equal KV memory\n\n`{content['command']}`\n\n"
+    what = (
         f"{settings['model']}, {settings['dtype']}: {settings['requests']} requests of {settings['prompt']} prompt "
         f"tokens, answers of {least} to {most} (seed {settings['seed']}), {settings['kv_gb']:g} GiB for keys and "
         f"values; methods other than full keep {settings['decode_budget']} entries per layer and KV head, or their "
-        "decode_budget. Tokens of answers under way when the time was over count; padded batches are finished.\n\n"
-        + table(header, rows)
-        + f"\nMade on {', '.join(f'{name} {value}' for name, value in content['environment'].items())}.\n"
+        "decode_budget. Tokens of answers under way when the time was over count; padded batches are finished."
     )
+    return page(content, "Throughput at equal KV memory", what, table(header, rows))

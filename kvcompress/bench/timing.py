@@ -1,7 +1,6 @@
-"""What the speed benchmarks share: interleaved repeats, their summary, the environment they ran in, their files."""
+"""What the speed benchmarks share: interleaved repeats, their summary, the environment they ran in, their tables."""
 
 import datetime
-import json
 import platform
 import statistics
 from collections.abc import Callable
@@ -10,17 +9,15 @@ from pathlib import Path
 import torch
 import transformers
 
-from ..files import write_text
 from .standalone import CLOCKS, synchronise
 
 
 def interleaved(
     calls: dict[str, Callable[[], object]], repeats: int, device: torch.device, clock: str = "wall"
 ) -> dict[str, dict]:
-    """Milliseconds of each call, {"median", "q1", "q3", "repeats"}.
+    """Time the calls in turns and return their milliseconds, {"median", "q1", "q3", "repeats"} each.
 
-    The calls take turns, so that what else the machine does strikes all of them. The first two turns warm up and are
-    not counted.
+    Taking turns makes other load on the machine hit all of them. The first two turns warm up and are not counted.
     """
     now = CLOCKS[clock]
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -35,7 +32,7 @@ def interleaved(
 
 
 def summary(milliseconds: list[float]) -> dict:
-    """Median and quartiles; of one number, that number."""
+    """Return median and quartiles; for a single number, that number."""
     if len(milliseconds) == 1:
         return {"median": milliseconds[0], "q1": milliseconds[0], "q3": milliseconds[0], "repeats": 1}
     q1, median, q3 = statistics.quantiles(milliseconds, n=4, method="inclusive")
@@ -43,17 +40,17 @@ def summary(milliseconds: list[float]) -> dict:
 
 
 def cell(taken: dict) -> str:
-    """A summary as `median (q1-q3)`."""
+    """Format a summary as `median (q1-q3)`."""
     return f"{short(taken['median'])} ({short(taken['q1'])}-{short(taken['q3'])})"
 
 
 def short(number: float) -> str:
-    """Three digits, or all before the point."""
+    """Format a number with three digits, or with all digits before the point."""
     return f"{number:.0f}" if abs(number) >= 1000 else f"{number:.3g}"
 
 
 def environment(device: torch.device) -> dict:
-    """Where and with what a benchmark ran."""
+    """Return the hardware and versions that a benchmark ran with."""
     return {
         "date": str(datetime.date.today()),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_name()} CPU",
@@ -70,15 +67,8 @@ def cpu_name() -> str:
     return f"{names[0]} ({len(names)} cores)" if names else platform.machine()
 
 
-def table(header: list[str], rows: list[list]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
+def table(header: list[str], rows: list[list], names: int | None = None) -> str:
+    """Markdown. Columns stand to the left; with `names` only that many, and behind them numbers, to the right."""
+    left = len(header) if names is None else names
+    lines = [header, ["---"] * left + ["---:"] * (len(header) - left), *rows]
     return "".join(f"| {' | '.join(str(cell) for cell in line)} |\n" for line in lines)
-
-
-def write(out: Path, text: str, records: list[dict], device: torch.device) -> None:
-    """`out`.md, for reading, and `out`.json, with everything that was measured; prints the former."""
-    place = environment(device)
-    text += f"\nMade on {', '.join(f'{name} {value}' for name, value in place.items())}.\n"
-    write_text(out.with_suffix(".md"), text)
-    write_text(out.with_suffix(".json"), json.dumps({"environment": place, "records": records}, indent=1) + "\n")
-    print(text)

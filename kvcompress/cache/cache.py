@@ -6,6 +6,7 @@ import numbers
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, cache_utils
@@ -15,20 +16,25 @@ from ..clusters.calibrated import check_calibrated_for
 from ..clusters.learned import check_learned_for
 from ..device import on_device
 from ..errors import KVCompressError
+from ..hooks.model import unwrapped, writing_part
+from ..hooks.model_identity import ModelReference
 from ..policy.policy import Policy, make_policy
 from ..scoring.rotary import Rotary
 from ..scoring.vision import vision_token_ids
+from . import saved
 from .hiding import Hiding
 from .layer import CompressedLayer
 from .new_tokens import NewTokens, check_past
 from .scope import evictable
+from .storage.static import StaticStorage
 
 WITHOUT_KEYS = getattr(cache_utils, "DummyLayer", ())  # of a layer that attends to another's
 LAYER_NAMES = {DynamicLayer: "cross-attention", DynamicSlidingWindowLayer: "sliding windows"}  # not compressed
 
 
 @cache
-def _say_once(message: str) -> None:
+def say_once(message: str) -> None:
+    """Log a warning, the first time."""
     logging.getLogger("kvcompress").warning(message)
 
 
@@ -81,6 +87,7 @@ class CompressedCache(DynamicCache):
     ):
         self.policy = make_policy(method, ratio, budget, **options)
         check_room(self.policy, max_new_tokens)
+        self._asked = {"method": method, "ratio": ratio, "budget": budget, "max_new_tokens": max_new_tokens, **options}
         if self.policy.engine.ratio_of == "vision" and self.policy.tokens is None and not vision_token_ids(config):
             raise KVCompressError(
                 f"ratio_of='vision': a {config.model_type} model has no image or video tokens to evict"
@@ -90,6 +97,8 @@ class CompressedCache(DynamicCache):
         self.announced: NewTokens | None = None  # of the latest prefill
         self._stage: str | None = None  # of the forward pass under way: "announced", then "begun"
         self.is_prompt = False  # whether the latest forward pass is a prompt
+        self.filled_by = ModelReference()  # the model
+        self.rope_deltas: torch.Tensor | None = None  # of its prompts, in a model that counts images' positions
         self.resumed_at = 0  # columns of the first prompt that did not pass through the model
         # Their keys are an image's, not the text's: transformers' cache does not tell them apart (Llama 3.2 Vision).
         cross_attention = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
@@ -110,7 +119,7 @@ class CompressedCache(DynamicCache):
         compressed = len(full_attention)
         others = [layer for layer in self.layers if not isinstance(layer, (CompressedLayer, WITHOUT_KEYS))]
         if others:
-            _say_once(
+            say_once(
                 f"{config.model_type}: {len(others)} of {len(others) + compressed} layers have no full "
                 "attention (sliding windows and the like); they keep transformers' own cache, uncompressed"
             )
@@ -148,7 +157,7 @@ class CompressedCache(DynamicCache):
         """Announce a forward pass over (batch, columns) tokens, until `end`. True for a prompt, which will be
         compressed; one more token on a filled cache is a decode step, which is only written down."""
         memory, is_first = self.compressed_layers[0].memory, self.is_empty
-        if self._stage == "begun":
+        if self.is_broken:
             raise KVCompressError(
                 "an earlier forward pass on this CompressedCache broke off, so its layers may hold different tokens: "
                 "take a new one, or reset() it"
@@ -189,6 +198,10 @@ class CompressedCache(DynamicCache):
 
     def finish(self) -> None:
         """A prompt's forward pass is over: where the layers' budgets depend on all layers, compress them now."""
+        self._finish_waiting()
+        self._count_together()
+
+    def _finish_waiting(self) -> None:
         waiting = [layer.waiting for layer in self.compressed_layers if layer.waiting is not None]
         if not waiting:
             return
@@ -203,6 +216,13 @@ class CompressedCache(DynamicCache):
         budgets = rule.budgets(evictable(waiting[0].candidates.view), measured)
         for layer in self.compressed_layers:
             layer.finish(budgets)
+
+    def _count_together(self) -> None:
+        """Let one tensor on each device say to all layers of fixed shapes how many tokens were appended."""
+        first: dict[torch.device, StaticStorage] = {}
+        for layer in self.compressed_layers:
+            if isinstance(layer.storage, StaticStorage):
+                layer.storage.count_with(first.setdefault(layer.device, layer.storage))
 
     def end(self) -> None:
         """The announced forward pass is over. Raises KVCompressError where it went past the cache."""
@@ -243,22 +263,64 @@ class CompressedCache(DynamicCache):
             following.storage.prefetch()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def save(self, path: str | Path) -> None:
+        """Write what is held into a file, whole or not at all: safetensors with JSON in it, without pickle. A loaded
+        cache goes on as this one would, to the bit.
+
+        Raises:
+            KVCompressError: for a cache that holds nothing or whose model is gone; where the file cannot be written.
+        """
+        if self.is_empty or self.is_broken:
+            what = "its last forward pass broke off" if self.is_broken else "it has not seen a prompt yet"
+            raise KVCompressError(f"there is nothing to save in this CompressedCache: {what}")
+        if (model := self.filled_by()) is None:
+            raise KVCompressError(
+                "this CompressedCache does not know its model: it is gone, or was never called with it"
+            )
+        layers = [layer.state() if isinstance(layer, CompressedLayer) else dict(vars(layer)) for layer in self.layers]
+        content = {"asked": self._asked, "rope_deltas": self.rope_deltas, "layers": layers}
+        saved.write(path, model, self.policy, content)
+
+    @classmethod
+    def load(cls, path: str | Path, model: torch.nn.Module) -> "CompressedCache":
+        """The cache in a file that `save` has written, for the same model: give it to `Session.reuse`, or to
+        `generate` as `past_key_values`. It has the method and options with which it was compressed.
+
+        Raises:
+            KVCompressError: for a damaged or foreign file, another model (architecture, dtype, adapters or weights),
+                another transformers, or a method or option that is not here.
+        """
+        model = writing_part(unwrapped(model))
+        with saved.read(path, model) as content:
+            cache = cls(model.config, **content.value("asked"))
+            content.check(cache.policy)
+            for layer, (state, device) in zip(cache.layers, content.layers("layers"), strict=True):
+                if isinstance(layer, CompressedLayer):
+                    layer.restore_state(state, device)
+                else:
+                    vars(layer).update(state)
+            cache.rope_deltas, cache.filled_by = content.value("rope_deltas"), ModelReference(model)
+        return cache
+
     def forget_last(self) -> None:
         """Drop the prompt's last token, so that it can be fed again on the compressed cache."""
         for layer in self.compressed_layers:
             layer.forget_last()
+        self._count_together()
 
     @contextmanager
     def reuse(self) -> Iterator["CompressedCache"]:
         """What is generated inside starts from what the cache holds now; afterwards it holds exactly that again."""
         held, stage = [layer.fork() for layer in self.compressed_layers], self._stage
+        self._count_together()
+        rope_deltas = self.rope_deltas
         try:
             with self.other_layers_unchanged():
                 yield self
         finally:
             for layer, memory in zip(self.compressed_layers, held, strict=True):
                 layer.restore(memory)
-            self._stage = stage
+            self._stage, self.rope_deltas = stage, rope_deltas
 
     @contextmanager
     def other_layers_unchanged(self) -> Iterator[None]:
@@ -278,6 +340,11 @@ class CompressedCache(DynamicCache):
     def is_empty(self) -> bool:
         """Whether no prompt was stored yet."""
         return self.compressed_layers[0].storage is None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a forward pass broke off, so that layers may hold different tokens."""
+        return self._stage == "begun"
 
     @property
     def seen_tokens(self) -> int:

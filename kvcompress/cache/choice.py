@@ -155,12 +155,22 @@ class Choice:
     def _total(self, budgets: list[float], held: list[list[int]]) -> int | None:
         """What is kept of `held` entries, [row][head], by rows of these budgets; None for a method that chooses in its
         own way, which may keep less."""
-        own = type(self.policy.cluster)
-        if any(getattr(own, name) is not getattr(KVCluster, name) for name in ("update_kv", "keep", "select")):
+        if self._chooses_in_its_own_way:
             return None
         if self.policy.head_budget in ADAPTIVE:
             return sum(min(round(budget * len(row)), sum(row)) for budget, row in zip(budgets, held, strict=True))
-        return sum(min(budget, of_head) for budget, row in zip(budgets, held, strict=True) for of_head in row)
+        return sum(map(sum, self._left(budgets, held)))
+
+    def _left(self, budgets: list[float], held: list[list[int]]) -> list[list[int]] | None:
+        """As `_total`, of each head, where heads of a row share their budget evenly."""
+        if self._chooses_in_its_own_way or self.policy.head_budget in ADAPTIVE:
+            return None
+        return [[min(budget, of_head) for of_head in row] for budget, row in zip(budgets, held, strict=True)]
+
+    @property
+    def _chooses_in_its_own_way(self) -> bool:
+        own = type(self.policy.cluster)
+        return any(getattr(own, name) is not getattr(KVCluster, name) for name in ("update_kv", "keep", "select"))
 
     # -- what is stored, while decoding or together with a later chunk
 
@@ -178,24 +188,30 @@ class Choice:
         noted: torch.Tensor | None,
         reading: bool = False,
         has_no_pads: bool = False,
+        held: list[list[int]] | None = None,
         **vision: object,
     ) -> LayerView:
         """What a cluster may know of stored entries.
 
         Args:
-            has_no_pads: as in `Memory`.
+            has_no_pads, held: as in `Memory`.
             lengths: of each row the tokens so far, evicted ones included.
             budgets: entries to keep of them in the mean over the layers.
             reading: as in `StoredEntries`.
             vision: what is known of vision tokens, as fields of `LayerView`.
         """
+        padding = None
+        if held is not None:
+            padding = on_device(kept.indices.shape[2] - torch.tensor(held), kept.indices.device)
+        elif not has_no_pads:
+            padding = (kept.indices < 0).sum(-1)
         return LayerView(
             self.place,
             self.num_layers,
             lengths,
             budgets,
             scaling,
-            padding=None if has_no_pads else (kept.indices < 0).sum(-1),
+            padding=padding,
             row_seeds=row_seeds,
             module=module,
             rotary=rotary,
@@ -213,6 +229,7 @@ class Choice:
         new: torch.Tensor | None,
         view: LayerView,
         shares: list[list[int]] | None,
+        held: list[list[int]] | None = None,
     ) -> Kept:
         """What stays of entries that were stored and of newer ones.
 
@@ -222,13 +239,17 @@ class Choice:
             new: the latest queries, which no sum has seen.
             view: of `kept`, see `stored_view`.
             shares: what the layers kept of the latest prompt, [layer][row], where that was measured.
+            held: as in `Memory`; where the host does not know it, pads are counted, which waits for the device.
 
         Returns:
             What the cluster keeps; where that is everything, the entries of `kept` with their new sums and, of a chunk,
             its note.
         """
         rows, kv_heads, slots = kept.indices.shape
-        held = [[slots] * kv_heads] * rows if view.padding is None else (slots - view.padding).tolist()
+        if view.padding is None:
+            held = [[slots] * kv_heads] * rows
+        elif held is None:
+            held = (slots - view.padding).tolist()
         entries = [max(of_heads) for of_heads in held]
         if self.policy.carries_sums:
             view = replace(view, sums=kept.sums + self._added(new, kept.keys, view))
@@ -239,13 +260,13 @@ class Choice:
         if budgets == entries:
             if view.stored.reading:  # what decoding will know of the prompt, whether or not its last chunk evicts
                 kept = replace(kept, noted=self._note_of_all(kept.keys, kept.values, view))
-            kept = replace(kept, total=kept.indices.numel() if view.padding is None else None)
+            kept = replace(kept, total=kept.indices.numel() if view.padding is None else None, held=held)
             return kept if kept.sums is None else replace(kept, sums=self.policy.cluster.carried(kept.sums, view))
         result = self.policy.cluster.update_kv(queries, kept.keys, kept.values, view)
         if fills_all_slots(view):
             return replace(result, indices=kept.indices.gather(2, result.indices), total=result.indices.numel())
-        columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill(result.indices < 0, -1)
-        return replace(result, indices=columns, total=self._total(budgets, held))
+        columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill_(result.indices < 0, -1)
+        return replace(result, indices=columns, total=self._total(budgets, held), held=self._left(budgets, held))
 
     def decode_budget(self, length: int, shares: list[list[int]] | None) -> int:
         """Entries per KV head that this layer keeps of a sequence of `length` tokens while decoding; `shares` as in

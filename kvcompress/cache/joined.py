@@ -26,13 +26,16 @@ class JoinedMemory(Memory):
         held: Kept,
         queries: torch.Tensor | None = None,
         decoded: int = 0,
+        counts: list[list[int]] | None = None,
     ):
-        """`seen`: tokens of each sequence; `held`: a row for each, in its own columns; `queries`: the latest of each,
+        """`seen`: tokens of each sequence; `held`: a row for each, in its own columns, and `counts`: how many entries,
+        [row][head]; `queries`: the latest of each,
         (rows, heads, some, head_dim), NaN where it has none; `decoded`: tokens since its latest eviction."""
         super().__init__(policy, None)
         self._length = max(seen)
         self.shift = on_device([self._length - each for each in seen], held.indices.device)[:, None, None]
         self.result = replace(held, indices=torch.where(held.indices < 0, -1, held.indices + self.shift))
+        self._counts = counts
         self.latest_queries, self.decoded = [] if queries is None else [queries], decoded
         logs, first = [memory.log for memory in memories], memories[0]
         self.log = SequenceLog(self._length, list(seen), row_seeds=tuple(log.row_seeds[0] for log in logs))
@@ -58,6 +61,9 @@ class JoinedMemory(Memory):
     @property
     def has_no_pads(self) -> bool:
         return False
+
+    def held(self) -> list[list[int]] | None:
+        return self._counts
 
     def kept(self) -> Kept:
         return self.result

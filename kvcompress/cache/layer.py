@@ -99,6 +99,10 @@ class CompressedLayer(CacheLayerMixin):
         self.module: torch.nn.Module | None = None
         self.reset()
 
+    def __getstate__(self) -> dict[str, object]:
+        """Of copies and pickles, which the model's weights are no part of."""
+        return {**vars(self), "module": None}
+
     def reset(self) -> None:
         self.keys = self.values = None  # transformers' names; the entries are in `storage`
         self.is_initialized = False
@@ -246,6 +250,16 @@ class CompressedLayer(CacheLayerMixin):
         """Hold this, and nothing else."""
         self.memory = memory
         self._decoding = self._pass = Decoding(self.choice, memory, self.layer_idx, self.hiding)
+
+    def state(self) -> dict[str, object]:
+        """What a file holds of it."""
+        return {"dtype": self.dtype, "memory": self.memory.state()}
+
+    def restore_state(self, state: dict[str, object], device: torch.device) -> None:
+        """Hold what the layer of this `state` did, on this device."""
+        nothing = torch.empty(0, dtype=state["dtype"], device=device)
+        self.lazy_initialization(nothing, nothing)
+        self.restore(Memory.of_state(self.policy, self._room, state["memory"]))
 
     def forget_last(self) -> None:
         """Drop the last token of the prompt that was just compressed, so that it can be fed again."""

@@ -130,6 +130,10 @@ class Memory:
     def has_fixed_shapes(self) -> bool:
         return self.storage is not None and self.storage.has_fixed_shapes
 
+    def held(self) -> list[list[int]] | None:
+        """Slots in use of what `kept` returns, [row][head], where the host knows how heads differ."""
+        return self.storage.held()
+
     def kept(self) -> Kept:
         """All that is stored, with its sums; tokens appended since have none yet."""
         kept = self.storage.kept(self.seen)
@@ -217,7 +221,8 @@ class Memory:
         if queries is None:
             return
         window = self._policy.query_window
-        self.latest_queries.append(queries.clone())  # a view would keep all of the prompt's alive
+        is_part = queries.untyped_storage().nbytes() > queries.nbytes  # a view would keep all of the prompt's alive
+        self.latest_queries.append(queries.clone() if is_part else queries)
         if len(self.latest_queries) > 2 * window:
             self.latest_queries = [torch.cat(self.latest_queries, dim=2)[:, :, -window:]]
 
@@ -258,6 +263,17 @@ class Memory:
         twin.storage = None if self.storage is None else self.storage.fork()
         twin.latest_queries, twin.log = list(self.latest_queries), copy.copy(self.log)
         return twin
+
+    def state(self) -> dict[str, object]:
+        """What a file holds of it: all but what the cache's options say."""
+        return {name: value for name, value in vars(self).items() if name not in ("_policy", "_room")}
+
+    @classmethod
+    def of_state(cls, policy: Policy, room: int | None, state: dict[str, object]) -> "Memory":
+        """The memory that had this `state`; other arguments as at first."""
+        memory = cls(policy, room)
+        vars(memory).update(state)
+        return memory
 
     def _store(self, keys, values, indices, pads, total: int | None = None) -> None:
         """Arguments as in storage.py; `indices` None for a cache that keeps everything, which may hold pads."""

@@ -119,7 +119,7 @@ def evict(
     queries = torch.cat(memory.latest_queries, dim=2) if memory.latest_queries else None
     new = None if queries is None else queries[:, :, -memory.decoded :]
     budgets = [choice.policy.decode(length) for length in lengths]
-    kept = memory.kept()
+    kept, held = memory.kept(), memory.held()
     rotary = memory.rotary if choice.policy.moves_keys else rotary
     view = choice.stored_view(
         kept,
@@ -133,9 +133,10 @@ def evict(
         memory.merge_threshold,
         memory.noted,
         has_no_pads=memory.has_no_pads,
+        held=held,
     )
     voters = None if queries is None else choice.voters(queries)
-    memory.reduce_to(kept, choice.reduce(kept, voters, new, view, log.shares), seen)
+    memory.reduce_to(kept, choice.reduce(kept, voters, new, view, log.shares, held), seen)
     memory.decoded = 0
 
 
@@ -171,7 +172,9 @@ class Prefill(Pass):
     @property
     def _keeps_all(self) -> bool:
         """Whether the prompt is stored as it is, unscored: every shape and bit is then transformers' own."""
-        return self.choice.budgets(self.tokens) == self.tokens.context and self.memory.is_whole
+        # Fixed shapes have pads in front only.
+        is_one_piece = self.memory.is_whole and not (self.memory.has_fixed_shapes and self.tokens.padding is not None)
+        return is_one_piece and self.choice.budgets(self.tokens) == self.tokens.context
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
         if self._staged is not None:

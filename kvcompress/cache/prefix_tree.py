@@ -38,18 +38,20 @@ class Node:
 @dataclass(frozen=True)
 class Path:
     """The tokens that a prompt shares with others: all of `nodes`, which follow one another from a root without tokens
-    on, but of the last one only its first `of_last`."""
+    on, but of the last one only its first `of_last`. `held`: what they computed when they were found, as other prompts
+    may split them."""
 
     nodes: tuple[Node, ...]
     of_last: int
+    held: tuple[Columns, ...]
 
     @property
     def tokens(self) -> int:
-        return sum(node.tokens for node in self.nodes[:-1]) + self.of_last
+        return sum(computed[0].shape[-2] for computed in self.held[:-1]) + self.of_last
 
     def computed(self, part: int, tokens: int) -> torch.Tensor:
         """The first `tokens` of a part of `Node.computed`."""
-        return torch.cat([node.computed[part] for node in self.nodes[1:]], dim=-2)[..., :tokens, :]
+        return torch.cat([computed[part] for computed in self.held], dim=-2)[..., :tokens, :]
 
 
 class PrefixTree:
@@ -57,15 +59,18 @@ class PrefixTree:
 
     Attributes:
         nbytes: of all that is held.
+        reused_tokens: that prompts took from it so far.
     """
 
-    def __init__(self, room: int):
-        self.room, self.nbytes = room, 0
+    def __init__(self, room: int, device: str | None = None):
+        """`device`: where everything is held; None: where it is computed."""
+        self.room, self.device, self.nbytes, self.reused_tokens = room, device, 0, 0
         self._roots: dict[object, Node] = {}
         self._clock = 0
 
     def find(self, identity: object, given: Columns) -> Path:
         """How much of a prompt is there. Only prompts of the same `identity` share."""
+        given = self._here(given)
         node = self._roots.setdefault(identity, Node([], []))
         nodes, of_last = [node], 0
         self._clock += 1
@@ -76,7 +81,7 @@ class PrefixTree:
             if of_last < child.tokens:
                 break
             node, given = child, [part[of_last:] for part in given]
-        return Path(tuple(nodes), of_last)
+        return Path(tuple(nodes), of_last, tuple(node.computed for node in nodes[1:]))
 
     def add(self, identity: object, given: Columns, computed: Columns, first: int) -> None:
         """Hold a prompt, or of its tokens as many as there is room for once what was used least recently is gone.
@@ -97,14 +102,18 @@ class PrefixTree:
         behind = min(behind, (self.room - self.nbytes) // per_token)
         if behind <= 0:
             return
-        given = _cut(given, start, start + behind)
-        node = Node(given, _cut(computed, start - first, start - first + behind), parent, used=self._clock)
+        given = self._here(_cut(given, start, start + behind))
+        computed = self._here(_cut(computed, start - first, start - first + behind))
+        node = Node(given, computed, parent, used=self._clock)
         parent.children[_first(given)] = node
         self.nbytes += node.nbytes
 
     def clear(self) -> None:
         self._roots.clear()
         self.nbytes = 0
+
+    def _here(self, parts: Columns) -> Columns:
+        return parts if self.device is None else [part.to(self.device) for part in parts]
 
     def _split(self, node: Node, tokens: int) -> None:
         """Let a node hold its first tokens only, and a new one behind it the others."""

@@ -11,8 +11,9 @@ from .new_tokens import NewTokens
 from .passes import Decoding, KeysAndValues, Prefill
 
 # Queries (batch, heads, columns, head_dim), keys and values (batch, kv_heads, columns, head_dim) of a prompt's first
-# columns; made when a layer is reached, so that one layer's are there at a time.
-Beginning = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+# columns; made when a layer is reached, so that one layer's are there at a time. Queries are None before a prompt's
+# last piece, as nothing is chosen yet.
+Beginning = Callable[[], tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]]
 
 
 class ResumedPrefill(Prefill):
@@ -26,14 +27,17 @@ class ResumedPrefill(Prefill):
     ):
         super().__init__(choice, memory, tokens, then)
         self.is_first_prompt = False  # the model's own mask has a row for each column
-        self._known, self._beginning = known, beginning
+        self._known, self._beginning, self._known_queries = known, beginning, None
 
     @property
     def length(self) -> int:
         return self._known if self._staged is None else self.tokens.columns
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
-        self._known_queries, known_keys, known_values = self._beginning()
+        if not self._known:
+            return super().update(keys, values)
+        known = (None if part is None else part.to(keys.device) for part in self._beginning())
+        self._known_queries, known_keys, known_values = known
         return super().update(torch.cat([known_keys, keys], dim=2), torch.cat([known_values, values], dim=2))
 
     def mask(self, query_length: int) -> torch.Tensor:
@@ -47,4 +51,4 @@ class ResumedPrefill(Prefill):
 
     def all_queries(self, queries: torch.Tensor) -> torch.Tensor:
         known, self._known_queries = self._known_queries, None
-        return torch.cat([known, queries], dim=2)
+        return queries if known is None else torch.cat([known, queries], dim=2)

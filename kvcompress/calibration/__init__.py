@@ -1,6 +1,6 @@
-"""What some methods know of a model beforehand: gathered once over prompts, kept in a file, given as `calibration=`.
+"""Calibration: statistics of a model that some methods need, gathered once over prompts and saved in a file.
 
-`files`: the file and its checks; `collect`: the pass over the model; `published`: reading what authors have published;
-`text`: prompts from a text; `command`: `python -m kvcompress calibrate`. What is gathered, and what follows from it, is
-the method's: `kvcompress.clusters.calibrated`.
+The file is the option `calibration=`. `files` defines it and its checks, `collect` gathers the statistics, `published`
+reads files that authors published, `text` makes prompts from a text, and `command` is `python -m kvcompress calibrate`.
+What is gathered and computed is up to the method: `kvcompress.clusters.calibrated`.
 """

@@ -1,4 +1,4 @@
-"""The pass over a model that makes a calibration: each prompt is read once, and a method looks at every layer."""
+"""Calibrating a method: the model reads each prompt once, and the method measures every layer."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -25,13 +25,13 @@ Sums = dict[str, torch.Tensor]
 
 
 def calibrated_method(method: str, **options: object) -> tuple[str, CalibratedKVCluster]:
-    """A method that is calibrated, by name and with options. Raises KVCompressError for any other."""
+    """Return a calibrated method's name and cluster. Raises KVCompressError for any other method."""
     info = method_info(method)
     if not issubclass(info.cls, CalibratedKVCluster):
         names = [name for name, each in list_methods().items() if issubclass(each.cls, CalibratedKVCluster)]
-        raise KVCompressError(f"method {info.name!r} is not calibrated; those that are: {', '.join(names)}")
+        raise KVCompressError(f"method {info.name!r} is not calibrated; calibrated methods: {', '.join(names)}")
     if "calibration" in options:
-        raise KVCompressError("calibration= is what calibrating makes: it is not given")
+        raise KVCompressError("calibration= is the result of calibrating; leave it out")
     return info.name, make_cluster(info.name, **options)
 
 
@@ -44,7 +44,7 @@ def calibrate(
     seed: int | None = None,
     **options: object,
 ) -> Calibration:
-    """What `method` wants to know of `model`, gathered over prompts.
+    """Gather the statistics of `model` that `method` needs, over prompts.
 
     ```python
     calibration = kvcompress.calibrate(model, "q-filters", map(processor, prompts))
@@ -53,15 +53,15 @@ def calibrate(
 
     Args:
         model: as for `compress`.
-        method: one that is calibrated.
-        prompts: model inputs, `input_ids` and what belongs to its images, each with a batch of one.
-        data: where the prompts come from; noted in the file.
-        seed: by which they were drawn; noted in the file.
-        options: of the method.
+        method: a calibrated method.
+        prompts: model inputs, `input_ids` and the inputs of its images, each with a batch of one.
+        data: where the prompts come from; recorded in the file.
+        seed: the seed by which they were drawn; recorded in the file.
+        options: options of the method.
 
     Raises:
-        KVCompressError: for a method that is not calibrated, no prompt, a batch of several, or a prompt or model of
-            which nothing can be learnt.
+        KVCompressError: for a method that is not calibrated, no prompts, a batch of several, or a prompt or model that
+        the method cannot use.
     """
     name, cluster = calibrated_method(method, **options)
     inner = writing_part(unwrapped(model))
@@ -87,9 +87,9 @@ def calibrate(
 def _read(
     model: PreTrainedModel, cluster: CalibratedKVCluster, prompt: dict[str, Any]
 ) -> tuple[list[Sums], tuple[int, int, int]]:
-    """What each compressed layer gave, in float64 on the CPU; and its heads, KV heads and head dimension."""
+    """Return what each compressed layer gathered, in float64 on the CPU, and its heads, KV heads and head dimension."""
     if len(prompt["input_ids"]) != 1:
-        raise KVCompressError(f"a prompt to calibrate on has a batch of one, not of {len(prompt['input_ids'])}")
+        raise KVCompressError(f"a prompt to calibrate on must have a batch of one, not of {len(prompt['input_ids'])}")
     cache = CompressedCache(model.config)
     gathered: dict[int, Sums] = {}
     sizes: dict[int, tuple[int, int, int]] = {}
@@ -121,5 +121,5 @@ def _read(
 
 
 def _stacked(gathered: list[Sums]) -> Sums:
-    """(layers, ...) of each."""
+    """Stack each quantity over the layers: (layers, ...)."""
     return {key: torch.stack([layer[key] for layer in gathered]) for key in gathered[0]}

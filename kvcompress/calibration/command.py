@@ -1,4 +1,4 @@
-"""`kvcompress calibrate`: gather what a calibrated method must know of a model, and write it to a file."""
+"""`kvcompress calibrate`: gather the statistics of a model that a calibrated method needs, and save them."""
 
 import argparse
 import time
@@ -6,39 +6,40 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..bench.flags import add_flags
 from ..command_line import Parser, key_values
 from ..errors import KVCompressError, loading, shown
 from ..files import check_output
-from ..flag_types import device_name, label, new_file, whole
+from ..flag_types import label, new_file, whole
 
 if TYPE_CHECKING:
     from .files import Calibration
 
 
 def parser(further: Callable[[Any], None] | None = None) -> argparse.ArgumentParser:
-    """`further` adds flags that name prompts to the group of which one must be given."""
+    """Create the parser; `further` adds flags to the group of sources, of which exactly one must be given."""
     this = Parser("calibrate", description=__doc__.partition(": ")[2])
     this.add_argument("model", type=label, help="hub id or local path")
-    this.add_argument("options", nargs="*", type=label, metavar="OPTION=VALUE", help="of the method")
-    this.add_argument("--method", type=label, required=True, help="one that is calibrated")
+    this.add_argument("options", nargs="*", type=label, metavar="OPTION=VALUE", help="options of the method")
+    this.add_argument("--method", type=label, required=True, help="a calibrated method")
     this.add_argument("--out", type=new_file, required=True, help="the file, NAME.safetensors")
-    this.add_argument("--questions", type=whole(1), default=32, help="prompts to draw, or all there are (32)")
-    this.add_argument("--seed", type=whole(), default=0, help="by which they are drawn (0)")
+    this.add_argument("--questions", type=whole(1), default=32, help="prompts to draw, at most all (32)")
+    this.add_argument("--seed", type=whole(), default=0, help="seed for drawing them (0)")
     data = this.add_mutually_exclusive_group(required=True)
     if further is not None:
         further(data)
-    data.add_argument("--text", type=new_file, metavar="FILE", help="a text in UTF-8, read in pieces")
+    data.add_argument("--text", type=new_file, metavar="FILE", help="a text in UTF-8, cut into pieces")
     data.add_argument(
-        "--published", type=new_file, metavar="FILE", help="what the method's authors have published; no model is run"
+        "--published", type=new_file, metavar="FILE", help="a file that the method's authors published; no model is run"
     )
     this.add_argument("--length", type=whole(1), default=2048, help="tokens of a piece of text (2048)")
-    this.add_argument("--device", type=device_name, help="default: cuda where there is one")
+    add_flags(this, "--device")
     this.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     return this
 
 
 def write(calibration: "Calibration", out: Path, seconds: float) -> None:
-    """Write the file and say what is in it."""
+    """Save the calibration and print a summary."""
     from .files import save
 
     save(calibration, out)
@@ -49,12 +50,12 @@ def write(calibration: "Calibration", out: Path, seconds: float) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Write the file. Raises KVCompressError."""
+    """Run the command. Raises KVCompressError."""
     calibrate(parser().parse_intermixed_args(arguments))
 
 
 def calibrate(flags: argparse.Namespace) -> None:
-    """Gather over a text, or take what is published. Raises KVCompressError."""
+    """Calibrate on a text, or convert a published file. Raises KVCompressError."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -76,7 +77,9 @@ def calibrate(flags: argparse.Namespace) -> None:
         try:
             check_tensors(known, model, cluster.calibrated)
         except KVCompressError as error:
-            raise KVCompressError(f"--published {shown(str(flags.published))} is not of {model}: {error}") from None
+            raise KVCompressError(
+                f"--published {shown(str(flags.published))} does not belong to {model}: {error}"
+            ) from None
         write(Calibration(name, model, known, data=f"published: {flags.published.name}"), flags.out, 0.0)
         return
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

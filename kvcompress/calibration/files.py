@@ -1,4 +1,4 @@
-"""A calibration on disk: a safetensors file, whose metadata says of which model, by what method and from what data."""
+"""Calibration files: safetensors files whose metadata names the model, the method and the data."""
 
 import hashlib
 import json
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 FORMAT = "1"
-# Fields of a text model's config that tell one architecture from another and that every transformers writes alike.
+# Fields of a text model's config that distinguish architectures and that every version of transformers writes alike.
 SHAPE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SHAPE += ("num_key_value_heads", "head_dim")
 
 Shapes = Mapping[str, tuple[str, ...]]
-BUNDLED: dict[str, Path] = {}  # name of a model that comes with calibrations -> their folder
+BUNDLED: dict[str, Path] = {}  # name of a model with bundled calibrations -> their folder
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Which model a calibration is of.
+    """The model that a calibration belongs to.
 
     Attributes:
-        model_type, name: of its config; the name is a hub id or a path, and is not compared.
-        layers: that are compressed.
-        heads, kv_heads, head_dim: of each of them.
-        fingerprint: of the config: two models of one have tensors of the same sizes.
+        model_type, name: from its config; the name is a hub id or a path, and is not compared.
+        layers: number of compressed layers.
+        heads, kv_heads, head_dim: sizes of each of these layers.
+        fingerprint: hash of the config; models with the same fingerprint have tensors of the same sizes.
     """
 
     model_type: str
@@ -49,11 +49,11 @@ class ModelIdentity:
 
     @classmethod
     def of(cls, config: "PreTrainedConfig", layers: int) -> "ModelIdentity":
-        """As the config says; `layers` as above."""
+        """Read the identity from a config; `layers` is as above."""
         text = config.get_text_config(decoder=True)
-        heads = _field(text, "num_attention_heads")
-        kv_heads = _field(text, "num_key_value_heads") or heads
-        head_dim = _field(text, "head_dim") or text.hidden_size // heads
+        heads = config_field(text, "num_attention_heads")
+        kv_heads = config_field(text, "num_key_value_heads") or heads
+        head_dim = config_field(text, "head_dim") or text.hidden_size // heads
         name = str(config.name_or_path or text.name_or_path)
         return cls(config.model_type, name, layers, heads, kv_heads, head_dim, fingerprint(config))
 
@@ -64,30 +64,33 @@ class ModelIdentity:
 
 
 def fingerprint(config: "PreTrainedConfig") -> str:
-    """Of what in a model's config decides about the sizes of its states."""
+    """Hash the fields of a model's config that determine the sizes of its states."""
     text = config.get_text_config(decoder=True)
-    shape = {name: _field(text, name) for name in SHAPE}
+    shape = {name: config_field(text, name) for name in SHAPE}
     content = json.dumps({"type": config.model_type, **shape}, sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
-def _field(config: "PreTrainedConfig", name: str) -> object:
-    """A field of a config, None where it has none; of layers that differ in it, what the config's file says."""
+def config_field(config: "PreTrainedConfig", name: str) -> object:
+    """Return a field of a config, None if it has none; if layers differ in it, the value in the config's file."""
     try:
         return getattr(config, name, None)
-    except Exception:  # transformers' own, of a name that not every release has (Gemma 4)
+    except Exception:  # an exception of transformers whose name varies by release (Gemma 4)
         return config.to_dict().get(name)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a method knows of a model.
+    """A method's statistics of a model.
 
     Attributes:
-        method: its registered name; `options`: those of the method that were in force.
-        model: whose states they are.
-        tensors: the method's own, in fp32; the first dimension counts the compressed layers.
-        data: where the prompts came from, in words; `prompts`, `tokens`: how many; `seed`: by which they were drawn.
+        method: its registered name.
+        model: the model that was measured.
+        tensors: the method's tensors, in fp32; the first dimension counts the compressed layers.
+        options: the method's options during calibration.
+        data: a description of where the prompts came from.
+        prompts, tokens: how many there were.
+        seed: the seed by which they were drawn.
     """
 
     method: str
@@ -101,8 +104,9 @@ class Calibration:
 
 
 def file_of(calibration: str, method: str) -> Path:
-    """What the option `calibration` says: a file, or in a folder (or a name in BUNDLED) METHOD.safetensors. Raises
-    KVCompressError where the folder has none."""
+    """Return the file that the option `calibration` names: a file, or METHOD.safetensors in a folder or BUNDLED model.
+
+    Raises KVCompressError if the folder has none."""
     path = BUNDLED.get(calibration, Path(calibration))
     if not path.is_dir():
         return path
@@ -112,7 +116,7 @@ def file_of(calibration: str, method: str) -> Path:
 
 
 def save(calibration: Calibration, path: Path) -> None:
-    """Write the file, whole or not at all."""
+    """Write the file atomically."""
     given = asdict(calibration)
     tensors = given.pop("tensors")
     metadata = {"kvcompress_calibration": FORMAT, **{name: json.dumps(value) for name, value in given.items()}}
@@ -122,8 +126,7 @@ def save(calibration: Calibration, path: Path) -> None:
 
 
 def load(path: str | Path) -> Calibration:
-    """The calibration in a file; one that is read again, unchanged, is not opened again. Raises KVCompressError, one
-    line, where there is none."""
+    """Load a calibration; an unchanged file is opened only once. Raises KVCompressError if it cannot be read."""
     problem = f"calibration={shown(str(path))}"
     try:
         stat = os.stat(path)
@@ -145,7 +148,7 @@ def _load(path: str, mtime_ns: int, size: int) -> Calibration:
         try:
             given = {name: parse_json(text) for name, text in metadata.items() if name != "kvcompress_calibration"}
             model = validated(ModelIdentity, "model:", given.pop("model"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             found = Calibration(model=model, tensors=tensors, **given)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise KVCompressError(f"has metadata that cannot be read: {' '.join(str(error).split())[:200]}") from None
@@ -156,7 +159,7 @@ def _load(path: str, mtime_ns: int, size: int) -> Calibration:
 
 
 def check_method(calibration: Calibration, path: str | Path, method: str, shapes: Shapes) -> None:
-    """Raises KVCompressError unless the file was made for the method and holds its tensors."""
+    """Raise KVCompressError unless the file was made for the method and holds its tensors."""
     if calibration.method != method:
         raise KVCompressError(
             f"calibration={shown(str(path))} was made for method {calibration.method!r}, not for {method!r}"
@@ -168,9 +171,9 @@ def check_method(calibration: Calibration, path: str | Path, method: str, shapes
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor], model: ModelIdentity, shapes: Shapes) -> None:
-    """Raises KVCompressError unless these are the tensors that `shapes` names, finite and of the model's sizes.
+    """Raise KVCompressError unless these are the tensors named by `shapes`, finite and with the model's sizes.
 
-    `shapes`: name -> its dimensions, as names of `ModelIdentity`; `pairs` is half of `head_dim`.
+    `shapes` maps a name to its dimensions, as fields of `ModelIdentity`; `pairs` is half of `head_dim`.
     """
     if tensors.keys() != shapes.keys():
         raise KVCompressError(f"the tensors are {_listed(tensors)}, not {_listed(shapes)}")
@@ -188,10 +191,12 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], model: ModelIdentity, sha
 
 
 def check_model(calibration: Calibration, path: str | Path, config: "PreTrainedConfig", layers: int) -> None:
-    """Raises KVCompressError unless the file is of a model of this config, of which `layers` are compressed."""
+    """Raise KVCompressError unless the file belongs to a model with this config and `layers` compressed layers."""
     found, this = calibration.model, ModelIdentity.of(config, layers)
     if (found.fingerprint, found.layers) != (this.fingerprint, this.layers):
-        raise KVCompressError(f"calibration={shown(str(path))} is of another model: it is of {found}, this is {this}")
+        raise KVCompressError(
+            f"calibration={shown(str(path))} belongs to another model: it belongs to {found}, this is {this}"
+        )
 
 
 def _listed(names: Mapping[str, object]) -> str:

@@ -1,4 +1,4 @@
-"""Reading the files in which authors have published what their methods know of a model."""
+"""Reading the calibration files that authors published for their methods."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from ..files import parse_json
 
 
 def tensors_in(path: Path, *names: str) -> dict[str, torch.Tensor]:
-    """The named tensors of a safetensors file. Raises KVCompressError."""
+    """Read the named tensors of a safetensors file. Raises KVCompressError."""
     try:
         with safe_open(path, framework="pt") as file:
             found = list(file.keys())
@@ -31,16 +31,16 @@ def tensors_in(path: Path, *names: str) -> dict[str, torch.Tensor]:
 
 
 def numbers_in(path: Path) -> torch.Tensor:
-    """A table of numbers, tabs between them, as (rows, columns) in fp64. Raises KVCompressError."""
+    """Read a table of tab-separated numbers as (rows, columns) in fp64. Raises KVCompressError."""
     try:
         rows = [[float(cell) for cell in line.split("\t")] for line in path.read_text(encoding="utf-8").splitlines()]
         return torch.tensor(rows, dtype=torch.float64)
-    except (OSError, ValueError) as error:  # rows of different lengths are a ValueError of torch's
+    except (OSError, ValueError) as error:  # torch raises ValueError for rows of different lengths
         raise _unreadable(path, "table of numbers with tabs between them", error) from None
 
 
 def json_in(path: Path) -> Any:
-    """What a JSON file says. Raises KVCompressError."""
+    """Read a JSON file. Raises KVCompressError."""
     try:
         return parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -48,8 +48,9 @@ def json_in(path: Path) -> Any:
 
 
 def means_by_head(path: Path, heads: int, layers: int, ending: str = "") -> torch.Tensor:
-    """Of a JSON file with the numbers of samples under "layer-head" and `ending`: their means, (layers, heads) in fp64.
-    Raises KVCompressError."""
+    """Read the means over samples in a JSON file: (layers, heads) in fp64. Raises KVCompressError.
+
+    The file has the samples' numbers under "layer-head" plus `ending`."""
     table = json_in(path)
     try:
         samples = [[table[f"{layer}-{head}{ending}"] for head in range(heads)] for layer in range(layers)]
@@ -61,7 +62,7 @@ def means_by_head(path: Path, heads: int, layers: int, ending: str = "") -> torc
 
 
 def pickled_in(path: Path) -> Any:
-    """What `torch.save` wrote of tensors and plain values; nothing else is loaded. Raises KVCompressError."""
+    """Read tensors and plain values, and nothing else, from a file of `torch.save`. Raises KVCompressError."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever unpickling raises

@@ -12,9 +12,10 @@ from ..errors import KVCompressError, shown
 def pieces(
     path: Path, tokenizer: PreTrainedTokenizerBase, length: int, number: int, seed: int
 ) -> list[dict[str, torch.Tensor]]:
-    """`number` of the pieces of `length` tokens into which a text file falls, or all where it has fewer, in their
-    order; each begins as the tokenizer begins a text. What is left over at the end is a piece only where it is all.
-    Raises KVCompressError for a file that is no text or empty."""
+    """Cut a text file into pieces of `length` tokens and draw `number` of them, or all if there are fewer, in order.
+
+    Each piece begins as the tokenizer begins a text. A shorter rest at the end is dropped, unless it is the whole text.
+    Raises KVCompressError for a file that is not text or is empty."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -24,7 +25,7 @@ def pieces(
     if not ids:
         raise KVCompressError(f"--text {shown(str(path))} is empty")
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    if begin and tokenizer("a").input_ids[:1] != begin:  # the tokenizer knows one and does not write it
+    if begin and tokenizer("a").input_ids[:1] != begin:  # the tokenizer has one but does not add it
         begin = []
     room = max(length - len(begin), 1)
     starts = range(0, max(len(ids) - room + 1, 1), room)

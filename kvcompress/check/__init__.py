@@ -1,5 +1,5 @@
-"""`kvcompress check`: does a method keep what every method promises?
+"""`kvcompress check`: does a method keep the promises that every method makes?
 
-`command`: the command line; `models`: what is tried on; `promises`: the checks; `reference`: the full cache under a
-mask; `passed`: the files that passed.
+`command` is the command line, `models` the models and prompts it runs on, `promises` the checks, `reference` the full
+cache under a mask, and `passed` the record of files that passed.
 """

@@ -1,4 +1,4 @@
-"""`kvcompress check`: does a method of yours keep what every method promises, in batches, chunks and while decoding?
+"""`kvcompress check`: check that your method works correctly in batches, in chunks and while decoding.
 
 kvcompress check my_method.py                 all methods of the file
 kvcompress check value-norm window_size=4     one method, with options
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 def parser() -> argparse.ArgumentParser:
     this = Parser("check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     this.add_argument("what", type=label, metavar="FILE|METHOD", help="a Python file with methods, or a method's name")
-    this.add_argument("options", nargs="*", type=label, metavar="OPTION=VALUE", help="of the method, or of the engine")
-    this.add_argument("--seed", type=whole(), default=0, help="of the prompts (0)")
+    this.add_argument("options", nargs="*", type=label, metavar="OPTION=VALUE", help="of the method or the engine")
+    this.add_argument("--seed", type=whole(), default=0, help="seed of the prompts (0)")
     return this
 
 
 def main(arguments: list[str]) -> int:
-    """Check all promises; 1 where one is broken. Raises KVCompressError for what cannot be checked."""
+    """Check all promises; return 1 if one is broken. Raises KVCompressError for a method that cannot be checked."""
     given = parser().parse_intermixed_args(arguments)
     options = key_values(given.options)
     if size := {"ratio", "budget"} & options.keys():
-        raise KVCompressError(f"{size.pop()}= is not for check, which takes a ratio of its own")
+        raise KVCompressError(f"{size.pop()}= is not for check, which uses its own ratio")
     file = Path(given.what).expanduser().absolute() if given.what.endswith(".py") else None
     from .promises import PROMISES, NotAsked
 
@@ -60,15 +60,17 @@ def main(arguments: list[str]) -> int:
 
 
 def methods_of(file: Path | None, name: str, options: dict[str, str], seed: int) -> "list[Checked]":
-    """What is to be checked. Raises KVCompressError for a method that is none, or needs what is not here."""
+    """Return the methods to check. Raises KVCompressError for an unknown method, or one that needs a missing file."""
     from ..clusters.calibrated import CalibratedKVCluster
     from ..clusters.learned import LearnedKVCluster
     from ..methods import FILES, import_file, method_info
     from .promises import Checked
 
     if file is not None:
-        os.environ.pop(FILES, None)  # they may have methods of the same names
+        os.environ.pop(FILES, None)  # its files may define methods with the same names
         names = import_file(file, name)
+        if not names:
+            raise KVCompressError(f"{name} registers layer budgets only: there is no method to check")
     else:
         names = [method_info(name).name]
     found = [Checked(each, options, seed) for each in names]
@@ -76,17 +78,17 @@ def methods_of(file: Path | None, name: str, options: dict[str, str], seed: int)
         if each.method == "full":
             raise KVCompressError("method 'full' keeps everything: there is nothing to check")
         if each.policy.tokens is not None:
-            raise KVCompressError(f"method {each.method!r} drops tokens before they are cached: no KVCluster")
+            raise KVCompressError(f"method {each.method!r} drops tokens before they are cached: it is not a KVCluster")
         if isinstance(each.cluster, LearnedKVCluster):
-            raise KVCompressError(f"method {each.method!r} needs the checkpoint of a model that is not here")
+            raise KVCompressError(f"method {each.method!r} needs the checkpoint of a model that is not available")
         needs = isinstance(each.cluster, CalibratedKVCluster) and each.cluster.needs_calibration
         if needs and each.cluster.calibration_file is None:
-            raise KVCompressError(f"method {each.method!r} needs calibration=FILE of a model that is not here")
+            raise KVCompressError(f"method {each.method!r} needs calibration=FILE of a model that is not available")
     return found
 
 
 def failure(check: Callable[["Checked"], None], checked: "Checked", file: Path | None) -> str:
-    """Why a promise is broken, in a line; nothing where it is kept."""
+    """Return why a promise is broken, in one line; an empty string if it is kept."""
     from .promises import Broken, NotAsked
 
     try:

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, Qwen2Config, Qwen2VLConfig
 
 VOCABULARY = 128
-PAD, IMAGE, VIDEO, VISION_START, VISION_END, FIRST_TEXT = 0, 1, 2, 3, 4, 8  # below the last greedy decoding picks none
-GRID = (1, 6, 8)  # of an image: patches, of which 2 x 2 are a token
+PAD, IMAGE, VIDEO, VISION_START, VISION_END, FIRST_TEXT = 0, 1, 2, 3, 4, 8  # greedy decoding picks no id below 8
+GRID = (1, 6, 8)  # patches of an image; 2 x 2 patches make a token
 IMAGE_TOKENS = 12
 TEXT = {
     "vocab_size": VOCABULARY,
@@ -31,8 +31,8 @@ class Tried:
     """A model and a left-padded batch of prompts for it.
 
     Attributes:
-        name: of the model's family.
-        images: how many pictures each row shows.
+        name: the model's family.
+        images: number of pictures in each row.
     """
 
     name: str
@@ -50,13 +50,13 @@ class Tried:
         return f"{self.name}, {' and '.join(map(str, self.lengths))} tokens{seen}"
 
     def alone(self, row: int) -> "Tried":
-        """One row without its pads."""
+        """Return one row without its pads."""
         real = self.inputs["attention_mask"][row].bool()
         inputs = {}
         for name, tensor in self.inputs.items():
             if len(tensor) == len(real) or tensor.shape[-1] == len(real):
                 inputs[name] = tensor[row : row + 1, real]
-            elif self.images[row]:  # of all pictures, in the order of their rows
+            elif self.images[row]:  # all pictures, in the order of their rows
                 per_image = len(tensor) // sum(self.images)
                 first = sum(self.images[:row])
                 inputs[name] = tensor[first * per_image : (first + self.images[row]) * per_image]
@@ -64,12 +64,12 @@ class Tried:
 
 
 def text_model() -> PreTrainedModel:
-    """Qwen2's architecture."""
+    """Build a tiny Qwen2."""
     return _built(AutoModelForCausalLM, Qwen2Config(**TEXT))
 
 
 def vision_model() -> PreTrainedModel:
-    """Qwen2-VL's: M-RoPE, and a vision tower."""
+    """Build a tiny Qwen2-VL, with M-RoPE and a vision tower."""
     config = Qwen2VLConfig(
         text_config={**TEXT, "rope_parameters": MROPE},
         vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
@@ -82,7 +82,7 @@ def vision_model() -> PreTrainedModel:
 
 
 def prompts(name: str, model: PreTrainedModel, lengths: Sequence[int], images: Sequence[int], seed: int) -> Tried:
-    """Prompts of random words, of so many tokens with their pictures, on the right of a batch."""
+    """Create a left-padded batch of prompts with random words; `lengths` count their pictures' tokens too."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.full((len(lengths), max(lengths)), PAD)
     for row, (length, count) in enumerate(zip(lengths, images, strict=True)):
@@ -104,7 +104,7 @@ def prompts(name: str, model: PreTrainedModel, lengths: Sequence[int], images: S
 
 @torch.no_grad()
 def _built(auto: type, config: Qwen2Config | Qwen2VLConfig) -> PreTrainedModel:
-    """With weights under which attention is peaked: where it is flat, hardly anything depends on what is kept."""
+    """Build a model with peaked attention; if attention is flat, hardly anything depends on which entries are kept."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = auto.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()

@@ -1,5 +1,6 @@
-"""What every method promises, each as a function that raises Broken where it is not so, and NotAsked of
-a method that makes none."""
+"""The promises of every method, each a function that raises Broken if the promise is not kept.
+
+It raises NotAsked if the method does not make the promise."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,31 +22,31 @@ from ..scoring.selection import ADAPTIVE
 from .models import Tried, prompts, text_model, vision_model
 from .reference import generate, only_attending_to
 
-NEW = 6  # tokens of an answer
+NEW = 6  # tokens per answer
 RATIO = 0.3
 TOLERANCE = 1e-4  # fp32, logits of order 1
-SCORES = 1e-3  # relative, of scores: sums over a batch round otherwise than those over a row
-PROTECTED = 1e30  # scores from here on are of what must stay
+SCORES = 1e-3  # relative, for scores: sums over a batch round differently than sums over a row
+PROTECTED = 1e30  # scores from here on belong to entries that must stay
 DECODING = {"decode_budget": 12, "decode_interval": 2}
 RAGGED = {"head_budget": "adaptive", **DECODING}
 CHUNKS = {"prefill_chunk": 16}
 
 
 class Broken(Exception):
-    """A promise that is not kept: the message says what differs."""
+    """Raised if a promise is not kept; the message says what differs."""
 
 
 class NotAsked(Exception):
-    """A promise that the method does not make: the message says why."""
+    """Raised if the method does not make a promise; the message says why."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One choice in one layer, of one row.
+    """One choice in one layer, for one row.
 
     Attributes:
-        scores: (kv_heads, entries) of the row's entries, what no head holds as NaN.
-        chosen: (kv_heads, entries) which of them are kept.
+        scores: (kv_heads, entries), scores of the row's entries; NaN for entries that a head does not hold.
+        chosen: (kv_heads, entries), True for entries that are kept.
     """
 
     layer: int
@@ -56,11 +57,11 @@ class Event:
 
 @dataclass
 class Run:
-    """An answer: its tokens (batch, new), logits, and what was scored and kept on the way.
+    """An answer: its tokens (batch, new), its logits, and the scored and kept entries.
 
     Attributes:
-        events: of each row, in the order of the choices.
-        history: columns seen -> what every layer held then, [layer][row][kv_head].
+        events: the choices for each row, in their order.
+        history: columns seen -> the columns that every layer held then, [layer][row][kv_head].
     """
 
     tokens: torch.Tensor
@@ -72,7 +73,7 @@ class Run:
 
 @dataclass
 class Checked:
-    """A method with its options, and the prompts that it is tried on."""
+    """A method with its options, and the prompts that it runs on."""
 
     method: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -98,7 +99,7 @@ class Checked:
         return compress(tried.model, self.method, **options)
 
     def answer(self, tried: Tried, forced: torch.Tensor | None = None, **engine: Any) -> Run:
-        """The answers to a batch, `forced` to these tokens."""
+        """Answer a batch, with the tokens `forced` if given."""
         with self.compress(tried, **engine) as session, _noted(type(self.cluster), len(tried.images)) as events:
             history = History(session)
             criteria = StoppingCriteriaList([history])
@@ -133,12 +134,13 @@ def keeps_its_budget(checked: Checked) -> None:
                 total = sum(map(sum, counts))
                 is_kept = total == want * sum(map(len, counts)) or not policy.layer_budget.is_exact
             if not is_kept:
-                raise Broken(f"{tried}, ratio {RATIO}: row {row} keeps {counts} per layer and head, asked were {want}")
+                raise Broken(f"{tried}, ratio {RATIO}: row {row} keeps {counts} per layer and head instead of {want}")
 
 
 def decodes_as_the_full_cache_under_a_mask(checked: Checked) -> None:
-    """That hides what was dropped: positions, masks and gathered entries are right. Nothing is merged here, and prompts
-    come whole."""
+    """The mask hides the dropped entries, so this checks positions, masks and gathered entries.
+
+    Nothing is merged here, and prompts are not split into chunks."""
     for tried in checked.tried:
         for eviction in ({}, DECODING, RAGGED):
             engine = {"merge": "none", "prefill_chunk": None, **eviction}
@@ -149,7 +151,7 @@ def decodes_as_the_full_cache_under_a_mask(checked: Checked) -> None:
 
 
 def a_row_is_as_alone(checked: Checked) -> None:
-    """In a padded batch each row has the scores, and keeps the entries, that it has alone."""
+    """In a padded batch, each row has the same scores and keeps the same entries as alone."""
     _rows_as_alone(checked, {})
 
 
@@ -193,37 +195,37 @@ def chooses_the_same_twice(checked: Checked) -> None:
     for one, other in zip(first.history.values(), second.history.values(), strict=True):
         for layer, (rows, again) in enumerate(zip(one, other, strict=True)):
             if _lists(rows) != _lists(again):
-                raise Broken(f"{tried}, ratio {RATIO}: layer {layer} keeps other entries when it is run again")
+                raise Broken(f"{tried}, ratio {RATIO}: layer {layer} keeps other entries when run again")
 
 
 def memory_is_linear_in_the_prompt(checked: Checked) -> None:
-    """No tensor of queries x keys."""
+    """Scoring creates no tensor of queries x keys."""
     model, largest = checked.tried[0].model, []
     for length in (1500, 3000):
         tried = prompts("qwen2", model, (length,), (0,), checked.seed)
         with checked.compress(tried), _scoring_under(type(checked.cluster), mode := LargestTensor()):
             generate(model, tried.inputs, 1)
         largest.append(mode.numel)
-    states = length * model.config.hidden_size  # what is as large as the queries may come in blocks
+    states = length * model.config.hidden_size  # tensors up to the size of the queries may come from blocks
     if largest[1] > max(2.1 * largest[0], states):
-        raise Broken(f"qwen2, 1500 and 3000 tokens: scoring makes a tensor of {largest[0]} and {largest[1]} numbers")
+        raise Broken(f"qwen2, 1500 and 3000 tokens: scoring creates a tensor of {largest[0]} and {largest[1]} numbers")
 
 
 PROMISES: dict[str, Callable[[Checked], None]] = {
     "ratio 1 gives the logits of the full cache": ratio_one_is_the_full_cache,
     "each row keeps its budget": keeps_its_budget,
     "decoding equals the full cache under a mask": decodes_as_the_full_cache_under_a_mask,
-    "a row in a padded batch is as alone": a_row_is_as_alone,
-    "a row in a batch is as alone while decoding evicts": a_row_is_as_alone_while_decoding_evicts,
-    "a row in a batch is as alone where heads keep different numbers": a_row_is_as_alone_with_ragged_heads,
-    "a row in a batch is as alone where prompts come in chunks": a_row_is_as_alone_in_chunks,
-    "a second turn sees what was kept": a_second_turn_sees_what_was_kept,
-    "the same prompt keeps the same": chooses_the_same_twice,
+    "a row gives the same result in a padded batch as alone": a_row_is_as_alone,
+    "a row gives the same result in a batch as alone while decoding evicts": a_row_is_as_alone_while_decoding_evicts,
+    "a row gives the same result in a batch as alone with ragged heads": a_row_is_as_alone_with_ragged_heads,
+    "a row gives the same result in a batch as alone in chunks": a_row_is_as_alone_in_chunks,
+    "a second prompt sees the kept entries": a_second_turn_sees_what_was_kept,
+    "the same prompt keeps the same entries": chooses_the_same_twice,
     "memory is linear in the prompt": memory_is_linear_in_the_prompt,
 }
 
 
-# -- how they are told
+# -- helpers of the checks
 
 
 def _rows_as_alone(checked: Checked, engine: dict[str, Any]) -> None:
@@ -234,13 +236,13 @@ def _rows_as_alone(checked: Checked, engine: dict[str, Any]) -> None:
             alone = checked.answer(tried.alone(row), batch.tokens[row : row + 1], **engine)
             if len(batch.events[row]) != len(alone.events[0]):
                 counts = f"{len(batch.events[row])} times, alone {len(alone.events[0])}"
-                raise Broken(f"{where}: of row {row} entries are chosen {counts}")
+                raise Broken(f"{where}: row {row} chooses entries {counts}")
             for one, other in zip(batch.events[row], alone.events[0], strict=True):
                 _same_scores(where, row, one, other)
                 if not _same_choice(where, row, one, other):
                     break
             pads = tried.inputs["input_ids"].shape[1] - length
-            if not batch.events[row] or _kept(batch, row, pads) == _kept(alone, 0, 0):  # else rounding broke a tie
+            if not batch.events[row] or _kept(batch, row, pads) == _kept(alone, 0, 0):  # otherwise rounding broke a tie
                 _same_logits(f"{where}: row {row}", batch.logits[row], alone.logits[0], "in the batch", "alone")
 
 
@@ -260,7 +262,7 @@ def _same_scores(where: str, row: int, one: Event, other: Event) -> None:
 
 
 def _same_choice(where: str, row: int, one: Event, other: Event) -> bool:
-    """Whether the same entries were chosen. Not so where rounding broke a tie: from there on the row holds others."""
+    """Return whether the same entries were chosen. If rounding broke a tie, the row holds others from then on."""
     together, alone = one.chosen[:, -other.chosen.shape[1] :], other.chosen
     if torch.equal(together, alone):
         return True
@@ -269,8 +271,8 @@ def _same_choice(where: str, row: int, one: Event, other: Event) -> bool:
     ]
     if not torch.isclose(*sums, rtol=SCORES, atol=SCORES):
         raise Broken(
-            f"{where}: row {row}, layer {one.layer} chooses by the same scores what scores {sums[0]:.4g} in the batch, "
-            f"{sums[1]:.4g} alone"
+            f"{where}: row {row}, layer {one.layer} has the same scores, but its choice sums to {sums[0]:.4g} in the "
+            f"batch, {sums[1]:.4g} alone"
         )
     return False
 
@@ -295,7 +297,7 @@ def _lists(rows: list) -> list:
 
 @contextmanager
 def _noted(cls: type[KVCluster], rows: int) -> Iterator[list[list[Event]]]:
-    """The scores that `select` is given, of each row that it has to choose in, while a model runs."""
+    """Record the scores that `select` gets while a model runs, for each row in which it has to choose."""
     events: list[list[Event]] = [[] for _ in range(rows)]
 
     def noting(select: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -303,10 +305,10 @@ def _noted(cls: type[KVCluster], rows: int) -> Iterator[list[list[Event]]]:
         def noted(self: KVCluster, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
             kept = select(self, scores, view)
             chosen = torch.zeros_like(scores[..., :1], dtype=torch.bool).repeat(1, 1, scores.shape[-1] + 1)
-            chosen = chosen.scatter(2, kept + 1, True)[..., 1:]  # -1 is none
+            chosen = chosen.scatter(2, kept + 1, True)[..., 1:]  # -1 means no entry
             hidden = ~view.real_columns(scores).expand(-1, scores.shape[1], -1)
             for row, of_row in enumerate(scores.masked_fill(hidden, torch.nan)):
-                if view.budgets[row] < view.lengths[row]:  # else another row of the batch has to choose
+                if view.budgets[row] < view.lengths[row]:  # otherwise only another row of the batch has to choose
                     is_own = ~hidden[row].all(0)
                     events[row].append(Event(view.place, view.is_decoding, of_row[:, is_own], chosen[row][:, is_own]))
             return kept
@@ -319,7 +321,7 @@ def _noted(cls: type[KVCluster], rows: int) -> Iterator[list[list[Event]]]:
 
 @contextmanager
 def _scoring_under(cls: type[KVCluster], mode: TorchDispatchMode) -> Iterator[None]:
-    """The class scores under this mode."""
+    """Run the class's `score` under this mode."""
 
     def moded(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -335,7 +337,7 @@ def _scoring_under(cls: type[KVCluster], mode: TorchDispatchMode) -> Iterator[No
 
 @contextmanager
 def _replaced(cls: type, name: str, made: Callable[[Any], Any]) -> Iterator[None]:
-    """A method of a class, replaced by what `made` makes of it."""
+    """Replace a method of a class by `made(method)`."""
     is_own, before = name in vars(cls), getattr(cls, name)
     setattr(cls, name, made(before))
     try:
@@ -348,7 +350,7 @@ def _replaced(cls: type, name: str, made: Callable[[Any], Any]) -> Iterator[None
 
 
 class History(StoppingCriteria):
-    """Columns seen -> what every layer held then."""
+    """Records, for each number of columns seen, the columns that every layer held then."""
 
     def __init__(self, session: Session):
         self.session, self.kept = session, {}
@@ -360,7 +362,7 @@ class History(StoppingCriteria):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the most elements that any operation returned; a model's weights and views of them apart."""
+    """Records the most elements that any operation returned, except a model's weights and views of them."""
 
     def __init__(self, model: torch.nn.Module | None = None):
         super().__init__()

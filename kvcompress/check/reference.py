@@ -1,7 +1,7 @@
 """The reference for selection methods: the full cache under a mask that hides exactly the dropped entries.
 
-Plain fp32 attention with repeated KV heads, no code of kvcompress: wrong positions, grouping, masks or gathers
-in the compressed cache all show as a difference in logits.
+It is plain fp32 attention with repeated KV heads and no code of kvcompress. Wrong positions, grouping, masks or gathers
+in the compressed cache all show up as a difference in logits.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,12 @@ Kept = list[list[list[torch.Tensor]] | None]
 
 @contextmanager
 def only_attending_to(model: torch.nn.Module, kept: Kept | dict[int, Kept]) -> Iterator[None]:
-    """Inside, a query sees of the passes before its own only the columns in `kept`; its own pass is causal, or as the
-    model's mask says. Where entries are evicted while decoding, `kept` is a dictionary: columns seen before a pass ->
-    what was kept of them."""
+    """Let a query see only the columns in `kept` of earlier passes; its own pass is causal or follows the model's mask.
 
-    before_pass = {}  # of each layer with keys: columns before this pass
+    If entries are evicted while decoding, `kept` is a dictionary: columns seen before a pass -> those that were
+    kept."""
+
+    before_pass = {}  # layer with keys -> columns before this pass
 
     def attention(module, query, key, value, attention_mask, scaling, **kwargs):
         source = keys_of(module)
@@ -33,7 +34,7 @@ def only_attending_to(model: torch.nn.Module, kept: Kept | dict[int, Kept]) -> I
         if source == module.layer_idx:
             before_pass[source] = key.shape[2] - query.shape[2]
         first = before_pass[source]
-        new = key.shape[2] - first  # a layer without keys may have queries of the last of them only
+        new = key.shape[2] - first  # a layer without keys may have queries for only the last of them
         visible = torch.zeros(*key.shape[:3], dtype=torch.bool, device=key.device)
         now = kept[first] if isinstance(kept, dict) and first else kept
         for row, heads in enumerate(now[source] if first else []):
@@ -42,7 +43,7 @@ def only_attending_to(model: torch.nn.Module, kept: Kept | dict[int, Kept]) -> I
         visible = visible[:, :, None].repeat(1, 1, query.shape[2], 1)
         visible[..., first:] = torch.ones(new, new, device=key.device).tril().bool()[-query.shape[2] :]
         visible = visible.repeat_interleave(groups, 1)
-        if attention_mask is not None:  # of a first prompt it says all: Gemma 3's images look at themselves both ways
+        if attention_mask is not None:  # for a first prompt it is complete: Gemma 3's images see themselves both ways
             visible = visible & attention_mask if first else attention_mask.expand_as(visible).clone()
         visible[..., first:] |= torch.eye(new, dtype=torch.bool, device=key.device)[-query.shape[2] :]  # pads: no NaN
         logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
@@ -61,7 +62,7 @@ def only_attending_to(model: torch.nn.Module, kept: Kept | dict[int, Kept]) -> I
 
 
 def keys_of(module: torch.nn.Module) -> int:
-    """The layer whose keys an attention is given: in Gemma 3n and 4 the last layers have none of their own."""
+    """Return the layer whose keys an attention uses: in Gemma 3n and 4 the last layers have no keys of their own."""
     config = module.config
     first = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
     if module.layer_idx < first:
@@ -84,7 +85,7 @@ class Force(LogitsProcessor):
 def generate(
     model: torch.nn.Module, inputs: dict, new_tokens: int, forced: torch.Tensor | None = None, **kwargs: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Greedy, or forced to given tokens: the new tokens (batch, new) and raw logits (batch, new, vocabulary)."""
+    """Generate greedily or with forced tokens; return tokens (batch, new) and raw logits (batch, new, vocabulary)."""
     prompt = inputs["input_ids"].shape[1]
     if forced is not None:
         kwargs["logits_processor"] = LogitsProcessorList([Force(prompt, forced)])

@@ -1,4 +1,4 @@
-"""One file per method. Every file in this folder is imported, so a new file is a new method."""
+"""The KV methods, one per file. Every file in this folder is imported, so adding a file adds a method."""
 
 import importlib
 import pkgutil

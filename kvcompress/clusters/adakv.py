@@ -1,4 +1,4 @@
-"""AdaKV: heads of a layer share one budget. https://arxiv.org/abs/2407.11550"""
+"""AdaKV: the heads of a layer share one budget. https://arxiv.org/abs/2407.11550"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -12,11 +12,13 @@ from .snapkv import LONGBENCH, WindowKVCluster
 @register_method("adakv")
 @dataclass(frozen=True)
 class AdaKVCluster(WindowKVCluster):
-    """SnapKV's scores, ranked over all KV heads of a layer, so that a head whose attention is spread keeps more
-    (algorithm 1; window 32, max pooling over 7 keys as in the paper's code). The window stays in every head;
-    `safeguard` of the rest is shared out evenly. `head_budget="adaptive"` does the same with the scores of any other
-    method. `variant="kvpress"`: each head is sure of its `safeguard` best, the window among them, and the ranking
-    decides on all others (`head_budget="adaptive-kvpress"`)."""
+    """Ranks SnapKV's scores over all KV heads of a layer, so heads with spread attention keep more (algorithm 1).
+
+    Every head keeps the window, and `safeguard` of the rest is shared out evenly. Window 32 and max pooling over 7 keys
+    are the settings of the paper's code. `head_budget="adaptive"` does the same with the scores of any other method.
+    With `variant="kvpress"` each head is guaranteed its `safeguard` best entries, window included, and the ranking
+    decides on all others (`head_budget="adaptive-kvpress"`).
+    """
 
     kernel_size: PositiveInt = 7
     pooling: Literal["avg", "max"] = "max"

@@ -1,4 +1,4 @@
-"""AdaMixKV: MixKV's scores in AdaKV's heads, found by a search over parts (docs/own-method.md)."""
+"""AdaMixKV: MixKV's scores with AdaKV's head budgets, found by a search (docs/own-method.md)."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -12,10 +12,12 @@ from .mixkv import MixKVCluster
 @register_method("adamixkv")
 @dataclass(frozen=True)
 class AdaMixKVCluster(MixKVCluster):
-    """MixKV's scores, seen from the last four queries and pooled widely (maximum of nine keys), in heads that share a
-    layer's budget as AdaKV's do, of which each is sure of half of its even share; more for the first layers
-    (`layer_budget="pyramid-effivlm"`), and what is evicted is merged into what follows it (`merge="cam"`). Not from a
-    paper: a recipe of published parts, searched for on the bundled tasks."""
+    """MixKV's scores from the last four queries, max-pooled over nine keys, with AdaKV's head budgets.
+
+    Each head is guaranteed half of its even share. The first layers get more (`layer_budget="pyramid-effivlm"`), and
+    the values of evicted entries are merged into the entries that follow them (`merge="cam"`). This is not from a
+    paper: it is a recipe of published parts, found by a search on the bundled tasks.
+    """
 
     window_size: PositiveInt = 4
     kernel_size: PositiveInt = 9

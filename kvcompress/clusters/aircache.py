@@ -1,4 +1,4 @@
-"""AirCache: vision tokens that the words that matter attend to. https://arxiv.org/abs/2503.23956"""
+"""AirCache: vision tokens that the most relevant words attend to. https://arxiv.org/abs/2503.23956"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -16,12 +16,14 @@ from .base import KVCluster
 @register_method("aircache")
 @dataclass(frozen=True)
 class AirCacheKVCluster(KVCluster):
-    """Evicts vision tokens only, those that the elite queries attend to least: the tokens behind the last image that
-    the last one, looking at no others, attends to with at least `alpha` of the most (elite observation window). Layers
-    share the vision budget by strength and skewness of that attention (`layer_budget="strength"`).
+    """Evicts only vision tokens, those that the elite queries attend to least.
 
-    The paper's budget counts vision tokens, as `ratio_of="vision"` does. Where text alone exceeds the budget, text is
-    ranked by the elite's attention to it. While decoding, all recent queries are elite.
+    The elite queries (elite observation window) are chosen among the tokens after the last image: the last token
+    attends to these tokens alone, and those that get at least `alpha` of its largest weight are elite. Layers share the
+    vision budget by the strength and skewness of the elite queries' attention (`layer_budget="strength"`).
+
+    The paper's budget counts vision tokens, as `ratio_of="vision"` does. If text alone exceeds the budget, text is
+    ranked by the elite queries' attention. While decoding, all recent queries are elite.
     """
 
     alpha: Annotated[float, Field(gt=0, le=1)] = 0.9

@@ -1,4 +1,4 @@
-"""CAKE: tokens whose attention is high or changes, layers whose attention is spread. https://arxiv.org/abs/2503.12491"""
+"""CAKE: tokens with high or changing attention, layers with spread attention. https://arxiv.org/abs/2503.12491"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -15,13 +15,16 @@ from .snapkv import WindowKVCluster
 @register_method("cake")
 @dataclass(frozen=True)
 class CAKEKVCluster(WindowKVCluster):
-    """Keeps the observation window and the keys with the highest mean + `gamma` * variance of the window's attention,
-    pooled (section 4, eviction indicator; window 32, gamma 200 as published). Layers share the budget by the spread
-    and the change of their attention (section 4, layer preferences, `layer_budget="cake"`), temperatures `tau1`
-    and `tau2`, which the paper fits per model and cache size (presets, from model2tau.json of its code).
+    """Keeps the observation window and the keys with the highest mean + `gamma` * variance of the window's attention.
 
-    While decoding (`decode_budget=`, in the presets the cache size) the latest query's attention alone decides, at each
-    step, and layers keep the shares that the prompt gave them."""
+    This eviction indicator is pooled (section 4; window 32, gamma 200 as published). Layers share the budget by how
+    spread and how changeable their attention is (section 4, layer preferences, `layer_budget="cake"`), with
+    temperatures `tau1` and `tau2`. The paper fits these per model and cache size (presets, from model2tau.json of its
+    code).
+
+    While decoding (`decode_budget=`, the cache size in the presets), the latest query's attention alone decides at each
+    step, and layers keep the shares that the prompt gave them.
+    """
 
     gamma: Annotated[float, Field(ge=0)] = 200.0
     tau1: PositiveFloat = 1.0
@@ -54,5 +57,7 @@ class CAKEKVCluster(WindowKVCluster):
 
     def votes(self, weights: torch.Tensor, in_window: torch.Tensor) -> torch.Tensor:
         mean = super().votes(weights, in_window)
-        squares = ((weights - mean.unsqueeze(3)) ** 2 * in_window).sum(3)
-        return mean + self.gamma * squares / (in_window.sum(3) - 1).clamp(min=1)
+        squares = (weights - mean.unsqueeze(3)) ** 2
+        if in_window is None:
+            return mean + self.gamma * squares.sum(3) / max(weights.shape[3] - 1, 1)
+        return mean + self.gamma * (squares * in_window).sum(3) / (in_window.sum(3) - 1).clamp(min=1)

@@ -1,4 +1,4 @@
-"""CaM: sinks and recent tokens, which take over values of what is evicted.
+"""CaM: sinks and recent tokens, into which the values of evicted tokens are merged.
 https://proceedings.mlr.press/v235/zhang24n.html"""
 
 from dataclasses import dataclass
@@ -17,9 +17,11 @@ from .streamingllm import sinks_and_recent
 @register_method("cam")
 @dataclass(frozen=True)
 class CaMKVCluster(HeavyHitterKVCluster):
-    """Keeps the first tokens and the most recent ones, `recent` of the budget for these (half and half in the
-    published runs). The value of a token that leaves is added in equal parts to the values of the `followers` tokens
-    behind it, the more likely the more attention it had beside them (section 4, `merge="cam"`)."""
+    """Keeps the first tokens and the most recent ones, which get `recent` of the budget (half as published).
+
+    The value of an evicted token is added in equal parts to the values of the `followers` tokens after it. The more
+    attention it received compared with them, the likelier it is to be merged (section 4, `merge="cam"`).
+    """
 
     followers: PositiveInt = FOLLOWERS
 
@@ -27,5 +29,5 @@ class CaMKVCluster(HeavyHitterKVCluster):
     merge: ClassVar[str] = "cam"
 
     def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
-        # Sums decide what is merged, positions what is kept: the recent tokens first, then the row's first ones.
+        # Sums decide what is merged, positions decide what is kept: the recent tokens first, then the row's first ones.
         return super().final_scores(sinks_and_recent(scores, scores.shape[2], view.padding), view)

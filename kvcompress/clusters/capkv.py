@@ -1,4 +1,4 @@
-"""CapKV: values that queries to come reach and others do not stand for. https://arxiv.org/abs/2604.25975"""
+"""CapKV: values that future queries reach and other values do not cover. https://arxiv.org/abs/2604.25975"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -20,12 +20,13 @@ EPSILON = 1e-6  # added to each token's weight in the capacity, as in kvpress
 @register_method("capkv")
 @dataclass(frozen=True)
 class CapKVCluster(KVCluster):
-    """Keeps the tokens whose loss takes most from the cache's capacity, log det(I + sum of w v v'): w v' (I + sum)^-1 v
-    for a token of value v and weight w, the leverage of what is read (mean of a KV head's query heads). Its weight is
-    exp(`tau` * cosine) of its key with the mean query to come, largest 1.
+    """Keeps the tokens whose removal would cost the cache most capacity, log det(I + sum of w v v').
 
-    As in kvpress: tau 5, 4 sinks that stay and do not count, queries under the mean rotation of the next `future` text
-    positions; the paper has products of unscaled vectors. While decoding the last `window_size` queries are averaged.
+    A token with value v and weight w scores w v' (I + sum)^-1 v, its weighted leverage, averaged over a KV head's query
+    heads. Its weight is exp(`tau` * cosine) of its key and the mean future query, scaled to a maximum of 1.
+
+    As in kvpress, tau is 5, 4 sinks stay and do not count, and queries get the mean rotation of the next `future` text
+    positions; the paper uses products of unscaled vectors. While decoding, the last `window_size` queries are averaged.
     """
 
     tau: Annotated[float, Field(ge=0)] = 5.0
@@ -45,7 +46,7 @@ class CapKVCluster(KVCluster):
         anchors = F.normalize(mean, dim=-1).unflatten(1, (keys.shape[1], -1))
         logits = self.tau * anchors @ F.normalize(keys.float(), dim=-1).mT  # (batch, kv_heads, groups, keys)
         logits = logits.masked_fill(~counted[:, :, None], float("-inf"))
-        weights = (logits - logits.amax(-1, keepdim=True)).exp().nan_to_num(0.0)  # NaN: nothing but sinks
+        weights = (logits - logits.amax(-1, keepdim=True)).exp().nan_to_num(0.0)  # NaN: only sinks
         values = values.double().masked_fill(~counted[..., None], 0.0)
         scores = torch.zeros(keys.shape[:3], device=keys.device)
         for weight in weights.unbind(2):

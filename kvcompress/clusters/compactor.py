@@ -1,4 +1,4 @@
-"""Compactor: keys of high leverage, and what neighbours attend to; no query asked. https://arxiv.org/abs/2507.08143"""
+"""Compactor: keys with high leverage that neighbours attend to. https://arxiv.org/abs/2507.08143"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -18,14 +18,15 @@ from .non_causal_attention import value_weighted_votes
 @register_method("compactor")
 @dataclass(frozen=True)
 class CompactorKVCluster(KVCluster):
-    """Keeps the first `sinks` and the last `recent` tokens, and of the others those with the highest sum of
-    non-causal attention and `blending` times approximate leverage, both standardised over a layer's heads and tokens
-    (defaults of the authors' kvpress; without `blending` it is the part of the prompt that is evicted). Asks nothing of
-    the question: made for a cache that answers many. `sketch`, `seed`: see `leverage`; `chunk_size`: see
-    `non-causal-attention`; `variant="kvpress"`: that of both.
+    """Keeps the first `sinks`, the last `recent` tokens, and those with the most non-causal attention and leverage.
 
-    The paper's engine, compactor-vllm, blends 0.5, weighs no values, measures leverage in chunks and lets heads share a
-    budget (`head_budget=adaptive`).
+    The score is the sum of non-causal attention and `blending` times approximate leverage, both standardised over a
+    layer's heads and tokens. The defaults are those of the authors' kvpress; by default `blending` is the part of the
+    prompt that is evicted. The question is not needed, so the method suits a cache that answers many. `sketch`, `seed`:
+    see `leverage`; `chunk_size`: see `non-causal-attention`; `variant="kvpress"` is that of both.
+
+    The paper's engine, compactor-vllm, uses a blending of 0.5, does not weigh by values, measures leverage in chunks
+    and lets heads share a budget (`head_budget=adaptive`).
     """
 
     sinks: NonNegativeInt = 8
@@ -63,7 +64,7 @@ class CompactorKVCluster(KVCluster):
 
 
 def standardised(scores: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """The scores (batch, kv_heads, columns), of mean 0 and variance 1 over all heads' counted columns of a row."""
+    """Scale scores (batch, kv_heads, columns) to mean 0 and variance 1 over a row's counted columns of all heads."""
     counted = counted.expand_as(scores)
     number = counted.sum((1, 2), keepdim=True).clamp(min=1)
     mean = scores.masked_fill(~counted, 0.0).sum((1, 2), keepdim=True) / number

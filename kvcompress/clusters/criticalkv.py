@@ -1,4 +1,4 @@
-"""CriticalKV: attention weighted by how far a value moves the output. https://arxiv.org/abs/2502.03805"""
+"""CriticalKV: attention weighted by how much a value changes the output. https://arxiv.org/abs/2502.03805"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -13,11 +13,11 @@ from ..scoring.projection import output_projection
 from ..scoring.selection import ADAPTIVE, ranks
 from .snapkv import WindowKVCluster
 
-BLOCK = 256  # keys whose projections are held at a time
+BLOCK = 256  # keys projected at a time
 
 
 def projected_norm(values: torch.Tensor, module: torch.nn.Module | None) -> torch.Tensor:
-    """L1 norm of each value after its part of the output projection, mean over the query heads of a KV head.
+    """Return the L1 norm of each value after the output projection, averaged over the query heads of a KV head.
 
     Args:
         values: (batch, kv_heads, keys, head_dim).
@@ -37,9 +37,12 @@ def projected_norm(values: torch.Tensor, module: torch.nn.Module | None) -> torc
 @register_method("criticalkv")
 @dataclass(frozen=True)
 class CriticalKVCluster(WindowKVCluster):
-    """SnapKV's scores in two stages (algorithm 1): `first_stage` of a head's budget goes to the highest scores, the
-    rest to the highest (score + epsilon) * ||W_o v||_1, which bounds how far the output moves when the entry is dropped
-    (theorem 3.3). With `head_budget="adaptive"` the heads' budgets follow the scores alone."""
+    """Selects by SnapKV's scores in two stages (algorithm 1).
+
+    `first_stage` of a head's budget goes to the highest scores, the rest to the highest (score + epsilon) * ||W_o
+    v||_1, which bounds how much the output changes when the entry is dropped (theorem 3.3). With
+    `head_budget="adaptive"` the heads' budgets depend on the scores alone.
+    """
 
     first_stage: Annotated[float, Field(ge=0, le=1)] = 0.5
     epsilon: Annotated[float, Field(ge=0)] = 1e-4

@@ -1,4 +1,4 @@
-"""CSP: attention within and across modalities, ranked apart. https://arxiv.org/abs/2412.04652"""
+"""CSP: attention within and across modalities, ranked separately. https://arxiv.org/abs/2412.04652"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -18,7 +18,7 @@ from ..scoring.windows import pad_columns, protect_recent, window_attention
 from .base import KVCluster
 
 Share = Annotated[float, Field(ge=0, le=1)]
-# Data sets of MileBench whose `cross_ratio` is 0.1; it is 0.5 for those that are no preset.
+# MileBench data sets with a `cross_ratio` of 0.1; it is 0.5 for data sets without a preset.
 TENTH = (
     "actionlocalization",
     "actionsequence",
@@ -32,17 +32,19 @@ TENTH = (
 @register_method("csp")
 @dataclass(frozen=True)
 class CSPKVCluster(KVCluster):
-    """Keeps the most recent tokens, `recent` of the budget, and what they attend to, ranked twice (section 3.2):
-    `cross` of the rest goes to the keys that queries of the other modality attend to most, what remains to those that
-    queries of the same modality do. Attention is the softmax with 1 added to its denominator, so that a query may
-    attend to nothing (section 3.3, equation 7, n = 1).
+    """Keeps recent tokens and the keys that they attend to, ranked within and across modalities (section 3.2).
 
-    The authors' code sets `cross` for each data set of MileBench, mostly to 0.5, and for two of them how many recent
-    tokens stay for each that asks, `recent_bias` (configs/7b.yaml: cross_ratio, kv_recent_bias): the presets. With
-    `cross=0` it takes 1 and 308 keys whatever the budget; here all by the first ranking. A key that both rankings would
-    take counts once, so that the budget is exact; the code stores it twice. Where no recent query attends across (in a
-    text-only prompt, say), the second share goes by the first ranking, too. While decoding, all is text and at most the
-    last 16 queries vote; the code evicts nothing then.
+    Recent tokens get `recent` of the budget. `cross` of the rest goes to the keys that queries of the other modality
+    attend to most, what remains to those that queries of the same modality attend to most. The softmax has 1 added to
+    its denominator, so a query may attend to nothing (section 3.3, equation 7, n = 1).
+
+    The authors' code sets `cross` for each MileBench data set, mostly to 0.5. For two of them it also sets
+    `recent_bias`, the number of recent tokens that stay per recent query (configs/7b.yaml: cross_ratio,
+    kv_recent_bias). These are the presets. With `cross=0` their code takes 1 and 308 keys whatever the budget; here all
+    keys go by the first ranking. A key that both rankings would take counts once, so the budget is exact; the code
+    stores it twice. If no recent query attends across modalities (in a text-only prompt, say), the second share also
+    goes by the first ranking. While decoding, all tokens count as text and at most the last 16 queries vote; the code
+    evicts nothing then.
     """
 
     recent: Share = 0.5
@@ -66,7 +68,7 @@ class CSPKVCluster(KVCluster):
         windows = [max(1, int(self.recent * budget)) for budget in view.budgets]
         own, cross = votes(queries, keys, view, windows)
         stay = [min(max(1, int(window * self.recent_bias)), n) for window, n in zip(windows, view.budgets, strict=True)]
-        if view.padding is not None:  # a pad took the votes for nothing
+        if view.padding is not None:  # votes for nothing went to a pad
             cross = cross.masked_fill(pad_columns(view.padding, columns), 0.0)
         cross = torch.where(cross.any(-1, keepdim=True), cross, own)
         rest = [budget - n for budget, n in zip(view.budgets, stay, strict=True)]
@@ -82,14 +84,14 @@ class CSPKVCluster(KVCluster):
 def votes(
     queries: torch.Tensor, keys: torch.Tensor, view: LayerView, windows: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each key receives from the last `windows[row]` queries of its own modality, and from those of the other:
-    twice (batch, kv_heads, keys).
+    """Return the attention from the last `windows[row]` queries of a key's own modality, and of the other one.
 
-    A key of zeros before a row's first is what adds 1 to each softmax's denominator: its logit is 0.
+    Both results are (batch, kv_heads, keys). A zero key before a row's first key adds 1 to each softmax's denominator,
+    as its logit is 0.
     """
     padding = view.padding
     keys = F.pad(keys, (0, 0, 1, 0))
-    if padding is not None:  # the last pad is now the key of zeros
+    if padding is not None:  # the last pad becomes the zero key
         keys = keys.masked_fill(pad_columns(padding + 1, keys.shape[2])[..., None], 0.0)
     sizes = on_device(windows, keys.device)[:, None]
     if view.is_decoding:

@@ -1,4 +1,4 @@
-"""CurDKV: keys and values of high leverage. https://arxiv.org/abs/2509.15038"""
+"""CurDKV: keys and values with high leverage. https://arxiv.org/abs/2509.15038"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -17,11 +17,11 @@ from .base import KVCluster
 @register_method("cur")
 @dataclass(frozen=True)
 class CURKVCluster(KVCluster):
-    """Keeps the sinks and the tokens whose key and value have the largest approximate leverage scores: squared norms
-    as fractions of their sum over `window_size` neighbours, multiplied (without the paper's random projection).
-    Needs no queries.
+    """Keeps the sinks and the tokens whose key and value have the largest approximate leverage scores. Uses no queries.
 
-    Windows are counted from a row's first token; `window_size=0` is one window for the whole prompt.
+    The leverage of a key or value is its squared norm as a fraction of the sum over its window of `window_size` tokens;
+    the two are multiplied (the paper's random projection is left out). Windows are counted from a row's first token;
+    `window_size=0` is one window for the whole prompt.
     """
 
     sinks: NonNegativeInt = 4
@@ -46,7 +46,7 @@ class CURKVCluster(KVCluster):
         return aligned_right(scores, view.padding)
 
     def _leverage(self, states: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-        """(batch, kv_heads, columns), each row's first token at column 0; 0 at pads."""
+        """Return (batch, kv_heads, columns), with each row's first token at column 0 and zeros at pads."""
         columns = states.shape[2]
         squares = states.float().square().sum(-1)
         if padding is not None:

@@ -1,4 +1,4 @@
-"""D2O: heavy hitters, merged with what is evicted and like them. https://arxiv.org/abs/2406.13035"""
+"""D2O: heavy hitters, into which similar evicted entries are merged. https://arxiv.org/abs/2406.13035"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -14,14 +14,16 @@ from .h2o import HeavyHitterKVCluster
 @register_method("d2o")
 @dataclass(frozen=True)
 class D2OKVCluster(HeavyHitterKVCluster):
-    """Keeps the first `sinks` tokens, heavy hitters and recent tokens, half and half (`recent`). Layers share the
-    budget by the variance of their attention (`layer_budget="variance"`). Evicted entries whose key is like a kept one,
-    by at least a threshold, are merged into it (`merge="d2o"`), the others dropped: at first the mean likeness of what
-    is evicted, then its moving average.
+    """Keeps the first `sinks` tokens, heavy hitters and recent tokens, the last two in equal parts (`recent`).
 
-    The code merges by the plain mean of the kept entry and the evicted ones times their cosine; old and new threshold
-    count alike. `variant="paper"`: three heavy hitters to one recent token, weights that are exponentials of the
-    cosine, and a threshold to which the latest eviction adds 0.7 (`merge="d2o-paper"`).
+    Layers share the budget by the variance of their attention (`layer_budget="variance"`). An evicted entry is merged
+    into the kept entry with the most similar key if the similarity reaches a threshold (`merge="d2o"`); otherwise it is
+    dropped. The threshold starts as the mean similarity of the evicted entries and is then updated as a moving average.
+
+    As in the released code, the kept entry becomes the plain mean of itself and the evicted entries times their cosine,
+    and the old and the new threshold count equally. `variant="paper"` keeps three heavy hitters per recent token,
+    weights entries by the exponential of the cosine, and gives the latest eviction a weight of 0.7 in the threshold
+    (`merge="d2o-paper"`).
     """
 
     sinks: NonNegativeInt = 4

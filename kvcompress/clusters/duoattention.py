@@ -1,4 +1,4 @@
-"""DuoAttention: some heads keep all, the others the first and the last tokens. https://arxiv.org/abs/2410.10819"""
+"""DuoAttention: some heads keep everything, the others sinks and recent tokens. https://arxiv.org/abs/2410.10819"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +19,16 @@ from .calibrated import CalibratedKVCluster
 @register_method("duoattention")
 @dataclass(frozen=True)
 class DuoAttentionKVCluster(CalibratedKVCluster):
-    """Every KV head keeps the first `sinks` and the last `recent` tokens; what the budget has beyond that goes to the
-    retrieval heads, which keep all of a prompt, from the highest gate of all layers on (section 2; 64 and 256 as
-    deployed in the paper, 128 and 256 in the released patterns). In the paper a threshold says how many heads these
-    are, here the budget: of the last of them, and of those of equal gates, the most recent tokens stay.
+    """Every KV head keeps the first `sinks` and the last `recent` tokens; retrieval heads keep the whole prompt.
 
-    The authors learn the gates by gradients; `--published full_attention_heads.tsv` takes theirs. Without it they are
-    ours, read off the attention of prompts that are longer than `sinks` and `recent`: the part that a query spends on
-    other tokens, on average, of the query head of a KV head that spends most.
+    The rest of the budget goes to the retrieval heads, in the order of their gates over all layers, the highest first
+    (section 2; 64 and 256 as deployed in the paper, 128 and 256 in the released patterns). In the paper a threshold
+    sets the number of retrieval heads; here the budget does. If it does not suffice for the last of them, or for heads
+    with equal gates, these keep their most recent tokens.
+
+    The authors learn the gates by gradient descent; `--published full_attention_heads.tsv` takes theirs. Without it the
+    gates are ours, measured from the attention of prompts longer than `sinks` and `recent`: the average share that a
+    query spends on the other tokens, of the query head that spends most in each KV head.
     """
 
     sinks: NonNegativeInt = 64
@@ -45,7 +47,7 @@ class DuoAttentionKVCluster(CalibratedKVCluster):
         gates = self.known("gates", view, keys.device).clamp(0, 1)
         columns = keys.shape[2]
         age = torch.arange(columns - 1, -1, -1, device=keys.device)
-        # Streaming tokens come before all gates: sinks, the first first, then the more recent the better.
+        # Streaming tokens come before all gates: sinks in their order, then recent tokens, the latest first.
         scores = torch.where(age < self.recent, 2 - age / self.recent, gates[:, None]).expand(keys.shape[:3])
         position = torch.arange(columns, device=keys.device)
         if view.padding is not None:
@@ -68,11 +70,11 @@ class DuoAttentionKVCluster(CalibratedKVCluster):
         if not sums["queries"].any():
             raise KVCompressError(
                 f"no prompt has more than sinks + recent = {self.sinks + self.recent} tokens, so nothing tells the "
-                "heads apart: give longer prompts, or smaller sinks= and recent="
+                "heads apart: use longer prompts, or smaller sinks= and recent="
             )
         return {"gates": (sums["spent"] / sums["queries"][:, None, None]).amax(2)}
 
     @classmethod
     def from_published(cls, path: Path, model: ModelIdentity) -> dict[str, torch.Tensor]:
-        """The authors' `full_attention_heads.tsv` of a model, of their `attn_patterns/`: a line per layer."""
+        """Read the authors' `full_attention_heads.tsv` for a model, from their `attn_patterns/`: one line per layer."""
         return {"gates": numbers_in(path).float().clamp(0, 1)}

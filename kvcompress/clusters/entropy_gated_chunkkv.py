@@ -1,4 +1,5 @@
-"""Entropy-gated ChunkKV: whole chunks, but for those that owe their score to few tokens. https://arxiv.org/abs/2502.00299"""
+"""Entropy-gated ChunkKV: whole chunks, except those that owe their score to few tokens.
+https://arxiv.org/abs/2502.00299"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,13 +22,15 @@ EPSILON = 1e-8  # as in kvpress
 @register_method("entropy-gated-chunkkv")
 @dataclass(frozen=True)
 class EntropyGatedChunkKVCluster(WindowKVCluster):
-    """ChunkKV with a gate that kvpress 0.5.5 adds: of a chunk of `chunk_size` tokens whose mean score is no lower than
-    the median of all chunks, and the entropy of whose scores is lower than the median, only the `spiky_size` tokens of
-    the highest scores are kept at first. Chunks are taken by their mean of SnapKV's scores, the same for all heads.
-    When all chunks had their turn, what gated ones left behind follows by its score.
+    """ChunkKV with the gate that kvpress 0.5.5 adds for chunks that owe their score to a few tokens.
+
+    A chunk of `chunk_size` tokens is gated if its mean score is at least the median of all chunks and the entropy of
+    its scores is below the median. Of a gated chunk, only the `spiky_size` tokens with the highest scores are kept at
+    first. Chunks are taken by their mean of SnapKV's scores, the same for all heads. After all chunks, the remaining
+    tokens of gated ones follow by their scores.
 
     Chunks are counted from a row's first token. Tokens of the observation window score one above the highest of all.
-    The budget is exact: of the last chunk that has room, the tokens of the highest scores stay.
+    The budget is exact: if the last chunk only fits in part, its tokens with the highest scores stay.
     """
 
     chunk_size: PositiveInt = 10
@@ -55,11 +58,11 @@ class EntropyGatedChunkKVCluster(WindowKVCluster):
 
 
 def turns(scores: torch.Tensor, real: torch.Tensor, size: int, spiky: int) -> torch.Tensor:
-    """When each token has its turn, LongTensor (..., tokens), the least first.
+    """Return the order in which tokens are kept, LongTensor (..., tokens), the smallest first.
 
     Args:
         scores: (..., tokens), none below 0; chunks of `size` are counted from the first.
-        real: bool (..., tokens), False behind the last token.
+        real: bool (..., tokens), False after the last token.
     """
     tokens = scores.shape[-1]
     behind = (0, -tokens % size)
@@ -74,7 +77,7 @@ def turns(scores: torch.Tensor, real: torch.Tensor, size: int, spiky: int) -> to
     order = ranks(mean.masked_fill(count == 0, -torch.inf))
     within = ranks(chunks.masked_fill(~real, -torch.inf))
     first = order[..., None] * size + within
-    # Counted in the row's own chunks, not in those of the batch: a merge weighs by how far apart scores are.
+    # Count the row's own chunks, not those of the batch: merging depends on the differences between scores.
     behind_all = (count > 0).sum(-1)[..., None, None] * size
     later = behind_all + ranks(chunks.masked_fill(~real, -torch.inf).flatten(-2)).view(chunks.shape)
     turn = torch.where(gated[..., None] & (within >= spiky), later, first)
@@ -82,6 +85,6 @@ def turns(scores: torch.Tensor, real: torch.Tensor, size: int, spiky: int) -> to
 
 
 def median(numbers: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """The median, the lower of two, of the counted numbers (..., n) along the last dimension: (..., 1)."""
+    """Return the (lower) median of the counted numbers (..., n) along the last dimension: (..., 1)."""
     ascending = numbers.masked_fill(~counted, torch.inf).sort(-1).values
     return ascending.gather(-1, (counted.sum(-1, keepdim=True) - 1).clamp(min=0) // 2)

@@ -1,4 +1,4 @@
-"""Expected attention: what queries to come will attend to. https://arxiv.org/abs/2510.00636"""
+"""Expected attention: keys that future queries are expected to attend to. https://arxiv.org/abs/2510.00636"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +19,15 @@ from .calibrated import CalibratedKVCluster
 @register_method("expected-attention")
 @dataclass(frozen=True)
 class ExpectedAttentionKVCluster(CalibratedKVCluster):
-    """Keeps what future queries are expected to take most from: mean attention weight times the value's norm
-    (4 sinks, 512 positions and epsilon 0 as in the authors' kvpress; its leaderboard has epsilon 0.01 and adaptive
-    heads).
+    """Keeps the entries with the highest expected attention from future queries times the value's norm.
 
-    Queries before their rotation are taken as Gaussian; their mean and covariance over the prompt, turned by the mean
-    rotation of the next `future` text positions, give the expected weight of a key in closed form. Sinks count neither
-    as queries nor as keys, and stay. In chunked prefill the statistics are of the latest chunk's queries, while
-    decoding of the last `window_size`. With `calibration=` they are those of the prompts that it was made of, as in
+    The defaults, 4 sinks, 512 positions and epsilon 0, are those of the authors' kvpress; its leaderboard uses epsilon
+    0.01 and adaptive heads.
+
+    Queries before their rotation are modelled as Gaussian. Their mean and covariance over the prompt, under the mean
+    rotation of the next `future` text positions, give a key's expected weight in closed form. Sinks count neither as
+    queries nor as keys, and stay. The statistics come from the latest chunk's queries in a chunked prefill, and from
+    the last `window_size` queries while decoding. With `calibration=` they come from the calibration prompts, as in
     kvpress's `ExpectedAttentionStatsPress`.
     """
 
@@ -80,7 +81,7 @@ class ExpectedAttentionKVCluster(CalibratedKVCluster):
 
     @classmethod
     def from_published(cls, path: Path, model: ModelIdentity) -> dict[str, torch.Tensor]:
-        """kvpress's `model.safetensors` of a model, such as of alessiodevoto/exp_att_stats_..."""
+        """Read kvpress's `model.safetensors` for a model, such as alessiodevoto/exp_att_stats_..."""
         found = tensors_in(path, "query_mean", "query_cov")
         return {"mean": found["query_mean"].float(), "covariance": found["query_cov"].float()}
 
@@ -88,14 +89,15 @@ class ExpectedAttentionKVCluster(CalibratedKVCluster):
 def future_queries(
     queries: torch.Tensor, view: LayerView, sinks: int, future: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean (batch, heads, head_dim) and covariance (batch, heads, head_dim, head_dim) of the queries to come: those of
-    the given ones, before RoPE and without each row's first `sinks`, under the mean rotation of the next `future` text
-    positions."""
+    """Estimate the mean (batch, heads, head_dim) and covariance (batch, heads, head_dim, head_dim) of future queries.
+
+    They are those of the given queries, before RoPE and without each row's first `sinks`, under the mean rotation of
+    the next `future` text positions."""
     return rotated_ahead(*statistics_of(queries, view, sinks), view, future)
 
 
 def statistics_of(queries: torch.Tensor, view: LayerView, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`future_queries` before their rotation."""
+    """Return the statistics of `future_queries` before rotation."""
     count = queries.shape[2]
     tokens = on_device(view.tokens, queries.device)[:, None]
     position = torch.arange(count, device=queries.device) + tokens - count  # among the row's tokens
@@ -110,8 +112,9 @@ def statistics_of(queries: torch.Tensor, view: LayerView, sinks: int) -> tuple[t
 def rotated_ahead(
     mean: torch.Tensor, covariance: torch.Tensor, view: LayerView, future: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and covariance of queries, as in `future_queries`, under the mean rotation of the next `future` text
-    positions; those of a batch of one are every row's."""
+    """Rotate the mean and covariance of queries by the mean rotation of the next `future` text positions.
+
+    Shapes are as in `future_queries`; statistics with a batch of one apply to every row."""
     padding = None if view.is_decoding else view.padding
     rotation = view.rotary.mean_rotation(future, mean.shape[-1], padding)[:, None]
     return (mean[:, :, None] @ rotation.mT)[:, :, 0], rotation @ covariance @ rotation.mT

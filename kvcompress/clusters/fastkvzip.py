@@ -1,4 +1,4 @@
-"""Fast KVzip: what KVzip would say, foretold by a gate from hidden states. https://arxiv.org/abs/2601.17668"""
+"""Fast KVzip: KVzip's scores, predicted by a gate from hidden states. https://arxiv.org/abs/2601.17668"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -13,19 +13,20 @@ from ..scoring.layer_view import LayerView
 from ..scoring.rows import handles_padding
 from .learned import LearnedKVCluster
 
-EPSILON = 1e-6  # of the gate's norms
+EPSILON = 1e-6  # in the gate's norms
 
 
 @register_method("fastkvzip")
 @dataclass(frozen=True)
 class FastKVzipKVCluster(LearnedKVCluster):
-    """Keeps the tokens of the highest score over all layers and heads together, as a trained gate foretells it from the
-    hidden state that the attention is given: a small query and key of the token compete with learned sink keys, and
-    the score is the weight that is left for the token, the mean over the query heads of a KV head.
+    """Keeps the tokens with the highest scores over all layers and heads, as predicted by a trained gate.
 
-    The first `sinks` tokens stay, and the last ones: `window_ratio` of the tokens, one at least, or `window_size` of
-    32,000 tokens and more. `checkpoint`: a local file or one of the hub, such as
-    Jang-Hyun/Fast-KVzip/qwen3-8b/q4_dim16_sink16.pt; the gates of one model fit no other.
+    The gate reads the hidden state that enters the attention. A small query and key of the token compete with learned
+    sink keys; the score is the weight that remains for the token, averaged over the query heads of a KV head.
+
+    The first `sinks` tokens stay, and so do the last ones: `window_ratio` of the tokens but at least one, or
+    `window_size` if there are 32,000 tokens or more. `checkpoint` is a local file or one on the hub, such as
+    Jang-Hyun/Fast-KVzip/qwen3-8b/q4_dim16_sink16.pt; gates fit only the model that they were trained for.
     """
 
     sinks: NonNegativeInt = 4
@@ -33,7 +34,7 @@ class FastKVzipKVCluster(LearnedKVCluster):
     window_size: PositiveInt = 4096
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2601.17668"
-    query_window: ClassVar[int] = 0  # `window_size` is none of queries
+    query_window: ClassVar[int] = 0  # `window_size` counts tokens, not queries
     layer_budget: ClassVar[str] = "global"
     head_budget: ClassVar[str] = "adaptive"
     safeguard: ClassVar[float] = 0.0

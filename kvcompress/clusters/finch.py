@@ -1,4 +1,4 @@
-"""Finch: what the question attends to, every word as loud as another. https://arxiv.org/abs/2408.00167"""
+"""Finch: keys that the question attends to, each of its words counting equally. https://arxiv.org/abs/2408.00167"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,12 +16,13 @@ from .base import KVCluster
 @register_method("finch")
 @dataclass(frozen=True)
 class FinchKVCluster(KVCluster):
-    """Keeps the last `window_size` tokens, which stand for the question, and the keys that they attend to most. A
-    query's weights count times the keys before it, as otherwise the first ones, which see fewer, would be loudest
-    (`normalize=False`: as they are).
+    """Keeps the last `window_size` tokens, taken to be the question, and the keys that they attend to most.
 
-    `positions="cache"` rotates kept keys anew to their place in the cache, as published. The paper reads a prompt chunk
-    by chunk: `prefill_chunk`, with true positions.
+    A query's weights are multiplied by the number of keys before it; otherwise early queries, which see fewer keys,
+    would dominate. `normalize=False` uses the weights unchanged.
+
+    `positions="cache"` re-rotates kept keys to their position in the cache, as published. The paper reads a prompt
+    chunk by chunk: `prefill_chunk` does so, with true positions.
     """
 
     window_size: PositiveInt = 32

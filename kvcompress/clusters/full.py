@@ -1,4 +1,4 @@
-"""No compression: the full cache, on the same path as every method, for a fair comparison."""
+"""No compression: the full cache, run through the same code as every method for a fair comparison."""
 
 from dataclasses import dataclass
 from typing import ClassVar

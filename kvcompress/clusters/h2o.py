@@ -1,4 +1,4 @@
-"""H2O: heavy hitters, the keys that all queries together attend to most. https://arxiv.org/abs/2306.14048"""
+"""H2O: heavy hitters, the keys with the most attention summed over all queries. https://arxiv.org/abs/2306.14048"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -15,13 +15,14 @@ from .base import KVCluster
 
 @dataclass(frozen=True)
 class HeavyHitterKVCluster(KVCluster):
-    """Keeps the keys with the largest accumulated attention, and for `recent` of the budget the most recent tokens.
+    """Keeps the keys with the largest accumulated attention; `recent` of the budget goes to the most recent tokens.
+
     While decoding, every new query's attention is added to the sums."""
 
     recent: Annotated[float, Field(ge=0, le=1)] = 0.5
 
     decode_interval: ClassVar[int] = 1
-    query_window: ClassVar[int] = 0  # `observe` has seen them
+    query_window: ClassVar[int] = 0  # `observe` has already seen them
 
     def observe(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
         return view.column_sums(queries, keys)
@@ -34,7 +35,7 @@ class HeavyHitterKVCluster(KVCluster):
         return int(self.recent * budget)
 
     def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
-        # Not in `score`: here the budget is the layer's own, and merging still finds the recent tokens' sums.
+        # Not in `score`: only here is the budget the layer's own, and merging still needs the recent tokens' sums.
         recent = [self.recent_tokens(budget) for budget in view.budgets]
         return super().final_scores(view.protect_recent(scores, recent), view)
 
@@ -42,8 +43,9 @@ class HeavyHitterKVCluster(KVCluster):
 @register_method("h2o")
 @dataclass(frozen=True)
 class H2OKVCluster(HeavyHitterKVCluster):
-    """Heavy hitters and recent tokens (section 4.2), half and half as published; `variant="effivlm"`: a tenth of the
-    budget for recent tokens."""
+    """Keeps heavy hitters and recent tokens, half and half as published (section 4.2).
+
+    `variant="effivlm"` gives recent tokens a tenth of the budget."""
 
     variant: Literal["paper", "effivlm"] = "paper"
 

@@ -1,4 +1,4 @@
-"""Hindsight: what the answer is going to need. A ruler for the other methods, not one to deploy."""
+"""Hindsight: the entries that the answer will need. A yardstick for other methods, not one to deploy."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -16,14 +16,16 @@ from .base import KVCluster
 @register_method("hindsight")
 @dataclass(frozen=True)
 class HindsightKVCluster(KVCluster):
-    """Keeps, per layer and KV head, what the full cache's own answer needs. The answer is generated first, greedily and
-    on the whole prompt; its queries, and that of the prompt's last token, then choose.
+    """Keeps, per layer and KV head, the entries that the full cache's own answer needs.
 
-    `by="attention"`: the entries with the largest sum of attention weights over these queries. `by="output"`: those
-    without which a head's output, behind its part of the output projection, would move most: the squared error where
-    one entry is left out and the others are weighted anew, summed over the queries. `answer_tokens`: how many tokens of
-    the answer are foreseen, fewer where it ends before. What is decoded later is chosen by its last `window_size`
-    queries: nothing is foreseen then.
+    The answer is first generated greedily from the whole prompt. Its queries, and that of the prompt's last token, then
+    choose the entries.
+
+    With `by="attention"`, these are the entries with the largest sum of attention weights over these queries. With
+    `by="output"`, they are the entries whose removal would change the head's output most, after the output projection:
+    the squared error when one entry is left out and the other weights are renormalised, summed over the queries.
+    `answer_tokens` is the number of answer tokens to look ahead; the answer may end earlier. Evictions while decoding
+    do not look ahead: the last `window_size` queries choose.
     """
 
     by: Literal["attention", "output"] = "attention"
@@ -33,7 +35,7 @@ class HindsightKVCluster(KVCluster):
     second_pass: ClassVar[str] = "answer"
 
     def foresee(self, answer: Answer) -> torch.Tensor:
-        """What each key is worth to the answer, (batch, kv_heads, keys) in fp32."""
+        """Score each key by what the answer needs of it: (batch, kv_heads, keys) in fp32."""
         return attention_mass(answer) if self.by == "attention" else output_error(answer)
 
     @handles_padding

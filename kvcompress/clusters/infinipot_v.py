@@ -1,4 +1,4 @@
-"""InfiniPot-V: what changes from frame to frame, and large values; no query asked. https://arxiv.org/abs/2506.15745"""
+"""InfiniPot-V: tokens that change from frame to frame, and large values. https://arxiv.org/abs/2506.15745"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -20,15 +20,17 @@ Share = Annotated[float, Field(ge=0, le=1)]
 @register_method("infinipot-v")
 @dataclass(frozen=True)
 class InfiniPotVKVCluster(KVCluster):
-    """Keeps text, and of a video two kinds of tokens (TaR and VaN). `tar` of the room that text leaves goes to the last
-    `recent` of the frames and to those older tokens that are least like the recent frames' tokens at the same place
-    (temporal-axis redundancy); the rest to the largest value norms (VaN). Half and a quarter as in the paper's code.
+    """Keeps text and two kinds of video tokens (TaR and VaN). Uses no queries.
 
-    `frame_tokens` is the number of vision tokens per frame; 0 takes it from the prompt, see
-    `scoring.vision.frame_tokens`. Tokens behind the last whole frame count as recent. Where there is no video, or
-    only one frame, vision is ranked by value norm alone; so is text where it exceeds the budget, and everything while
-    decoding. The paper compresses a stream block by block; here a prompt is one block, or with `prefill_chunk` as many
-    as it has chunks. What is left of older blocks counts as as many frames as it fills.
+    Of the room that text leaves, `tar` goes to the last `recent` of the frames and to the older tokens least similar to
+    the recent frames' tokens at the same place (temporal-axis redundancy). The rest goes to the largest value norms
+    (VaN). The defaults, a half and a quarter, are those of the paper's code.
+
+    `frame_tokens` is the number of vision tokens per frame; 0 reads it from the prompt, see
+    `scoring.vision.frame_tokens`. Tokens after the last whole frame count as recent. Without a video, or with only one
+    frame, vision tokens are ranked by value norm alone; so is text where it exceeds the budget, and so is everything
+    while decoding. The paper compresses a stream block by block; here a prompt is one block, or one per chunk with
+    `prefill_chunk`. What was kept of older blocks counts as the number of frames that it fills.
     """
 
     tar: Share = 0.5
@@ -59,11 +61,12 @@ class InfiniPotVKVCluster(KVCluster):
         return scores
 
     def least_redundant(self, keys: torch.Tensor, rank: torch.Tensor, frame_tokens: int, room: int) -> torch.Tensor:
-        """Which vision tokens of a KV head, LongTensor (chosen,), its room of `room` entries goes to first.
+        """Return the vision tokens of a KV head that are kept first, LongTensor (chosen,).
 
         Args:
             keys: (vision tokens, head_dim).
-            rank: LongTensor (vision tokens,), ascending: the place of each among all vision tokens of the row.
+            rank: LongTensor (vision tokens,), ascending: the index of each among all vision tokens of the row.
+            room: entries that the head may keep of them.
         """
         tokens = len(keys)
         frames = tokens // frame_tokens if frame_tokens else 0
@@ -71,7 +74,7 @@ class InfiniPotVKVCluster(KVCluster):
         if frames < 2 or not chosen:
             return torch.empty(0, dtype=torch.long, device=keys.device)
         frame, place = rank // frame_tokens, rank % frame_tokens
-        ended = (rank[-1] + 1) // frame_tokens  # frames that are complete
+        ended = (rank[-1] + 1) // frame_tokens  # complete frames
         is_recent = frame >= ended - max(1, int(self.recent * frames))
         compared = is_recent & (frame < ended)
         unit = F.normalize(keys.float(), dim=-1)

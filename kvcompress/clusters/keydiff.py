@@ -16,8 +16,9 @@ from .base import KVCluster
 @register_method("keydiff")
 @dataclass(frozen=True)
 class KeyDiffKVCluster(KVCluster):
-    """Keeps the keys with the lowest cosine similarity to the anchor, the mean of all normalised keys (section 3.2).
-    Needs no queries."""
+    """Keeps the keys with the lowest cosine similarity to the mean of all normalised keys (section 3.2).
+
+    Uses no queries."""
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2504.15364"
     query_window: ClassVar[int] = 0  # asks no query

@@ -1,4 +1,4 @@
-"""Key norm: a small key norm goes with a high attention. https://arxiv.org/abs/2406.11430"""
+"""Key norm: keys with a small norm tend to receive much attention. https://arxiv.org/abs/2406.11430"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,8 +14,9 @@ from .base import KVCluster
 @register_method("knorm")
 @dataclass(frozen=True)
 class KnormKVCluster(KVCluster):
-    """Keeps the keys with the lowest L2 norm (section 3). The paper leaves the first two layers uncompressed; here
-    every layer has the same budget."""
+    """Keeps the keys with the smallest L2 norm (section 3).
+
+    The paper leaves the first two layers uncompressed; here every layer has the same budget."""
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.11430"
     query_window: ClassVar[int] = 0  # asks no query

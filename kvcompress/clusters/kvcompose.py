@@ -1,4 +1,4 @@
-"""KVCompose: heads rank alone, their ranks together are what layers compete with. https://arxiv.org/abs/2509.05165"""
+"""KVCompose: each head ranks its own tokens; layers compete by composite tokens. https://arxiv.org/abs/2509.05165"""
 
 import sys
 from dataclasses import dataclass
@@ -16,12 +16,14 @@ from .base import KVCluster
 @register_method("kvcompose")
 @dataclass(frozen=True)
 class KVComposeKVCluster(KVCluster):
-    """Keeps what a second reading of the whole prompt attends to most: the largest weight of any of its tokens, mean
-    over a KV head's query heads, plus its mean over the layer's KV heads. Each KV head ranks its own tokens; those of
-    one rank make a composite token, whose score is their mean, and all layers' composite tokens compete for the budget
-    (`layer_budget="composite"`). So the heads of a layer keep as many tokens, but not the same ones.
+    """Keeps the tokens that a second reading of the whole prompt attends to most.
 
-    With `layer_budget="global"`, `head_budget="adaptive"`, `safeguard=0` it is the paper's unstructured form. While
+    A token's score is the largest weight that any query gives it, averaged over a KV head's query heads, plus the mean
+    of these scores over the layer's KV heads. Each KV head ranks its own tokens; tokens of equal rank form a composite
+    token, whose score is their mean. The composite tokens of all layers compete for the budget
+    (`layer_budget="composite"`). The heads of a layer thus keep equally many tokens, but not the same ones.
+
+    With `layer_budget="global"`, `head_budget="adaptive"` and `safeguard=0` it is the paper's unstructured form. While
     decoding, the last `window_size` queries vote.
     """
 
@@ -32,7 +34,7 @@ class KVComposeKVCluster(KVCluster):
     mixes_heads: ClassVar[bool] = True
     second_pass: ClassVar[str] = "context"
     group_votes: ClassVar[str] = "mean"
-    # The second reading takes in the prompt at once, from its first token.
+    # The second pass reads the prompt in one piece, from its first token.
     chunk_size: ClassVar[int] = sys.maxsize
     sinks: ClassVar[int] = 0
     instruction: ClassVar[tuple[int, ...]] = ()

@@ -1,4 +1,4 @@
-"""KVzap: what KVzip would say, foretold by a small model from hidden states. https://arxiv.org/abs/2601.07891"""
+"""KVzap: KVzip's scores, predicted by a small model from hidden states. https://arxiv.org/abs/2601.07891"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,12 +17,13 @@ from .learned import LearnedKVCluster
 @register_method("kvzap")
 @dataclass(frozen=True)
 class KVzapKVCluster(LearnedKVCluster):
-    """Keeps the last `recent` tokens and those of the highest score that a surrogate, for each layer a linear map or an
-    MLP of two layers, foretells for each KV head from the hidden state that the attention is given: the logarithm of
-    KVzip's score, without a second reading, in the prompt as while decoding.
+    """Keeps the last `recent` tokens and those with the highest predicted KVzip scores.
 
-    `checkpoint`: a local folder or a hub id, such as nvidia/KVzap-mlp-Qwen3-8B; the surrogates of one model fit no
-    other. The paper evicts what is below a threshold; here a budget says how much is kept.
+    A surrogate per layer, a linear map or a two-layer MLP, predicts the logarithm of each KV head's KVzip score from
+    the hidden state that enters the attention. It needs no second pass and works the same in prefill and decoding.
+
+    `checkpoint` is a local folder or a hub id, such as nvidia/KVzap-mlp-Qwen3-8B; surrogates fit only the model that
+    they were trained for. The paper evicts tokens below a threshold; here a budget says how many are kept.
     """
 
     recent: NonNegativeInt = 128

@@ -1,4 +1,4 @@
-"""KVzip: what the model needs to repeat its context. https://arxiv.org/abs/2505.23416"""
+"""KVzip: the entries that the model needs to repeat its context. https://arxiv.org/abs/2505.23416"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -15,14 +15,17 @@ from .base import KVCluster
 @register_method("kvzip")
 @dataclass(frozen=True)
 class KVzipKVCluster(KVCluster):
-    """Keeps what a second pass over the context attends to most, over all layers and heads together (sections 3.2 and
-    3.3). Asks nothing of the question: meant for `scope="context"`, and for a cache that answers many.
+    """Keeps the entries that a second pass over the context attends to most (sections 3.2 and 3.3).
 
-    The first `sinks` tokens, in place of the code's system prompt, stay, and every chunk is scored beside them. They
-    are a part of what `ratio` keeps. With `variant="code"` it counts only what is behind them and they stay on top, so
-    that a prompt keeps more than `ratio`; `budget`, `decode_ratio` and `decode_budget` count them all the same.
-    `instruction`: token ids that precede each chunk of `chunk_size` tokens, such as those of "Repeat the previous
-    context:" (none by default: the library has no tokenizer). While decoding, the last `window_size` queries vote.
+    Entries of all layers and heads compete. The method does not look at the question: it is meant for `scope="context"`
+    and for a cache that answers many questions.
+
+    The first `sinks` tokens, which take the place of the code's system prompt, stay, and every chunk is scored next to
+    them. They are part of what `ratio` keeps. With `variant="code"`, `ratio` counts only the tokens after them and they
+    stay on top, so a prompt keeps more than `ratio`; `budget`, `decode_ratio` and `decode_budget` count them either
+    way. `instruction` holds token ids that precede each chunk of `chunk_size` tokens, such as those of "Repeat the
+    previous context:" (none by default: the library has no tokenizer). While decoding, the last `window_size` queries
+    vote.
     """
 
     chunk_size: PositiveInt = 2000

@@ -1,4 +1,4 @@
-"""LagKV: tokens that stand out from the ones behind them. https://arxiv.org/abs/2504.04704"""
+"""LagKV: tokens that stand out from the ones that follow. https://arxiv.org/abs/2504.04704"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -14,25 +14,33 @@ from .base import KVCluster
 
 
 def lag_relative_information(states: torch.Tensor, lag: int) -> torch.Tensor:
-    """How much each token of all partitions but the last varies over the channels, each channel measured by its range
-    in the next partition. states (batch, kv_heads, partitions * lag, head_dim) in fp32; the
-    result (batch, kv_heads, partitions - 1, lag) sums to 1 in each partition."""
+    """Measure how much each token varies over the channels, each channel scaled by its range in the next partition.
+
+    Args:
+        states: (batch, kv_heads, partitions * lag, head_dim) in fp32.
+
+    Returns:
+        (batch, kv_heads, partitions - 1, lag), for all partitions but the last; sums to 1 in each partition.
+    """
     parts = states.unflatten(2, (-1, lag))
     tokens, reference = parts[:, :, :-1], parts[:, :, 1:]
     least, most = reference.amin(3, keepdim=True), reference.amax(3, keepdim=True)
-    span = (most - least).clamp(min=torch.finfo(torch.float32).eps)  # equal tokens have none
+    span = (most - least).clamp(min=torch.finfo(torch.float32).eps)  # zero for equal tokens
     return ((tokens - least) / span).std(-1).softmax(-1)
 
 
 @register_method("lagkv")
 @dataclass(frozen=True)
 class LagKVCluster(KVCluster):
-    """Keeps, of each partition of `lag` tokens, the keys and values that stand out from the next partition (16 sinks
-    and a lag of 1024 in the authors' code; `preset="kvpress"`: 4 and 128). Needs no queries.
+    """Keeps, in each partition of `lag` tokens, those whose key and value stand out from the next partition.
 
-    A row is cut into partitions behind its sinks. Tokens compete by their rank in their partition, so all partitions
-    keep equally many. The last whole partition is only a reference; it and the tokens behind it stay, as far as the
-    budget reaches, the most recent first. So a row of less than two partitions keeps sinks and recent tokens.
+    Uses no queries. The defaults are 16 sinks and a lag of 1024, as in the authors' code; `preset="kvpress"` has 4 and
+    128.
+
+    A row is cut into partitions after its sinks. Tokens compete by their rank in their partition, so all partitions
+    keep equally many. The last whole partition serves only as a reference: it and the tokens after it stay as far as
+    the budget allows, the most recent first. A row with less than two partitions therefore keeps sinks and recent
+    tokens.
     """
 
     sinks: NonNegativeInt = 16
@@ -57,6 +65,6 @@ class LagKVCluster(KVCluster):
             scores[:, :, sinks : parts.stop - lag] = ranks.flatten(2) / lag  # below 1
         position = torch.arange(columns, device=keys.device)
         length = columns if padding is None else columns - padding[..., None]
-        scored = sinks + ((length - sinks) // lag - 1) * lag  # the row's end may lie before the batch's
+        scored = sinks + ((length - sinks) // lag - 1) * lag  # a row may end before the batch does
         scores = scores.masked_fill(position >= scored, 1.0).masked_fill(position < sinks, float("inf"))
         return aligned_right(scores, padding)

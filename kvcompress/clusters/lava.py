@@ -1,4 +1,4 @@
-"""LAVa: attention times the largest value; heads and layers share by it. https://arxiv.org/abs/2509.09754"""
+"""LAVa: attention times the largest value, which also divides the budget. https://arxiv.org/abs/2509.09754"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -16,11 +16,14 @@ from .snapkv import WindowKVCluster
 @register_method("lava")
 @dataclass(frozen=True)
 class LAVaKVCluster(WindowKVCluster):
-    """Keeps the observation window and the keys with the highest attention of the window, pooled, times the largest L1
-    norm of the head's values: a bound on what the layer's output loses. Of a KV head's query heads the one that attends
-    most counts. KV heads share a layer's budget by these scores (as in AdaKV, a fifth is even), layers the whole budget
-    by the scores' entropy (`layer_budget="lava"`). Window 32 and max pooling over 7 as in its code; its settings of
-    InfiniteBench are a preset."""
+    """Keeps the observation window and the keys with the highest window attention times the largest value norm.
+
+    The window's attention is pooled, and the largest over a KV head's query heads counts. The norm is the largest L1
+    norm of the head's values. Their product bounds the loss in the layer's output. KV heads share a layer's budget by
+    these scores (as in AdaKV, a fifth is shared evenly), and layers share the whole budget by the scores' entropy
+    (`layer_budget="lava"`). Window 32 and max pooling over 7 are the released settings; those for InfiniteBench are a
+    preset.
+    """
 
     window_size: PositiveInt = 32
     kernel_size: PositiveInt = 7
@@ -37,6 +40,6 @@ class LAVaKVCluster(WindowKVCluster):
     @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         scores = super().score(queries, keys, values, view)
-        older = view.real_columns(keys) & scores.isfinite()  # than the window
+        older = view.real_columns(keys) & scores.isfinite()  # older than the window
         largest = values.float().abs().sum(-1).masked_fill(~older, 0.0).amax(2, keepdim=True)
         return torch.where(older, scores * largest, scores)

@@ -1,4 +1,4 @@
-"""What a method is whose scores were learned: small models foretell them from hidden states, token by token."""
+"""`LearnedKVCluster`, the base class of methods whose scores small trained models predict from hidden states."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -17,23 +17,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LearnedKVCluster(KVCluster):
-    """A token's score follows from the hidden state that its attention layer is given, as weights that were trained for
-    the model have it; `checkpoint` is where they are. It is known when the token is read, and never changes: stored
-    entries carry theirs with them."""
+    """A method that predicts a token's score from the hidden state that enters its attention layer.
+
+    `checkpoint` names the weights, which were trained for the model. The score is known as soon as the token is read
+    and never changes, so it is stored with the entry."""
 
     checkpoint: str | None = None
 
     query_window: ClassVar[int] = 0
     reads_hidden: ClassVar[bool] = True
-    mixes_heads: ClassVar[bool] = True  # the weights are those of all heads
+    mixes_heads: ClassVar[bool] = True  # the weights cover all heads
 
     @staticmethod
     def trained(checkpoint: str) -> Trained:
-        """Loads a checkpoint of the method's layout. Raises KVCompressError."""
-        raise TypeError("a learned method says how its checkpoints are read")
+        """Load a checkpoint in the method's layout. Raises KVCompressError."""
+        raise TypeError("a learned method must define trained")
 
     def scores_of(self, hidden: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """(batch, kv_heads, tokens), from hidden states (batch, tokens, hidden_size) and a layer's weights."""
+        """Return scores (batch, kv_heads, tokens), from hidden states (batch, tokens, hidden_size)."""
         raise TypeError(f"{type(self).__name__} does not define scores_of")
 
     def foretell(self, hidden: torch.Tensor, layer_idx: int) -> torch.Tensor:
@@ -41,11 +42,12 @@ class LearnedKVCluster(KVCluster):
         return self.scores_of(hidden, weights).float()[..., None]
 
     def observe(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
-        """`queries` are what was foretold of the latest tokens, (batch, kv_heads, tokens, 1)."""
+        """Return the predicted scores as sums. `queries` are those of the latest tokens, (batch, kv_heads, tokens,
+        1)."""
         foretold = queries[..., 0]
         if not view.is_decoding:
             return foretold
-        place = view.stored.columns - (view.stored.seen - foretold.shape[2])  # among the latest
+        place = view.stored.columns - (view.stored.seen - foretold.shape[2])  # among the latest tokens
         at = place.clamp(0, foretold.shape[2] - 1)
         return torch.where((place == at), foretold.gather(2, at), 0.0)
 
@@ -55,7 +57,7 @@ class LearnedKVCluster(KVCluster):
 
 
 def check_checkpoint(cluster: KVCluster, method: str) -> None:
-    """Raises KVCompressError where a learned method has no checkpoint that can be read."""
+    """Raise KVCompressError if a learned method has no readable checkpoint."""
     if isinstance(cluster, LearnedKVCluster):
         if cluster.checkpoint is None:
             raise MissingFile(f"method {method!r} is learned: it needs checkpoint=, a local path or a hub id")
@@ -63,7 +65,7 @@ def check_checkpoint(cluster: KVCluster, method: str) -> None:
 
 
 def check_learned_for(cluster: KVCluster, config: "PreTrainedConfig") -> None:
-    """Raises KVCompressError where a checkpoint was trained for another model than one of this config."""
+    """Raise KVCompressError if the checkpoint was trained for a model that does not match this config."""
     if not isinstance(cluster, LearnedKVCluster):
         return
     trained, text = cluster.trained(cluster.checkpoint), config.get_text_config(decoder=True)

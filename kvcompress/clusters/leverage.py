@@ -1,4 +1,4 @@
-"""Leverage scores: keys that other keys do not add up to. https://arxiv.org/abs/2507.08143"""
+"""Leverage scores: keys that are no combination of other keys. https://arxiv.org/abs/2507.08143"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -17,17 +17,18 @@ RIDGE = 1e-2  # on the Gram matrix's diagonal, as in the authors' code in kvpres
 def leverage_scores(
     keys: torch.Tensor, counted: torch.Tensor, sketch: int, seed: int, sketches_all: bool = False
 ) -> torch.Tensor:
-    """The diagonal of X (X'X + ridge)^-1 X', where X are the centred keys: near 1 for a key that points where no other
-    does. Exact where the sketch is no smaller than a key, unless `sketches_all`; else of X times a Gaussian (head_dim,
-    sketch).
+    """Return the diagonal of X (X'X + ridge)^-1 X', where X holds the centred keys.
+
+    It is near 1 for a key that points where no other does. Scores are exact if the sketch is no smaller than a key,
+    unless `sketches_all`; otherwise they are those of X times a Gaussian matrix (head_dim, sketch).
 
     Args:
         keys: (batch, kv_heads, columns, head_dim).
-        counted: bool (batch, 1, columns), which columns are rows of X.
-        seed: of the Gaussian, which is the same for all layers, heads and rows.
+        counted: bool (batch, 1, columns), True for columns that are rows of X.
+        seed: seed of the Gaussian matrix, which is the same for all layers, heads and rows.
 
     Returns:
-        (batch, kv_heads, columns) in fp32, zero where not counted.
+        (batch, kv_heads, columns) in fp32, zero for columns that are not counted.
     """
     keys = keys.float().masked_fill(~counted[..., None], 0.0)
     mean = keys.sum(2, keepdim=True) / counted.sum(2, keepdim=True).clamp(min=1)[..., None]
@@ -40,26 +41,29 @@ def leverage_scores(
 
 
 def inverse_form(vectors: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """x' matrix^-1 x of each vector x: vectors (..., columns, dims) and a positive definite matrix (..., dims, dims),
-    in double precision, give (..., columns) in fp32."""
-    factor, _ = torch.linalg.cholesky_ex(matrix)  # unchecked: of a row whose states are not finite it is not either
+    """Compute x' matrix^-1 x for each vector x.
+
+    Takes vectors (..., columns, dims) and a positive definite matrix (..., dims, dims), both in double precision, and
+    returns (..., columns) in fp32."""
+    factor, _ = torch.linalg.cholesky_ex(matrix)  # unchecked: a row with infinite states has none
     return (vectors * torch.cholesky_solve(vectors.mT, factor).mT).sum(-1).float()
 
 
 def gaussian(head_dim: int, sketch: int, seed: int) -> torch.Tensor:
-    """A random projection (head_dim, sketch) that keeps lengths in the mean, the same on any device."""
+    """Return a random projection (head_dim, sketch) that preserves lengths on average, the same on any device."""
     return torch.randn(head_dim, sketch, generator=torch.Generator().manual_seed(seed)) / sketch**0.5
 
 
 @register_method("leverage")
 @dataclass(frozen=True)
 class LeverageKVCluster(KVCluster):
-    """Keeps the keys of highest approximate leverage before their rotation (Compactor, its part about the keys'
-    geometry): how much of a key the other keys of its head do not explain. Keys are centred and seen through a Gaussian
-    sketch of `sketch` dimensions (48 in the authors' kvpress), drawn from `seed`. Needs no queries.
+    """Keeps the keys with the highest approximate leverage before their rotation (the key geometry part of Compactor).
 
-    Where the sketch is no smaller than a key, scores are exact; with `variant="kvpress"` a Gaussian is drawn then as
-    well. While decoding keys count as they are stored: rotated.
+    A key's leverage is how much of it the other keys of its head do not explain. Keys are centred and projected by a
+    Gaussian sketch of `sketch` dimensions (48 in the authors' kvpress), drawn from `seed`. Uses no queries.
+
+    If the sketch is no smaller than a key, scores are exact; `variant="kvpress"` draws a Gaussian even then. While
+    decoding, keys count as they are stored, which is rotated.
     """
 
     sketch: PositiveInt = 48

@@ -18,13 +18,14 @@ from .h2o import H2OKVCluster
 @register_method("look-m")
 @dataclass(frozen=True)
 class LookMKVCluster(KVCluster):
-    """Keeps recent tokens and those with the largest accumulated attention, text before vision (section 3.2),
-    and merges each evicted entry into the kept one with the likest key (section 3.3; pivotal
-    merging, the best of the paper's three; `merge=` names the others, `merge_modality=same` keeps text and vision
-    apart).
+    """Keeps recent tokens and those with the largest accumulated attention, text before vision (section 3.2).
 
-    `recent` is the part of the budget for recent tokens, half as published; `variant="effivlm"` is EffiVLM-Bench's
-    tenth. Where text alone exceeds the budget, text is ranked by its attention. While decoding, all is text.
+    Each evicted entry is merged into the kept entry with the most similar key (section 3.3). The default is pivotal
+    merging, the best of the paper's three; `merge=` selects another, and `merge_modality=same` keeps text and vision
+    apart.
+
+    `recent` is the part of the budget for recent tokens, half as published; `variant="effivlm"` uses EffiVLM-Bench's
+    tenth. If text alone exceeds the budget, text is ranked by its attention. While decoding, all tokens count as text.
     """
 
     recent: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -34,7 +35,7 @@ class LookMKVCluster(KVCluster):
     merge: ClassVar[str] = "pivot"
     recent_tenth: ClassVar[bool] = False
     by_variant: ClassVar[dict[str, dict[str, object]]] = {"effivlm": {"recent_tenth": True}}
-    query_window: ClassVar[int] = 0  # `observe` has seen them
+    query_window: ClassVar[int] = 0  # `observe` has already seen them
 
     observe = H2OKVCluster.observe
 

@@ -1,4 +1,4 @@
-"""MEDA: layers whose attention is spread keep more. https://arxiv.org/abs/2502.17599"""
+"""MEDA: layers with spread attention keep more. https://arxiv.org/abs/2502.17599"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -17,17 +17,20 @@ from .h2o import H2OKVCluster
 @register_method("meda")
 @dataclass(frozen=True)
 class MEDAKVCluster(KVCluster):
-    """Keeps recent tokens, `recent` of a layer's budget, and those with the largest accumulated attention, text before
-    vision, and merges evicted entries into kept ones, which become their mean. Layers share the budget by the entropy
-    of their attention (`layer_budget="attention-entropy"`). So do the authors' scripts
-    (modify_llama.py, AttnEntropyTextAVGMergeKVCache_LayerWise); `variant="paper"` shares by cross-modal entropy
-    (`layer_budget="entropy"`) and merges each entry into the one with the likest key, half and half (`merge="pivot"`).
+    """Keeps recent tokens and those with the largest accumulated attention, text before vision.
 
-    `merge="meda"` is averaging to the letter of the code, which finds out which evicted entries are more like a kept
-    one than all are in the mean, and then merges as many, but the first ones, into the kept entries that it has found;
-    `merge="average"` merges every entry into its own likest. Theirs keeps all text, and where half of a layer's budget
-    is less than the text, 100 recent tokens more than there is text, on top of the budget. Here nothing is on top:
-    where text alone exceeds the budget, text is ranked by its attention. While decoding, all is text.
+    `recent` of a layer's budget goes to recent tokens. Evicted entries are merged into kept ones, which become their
+    mean. Layers share the budget by the entropy of their attention (`layer_budget="attention-entropy"`). This is what
+    the authors' scripts run (modify_llama.py, AttnEntropyTextAVGMergeKVCache_LayerWise). `variant="paper"` shares by
+    cross-modal entropy (`layer_budget="entropy"`) and merges each entry half and half into the one with the most
+    similar key (`merge="pivot"`).
+
+    `merge="meda"` averages exactly as the code does. The code finds the evicted entries that are more similar to a kept
+    one than the mean, and then merges equally many, but the first ones, into the kept entries that it found.
+    `merge="average"` merges every entry into the most similar one. The authors' code keeps all text, and if half of a
+    layer's budget is smaller than the text, it keeps 100 more recent tokens than there is text, on top of the budget.
+    Here nothing comes on top: if text alone exceeds the budget, text is ranked by its attention. While decoding, all
+    tokens count as text.
     """
 
     recent: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -37,7 +40,7 @@ class MEDAKVCluster(KVCluster):
     layer_budget: ClassVar[str] = "attention-entropy"
     merge: ClassVar[str] = "meda"
     by_variant: ClassVar = {"paper": {"layer_budget": "entropy", "merge": "pivot"}}
-    query_window: ClassVar[int] = 0  # `observe` has seen them
+    query_window: ClassVar[int] = 0  # `observe` has already seen them
 
     observe = H2OKVCluster.observe
 

@@ -1,4 +1,4 @@
-"""MorphKV: what recent tokens attend to, chosen anew at every step. https://arxiv.org/abs/2503.00979"""
+"""MorphKV: tokens that recent tokens attend to, chosen again at every step. https://arxiv.org/abs/2503.00979"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -15,12 +15,13 @@ from .base import KVCluster
 @register_method("morphkv")
 @dataclass(frozen=True)
 class MorphKVCluster(KVCluster):
-    """Keeps the last `window_size` tokens and, of the older ones, those that any of them attends to most, or all of
-    them together (`fusion`, section 3: max and sum fusion). Made for long answers: with `decode_budget=` the choice is
-    made anew at every step, and the cache never grows.
+    """Keeps the last `window_size` tokens and the older tokens that these attend to most.
 
-    A window's query gives its attention to the older tokens alone; a KV head's query heads add their logits, as in the
-    authors' code. Its defaults: presets `longgenbench`, `longwriter` and `longbench`, from its README.
+    `fusion` combines the window's queries: the largest weight (max fusion) or their sum (sum fusion, section 3). The
+    method is made for long answers: with `decode_budget=` it chooses again at every step, and the cache never grows.
+
+    The softmax of a window query covers only the older tokens, and a KV head's query heads add their logits, as in the
+    authors' code. The presets `longgenbench`, `longwriter` and `longbench` are the settings in its README.
     """
 
     window_size: PositiveInt = 32
@@ -42,6 +43,6 @@ class MorphKVCluster(KVCluster):
         window = min(self.window_size, keys.shape[2])
         logits = view.window_logits(queries, keys, window).sum(2)  # (batch, kv_heads, window, keys)
         logits[..., -window:] = -torch.inf
-        weights = logits.softmax(-1).nan_to_num(0.0)  # NaN: a pad's query, or nothing before the window
+        weights = logits.softmax(-1).nan_to_num(0.0)  # NaN: a pad's query, or no token before the window
         votes = weights.amax(2) if self.fusion == "max" else weights.sum(2)
         return view.protect_recent(votes, window)

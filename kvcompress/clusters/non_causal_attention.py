@@ -1,4 +1,4 @@
-"""Non-causal attention: what its neighbours on both sides attend to. https://arxiv.org/abs/2507.08143"""
+"""Non-causal attention: keys that neighbours on both sides attend to. https://arxiv.org/abs/2507.08143"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -15,16 +15,18 @@ from .base import KVCluster
 
 
 def non_causal_attention(queries: torch.Tensor, keys: torch.Tensor, counted: torch.Tensor, chunk: int) -> torch.Tensor:
-    """What each key receives from all queries of its chunk, those before it included: softmax of the unscaled q'k over
-    the chunk's keys, summed over the queries, mean over the query heads. Memory is one chunk's weights.
+    """Return the attention that each key receives from all queries of its chunk, including those before it.
+
+    It is the softmax of the unscaled q'k over the chunk's keys, summed over the queries and averaged over the query
+    heads. Memory holds one chunk's weights at a time.
 
     Args:
-        queries: (batch, heads, columns, head_dim), of the same columns as the keys.
+        queries: (batch, heads, columns, head_dim), for the same columns as the keys.
         keys: (batch, kv_heads, columns, head_dim).
-        counted: bool (batch, 1, columns): others neither ask nor answer. Chunks are counted from column 0.
+        counted: bool (batch, 1, columns): other columns neither attend nor are attended to. Chunks start at column 0.
 
     Returns:
-        (batch, kv_heads, columns) in fp32, zero where not counted.
+        (batch, kv_heads, columns) in fp32, zero for columns that are not counted.
     """
     queries = queries.unflatten(1, (keys.shape[1], -1))
     received = []
@@ -39,8 +41,10 @@ def non_causal_attention(queries: torch.Tensor, keys: torch.Tensor, counted: tor
 def filled_up(
     queries: torch.Tensor, keys: torch.Tensor, counted: torch.Tensor, chunk: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`non_causal_attention`'s arguments with each row's last, shorter chunk filled up with tokens of zeros, which ask
-    and answer: kvpress masks them with -1e-9, which hides nothing. What is counted begins at column 0."""
+    """Pad each row's last, shorter chunk with zero tokens; takes and returns the arguments of `non_causal_attention`.
+
+    The zero tokens attend and are attended to: kvpress masks them with -1e-9, which hides nothing. The counted columns
+    begin at column 0."""
     queries, keys = (
         F.pad(states.masked_fill(~counted[..., None], 0.0), (0, 0, 0, -states.shape[2] % chunk))
         for states in (queries, keys)
@@ -52,13 +56,15 @@ def filled_up(
 @register_method("non-causal-attention")
 @dataclass(frozen=True)
 class NonCausalAttentionKVCluster(KVCluster):
-    """Keeps what the queries of its chunk of `chunk_size` tokens attend to without a causal mask, so that early tokens
-    have no more voters than late ones, times the value's norm, pooled over three neighbours (Compactor, its part about
-    attention; 256 as in the authors' kvpress). Logits are not scaled, there as in the authors' compactor-vllm.
+    """Keeps the keys with most attention within their chunk, without a causal mask (the attention part of Compactor).
 
-    Chunks are counted from a row's first token. A last, shorter chunk is attended to as it is; with `variant="kvpress"`
-    it is filled up with tokens of zeros, to which every query attends and which attend to all alike, as kvpress does.
-    While decoding the causal attention of the last 32 queries votes instead: those of stored entries are gone.
+    Every query of a chunk of `chunk_size` tokens votes for every key, so early tokens have no more voters than late
+    ones. Votes are multiplied by the value's norm and pooled over three neighbours (256 as in the authors' kvpress).
+    Logits are not scaled; in the authors' compactor-vllm they are.
+
+    Chunks are counted from a row's first token. A last, shorter chunk is used as it is; with `variant="kvpress"` it is
+    padded with zero tokens, which attend to everything equally and which every query attends to, as in kvpress. While
+    decoding, the causal attention of the last 32 queries votes instead, because the queries of stored entries are gone.
     """
 
     chunk_size: PositiveInt = 256
@@ -85,9 +91,10 @@ def value_weighted_votes(
     first: int = 0,
     fills: bool = False,
 ) -> torch.Tensor:
-    """`non_causal_attention` times the value's norm, pooled: (batch, kv_heads, columns) in fp32, zero where not
-    `counted`. Chunks begin at each row's token `first`; the last is `filled_up`, or not. Of stored entries, whose
-    queries are gone: what the latest queries attend to."""
+    """Return `non_causal_attention` times the value's norm, pooled: (batch, kv_heads, columns) in fp32.
+
+    It is zero for columns that are not `counted`. Chunks begin at each row's token `first`; `fills` pads the last one
+    (`filled_up`). For stored entries, whose queries are gone, the attention of the latest queries is used."""
     padding, columns = view.padding, keys.shape[2]
     if view.is_decoding:
         votes = view.column_sums(queries, keys)

@@ -1,4 +1,4 @@
-"""PrefixKV: each layer keeps the prefix of its ranking that holds as much attention. https://arxiv.org/abs/2412.03409"""
+"""PrefixKV: every layer keeps the same share of its attention. https://arxiv.org/abs/2412.03409"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,23 +17,25 @@ from ..scoring.rows import handles_padding
 from .calibrated import CalibratedKVCluster
 from .h2o import H2OKVCluster
 
-RATIOS = 100  # at which a calibration says what each layer keeps
-PUBLISHED = 10  # of which the authors have a file each
+RATIOS = 100  # evenly spaced ratios at which a calibration stores layer sizes
+PUBLISHED = 10  # ratios for which the authors published a file
 
 
 @register_method("prefixkv")
 @dataclass(frozen=True)
 class PrefixKVCluster(CalibratedKVCluster):
-    """Keeps the keys with the largest accumulated attention over all queries and heads, the same in all heads, the
-    first `sinks` tokens and the last (4 start tokens as in the paper's code).
+    """Keeps the first `sinks` tokens, the last one, and the keys with the most attention over all queries and heads.
+
+    All heads keep the same keys; 4 sinks are as in the paper's code.
 
     Layers share the budget so that each keeps about the same part of its attention (`layer_budget="prefix"`), found for
-    each prompt. The paper finds it once, on ten samples, and reuses it: so does `calibration=`, the mean over its
-    prompts of what each layer keeps at every hundredth of the prompt, and no layer then waits for the others.
+    each prompt. The paper finds the shares once, on ten samples, and reuses them. So does `calibration=`: it stores
+    what each layer keeps at every hundredth of the prompt, averaged over the calibration prompts, and no layer has to
+    wait for the others.
 
-    While decoding, what is `distance` entries from the end of what was kept of the prompt goes, then what follows it,
-    as in the authors' code (prefixkv.py, `selected_idxs`): what is before stays for good, what is behind is a sliding
-    window.
+    While decoding, every step evicts the entry that is `distance` entries from the end of the prompt's kept entries, as
+    in the authors' code (prefixkv.py, `selected_idxs`). Entries before it stay for good; entries after it form a
+    sliding window.
     """
 
     sinks: NonNegativeInt = 4
@@ -43,7 +45,7 @@ class PrefixKVCluster(CalibratedKVCluster):
     layer_budget: ClassVar[str] = "prefix"
     head_budget: ClassVar[str] = "shared"
     decode_interval: ClassVar[int] = 1
-    query_window: ClassVar[int] = 0  # `observe` has seen them
+    query_window: ClassVar[int] = 0  # `observe` has already seen them
     needs_calibration: ClassVar[bool] = False
     calibrated: ClassVar[Shapes] = {"sizes": ("layers", "ratios")}
 
@@ -57,19 +59,19 @@ class PrefixKVCluster(CalibratedKVCluster):
         return super().final_scores(view.protect_sinks(scores, self.sinks), view)
 
     def note(self, kept: Kept, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
-        """The slot of each head that is emptied from now on."""
+        """Return the slot of each head that is evicted from now on."""
         if view.noted is not None:
             return view.noted
         entries = (kept.indices >= 0).sum(2)
         return torch.where(entries > self.distance, entries - self.distance, entries // 2)
 
     def place(self, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
-        """The later the better; what is before the slot that is emptied stays."""
+        """Return scores that rank later entries higher; entries before the evicted slot stay."""
         place = torch.arange(keys.shape[2], device=keys.device)
         place = place if view.padding is None else place - view.padding[..., None]
         return place.float().masked_fill(place < view.noted[..., None], float("inf"))
 
-    # -- the layers' sizes, found beforehand
+    # -- layer sizes from a calibration
 
     @property
     def known_layer_budget(self) -> KnownPrefixLayerBudget | None:
@@ -89,16 +91,17 @@ class PrefixKVCluster(CalibratedKVCluster):
 
     @classmethod
     def from_published(cls, path: Path, model: ModelIdentity) -> dict[str, torch.Tensor]:
-        """Any of the authors' ten `confs/prefixkv_MODEL_RATIO.json` of a model; the others are read beside it. Their
-        ratios, 0.0 to 0.9, are what is forgotten."""
+        """Read the authors' ten files `confs/prefixkv_MODEL_RATIO.json` of a model, given any one of them.
+
+        Their ratios, 0.0 to 0.9, are the parts that are evicted."""
         beginning = path.name.rpartition("_")[0]
         forgotten = []
         for part in reversed(range(PUBLISHED)):
             one = path.with_name(f"{beginning}_{part / PUBLISHED}.json")
             if path.is_file() and not one.is_file():
-                raise KVCompressError(f"{shown(str(path))} is one of {PUBLISHED} files: {one.name} is not beside it")
+                raise KVCompressError(f"{shown(str(path))} is one of {PUBLISHED} files: {one.name} is not next to it")
             forgotten.append(json_in(one if path.is_file() else path))
         try:
             return {"sizes": 1 - torch.tensor(forgotten).T.float()}
         except (RuntimeError, TypeError, ValueError, IndexError, OverflowError) as error:
-            raise KVCompressError(f"{shown(str(path))} and those beside it do not list layers: {error}") from None
+            raise KVCompressError(f"{shown(str(path))} and those next to it do not list layers: {error}") from None

@@ -1,4 +1,4 @@
-"""PyramidKV: more budget for the lower layers. https://arxiv.org/abs/2406.02069"""
+"""PyramidKV: a larger budget for lower layers. https://arxiv.org/abs/2406.02069"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -10,10 +10,13 @@ from .snapkv import LONGBENCH, SnapKVCluster
 @register_method("pyramidkv")
 @dataclass(frozen=True)
 class PyramidKVCluster(SnapKVCluster):
-    """SnapKV's selection with budgets that fall linearly over the layers (section 3.3): every layer keeps the window,
-    `layer_budget="pyramid"` shares out the rest; the mean is the budget asked for, to the entry. `variant="kvpress"`
-    lets the whole budget fall, the window inside it (`layer_budget="pyramid-kvpress"`). `variant="effivlm"` has
-    EffiVLM-Bench's window, a tenth of the mean budget; its layers are `layer_budget="pyramid-effivlm"`."""
+    """SnapKV's selection with budgets that fall linearly from layer to layer (section 3.3).
+
+    Every layer keeps the window, and `layer_budget="pyramid"` shares out the rest; the mean over the layers is exactly
+    the budget that was asked for. With `variant="kvpress"` the whole budget falls, window included
+    (`layer_budget="pyramid-kvpress"`). With `variant="effivlm"` the window is a tenth of the mean budget, as in
+    EffiVLM-Bench; its layers are `layer_budget="pyramid-effivlm"`.
+    """
 
     variant: Literal["paper", "kvpress", "effivlm"] = "paper"
 

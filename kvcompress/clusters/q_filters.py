@@ -1,4 +1,4 @@
-"""Q-Filters: keys against the direction in which queries point. https://arxiv.org/abs/2503.02812"""
+"""Q-Filters: keys projected onto the direction in which queries point. https://arxiv.org/abs/2503.02812"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,10 @@ from .calibrated import CalibratedKVCluster
 @register_method("q-filters")
 @dataclass(frozen=True)
 class QFiltersKVCluster(CalibratedKVCluster):
-    """Keeps the keys that lie furthest along their head's filter: the first right-singular vector of the queries of
-    a calibration, turned to where these point (section 3.2), the mean over the query heads of a KV head. Asks no query.
+    """Keeps the keys with the largest projection onto their head's filter (section 3.2). Uses no queries.
+
+    A filter is the first right-singular vector of a query head's calibration queries, with the sign in which they
+    point, averaged over the query heads of a KV head.
 
     The authors' cache also keeps a recent window (`preset=code`); their kvpress method keeps none.
     """
@@ -50,6 +52,7 @@ class QFiltersKVCluster(CalibratedKVCluster):
 
     @classmethod
     def from_published(cls, path: Path, model: ModelIdentity) -> dict[str, torch.Tensor]:
-        """The authors' `model.safetensors` of a model, such as of nthngdy/Llama-3.1-8B_qfilt; its filters point away
-        from the queries."""
+        """Read the authors' `model.safetensors` for a model, such as nthngdy/Llama-3.1-8B_qfilt's.
+
+        Its filters point away from the queries."""
         return {"filters": -tensors_in(path, "q_filters")["q_filters"].float()}

@@ -16,18 +16,18 @@ from .base import KVCluster
 @register_method("random")
 @dataclass(frozen=True)
 class RandomKVCluster(KVCluster):
-    """Keeps a uniformly random set per layer and KV head, and the last `window_size` tokens; `variant="effivlm"` the
-    last tenth of the budget.
+    """Keeps the last `window_size` tokens and a uniformly random set per layer and KV head.
 
-    The draw follows `seed`, the layer and the row's own tokens, so it is the same alone, in any batch and on any
-    device, and differs from prompt to prompt and from one eviction to the next.
+    With `variant="effivlm"` the recent tokens get a tenth of the budget. The draw depends on `seed`, the layer and the
+    row's own tokens, so it is the same in any batch and on any device, but differs between prompts and between
+    evictions.
     """
 
     seed: int = 0
     window_size: NonNegativeInt = 8
     variant: Literal["paper", "effivlm"] = "paper"
 
-    mixes_heads: ClassVar[bool] = True  # one draw for all
+    mixes_heads: ClassVar[bool] = True  # one draw for all heads
     query_window: ClassVar[int] = 0  # asks no query
     recent_tenth: ClassVar[bool] = False
     by_variant: ClassVar[dict[str, dict[str, object]]] = {"effivlm": {"recent_tenth": True}}

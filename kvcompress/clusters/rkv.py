@@ -1,4 +1,4 @@
-"""R-KV: important tokens that are not said again. https://arxiv.org/abs/2505.24133"""
+"""R-KV: important tokens that are not repeated later. https://arxiv.org/abs/2505.24133"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -14,19 +14,20 @@ from ..scoring.rows import handles_padding
 from ..scoring.windows import pad_columns, pool_scores
 from .base import KVCluster
 
-BLOCK = 128  # keys whose similarities to all others are held at once
+BLOCK = 128  # keys compared with all others at once
 
 
 def redundancy(
     keys: torch.Tensor, similar: float, padding: torch.Tensor | None, spares_first: bool = False
 ) -> torch.Tensor:
-    """How like all other keys of its KV head each key is: the softmax, over the keys, of its mean cosine with them
-    (section 3, redundancy estimation). Of the keys that are like a key by more than `similar`, the latest does not
-    count as like it: of tokens that repeat each other the latest stays.
+    """Measure how similar each key is to all other keys of its KV head (section 3, redundancy estimation).
+
+    The result is the softmax, over the keys, of a key's mean cosine with the others. Of the keys whose cosine exceeds
+    `similar`, the latest is left out, so that the latest of several repeated tokens stays.
 
     Args:
         keys: (batch, kv_heads, keys, head_dim).
-        spares_first: where no key is like a key, the first does not count (`cal_similarity` of rkv/utils.py).
+        spares_first: if no key exceeds `similar`, leave out the first key (`cal_similarity` in rkv/utils.py).
         padding: as in scoring/windows.py.
 
     Returns:
@@ -39,14 +40,15 @@ def redundancy(
         directions = directions.masked_fill(pads[..., None], 0.0)
         count = (count - padding)[..., None]
     column = torch.arange(keys.shape[2], device=keys.device)
-    total = torch.zeros(keys.shape[:3], device=keys.device)
-    for rows in column.split(BLOCK):
-        alike = directions[:, :, rows] @ directions.transpose(2, 3)
-        alike.masked_fill_(rows[:, None] == column, 0.0)
-        latest = torch.where(alike > similar, column, -1).amax(-1, keepdim=True)
-        if spares_first:
-            latest = latest.clamp(min=0) if padding is None else latest.maximum(padding[..., None, None])
-        total += alike.masked_fill_(column == latest, 0.0).sum(2)
+    total = None
+    for start in range(0, keys.shape[2], BLOCK):
+        alike = directions[:, :, start : start + BLOCK] @ directions.transpose(2, 3)
+        alike.diagonal(start, 2, 3).zero_()  # a key is not like itself
+        latest = torch.where(alike > similar, column, 0 if spares_first else -1).amax(-1, keepdim=True)
+        if spares_first and padding is not None:
+            latest = latest.maximum(padding[..., None, None])
+        of_rows = alike.masked_fill_(column == latest, 0.0).sum(2)
+        total = of_rows if total is None else total + of_rows
     mean = total / count
     return (mean if padding is None else mean.masked_fill(pads, -torch.inf)).softmax(-1)
 
@@ -54,12 +56,14 @@ def redundancy(
 @register_method("r-kv")
 @dataclass(frozen=True)
 class RKVCluster(KVCluster):
-    """Keeps the last `window_size` tokens and the keys with the highest
-    `balance` * importance - (1 - `balance`) * redundancy (section 3, joint selection; lambda 0.07 as in run_math.py).
-    Importance is the window's attention to the keys before it, the largest logit of a KV head's query heads counting,
-    pooled; redundancy is likeness to the other keys. That of a key that no other is like does not count for the first
-    key (`variant="paper"`: it does; the preset `paper` also has the paper's lambda, 0.1). Made for long answers:
-    `decode_budget=`."""
+    """Keeps the last `window_size` tokens and the most important, least redundant keys (section 3, joint selection).
+
+    The score is `balance` * importance - (1 - `balance`) * redundancy, with a lambda of 0.07 as in run_math.py.
+    Importance is the window's pooled attention to the keys before it, by the largest logit of a KV head's query heads.
+    Redundancy is the similarity to the other keys. If a key has no similar key, its similarity to the first key is left
+    out; with `variant="paper"` it counts. The preset `paper` also has the paper's lambda, 0.1. The method is made for
+    long answers: `decode_budget=`.
+    """
 
     window_size: PositiveInt = 8
     kernel_size: PositiveInt = 7
@@ -83,7 +87,7 @@ class RKVCluster(KVCluster):
         logits = view.window_logits(queries, keys, window)
         logits[..., -window:] = -torch.inf
         weights = logits.amax(2).softmax(-1)  # (batch, kv_heads, window, keys)
-        # NaN: a pad's query, which has no vote, or nothing before the window.
+        # NaN: a pad's query, which has no vote, or no token before the window.
         importance = pool_scores(weights.nanmean(2).nan_to_num(0.0), self.kernel_size, "max")
         repeated = redundancy(keys, self.similar, view.padding, spares_first=self.of_variant("spares_first"))
         return view.protect_recent(self.balance * importance - (1 - self.balance) * repeated, window)

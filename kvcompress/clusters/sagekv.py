@@ -1,4 +1,4 @@
-"""SAGE-KV: what the prompt's last token attends to, chosen once. https://arxiv.org/abs/2503.08879"""
+"""SAGE-KV: tokens that the prompt's last token attends to, chosen once. https://arxiv.org/abs/2503.08879"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -14,11 +14,11 @@ from .h2o import HeavyHitterKVCluster
 @register_method("sagekv")
 @dataclass(frozen=True)
 class SAGEKVCluster(HeavyHitterKVCluster):
-    """Keeps the first `sinks` tokens, for `recent` of the budget the most recent ones, and between them those that the
-    prompt's last query attends to most, per KV head in the mean over its query heads (section 3).
+    """Keeps sinks, recent tokens, and the tokens between them that the prompt's last query attends to most (section 3).
 
-    The choice is made once: while decoding, sinks and chosen tokens stay, and the recent window slides: of all other
-    tokens the oldest goes.
+    The first `sinks` tokens stay, and `recent` of the budget goes to the most recent ones. Attention is averaged over
+    the query heads of each KV head. The choice is made once: while decoding, sinks and chosen tokens stay and the
+    recent window slides, so the oldest of the other tokens is evicted.
     """
 
     sinks: NonNegativeInt = 4
@@ -37,7 +37,7 @@ class SAGEKVCluster(HeavyHitterKVCluster):
         return received.masked_fill((position >= 0) & (position < self.sinks), float("inf"))
 
     def carried(self, sums: torch.Tensor, view: LayerView) -> torch.Tensor:
-        # A recent token was not chosen: once it leaves the window it goes before what was, the oldest first.
+        # Recent tokens were not chosen: once they leave the window they are evicted before chosen ones, oldest first.
         recent = view.protect_recent(torch.zeros_like(sums), [self.recent_tokens(budget) for budget in view.budgets])
         return sums.masked_fill(recent.isinf() & sums.isfinite(), 0.0)
 

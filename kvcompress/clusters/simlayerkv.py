@@ -16,16 +16,18 @@ from .streamingllm import sinks_and_recent
 @register_method("simlayerkv")
 @dataclass(frozen=True)
 class SimLayerKVCluster(KVCluster):
-    """Keeps the first `sinks` tokens and the most recent ones, few of them in layers whose attention is lazy
-    (section 3, `layer_budget="lazy"`): which spend more than `lazy_threshold` of it on first and last tokens (0.9 as
+    """Keeps the first `sinks` tokens and the most recent ones, fewer in lazy layers (section 3, `layer_budget="lazy"`).
+
+    A layer is lazy if it spends more than `lazy_threshold` of its attention on the first and last tokens (0.9 as
     published for Llama 3; 0.65 for Llama 2, 0.8 for Mistral, 0.85 for Qwen2).
 
-    In the paper a lazy layer keeps 4 + 1024 tokens and every other layer all. Here the sum over the layers is the
+    In the paper a lazy layer keeps 4 + 1024 tokens and every other layer keeps all. Here the layers together keep the
     budget that was asked for: what lazy layers give up goes to the others, as many tokens as fit.
 
-    With `variant="code"` and `"paper"` the budget is that of a lazy layer and every other layer keeps all, so that the
-    realised ratio follows from the prompt. A layer is judged by the prompt's last query (`layer_budget="lazy-code"`;
-    its code asks the first decoded one) or by its last 32 (`"lazy-paper"`). Presets: the code's thresholds.
+    With `variant="code"` and `"paper"` the budget is that of a lazy layer and every other layer keeps all, so the
+    realised ratio depends on the prompt. `"code"` judges a layer by the prompt's last query
+    (`layer_budget="lazy-code"`; the released code uses the first decoded one), `"paper"` by its last 32
+    (`"lazy-paper"`). The presets are the code's thresholds.
     """
 
     sinks: NonNegativeInt = 4

@@ -1,4 +1,4 @@
-"""SnapKV: what the last queries of the prompt attend to. https://arxiv.org/abs/2404.14469"""
+"""SnapKV: keys that the last queries of the prompt attend to. https://arxiv.org/abs/2404.14469"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -15,7 +15,7 @@ from ..scoring.rows import handles_padding
 from ..scoring.windows import pool_scores
 from .base import KVCluster
 
-# KVCache-Factory's run_longbench.py, for capacities (`budget=`) of 64 to 2048.
+# As in KVCache-Factory's run_longbench.py, for capacities (`budget=`) from 64 to 2048.
 LONGBENCH = {"window_size": 8, "kernel_size": 7, "pooling": "max"}
 
 
@@ -23,8 +23,8 @@ LONGBENCH = {"window_size": 8, "kernel_size": 7, "pooling": "max"}
 class WindowKVCluster(KVCluster):
     """Keeps an observation window, the last `window_size` tokens, and the keys that its queries vote for.
 
-    Votes are averaged over the query heads of each KV head, then pooled along the keys so that neighbours stay
-    together. Where the budget is smaller than the window, the most recent tokens stay.
+    Votes are averaged over the query heads of each KV head, then pooled along the keys to keep neighbours together. If
+    the budget is smaller than the window, the most recent tokens stay.
     """
 
     window_size: PositiveInt = 32
@@ -36,36 +36,47 @@ class WindowKVCluster(KVCluster):
             raise KVCompressError(f"kernel_size={self.kernel_size} is even: pooling is centred, so it must be odd")
 
     def windows(self, view: LayerView) -> list[int]:
-        """Tokens in each row's window."""
+        """Return the number of tokens in each row's window."""
         return [self.window_size] * len(view.lengths)
 
-    def votes(self, weights: torch.Tensor, in_window: torch.Tensor) -> torch.Tensor:
-        """(batch, kv_heads, groups, keys), from attention weights (batch, kv_heads, groups, queries, keys) and whether
-        a query is in its row's window (batch, 1, 1, queries, 1): the window's mean."""
+    def votes(self, weights: torch.Tensor, in_window: torch.Tensor | None) -> torch.Tensor:
+        """Average attention over the window: (batch, kv_heads, groups, keys).
+
+        Args:
+            weights: attention weights (batch, kv_heads, groups, queries, keys).
+            in_window: bool (batch, 1, 1, queries, 1), True for queries in their row's window; None if all are.
+        """
+        if in_window is None:
+            return weights.sum(3) / weights.shape[3]
         return (weights * in_window).sum(3) / in_window.sum(3)
 
     def pooled(self, votes: torch.Tensor) -> torch.Tensor:
-        """(batch, kv_heads, keys) from `votes`: the mean of the group, pooled."""
+        """Average `votes` over the query heads of a group and pool them: (batch, kv_heads, keys)."""
         return pool_scores(votes.mean(2), self.kernel_size, self.pooling)
 
     @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         windows = [min(window, keys.shape[2]) for window in self.windows(view)]
         weights = view.window_attention(queries, keys, max(windows))
-        sizes = on_device(windows, keys.device)[:, None]
-        in_window = torch.arange(weights.shape[3], 0, -1, device=keys.device) <= sizes
-        votes = self.votes(weights, in_window[:, None, None, :, None])
-        before = torch.arange(keys.shape[2], 0, -1, device=keys.device) > sizes  # the window itself has no vote
-        scores = self.pooled(votes * before[:, None, None])
-        return view.protect_recent(scores, windows)
+        # The window gets no votes itself.
+        if min(windows) == max(windows):
+            votes = self.votes(weights, None)
+            votes[..., keys.shape[2] - windows[0] :] = 0
+        else:
+            sizes = on_device(windows, keys.device)[:, None]
+            in_window = torch.arange(weights.shape[3], 0, -1, device=keys.device) <= sizes
+            before = torch.arange(keys.shape[2], 0, -1, device=keys.device) > sizes
+            votes = self.votes(weights, in_window[:, None, None, :, None]) * before[:, None, None]
+        return view.protect_recent(self.pooled(votes), windows)
 
 
 @register_method("snapkv")
 @dataclass(frozen=True)
 class SnapKVCluster(WindowKVCluster):
-    """Keeps the observation window and the keys that its queries attend to most (section 4, listing 1): the mean of
-    their weights, pooled. With `variant="effivlm"` the window is a tenth of the budget; while decoding it is at most
-    `window_size`, which many queries are remembered."""
+    """Keeps the observation window and the keys that its queries attend to most (section 4, listing 1).
+
+    A key's score is the mean of the queries' weights, pooled. With `variant="effivlm"` the window is a tenth of the
+    budget; while decoding it is at most `window_size`, the number of queries that are remembered."""
 
     variant: Literal["paper", "effivlm"] = "paper"
 

@@ -22,14 +22,15 @@ from .snapkv import SnapKVCluster
 @register_method("sparsemm")
 @dataclass(frozen=True)
 class SparseMMKVCluster(CalibratedKVCluster):
-    """Every head keeps its window, and of the other keys those that SnapKV would. `even` of the budget beyond the
-    windows is shared out evenly over all heads of all layers, the rest in proportion to their visual scores, the sum
-    over the query heads of a KV head (section 3.3; window and pooling as in the code, a tenth is even as in its
-    scripts). What a head has no keys for goes to the others.
+    """Every head keeps its window and the keys that SnapKV would keep; heads that look at images get more budget.
 
-    In the paper a query head scores where the key that it attends to most, as the model reads a text out of an image,
-    lies in that text's box. Boxes need a data set that has them: `--published` takes the authors' scores. Those that
-    `--task` measures are ours: how often that key is a vision token, for the queries behind the last of them.
+    `even` of the budget beyond the windows is shared out evenly over all heads of all layers, the rest in proportion to
+    their visual scores, summed over the query heads of a KV head (section 3.3; window and pooling as in the code, an
+    even tenth as in its scripts). What a head has too few keys for goes to the others.
+
+    In the paper, a query head scores when the key that it attends to most, while the model reads a text in an image,
+    lies in that text's box. Boxes need a data set that has them, so `--published` takes the authors' scores. The scores
+    that `--task` measures are ours: how often that key is a vision token, for the queries after the last vision token.
     """
 
     window_size: PositiveInt = 32
@@ -52,13 +53,13 @@ class SparseMMKVCluster(CalibratedKVCluster):
         votes = snapkv.score(queries, keys, values, view)
         in_window = votes.isinf()
         place = ranks(votes.masked_fill(in_window, -1.0), view.padding)  # no vote is negative
-        # A head of share s keeps those with place + 1/2 below s over some threshold, the same for all heads: s over the
-        # threshold, rounded.
+        # A head with share s keeps the keys with place + 1/2 below s / threshold, that is, s / threshold keys, rounded.
+        # The threshold is the same for all heads.
         shares = self.shares(keys.shape[1], view).to(keys.device)
         return (shares[:, None] / (place + 0.5)).masked_fill(in_window, float("inf"))
 
     def shares(self, kv_heads: int, view: LayerView) -> torch.Tensor:
-        """What each KV head of this layer has of the budget beyond the windows, (kv_heads,); 1 on average over all."""
+        """Return each KV head's share of the budget beyond the windows, (kv_heads,); 1 on average over all heads."""
         whole = self.known_whole("scores").unflatten(1, (kv_heads, -1)).sum(2)  # (layers, kv_heads)
         return self.even + (1 - self.even) * (whole / whole.mean())[view.place]
 
@@ -76,11 +77,11 @@ class SparseMMKVCluster(CalibratedKVCluster):
 
     def known_from(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not sums["hits"].any():
-            raise KVCompressError("no head attends to an image most: give prompts with images, --task")
+            raise KVCompressError("no head attends most to an image: use prompts with images, --task")
         return {"scores": sums["hits"] / sums["hits"].sum()}
 
     @classmethod
     def from_published(cls, path: Path, model: ModelIdentity) -> dict[str, torch.Tensor]:
-        """The authors' JSON file of a model, of their `visual_head/head_score/`: "layer-head" -> scores of samples."""
+        """Read the authors' JSON file for a model, from `visual_head/head_score/`: "layer-head" -> samples' scores."""
         scores = means_by_head(path, model.heads, model.layers)
         return {"scores": scores / scores.sum()}

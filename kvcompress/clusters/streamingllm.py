@@ -14,8 +14,9 @@ from .base import KVCluster
 
 
 def sinks_and_recent(keys: torch.Tensor, sinks: int, padding: torch.Tensor | None) -> torch.Tensor:
-    """Scores (batch, kv_heads, keys) that rank the last token first, then the first `sinks` tokens in their order,
-    then the rest by position, the most recent first. `keys` (batch, kv_heads, keys, ...); padding as in
+    """Return scores (batch, kv_heads, keys) that rank the last token first, then the sinks, then the rest by recency.
+
+    The first `sinks` tokens rank in their order. `keys` is (batch, kv_heads, keys, ...); padding is as in
     scoring/windows.py."""
     tokens = keys.shape[2]
     position = torch.arange(tokens, device=keys.device, dtype=torch.float32)
@@ -30,11 +31,12 @@ def sinks_and_recent(keys: torch.Tensor, sinks: int, padding: torch.Tensor | Non
 @dataclass(frozen=True)
 class StreamingLLMKVCluster(KVCluster):
     """Keeps the first `sinks` tokens and the most recent ones (section 3.2; 4 sinks as published).
-    `variant="effivlm"`: the most recent tokens get a tenth of the budget, the first tokens the rest.
 
-    `positions="cache"` rotates keys anew to their place in the cache, as published; by default they keep their rotary
-    positions, which differs in nothing but the sinks' distance. Where the budget has no room for all sinks, the
-    last token stays and the first sinks fill the rest.
+    With `variant="effivlm"` the most recent tokens get a tenth of the budget and the first tokens the rest.
+
+    `positions="cache"` re-rotates keys to their position in the cache, as published. By default keys keep their true
+    positions, which changes only the distance to the sinks. If the budget has no room for all sinks, the last token
+    stays and the first sinks fill the rest.
     """
 
     sinks: NonNegativeInt = 4

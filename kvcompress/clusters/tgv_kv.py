@@ -1,4 +1,4 @@
-"""TGV-KV: the question's words, weighted, choose the vision tokens. https://arxiv.org/abs/2606.03075"""
+"""TGV-KV: vision tokens chosen by the question's words, weighted by importance. https://arxiv.org/abs/2606.03075"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,14 +16,16 @@ from .base import KVCluster
 @register_method("tgv-kv")
 @dataclass(frozen=True)
 class TGVKVCluster(KVCluster):
-    """Text-guided vision eviction, the same in all heads: vision tokens by the attention of the queries behind the last
-    image, each weighted by how much the later ones attend to it (text-weighted ranking); text, by what it receives from
-    all queries, goes last (text priority); the first `sinks` tokens and the last stay. Layers share the budget by how
+    """Text-guided vision eviction: keeps the vision tokens that the question attends to most, the same in all heads.
+
+    A vision token is scored by the attention of the queries after the last image, each weighted by how much later
+    queries attend to it (text-weighted ranking). Text is scored by the attention that it receives from all queries and
+    is evicted last (text priority). The first `sinks` tokens and the last token stay. Layers share the budget by how
     much the question attends to vision (`layer_budget="vision"`).
 
-    Where text alone exceeds the budget, text is ranked by that sum. While decoding, the token that the last query
-    attends to least goes; of the last ones as many are safe as were kept of the question (the authors' code:
-    tgv_kv.py, `initial_text_len_list`), which therefore can go once they are older than that.
+    If text alone exceeds the budget, text is ranked by that sum. While decoding, the token that the last query attends
+    to least is evicted. As many recent tokens are protected as tokens of the question were kept (the authors' code:
+    tgv_kv.py, `initial_text_len_list`); question tokens older than that can be evicted.
     """
 
     sinks: NonNegativeInt = 4
@@ -52,7 +54,7 @@ class TGVKVCluster(KVCluster):
         return view.protect_sinks(scores, self.sinks)
 
     def note(self, kept: Kept, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:
-        """How much of the question each head keeps."""
+        """Return how many tokens of the question each head keeps."""
         if view.is_decoding:
             return view.noted
         question = observer_queries(view, keys)[:, None].expand(keys.shape[:3])
@@ -60,8 +62,10 @@ class TGVKVCluster(KVCluster):
 
 
 def weighted_question_attention(queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
-    """What each key receives from the queries behind the last image, each query weighted by the mean attention that
-    it receives from those that see it: (batch, keys). Attention is the mean over the heads."""
+    """Return the attention that each key receives from the queries after the last image: (batch, keys).
+
+    Each query is weighted by the mean attention that it receives from those that see it. Attention is averaged over the
+    heads."""
     observers = observer_queries(view, keys)
     received = view.column_sums(queries, keys, observers).mean(1)
     column = torch.arange(keys.shape[2], 0, -1, device=keys.device)  # how many queries see each

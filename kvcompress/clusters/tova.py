@@ -14,9 +14,11 @@ from .base import KVCluster
 @register_method("tova")
 @dataclass(frozen=True)
 class TOVAKVCluster(KVCluster):
-    """Keeps what the last query attends to most, averaged over all heads, so that the heads of a layer keep the same
-    tokens (section 3.2). While decoding, the state of fixed size drops one token at each step, which may be the new
-    one. `variant="kvpress"`: the last token always stays."""
+    """Keeps the tokens that the last query attends to most, averaged over all heads (section 3.2).
+
+    All heads of a layer therefore keep the same tokens. While decoding, the size is fixed: every step drops one token,
+    which may be the new one. With `variant="kvpress"` the last token always stays.
+    """
 
     variant: Literal["code", "kvpress"] = "code"
 

@@ -1,4 +1,4 @@
-"""TriAttention: what the mean query will make of a key, at every distance. https://arxiv.org/abs/2604.04921"""
+"""TriAttention: the mean query's attention to a key, over many distances. https://arxiv.org/abs/2604.04921"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,14 @@ from .calibrated import CalibratedKVCluster
 @register_method("triattention")
 @dataclass(frozen=True)
 class TriAttentionKVCluster(CalibratedKVCluster):
-    """Keeps the keys to which the mean query of a calibration, before RoPE, attends most from positions to come
-    (section 4): the trigonometric series sum |E q_f| |k_f| cos(w_f distance + phi_f) over pairs of channels f, the mean
-    over the distances 1, 2, 4, ... up to `farthest`, plus the norms (E |q_f| - |E q_f|) |k_f|, for what the mean does
-    not show of queries that point everywhere.
+    """Keeps the keys that the mean query of a calibration attends to most from future positions (section 4).
 
-    Each query head's scores are standardised over the keys; a KV head takes the largest of its query heads' (`group`).
-    Asks no query. Positions to come are text's, also where M-RoPE gives a key three.
+    The score is the trigonometric series sum |E q_f| |k_f| cos(w_f distance + phi_f) over channel pairs f, with queries
+    before RoPE, averaged over the distances 1, 2, 4, ... up to `farthest`. Added to it are the norms (E |q_f| - |E
+    q_f|) |k_f|, which account for queries whose directions cancel in the mean.
+
+    Each query head's scores are standardised over the keys; a KV head takes the largest over its query heads (`group`).
+    The prompt's own queries are not used. Future positions are text positions, even if M-RoPE gives a key three.
     """
 
     farthest: PositiveInt = 65536
@@ -41,12 +42,12 @@ class TriAttentionKVCluster(CalibratedKVCluster):
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         mean, norms = (self.known(name, view, keys.device) for name in ("mean", "norms"))
         kv_heads, head_dim = keys.shape[1], keys.shape[3]
-        ahead = 1 + 2 ** torch.arange(self.farthest.bit_length(), device=keys.device)  # of the row's last token
-        # Rotated keys against rotated queries: the cosines of the series, whatever the positions.
+        ahead = 1 + 2 ** torch.arange(self.farthest.bit_length(), device=keys.device)  # of each row's last token
+        # Rotated keys times rotated queries give the cosines of the series, whatever the positions.
         to_come = mean @ view.future_rotation(ahead, head_dim).mT  # (batch, heads, head_dim)
         scores = to_come.unflatten(1, (kv_heads, -1)) @ keys.float().mT  # (batch, kv_heads, groups, keys)
         rotary = view.rotary
-        spread = (norms - rotary.pair_norms(mean)) * rotary.scaling  # the keys' norms are scaled as they are
+        spread = (norms - rotary.pair_norms(mean)) * rotary.scaling  # the keys' norms are already scaled
         scores = scores + spread.unflatten(0, (kv_heads, -1)) @ rotary.pair_norms(keys).mT
         scores = _standardised(scores, view.real_columns(keys)[:, :, None].expand_as(scores))
         return scores.amax(2) if self.group == "max" else scores.mean(2)
@@ -63,8 +64,9 @@ class TriAttentionKVCluster(CalibratedKVCluster):
 
     @classmethod
     def from_published(cls, path: Path, model: ModelIdentity) -> dict[str, torch.Tensor]:
-        """The authors' `.pt` file of a model, of their `triattention/calibration/`: real and imaginary parts are the
-        halves of a head's channels."""
+        """Read the authors' `.pt` file for a model, from their `triattention/calibration/`.
+
+        Real and imaginary parts are the two halves of a head's channels."""
         stats = pickled_in(path)
         try:
             heads = [
@@ -76,7 +78,7 @@ class TriAttentionKVCluster(CalibratedKVCluster):
             return {"mean": _table(means), "norms": _table(norms)}
         except (LookupError, TypeError, RuntimeError) as error:
             what = " ".join(str(error).split())
-            raise KVCompressError(f"{shown(str(path))} does not have TriAttention's statistics: {what}") from None
+            raise KVCompressError(f"{shown(str(path))} does not hold TriAttention's statistics: {what}") from None
 
 
 def _table(rows: list[list[torch.Tensor]]) -> torch.Tensor:
@@ -84,7 +86,7 @@ def _table(rows: list[list[torch.Tensor]]) -> torch.Tensor:
 
 
 def _standardised(scores: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Scores (..., keys) of mean 0 and variance 1 over the counted keys."""
+    """Scale scores (..., keys) to mean 0 and variance 1 over the counted keys."""
     number = counted.sum(-1, keepdim=True).clamp(min=1)
     mean = scores.masked_fill(~counted, 0.0).sum(-1, keepdim=True) / number
     centred = (scores - mean).masked_fill(~counted, 0.0)

@@ -1,4 +1,4 @@
-"""VL-Cache: what the question attends to, more of it where attention is dense. https://arxiv.org/abs/2410.23317"""
+"""VL-Cache: keys that the question attends to, more of them in dense layers. https://arxiv.org/abs/2410.23317"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -17,13 +17,14 @@ from .base import KVCluster
 @register_method("vl-cache")
 @dataclass(frozen=True)
 class VLCacheKVCluster(KVCluster):
-    """Keeps the keys with the largest attention accumulated over the queries behind the last image (section 3.2), and
-    for `recent` of the budget the most recent tokens; layers share the budget by their density (algorithm 1,
-    `layer_budget="sparsity"`).
+    """Keeps the keys with the largest attention accumulated over the queries after the last image (section 3.2).
 
-    Each KV head keeps its own, by the mean over its query heads; `head_budget="shared"` lets all heads keep the same.
-    `recent` counts from a layer's own budget; `variant="effivlm"` is EffiVLM-Bench's window of a tenth of the mean
-    budget, the same in every layer.
+    `recent` of the budget goes to the most recent tokens. Layers share the budget by the density of their attention
+    (algorithm 1, `layer_budget="sparsity"`).
+
+    Each KV head keeps its own keys, by the mean over its query heads; with `head_budget="shared"` all heads keep the
+    same. `recent` is a part of the layer's own budget; with `variant="effivlm"` the window is a tenth of the mean
+    budget, the same in every layer, as in EffiVLM-Bench.
     """
 
     recent: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -39,7 +40,7 @@ class VLCacheKVCluster(KVCluster):
     @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         scores = question_attention(queries, keys, view)
-        if self.of_variant("recent_tenth"):  # here the budget is still the mean over the layers
+        if self.of_variant("recent_tenth"):  # the budget is still the mean over the layers here
             scores = view.protect_recent(scores, [effivlm_window(budget) for budget in view.budgets])
         return scores
 

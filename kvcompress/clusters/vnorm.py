@@ -1,4 +1,4 @@
-"""Value norm: a token whose value is long weighs more in the output, whoever attends to it."""
+"""Value norm: a token with a large value contributes more to the output, whichever query attends to it."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -14,9 +14,11 @@ from .base import KVCluster
 @register_method("vnorm")
 @dataclass(frozen=True)
 class VNormKVCluster(KVCluster):
-    """Keeps the values with the largest L1 norm: the part of VATP's score (https://arxiv.org/abs/2406.12335, eq. 3;
-    guozhiyu/vatp, utils_hh/modify_llama.py) that needs no attention. `variant="kvpress"`: the L2 norm, as in the value
-    mode of its CUR."""
+    """Keeps the values with the largest L1 norm.
+
+    This is the part of VATP's score (https://arxiv.org/abs/2406.12335, eq. 3; guozhiyu/vatp, utils_hh/modify_llama.py)
+    that needs no attention. `variant="kvpress"` uses the L2 norm, as kvpress's CUR does in its value mode.
+    """
 
     variant: Literal["code", "kvpress"] = "code"
 

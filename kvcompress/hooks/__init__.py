@@ -1,1 +1,1 @@
-"""What connects compression to a model that nobody has edited, and disconnects it again."""
+"""Hooks that connect compression to an unmodified model and disconnect it again."""

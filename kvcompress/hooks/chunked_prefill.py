@@ -1,15 +1,16 @@
-"""Chunked prefill (`prefill_chunk=`): a long prompt passes through the language model piece by piece, and what is
-stored is compressed after each, so that memory holds a chunk and a budget, never the whole prompt's keys.
+"""Chunked prefill (`prefill_chunk=`): the language model reads a long prompt chunk by chunk.
 
-The model's own forward runs once: images are encoded, embeddings put together and positions (M-RoPE) computed for the
-whole prompt, which all are linear in it and small. A hook on the way into the text decoder then feeds the decoder all
-chunks but the last, one after the other, and lets the pass go on with the last: its hidden states and logits are what
-the model returns. Each chunk attends over what was kept of those before it and, causally, over itself, at its true
-positions (as a second prompt on a filled cache does); then each layer chooses anew among its stored entries and the
+The stored entries are compressed after each chunk, so memory holds a chunk and a budget, never the whole prompt's keys.
+
+The model's own forward runs once. It encodes images, assembles embeddings and computes positions (M-RoPE) for the whole
+prompt; all of this is small and linear in its length. A pre-forward hook on the text decoder then feeds the decoder all
+chunks but the last, one after the other, and lets the pass continue with the last one: the model returns its hidden
+states and logits. Each chunk attends to the kept entries of earlier chunks and, causally, to itself, at its true
+positions, as a second prompt on a filled cache does. Then each layer chooses again among its stored entries and the
 chunk's, see `cache.passes.LaterChunk`.
 
-Chunks are counted from the end, where all rows of a padded batch are aligned: a row is cut as it would be alone, and
-only the first chunk may be shorter.
+Chunks are counted from the end, where all rows of a padded batch are aligned. A row is therefore cut in the same places
+as it would be alone, and only the first chunk may be shorter.
 """
 
 import torch
@@ -23,10 +24,10 @@ BY_COLUMN = ("input_ids", "position_ids", "cache_position")  # their last axis i
 
 
 def feed_in_chunks(decoder: PreTrainedModel, cache: CompressedCache) -> list[RemovableHandle]:
-    """Let the prefill that `cache` was told of go through `decoder` in chunks of `prefill_chunk` tokens.
+    """Run the prefill announced to `cache` through `decoder` in chunks of `prefill_chunk` tokens.
 
     Returns:
-        What undoes it; nothing where the prompt is a single chunk.
+        The handles that undo this; none if the prompt is a single chunk.
     """
     size, whole = cache.policy.engine.prefill_chunk, cache.announced
     if whole.columns <= size:
@@ -57,8 +58,9 @@ def feed_in_chunks(decoder: PreTrainedModel, cache: CompressedCache) -> list[Rem
 
 
 def columns_of(kwargs: dict, start: int, stop: int, columns: int) -> dict:
-    """The arguments of a text decoder for columns `start` to `stop` of a prompt of `columns`. Raises KVCompressError
-    for a tensor that nobody knows how to cut."""
+    """Return a text decoder's arguments for columns `start` to `stop` of a prompt of `columns`.
+
+    Raises KVCompressError for a tensor argument that is not known."""
     part = {}
     for name, value in kwargs.items():
         if name in BY_COLUMN and value is not None:
@@ -69,15 +71,15 @@ def columns_of(kwargs: dict, start: int, stop: int, columns: int) -> dict:
             if not isinstance(value, torch.Tensor) or value.ndim != 2:
                 raise KVCompressError(
                     "prefill_chunk= needs a 2-D attention mask (batch, tokens), left-padded, or none: it cannot cut "
-                    "one of queries and keys, as models make where an image's tokens see each other both ways"
+                    "a 4-D mask, which models build if an image's tokens attend to each other in both directions"
                 )
             value = value[:, : value.shape[1] - columns + stop]
         elif name == "deepstack_visual_embeds" and value is not None:
-            vision = kwargs["visual_pos_masks"]  # packed: one line per True, row by row
+            vision = kwargs["visual_pos_masks"]  # packed: one row of features per True
             inside = torch.zeros_like(vision)
             inside[:, start:stop] = True
             value = [features[inside[vision].to(features.device)] for features in value]
         elif isinstance(value, torch.Tensor):
-            raise KVCompressError(f"prefill_chunk= cannot cut {name}=, which this model gives to its text decoder")
+            raise KVCompressError(f"prefill_chunk= cannot cut {name}=, which this model passes to its text decoder")
         part[name] = value
     return part

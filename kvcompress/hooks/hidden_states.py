@@ -1,4 +1,4 @@
-"""For learned methods: what each attention layer is given, on its way in."""
+"""The hidden states that enter each attention layer, for learned methods."""
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -10,13 +10,15 @@ from ..inflight.cache import SlotCache
 
 
 def watch_hidden_states(decoder: PreTrainedModel, cache: CompressedCache | SlotCache) -> list[RemovableHandle]:
-    """Let the method of `cache` foretell, in each forward pass of `decoder`, what every compressed layer then takes for
-    its queries, until the returned handles are removed. Raises KVCompressError where the layers are not found."""
+    """Let the method of `cache` predict scores from hidden states in each forward pass of `decoder`.
+
+    Every compressed layer takes them in place of its queries, until the returned handles are removed. Raises
+    KVCompressError if the attention layers are not found."""
     modules = attention_layers(decoder)
     layers = {layer.layer_idx: layer for layer in cache.layers if hasattr(layer, "foretell")}
     if missing := sorted(layers.keys() - modules.keys()):
         raise KVCompressError(
-            f"method {cache.policy.method!r} reads what attention layers are given: those of "
+            f"method {cache.policy.method!r} reads the hidden states that enter attention layers: those of "
             f"{type(decoder).__name__}'s layers {missing} are not found"
         )
 
@@ -30,7 +32,7 @@ def watch_hidden_states(decoder: PreTrainedModel, cache: CompressedCache | SlotC
 
 
 def attention_layers(decoder: PreTrainedModel) -> dict[int, torch.nn.Module]:
-    """Layer index -> attention module, of those that project their output with an `o_proj`."""
+    """Map layer index to attention module, for modules that project their output with an `o_proj`."""
     found = {}
     for module in decoder.modules():
         if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "o_proj"):

@@ -1,5 +1,6 @@
-"""For methods that know the answer: the model gives it on its full cache first, and every layer sees what that needs.
-Nothing of it is stored."""
+"""For methods that know the answer: the model first answers on its full cache, and every layer scores its entries.
+
+Nothing of the answer is stored."""
 
 import torch
 from transformers import PreTrainedModel
@@ -12,8 +13,9 @@ from .second_reading import DecoderInputs, embedded
 
 
 def check_answers(model: PreTrainedModel, policy: Policy, return_dict: bool | None = True) -> None:
-    """Raises KVCompressError where a method lets the model answer first and the model's pass would not give it the
-    logits. `return_dict`: what the pass was asked for, None for the model's default."""
+    """Raise KVCompressError if a method lets the model answer first but the forward pass does not return logits.
+
+    `return_dict` is the argument of the pass, None for the model's default."""
     if policy.cluster.second_pass != "answer":
         return
     problem = None
@@ -35,14 +37,14 @@ def look_ahead(
 ) -> None:
     """Answer the prompt that waits in the cache, greedily; each layer scores its entries.
 
-    `inputs`, `logits` (batch, columns, vocabulary): what the prompt's pass took and gave.
+    `inputs` and `logits` (batch, columns, vocabulary) are those of the prompt's forward pass.
     """
     waiting = [layer for layer in cache.compressed_layers if layer.waiting is not None]
     if not waiting:
         return
     head = model.get_output_embeddings()
     ends = model.generation_config.eos_token_id
-    device = inputs.embeddings.device  # a model on several devices has its logits on another
+    device = inputs.embeddings.device  # on a model on several devices, logits are on another
     ends = on_device([] if ends is None else ends, device, torch.long)
     seen, tokens = cache.seen_tokens, logits[:, -1:].argmax(-1).to(device)
     over = torch.zeros_like(tokens, dtype=torch.bool)

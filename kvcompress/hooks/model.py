@@ -1,30 +1,31 @@
-"""Where in a transformers model the parts are that compression connects to, whatever the family."""
+"""Finding the parts of a transformers model that compression connects to, for any family."""
 
 from typing import Any
 
 import torch
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
+from ..calibration.files import config_field
 from ..errors import KVCompressError
 from ..policy.policy import Policy, check_tensor_parallel
 from ..scoring.vision import vision_token_ids
 
 
 def check_heads(model: PreTrainedModel, config: Any, policy: Policy) -> None:
-    """For a tensor-parallel model: raises KVCompressError unless each process has whole KV heads, and compresses them
-    without the others. `config`: see `attention_config`."""
+    """Raise KVCompressError if the processes of a tensor-parallel model cannot each compress their own KV heads.
+
+    `config` is as returned by `attention_config`."""
     if (processes := model.tp_size or 1) > 1:
         if config.num_key_value_heads % processes:
-            raise KVCompressError(f"{config.num_key_value_heads} KV heads do not divide by {processes} processes")
+            raise KVCompressError(f"{config.num_key_value_heads} KV heads are not divisible by {processes} processes")
         check_tensor_parallel(policy)
 
 
 def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
-    """The transformers model inside the wrappers of `torch.compile` and of PEFT, which call it, and inside a model of
-    remote code that leaves writing to a part of it.
+    """Return the transformers model inside wrappers of `torch.compile` and PEFT.
 
-    Raises KVCompressError for anything else, for PEFT's prompt learning, whose wrapper does more than that, and where
-    several parts write.
+    For a remote-code model whose `generate` calls a part's, return that part. Raises KVCompressError for anything else,
+    for PEFT's prompt learning, whose wrapper does more than call the model, and if several parts generate.
     """
     given = model
     while not isinstance(model, PreTrainedModel):
@@ -35,21 +36,22 @@ def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
                 if adapter.is_prompt_learning or adapter.is_adaption_prompt:
                     kind = getattr(adapter.peft_type, "value", adapter.peft_type)
                     raise KVCompressError(
-                        f"PEFT's {kind} is not supported: it gives the model a prompt of its own; adapters of weights, "
+                        f"PEFT's {kind} is not supported, because it adds a prompt of its own; weight adapters, "
                         "such as LoRA, are"
                     )
             model = model.get_base_model()
         else:
             inside = [name for name in ("module", "model") if isinstance(getattr(model, name, None), PreTrainedModel)]
-            hint = f": give the model inside it, its .{inside[0]}" if inside else ""
+            hint = f": pass the model inside it, its .{inside[0]}" if inside else ""
             raise KVCompressError(f"a {type(given).__name__} is not a transformers model{hint}")
     return _generating_part(model)
 
 
 def _generating_part(model: PreTrainedModel) -> PreTrainedModel:
-    """Of a model of remote code whose own `generate` calls that of a part, this part: MiniCPM-o's `llm`.
+    """Return the part that generates in a remote-code model whose `generate` calls a part's, such as MiniCPM-o's `llm`.
 
-    Their own forward is not called then. transformers' own models are left as they are: theirs may call it.
+    The forward of such a model is not called then. transformers' own models are returned unchanged, as their `generate`
+    may call their forward.
     """
     generates = getattr(type(model), "generate", GenerationMixin.generate)
     of_transformers = generates.__module__.startswith("transformers.")
@@ -57,42 +59,53 @@ def _generating_part(model: PreTrainedModel) -> PreTrainedModel:
     inside = {name: part for name, part in inside.items() if isinstance(part, GenerationMixin)}
     if len(inside) > 1:
         names = " or ".join(f".{name}" for name in inside)
-        raise KVCompressError(f"{type(model).__name__} has several parts that generate: give one, {names}")
+        raise KVCompressError(f"{type(model).__name__} has several parts that generate: pass one of them, {names}")
     return next(iter(inside.values()), model)
 
 
 def check_cache(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Raises KVCompressError unless a cache that was made for `config` fits the model."""
+    """Raise KVCompressError unless a cache made for `config` fits the model."""
     if config is model.config:
         return
-    theirs, ours = (_what_a_cache_needs(each) for each in (config, model.config))
+    theirs, ours = (what_a_cache_needs(each) for each in (config, model.config))
     if theirs != ours:
         raise KVCompressError(
-            f"the CompressedCache was made for another model than this {type(model).__name__}: give it this model's "
-            ".config"
+            f"the CompressedCache was made for another model than this {type(model).__name__}: create it with this "
+            "model's .config"
         )
 
 
-def _what_a_cache_needs(config: PreTrainedConfig) -> tuple:
+def what_a_cache_needs(config: PreTrainedConfig) -> tuple:
+    """What a config says about the layers of a cache, and about what they hold."""
     text = config.get_text_config(decoder=True)
     names = ("num_hidden_layers", "layer_types", "sliding_window", "num_key_value_heads", "cross_attention_layers")
-    return config.model_type, vision_token_ids(config), *(getattr(text, name, None) for name in names)
+    return config.model_type, vision_token_ids(config), *(config_field(text, name) for name in names)
+
+
+def adapters_at_work(decoder: PreTrainedModel) -> list[tuple[str, ...]]:
+    """Which adapters (LoRA and the like) are at work in which modules."""
+    names = ("active_adapters", "disable_adapters", "merged_adapters")
+    return [
+        (key, *(str(getattr(module, name)) for name in names if hasattr(module, name)))
+        for key, module in decoder.named_modules()
+        if hasattr(module, "base_layer")
+    ]
 
 
 def writing_part(model: PreTrainedModel) -> PreTrainedModel:
-    """The part whose forward pass writes text: of an omni model its thinker, of any other model all of it."""
+    """Return the part that generates text: an omni model's thinker, otherwise the whole model."""
     return getattr(model, "thinker", model)
 
 
 def attention_config(model: PreTrainedModel) -> Any:
-    """The config whose `_attn_implementation` the decoder's attention layers read. Raises as `text_decoder`."""
+    """Return the config whose `_attn_implementation` the decoder's layers read. Raises like `text_decoder`."""
     return text_decoder(model).config
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The innermost decoder, the one that holds the attention layers.
+    """Return the innermost decoder, which holds the attention layers.
 
-    Raises KVCompressError where the decoder's attention does not go through the attention interface.
+    Raises KVCompressError if the decoder's attention does not go through the attention interface.
     """
     config = model.config.get_text_config(decoder=True)
     decoders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config]

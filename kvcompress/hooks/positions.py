@@ -1,4 +1,4 @@
-"""The position of the token that follows a prompt, whatever the family counts by (M-RoPE included)."""
+"""The position of the token that follows a prompt, for any family (M-RoPE included)."""
 
 import inspect
 
@@ -9,17 +9,29 @@ _entered: list["PositionRecorder"] = []
 
 
 def note_positions(decoder: PreTrainedModel, position_ids: torch.Tensor | None) -> None:
-    """Tell who records the positions of a prompt in `decoder`, where that prompt does not pass through it."""
+    """Report a prompt's positions to the recorders of `decoder`, if the prompt does not pass through it."""
     for recorder in _entered:
         if recorder.decoder is decoder:
             recorder.note(position_ids)
 
 
+def rope_deltas(model: PreTrainedModel) -> torch.Tensor | None:
+    """By how much the next position differs from the number of tokens, (batch, 1), where a model counts an image's
+    positions in its own way (Qwen2-VL): it keeps that of its latest prompt to itself. Else None."""
+    return getattr(model.base_model, "rope_deltas", None)
+
+
+def go_on_from(model: PreTrainedModel, deltas: torch.Tensor | None) -> None:
+    """Let the model count on behind another prompt than its latest, whose `rope_deltas` are these."""
+    if hasattr(model.base_model, "rope_deltas"):
+        model.base_model.rope_deltas = deltas
+
+
 class PositionRecorder:
-    """Notes which positions a text decoder is given for one prompt, between `with` and its end.
+    """Context manager that records the positions that a text decoder gets for one prompt.
 
     Attributes:
-        position_ids: LongTensor (1, columns) or (axes, 1, columns); None where the decoder counts by itself.
+        position_ids: LongTensor (1, columns) or (axes, 1, columns); None if the decoder counts columns itself.
     """
 
     def __init__(self, decoder: PreTrainedModel):
@@ -42,13 +54,13 @@ class PositionRecorder:
         self.note((dict(zip(self._names, args, strict=False)) | kwargs).get("position_ids"))
 
     def note(self, position_ids: torch.Tensor | None) -> None:
-        if not self._is_noted:  # further passes read parts of the prompt once more
+        if not self._is_noted:  # further passes read parts of the prompt again
             self.position_ids, self._is_noted = position_ids, True
 
     def next(self, seen: int) -> tuple[int, int]:
-        """The position that follows, and on how many axes: 0 where a token has a single one. `seen`: tokens so far."""
+        """Return the position after `seen` tokens and its number of axes, 0 if a token has a single position."""
         ids = self.position_ids
         if ids is None or ids.ndim < 3:
             return (seen if ids is None else int(ids.max()) + 1), 0
-        axes = ids[1:] if len(ids) == 4 else ids  # the first of four counts text as if there were no images
+        axes = ids[1:] if len(ids) == 4 else ids  # the first of four axes counts columns, as without images
         return int(axes.max()) + 1, 3

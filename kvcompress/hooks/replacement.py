@@ -1,4 +1,4 @@
-"""Methods of a model that are replaced for a while."""
+"""Temporary replacement of a model's methods."""
 
 import functools
 from collections.abc import Callable
@@ -10,16 +10,16 @@ _NOTHING = object()
 
 
 class Replacement:
-    """A module's attribute, usually a method, replaced until `remove`, which puts back what stood there."""
+    """Replaces a module's attribute, usually a method, until `remove` restores it."""
 
     def __init__(self, module: torch.nn.Module, name: str, value: Any):
         self._module, self._name = module, name
-        self._before = vars(module).get(name, _NOTHING)  # accelerate, for instance, hooks in such a way
+        self._before = vars(module).get(name, _NOTHING)  # accelerate, for instance, hooks in this way
         self._is_there = True
         setattr(module, name, value)
 
     def remove(self) -> None:
-        """Doing it again does nothing."""
+        """Restore the attribute. Calling this again does nothing."""
         if not self._is_there:
             return
         self._is_there = False
@@ -36,6 +36,6 @@ class Replacement:
 
 
 def wrapped(module: torch.nn.Module, name: str, wrapper: Callable[..., Any]) -> Replacement:
-    """A module's method replaced by `wrapper(method, *args, **kwargs)`, with its signature, which `generate` reads."""
+    """Replace a module's method by `wrapper(method, *args, **kwargs)`, which keeps its signature for `generate`."""
     method = getattr(module, name)
     return Replacement(module, name, functools.wraps(method)(functools.partial(wrapper, method)))

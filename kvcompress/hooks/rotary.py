@@ -1,4 +1,4 @@
-"""What a forward pass rotates its queries by, read off the model's own rotary embedding."""
+"""The rotation of a forward pass, read from the model's own rotary embedding."""
 
 import inspect
 import sys
@@ -14,39 +14,41 @@ from ..scoring.rotary import Pairs, Rotary, interleaved, rotate_half
 
 
 def rotary_embeddings(decoder: PreTrainedModel) -> list[torch.nn.Module]:
-    """The modules that compute cos and sin for a decoder's attention layers.
+    """Return the modules that compute cos and sin for a decoder's attention layers.
 
-    Raises KVCompressError where there are none, where a layer goes without or is rotated as others are not, or where
-    it is not known which channels the model pairs.
+    Raises KVCompressError if there are none, if a layer has no rotation or another one than the rest, or if the model's
+    pairs of channels are unknown.
     """
     name = type(decoder).__name__
     modules = [module for key, module in decoder.named_modules() if key.split(".")[-1] == "rotary_emb"]
     if not modules:
-        raise KVCompressError(f"{name} has no rotary position embedding: a method that foresees queries needs one")
+        raise KVCompressError(f"{name} has no rotary position embedding: methods that rotate keys or queries need one")
     if any(getattr(module, "use_rope", True) in (False, 0) for module in decoder.modules()):
-        raise KVCompressError(f"{name} has layers without rotary embedding: a method that foresees queries needs them")
+        raise KVCompressError(
+            f"{name} has layers without rotary embedding: methods that rotate keys or queries need it"
+        )
     if len(set(getattr(decoder, "rope_types", ()))) > 1:
-        raise KVCompressError(f"{name} rotates layers in several ways: a method that foresees queries needs one")
+        raise KVCompressError(f"{name} rotates layers in several ways: methods that rotate keys or queries need one")
     channel_pairs(decoder)
     return modules
 
 
 def channel_pairs(decoder: PreTrainedModel) -> Pairs:
-    """Which channels a decoder turns together. Raises KVCompressError where that is not known."""
+    """Return the channels that a decoder rotates together. Raises KVCompressError if they are unknown."""
     module = sys.modules[type(decoder).__module__]
     pairs = _tried(getattr(module, "apply_rotary_pos_emb", None), getattr(module, "rotate_half", None))
     if pairs is None:
         name = type(decoder).__name__
-        raise KVCompressError(f"{name} rotates queries in a way that is not known: it cannot be undone")
+        raise KVCompressError(f"{name} rotates queries in an unknown way, which cannot be undone")
     return pairs
 
 
 @cache
 def _tried(apply: Callable | None, rotate: Callable | None) -> Pairs | None:
-    """By what a modelling file's `apply_rotary_pos_emb` does to two pairs; its `rotate_half`, where it has none."""
+    """Find the pairs by applying a modelling file's `apply_rotary_pos_emb`, or else its `rotate_half`, to two pairs."""
     states, angles = torch.arange(1.0, 5), torch.tensor([5.0, 7, 5, 7])  # the angles of two pairs in the usual order
     names = [] if apply is None else list(inspect.signature(apply).parameters)
-    count = names.index("cos") if "cos" in names else 0  # of what it turns: queries and keys, or one of them
+    count = names.index("cos") if "cos" in names else 0  # of its rotated arguments: queries and keys, or one
     if count and names[count + 1 : count + 2] == ["sin"]:
         turned = apply(*[states[None, None, None]] * count, torch.zeros(1, 1, 4), angles[None, None])
         turned = (turned if isinstance(turned, torch.Tensor) else turned[0]).flatten()
@@ -66,8 +68,9 @@ def _tried(apply: Callable | None, rotate: Callable | None) -> Pairs | None:
 
 
 def watch_rotary(decoder: PreTrainedModel, receive: Callable[[Rotary], None]) -> list[RemovableHandle]:
-    """Call `receive` in each forward pass of a decoder, before its first layer, with how its full attention layers
-    are rotated, until the returned handles are removed. Raises as `rotary_embeddings`."""
+    """Call `receive` with the rotation of the full attention layers, before the first layer of each forward pass.
+
+    This lasts until the returned handles are removed. Raises like `rotary_embeddings`."""
     modules, pairs = rotary_embeddings(decoder), channel_pairs(decoder)
 
     def after(module: torch.nn.Module, args: tuple, kwargs: dict, output: tuple[torch.Tensor, torch.Tensor]) -> None:

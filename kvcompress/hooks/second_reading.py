@@ -1,5 +1,6 @@
-"""For methods that read the context a second time: the model is fed its own prompt again, on its full cache, and every
-layer notes which entries that needs. Nothing of the second pass is stored."""
+"""For methods that read the context a second time, on the full cache, while every layer scores its entries.
+
+Nothing of the second pass is stored."""
 
 import inspect
 from dataclasses import dataclass
@@ -14,9 +15,14 @@ from ..scoring.windows import pad_columns
 
 @dataclass(frozen=True)
 class DecoderInputs:
-    """What a prompt gave to the text decoder: embeddings (batch, columns, hidden), with the image features in them;
-    position ids (batch, columns) or (axes, batch, columns), None where the decoder counts columns; and embeddings for
-    each layer (batch, columns, layers, size), None where it has none (Gemma 3n and 4 do)."""
+    """A prompt's inputs to the text decoder.
+
+    Attributes:
+        embeddings: (batch, columns, hidden), image features included.
+        position_ids: (batch, columns) or (axes, batch, columns); None if the decoder counts columns itself.
+        by_layer: embeddings for each layer, (batch, columns, layers, size); None if there are none (Gemma 3n and 4 have
+            them).
+    """
 
     embeddings: torch.Tensor
     position_ids: torch.Tensor | None
@@ -24,20 +30,21 @@ class DecoderInputs:
 
     @classmethod
     def of(cls, decoder: PreTrainedModel, kwargs: dict) -> "DecoderInputs":
-        """From the keyword arguments of the decoder's forward pass."""
+        """Create the inputs from the keyword arguments of the decoder's forward pass."""
         embeddings, by_layer = kwargs.get("inputs_embeds"), kwargs.get("per_layer_inputs")
         if embeddings is None:
             embeddings, by_layer = embedded(decoder, kwargs["input_ids"])
         return cls(embeddings, kwargs.get("position_ids"), by_layer)
 
     def following(self, seen: int, pads: torch.Tensor) -> torch.Tensor:
-        """Position ids of tokens of text behind the prompt, in the shape of the prompt's own; `pads` (batch, tokens)
-        are not counted."""
+        """Return position ids for text tokens that follow the prompt, in the shape of the prompt's own.
+
+        `pads` (batch, tokens) are not counted."""
         steps = (~pads).cumsum(1)
         if self.position_ids is None:
             return seen - 1 + steps
         last = self.position_ids.amax(-1, keepdim=True)
-        if last.ndim == 3:  # several axes: behind an image, text goes on from the largest
+        if last.ndim == 3:  # several axes: after an image, text continues from the largest
             counted = int(len(last) == 4)  # transformers numbers the columns before the three axes of M-RoPE
             axes = last[counted:]
             last = torch.cat([last[:counted], axes.amax(0, keepdim=True).expand_as(axes)])
@@ -45,7 +52,7 @@ class DecoderInputs:
 
 
 def embedded(decoder: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The `embeddings` and `by_layer` of tokens (batch, columns)."""
+    """Return the `embeddings` and `by_layer` of tokens (batch, columns)."""
     embeddings = decoder.get_input_embeddings()(ids)
     by_layer = None
     if getattr(decoder, "hidden_size_per_layer_input", 0):
@@ -56,7 +63,7 @@ def embedded(decoder: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor,
 
 @torch.no_grad()
 def read_again(decoder: PreTrainedModel, inputs: DecoderInputs, cache: CompressedCache) -> None:
-    """Feed the prompt that waits in the cache once more, chunk by chunk; each layer scores its entries."""
+    """Feed the prompt that waits in the cache again, chunk by chunk; each layer scores its entries."""
     waiting = [layer for layer in cache.compressed_layers if layer.waiting is not None]
     if not waiting:
         return
@@ -72,7 +79,7 @@ def read_again(decoder: PreTrainedModel, inputs: DecoderInputs, cache: Compresse
         pads = pad_columns(part.view.padding, columns)[:, 0]
     ids = on_device(cluster.instruction, embeddings.device, torch.long)
     instruction = embedded(decoder, ids.expand(len(embeddings), -1))
-    # Chunks are counted from each row's first token behind its sinks: a row is cut as it would be alone.
+    # Chunks are counted from each row's first token after its sinks, so a row is cut as it would be alone.
     first = pads.sum(1, keepdim=True)
     behind = columns - int(first.min()) - cluster.sinks
     for start in range(0, behind, cluster.chunk_size):
@@ -89,7 +96,7 @@ def read_again(decoder: PreTrainedModel, inputs: DecoderInputs, cache: Compresse
         fed_pads = torch.nn.functional.pad(missing[:, cluster.sinks :], (len(ids), 0))
         for layer in waiting:
             layer.read_again(scored.to(layer.device), missing.to(layer.device), cluster.sinks)
-        with cache.other_layers_unchanged():  # sliding windows must not slide over it
+        with cache.other_layers_unchanged():  # sliding windows must not move
             decoder(
                 **fed,
                 position_ids=inputs.following(cache.seen_tokens, fed_pads),

@@ -1,32 +1,40 @@
-"""Connect compression to a transformers model that nobody has edited, and disconnect it again.
+"""Connect compression to an unmodified transformers model, and disconnect it again.
 
-Two replacements are enough: the text model's attention function (see attention.py) and the cache (see cache/).
-The model keeps its own forward; nothing is stored on its modules; leaving the context restores it.
+It only replaces the text model's attention function (see attention.py) and the cache (see cache/). The model keeps its
+own forward, nothing is stored on its modules, and leaving the context restores it.
 """
 
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from ..cache.cache import CompressedCache, check_room
 from ..clusters.learned import check_learned_for
 from ..errors import KVCompressError
 from ..inflight.cache import SlotCache
-from ..inflight.loop import InFlight, Limits, Writer
+from ..inflight.loop import InFlight, Limits
 from ..inflight.request import Request
+from ..inflight.under_way import Writer
 from ..policy.policy import make_policy
 from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
 from .hidden_states import watch_hidden_states
 from .looking_ahead import check_answers, look_ahead
 from .model import attention_config, check_cache, check_heads, text_decoder, unwrapped, writing_part
+from .model_identity import ModelReference
+from .positions import go_on_from, rope_deltas
 from .prefix_cache import PrefixCache
+from .replacement import wrapped
+from .resumed_prompt import ResumedPrompt
+from .reused import check_reused
 from .rotary import rotary_embeddings, watch_rotary
 from .second_reading import DecoderInputs, read_again
 from .token_dropping import prune
@@ -53,15 +61,15 @@ def compress(
 
     Args:
         model: a transformers model whose attention goes through the attention interface.
-        method: a name of `list_methods()`; None or "full" compresses nothing, on the same path.
+        method: a name in `list_methods()`; None or "full" runs the same code without compressing.
         ratio: fraction of each prompt's KV entries that is kept, in (0, 1].
-        budget: in place of `ratio`, the entries kept per layer and KV head.
-        max_new_tokens: tokens to come that get room at once; see `CompressedCache`.
-        prefix_cache: lets prompts that begin alike share the prefill of their beginning.
+        budget: entries kept per layer and KV head, instead of `ratio`.
+        max_new_tokens: new tokens to allocate room for in advance; see `CompressedCache`.
+        prefix_cache: lets prompts with a common prefix share its prefill.
         options: the method's own options and the engine's, see `kvcompress.policy.Engine`.
 
     Raises:
-        KVCompressError: at once, for an unknown method or option, a ratio out of range or an unsupported model.
+        KVCompressError: immediately, for an unknown method or option, a ratio out of range or an unsupported model.
     """
     policy = make_policy(method, ratio, budget, **options)
     check_room(policy, max_new_tokens)
@@ -80,22 +88,22 @@ def compress(
         **options,
     }
     if options.get("calibration") is not None:
-        CompressedCache(writing_part(inner).config, **new_cache)  # says at once if the file is another model's
+        CompressedCache(writing_part(inner).config, **new_cache)  # raises at once if the file is another model's
     tokens = policy.tokens
     tower = TowerRecorder(inner, tokens) if tokens is not None and tokens.sees == "tower" else None
     return Session(model, new_cache, tower, prefix_cache)
 
 
 def attach(model: PreTrainedModel) -> "Session":
-    """Only connect: for generations that bring their own `CompressedCache` as `past_key_values`."""
+    """Connect only, for generations that pass their own `CompressedCache` as `past_key_values`."""
     return Session(model, None)
 
 
 class Session:
-    """A model with compression connected, as a context manager; any number of generations.
+    """Context manager for a model with compression connected, for any number of generations.
 
     Attributes:
-        model: the part of the model that writes text, without wrappers.
+        model: the part of the model that generates text, without wrappers.
         cache: the `CompressedCache` of the latest generation, None before the first.
         is_entered: whether compression is connected.
     """
@@ -112,11 +120,13 @@ class Session:
         self._config = self._decoder.config
         self._tower, self._frames, self._prefixes = tower, FrameRecorder(self.model), prefix_cache
         self.is_entered, self._new_cache = False, new_cache
+        self._reference = ModelReference(self.model)
         self._forward_names = list(inspect.signature(self.model.forward).parameters)
-        self._threads: set[int] = set()  # in a forward pass
-        self._alone: int | None = None  # the one of them whose pass needs hooks of its own
-        self._of_pass: list[RemovableHandle] = []
-        self._undo = ExitStack()  # what leaving the context does
+        self._threads: set[int] = set()  # threads in a forward pass
+        self._alone: int | None = None  # the thread whose pass needs hooks of its own
+        self._of_pass: list[RemovableHandle | ResumedPrompt] = []
+        self._pieces: ResumedPrompt | None = None  # the prompt that is being prefilled in pieces
+        self._undo = ExitStack()  # undone on leaving the context
 
     def __enter__(self) -> "Session":
         base = self._config._attn_implementation
@@ -131,6 +141,8 @@ class Session:
             undo.callback(before.remove)
             after = self.model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
             undo.callback(after.remove)
+            if hasattr(self.model.base_model, "rope_deltas"):
+                undo.callback(wrapped(self.model, "generate", self._generate).remove)
             for watch in (self._frames, self._tower):
                 for hook in watch.attach() if watch is not None else ():
                     undo.callback(hook.remove)
@@ -140,12 +152,12 @@ class Session:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Leave the model as it was. Doing it again does nothing."""
+        """Restore the model. Calling this again does nothing."""
         self.is_entered = False
         self._undo.close()
 
     def _connect(self, base: str) -> None:
-        """Put the compressed form in the place of the attention implementation `base`."""
+        """Replace the attention implementation `base` by its compressed form."""
         self._base, self._name = base, register_attention(base)
         self._config._attn_implementation = self._name
 
@@ -153,14 +165,25 @@ class Session:
         if self._config._attn_implementation == self._name:
             self._config._attn_implementation = self._base
 
+    def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._count_on(kwargs.get("past_key_values"))  # `generate` counts positions before the first forward pass
+        return generate(*args, **kwargs)
+
+    def _count_on(self, cache: object) -> None:
+        """Let the model count positions behind what the cache holds."""
+        if isinstance(cache, CompressedCache) and not cache.is_empty and not torch.compiler.is_compiling():
+            go_on_from(self.model, cache.rope_deltas)
+
     def _before_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Give a new generation its cache and tell the cache what is coming."""
+        """Give a new generation its cache, and announce the forward pass to the cache."""
         kwargs = dict(zip(self._forward_names, args, strict=False)) | kwargs
         if self._config._attn_implementation != self._name:  # by set_attn_implementation
             self._connect(self._config._attn_implementation)
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         batch, columns = (embeds if ids is None else ids).shape[:2]
         cache = self._cache_for(kwargs)
+        if kwargs.get("position_ids") is None:
+            self._count_on(cache)
         check_answers(self.model, cache.policy, kwargs.get("return_dict"))
         mask = kwargs.get("attention_mask")
         grid = kwargs.get("video_grid_thw")
@@ -169,9 +192,9 @@ class Session:
         is_prompt = cache.start(batch, columns, ids, mask, grid)
         policy = cache.policy
         if not torch.compiler.is_compiling():
-            is_hooked = policy.hooks_prompts or self._prefixes is not None
+            is_hooked = policy.hooks_prompts or self._prefixes is not None or self._pieces is not None
             self._enter_thread((is_prompt and is_hooked) or policy.hooks_steps)
-        self._end_pass()  # of one that was interrupted
+        self._end_pass()  # of an interrupted pass
         if is_prompt and policy.tokens is not None:
             self._of_pass = prune(self._decoder, self._base, cache, self._tower, self._frames, ids)
         if policy.watches_rotary and (is_prompt or policy.hooks_steps):
@@ -183,24 +206,40 @@ class Session:
             self._of_pass.append(note)
         if policy.engine.prefill_chunk is not None and is_prompt:
             self._of_pass += feed_in_chunks(self._decoder, cache)
-        if self._prefixes is not None and is_prompt:
-            self._of_pass += self._prefixes.attach(self._decoder, self._base, cache, kwargs.get("logits_to_keep"))
+        if is_prompt and (self._prefixes is not None or self._pieces is not None):
+            self._of_pass += self._resumed(cache, kwargs.get("logits_to_keep"))
         kwargs["past_key_values"] = cache
         if isinstance(cache, CompressedCache):
             self.cache = cache
+            if is_prompt:
+                cache.filled_by = self._reference
         return (), kwargs
+
+    def _resumed(self, cache: CompressedCache, wanted: object) -> list[ResumedPrompt]:
+        """Let a prompt's forward pass start behind its known prefix, if it can."""
+        prompt = self._pieces or ResumedPrompt()
+        if self._prefixes is None:
+            return prompt.attach(self._decoder, cache, wanted)
+        return self._prefixes.attach(prompt, self._decoder, self._base, cache, wanted)
+
+    def _read(self, pieces: ResumedPrompt | None, inputs: Mapping[str, Any]) -> ModelOutput:
+        """Run the model's forward pass over a prompt, or over the next of its `pieces`."""
+        self._pieces = pieces
+        try:
+            return self.model(**inputs, return_dict=True)
+        finally:
+            self._pieces = None
 
     def _note_decoder_inputs(self, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> None:
         self._decoder_inputs = DecoderInputs.of(decoder, kwargs)
 
     def _end_pass(self) -> None:
         """Remove the hooks of one pass."""
-        for hook in self._of_pass:
-            hook.remove()
-        self._of_pass = []
+        while self._of_pass:
+            self._of_pass.pop(0).remove()
 
     def _after_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict, output: Any) -> Any:
-        """The forward pass is over; `output` is None where it raised."""
+        """Finish after the forward pass; `output` is None if it raised."""
         try:
             return None if output is None else self._finish(kwargs["past_key_values"], kwargs, output)
         finally:
@@ -208,16 +247,18 @@ class Session:
                 self._leave_thread()
 
     def _enter_thread(self, is_alone: bool) -> None:
-        """Let this thread's forward pass run beside those of others, unless one of them needs hooks on the model, which
-        would work in all: then raise KVCompressError."""
+        """Register this thread's forward pass.
+
+        Raises KVCompressError if other threads are in a pass and one of them needs hooks on the model, which would
+        affect all."""
         thread = threading.get_ident()
         self._threads.add(thread)
         if is_alone:
             self._alone = thread
         if self._alone not in (None, thread) or (is_alone and len(self._threads) > 1):
             raise KVCompressError(
-                "two threads are in a forward pass of this model, and one of them changes it for the time of its pass, "
-                "as token methods, prefill_chunk= and methods that rotate queries back or read twice do: take turns"
+                "two threads are in a forward pass of this model, and one of them changes the model during its pass, "
+                "as token methods, prefill_chunk= and methods that undo rotations or read twice do: take turns"
             )
 
     def _leave_thread(self) -> None:
@@ -228,9 +269,13 @@ class Session:
             self._alone = None
 
     def _finish(self, cache: CompressedCache, kwargs: dict, output: Any) -> Any:
-        """Finish a prompt. For `first_token="compressed"`: feed its last token again, on what was kept."""
+        """Finish a prompt. With `first_token="compressed"`, feed its last token again on the compressed cache."""
         self._end_pass()
+        if self._pieces is not None and not self._pieces.is_through:
+            cache.end()
+            return None
         if cache.is_prompt:
+            cache.rope_deltas = rope_deltas(self.model)
             if cache.policy.cluster.second_pass == "context":
                 read_again(self._decoder, self._decoder_inputs, cache)
             elif cache.policy.cluster.second_pass == "answer":
@@ -250,9 +295,13 @@ class Session:
         return self.model(**last, return_dict=kwargs.get("return_dict"))
 
     @contextmanager
-    def reuse(self) -> Iterator[CompressedCache]:
-        """Ask several questions about one compressed prompt: each `with session.reuse() as cache:` starts from what
-        the cache held when it was entered, and leaves it as it was.
+    def reuse(self, cache: CompressedCache | None = None) -> Iterator[CompressedCache]:
+        """Reuse one compressed prompt for several questions.
+
+        Each `with session.reuse() as cache:` starts from the cache's contents on entry and restores them afterwards.
+
+        `cache`: a cache other than the latest generation's, such as one of several contexts, or a loaded one. Raises
+        KVCompressError if it belongs to another model, method or options.
 
         ```python
         model(**context)                      # a prefill: compressed and stored
@@ -261,9 +310,11 @@ class Session:
                 answer = model.generate(**question, past_key_values=cache)
         ```
         """
-        if self.cache is None:
+        if cache is not None:
+            check_reused(cache, self.model, self._new_cache)
+        elif (cache := self.cache) is None:
             raise KVCompressError("there is nothing to reuse yet: run the model on the context first")
-        with self.cache.reuse() as cache:
+        with cache.reuse():
             yield cache
 
     def generate_many(
@@ -273,6 +324,7 @@ class Session:
         kv_gb: float | None = None,
         static: bool = False,
         on_oom: Literal["halve", "raise"] = "halve",
+        prefill_tokens: int | None = None,
         after_prompt: Callable[[int, CompressedCache], None] | None = None,
         **options: Any,
     ) -> InFlight:
@@ -284,22 +336,25 @@ class Session:
                 print(answer.index, tokenizer.decode(answer.tokens))
         ```
 
-        Each prompt is prefilled and compressed alone; all decode together, and a slot that becomes free takes the next.
-        A request's tokens are those that it gets alone. One that fails ends with its own error, see `Answer`.
+        Each prompt is prefilled and compressed alone. All sequences decode together, and a free slot takes the next
+        request; after each prompt, the running sequences decode one step. A request gets the same tokens as it would
+        alone. If a request fails, its `Answer` holds the error.
 
         Args:
-            requests: model inputs with a batch of one, or `Request`s, which may have options and a seed of their own.
-                Each is asked for when there is a slot for it.
-            slots: sequences that decode together at most.
-            kv_gb: gigabytes (2**30 bytes) for all slots, which says how many there are; `slots` is then an upper limit.
-            static: whether every decode step has the same shapes, so that it is one graph, which is then compiled where
-                `generate` would (on CUDA); also with `cache_implementation="static"`.
-            on_oom: "halve" the slots where memory does not suffice, the newest requests beginning anew, or "raise".
-            after_prompt: called with a request's index and its filled cache, before it has a slot.
-            options: of `generate`: `max_new_tokens`, `do_sample`, `stop_strings` (with `tokenizer`), ...
+            requests: model inputs with a batch of one, or `Request`s, which may have their own options and seed. Each
+                is fetched when a slot is free.
+            slots: the most sequences that decode together.
+            kv_gb: gigabytes (2**30 bytes) for all slots, which sets their number; `slots` is then an upper limit.
+            static: whether every decode step has the same shapes and is one graph, which is compiled where `generate`
+                would compile it (on CUDA); implied by `cache_implementation="static"`.
+            prefill_tokens: the most prompt tokens to prefill between two decode steps; None: a whole prompt. One that
+                cannot be split (`resumed_prompt.why_whole`) is prefilled whole, with a warning.
+            on_oom: "halve" the slots when memory runs out and restart the newest requests, or "raise".
+            after_prompt: called with a request's index and its filled cache, before it gets a slot.
+            options: options of `generate`: `max_new_tokens`, `do_sample`, `stop_strings` (with `tokenizer`), ...
 
         Raises:
-            KVCompressError: for a wrong argument, or an engine option that requests in flight do not have.
+            KVCompressError: for a wrong argument, or an engine option that requests in flight do not support.
         """
         if self._new_cache is None:
             raise KVCompressError("attach(...) compresses nothing by itself: requests in flight need compress(...)")
@@ -308,15 +363,15 @@ class Session:
             raise KVCompressError(
                 f"requests in flight do not go with cache_implementation={kind!r}; dynamic and static do"
             )
-        # A prompt is compressed in a cache of its own, without room, and moves into its slot.
+        # A prompt is compressed in its own cache, without room for new tokens, and then moves into its slot.
         new_cache = {**self._new_cache, "cache_implementation": "dynamic", "max_new_tokens": 0}
         if self._new_cache["max_new_tokens"] is not None:
             options.setdefault("max_new_tokens", self._new_cache["max_new_tokens"])
+        make_cache = partial(CompressedCache, self.model.config, **new_cache)
         return InFlight(
-            Writer(self.model, self._decoder, lambda: self.is_entered),
-            lambda: CompressedCache(self.model.config, **new_cache),
+            Writer(self.model, self._decoder, lambda: self.is_entered, make_cache, self._read),
             requests,
-            Limits(slots, kv_gb, on_oom),
+            Limits(slots, kv_gb, on_oom, prefill_tokens),
             static or kind == "static",
             after_prompt,
             options,
@@ -335,8 +390,8 @@ class Session:
         if use_cache is False or (use_cache is None and not self._config.use_cache):
             raise KVCompressError("use_cache is off: without a KV cache there is nothing to compress")
         if self._new_cache is None:
-            raise KVCompressError("attach(...) compresses nothing by itself: give past_key_values=CompressedCache(...)")
-        # `generate` brings an empty DynamicCache of its own; the model returns ours in its place.
+            raise KVCompressError("attach(...) compresses nothing by itself: pass past_key_values=CompressedCache(...)")
+        # `generate` passes its own empty DynamicCache; the model returns ours instead.
         if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length()):
             raise KVCompressError(
                 f"past_key_values is a {type(cache).__name__} with {cache.get_seq_length()} tokens: inside "

@@ -1,7 +1,7 @@
-"""One prefill for several methods: what each layer's attention was handed is kept, and compressed again.
+"""One prefill for several methods: each layer's attention inputs are recorded and compressed again.
 
-A prefill computes the same whatever is kept of it, and a method only looks at it. So it runs once. Every further
-generation with the same prompt hands those states to its own cache, layer by layer, and goes on with the answer.
+A prefill's result does not depend on which entries are kept, so it needs to run only once. Every further generation
+with the same prompt feeds the recorded states to its own cache, layer by layer, and goes on to decode.
 """
 
 import math
@@ -21,15 +21,20 @@ from ..device import synchronise
 from ..errors import KVCompressError
 from ..scoring.rotary import Rotary
 from .model import text_decoder, unwrapped, writing_part
-from .positions import PositionRecorder, note_positions
+from .positions import PositionRecorder, go_on_from, note_positions, rope_deltas
 from .replacement import wrapped
 from .rotary import watch_rotary
 
 
 @dataclass(frozen=True)
 class Attended:
-    """What a layer's attention was handed: query (batch, heads, columns, head_dim), key and value (batch, kv_heads,
-    columns, head_dim), in the CPU's memory, and on which `device` it was."""
+    """The recorded inputs of one layer's attention, in CPU memory.
+
+    Attributes:
+        query: (batch, heads, columns, head_dim).
+        key, value: (batch, kv_heads, columns, head_dim).
+        device: the device that they were on.
+    """
 
     layer_idx: int
     module: torch.nn.Module
@@ -50,16 +55,16 @@ class Attended:
 
 @dataclass(frozen=True)
 class PromptPass:
-    """A prefill through a model.
+    """A recorded prefill.
 
     Attributes:
-        inputs: what tells it from that of another batch: `input_ids`, `attention_mask` and the like.
-        layers: in their order.
-        position_ids: that the text decoder was given; None where it counts by itself.
-        rotary: how the queries were rotated; None where that is not known, and no method asks for it.
-        output: what the model returned: the logits of what comes next.
-        rope_deltas: of a model that counts an image's positions in its own way (Qwen2-VL), else None.
-        seconds: what the model's own work took, without compression.
+        inputs: the inputs that identify the batch: `input_ids`, `attention_mask` and the like.
+        layers: the layers' attention inputs, in order.
+        position_ids: the text decoder's position ids; None if it counts columns itself.
+        rotary: the rotation of the queries; None if it is unknown, in which case no method asks for it.
+        output: the model's output, with the logits of the next token.
+        rope_deltas: the position offset of a model with its own image positions (Qwen2-VL), otherwise None.
+        seconds: seconds of the model's own work, without compression.
     """
 
     inputs: dict[str, Any]
@@ -79,7 +84,7 @@ class PromptPass:
 
 
 class SharedPrompt:
-    """Shares the prefill of one generation with others of the same prompt, text and images.
+    """Shares the prefill of one generation with others that have the same prompt, text and images.
 
     ```python
     known = None
@@ -89,14 +94,14 @@ class SharedPrompt:
         known = shared.prompt_pass
     ```
 
-    Tokens and kept sets are those of a generation that runs the pass itself. It does run where a method changes it (see
-    `is_shareable`), and for a batch of other tokens.
+    Tokens and kept sets are the same as if the generation ran the prefill itself. The prefill does run if a method
+    changes it (see `is_shareable`), and for a batch with other tokens.
 
     Attributes:
-        prompt_pass: the generation's; None where it cannot be shared or has more bytes than there is room.
-        is_known: whether it did not run.
-        correction_s: what must be added to the seconds that the generation took to get those of one that runs the pass
-            and keeps nothing of it.
+        prompt_pass: the generation's prefill; None if it cannot be shared or has more bytes than `room`.
+        is_known: whether the prefill was reused instead of run.
+        correction_s: seconds to add to the generation's time to get that of a generation that runs the prefill and
+            records nothing.
     """
 
     def __init__(
@@ -106,8 +111,14 @@ class SharedPrompt:
         room: float = math.inf,
         elsewhere_s: Callable[[], float] = lambda: 0.0,
     ):
-        """`room`: bytes that a pass may have to be kept. `elsewhere_s`: tells the seconds, so far, of work that is
-        not to be counted as the pass's, such as a vision tower's."""
+        """Prepare to share a prefill.
+
+        Args:
+            known: an earlier prefill to reuse.
+        room: the most bytes that a recorded prefill may have.
+        elsewhere_s: returns the seconds so far of work that does not count as the prefill's, such as a vision
+            tower's.
+        """
         self.model = writing_part(unwrapped(model))
         self.known, self.room, self.elsewhere_s = known, room, elsewhere_s
         self.prompt_pass: PromptPass | None = None
@@ -121,7 +132,7 @@ class SharedPrompt:
         self._replaced.remove()
 
     def _prompt_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._replaced.remove()  # what follows is decoding, maybe compiled: it does not come through here
+        self._replaced.remove()  # decoding, which may be compiled, does not pass through here
         cache = kwargs.get("past_key_values")  # a session passes everything by name
         is_wanted = self.known is not None or self.room > 0
         if not is_wanted or not is_shareable(self.model, cache, kwargs):
@@ -138,7 +149,7 @@ class SharedPrompt:
         rotaries: list[Rotary] = []
         try:
             handles = watch_rotary(text_decoder(self.model), rotaries.append)
-        except KVCompressError:  # not known: then no method that asks for it gets here
+        except KVCompressError:  # unknown: no method that needs it gets here
             handles = []
         notes = [_Note(layer, self.room / len(cache.layers)) for layer in cache.layers]
         elsewhere_s, start = self.elsewhere_s(), _now(self.model.device)
@@ -149,7 +160,7 @@ class SharedPrompt:
             for handle in [*handles, *notes]:
                 handle.remove()
         self.correction_s = -sum(note.keeping_s for note in notes)
-        # Of a prompt that was resumed the decoder saw the end only: the prefix cache has the rest of it.
+        # The decoder saw only the end of a resumed prompt: the prefix cache has the rest.
         is_whole = not cache.resumed_at and all(note.attended for note in notes)
         if is_whole and isinstance(output, ModelOutput):
             seconds = _now(self.model.device) - start - (self.elsewhere_s() - elsewhere_s)
@@ -160,7 +171,7 @@ class SharedPrompt:
                 positions.position_ids,
                 rotaries[0] if rotaries else None,
                 type(output)(logits=output.logits),
-                getattr(self.model.base_model, "rope_deltas", None),
+                rope_deltas(self.model),
                 seconds,
             )
         return output
@@ -170,8 +181,7 @@ class SharedPrompt:
         note_positions(text_decoder(self.model), known.position_ids)
         if known.rotary is not None:
             cache.rotate(known.rotary)
-        if known.rope_deltas is not None:
-            self.model.base_model.rope_deltas = known.rope_deltas
+        go_on_from(self.model, known.rope_deltas)
         for layer in known.layers:
             start = _now(layer.device)
             query, key, value = (state.to(layer.device) for state in layer.states)
@@ -183,7 +193,7 @@ class SharedPrompt:
 
 
 class _Note:
-    """Keeps what one layer's attention is handed, where that has at most `room` bytes, and times its compression."""
+    """Records one layer's attention inputs, if they have at most `room` bytes, and times its compression."""
 
     def __init__(self, layer: CompressedLayer, room: float):
         self.attended: Attended | None = None
@@ -194,7 +204,7 @@ class _Note:
     def _listen(self, states: States, compress: Callable[[], None]) -> None:
         tensors = (states.queries, states.keys, states.values)
         if sum(tensor.nbytes for tensor in tensors) > self._room:
-            compress()  # untimed: that would have the device wait at every layer
+            compress()  # untimed: timing would make the device wait at every layer
             return
         device = states.queries.device
         start = _now(device)
@@ -206,8 +216,10 @@ class _Note:
 
 
 def is_shareable(model: PreTrainedModel, cache: object, kwargs: dict[str, Any]) -> bool:
-    """Whether a forward pass is a first prompt that any method could have run: none that drops tokens on the way, reads
-    the prompt twice or in chunks, or sees hidden states; all layers compressed; nothing asked for but what comes next.
+    """Return whether a forward pass is a first prompt whose prefill other methods can share.
+
+    The method must not drop tokens on the way, read the prompt twice or in chunks, or see hidden states. All layers
+    must be compressed, and only the next token's logits may be asked for.
     """
     if not isinstance(cache, CompressedCache) or not all(isinstance(layer, CompressedLayer) for layer in cache.layers):
         return False
@@ -216,7 +228,7 @@ def is_shareable(model: PreTrainedModel, cache: object, kwargs: dict[str, Any]) 
     if any(kwargs.get(name) for name in ("output_attentions", "output_hidden_states")):
         return False
     policy = cache.policy
-    # attention_sums.py computes the attention itself: equal up to rounding, and here it shall be the same bit for bit.
+    # attention_sums.py computes the attention itself, equal up to rounding; here it must be equal bit for bit.
     if policy.needs_sums and model.device.type == "cpu" and model.dtype == torch.float32:
         return False
     sees_more = policy.tokens is not None or policy.cluster.second_pass or policy.cluster.reads_hidden

@@ -1,12 +1,12 @@
-"""Drop tokens in front of a decoder layer, so that it and all later ones run, and cache, fewer columns.
+"""Drop tokens before a decoder layer, so that it and all later layers process and cache fewer columns.
 
-The hooks of one prefill do it, on a model that nobody has edited: on the way into a layer they gather the columns
-that are left (hidden states, rotary embeddings, mask), and on the way out they write the results back among all
-columns. What stands between two layers therefore keeps its shape: final norm, logits, and what a model adds to the
-hidden states on the way (DeepStack) need nothing special. Dropped columns carry their last hidden state, unread.
+The hooks of one prefill do this on an unmodified model. Before a layer they gather the remaining columns (hidden
+states, rotary embeddings, mask); after it they write the results back among all columns. Everything between two layers
+therefore keeps its shape: the final norm, the logits, and what a model adds to the hidden states on the way (DeepStack)
+need no special handling. Dropped columns carry their last hidden state, which nothing reads.
 
-Rows differ in length: the columns that are left of a row are aligned to the right, and the leading places of a
-shorter row hold columns that it has dropped, masked like pads.
+Rows differ in length: a row's remaining columns are aligned to the right, and the leading columns of a shorter row hold
+columns that it dropped, masked like pads.
 """
 
 from collections.abc import Callable
@@ -37,22 +37,22 @@ def prune(
     frames: FrameRecorder,
     input_ids: torch.Tensor,
 ) -> list[RemovableHandle]:
-    """Make the forward pass that `cache` was told of drop vision tokens as its token method says.
+    """Make the forward pass announced to `cache` drop vision tokens by its token method.
 
     Args:
         decoder: the text model with the decoder layers.
-        base: the attention implementation that the model had.
-        tower, frames: what watched the vision side, for a method that looks at it.
+        base: the model's attention implementation before compression.
+        tower, frames: the recorders of the vision side, for a method that uses it.
         input_ids: the prompt (batch, columns).
 
     Returns:
-        What undoes it. None of it is left in the model once all are removed.
+        The handles that undo this.
     """
     layers, method = getattr(decoder, "layers", None), cache.policy.method
     if len(cache.compressed_layers) != len(cache.layers):
         raise KVCompressError(
             f"method {method!r} needs a model whose layers all have full attention: {cache.config.model_type} has "
-            "sliding windows or the like"
+            "sliding windows or similar layers"
         )
     if layers is None or len(layers) != len(cache.layers):
         raise KVCompressError(f"method {method!r} finds no decoder layers in {type(decoder).__name__}")
@@ -60,7 +60,7 @@ def prune(
     if not pruning.is_needed:
         return []
     watch = {"tower": tower, "frames": frames}.get(cache.policy.tokens.sees)
-    if watch is not None:  # images are encoded by the time that the first decoder layer runs
+    if watch is not None:  # images are already encoded when the first decoder layer runs
         pruning.look = partial(watch.take, input_ids)
     elif cache.policy.tokens.sees == "tower":
         raise KVCompressError(f"method {method!r} works inside kvcompress.compress(...), not attach(...)")
@@ -68,15 +68,15 @@ def prune(
 
 
 class Pruning:
-    """One prefill that gets shorter on its way.
+    """One prefill that becomes shorter from layer to layer.
 
     Attributes:
-        source: LongTensor (batch, left), the column of the prompt in each place that is left.
-        vision: bool (batch, left), True where that is a vision token.
-        padding: LongTensor (batch, 1) of leading places that hold nothing, None where there are none.
-        look: returns what the method sees of the vision side, as fields of `Tokens`.
+        source: LongTensor (batch, left), the prompt column of each remaining column.
+        vision: bool (batch, left), True at vision tokens.
+        padding: LongTensor (batch, 1), the number of leading columns that hold nothing; None if there are none.
+        look: returns the vision side's states for the method, as fields of `Tokens`.
         stages: decoder layer -> vision tokens kept from there on, one number per row.
-        left: of each row, the vision tokens of the prompt, and those that each choice so far has left.
+        left: for each row, the number of vision tokens in the prompt and after each choice so far.
     """
 
     def __init__(self, base: str, cache: CompressedCache):
@@ -122,7 +122,7 @@ class Pruning:
         self.prepared = self.method.prepare(self._tokens(hidden=hidden, budgets=self.counts))
 
     def _listen(self, states: States, compress: Callable[[], None]) -> None:
-        """The layer in front of a choice attends: score its tokens."""
+        """Score the tokens while the layer before a choice attends."""
         attention = Attention(states.queries, states.keys, states.scaling)
         self.scores = self.method.score(self._tokens(attention=attention, budgets=self.counts))
         compress()
@@ -135,8 +135,8 @@ class Pruning:
                 self.mask = self._mask(kwargs.get("attention_mask"))
             self.hidden = hidden
             embeddings = tuple(self._left(part) for part in kwargs["position_embeddings"])
-            # Gaps between position ids would look like several packed sequences to flash attention; rotation comes
-            # with the embeddings.
+            # To flash attention, gaps between position ids look like several packed sequences; the embeddings already
+            # hold the rotation.
             kwargs = {**kwargs, "position_embeddings": embeddings, "position_ids": None}
             kwargs["attention_mask"] = base_mask_format(self.base, self.mask, hidden.dtype)
             kwargs.pop("hidden_states", None)
@@ -151,12 +151,12 @@ class Pruning:
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     def _left(self, states: torch.Tensor) -> torch.Tensor:
-        """The columns that are left of states (..., batch or 1, columns, size)."""
+        """Return the remaining columns of states (..., batch or 1, columns, size)."""
         rows, source = self.rows.to(states.device), self.source.to(states.device)
         return states.expand(*states.shape[:-3], len(rows), -1, -1)[..., rows, source, :]
 
     def _choose(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Drop tokens in front of layer `index`; returns the hidden states of all columns."""
+        """Drop tokens before layer `index`; return the hidden states of all columns."""
         tokens = self._tokens(hidden=self._left(hidden), budgets=self.stages[index])
         scores, self.scores = self.method.score(tokens) if index == 0 else self.scores, None
         chosen, merged = self.method.choose(scores, tokens)
@@ -184,9 +184,10 @@ class Pruning:
         return hidden
 
     def _mask(self, whole: torch.Tensor | dict | None) -> torch.Tensor | None:
-        """bool (batch, 1, left, left), True = attend; None where the base is causal by itself and nothing is padded.
-        `whole`: the mask of all columns. One of queries and keys says all (Molmo 2's vision tokens see each other both
-        ways), any other is causal."""
+        """Return bool (batch, 1, left, left), True = attend; None if `base` is causal by itself and nothing is padded.
+
+        `whole` is the mask of all columns. A 4-D mask is used as it is (Molmo 2's vision tokens attend to each other in
+        both directions); any other means causal attention."""
         left, device = self.source.shape[1], self.source.device
         if isinstance(whole, torch.Tensor) and whole.ndim == 4:
             visible = whole[:, 0] if whole.dtype == torch.bool else whole[:, 0] == 0

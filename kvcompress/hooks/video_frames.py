@@ -1,6 +1,6 @@
-"""Where a video's frames are in the prompt, for token methods.
+"""The places of a video's frames in the prompt, for token methods.
 
-`generate` may encode videos before it calls the model, so this watches from the start of a session.
+`generate` may encode videos before it calls the model, so the recorder runs from the start of a session.
 """
 
 import inspect
@@ -13,18 +13,18 @@ from ..errors import KVCompressError
 from ..scoring.vision import vision_token_mask, writes_lines
 from .replacement import Replacement, wrapped
 
-# They write the frames of a video with the tokens of images.
+# Models that write the frames of a video with image tokens.
 FRAMES_AS_IMAGES = ("glm4v", "glm4v_moe", "glm46v", "molmo2")
 
 
 class FrameRecorder:
-    """Notes, whenever the model encodes videos, how many frames and tokens each has.
+    """Records how many frames and tokens each video has whenever the model encodes videos.
 
-    A model that takes the frames of a video as images (InternVL) does not say which images are frames: those of a row
-    that have as many tokens as its first are.
+    A model that takes a video's frames as images (InternVL) does not say which images are frames; those of a row with
+    as many tokens as its first image count as frames.
 
     Attributes:
-        videos: (frames, tokens per frame, tokens behind the last) of each video that was encoded.
+        videos: (frames, tokens per frame, tokens after the last frame) of each encoded video.
         grids: their `video_grid_thw` (videos, 3), for a model that takes one.
     """
 
@@ -36,26 +36,27 @@ class FrameRecorder:
         self.is_pooled = model.config.model_type == "llava_onevision"
 
     def attach(self) -> list[Replacement]:
-        """Start watching; returns what ends it."""
+        """Start recording; return the handles that end it."""
         if not (self.has_grid or self.is_pooled):
             return []
         return [wrapped(self.model, "get_video_features", self._encoding)]
 
     def grid(self, input_ids: torch.Tensor | None) -> torch.Tensor | None:
-        """The `video_grid_thw` of a prompt (batch, columns), which `generate` does not give to the model where it has
-        encoded the videos before; None where none is known."""
+        """Return the `video_grid_thw` of a prompt (batch, columns), or None if it is unknown.
+
+        `generate` does not pass it to the model if it encoded the videos before."""
         if self.grids is None or input_ids is None:
             return None
         rows = self._by_row(self._is_video(input_ids))
         return None if rows is None else self.grids[[video for row in rows for video in row]]
 
     def take(self, input_ids: torch.Tensor) -> dict[str, list[list[torch.Tensor]]]:
-        """`frames` of `Tokens` for a prompt (batch, columns). Raises KVCompressError where they are not known."""
+        """Return the `frames` of `Tokens` for a prompt (batch, columns). Raises KVCompressError if they are unknown."""
         config = self.model.config
         if writes_lines(config) or config.model_type in FRAMES_AS_IMAGES:
             raise KVCompressError(
-                f"the frames of a video are not known in a {config.model_type} model, whose prompts do not tell them "
-                "from images or their lines"
+                f"the frames of a video are unknown in a {config.model_type} model, whose prompts do not distinguish "
+                "them from images or lines of images"
             )
         if self.frames_are_images:
             return {"frames": [_equal_spans(row) for row in vision_token_mask(self.model.config, input_ids)]}
@@ -63,7 +64,7 @@ class FrameRecorder:
         rows = self._by_row(is_video)
         if rows is None:
             raise KVCompressError(
-                f"it is not known how this {config.model_type} model laid out the prompt's "
+                f"it is unknown how this {config.model_type} model laid out the prompt's "
                 f"{int(is_video.sum())} video tokens: they must be encoded in the same kvcompress.compress(...)"
             )
         frames = []
@@ -80,8 +81,9 @@ class FrameRecorder:
         return input_ids == getattr(config, "video_token_id", getattr(config, "video_token_index", None))
 
     def _by_row(self, is_video: torch.Tensor) -> list[list[int]] | None:
-        """Which of the encoded videos each row of a prompt (batch, columns) holds; beam search repeats each row. None
-        where they are not the prompt's."""
+        """Return the encoded videos of each row of a prompt (batch, columns); None if they are not the prompt's.
+
+        Beam search repeats each row."""
         counts = is_video.sum(1).tolist()
         sizes = [count * size + rest for count, size, rest in self.videos]
         beams = max(sum(counts) // sum(sizes), 1) if sizes else 1
@@ -103,14 +105,14 @@ class FrameRecorder:
             self.grids, merged = given["video_grid_thw"], vision.spatial_merge_size**2
             self.videos = [(frames, height * width // merged, 0) for frames, height, width in self.grids.tolist()]
         else:  # videos of equal length, patches pooled 2 x 2, a newline at the end of each video
-            videos, frames = next(iter(given.values())).shape[:2]  # of the pixels, whose name has changed
+            videos, frames = next(iter(given.values())).shape[:2]  # of the pixels, an argument that was renamed
             side = vision.image_size // vision.patch_size
             self.videos = [(frames, ((side + 1) // 2) ** 2, 1)] * videos
         return encode(*args, **kwargs)
 
 
 def _equal_spans(vision: torch.Tensor) -> list[torch.Tensor]:
-    """The contiguous spans of vision tokens (columns,) that are as long as the first: one tensor (spans, length)."""
+    """Return the spans of vision tokens (columns,) that are as long as the first, as one tensor (spans, length)."""
     columns = vision.nonzero()[:, 0]
     if not len(columns):
         return []

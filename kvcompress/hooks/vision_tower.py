@@ -1,6 +1,6 @@
-"""Which patches the vision tower attends to, for token methods.
+"""The vision tower's attention to its patches, for token methods.
 
-`generate` may encode images before it calls the model, so this watches from the start of a session.
+`generate` may encode images before it calls the model, so the recorder runs from the start of a session.
 """
 
 from collections import deque
@@ -20,16 +20,14 @@ FAMILIES = ("llava", "llava_next", "llava_onevision")  # an image token is a pat
 
 
 class TowerRecorder:
-    """Notes, whenever the model encodes images, what one layer of the vision tower attends to and what the tower hands
-    to the projector.
+    """Records one vision tower layer's attention and the projector's input whenever the model encodes images.
 
-    Each token of the prompt gets its numbers as the model packs them: what the model does with the patches' features
-    (cut off the padding, interpolate, put a newline behind each line of patches) is done with these numbers too.
+    The numbers are packed for the prompt's tokens just as the model packs the patches' features (cutting off padding,
+    interpolating, adding a newline after each line of patches).
     """
 
     def __init__(self, model: PreTrainedModel, method: TokenMethod):
-        """`method.tower_layer` is an index into the tower's layers. Raises KVCompressError where the tower is not
-        seen."""
+        """Find the tower's layer `method.tower_layer`. Raises KVCompressError if the tower is not accessible."""
         layer = method.tower_layer
         kind = "pixtral" if writes_lines(model.config) else model.config.model_type
         if kind not in FAMILIES:
@@ -49,7 +47,7 @@ class TowerRecorder:
         self.states = self.output = self.packed = None
 
     def attach(self) -> list[RemovableHandle | Replacement]:
-        """Start watching; returns what ends it."""
+        """Start recording; return the handles that end it."""
         handles = [
             self.attention.register_forward_pre_hook(self._attending, with_kwargs=True),
             self.model.vision_tower.register_forward_hook(self._encoded),
@@ -60,14 +58,14 @@ class TowerRecorder:
         return handles
 
     def take(self, input_ids: torch.Tensor) -> dict[str, Tower]:
-        """What was noted, as `tower` of `Tokens`, for a prompt (batch, columns); beam search repeats each row."""
+        """Return the record as `tower` of `Tokens`, for a prompt (batch, columns); beam search repeats each row."""
         images = vision_token_mask(self.model.config, input_ids)
         packed, self.packed = self.packed, None
         tokens, given = int(images.sum()), 0 if packed is None else sum(packed.lengths)
         beams = tokens // given if given else 0
         if not beams or tokens != given * beams:
             raise KVCompressError(
-                f"the prompt has {tokens} vision tokens and the vision tower encoded images for {given}: such a method "
+                f"the prompt has {tokens} vision tokens and the vision tower encoded images for {given}: the method "
                 "needs images (no video), encoded in the same kvcompress.compress(...)"
             )
         first = images[::beams]
@@ -89,14 +87,14 @@ class TowerRecorder:
 
     @torch.no_grad()
     def _projected(self, projector: torch.nn.Module, args: tuple, projected: torch.Tensor) -> None:
-        """The tower is done with tiles of which the model uses the features `args[0]` (tiles, patches, size)."""
+        """Record tiles whose features `args[0]` (tiles, patches, size) were projected."""
         (features,), states, output = args, self.states, self.output
         self.states = self.output = None
         heads = self.attention.num_heads
         queries, keys = (
             project(states).unflatten(-1, (heads, -1)) for project in (self.attention.q_proj, self.attention.k_proj)
         )
-        has_class = features.shape[1] == states.shape[1] - 1  # whose own features the model does not use
+        has_class = features.shape[1] == states.shape[1] - 1  # the model does not use its features
         classes = features[:, :0]
         if has_class:
             layers = self.model.config.vision_feature_layer
@@ -109,7 +107,7 @@ class TowerRecorder:
             self.packed = self.packed.packed_by(lambda numbers, _: list(numbers), self.packed.tiles)
 
     def _packing(self, pack: Callable, features: list[torch.Tensor], *args, **kwargs):
-        """Pack the numbers as the model packs the features; newlines receive nothing (-inf)."""
+        """Pack the numbers as the model packs the features; newlines receive no attention (-inf)."""
         counts = [len(tiles) for tiles in features]
 
         def packed(numbers: torch.Tensor, newline: float) -> list[torch.Tensor]:
@@ -123,12 +121,12 @@ class TowerRecorder:
 
 @dataclass(frozen=True)
 class Packed:
-    """What was noted of all patches, tile by tile at first and then one after the other as the prompt holds them.
+    """The record of all patches: first by tile, then in the order of the prompt.
 
     Attributes:
         received, keys, features: see `Tower`; (tiles, patches, ...), then (tokens, ...).
         classes: the class tokens' states (tiles, 1 or 0, size).
-        tiles, lengths: of each image, how many tiles and tokens it has.
+        tiles, lengths: number of tiles and tokens of each image.
     """
 
     received: torch.Tensor
@@ -139,14 +137,16 @@ class Packed:
     lengths: list[int]
 
     def packed_by(self, pack: Callable[[torch.Tensor, float], list[torch.Tensor]], tiles: list[int]) -> "Packed":
-        """`pack` makes of numbers (tiles, patches, size), and of what stands at newlines, one tensor for each image."""
+        """Pack the record with `pack`.
+
+        It maps numbers (tiles, patches, size) and the newlines' value to one tensor per image."""
         received = pack(self.received, float("-inf"))
         keys = torch.cat(pack(self.keys.flatten(2), 0.0)).unflatten(-1, self.keys.shape[2:])
         features, lengths = torch.cat(pack(self.features, 0.0)), [len(image) for image in received]
         return Packed(torch.cat(received)[:, 0], keys, features, self.classes, tiles, lengths)
 
     def classes_of(self, tokens: list[int]) -> list[torch.Tensor]:
-        """The class tokens' states (classes, size) of the images of each row, of which so many tokens are known."""
+        """Return each row's class token states (classes, size), given the number of image tokens in each row."""
         rows, images = [], deque(zip(self.classes.split(self.tiles), self.lengths, strict=True))
         for left in tokens:
             of_row = [self.classes[:0].flatten(0, 1)]

@@ -242,17 +242,18 @@ class SlotLayer(DecodingLayer):
         queries = None
         if self._latest is not None:
             queries = self._latest[on_device(slots, self._latest.device)][:, :, self._order]
-        joined = JoinedMemory(self.policy, memories, seen, self.storage.kept(slots), queries, decoded)
+        held = self.storage.counts(slots)
+        joined = JoinedMemory(self.policy, memories, seen, self.storage.kept(slots), queries, decoded, held)
         before, rotary = joined.result, self._slots.rotary
         if rotary is not None:
             rotary = rotary.rows(on_device(slots, rotary.cos.device)).to(before.keys.device)
         evict(self.choice, joined, self._scaling, self._module, rotary)
         is_same = joined.result is before and before.sums is None
         if is_same:
-            counts = self.storage.counts(slots)
+            counts = held
         else:
-            left = joined.give_back(memories)
-            counts = (left.indices >= 0).sum(-1).tolist()
+            left, stay = joined.give_back(memories), joined.result.indices is before.indices
+            counts = held if stay else left.held or (left.indices >= 0).sum(-1).tolist()
         rows = max(self._pool_type.rows_for(of_heads, self.policy.decode_interval) for of_heads in counts)
         if rows > self.storage.rows:  # heads, or layers, shared out their budget in another way than so far
             rows += SPARE * self.storage.heads

@@ -1,7 +1,9 @@
 """Many requests at a time on compressed caches: each prompt is prefilled and compressed alone, all decode together.
 
-A slot that becomes free is filled at once, so that no request waits for a longer one's last token. What a request's
-tokens are does not depend on the others: its prompt has its own forward pass, and its evictions come at its own steps.
+A slot that becomes free is filled at once, so that no request waits for a longer one's last token. Prompts and decode
+steps take turns: after each prompt, or each piece of one, all requests that have a slot get a token. What a request's
+tokens are does not depend on the others: its prompt has its own forward passes, and its evictions come at its own
+steps.
 """
 
 import gc
@@ -9,86 +11,36 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ..cache.cache import CompressedCache
 from ..device import on_device
 from ..errors import KVCompressError
-from ..hooks.positions import PositionRecorder
 from .cache import SlotCache
-from .request import Answer, Prompt, Request, prefill
-
-
-@dataclass
-class Running:
-    """A request whose prompt is stored: where it stands.
-
-    Attributes:
-        position: of the token that is fed next.
-        started, first_at, latest_at: when its prefill began, and its first and latest token was there.
-    """
-
-    index: int
-    request: Request
-    prompt: Prompt
-    position: int
-    started: float
-    waited_s: float
-    cache: CompressedCache | None  # until it has a slot
-    sizes: list[int] = field(default_factory=list)  # of the slot that it needs
-    kv_bytes_prompt: int = 0
-    realised_ratios: list[float] = field(default_factory=list)
-    first_at: float = 0.0
-    latest_at: float = 0.0
-
-    def add(self, token: int) -> bool:
-        """Note a token; True where it is the last."""
-        self.latest_at = time.perf_counter()
-        self.first_at = self.first_at or self.latest_at
-        return self.prompt.choice.add(token)
-
-    def answer(self) -> Answer:
-        tokens = self.prompt.choice.tokens
-        return Answer(
-            self.index,
-            torch.tensor(tokens),
-            waited_s=self.waited_s,
-            ttft_s=self.first_at - self.started,
-            tpot_s=(self.latest_at - self.first_at) / (len(tokens) - 1) if len(tokens) > 1 else None,
-            tokens_in=self.prompt.tokens_in,
-            kv_bytes_prompt=self.kv_bytes_prompt,
-            realised_ratios=self.realised_ratios,
-        )
-
-
-@dataclass(frozen=True)
-class Writer:
-    """A model with compression connected, the text decoder inside it, and whether it still is connected."""
-
-    model: PreTrainedModel
-    decoder: PreTrainedModel
-    is_connected: Callable[[], bool]
+from .request import Answer, Request
+from .under_way import Reading, Running, Writer
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How many requests decode together, see `Session.generate_many`. Raises KVCompressError for a wrong value."""
+    """How many requests decode together, and how much of a prompt is read between two steps, see
+    `Session.generate_many`. Raises KVCompressError for a wrong value."""
 
     slots: int | None = None
     kv_gb: float | None = None
     on_oom: str = "halve"
+    prefill_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.slots is None and self.kv_gb is None:
             raise KVCompressError("give slots= (requests that decode together) or kv_gb= (gigabytes for all of them)")
-        if self.slots is not None and (
-            not isinstance(self.slots, int) or isinstance(self.slots, bool) or self.slots < 1
-        ):
-            raise KVCompressError(f"slots={self.slots!r} is not an integer of at least 1: it counts requests")
+        for name, counted in (("slots", "requests"), ("prefill_tokens", "tokens of a prompt")):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise KVCompressError(f"{name}={value!r} is not an integer of at least 1: it counts {counted}")
         if self.kv_gb is not None and (not isinstance(self.kv_gb, int | float) or not 0 < self.kv_gb < math.inf):
             raise KVCompressError(f"kv_gb={self.kv_gb!r} is not a positive number: it counts gigabytes")
         if self.on_oom not in ("halve", "raise"):
@@ -108,22 +60,21 @@ class InFlight:
     def __init__(
         self,
         writer: Writer,
-        new_cache: Callable[[], CompressedCache],
         requests: Iterable[Request | Mapping[str, torch.Tensor]],
         limits: Limits,
         is_fixed: bool,
         after_prompt: Callable[[int, CompressedCache], None] | None,
         options: Mapping[str, Any],
     ):
-        """`new_cache` makes the cache of one prompt; `is_fixed`: every step has the same shapes. Others as in
-        `Session.generate_many`."""
-        self._writer, self._new_cache, self._options = writer, new_cache, options
+        """`is_fixed`: every step has the same shapes. Others as in `Session.generate_many`."""
+        self._writer, self._options = writer, options
         self._limits, self._most = limits, limits.slots
         self._is_fixed, self._after_prompt = is_fixed, after_prompt
         self.steps = self.tokens = self.halved = self._peak_kv_bytes = 0
         self._new = enumerate(requests)
         self._again: deque[tuple[int, Request]] = deque()  # those that lost their slot
         self._running: dict[int, Running] = {}  # by slot
+        self._reading: Reading | None = None  # its prompt is on its way
         self._next: Running | None = None  # its prompt is compressed, and it waits for a slot
         self._cache: SlotCache | None = None
         self._call: Callable = writer.model
@@ -172,63 +123,60 @@ class InFlight:
         while True:
             if not self._writer.is_connected():
                 raise KVCompressError("kvcompress.compress(...) was left while requests were in flight")
-            while self._next is None and len(self._running) < max(self.slots, 1):
-                following = self._again.popleft() if self._again else next(self._new, None)
-                if following is None:
-                    break
-                yield from self._start(*following)
-                self._admit()
-            if self._next is not None:
-                self._admit()
+            is_free = self._next is None and len(self._running) < max(self.slots, 1)
+            if self._reading is None and is_free:
+                self._reading = self._asked_for()
+            is_reading = self._reading is not None
+            if is_reading:
+                yield from self._read()
+            self._admit()
             if self._running:
                 yield from self._step()
                 yield None
             elif self._next is not None:
                 yield self._too_large()
-            else:
+            elif not is_reading:
                 return
 
-    def _start(self, index: int, request: Request | Mapping[str, torch.Tensor]) -> Iterator[Answer]:
-        """Prefill a request and choose its first token. Yields an answer where that is all of it."""
-        if isinstance(request, Mapping):
-            request = Request(request)
-        started, is_out_of_memory = time.perf_counter(), False
-        waited_s = started - self._began
+    def _asked_for(self) -> Reading | None:
+        """The next request, None where there is none."""
+        following = self._again.popleft() if self._again else next(self._new, None)
+        if following is None:
+            return None
+        started = time.perf_counter()
+        return Reading(*following, started, started - self._began, self._limits.prefill_tokens)
+
+    def _read(self) -> Iterator[Answer]:
+        """Read the next piece of the prompt that is on its way, and choose its first token behind the last. Yields an
+        answer where that is all of it."""
+        reading, is_out_of_memory = self._reading, False
         try:
-            if not isinstance(request, Request):
-                raise KVCompressError(
-                    f"a request is a mapping of model inputs or a Request, not a {type(request).__name__}"
-                )
-            running = self._prefilled(index, request, started, waited_s)
+            logits = reading.read_on(self._writer, self._options)
+            self._peak_kv_bytes = max(self._peak_kv_bytes, self.kv_bytes + reading.nbytes)
+            if logits is None:
+                return
+            self._axes = reading.axes
+            if self._after_prompt is not None:
+                self._after_prompt(reading.index, reading.cache)
+            running, self._reading = Running.of(reading), None
             self.tokens += 1
-            if not running.add(running.prompt.choice.choose(running.prompt.logits)):
+            if not running.add(running.choice.choose(logits)):
                 self._next = running
                 return
             answer = running.answer()
         except torch.OutOfMemoryError as error:
             if self._limits.on_oom == "raise":
                 raise
-            is_out_of_memory, answer = True, failed(index, torch.OutOfMemoryError(str(error)), waited_s)
+            is_out_of_memory = True
+            answer = failed(reading.index, torch.OutOfMemoryError(str(error)), reading.waited_s)
         except Exception as error:
-            answer = failed(index, error, waited_s)
+            answer = failed(reading.index, error, reading.waited_s)
+        self._reading = None
         # Behind the `except`, whose traceback would keep what did not fit alive.
         if is_out_of_memory and self._make_room():
-            self._again.appendleft((index, request))
+            self._again.appendleft((reading.index, reading.request))
             return
         yield answer
-
-    @torch.no_grad()
-    def _prefilled(self, index: int, request: Request, started: float, waited_s: float) -> Running:
-        cache = self._new_cache()
-        with PositionRecorder(self._writer.decoder) as positions:
-            prompt = prefill(self._writer.model, request, self._options, cache)
-        position, self._axes = positions.next(cache.seen_tokens)
-        if self._after_prompt is not None:
-            self._after_prompt(index, cache)
-        self._peak_kv_bytes = max(self._peak_kv_bytes, self.kv_bytes + cache.nbytes)
-        ratios = [of_rows[0] for of_rows in cache.realised_ratios()]
-        kv_bytes = cache.nbytes - cache.room_nbytes
-        return Running(index, request, prompt, position, started, waited_s, cache, [], kv_bytes, ratios)
 
     def _admit(self) -> None:
         """Give the request that waits a slot, where there is one of its size."""
@@ -236,10 +184,10 @@ class InFlight:
             return
         running, cache = self._next, self._next.cache
         if self._cache is None:
-            self._cache, config = SlotCache(cache, self._is_fixed), running.prompt.config
+            self._cache, config = SlotCache(cache, self._is_fixed), running.config
             if self._writer.model._valid_auto_compile_criteria({"past_key_values": self._cache}, config):
                 self._call = self._writer.model.get_compiled_call(config.compile_config)
-        room = running.prompt.choice.room - 1
+        room = running.choice.room - 1
         if not running.sizes:
             running.sizes = self._cache.sizes_for(cache, room)
         sizes = [max(pair) for pair in zip(running.sizes, self._cache.sizes, strict=True)]
@@ -286,7 +234,7 @@ class InFlight:
         for slot, running in list(self._running.items()):
             running.position += 1
             try:
-                choice = running.prompt.choice
+                choice = running.choice
                 token = chosen[slot] if choice.is_greedy else choice.choose(logits[slot])
                 if not running.add(token):
                     continue
@@ -301,7 +249,7 @@ class InFlight:
         """The most likely next token of each slot, and the logits (slots, vocabulary)."""
         ids, positions = [0] * self.slots, [0] * self.slots
         for slot, running in self._running.items():
-            ids[slot], positions[slot] = running.prompt.choice.tokens[-1], running.position
+            ids[slot], positions[slot] = running.choice.tokens[-1], running.position
         device = self._writer.model.device
         position_ids = on_device(positions, device)[:, None]
         if self._axes:
@@ -342,7 +290,7 @@ class InFlight:
         size = self._cache.nbytes_for(running.sizes)
         error = KVCompressError(
             f"one slot takes {size / 2**30:.3g} GB for this request, with room for max_new_tokens="
-            f"{running.prompt.choice.room}, which is more than kv_gb={self._limits.kv_gb:.3g}"
+            f"{running.choice.room}, which is more than kv_gb={self._limits.kv_gb:.3g}"
         )
         return failed(running.index, error, running.waited_s)
 
@@ -356,13 +304,17 @@ class InFlight:
             yield failed(running.index, error, running.waited_s)
 
     def _make_room(self) -> bool:
-        """Halve the slots. Requests that lose theirs, the newest, begin anew later. False where nothing is left to give
-        up."""
+        """Halve the slots. Requests that lose theirs, the newest, and the one that is being read begin anew later.
+        False where nothing is left to give up."""
+        was_reading = self._reading is not None
+        if was_reading:
+            self._again.appendleft((self._reading.index, self._reading.request))
+            self._reading = None
         if self.slots < 2:
             has_slot = self._cache is not None and not self._running
             if has_slot:
                 self._peak_kv_bytes, self._cache = self.peak_kv_bytes, None
-            return has_slot
+            return has_slot or was_reading
         self._most, self.halved = self.slots // 2, self.halved + 1
         for slot, running in reversed(list(self._running.items())[self._most :]):
             self._free(slot)

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 import torch
 
 from ..device import on_device
-from ..kernels.ragged_decode import ragged_decode
+from ..kernels.ragged_decode import has_triton, ragged_decode
+from ..kernels.static_decode import static_decode
 from ..scoring.layer_view import Kept
 
 
@@ -40,8 +41,12 @@ class SlotPool:
         self.starts = of_slot[:, None] + of_head * (rows // self.heads)
         self.lengths = torch.zeros(slots, self.heads, dtype=torch.long, device=device)
         self._places = torch.arange(rows, device=device)
-        if is_fixed:  # the graph writes into these: see `StaticStorage`
-            for buffer in (self.keys, self.values, self.columns, self.sums, self.lengths):
+        self._new: tuple[torch.Tensor, ...] | None = None  # rows, keys and values that are not written yet
+        if is_fixed:
+            self.decodes_in_place = device.type == "cuda" and has_triton()
+            self._nothing = torch.zeros(1, dtype=torch.long, device=device)
+            # What the graph writes into, and what stays in its place: see `StaticStorage`.
+            for buffer in (self.keys, self.values, self.columns, self.sums, self.lengths, self.starts, self._nothing):
                 if buffer is not None:
                     torch._dynamo.mark_static_address(buffer, guard=False)
         self.steps = 0
@@ -63,7 +68,10 @@ class SlotPool:
         self.lengths[at] = lengths
         most = kept.indices.shape[2]
         rows = self.starts[at][..., None] + self._places[:most] - (most - lengths)[..., None]
-        used = (kept.indices >= 0).flatten() if min(map(min, counts)) < most else slice(None)
+        used = slice(None)
+        if min(map(min, counts)) < most:  # which slots, the host knows: a mask of the device would be waited for
+            unused = most - torch.tensor(counts)[..., None]
+            used = on_device((torch.arange(most) >= unused).flatten().nonzero()[:, 0], rows.device)
         rows = rows.flatten()[used]
         self.keys.index_copy_(0, rows, kept.keys.flatten(0, 2)[used])
         self.values.index_copy_(0, rows, kept.values.flatten(0, 2)[used])
@@ -84,8 +92,9 @@ class SlotPool:
         """Write a token's states (slots, kv_heads, 1, head_dim) behind each sequence. `columns`: LongTensor (slots,);
         `active`: bool (slots,), False where a slot is free: what is written there does not count."""
         rows = (self.starts + self.lengths).flatten()
-        self.keys.index_copy_(0, rows, keys.reshape(-1, keys.shape[3]))
-        self.values.index_copy_(0, rows, values.reshape(-1, values.shape[3]))
+        self._new = rows, keys, values
+        if not (self.is_fixed and self.decodes_in_place):
+            self._write()
         if self.columns is not None:
             self.columns.index_copy_(0, rows, columns.int().repeat_interleave(self.heads))
         if self.sums is not None:
@@ -94,9 +103,24 @@ class SlotPool:
         if not torch.compiler.is_compiling():
             self.steps += 1
 
+    def _write(self) -> None:
+        """Put the latest token in its rows, where that was not done on the way."""
+        if self._new is not None:
+            rows, keys, values = self._new
+            self._new = None
+            self.keys.index_copy_(0, rows, keys.reshape(-1, keys.shape[3]))
+            self.values.index_copy_(0, rows, values.reshape(-1, values.shape[3]))
+
+    def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Attention of one token's queries (slots, heads, 1, head_dim), which writes its key and value on the way; the
+        result has the same shape."""
+        (_, *new), self._new = self._new or (None, None, None), None
+        segments = self.keys, self.values, self.starts, self.lengths.clamp(min=1), self._nothing
+        return static_decode(query, *new, *segments, self.rows // self.heads, scaling)
+
     def take_back(self, steps: int) -> None:
         """Be as after so many steps."""
-        self.steps = steps
+        self.steps, self._new = steps, None
         for slot, placed in self._placed.items():
             self.lengths[slot] = on_device(placed, self.lengths.device) + steps
 
@@ -112,6 +136,7 @@ class SlotPool:
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (slots, kv_heads, length, head_dim), aligned to the left."""
+        self._write()
         keys, values = (part.view(self.slots, self.heads, -1, part.shape[1]) for part in (self.keys, self.values))
         return keys[:, :, : self._shown], values[:, :, : self._shown]
 

@@ -12,6 +12,15 @@ from ..cache.cache import CompressedCache
 from ..device import on_device
 from ..errors import KVCompressError
 
+WITHOUT_MEDIA = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+)
 ONE_SEQUENCE = ("num_beams", "num_return_sequences", "num_beam_groups")
 
 
@@ -42,6 +51,7 @@ class Answer:
         waited_s: from the first request's start to this one's.
         ttft_s: from its start to its first token.
         tpot_s: per further token, other requests' prefills included; None where there was none.
+        pause_s: the longest between two of its tokens; None where there is one only.
         tokens_in: of the prompt.
         kv_bytes_prompt: held for it after the prompt, without room for what comes.
         realised_ratios: fraction of the prompt's entries that was kept, by compressed layer.
@@ -53,6 +63,7 @@ class Answer:
     waited_s: float = 0.0
     ttft_s: float | None = None
     tpot_s: float | None = None
+    pause_s: float | None = None
     tokens_in: int = 0
     kv_bytes_prompt: int = 0
     realised_ratios: list[float] = field(default_factory=list)
@@ -112,29 +123,33 @@ class TokenChoice:
         return bool(self._criteria and self._criteria(self._ids, None).any()) or is_over
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prompt:
-    """A prompt that went through the model.
+    """A prompt that is ready for the model.
 
     Attributes:
+        inputs: of its forward pass.
         choice: how it goes on.
-        logits: (vocabulary,) of what comes next.
         config: what `generate` made of its options.
         tokens_in: its tokens.
     """
 
+    inputs: dict[str, Any]
     choice: TokenChoice
-    logits: torch.Tensor
     config: GenerationConfig
     tokens_in: int
 
+    def leave_media(self) -> None:
+        """A first pass has made the embeddings, with which others go on: no image is encoded again."""
+        self.inputs = {name: value for name, value in self.inputs.items() if name in WITHOUT_MEDIA}
 
-def prefill(model: PreTrainedModel, request: Request, options: Mapping[str, Any], cache: CompressedCache) -> Prompt:
-    """Feed a prompt to the model, prepared as `generate` prepares it.
+
+def prepare(model: PreTrainedModel, request: Request, options: Mapping[str, Any], cache: CompressedCache) -> Prompt:
+    """As `generate` prepares a prompt for its first forward pass.
 
     Args:
         options: of `generate`, for all requests.
-        cache: an empty one, which will hold the prompt.
+        cache: an empty one, which will hold it.
     """
     found: list[Prompt] = []
 
@@ -150,8 +165,7 @@ def prefill(model: PreTrainedModel, request: Request, options: Mapping[str, Any]
         if choice.room < 1:
             raise KVCompressError(f"there is no room for a new token: max_new_tokens={choice.room}")
         inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
-        logits = model(**inputs, return_dict=True).logits[0, -1]
-        found.append(Prompt(choice, logits, generation_config, input_ids.shape[1]))
+        found.append(Prompt(inputs, choice, generation_config, input_ids.shape[1]))
         return input_ids
 
     device = model.device

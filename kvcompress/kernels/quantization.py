@@ -2,10 +2,7 @@
 zero, through optimum-quanto or hqq. `turboquant.py` is our own backend."""
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -57,48 +54,72 @@ class Quantizer:
         padded = flat.new_empty(rows * self.group_size)
         padded[: flat.numel()] = flat
         padded[flat.numel() :] = flat[-1:]
-        tensors, restore = _BACKENDS[self.backend](padded.view(rows, self.group_size), self.bits)
-        return Quantized(states.shape, tensors, restore)
+        quantize, _ = _BACKENDS[self.backend]
+        return Quantized(states.shape, quantize(padded.view(rows, self.group_size), self.bits), self, states.dtype)
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized tensor: its shape, the tensors that it takes in memory, and how to get it back (what can be pickled).
-    It never changes, so that copies of a cache share it."""
+    """A quantized tensor: its shape, the tensors that it takes in memory, how they were made, and the dtype of what
+    they stand for. It never changes, so that copies of a cache share it."""
 
     shape: torch.Size
     tensors: list[torch.Tensor]
-    restore: Callable[[], torch.Tensor]
+    quantizer: Quantizer
+    dtype: torch.dtype
 
     def dequantize(self) -> torch.Tensor:
-        return self.restore().reshape(-1)[: self.shape.numel()].view(self.shape)
+        _, restore = _BACKENDS[self.quantizer.backend]
+        rows = restore(self.tensors, self.quantizer.bits, self.quantizer.group_size, self.dtype)
+        return rows.reshape(-1)[: self.shape.numel()].view(self.shape)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Quantized":
         return self
 
 
-def _quanto(rows: torch.Tensor, bits: int) -> tuple[list[torch.Tensor], Callable[[], torch.Tensor]]:
+def _quanto(rows: torch.Tensor, bits: int) -> list[torch.Tensor]:
+    """Packed numbers, scale and shift, (rows, 1) each."""
     from optimum.quanto import MaxOptimizer, qint2, qint4, quantize_weight
 
     qtype = {2: qint2, 4: qint4}[bits]
     scale, shift = MaxOptimizer()(rows, qtype, 0, None)
     packed = quantize_weight(rows, qtype, 0, scale, shift, None)
-    return [packed._data._data, packed._scale, packed._shift], packed.dequantize
+    return [packed._data._data, packed._scale, packed._shift]
 
 
-def _hqq(rows: torch.Tensor, bits: int) -> tuple[list[torch.Tensor], Callable[[], torch.Tensor]]:
+def _from_quanto(tensors: list[torch.Tensor], bits: int, group_size: int, dtype: torch.dtype) -> torch.Tensor:
+    import optimum.quanto  # noqa: F401, registers its operators
+
+    packed, scale, shift = tensors
+    return scale * torch.ops.quanto.unpack(packed, bits)[: len(scale)] - shift
+
+
+def _hqq(rows: torch.Tensor, bits: int) -> list[torch.Tensor]:
+    """Packed numbers, scale and zero, (rows, 1) each."""
     from hqq.core.quantize import Quantizer as HQQ
 
     packed, meta = HQQ.quantize(
         rows, nbits=bits, axis=1, group_size=rows.shape[1], device=str(rows.device), compute_dtype=rows.dtype
     )
-    return [packed, meta["scale"], meta["zero"]], partial(_from_hqq, packed, meta, rows.dtype)
+    return [packed, meta["scale"], meta["zero"]]
 
 
-def _from_hqq(packed: torch.Tensor, meta: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+def _from_hqq(tensors: list[torch.Tensor], bits: int, group_size: int, dtype: torch.dtype) -> torch.Tensor:
     from hqq.core.quantize import Quantizer as HQQ
 
+    packed, scale, zero = tensors
+    meta = {
+        "nbits": bits,
+        "axis": 1,
+        "group_size": group_size,
+        "shape": (len(scale), group_size),
+        "scale": scale,
+        "zero": zero,
+        "packing": HQQ.bit_to_packing[bits],
+        "view_as_float": False,
+    }
     return HQQ.dequantize(packed, meta).to(dtype)
 
 
-_BACKENDS: dict[str, Any] = {"quanto": _quanto, "hqq": _hqq}
+# How rows (rows, group_size) become tensors, and rows again.
+_BACKENDS = {"quanto": (_quanto, _from_quanto), "hqq": (_hqq, _from_hqq)}

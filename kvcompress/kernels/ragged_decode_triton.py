@@ -31,6 +31,7 @@ def ragged_decode_triton(
     scaling: float,
     splits: int | None = None,
     codecs: tuple[TurboQuant, TurboQuant] | None = None,
+    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Arguments and result as in ragged_decode.py; fp16, bf16 or fp32, sums in fp32.
 
@@ -38,6 +39,8 @@ def ragged_decode_triton(
         longest: the longest segment, in rows.
         splits: parts of each segment, a power of 2; None for as many as fill the device.
         codecs: of keys and values, where these are packed, uint8 (rows, nbytes): they are unpacked on the way.
+        new: keys and values of a token, and how many were appended with it, as in static_decode.py: they are written on
+            the way, not packed.
     """
     dims = keys.shape[1], values.shape[1]
     if codecs is not None:
@@ -53,12 +56,14 @@ def ragged_decode_triton(
     maxima = torch.empty(segments * groups, splits, device=query.device, dtype=torch.float32)
     sums = torch.empty_like(maxima)
     codebooks = (query, query) if codecs is None else (codec.codebook for codec in codecs)  # not read without bits
+    token = (query, query, starts) if new is None else (part.contiguous() for part in new)  # not read without a token
     with torch.cuda.device_of(query):  # triton launches on the current device
         _attend[(segments, splits)](
             query,
             keys,
             values,
             *codebooks,
+            *token,
             starts,
             lengths,
             partial,
@@ -66,6 +71,7 @@ def ragged_decode_triton(
             sums,
             scaling,
             BITS=0 if codecs is None else codecs[0].bits,
+            APPENDS=new is not None,
             GROUPS=groups,
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
@@ -131,6 +137,9 @@ def _attend(
     values,  # (rows, VALUE_DIM), or packed
     key_codebook,  # (2 ** BITS,)
     value_codebook,
+    new_keys,  # (segments, KEY_DIM), which are written behind the segments
+    new_values,  # (segments, VALUE_DIM)
+    appended,  # (1,), entries of every segment behind its `lengths`, the new one included
     starts,  # (segments,)
     lengths,  # (segments,)
     partial,  # out: (segments * GROUPS, splits, VALUE_DIM), not yet divided by the sums
@@ -138,6 +147,7 @@ def _attend(
     sums,  # out: (segments * GROUPS, splits)
     scaling,
     BITS: tl.constexpr,  # of a number; 0 for numbers that are not packed
+    APPENDS: tl.constexpr,  # whether there is a new token
     GROUPS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -148,6 +158,8 @@ def _attend(
 ):
     segment, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     start, length = tl.load(starts + segment), tl.load(lengths + segment)
+    if APPENDS:
+        length += tl.load(appended) - 1
     part = tl.cdiv(tl.cdiv(length, splits), BLOCK_KEYS) * BLOCK_KEYS
     first = split * part
     end = tl.minimum(first + part, length)
@@ -179,6 +191,19 @@ def _attend(
         output = output * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         maximum = higher
+
+    if APPENDS:  # noqa: SIM102, of which one is known to the compiler
+        if split == 0:  # nobody reads the new entry from the buffer
+            new_key = tl.load(new_keys + segment * KEY_DIM + key_dim, mask=is_key_dim, other=0.0)
+            new_value = tl.load(new_values + segment * VALUE_DIM + value_dim, mask=is_value_dim, other=0.0)
+            tl.store(keys + (start + length) * KEY_DIM + key_dim, new_key, mask=is_key_dim)
+            tl.store(values + (start + length) * VALUE_DIM + value_dim, new_value, mask=is_value_dim)
+            logit = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scaling
+            higher = tl.maximum(maximum, logit)
+            weight, shrink = tl.exp(logit - higher), tl.exp(maximum - higher)
+            output = output * shrink[:, None] + weight[:, None] * new_value.to(tl.float32)[None, :]
+            total = total * shrink + weight
+            maximum = higher
 
     place = row * splits + split
     tl.store(partial + place[:, None] * VALUE_DIM + value_dim, output, mask=is_group[:, None] & is_value_dim)

@@ -1,4 +1,4 @@
-"""How a model's budget is shared out over its layers. One file per rule; a new file is a new `layer_budget=`."""
+"""Rules that share out a model's budget over its layers. One file per rule; a new file adds a new `layer_budget=`."""
 
 import importlib
 import pkgutil

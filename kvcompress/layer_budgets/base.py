@@ -1,4 +1,4 @@
-"""What a rule for layer budgets is, and the registry of rules."""
+"""`LayerBudget`, the base class of rules that share out a budget over layers, and the registry of rules."""
 
 from collections.abc import Callable
 from typing import ClassVar, TypeVar
@@ -11,16 +11,16 @@ from ..scoring.layer_view import LayerView
 
 
 class LayerBudget:
-    """Shares out what all layers may keep together; the sum is exact for every row, but for rules that say otherwise.
+    """Shares out the entries that all layers may keep together. The sum is exact for every row if `is_exact`.
 
-    A rule that derives from this gives `fixed`, or, where the shares follow from the prompt, `measure` and `weights`.
-    Then every layer is measured right after its attention and nothing is dropped before the last layer is done, so
-    that the peak holds the whole prompt in all layers.
+    A rule derives from this class and defines `fixed` or, if the shares depend on the prompt, `measure` and `weights`.
+    Every layer is then measured right after its attention, and nothing is dropped before the last layer is done, so
+    peak memory holds the whole prompt in all layers.
     """
 
-    is_exact: ClassVar[bool] = True  # the layers hold together what was asked for
+    is_exact: ClassVar[bool] = True  # the layers together hold the budget that was asked for
 
-    measures_queries: ClassVar[bool] = True  # `measure` looks at queries, not at the scores alone
+    measures_queries: ClassVar[bool] = True  # `measure` uses queries, not only the scores
 
     @property
     def asks_queries(self) -> bool:
@@ -31,26 +31,30 @@ class LayerBudget:
         return type(self).measure is not LayerBudget.measure
 
     def fixed(self, budget: int, length: int, num_layers: int, window: int, beta: float) -> list[int]:
-        """Entries of each layer, for a row of `length` tokens and a mean of `budget`; `window` is what the method
-        protects, `beta` the steepness that was asked for (`pyramid_beta`)."""
+        """Return the entries of each layer, for a row of `length` tokens and a mean of `budget`.
+
+        `window` is the number of tokens that the method protects, `beta` the option `pyramid_beta`."""
         raise TypeError(f"{type(self).__name__} defines neither fixed nor measure")
 
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
-        """What is to be known of one layer: (batch, ...) in fp32. Arguments as in `KVCluster.score`, and its scores
-        (batch, kv_heads, keys)."""
+        """Measure one layer: (batch, ...) in fp32.
+
+        Arguments are as in `KVCluster.score`, plus its scores (batch, kv_heads, keys)."""
         raise TypeError(f"{type(self).__name__} does not measure")
 
     def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
-        """The layers' shares, in any unit, from one row's `measured` (num_layers, ...), its mean budget and length."""
+        """Return the layers' shares of a row, in any unit.
+
+        Takes the row's `measured` (num_layers, ...), mean budget and length."""
         return measured.tolist()
 
     def budgets(self, view: LayerView, measured: torch.Tensor | None = None) -> list[list[int]]:
-        """Entries per KV head, [layer][row]. `measured` is (num_layers, batch, ...), on the CPU."""
+        """Return the entries per KV head, [layer][row]. `measured` is (num_layers, batch, ...), on the CPU."""
         rows, asked = [], view.settings
         for row, (budget, length) in enumerate(zip(view.budgets, view.lengths, strict=True)):
-            if not budget:  # nothing of this row can be evicted
+            if not budget:  # nothing in this row can be evicted
                 rows.append([0] * view.num_layers)
             elif measured is None:
                 rows.append(self.fixed(budget, length, view.num_layers, asked.query_window, asked.pyramid_beta))
@@ -65,7 +69,7 @@ Rule = TypeVar("Rule", bound=type[LayerBudget])
 
 
 def register_layer_budget(name: str) -> Callable[[Rule], Rule]:
-    """Class decorator: makes a rule usable as `layer_budget=name`. The name must be free."""
+    """Class decorator that registers a rule as `layer_budget=name`. The name must not be taken."""
 
     def register(cls: Rule) -> Rule:
         known = type(_RULES[name]) if name in _RULES else None
@@ -78,12 +82,12 @@ def register_layer_budget(name: str) -> Callable[[Rule], Rule]:
 
 
 def list_layer_budgets() -> dict[str, LayerBudget]:
-    """All registered rules."""
+    """Return all registered rules by name."""
     return dict(sorted(_RULES.items()))
 
 
 def layer_budget(name: str) -> LayerBudget:
-    """The rule of a name. Raises KVCompressError with the valid names."""
+    """Return the rule with this name. Raises KVCompressError with the valid names."""
     if name not in _RULES:
         raise unknown_name("there is no layer_budget", name, _RULES)
     return _RULES[name]

@@ -1,18 +1,20 @@
-"""Layers whose attention is spread and changes keep more. https://arxiv.org/abs/2503.12491"""
+"""CAKE: layers with spread and changing attention keep more. https://arxiv.org/abs/2503.12491"""
 
 import torch
 
 from ..scoring.layer_view import LayerView
 from .base import LayerBudget, register_layer_budget
 
-WINDOW = 32  # queries that observe, for a method without a window of its own
+WINDOW = 32  # observing queries, for a method without a window of its own
 
 
 @register_layer_budget("cake")
 class CAKELayerBudget(LayerBudget):
-    """In proportion to entropy^(1/tau1) * variance^(1/tau2) of the window's attention, the variance over the window's
-    queries (CAKE, section 4, layer preferences; the method's `tau1` and `tau2`, else 1), besides the window itself,
-    which every layer keeps. What a layer that keeps the whole prompt cannot take goes to the others in equal parts."""
+    """Shares in proportion to entropy^(1/tau1) * variance^(1/tau2) of the window's attention (CAKE, section 4).
+
+    The variance is taken over the window's queries; `tau1` and `tau2` are the method's, otherwise 1 (layer
+    preferences). Every layer also keeps the window itself. What exceeds the prompt in one layer goes to the others in
+    equal parts."""
 
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
@@ -37,15 +39,16 @@ class CAKELayerBudget(LayerBudget):
 
 
 def observers(view: LayerView) -> int:
-    """Queries in the window; of one alone there is no variance."""
+    """Return the number of queries in the window: `WINDOW` if the method has less than two, which give no variance."""
     return view.settings.query_window if view.settings.query_window > 1 else WINDOW
 
 
 def shared_out(weights: list[float], total: int, most: int) -> list[int]:
-    """Integers in proportion to the weights, each at most `most`, that sum to `total`, as `adjust_budgets` of CAKE's
-    code (cake/utils.py) makes them: rounded down; first what is too much for a layer, then what rounding left over is
-    spread evenly over the layers that have room, the earlier ones getting the odd entries. (There a layer that is
-    filled in this way loses what it cannot take; here that is spread again.)"""
+    """Return integers in proportion to the weights, each at most `most`, that sum to `total`.
+
+    As in `adjust_budgets` of CAKE's code (cake/utils.py), shares are rounded down. First the excess of full layers,
+    then the remainder from rounding is spread evenly over the layers with room; earlier ones get the odd entries. (In
+    CAKE's code a layer that fills up this way loses its excess; here the excess is spread again.)"""
     whole = sum(weights)
     parts = [int(weight / whole * total) if whole else 0 for weight in weights]
     excess = sum(max(part - most, 0) for part in parts)

@@ -1,4 +1,4 @@
-"""One ranking over the composite tokens of all layers. https://arxiv.org/abs/2509.05165"""
+"""KVCompose: one ranking over the composite tokens of all layers. https://arxiv.org/abs/2509.05165"""
 
 from typing import ClassVar
 
@@ -11,9 +11,11 @@ from .global_ import evictable_scores, shares_of_highest
 
 @register_layer_budget("composite")
 class CompositeLayerBudget(LayerBudget):
-    """Every layer keeps as many as it has among the highest composite scores of all layers (KVCompose): each KV head's
-    scores are sorted, and those of one rank averaged over the heads. The first layer counts with the highest of any
-    layer at each rank, so that none keeps more. Scores of different layers must mean the same: attention weights do."""
+    """Every layer keeps as many tokens as it has among the highest composite scores of all layers (KVCompose).
+
+    Each KV head's scores are sorted, and scores of equal rank are averaged over the heads. At each rank the first layer
+    counts with the highest score of any layer, so no layer keeps more than it. Scores must be comparable across layers;
+    attention weights are."""
 
     measures_queries: ClassVar[bool] = False
 

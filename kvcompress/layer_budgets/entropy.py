@@ -1,4 +1,4 @@
-"""Layers whose attention is spread keep more. https://arxiv.org/abs/2502.17599"""
+"""MEDA: layers with spread attention keep more. https://arxiv.org/abs/2502.17599"""
 
 import torch
 
@@ -9,8 +9,9 @@ from .base import LayerBudget, register_layer_budget
 
 @register_layer_budget("attention-entropy")
 class AttentionEntropyLayerBudget(LayerBudget):
-    """By the softmax over the layers of their attention's entropy, mean over all queries and heads (MEDA's code:
-    modify_llama.py, `compute_multimodal_entropy`)."""
+    """Shares by a softmax over the layers' attention entropy, averaged over all queries and heads.
+
+    As in MEDA's code (modify_llama.py, `compute_multimodal_entropy`)."""
 
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
@@ -26,12 +27,14 @@ class AttentionEntropyLayerBudget(LayerBudget):
 
 @register_layer_budget("entropy")
 class EntropyLayerBudget(AttentionEntropyLayerBudget):
-    """By the softmax over the layers of their cross-modal attention entropy (MEDA, section 3.2): the entropy of a text
-    query's attention over the vision tokens, mean over text queries and heads, plus that of vision over text.
+    """Shares by a softmax over the layers' cross-modal attention entropy (MEDA, section 3.2).
 
-    A query only attends to what is before it (the code's function for this, which nothing calls, leaves the causal mask
-    out); one that sees nothing of the other modality has no entropy. Where a row has one modality only, its layers
-    share evenly.
+    This is the entropy of a text query's attention over the vision tokens, averaged over text queries and heads, plus
+    that of vision queries over text.
+
+    A query attends only to tokens before it (the code has a function for this entropy, which nothing calls; it leaves
+    out the causal mask). A query that sees no token of the other modality has no entropy. If a row has only one
+    modality, its layers share evenly.
     """
 
     def measure(

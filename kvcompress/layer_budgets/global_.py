@@ -1,4 +1,4 @@
-"""One ranking over all layers and heads. https://arxiv.org/abs/2505.23416"""
+"""KVzip: one ranking over all layers and heads. https://arxiv.org/abs/2505.23416"""
 
 from typing import ClassVar
 
@@ -13,9 +13,10 @@ from .base import LayerBudget, register_layer_budget
 
 @register_layer_budget("global")
 class GlobalLayerBudget(LayerBudget):
-    """Every layer keeps as many as it has among the highest scores of all layers (KVzip, section 3.3). With adaptive
-    heads and no safeguard what is kept is the best of all layers and heads, to the entry: a layer's total is then that
-    of all its heads, but one at least. Scores of different layers must mean the same: attention weights do."""
+    """Every layer keeps as many entries as it has among the highest scores of all layers (KVzip, section 3.3).
+
+    With adaptive heads and no safeguard, exactly the best entries of all layers and heads are kept: a layer's total is
+    then the sum over its heads, but at least one. Scores must be comparable across layers; attention weights are."""
 
     measures_queries: ClassVar[bool] = False
 
@@ -40,7 +41,7 @@ class GlobalLayerBudget(LayerBudget):
 
 
 def evictable_scores(scores: torch.Tensor, view: LayerView) -> torch.Tensor:
-    """Scores (batch, kv_heads, keys) in which pads and what is protected come last."""
+    """Return the scores (batch, kv_heads, keys) with -inf at pads and protected columns."""
     if view.padding is not None:
         scores = scores.masked_fill(pad_columns(view.padding, scores.shape[2]), -torch.inf)
     if view.protected is not None:
@@ -49,7 +50,7 @@ def evictable_scores(scores: torch.Tensor, view: LayerView) -> torch.Tensor:
 
 
 def shares_of_highest(measured: torch.Tensor, wanted: int) -> list[float]:
-    """How many of the `wanted` highest numbers each layer has, of (layers, numbers); equals are shared out evenly."""
-    least = measured.flatten().topk(wanted).values[-1]  # of those that are kept
+    """Count how many of the `wanted` highest numbers each layer of (layers, numbers) has; ties are shared evenly."""
+    least = measured.flatten().topk(wanted).values[-1]  # the lowest number that is kept
     above, equal = (measured > least).sum(1), (measured == least).sum(1)
     return (above + equal * (wanted - above.sum()) / equal.sum()).tolist()

@@ -1,4 +1,4 @@
-"""A part evenly, the rest by density. After VL-Cache, https://arxiv.org/abs/2410.23317"""
+"""One part shared evenly, the rest by density. After VL-Cache, https://arxiv.org/abs/2410.23317"""
 
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ from .sparsity import SparsityLayerBudget
 
 @register_layer_budget("hybrid")
 class HybridLayerBudget(SparsityLayerBudget):
-    """`even` of the budget to all layers alike, the rest as `sparsity` shares it out, so that no layer starves."""
+    """Shares out `even` of the budget evenly and the rest as `sparsity` does, so that no layer starves."""
 
     even: ClassVar[float] = 0.8
 
@@ -21,6 +21,6 @@ class HybridLayerBudget(SparsityLayerBudget):
 
 @register_layer_budget("sparsity-effivlm")
 class EffiVLMSparsityLayerBudget(HybridLayerBudget):
-    """EffiVLM-Bench's `vl-cache`: every layer holds a window of a tenth of the mean budget; the rest by density."""
+    """EffiVLM-Bench's `vl-cache`: every layer gets a window of a tenth of the mean budget; density shares the rest."""
 
     even: ClassVar[float] = 0.1

@@ -1,4 +1,4 @@
-"""Layers whose scores are spread keep more. https://arxiv.org/abs/2509.09754"""
+"""LAVa: layers with spread scores keep more. https://arxiv.org/abs/2509.09754"""
 
 import math
 from typing import ClassVar
@@ -12,9 +12,10 @@ from .base import LayerBudget, register_layer_budget
 
 @register_layer_budget("lava")
 class LAVaLayerBudget(LayerBudget):
-    """In proportion to the entropy of a layer's scores, those of all heads together as shares of their sum, over its
-    largest value (LAVa, dynamic layer budgets), besides the window, which every layer keeps. What must stay has no part
-    in it, nor have scores below 0."""
+    """Shares in proportion to the normalised entropy of a layer's scores (LAVa, dynamic layer budgets).
+
+    The scores of all heads, as fractions of their sum, form the distribution; its entropy is divided by the largest
+    possible one. Every layer also keeps the window. Entries that must stay and scores below 0 do not count."""
 
     measures_queries: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""Layers that only look at the first and the last tokens keep little. https://arxiv.org/abs/2410.13846"""
+"""SimLayerKV: layers that attend only to the first and the last tokens keep little. https://arxiv.org/abs/2410.13846"""
 
 from typing import ClassVar
 
@@ -8,23 +8,25 @@ from ..device import on_device
 from ..scoring.layer_view import LayerView
 from .base import LayerBudget, register_layer_budget
 
-FIRST, LAST = 4, 1024  # tokens that a lazy layer looks at
-THRESHOLD = 0.9  # of the attention, where the method has no `lazy_threshold`
-SHARE = 0.25  # what a lazy layer keeps of what another one keeps
+FIRST, LAST = 4, 1024  # tokens that a lazy layer attends to
+THRESHOLD = 0.9  # part of the attention, if the method has no `lazy_threshold`
+SHARE = 0.25  # a lazy layer's budget, relative to another layer's
 
 
 class _LazyLayers(LayerBudget):
-    """Lazy is a layer whose last `judges` queries spend more than the method's `lazy_threshold` of their attention on
-    the first 4 tokens and the most recent ones, in the mean over queries and heads (SimLayerKV, section 3)."""
+    """Finds lazy layers (SimLayerKV, section 3).
+
+    A layer is lazy if its last `judges` queries spend more than the method's `lazy_threshold` of their attention on the
+    first 4 tokens and the most recent ones, averaged over queries and heads."""
 
     judges: ClassVar[int] = 32
 
     def recent(self, view: LayerView) -> list[int]:
-        """How many recent tokens of each row that is."""
+        """Return the number of recent tokens in each row."""
         return [LAST] * len(view.lengths)
 
     def is_lazy(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
-        """bool (batch,)"""
+        """Return whether the layer is lazy for each row: bool (batch,)."""
         columns = keys.shape[2]
         weights = view.window_attention(queries, keys, self.judges)
         rows = weights.shape[3]
@@ -40,9 +42,10 @@ class _LazyLayers(LayerBudget):
 
 @register_layer_budget("lazy")
 class LazyLayerBudget(_LazyLayers):
-    """A lazy layer gets a quarter of what the others get. Lazy is a layer whose last 32 queries spend more than
-    the method's `lazy_threshold` of their attention on the first 4 tokens and the last 1024, in the mean over queries
-    and heads (SimLayerKV, section 3). With all layers alike, all get the same."""
+    """Gives a lazy layer a quarter of what the others get (SimLayerKV, section 3).
+
+    A layer is lazy if its last 32 queries spend more than the method's `lazy_threshold` of their attention on the first
+    4 tokens and the last 1024, averaged over queries and heads. If all or no layers are lazy, all get the same."""
 
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
@@ -52,9 +55,10 @@ class LazyLayerBudget(_LazyLayers):
 
 @register_layer_budget("lazy-paper")
 class PublishedLazyLayerBudget(_LazyLayers):
-    """Only lazy layers are cut, to the budget that was asked for; every other layer keeps all. So the budget is the
-    first 4 tokens and the most recent ones that a layer is judged by (4 + 1024 as published), and what is kept follows
-    from the prompt. The last 32 queries judge (SimLayerKV-prefill)."""
+    """Cuts only lazy layers, to the budget that was asked for; every other layer keeps all (SimLayerKV-prefill).
+
+    The budget is thus the number of first and most recent tokens that a layer is judged by (4 + 1024 as published), and
+    the total that is kept depends on the prompt. The last 32 queries judge."""
 
     is_exact = False
 
@@ -76,7 +80,8 @@ class PublishedLazyLayerBudget(_LazyLayers):
 
 @register_layer_budget("lazy-code")
 class ReleasedLazyLayerBudget(PublishedLazyLayerBudget):
-    """As `lazy-paper`, judged by one query as in the released code (SimLayerKV-decode), there the first that is
-    decoded, here the prompt's last."""
+    """Like `lazy-paper`, but judged by one query, as in the released code (SimLayerKV-decode).
+
+    The released code takes the first decoded query, this rule the prompt's last."""
 
     judges = 1

@@ -1,4 +1,4 @@
-"""Every layer keeps the same part of its scores. https://arxiv.org/abs/2412.03409"""
+"""PrefixKV: every layer keeps the same part of its scores. https://arxiv.org/abs/2412.03409"""
 
 from functools import lru_cache
 from typing import ClassVar
@@ -10,16 +10,16 @@ from ..scoring.layer_view import LayerView
 from ..scoring.windows import pad_columns
 from .base import LayerBudget, register_layer_budget
 
-PROTECTED = 5  # start tokens and the last one come on top of the prefix, as in the paper's code
+PROTECTED = 5  # start tokens and the last one, kept on top of the prefix as in the paper's code
 
 
 @register_layer_budget("prefix")
 class PrefixLayerBudget(LayerBudget):
-    """The prefixes of the layers' rankings that hold the same part `p` of the layer's scores (PrefixKV): `p` is
-    found by bisection so that the prefixes fill the budget.
+    """Keeps, in every layer, the prefix of its ranking that holds the same part `p` of its scores (PrefixKV).
 
-    Works on any method's scores, averaged over the heads: what a method protects counts as its best, and scores
-    below zero are lifted by their least.
+    `p` is found by bisection so that the prefixes fill the budget. The rule works with any method's scores, averaged
+    over the heads: protected entries count as much as the best, and if there are negative scores, all are raised by the
+    lowest.
     """
 
     measures_queries: ClassVar[bool] = False
@@ -47,8 +47,9 @@ class PrefixLayerBudget(LayerBudget):
         return kept(low).tolist()
 
     def sizes(self, scores: torch.Tensor, ratios: int) -> torch.Tensor:
-        """The parts of a prompt that its layers keep at the ratios 1 / `ratios`, 2 / `ratios`, ..., 1: (layers, ratios)
-        in float64. `scores` (layers, keys): the means over heads."""
+        """Return the parts of a prompt that its layers keep at the ratios 1 / `ratios`, 2 / `ratios`, ..., 1.
+
+        `scores` (layers, keys) are averaged over heads. The result is (layers, ratios) in float64."""
         layers, length = scores.shape
         kept = []
         for entries in (length * (step + 1) / ratios for step in range(ratios)):
@@ -58,11 +59,11 @@ class PrefixLayerBudget(LayerBudget):
 
 
 class KnownPrefixLayerBudget(LayerBudget):
-    """Layer sizes that were found beforehand, over other prompts.
+    """Layer sizes from a calibration on other prompts.
 
     Args:
         sizes: (layers, ratios), the part of a prompt that each layer keeps at evenly spaced ratios, the last of which
-            is 1. Between two of them, and between 0 and the first, it is interpolated.
+            is 1. Sizes in between, and between 0 and the first, are interpolated.
     """
 
     def __init__(self, sizes: torch.Tensor):
@@ -76,11 +77,11 @@ class KnownPrefixLayerBudget(LayerBudget):
         return _shared_out(tuple(parts.tolist()), budget * num_layers, length)
 
 
-_shared_out = lru_cache(maxsize=256)(allocate)  # each layer asks for the sizes of all
+_shared_out = lru_cache(maxsize=256)(allocate)  # each layer computes the sizes of all layers
 
 
 def _cumulated(scores: torch.Tensor) -> torch.Tensor:
-    """The scores' part of their sum, cumulated from the highest to the lowest."""
+    """Return the cumulative fraction of the scores' sum, from the highest score to the lowest."""
     if not len(scores):
         return scores
     best = scores[scores.isfinite()].max() if scores.isfinite().any() else scores.new_tensor(1.0)

@@ -1,4 +1,4 @@
-"""More budget for the lower layers. https://arxiv.org/abs/2406.02069"""
+"""PyramidKV: a larger budget for lower layers. https://arxiv.org/abs/2406.02069"""
 
 from ..scoring.budget import effivlm_window, pyramid
 from .base import LayerBudget, register_layer_budget
@@ -6,10 +6,11 @@ from .base import LayerBudget, register_layer_budget
 
 @register_layer_budget("pyramid")
 class PyramidLayerBudget(LayerBudget):
-    """Every layer has the method's window; what falls linearly from the first layer to the last is the rest of the
-    budget (PyramidKV, section 3.3, as in KVCache-Factory, `pyramidkv_utils.py`, `PyramidKVCluster`). Uniform where
-    twice the rest exceeds the prompt. The sum is exact; there each step is rounded down, so that the layers hold up to
-    (num_layers - 1) / 2 entries more in the mean."""
+    """Every layer keeps the method's window; the rest of the budget falls linearly from the first layer to the last.
+
+    As in PyramidKV (section 3.3; KVCache-Factory, `pyramidkv_utils.py`, `PyramidKVCluster`). Budgets are uniform if
+    twice the rest exceeds the prompt. The sum is exact; KVCache-Factory rounds each step down, so its layers hold up to
+    (num_layers - 1) / 2 more entries on average."""
 
     def fixed(self, budget: int, length: int, num_layers: int, window: int, beta: float) -> list[int]:
         window = min(self.window(budget, window), budget)
@@ -24,7 +25,7 @@ class PyramidLayerBudget(LayerBudget):
 
 @register_layer_budget("pyramid-effivlm")
 class EffiVLMPyramidLayerBudget(PyramidLayerBudget):
-    """The pyramid of EffiVLM-Bench: the window of every layer is a tenth of the budget, whatever the method's is."""
+    """EffiVLM-Bench's pyramid: every layer's window is a tenth of the budget, whatever the method's window is."""
 
     def window(self, budget: int, window: int) -> int:
         return effivlm_window(budget)
@@ -32,9 +33,10 @@ class EffiVLMPyramidLayerBudget(PyramidLayerBudget):
 
 @register_layer_budget("pyramid-kvpress")
 class KVPressPyramidLayerBudget(LayerBudget):
-    """The pyramid of kvpress (pyramidkv_press.py): the whole budget falls from layer to layer, from the prompt less the
-    window at most; uniform where the budget is more than that, or the last layer would hold less than the window. The
-    sum is exact; there each layer's size is rounded by itself."""
+    """kvpress's pyramid (pyramidkv_press.py): the whole budget falls from layer to layer.
+
+    The first layer gets at most the prompt without the window. Budgets are uniform if the mean exceeds that, or if the
+    last layer would hold less than the window. The sum is exact; kvpress rounds each layer's size separately."""
 
     def fixed(self, budget: int, length: int, num_layers: int, window: int, beta: float) -> list[int]:
         if budget > length - window:

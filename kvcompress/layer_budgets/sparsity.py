@@ -1,4 +1,4 @@
-"""Layers whose attention is dense keep more. https://arxiv.org/abs/2410.23317"""
+"""VL-Cache: layers with dense attention keep more. https://arxiv.org/abs/2410.23317"""
 
 import torch
 
@@ -6,13 +6,15 @@ from ..scoring.layer_view import LayerView
 from ..scoring.vision import observer_queries
 from .base import LayerBudget, register_layer_budget
 
-THRESHOLD = 0.01  # of a row's maximum: what is below counts as nothing (section 4.1)
+THRESHOLD = 0.01  # part of a row's maximum below which a weight counts as zero (section 4.1)
 
 
 @register_layer_budget("sparsity")
 class SparsityLayerBudget(LayerBudget):
-    """In proportion to the density of a layer's attention (VL-Cache, section 4.1): the part of the visible weights
-    that reach a hundredth of their row's largest, over the queries behind the last image, mean over the heads."""
+    """Shares in proportion to the density of a layer's attention (VL-Cache, section 4.1).
+
+    Density is the fraction of visible weights that reach a hundredth of their row's largest, over the queries after the
+    last image, averaged over the heads."""
 
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView

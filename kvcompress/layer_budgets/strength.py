@@ -1,4 +1,4 @@
-"""Layers that look at the image, and at few places of it, keep more of it. https://arxiv.org/abs/2503.23956"""
+"""AirCache: layers that attend to the image, and to few places in it, keep more. https://arxiv.org/abs/2503.23956"""
 
 import torch
 
@@ -7,23 +7,25 @@ from ..scoring.layer_view import LayerView
 from ..scoring.vision import elite_attention
 from .base import LayerBudget, register_layer_budget
 
-ALPHA = 0.9  # of the largest attention, where the method has no `alpha`
-LEAST_SKEWNESS = 1e-3  # below it is rounding: two tokens have none
+ALPHA = 0.9  # part of the largest attention, if the method has no `alpha`
+LEAST_SKEWNESS = 1e-3  # less is rounding: two tokens have no skewness
 
 
 @register_layer_budget("strength")
 class StrengthLayerBudget(LayerBudget):
-    """What text leaves of the budget, by strength and skewness of the vision tokens' importance (AirCache):
-    half by its sum, half by the third standardised moment, none where that is negative. Importance is the elite
-    queries' attention, mean over the heads (the method's `alpha`, else 0.9, says who is elite).
+    """Shares out the budget that text leaves by the strength and skewness of vision tokens' importance (AirCache).
 
-    Text has its place in every layer. A row without vision, or whose text alone fills the budget, shares evenly.
+    Half goes by the sum of importance, half by its third standardised moment, if positive. Importance is the elite
+    queries' attention, averaged over the heads; the method's `alpha`, otherwise 0.9, defines the elite.
+
+    Every layer has room for the text. The layers of a row without vision tokens, or whose text alone fills the budget,
+    share evenly.
     """
 
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
-        """(batch, 3): strength, skewness, tokens of text that could be evicted."""
+        """Return (batch, 3): strength, skewness, and the number of text tokens that could be evicted."""
         lengths = on_device(view.lengths, keys.device)
         if view.vision is None:
             return torch.stack([torch.zeros_like(lengths), torch.zeros_like(lengths), lengths], 1).float()

@@ -1,4 +1,4 @@
-"""Every layer keeps as much."""
+"""Every layer keeps the same number of entries."""
 
 from .base import LayerBudget, register_layer_budget
 

@@ -1,4 +1,4 @@
-"""Layers whose attention is spread evenly keep more. https://arxiv.org/abs/2406.13035"""
+"""D2O: layers with evenly spread attention keep more. https://arxiv.org/abs/2406.13035"""
 
 import torch
 
@@ -10,10 +10,11 @@ from .base import LayerBudget, register_layer_budget
 
 @register_layer_budget("variance")
 class VarianceLayerBudget(LayerBudget):
-    """By the softmax over the layers of the negative variance of what the keys receive from all queries (D2O, dynamic
-    layer allocation). As in the paper's code a head's variance is taken between the least and the largest of its
-    layer, and a layer's is the mean of its heads': the bare variance grows with the prompt, and one layer would get
-    all."""
+    """Shares by a softmax over the layers' negative variance of attention (D2O, dynamic layer allocation).
+
+    It is the variance over the keys of the attention that they receive from all queries. As in the paper's code, a
+    head's variance is rescaled by the smallest and the largest in its layer, and a layer's variance is the mean over
+    its heads. The unscaled variance grows with the prompt, and one layer would get everything."""
 
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView

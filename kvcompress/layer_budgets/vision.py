@@ -1,4 +1,4 @@
-"""Layers in which the question looks at the image keep more. https://arxiv.org/abs/2606.03075"""
+"""TGV-KV: layers in which the question attends to the image keep more. https://arxiv.org/abs/2606.03075"""
 
 import torch
 
@@ -9,9 +9,10 @@ from .base import LayerBudget, register_layer_budget
 
 @register_layer_budget("vision")
 class VisionLayerBudget(LayerBudget):
-    """In proportion to the attention that the vision tokens receive from the queries behind the last image, mean over
-    the heads (TGV-KV, text-vision budgeting). The paper lets what a full layer cannot take go to waste; here the other
-    layers get it. A row without vision shares evenly."""
+    """Shares in proportion to the vision tokens' attention from the queries after the last image (TGV-KV).
+
+    Attention is averaged over the heads (text-vision budgeting). In the paper the excess of a full layer is lost; here
+    the other layers get it. The layers of a row without vision tokens share evenly."""
 
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView

@@ -1,1 +1,1 @@
-"""Small models that were trained to foretell scores from hidden states, in the layouts in which they are published."""
+"""Small models trained to predict scores from hidden states, in the layouts in which they are published."""

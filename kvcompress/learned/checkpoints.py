@@ -1,4 +1,4 @@
-"""Reads published checkpoints of learned scores: a local file or folder, or one of the hub."""
+"""Reading published checkpoints of learned scores, local or from the hub."""
 
 import pickle
 import re
@@ -24,11 +24,11 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Trained:
-    """What was trained for one model.
+    """The weights trained for one model.
 
     Attributes:
-        layers: of each of the model's layers, weights by their names.
-        hidden_size, kv_heads: of the model.
+        layers: for each of the model's layers, weights by name.
+        hidden_size, kv_heads: the model's sizes.
     """
 
     layers: list[Weights]
@@ -37,7 +37,7 @@ class Trained:
     _moved: dict[tuple, Weights] = field(default_factory=dict)
 
     def weights(self, layer_idx: int, hidden: torch.Tensor) -> Weights:
-        """A layer's, where and in the precision that `hidden` is."""
+        """Return a layer's weights on the device and in the precision of `hidden`."""
         key = layer_idx, hidden.device, hidden.dtype
         if key not in self._moved:
             self._moved[key] = {name: part.to(hidden) for name, part in self.layers[layer_idx].items()}
@@ -46,9 +46,11 @@ class Trained:
 
 @cache
 def kvzap(checkpoint: str) -> Trained:
-    """NVIDIA's KVzap surrogates (hub: nvidia/KVzap-linear-..., nvidia/KVzap-mlp-...): a folder with config.json
-    (`input_dim`, `output_dim`, `n_modules`, `hidden_dim`, null in a linear one) and model.safetensors, in which layer
-    i's weights are `layers.i.weight`, `layers.i.bias`, or `layers.i.0...` and `layers.i.2...` of an MLP."""
+    """Load NVIDIA's KVzap surrogates (hub: nvidia/KVzap-linear-..., nvidia/KVzap-mlp-...).
+
+    The folder has config.json (`input_dim`, `output_dim`, `n_modules`, and `hidden_dim`, which is null for a linear
+    one) and model.safetensors. Layer i's weights are `layers.i.weight` and `layers.i.bias`, or `layers.i.0...` and
+    `layers.i.2...` for an MLP."""
     with reading(checkpoint, "KVzap"):
         config = parse_json(_file(checkpoint, "config.json").read_bytes())
         tensors = load_file(_file(checkpoint, "model.safetensors"))
@@ -65,9 +67,10 @@ def kvzap(checkpoint: str) -> Trained:
 
 @cache
 def fastkvzip(checkpoint: str) -> Trained:
-    """NAVER's Fast KVzip gates (hub: Jang-Hyun/Fast-KVzip/MODEL/q4_dim16_sink16.pt): a file of torch.save with, under
-    `module`, one dictionary of tensors for each layer: `q_proj`, `k_proj`, `q_norm`, `k_norm`, `k_base` (kv_heads, 1,
-    sinks, size) and `b` (kv_heads, 1, groups)."""
+    """Load NAVER's Fast KVzip gates (hub: Jang-Hyun/Fast-KVzip/MODEL/q4_dim16_sink16.pt).
+
+    The file of torch.save has, under `module`, one dictionary of tensors per layer: `q_proj`, `k_proj`, `q_norm`,
+    `k_norm`, `k_base` (kv_heads, 1, sinks, size) and `b` (kv_heads, 1, groups)."""
     with reading(checkpoint, "Fast KVzip"):
         core = getattr(np, "_core", None) or np.core
         plain = [(core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"), np.ndarray, np.dtype]
@@ -90,7 +93,7 @@ def fastkvzip(checkpoint: str) -> Trained:
 
 @contextmanager
 def reading(checkpoint: str, layout: str) -> Iterator[None]:
-    """What goes wrong with a checkpoint becomes a KVCompressError of one line."""
+    """Turn errors in reading a checkpoint into a KVCompressError of one line."""
     unreadable = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError)
     unreadable = (*unreadable, SafetensorError, pickle.UnpicklingError, EOFError)
     try:
@@ -100,12 +103,12 @@ def reading(checkpoint: str, layout: str) -> Iterator[None]:
     except unreadable as error:
         message = " ".join(str(error).split())[:300]
         raise KVCompressError(
-            f"checkpoint={shown(checkpoint)} is none of {layout}: {type(error).__name__}: {message}"
+            f"checkpoint={shown(checkpoint)} is not a {layout} checkpoint: {type(error).__name__}: {message}"
         ) from error
 
 
 def _file(checkpoint: str, name: str = "") -> Path:
-    """A file of a checkpoint: of a local folder or itself, or OWNER/NAME/... of the hub."""
+    """Return a checkpoint's file: a local file, one in a local folder, or OWNER/NAME/... from the hub."""
     local = Path(checkpoint, name)
     if local.is_file():
         return local
@@ -115,12 +118,14 @@ def _file(checkpoint: str, name: str = "") -> Path:
     try:
         return Path(hf_hub_download(f"{owner}/{repository}", "/".join(filter(None, [*inside, name]))))
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise KVCompressError(f"checkpoint={shown(checkpoint)} is neither here nor can it be had of the hub") from error
+        raise KVCompressError(
+            f"checkpoint={shown(checkpoint)} is not a local file and cannot be downloaded from the hub"
+        ) from error
 
 
 def _of_shape(tensors: Weights, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     if tuple(tensors[name].shape) != shape:
         raise ValueError(f"{name} is {tuple(tensors[name].shape)}, not {shape}")
     if not (tensors[name].is_floating_point() and tensors[name].isfinite().all()):
-        raise ValueError(f"{name} holds what is no finite floating-point number")
+        raise ValueError(f"{name} has values that are not finite floating-point numbers")
     return tensors[name]

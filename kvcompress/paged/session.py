@@ -65,6 +65,10 @@ def compress(
         KVCompressError: for what cannot live in pages, and for a transformers whose continuous batching is another
             one.
     """
+    if "prefix_cache" in options:
+        raise KVCompressError(
+            "compressed pages do not go with prefix_cache=: the scheduler feeds every token of a prompt to the model"
+        )
     policy = make_policy(method, ratio, budget, **options)
     check_policy(policy)
     inner = unwrapped(model)

@@ -1,4 +1,4 @@
-"""Everything that the user asked for, checked."""
+"""The user's options, checked and combined."""
 
 from .options import Engine, all_options
 from .policy import Policy, check_tensor_parallel, make_policy, method_budget

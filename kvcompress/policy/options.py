@@ -1,4 +1,4 @@
-"""The options that every method takes."""
+"""The options that every method accepts."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
@@ -14,49 +14,49 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 
 @dataclass(frozen=True)
 class Engine:
-    """What applies to every method. Each field is an option of `compress`, `CompressedCache` and the plugin.
+    """Options that apply to every method. Each field is an option of `compress`, `CompressedCache` and the plugin.
 
     Attributes:
-        scorer: name of another method whose scores, and options, take the place of this method's own; this method
-            then says how budgets are shared out, what is merged, and when.
-        layer_budget: how the budget is shared out over the layers: a name of `list_layer_budgets()`. None: what the
-            method prescribes, uniform for most.
-        pyramid_beta: for `layer_budget=pyramid`: the mean budget over the last layer's.
-        head_budget: `uniform`: each KV head keeps as much; `shared`: all heads of a layer keep the same tokens, those
-            with the highest mean score; `adaptive`: the heads of a row share one budget and keep as their scores
-            deserve (AdaKV); `adaptive-kvpress`: in kvpress's form. None: what the method prescribes, uniform for most.
-        positions: `true`: kept keys stay as they are rotated; `cache`: they are rotated anew to their place in the
-            cache, as if nothing had stood between them (StreamingLLM, section 3.2; kvpress's KeyRerotationPress).
-        safeguard: with adaptive heads, the part of the budget that is shared out evenly among them (kvpress: of which
-            a head is sure). None: what the method prescribes, 0.2 for most.
-        merge: what becomes of evicted entries: `none`: they are dropped; `average`, `pivot`, `weighted`, `meda`, `d2o`,
-            `d2o-paper`: they are merged into the kept entries whose keys are most like theirs; `cam`: an entry's value
-            goes to those behind it (see merging.py). None: what the method prescribes.
-        merge_modality: `any`; `same`: vision is merged into vision and text into text only.
-        scope: `prompt`: the whole prompt is scored and compressed, the question steers the selection; `context`: only
-            what precedes the question, up to the last image or video token of the row or up to `context_tokens`.
-        context_tokens: for `scope=context`, how many leading tokens of each row are the context; negative: all but
-            that many.
-        ratio_of: what the ratio or budget refers to: `prompt`: all entries in the scope; `vision`: image and video
-            tokens, only these are evicted and text is kept.
-        first_token: `full`: the answer's first token comes from the prefill, which attends over everything (as
-            with every peer); `compressed`: the last prompt token is fed again on the compressed cache.
-        prefill_chunk: most tokens of a prompt that pass through the language model at once. After each such chunk all
-            that is stored, of this chunk and of those before it, is compressed down to the budget of the tokens seen so
-            far (hooks/chunked_prefill.py). None: a prompt is one piece; one that follows on a filled cache has its own
-            budget.
-        decode_budget, decode_ratio: entries, or the fraction of the row's tokens, that are kept while decoding;
-            neither: every decoded token is kept.
-        decode_interval: decode steps from one eviction to the next; None: what the method prescribes.
-        cache_implementation: `dynamic`: buffers grow where they must; `static`: after the prompt the entries move into
-            buffers of a fixed shape, with room for `max_new_tokens`, so that decoding can run as one compiled graph;
-            `offloaded`, `offloaded_static`: the same in the CPU's memory, fetched one layer ahead (not compiled);
-            `quantized`: entries are stored in `kv_bits`, once; `think`: keys lose channels (docs/low-bits.md).
-        kv_bits, kv_backend: for `quantized`: bits per number; `quanto`, `hqq` or `turboquant`.
-        kv_group_size, kv_residual: for `quanto` and `hqq`: numbers that share a scale, decoded tokens that wait in full
-            precision.
-        key_channels, key_recent: for `think`: the part of each KV head's channels that keys have, and how many of the
-            latest entries of a prompt keep all of theirs.
+        scorer: name of another method whose scores and options replace this method's own; this method then decides how
+            budgets are shared out, and what is merged and when.
+        layer_budget: how layers share the budget, a name in `list_layer_budgets()`. None: the method's default, uniform
+            for most.
+        pyramid_beta: for `layer_budget=pyramid`, the mean budget divided by the last layer's.
+        head_budget: `uniform`: each KV head keeps equally many entries; `shared`: all heads of a layer keep the same
+            tokens, those with the highest mean score; `adaptive`: the heads of a row share one budget by their scores
+            (AdaKV); `adaptive-kvpress`: the same in kvpress's form. None: the method's default, uniform for most.
+        positions: `true`: kept keys keep their rotation; `cache`: they are re-rotated to their position in the cache,
+            as if there were no gaps between them (StreamingLLM, section 3.2; kvpress's KeyRerotationPress).
+        safeguard: with adaptive heads, the part of the budget that is shared out evenly among them (kvpress: that each
+            head is guaranteed). None: the method's default, 0.2 for most.
+        merge: what happens to evicted entries. `none`: they are dropped; `average`, `pivot`, `weighted`, `meda`, `d2o`,
+            `d2o-paper`: they are merged into the kept entries with the most similar keys; `cam`: an entry's value is
+            added to the entries after it (see merging.py). None: the method's default.
+        merge_modality: `any`, or `same`: vision is merged only into vision, text only into text.
+        scope: `prompt`: the whole prompt is scored and compressed, and the question influences the selection;
+            `context`: only the tokens before the question are, up to the row's last image or video token or up to
+            `context_tokens`.
+        context_tokens: for `scope=context`, the number of leading tokens of each row that are the context; negative:
+            all but that many.
+        ratio_of: what the ratio or budget refers to. `prompt`: all entries in the scope; `vision`: image and video
+            tokens; only these are evicted, text is kept.
+        first_token: `full`: the answer's first token comes from the prefill, which attends to everything (as in all
+            comparable projects); `compressed`: the last prompt token is fed again on the compressed cache.
+        prefill_chunk: the most prompt tokens that pass through the language model at once. After each chunk, everything
+            stored so far is compressed to the budget of the tokens seen so far (hooks/chunked_prefill.py). None: a
+            prompt is processed in one piece, and a second prompt on a filled cache has its own budget.
+        decode_budget, decode_ratio: entries, or the fraction of the row's tokens, that are kept while decoding.
+            Neither: every decoded token is kept.
+        decode_interval: decode steps between evictions. None: the method's default.
+        cache_implementation: `dynamic`: buffers grow as needed; `static`: after the prompt, the entries move into
+            buffers of fixed shape, with room for `max_new_tokens`, so that decoding can run as one compiled graph;
+            `offloaded`, `offloaded_static`: the same in CPU memory, fetched one layer ahead (not compiled);
+            `quantized`: entries are stored once, in `kv_bits`; `think`: keys lose channels (docs/low-bits.md).
+        kv_bits, kv_backend: for `quantized`, bits per number, and `quanto`, `hqq` or `turboquant`.
+        kv_group_size, kv_residual: for `quanto` and `hqq`, the numbers that share a scale, and the decoded tokens that
+            wait in full precision.
+        key_channels, key_recent: for `think`, the part of each KV head's channels that keys keep, and the number of
+            latest prompt entries that keep all channels.
     """
 
     scorer: str | None = None
@@ -93,16 +93,18 @@ class Engine:
 STORAGE_OPTIONS = (
     "cache_implementation", "kv_bits", "kv_backend", "kv_group_size", "kv_residual", "key_channels", "key_recent",
 )  # fmt: skip
-FULL_OPTIONS = ("first_token", "prefill_chunk", *STORAGE_OPTIONS)  # the others say how to compress
+FULL_OPTIONS = ("first_token", "prefill_chunk", *STORAGE_OPTIONS)  # the others define how to compress
 TOKEN_OPTIONS = ("first_token", *STORAGE_OPTIONS)
 
 
-PRESCRIBED = ("layer_budget", "head_budget", "safeguard", "merge", "decode_interval")  # None: the method's own choice
+PRESCRIBED = ("layer_budget", "head_budget", "safeguard", "merge", "decode_interval")  # None: the method's default
 
 
 def all_options(info: MethodInfo, scorer: str | None = None) -> dict[str, object]:
-    """Every option that a method takes, its own (with a `scorer` that one's) and the engine's, with its default;
-    `preset` where the method has any (its options without a `scorer`)."""
+    """Return every option that a method accepts, with its default: the method's own and the engine's.
+
+    With a `scorer`, its options replace the method's own. `preset` is included if the method has presets and no
+    `scorer` is given."""
     engine = {field.name: field.default for field in fields(Engine)}
     if info.name == "full":
         return {**info.options, **{name: engine[name] for name in FULL_OPTIONS}}

@@ -1,4 +1,4 @@
-"""Everything that the user asked for, checked: the method and its options, how much is kept, of what, and when."""
+"""The policy: the method, its budget and the engine's options, checked and combined."""
 
 from dataclasses import asdict, dataclass, replace
 
@@ -17,9 +17,9 @@ from .options import PRESCRIBED, STORAGE_OPTIONS, Engine, all_options
 
 @dataclass(frozen=True)
 class Policy:
-    """What scores (`cluster`), how much is kept, and the engine's options, with the method's own choices filled in.
+    """The method's `cluster`, its budget and the engine's options, with the method's defaults filled in.
 
-    A method that drops tokens before they are cached is `tokens`; the cluster then keeps all that reaches it.
+    `tokens` is a method that drops tokens before they are cached; the cluster then keeps everything that reaches it.
     """
 
     method: str
@@ -29,7 +29,7 @@ class Policy:
     tokens: TokenMethod | None = None
 
     def chosen(self, name: str) -> object:
-        """One of `PRESCRIBED`: as the user gave it, else as the method prescribes."""
+        """Return one of the `PRESCRIBED` options: the user's value, otherwise the method's default."""
         given, cls = getattr(self.engine, name), method_info(self.method).cls
         if given is not None:
             return given
@@ -47,7 +47,7 @@ class Policy:
 
     @property
     def known_layer_budget(self) -> LayerBudget | None:
-        """The layers' sizes where the method's calibration says them."""
+        """The layer budget that the method's calibration file holds, if any."""
         return self.cluster.known_layer_budget if isinstance(self.cluster, CalibratedKVCluster) else None
 
     @property
@@ -56,17 +56,17 @@ class Policy:
 
     @property
     def needs_sums(self) -> bool:
-        """Whether the scores add up over all queries of a prompt."""
+        """Whether the scores are sums over all queries of a prompt."""
         return type(self.cluster).observe is not KVCluster.observe
 
     @property
     def sums_attention(self) -> bool:
-        """Whether what adds up are the queries' attention weights."""
+        """Whether the scores are sums of the queries' attention weights."""
         return self.needs_sums and not self.cluster.reads_hidden
 
     @property
     def carries_sums(self) -> bool:
-        """Whether the stored entries' scores are carried on, from chunk to chunk or from eviction to eviction."""
+        """Whether the stored entries' sums are carried over, from chunk to chunk or from eviction to eviction."""
         return (self.decode is not None or self.engine.prefill_chunk is not None) and self.needs_sums
 
     @property
@@ -76,12 +76,12 @@ class Policy:
 
     @property
     def moves_keys(self) -> bool:
-        """Whether kept keys are rotated anew to their place in the cache."""
+        """Whether kept keys are re-rotated to their position in the cache."""
         return self.engine.positions == "cache"
 
     @property
     def watches_rotary(self) -> bool:
-        """Whether the model's rotary embedding must be known."""
+        """Whether the method or the engine needs the model's rotary embedding."""
         return self.cluster.watches_rotary or self.moves_keys
 
     @property
@@ -93,12 +93,12 @@ class Policy:
 
     @property
     def hooks_steps(self) -> bool:
-        """Whether a decode step's does."""
+        """Whether a decode step's forward pass needs hooks on the model."""
         return (self.cluster.foresees or self.cluster.reads_hidden) and self.decode is not None
 
     @property
     def options(self) -> dict[str, object]:
-        """Every option of the method with the value in force, as in `all_options`."""
+        """Every option of the method with its effective value, as in `all_options`."""
         given = {**asdict(self.tokens or self.cluster), **asdict(self.engine)}
         parts = {name: self.chosen(name) for name in PRESCRIBED}
         valid = all_options(method_info(self.method), self.engine.scorer)
@@ -106,7 +106,7 @@ class Policy:
 
     @property
     def decode(self) -> Budget | None:
-        """The budget while decoding, None where every decoded token is kept."""
+        """The budget while decoding; None if every decoded token is kept."""
         if self.engine.decode_budget is None and self.engine.decode_ratio is None:
             return None
         return Budget(self.engine.decode_ratio, self.engine.decode_budget)
@@ -115,7 +115,7 @@ class Policy:
 def make_policy(
     method: str | None = None, ratio: float | None = None, budget: int | None = None, **options: object
 ) -> Policy:
-    """Check and combine what the user gave; `options` are the method's and the engine's. Raises KVCompressError."""
+    """Check and combine the user's options, the method's and the engine's. Raises KVCompressError."""
     info, scorer = method_info(method), options.get("scorer")
     if scorer is not None and method_name(scorer) not in list_methods():
         raise unknown_name("scorer: there is no method", scorer, list_methods())
@@ -133,7 +133,7 @@ def make_policy(
         is_resized = bool(size) and not (ratio is None and budget is None)
         if size and not is_resized:
             ratio, budget = size.get("ratio"), size.get("budget")
-        if is_resized or "decode_ratio" in options:  # what decoding keeps was published with the preset's own size
+        if is_resized or "decode_ratio" in options:  # the preset's decode budget goes with its own size
             published.pop("decode_budget", None)
         options = {**published, **options}
     scored_by = info if scorer is None else method_info(scorer)
@@ -151,7 +151,7 @@ def make_policy(
         check_calibration(cluster, scored_by.name)
     engine = validated(Engine, "option", of_engine)
     wanted = method_budget(info.name, ratio, budget)
-    if cluster.of_variant("sinks_on_top") and engine.ratio_of == "prompt":  # else `ratio` counts no sinks anyway
+    if cluster.of_variant("sinks_on_top") and engine.ratio_of == "prompt":  # otherwise `ratio` counts no sinks anyway
         wanted = replace(wanted, on_top=cluster.sinks)
     policy = Policy(info.name, cluster, wanted, engine, tokens)
     if tokens is not None and engine.ratio_of != "vision":
@@ -174,7 +174,7 @@ def make_policy(
 
 
 def _check_storage(engine: Engine, given: list[str]) -> None:
-    """Whether the options of the storage that were `given` go together, and their packages are here."""
+    """Check that the storage options that were `given` fit together and their packages are installed."""
     for name in given:
         kind = {"kv": "quantized", "key": "think"}.get(name.partition("_")[0], engine.cache_implementation)
         if kind != engine.cache_implementation:
@@ -190,7 +190,7 @@ def _check_storage(engine: Engine, given: list[str]) -> None:
 
 
 def _check_combination(policy: Policy, info: MethodInfo, scored_by: MethodInfo) -> None:
-    """Whether the method, the scorer, the layer budget and the merge go together."""
+    """Check that the method, the scorer, the layer budget and the merge fit together."""
 
     def overrides(cls: type[KVCluster], *names: str) -> bool:
         return any(getattr(cls, name) is not getattr(KVCluster, name) for name in names)
@@ -214,11 +214,11 @@ def _check_combination(policy: Policy, info: MethodInfo, scored_by: MethodInfo) 
             f"method {scored_by.name!r} takes no layer_budget={policy.chosen('layer_budget')!r}, which looks at queries"
         )
     if policy.moves_keys and policy.decode is not None:
-        # What is known of keys before they were moved would be taken for what they were merged into, or for a note.
+        # The keys noted before they were moved would undo a merge, or would be taken for the method's own note.
         for conflict, is_there in (
             (f"merge={policy.chosen('merge')!r}", policy.chosen("merge") != "none"),
             (f"method {scored_by.name!r}, which takes notes", overrides(scored_by.cls, "note")),
-            (f"method {scored_by.name!r}, which foresees queries", policy.cluster.foresees),
+            (f"method {scored_by.name!r}, which uses future queries", policy.cluster.foresees),
         ):
             if is_there:
                 raise KVCompressError(f"positions='cache' does not go with {conflict} while decoding evicts")
@@ -230,7 +230,7 @@ def _check_combination(policy: Policy, info: MethodInfo, scored_by: MethodInfo) 
 
 
 def _check_prefill_chunk(policy: Policy) -> None:
-    """Whether the choice can be made again after each chunk."""
+    """Check that entries can be chosen again after each chunk."""
     engine = policy.engine
     conflicts = {
         f"cache_implementation={engine.cache_implementation!r}, which stores an entry once and for all; dynamic and "
@@ -240,7 +240,7 @@ def _check_prefill_chunk(policy: Policy) -> None:
         f"method {policy.method!r}, which chooses by the whole prompt": (
             policy.cluster.whole_prompt or policy.cluster.second_pass
         ),
-        f"layer_budget={policy.chosen('layer_budget')!r}, which follows from the whole prompt": (
+        f"layer_budget={policy.chosen('layer_budget')!r}, which depends on the whole prompt": (
             policy.layer_budget.is_measured
         ),
         "positions='cache', which moves the keys of one prompt": policy.moves_keys,
@@ -251,9 +251,9 @@ def _check_prefill_chunk(policy: Policy) -> None:
 
 
 def check_tensor_parallel(policy: Policy) -> None:
-    """Whether KV heads can be compressed one by one, each process its own. Raises KVCompressError."""
+    """Check that each process can compress its own KV heads. Raises KVCompressError."""
     conflicts = {
-        f"method {policy.method!r} with calibration=, which is of all heads": (
+        f"method {policy.method!r} with calibration=, which covers all heads": (
             getattr(policy.cluster, "calibration", None) is not None
         ),
         f"method {policy.method!r}, which chooses for all heads together": (
@@ -272,7 +272,7 @@ def check_tensor_parallel(policy: Policy) -> None:
 
 
 def method_budget(method: str | None, ratio: float | None, budget: int | None) -> Budget:
-    """The budget of a method. `full` keeps all, so it takes no other; every other method needs one."""
+    """Return the budget of a method. `full` keeps everything and takes no other budget; all other methods need one."""
     name = method_info(method).name
     if name != "full":
         if ratio is None and budget is None:

@@ -1,4 +1,4 @@
-"""What methods share: attention of the latest queries, sums over all queries, selection, merging, budgets, vision."""
+"""Building blocks of methods: window attention, sums over queries, selection, merging, budgets, vision tokens."""
 
 from ..kernels.column_sums import column_sums
 from .layer_view import Kept, LayerView, gather, uniform_noise

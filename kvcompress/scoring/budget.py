@@ -1,4 +1,4 @@
-"""How many KV entries a prompt may keep."""
+"""The number of KV entries that a prompt may keep."""
 
 import math
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from ..errors import KVCompressError
 
 @dataclass(frozen=True)
 class Budget:
-    """What the user asked for: a fraction of the prompt's entries, or a number of entries.
+    """The requested budget: a fraction of the prompt's entries, or a number of entries.
 
     Attributes:
         ratio: fraction of the prompt's KV entries that is kept, in (0, 1]. (kvpress's `compression_ratio` is the
             fraction that is dropped.)
-        entries: entries kept per layer and KV head; in place of `ratio`.
-        on_top: first tokens of a prompt that are kept besides and that `ratio` does not count.
+        entries: entries kept per layer and KV head, instead of `ratio`.
+        on_top: number of first tokens that are kept in addition and that `ratio` does not count.
     """
 
     ratio: float | None = None
@@ -36,8 +36,9 @@ class Budget:
             raise KVCompressError(f"budget={self.entries!r} is not an integer of at least 1: it counts entries kept")
 
     def __call__(self, length: int) -> int:
-        """Entries kept of `length`: `ratio * length` rounded half up, at least 1 and at most `length`; of a length less
-        `on_top`, these besides."""
+        """Return the entries kept of `length`: `ratio * length` rounded half up, between 1 and `length`.
+
+        The ratio applies to the length without the `on_top` tokens, which are added."""
         if self.ratio is None:
             return min(self.entries, length)
         on_top = min(self.on_top, length)
@@ -45,14 +46,15 @@ class Budget:
 
 
 def effivlm_window(budget: int) -> int:
-    """The most recent tokens that EffiVLM-Bench's methods keep of a budget: a tenth, and at least one."""
+    """Return the recent tokens that EffiVLM-Bench's methods keep: a tenth of the budget, and at least one."""
     return max(1, int(0.1 * budget))
 
 
 def allocate(weights: Sequence[float], total: int, most: int) -> list[int]:
-    """Integers in proportion to the weights, each at most `most` and, where the total allows, at least 1, that sum to
-    exactly `total`: what a capped one cannot take goes to the others, and what rounding leaves over goes by largest
-    remainder, the earlier one among equals."""
+    """Return integers in proportion to the weights that sum to exactly `total`.
+
+    Each is at most `most` and, if the total allows, at least 1. The excess of capped ones goes to the others. What
+    rounding leaves over goes by largest remainder, to the earlier one among equals."""
     count = len(weights)
     if not 0 <= total <= count * most:
         raise ValueError(f"{total} cannot be shared out over {count} parts of at most {most}")
@@ -71,7 +73,7 @@ def allocate(weights: Sequence[float], total: int, most: int) -> list[int]:
     parts = [math.floor(share + 1e-9) for share in wanted]
     order = sorted(range(count), key=lambda i: (parts[i] - wanted[i], i))  # largest remainder first
     over = sum(parts) - total
-    for i in reversed(order):  # only where rounding noise lifted a share to the next integer
+    for i in reversed(order):  # only if rounding noise lifted a share to the next integer
         if over > 0 and parts[i] > least:
             parts[i], over = parts[i] - 1, over - 1
     for i in order:
@@ -81,11 +83,11 @@ def allocate(weights: Sequence[float], total: int, most: int) -> list[int]:
 
 
 def pyramid(budget: int, length: int, num_layers: int, beta: float, least: int) -> list[int]:
-    """Entries per layer that fall linearly from the first layer to the last and sum to exactly `budget * num_layers`.
+    """Return budgets that fall linearly from the first layer to the last and sum to exactly `budget * num_layers`.
 
-    PyramidKV (https://arxiv.org/abs/2406.02069, section 3.3): the last layer gets `budget / beta`, the first as much
-    more than the mean as the last gets less; where that is more than `length`, the first gets `length`. Where the
-    last layer would get fewer than `least` (a window), all layers get the same.
+    PyramidKV (https://arxiv.org/abs/2406.02069, section 3.3): the last layer gets `budget / beta`, and the first
+    exceeds the mean by as much as the last falls short of it. If that is more than `length`, the first gets `length`.
+    If the last layer would get fewer than `least` (a window), all layers get the same.
     """
     last = budget / beta
     first = 2 * budget - last

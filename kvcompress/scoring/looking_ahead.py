@@ -1,4 +1,4 @@
-"""What the tokens of an answer need of its prompt."""
+"""Scores of a prompt's entries by what its answer needs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,17 +7,18 @@ import torch
 
 from .projection import output_projection
 
-BLOCK = 128  # queries whose weights are held at a time
+BLOCK = 128  # queries whose weights are in memory at a time
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One layer's states of a prompt and of its answer.
+    """One layer's states of a prompt and its answer.
 
     Attributes:
         queries: (batch, heads, queries, head_dim), rotated.
         keys, values: (batch, kv_heads, keys, head_dim), of the prompt and the answer.
-        visible: bool (batch, 1 or kv_heads, queries, keys), what each query sees. One that sees nothing has no vote.
+        visible: bool (batch, 1 or kv_heads, queries, keys), the keys that each query sees. A query that sees none has
+            no vote.
         scaling: factor of q·k before the softmax.
         module: the model's attention module.
     """
@@ -30,7 +31,7 @@ class Answer:
     module: torch.nn.Module
 
     def weights(self) -> Iterator[torch.Tensor]:
-        """Attention weights, (batch, kv_heads, groups, queries, keys) in fp32, a block of queries at a time."""
+        """Yield attention weights (batch, kv_heads, groups, queries, keys) in fp32, one block of queries at a time."""
         keys = self.keys.float()[:, :, None].transpose(3, 4)
         for start in range(0, self.queries.shape[2], BLOCK):
             some = slice(start, start + BLOCK)
@@ -40,18 +41,18 @@ class Answer:
 
 
 def attention_mass(answer: Answer) -> torch.Tensor:
-    """The attention that each key receives, summed over the queries and averaged over the query heads of a KV head:
-    (batch, kv_heads, keys)."""
+    """Return the attention that each key receives: (batch, kv_heads, keys).
+
+    It is summed over the queries and averaged over the query heads of a KV head."""
     return sum(weights.sum(3).mean(2) for weights in answer.weights())
 
 
 def output_error(answer: Answer) -> torch.Tensor:
-    """How far the layer's output would move without each key, (batch, kv_heads, keys): the squared error, summed over
-    the queries and the query heads of a KV head.
+    """Return how much the layer's output would change without each key: (batch, kv_heads, keys).
 
-    Without key j a head's output o = sum_i a_i v_i becomes (o - a_j v_j) / (1 - a_j), which is a_j / (1 - a_j) * (o -
-    v_j) away. The error is taken behind the head's part W of the output projection; ||W (o - v_j)||^2 needs no more of
-    it than W^T W.
+    It is the squared error, summed over the queries and the query heads of a KV head. Without key j, a head's output o
+    = sum_i a_i v_i becomes (o - a_j v_j) / (1 - a_j), a change of a_j / (1 - a_j) * (o - v_j). The error is taken after
+    the head's part W of the output projection; ||W (o - v_j)||^2 needs only W^T W.
     """
     values = answer.values.float()
     projection = output_projection(answer.module, values.shape[1], values.shape[3], "hindsight")

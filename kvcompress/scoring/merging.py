@@ -1,4 +1,4 @@
-"""What becomes of evicted entries where they are not simply dropped: they are merged into kept ones."""
+"""Merging evicted entries into kept ones, instead of dropping them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,22 +10,22 @@ import torch.nn.functional as F
 from .layer_view import Kept, LayerView, uniform_noise
 from .windows import pad_columns
 
-BLOCK = 256  # evicted entries whose similarities to all kept ones are held at once
-FOLLOWERS = 32  # entries that share an evicted one's value with `cam`, where the method has no option for it
+BLOCK = 256  # evicted entries compared with all kept ones at once
+FOLLOWERS = 32  # entries that share an evicted one's value with `cam`, if the method has no option for it
 
-# What an evicted entry becomes, (batch, kv_heads, keys, head_dim), before the kept entry that it goes into becomes the
-# mean, and how much it counts there, (batch, kv_heads, keys, 1), where the kept entry counts 1; from the evicted
-# entries, the kept ones that they go into, and the cosine of their keys.
+# Takes the evicted entries, the kept entries that they are merged into, and the cosine of their keys. Returns what each
+# evicted entry contributes, (batch, kv_heads, keys, head_dim), and its weight in the mean, (batch, kv_heads, keys, 1),
+# in which the kept entry has weight 1.
 Share = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def merge_evicted(
     kept: Kept, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView, merge: str
 ) -> Kept:
-    """`kept` with the evicted entries of keys and values (batch, kv_heads, keys, head_dim) merged into its own.
+    """Merge the evicted entries of keys and values (batch, kv_heads, keys, head_dim) into those of `kept`.
 
-    `merge` names how (`MERGES`); scores (batch, kv_heads, keys) are the method's. With `merge_modality="same"`
-    an entry is only merged into its own kind, vision or text, and dropped where none is kept.
+    `merge` is a name in `MERGES`; scores (batch, kv_heads, keys) are the method's. With `merge_modality="same"` an
+    entry is merged only into its own kind, vision or text, and dropped if none is kept.
     """
     return MERGES[merge](kept, keys, values, scores, view)
 
@@ -41,11 +41,16 @@ def into_most_similar(
     above_mean: bool = False,
     first_into: bool = False,
 ) -> Kept:
-    """Every evicted entry goes into the kept entry of its row and KV head whose key is most like its own (cosine), its
-    value into that entry's value. With `renewal` (D2O) only those that are at least as like as the threshold: at first
-    the mean of what is evicted together, then its moving average, in which each eviction's mean counts `renewal`; with
-    `above_mean` only those of `_above_mean`; with `first_into` as many of the first that are evicted, into the entries
-    that those would go into (MEDA)."""
+    """Merge every evicted entry, key and value, into the kept entry of its row and KV head with the most similar key.
+
+    Args:
+        share: what each evicted entry contributes to the mean, and its weight.
+        renewal: merge only entries whose cosine reaches a threshold (D2O). It starts as the mean over the entries
+            evicted together, then becomes a moving average in which each eviction's mean has the weight `renewal`.
+        above_mean: merge only the entries of `_above_mean`.
+        first_into: merge as many entries as `_above_mean` has, but the first evicted ones, into the entries that those
+            of `_above_mean` would go into (MEDA).
+    """
     similarity, target = _most_similar(kept, keys, view)
     evicted = _evicted(kept, keys, view) & similarity.isfinite()
     merged = evicted & _above_mean(similarity, evicted) if above_mean or first_into else evicted
@@ -59,7 +64,7 @@ def into_most_similar(
         before = torch.where(before.isnan(), mean, before)
         threshold = torch.where(merged.any(-1), torch.lerp(before, mean, renewal), before)
         kept = replace(kept, merge_threshold=threshold)
-        merged &= similarity >= threshold[..., None] - 1e-6  # rounding does not drop one that is the mean
+        merged &= similarity >= threshold[..., None] - 1e-6  # rounding must not drop an entry at the mean
     target, similarity, merged = (x.unsqueeze(-1) for x in (target, similarity, merged))
     new = []
     for old, states in ((kept.keys, keys), (kept.values, values)):
@@ -73,56 +78,63 @@ def into_most_similar(
 
 
 def average(evicted: torch.Tensor, kept: torch.Tensor, similarity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kept entry becomes the mean of itself and what is merged into it (LOOK-M,
-    https://arxiv.org/abs/2406.18139, section 3.3, averaged merging)."""
+    """Make the kept entry the mean of itself and the entries merged into it.
+
+    LOOK-M's averaged merging, https://arxiv.org/abs/2406.18139, section 3.3."""
     return evicted, torch.ones_like(similarity)
 
 
 def pivot(evicted: torch.Tensor, kept: torch.Tensor, similarity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `average`, but every entry is first averaged with the kept one (LOOK-M, pivotal merging)."""
+    """Like `average`, but every entry is first averaged with the kept one (LOOK-M, pivotal merging)."""
     return (evicted + kept) / 2, torch.ones_like(similarity)
 
 
 def weighted(evicted: torch.Tensor, kept: torch.Tensor, similarity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `average`, with every entry weighted by its cosine similarity (LOOK-M, weighted merging; `MERGES` says of
-    which; D2O's code, AIoT-MLSys-Lab/D2O, modeling_llama3_7b_13b_d2o.py, `D2O_LayerKVCache`)."""
+    """Like `average`, with every entry multiplied by its cosine similarity.
+
+    LOOK-M's weighted merging; also in D2O's code (AIoT-MLSys-Lab/D2O, modeling_llama3_7b_13b_d2o.py,
+    `D2O_LayerKVCache`). `MERGES` says which entries are merged."""
     return evicted * similarity, torch.ones_like(similarity)
 
 
 def exponential(
     evicted: torch.Tensor, kept: torch.Tensor, similarity: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A mean in which every entry counts exp(cosine), the kept one exp(1) (D2O, https://arxiv.org/abs/2406.13035,
-    token merging)."""
+    """Weigh every entry by exp(cosine) in the mean, the kept one by exp(1).
+
+    D2O's token merging, https://arxiv.org/abs/2406.13035."""
     return evicted, (similarity - 1).exp()
 
 
 def _above_mean(similarity: torch.Tensor, merged: torch.Tensor) -> torch.Tensor:
-    """bool (batch, kv_heads, keys): whether the n-th evicted entries of a row's heads, which may be different tokens,
-    are in the mean at least as like to a kept one as all that is evicted (SUSTechBruce/LOOK-M, modify_llama.py:801)."""
+    """Return the evicted entries that are at least as similar to a kept one as the mean: bool (batch, kv_heads, keys).
+
+    The n-th evicted entries of a row's heads, which may be different tokens, are judged together by their mean, as in
+    SUSTechBruce/LOOK-M, modify_llama.py:801."""
     place = (merged.cumsum(-1) - 1).clamp(min=0).flatten(1)
     sums, count = (
         torch.zeros_like(similarity[:, 0]).scatter_add(1, place, x.masked_fill(~merged, 0.0).flatten(1))
         for x in (similarity, torch.ones_like(similarity))
     )
     mean = sums.sum(1, keepdim=True) / count.sum(1, keepdim=True)
-    return (sums / count >= mean - 1e-6).gather(1, place).view_as(merged)  # rounding does not drop one that is the mean
+    return (sums / count >= mean - 1e-6).gather(1, place).view_as(merged)  # rounding must not drop an entry at the mean
 
 
 def into_followers(kept: Kept, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView) -> Kept:
-    """Values only: an evicted entry's value is added in equal parts to the values of the `followers` entries behind
-    it, with the probability of its score over theirs in the mean, at most 1 (CaM, ICML 2024,
-    https://proceedings.mlr.press/v235/zhang24n.html, section 4; zyxxmu/cam, kv_cache_cam.py,
-    `slicev`). The draw follows the row, as in `random`.
+    """Add an evicted entry's value in equal parts to the values of the `followers` entries after it; keys stay.
 
-    Made for one entry at a time. Of several that leave together each goes to the entries behind it as it was before;
-    the parts of those that leave as well are lost, so that what a kept entry takes over is bounded.
+    This happens with a probability of the entry's score over the mean of theirs, at most 1 (CaM, ICML 2024,
+    https://proceedings.mlr.press/v235/zhang24n.html, section 4; zyxxmu/cam, kv_cache_cam.py, `slicev`). The draw
+    depends on the row, as in `random`.
 
-    Made for scores that are attention, as h2o's. Entries that are protected (+inf) do not count in the mean; where no
-    other follows, nothing is merged.
+    CaM evicts one entry at a time. If several are evicted together, each is added to the entries after it as they were
+    before; the parts that go to evicted entries are lost, which bounds what a kept entry receives.
+
+    Scores should be attention, as h2o's are. Protected entries (+inf) do not count in the mean; if no other entry
+    follows, nothing is merged.
     """
     columns, followers = keys.shape[2], getattr(view.settings.cluster, "followers", FOLLOWERS)
-    first = torch.arange(1, columns + 1, device=keys.device)  # the first column behind each
+    first = torch.arange(1, columns + 1, device=keys.device)  # the first column after each
     last = (first + followers).clamp(max=columns)
     known = scores.isfinite() & view.real_columns(keys)
 
@@ -144,7 +156,7 @@ def into_followers(kept: Kept, keys: torch.Tensor, values: torch.Tensor, scores:
 
 
 def _evicted(kept: Kept, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
-    """bool (batch, kv_heads, keys), True at real columns that are not kept."""
+    """Return bool (batch, kv_heads, keys), True at real columns that are not kept."""
     columns = keys.shape[2]
     mask = torch.ones(*kept.indices.shape[:2], columns + 1, dtype=torch.bool, device=keys.device)
     mask = mask.scatter_(-1, kept.indices.masked_fill(kept.indices < 0, columns), False)[..., :columns]
@@ -152,7 +164,7 @@ def _evicted(kept: Kept, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
 
 
 def _kinds(kept: Kept, keys: torch.Tensor, view: LayerView) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The columns (batch, kv_heads, keys) and the slots (batch, kv_heads, kept) of each kind among which is merged."""
+    """Return the columns (batch, kv_heads, keys) and slots (batch, kv_heads, kept) of each kind to merge within."""
     if view.settings.merge_modality == "any" or view.vision is None:
         return [tuple(torch.ones(x.shape[:3], dtype=torch.bool, device=x.device) for x in (keys, kept.keys))]
     columns = view.vision_by_head.expand(keys.shape[:3])
@@ -161,8 +173,9 @@ def _kinds(kept: Kept, keys: torch.Tensor, view: LayerView) -> list[tuple[torch.
 
 
 def _most_similar(kept: Kept, keys: torch.Tensor, view: LayerView) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each column the largest cosine of its key with a kept key of its kind, and that entry's slot, both
-    (batch, kv_heads, keys); -inf where there is none."""
+    """Find the most similar kept key of the same kind for each column.
+
+    Returns its cosine, -inf if there is none, and its slot, both (batch, kv_heads, keys)."""
     directions, kept_directions = (F.normalize(x.float(), dim=-1) for x in (keys, kept.keys))
     kinds = _kinds(kept, keys, view)
     found = []
@@ -172,14 +185,14 @@ def _most_similar(kept: Kept, keys: torch.Tensor, view: LayerView) -> tuple[torc
         usable = same & (kept.indices >= 0)[:, :, None]
         alike = alike.masked_fill(~usable, -torch.inf)
         similarity = alike.amax(-1)
-        # A token that was said twice is as like to both: rounding must not decide, the later one wins.
+        # Two kept copies of a token are equally similar: the later one wins, rounding must not decide.
         equal = alike >= similarity[..., None] - 1e-6
-        slot = torch.where(equal, torch.arange(alike.shape[3], device=keys.device), 0).amax(-1)  # NaN is like nothing
+        slot = torch.where(equal, torch.arange(alike.shape[3], device=keys.device), 0).amax(-1)  # NaN matches nothing
         found.append((similarity, slot))
     return tuple(torch.cat(blocks, -1) for blocks in zip(*found, strict=True))
 
 
-# name -> what `merge_evicted` does, from its arguments
+# name -> the implementation, with the arguments of `merge_evicted`
 MERGES: dict[str, Callable[[Kept, torch.Tensor, torch.Tensor, torch.Tensor, LayerView], Kept]] = {
     "average": partial(into_most_similar, share=average),
     "pivot": partial(into_most_similar, share=pivot),

@@ -1,4 +1,4 @@
-"""Keys at their place in the cache: what was evicted between two kept tokens leaves no gap in their positions."""
+"""Keys re-rotated to their position in the cache, so that evicted tokens leave no gaps."""
 
 from dataclasses import replace
 
@@ -8,22 +8,22 @@ from .layer_view import Kept, LayerView
 
 
 def moved_together(kept: Kept, view: LayerView) -> Kept:
-    """`kept` with its keys rotated anew, so that every kept token stands right before the one that follows it, be that
-    kept or to come (StreamingLLM, https://arxiv.org/abs/2309.17453, section 3.2; mit-han-lab/streaming-llm,
-    pos_shift/modify_llama.py).
+    """Re-rotate the keys of `kept` so that every kept token directly precedes the next one, kept or still to come.
 
-    There every key is rotated at each step, to its index in the cache. Attention depends on differences of positions
-    alone: here tokens to come have their true positions, as have kept ones behind which nothing was evicted, and what
-    stands before a gap moves up to its end, at an eviction. Of StreamingLLM these are the sinks, so that nothing else
-    is written. They are moved from where they came from, `noted`, not from where they were moved to: rounding does not
-    add up.
+    As in StreamingLLM (https://arxiv.org/abs/2309.17453, section 3.2; mit-han-lab/streaming-llm,
+    pos_shift/modify_llama.py), which rotates every key at each step to its index in the cache. Attention depends only
+    on differences of positions, so here new tokens have their true positions, and so do kept tokens with no evicted
+    token after them. Tokens before a gap move up to its end when entries are evicted. For StreamingLLM these are only
+    the sinks, so nothing else is written. Keys are moved from their original position, `noted`, not from where they
+    were last moved to, so rounding errors do not add up.
 
-    Under M-RoPE a token moves by as much on each axis, so that its largest position is one below the least of the next.
+    Under M-RoPE a token moves equally far on each axis, so that its largest position is one below the smallest of the
+    next token.
     """
     columns, used = kept.indices, kept.indices >= 0
     if view.stored is not None:
         columns = view.stored.columns.gather(2, columns.clamp(min=0))
-    # Behind the last that is kept comes a token of text: the next that the model is given.
+    # The last kept token is followed by a text token: the next one that the model gets.
     seen = view.rotary.positions.shape[1] if view.stored is None else view.stored.seen
     columns = torch.nn.functional.pad(columns, (0, 1), value=seen)
     largest, least = view.rotary.positions_of(columns)
@@ -37,7 +37,7 @@ def moved_together(kept: Kept, view: LayerView) -> Kept:
     keys = kept.keys[:, :, :some]
     if view.noted is not None:
         pads = 0 if view.padding is None else view.padding[..., None]
-        before = kept.indices[..., :some] - pads  # the place of each among what was stored
+        before = kept.indices[..., :some] - pads  # the index of each among the stored entries
         at = before.clamp(0, view.noted.shape[2] - 1)
         origin = view.noted.gather(2, at[..., None].expand_as(keys))
         keys = torch.where((before == at)[..., None] & origin.isfinite(), origin, keys)

@@ -1,4 +1,4 @@
-"""The output projection of an attention module, by heads."""
+"""The output projection of an attention module, split by heads."""
 
 import torch
 
@@ -6,13 +6,14 @@ from ..errors import KVCompressError
 
 
 def output_projection(module: torch.nn.Module | None, kv_heads: int, head_dim: int, method: str) -> torch.Tensor:
-    """What each query head's output is multiplied with, (groups, kv_heads, head_dim, hidden) in fp32: the weight of the
-    module's `o_proj`. Raises KVCompressError where it has no such weight, in the name of `method`."""
+    """Return the output projection of each query head, (groups, kv_heads, head_dim, hidden) in fp32.
+
+    This is the weight of the module's `o_proj`. Raises KVCompressError, naming `method`, if there is no such weight."""
     projection = getattr(module, "o_proj", None)
     weight = getattr(projection, "weight", None)
     if hasattr(weight, "to_local"):  # tensor parallel: the columns of this process's heads
         weight = weight.to_local()
-    # Quantized weights are tensors of a type of their own, whatever dtype they say that they have.
+    # Quantized weights are tensors of their own type, whatever dtype they report.
     if not isinstance(projection, torch.nn.Linear) or type(weight) not in (torch.Tensor, torch.nn.Parameter):
         raise KVCompressError(
             f"method '{method}' needs an attention with a linear, unquantized o_proj, not a {type(module).__name__} "

@@ -1,4 +1,4 @@
-"""What a prompt's entries receive while the model reads the prompt a second time."""
+"""Scores of a prompt's entries from a second pass of the model over the prompt."""
 
 import torch
 
@@ -13,17 +13,21 @@ def received(
     group_votes: str = "max",
     block: int = 128,
 ) -> torch.Tensor:
-    """The most attention that each of some keys of the context, the sinks and a chunk, receives from any query that
-    reads the chunk again, (batch, kv_heads, keys): weights over these keys and, causally, over the fed tokens
-    themselves (KVzip, https://arxiv.org/abs/2505.23416, section 3.2), the largest over queries. Without the sinks, on
-    which attention rests, the chunks could not be compared (snu-mllab/KVzip, attention/score.py, `_get_score`).
+    """Return the largest attention that each key receives from any query that reads its chunk again.
+
+    The keys are those of the context's sinks and one chunk. Weights cover these keys and, causally, the fed tokens
+    themselves; the largest over the queries counts (KVzip, https://arxiv.org/abs/2505.23416, section 3.2). Without the
+    attention sinks, chunks would not be comparable (snu-mllab/KVzip, attention/score.py, `_get_score`).
 
     Args:
-        queries: (batch, heads, fed, head_dim); the fed tokens are the chunk's, behind an instruction or not.
+        queries: (batch, heads, fed, head_dim); the fed tokens are the chunk's, after an instruction if there is one.
         keys, fed_keys: (batch, kv_heads, sinks + chunk or fed, head_dim).
-        missing: bool (batch, sinks + chunk), True where a row has no such token; nothing is received there.
-        fed_pads: bool (batch, fed), the same of the fed tokens.
-        group_votes: "max" or "mean" of a KV head's query heads.
+        missing: bool (batch, sinks + chunk), True where a row has no such token; these receive nothing.
+        fed_pads: bool (batch, fed), the same for the fed tokens.
+        group_votes: "max" or "mean" over a KV head's query heads.
+
+    Returns:
+        (batch, kv_heads, sinks + chunk).
     """
     batch, kv_heads, fed, _ = fed_keys.shape
     chunk = keys.shape[2]

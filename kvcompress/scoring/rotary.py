@@ -1,8 +1,8 @@
-"""The rotary position embedding of a forward pass: undone for queries that are there, foreseen for those to come.
+"""The rotary position embedding of a forward pass: undone for existing queries, computed ahead for future ones.
 
-RoPE turns each pair of channels of a query by position * inv_freq[i]: in most models (i, i + half), in some
-(2 i, 2 i + 1). What the model really applied is taken from its rotary embedding's output, so M-RoPE, scaled frequencies
-and padding need no formula of their own.
+RoPE rotates each pair of channels of a query by position * inv_freq[i]; pairs are (i, i + half) in most models and (2
+i, 2 i + 1) in some. The rotation is read from the output of the model's rotary embedding, so M-RoPE, scaled frequencies
+and padding need no formulas of their own.
 """
 
 from dataclasses import dataclass, replace
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rotary:
-    """How the columns of one forward pass are rotated.
+    """The rotation of the columns of one forward pass.
 
     Attributes:
-        cos, sin: (batch, columns, rotated), what the model multiplied queries and their rotated halves with, times
-            `scaling`; channels of a head beyond `rotated` stay as they are.
-        positions: LongTensor (batch, columns); under M-RoPE the largest of a token's three, after which text goes on.
-        least: the same with the least of the three, None where a token has one position.
+        cos, sin: (batch, columns, rotated), the model's factors for queries and their rotated halves, times `scaling`;
+            channels of a head beyond `rotated` are not rotated.
+        positions: LongTensor (batch, columns); under M-RoPE the largest of a token's three, from which text continues.
+        least: the same with the smallest of the three; None if a token has one position.
         inv_freq: (rotated / 2,), radians per position.
-        scaling: factor in cos and sin, other than 1 with YaRN and the like.
-        is_interleaved: whether neighbouring channels are a pair; cos and sin are in the other order all the same.
+        scaling: factor in cos and sin, other than 1 with YaRN and similar methods.
+        is_interleaved: whether neighbouring channels form a pair; cos and sin are in the order of halves either way.
     """
 
     cos: torch.Tensor
@@ -49,9 +49,17 @@ class Rotary:
         layer_type: str | None = None,
         pairs: "Pairs | None" = None,
     ) -> "Rotary":
-        """From a call of a decoder's rotary embedding: the text model's config, the module, its arguments `states`
-        (batch, columns, hidden) and `positions` ((3,) 1 or batch, columns), its output (cos, sin), and, where it
-        serves several types of layers, which one. `pairs`: of channels, None for the usual ones."""
+        """Create the rotation from one call of a decoder's rotary embedding.
+
+        Args:
+            config: the text model's config.
+            module: the rotary embedding.
+            states: its argument, (batch, columns, hidden).
+            positions: its argument, ((3,) 1 or batch, columns).
+            output: its output (cos, sin).
+            layer_type: the type of layers, if the module serves several.
+            pairs: the pairs of channels, None for the usual ones.
+        """
         pairs = pairs or Pairs()
         prefix = "" if layer_type is None else f"{layer_type}_"
         least = None
@@ -65,12 +73,12 @@ class Rotary:
         return cls(cos, sin, positions.expand(len(states), -1), inv_freq, scaling, least, pairs.are_interleaved)
 
     def to(self, device: torch.device) -> "Rotary":
-        """On the device of a layer, where the layers are on several."""
+        """Move to the device of a layer, for models whose layers are on several devices."""
         parts = {name: getattr(self, name) for name in ("cos", "sin", "positions", "inv_freq", "least")}
         return replace(self, **{name: part.to(device) for name, part in parts.items() if part is not None})
 
     def columns(self, columns: torch.Tensor) -> "Rotary":
-        """Of these columns only, LongTensor (batch, width)."""
+        """Return the rotation of these columns only, LongTensor (batch, width)."""
         rows = columns[..., None].expand(-1, -1, self.cos.shape[2])
         taken = {"cos": self.cos.gather(1, rows), "sin": self.sin.gather(1, rows)}
         if self.least is not None:
@@ -78,18 +86,19 @@ class Rotary:
         return replace(self, positions=self.positions.gather(1, columns), **taken)
 
     def rows(self, rows: torch.Tensor) -> "Rotary":
-        """Of these rows of the batch only."""
+        """Return the rotation of these rows of the batch only."""
         taken = {name: getattr(self, name) for name in ("cos", "sin", "positions", "least")}
         return replace(self, **{name: part[rows] for name, part in taken.items() if part is not None})
 
     def from_column(self, first: int) -> "Rotary":
-        """Without the columns before it."""
+        """Return the rotation without the columns before `first`."""
         taken = {name: getattr(self, name) for name in ("cos", "sin", "positions", "least")}
         return replace(self, **{name: part[:, first:] for name, part in taken.items() if part is not None})
 
     def positions_of(self, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest and the least position of the tokens in these columns, LongTensors (batch, kv_heads, entries);
-        columns behind the last are text."""
+        """Return the largest and smallest position of the tokens in `columns`, (batch, kv_heads, entries).
+
+        Columns after the last are text."""
         last = self.positions.shape[1] - 1
         at = columns.clamp(min=0, max=last)
         behind = (columns - last).clamp(min=0)
@@ -101,35 +110,34 @@ class Rotary:
         return text, torch.where(behind > 0, text, least)
 
     def moved(self, keys: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        """Rotated keys (batch, kv_heads, entries, head_dim) as if their tokens stood `by` positions (batch, kv_heads,
-        entries) later, on every axis."""
+        """Move rotated keys (batch, kv_heads, entries, head_dim) `by` positions (batch, kv_heads, entries) ahead."""
         angles = (by[..., None].float() * self.inv_freq.float()).repeat(1, 1, 1, 2)
         turned, rest = self._split(keys, angles.shape[-1])
         turned = turned * angles.cos() + rotate_half(turned) * angles.sin()
         return self._joined(turned, rest).to(keys.dtype)
 
     def without_pads(self, padding: torch.Tensor) -> "Rotary":
-        """With -1 as the position of the pads, padding (batch, 1), so that no text follows them."""
+        """Set the position of pads, padding (batch, 1), to -1, so that no text continues from them."""
         return replace(
             self, positions=self.positions.masked_fill(pad_columns(padding, self.positions.shape[1])[:, 0], -1)
         )
 
     def unrotated(self, queries: torch.Tensor) -> torch.Tensor:
-        """Queries of the last columns, (batch, heads, queries, head_dim), as they were before it, in fp32."""
+        """Undo the rotation of the last columns' queries, (batch, heads, queries, head_dim); returns fp32."""
         cos, sin = (angle[:, None, -queries.shape[2] :].float() for angle in (self.cos, self.sin))
         turned, rest = self._split(queries, cos.shape[-1])
-        # The transposed rotation; cos and sin are of the model's precision, so their squares do not sum to exactly 1.
+        # The transposed rotation. cos and sin have the model's precision, so their squares do not sum to exactly 1.
         turned = (turned * cos - rotate_half(turned) * sin) / (cos.square() + sin.square())
         return self._joined(turned, rest)
 
     def mean_rotation(self, count: int, head_dim: int, padding: torch.Tensor | None = None) -> torch.Tensor:
-        """The mean rotation matrix over the `count` text positions that follow each row's last,
-        (batch, head_dim, head_dim) in fp32; padding (batch, 1) as in scoring/windows.py."""
+        """Return the mean rotation matrix over the `count` text positions that follow each row's last.
+
+        The result is (batch, head_dim, head_dim) in fp32; padding (batch, 1) is as in scoring/windows.py."""
         return self.mean_rotation_at(1 + torch.arange(count, device=self.positions.device), head_dim, padding)
 
     def mean_rotation_at(self, ahead: torch.Tensor, head_dim: int, padding: torch.Tensor | None = None) -> torch.Tensor:
-        """As `mean_rotation`, over the text positions that are so many, LongTensor (count,), ahead of each row's
-        last."""
+        """Return `mean_rotation` over the text positions `ahead` of each row's last, LongTensor (count,)."""
         positions = (self if padding is None else self.without_pads(padding)).positions
         future = positions.amax(1)[:, None] + ahead
         angles = future[..., None].float() * self.inv_freq.float()  # (batch, count, rotated / 2)
@@ -145,30 +153,31 @@ class Rotary:
         return rotation
 
     def pair_norms(self, states: torch.Tensor) -> torch.Tensor:
-        """The norm of each rotated pair of channels, which no rotation changes: states (..., head_dim) to (...,
-        rotated / 2), in the order of `inv_freq`."""
+        """Return the norm of each rotated pair of channels, which no rotation changes.
+
+        Maps states (..., head_dim) to (..., rotated / 2), in the order of `inv_freq`."""
         turned, _ = self._split(states, self.cos.shape[-1])
         return torch.stack(turned.chunk(2, dim=-1)).norm(dim=0)
 
     def _split(self, states: torch.Tensor, rotated: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Channels of states (..., head_dim) in fp32: the rotated ones, so that (i, i + half) is a pair; the rest."""
+        """Split states (..., head_dim), in fp32, into rotated channels, with pairs (i, i + half), and the rest."""
         turned, rest = states.float().split([rotated, states.shape[-1] - rotated], dim=-1)
         if self.is_interleaved:
             turned = torch.cat([turned[..., ::2], turned[..., 1::2]], dim=-1)
         return turned, rest
 
     def _joined(self, turned: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-        """What `_split` took apart."""
+        """Undo `_split`."""
         return torch.cat([interleaved(turned) if self.is_interleaved else turned, rest], dim=-1)
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Which channels a model turns together, and how its rotary embedding orders the angles.
+    """Which channels a model rotates together, and how its rotary embedding orders the angles.
 
     Attributes:
-        are_interleaved: pairs are (2 i, 2 i + 1), not (i, i + half).
-        angles_interleaved: cos and sin have each pair's angle at 2 i and 2 i + 1, not at i and i + half.
+        are_interleaved: pairs are (2 i, 2 i + 1) instead of (i, i + half).
+        angles_interleaved: cos and sin have each pair's angle at 2 i and 2 i + 1 instead of i and i + half.
     """
 
     are_interleaved: bool = False
@@ -176,19 +185,21 @@ class Pairs:
 
 
 def rotate_half(states: torch.Tensor) -> torch.Tensor:
-    """(a, b) -> (-b, a) for the two halves of the last dimension."""
+    """Map the halves (a, b) of the last dimension to (-b, a)."""
     first, second = states.chunk(2, dim=-1)
     return torch.cat([-second, first], dim=-1)
 
 
 def interleaved(states: torch.Tensor) -> torch.Tensor:
-    """The two halves of the last dimension, alternating."""
+    """Interleave the two halves of the last dimension."""
     return torch.stack(states.chunk(2, dim=-1), dim=-1).flatten(-2)
 
 
 def _merged_axes(config: "PreTrainedConfig", angle: torch.Tensor) -> torch.Tensor:
-    """cos or sin as the attention applies it, (batch, columns, rotated). Up to transformers 5.14 or so, Qwen2-VL's
-    M-RoPE comes as (3, batch, columns, rotated), for time, height and width, and its attention takes sections of each.
+    """Return cos or sin as the attention applies it: (batch, columns, rotated).
+
+    Up to transformers 5.14 or so, Qwen2-VL's M-RoPE has the shape (3, batch, columns, rotated), for time, height and
+    width, and its attention takes sections of each.
     """
     if angle.ndim == 3:
         return angle

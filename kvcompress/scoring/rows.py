@@ -1,4 +1,4 @@
-"""A method's `score` of each row without its pads, so that whoever writes one need not know of them."""
+"""Calling a method's `score` row by row without pads, so that its author need not handle padding."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,9 +13,10 @@ Score = TypeVar("Score", bound=Callable[..., torch.Tensor])
 
 
 def handles_padding(score: Score) -> Score:
-    """Marks a `score` that is right for left-padded rows by itself: it is given the whole batch at once, with
-    `view.padding`. Without the mark each row is handed over alone where the batch is padded, and a plain mean over
-    columns is right. A class that overrides a marked `score` decides anew."""
+    """Decorator for a `score` that handles left-padded rows itself and gets the whole batch, with `view.padding`.
+
+    Without the mark, each row of a padded batch is passed on its own, so a plain mean over columns is correct. An
+    overriding `score` must be marked again."""
     score.handles_padding = True
     return score
 
@@ -27,11 +28,11 @@ def scores_of(
     values: torch.Tensor,
     view: LayerView,
 ) -> torch.Tensor:
-    """The scores (batch, kv_heads, keys) of `KVCluster.score`, arguments as there; zero at pads that it was not shown.
+    """Return the scores (batch, kv_heads, keys) of `KVCluster.score`, zero at pads that it did not see.
 
-    Where KV heads of a row hold different numbers of entries, while decoding, all heads are handed over from the first
-    entry of one on, and of the scores those of that one are taken: a head's score is its own. Raises KVCompressError
-    where it is not (`mixes_heads`) and for a result of another shape.
+    While decoding, KV heads of a row may hold different numbers of entries. Then, for each such number, all heads are
+    passed with their last entries, and only the scores of the heads with that number are used, since a head's score
+    does not depend on others. Raises KVCompressError if it does (`mixes_heads`), and for a result of another shape.
     """
     if view.padding is None or getattr(score, "handles_padding", False):
         return _checked(score(queries, keys, values, view), keys, view)
@@ -39,7 +40,7 @@ def scores_of(
     if view.settings.cluster is not None and view.settings.cluster.mixes_heads and bool((pads != pads[:, :1]).any()):
         raise KVCompressError(
             f"{type(view.settings.cluster).__name__} mixes KV heads, which here hold different numbers of entries: its "
-            "score must be written for pads, and say so (kvcompress.handles_padding)"
+            "score must handle pads and be marked with kvcompress.handles_padding"
         )
     unheard = _unheard(queries, len(keys))
     groups = {(first, mute) for row, mute in zip(pads.tolist(), unheard, strict=True) for first in row}
@@ -51,7 +52,7 @@ def scores_of(
         wanted = (pads == first) & (mutes == mute)
         rows = wanted.any(1).nonzero()[:, 0]
         asking = queries
-        if queries is not None:  # a prompt's stand in the keys' columns
+        if queries is not None:  # a prompt's queries have the keys' columns
             asking = queries[rows][:, :, mute if view.is_decoding else first :]
         part = (asking, keys[rows][:, :, first:], values[rows][:, :, first:])
         found = _checked(score(*part, view.rows(rows, first, keys.shape[2])), part[1], view)
@@ -60,7 +61,7 @@ def scores_of(
 
 
 def _unheard(queries: torch.Tensor | None, rows: int) -> list[int]:
-    """How many of the remembered queries of each row, the first ones, stand for pads (see `Choice.latest`)."""
+    """Return how many of each row's remembered queries, the first ones, are pads (see `Choice.latest`)."""
     if queries is None or not bool((pads := queries[:, 0, :, 0].isnan()).any()):
         return [0] * rows
     return pads.sum(-1).tolist()

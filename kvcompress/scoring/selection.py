@@ -1,43 +1,45 @@
-"""From scores to kept columns. Kept columns are LongTensors (batch, kv_heads, most), ascending along the last
-dimension; a row or head that keeps fewer starts with -1, so that its entries are aligned to the right."""
+"""Selecting columns by their scores.
+
+Kept columns are LongTensors (batch, kv_heads, most), ascending along the last dimension. A row or head that keeps fewer
+starts with -1, which aligns its entries to the right."""
 
 import torch
 
 from ..device import on_device
 from .windows import pad_columns
 
-STEP = 2.0**-23  # two neighbours among the largest numbers of fp32 differ by this part
+STEP = 2.0**-23  # relative spacing of the largest fp32 numbers
 
 
 def top_indices(scores: torch.Tensor, budgets: list[int], padding: torch.Tensor | None = None) -> torch.Tensor:
-    """The columns of each KV head's highest scores.
+    """Return the columns of each KV head's highest scores.
 
-    Among equal scores (as among protected columns, which are +inf) the most recent wins, so that the selection
-    depends neither on the batch nor on the device's top-k.
+    Among equal scores (such as protected columns, which are +inf) the most recent wins, so the selection depends
+    neither on the batch nor on the device's top-k.
 
     Args:
         scores: (batch, kv_heads, keys).
         budgets: entries to keep per KV head, one number per row.
-        padding: pad columns, see scoring/windows.py; they are never selected.
+        padding: as in scoring/windows.py; pads are never selected.
     """
     columns, most = scores.shape[-1], max(budgets)
     if padding is not None:
-        scores = scores.masked_fill(pad_columns(padding, columns), float("-inf"))
-    order = scores.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :most]
-    kept = columns - 1 - order
+        scores = _without_pads(scores, padding)
+    kept = scores.argsort(dim=-1, stable=True)[..., max(columns - most, 0) :]  # the best last, of equals the latest
     if min(budgets) < most:
-        rank = torch.arange(most, device=scores.device)
-        over = rank >= on_device(budgets, scores.device)[:, None]
-        kept = kept.masked_fill(over[:, None], -1)
+        place = torch.arange(most, 0, -1, device=scores.device)
+        over = place > on_device(budgets, scores.device)[:, None]
+        kept = kept.masked_fill_(over[:, None], -1)
     if padding is not None:
-        kept = kept.masked_fill(kept < padding[..., None], -1)
+        kept = kept.masked_fill_(kept < padding[..., None], -1)
     return kept.sort(-1).values
 
 
 def sinks_first(scores: torch.Tensor, sinks: int, padding: torch.Tensor | None = None) -> torch.Tensor:
-    """The scores (batch, kv_heads, keys), fp32, with an order among those that must stay, for a budget that has no room
-    for all: the last token, then each row's first `sinks` tokens from the first on, then the others, of which the most
-    recent win."""
+    """Order the entries that must stay, for budgets without room for all of them.
+
+    Takes and returns scores (batch, kv_heads, keys) in fp32. The last token comes first, then each row's first `sinks`
+    tokens in their order, then the others, the most recent first."""
     columns, most = scores.shape[-1], torch.finfo(scores.dtype).max
     position = torch.arange(columns, device=scores.device)
     if padding is not None:
@@ -48,10 +50,10 @@ def sinks_first(scores: torch.Tensor, sinks: int, padding: torch.Tensor | None =
 
 
 def ranks(scores: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
-    """The place of each column among its KV head's, 0 for the highest score; arguments and ties as in `top_indices`."""
+    """Return the rank of each column in its KV head, 0 for the highest score; ties are as in `top_indices`."""
     if padding is not None:
-        scores = scores.masked_fill(pad_columns(padding, scores.shape[-1]), float("-inf"))
-    return scores.flip(-1).argsort(dim=-1, descending=True, stable=True).argsort(-1).flip(-1)
+        scores = _without_pads(scores, padding)
+    return _places(scores.argsort(dim=-1, stable=True).flip(-1))
 
 
 def adaptive_indices(
@@ -61,61 +63,78 @@ def adaptive_indices(
     padding: torch.Tensor | None = None,
     head_budget: str = "adaptive",
 ) -> torch.Tensor:
-    """The columns of the highest scores over all KV heads of a row: a head with more high scores keeps more. Each row
-    keeps `budget * kv_heads` entries in all; how many of its best each head is sure of, `head_budget` (a name of
-    `ADAPTIVE`) says, and `safeguard` how much of that is even. What is left over goes by the ranking of all heads.
-    Among equal scores the most recent column wins.
+    """Return the columns of the highest scores over all KV heads of a row: heads with more high scores keep more.
 
-    Arguments as in `top_indices`. On CUDA the result has slots for as many as one head could keep.
+    Each row keeps `budget * kv_heads` entries in total. `head_budget` (a name in `ADAPTIVE`) says how many of its best
+    entries each head is guaranteed, and `safeguard` how much of that is shared evenly. The ranking of all heads decides
+    on the rest. Among equal scores the most recent column wins.
+
+    Arguments are as in `top_indices`. On CUDA the result has as many slots as one head could keep.
     """
-    columns = scores.shape[-1]
+    _, kv_heads, columns = scores.shape
     if padding is not None:
-        scores = scores.masked_fill(pad_columns(padding, columns), float("-inf"))
-    totals = [round(budget * scores.shape[1]) for budget in budgets]
+        scores = _without_pads(scores, padding)
+    totals = [round(budget * kv_heads) for budget in budgets]
     total = on_device(totals, scores.device)[:, None]
-    sure = ADAPTIVE[head_budget](scores, total, safeguard)
-    scores = scores.masked_fill(ranks(scores) < sure[..., None], float("inf"))
-    chosen = _ranks_of_all(scores) < total[..., None]
-    # How many the longest head keeps; where asking would mean to wait, the most that it can.
-    most = min(max(totals), columns) if scores.device.type == "cuda" else int(chosen.sum(-1).max())
-    kept = torch.where(chosen, torch.arange(columns, device=scores.device), -1)
-    return kept.sort(-1).values[..., -most:]
+    # All heads' entries, the best last: (batch, entries). Of equals the latest comes last, of a column the last head.
+    order = scores.transpose(1, 2).flatten(1).argsort(dim=1, stable=True)
+    entries, head = order.shape[1], order % kv_heads
+    is_of = head[:, None] == torch.arange(kv_heads, device=scores.device)[:, None]  # (batch, kv_heads, entries)
+    if len(set(totals)) == 1:
+        best = is_of[..., max(entries - totals[0], 0) :]
+    else:
+        best = is_of & (torch.arange(entries, 0, -1, device=scores.device) <= total)[:, None]
+    unsure = columns - ADAPTIVE[head_budget](scores, best.sum(-1), total, safeguard)
+    is_unsure = is_of.cumsum(-1, dtype=torch.int32).gather(1, head[:, None])[:, 0] <= unsure.gather(1, head)
+    lost = is_unsure & (is_unsure.cumsum(1) <= entries - total)
+    lost = torch.empty_like(lost).scatter_(1, order, lost).view(-1, columns, kv_heads).transpose(1, 2)
+    # How many entries the longest head keeps; on CUDA, where asking would wait, the most that it can keep.
+    most = min(max(totals), columns) if scores.device.type == "cuda" else columns - int(lost.sum(-1).min())
+    kept = torch.arange(columns, device=scores.device).expand(lost.shape).masked_fill(lost, -1)
+    return kept.sort(-1).values[..., columns - most :]
 
 
-def blended_shares(scores: torch.Tensor, total: torch.Tensor, safeguard: float) -> torch.Tensor:
-    """How many entries each head keeps, from the `total` (batch, 1) of all: LongTensor (batch, kv_heads).
+def blended_shares(scores: torch.Tensor, best: torch.Tensor, total: torch.Tensor, safeguard: float) -> torch.Tensor:
+    """Return how many entries each head is guaranteed, whole numbers (batch, kv_heads).
 
-    AdaKV (https://arxiv.org/abs/2407.11550, algorithm 1; `AdaptiveSnapKVCluster` of its code): what must stay, as an
-    observation window, stays besides. Of the rest, `safeguard` is shared out evenly and the other part as the ranking
-    of all heads would; a fraction of an entry goes to the heads with the largest.
+    Args:
+        best: how many of the `total` best entries of all heads are its own, (batch, kv_heads).
+        total: entries of all heads together, (batch, 1).
+
+    As in AdaKV (https://arxiv.org/abs/2407.11550, algorithm 1; `AdaptiveSnapKVCluster` in its code), entries that must
+    stay, such as an observation window, always stay. Of the rest, `safeguard` is shared out evenly and the other part
+    as the ranking of all heads decides; left-over entries go to the heads with the largest fractions.
     """
-    must = scores >= torch.finfo(scores.dtype).max / 2
-    protected = must.sum(-1)
+    protected = (scores >= torch.finfo(scores.dtype).max / 2).sum(-1)
     rest = total - protected.sum(-1, keepdim=True)
-    free = scores.masked_fill(must, float("-inf"))
-    highest = (_ranks_of_all(free) < rest[..., None]).sum(-1)
-    quota = (1 - safeguard) * highest.double() + safeguard * rest / scores.shape[1]
+    quota = (1 - safeguard) * (best - protected).double() + safeguard * rest / scores.shape[1]
     share = (quota + 1e-9).floor()
     over = rest - share.sum(-1, keepdim=True)
-    by_remainder = (quota - share).argsort(dim=-1, descending=True, stable=True).argsort(-1)
-    available = (free > float("-inf")).sum(-1)
-    share = (share + (by_remainder < over)).long().minimum(available)
-    return torch.where(rest >= 0, protected + share, 0)  # without room for what must stay its most recent is kept
+    by_remainder = _places((quota - share).argsort(dim=-1, descending=True, stable=True))
+    share = (share + (by_remainder < over)).minimum(_real(scores) - protected)
+    return (protected + share) * (rest >= 0)  # no room for all that must stay: the most recent stay
 
 
-def safe_shares(scores: torch.Tensor, total: torch.Tensor, safeguard: float) -> torch.Tensor:
-    """As `blended_shares`, in kvpress's form: each head is sure of `safeguard` of its even share, what must stay
-    included, and of nothing else."""
-    return (safeguard * (total // scores.shape[1])).long().expand(scores.shape[:2])
+def safe_shares(scores: torch.Tensor, best: torch.Tensor, total: torch.Tensor, safeguard: float) -> torch.Tensor:
+    """Return `blended_shares` in kvpress's form: each head is guaranteed only `safeguard` of its even share, which
+    includes the entries that must stay."""
+    return (safeguard * (total // scores.shape[1])).long().minimum(_real(scores))
 
 
 ADAPTIVE = {"adaptive": blended_shares, "adaptive-kvpress": safe_shares}
 
 
-def _ranks_of_all(scores: torch.Tensor) -> torch.Tensor:
-    """The place of each column among those of all heads of its row, 0 for the highest score; shape of the scores.
-    Among equal scores the most recent column comes first, and of one column the last head."""
-    batch, kv_heads, columns = scores.shape
-    by_age = scores.transpose(1, 2).flatten(1).flip(1)  # (batch, keys * kv_heads), most recent columns first
-    rank = by_age.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    return rank.flip(1).view(batch, columns, kv_heads).transpose(1, 2)
+def _without_pads(scores: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    return scores.masked_fill(pad_columns(padding, scores.shape[-1]), float("-inf"))
+
+
+def _real(scores: torch.Tensor) -> torch.Tensor:
+    """Return how many entries of each head may be kept: LongTensor (batch, kv_heads)."""
+    return (scores > float("-inf")).sum(-1)
+
+
+def _places(order: torch.Tensor) -> torch.Tensor:
+    """Return the place of each entry in an order, along the last dimension."""
+    return torch.empty_like(order).scatter_(
+        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    )

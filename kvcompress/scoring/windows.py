@@ -1,8 +1,10 @@
-"""Score primitives that the methods share. Shapes: q (batch, heads, queries, head_dim), k and v
-(batch, kv_heads, keys, head_dim), scores (batch, kv_heads, keys); a higher score is kept longer.
+"""Score primitives that the methods share.
 
-Padding is on the left: `padding` is None or a LongTensor (batch, 1 or kv_heads) with the number of leading columns
-that hold nothing.
+Shapes: q (batch, heads, queries, head_dim), k and v (batch, kv_heads, keys, head_dim), scores (batch, kv_heads, keys).
+Entries with a higher score are kept longer.
+
+Padding is on the left: `padding` is None or a LongTensor (batch, 1 or kv_heads) with the number of leading columns that
+hold nothing.
 """
 
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from ..kernels.column_sums import column_sums as column_sums  # one of the primi
 
 
 def pad_columns(padding: torch.Tensor, columns: int) -> torch.Tensor:
-    """True at pad columns: bool (batch, 1 or kv_heads, columns)."""
+    """Return bool (batch, 1 or kv_heads, columns), True at pad columns."""
     return torch.arange(columns, device=padding.device) < padding[..., None]
 
 
@@ -28,18 +30,18 @@ def window_logits(
     key_columns: torch.Tensor | None = None,
     seen: int | None = None,
 ) -> torch.Tensor:
-    """Scaled products of the last `window` queries with all keys, in fp32; -inf at what a query does not see.
+    """Return the scaled products of the last `window` queries with all keys, in fp32; -inf at invisible keys.
 
-    Only `window` rows are computed, so memory is linear in the prompt; queries are grouped onto their KV head
-    without repeating the keys.
+    Only `window` rows are computed, so memory is linear in the prompt. Queries are grouped by KV head without repeating
+    the keys.
 
     Args:
         padding: see the module.
-        key_columns, seen: while decoding, the column of the sequence that each key comes from
-            (batch, kv_heads, keys) and the number of columns seen; without them keys and queries are one prompt.
+        key_columns, seen: while decoding, the sequence column of each key (batch, kv_heads, keys) and the number of
+            columns seen; without them, keys and queries are those of one prompt.
 
     Returns:
-        (batch, kv_heads, groups, window, keys). `window` shrinks to the number of queries where there are fewer.
+        (batch, kv_heads, groups, window, keys). `window` is at most the number of queries.
     """
     batch, kv_heads, columns, head_dim = keys.shape
     window = min(window, queries.shape[2])
@@ -47,7 +49,7 @@ def window_logits(
     recent = queries[:, :, -window:].float().reshape(batch, kv_heads, groups * window, head_dim)
     logits = recent @ keys.float().transpose(2, 3) * scaling
     logits = logits.view(batch, kv_heads, groups, window, columns)
-    if key_columns is None:  # the last `window` columns are causal among themselves; all before them is visible
+    if key_columns is None:  # the last `window` columns are causal; all columns before them are visible
         future = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
         logits[..., -window:].masked_fill_(future, float("-inf"))
     else:
@@ -68,15 +70,16 @@ def window_attention(
     key_columns: torch.Tensor | None = None,
     seen: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention weights of the last `window` queries over all keys: the softmax of `window_logits`, whose
-    arguments and shape it has. Rows of pad queries are zero."""
+    """Return the causal attention weights of the last `window` queries over all keys: the softmax of `window_logits`.
+
+    Arguments and shape are those of `window_logits`. Rows of pad queries are zero."""
     weights = window_logits(queries, keys, window, scaling, padding, key_columns, seen).softmax(-1)
     if key_columns is None and padding is None:
         return weights
     if key_columns is None:
         pads = pad_columns(padding, keys.shape[2])[:, :, None, None, -weights.shape[3] :]
         weights.masked_fill_(pads.transpose(3, 4), 0.0)
-    return weights.nan_to_num_(0.0)  # a pad is NaN, or sees no key; nor may a remembered query, older than what is kept
+    return weights.nan_to_num_(0.0)  # a pad is NaN or sees no key; a query older than all kept keys sees none either
 
 
 def attention_blocks(
@@ -87,12 +90,13 @@ def attention_blocks(
     first: int = 0,
     block: int = 128,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """A prompt's causal attention weights from query column `first` on, a block of queries at a time: what scores that
-    need all queries are made from. Memory is `block` rows.
+    """Yield a prompt's causal attention weights from query column `first` on, one block of queries at a time.
+
+    For scores that need all queries. Memory holds `block` rows.
 
     Yields:
         the block's query columns, and their weights (batch, kv_heads, groups, rows, keys) in fp32 over the keys up to
-        the block's end (those behind it are not seen); rows of pad queries are zero.
+        the block's end (later keys are not visible); rows of pad queries are zero.
     """
     for start in range(first, keys.shape[2], block):
         end = min(start + block, keys.shape[2])
@@ -100,10 +104,10 @@ def attention_blocks(
 
 
 def protect_recent(scores: torch.Tensor, recent: list[int]) -> torch.Tensor:
-    """The scores (batch, kv_heads, keys) with +inf at the last `recent[row]` columns of each row."""
+    """Return the scores (batch, kv_heads, keys) with +inf at the last `recent[row]` columns of each row."""
     if len(set(recent)) == 1:
         protected = scores.clone()
-        protected[..., max(scores.shape[-1] - int(recent[0]), 0) :] = float("inf")  # of a fraction of a token, none
+        protected[..., max(scores.shape[-1] - int(recent[0]), 0) :] = float("inf")  # a fraction is rounded down
         return protected
     age = torch.arange(scores.shape[-1], 0, -1, device=scores.device)  # 1 at the last column
     young = age <= on_device(recent, scores.device)[:, None]
@@ -111,7 +115,7 @@ def protect_recent(scores: torch.Tensor, recent: list[int]) -> torch.Tensor:
 
 
 def protect_ends(scores: torch.Tensor, sinks: int, padding: torch.Tensor | None) -> torch.Tensor:
-    """The scores (batch, kv_heads, keys) with +inf at each row's first `sinks` tokens and at its last."""
+    """Return the scores (batch, kv_heads, keys) with +inf at each row's first `sinks` tokens and at its last."""
     position = torch.arange(scores.shape[-1], device=scores.device)
     start = 0 if padding is None else padding[..., None]
     ends = (position < start + sinks) | (position == scores.shape[-1] - 1)
@@ -119,14 +123,14 @@ def protect_ends(scores: torch.Tensor, sinks: int, padding: torch.Tensor | None)
 
 
 def pool_scores(scores: torch.Tensor, kernel_size: int, mode: str) -> torch.Tensor:
-    """1-D `avg` or `max` pooling along the keys, stride 1, same length; zeros beyond both ends count (as in SnapKV)."""
+    """Pool scores (`avg` or `max`) along the keys, keeping their length; zeros pad both ends, as in SnapKV."""
     pool = {"avg": F.avg_pool1d, "max": F.max_pool1d}[mode]
     flat = pool(scores.flatten(0, -2).unsqueeze(1), kernel_size, stride=1, padding=kernel_size // 2)
     return flat.view(scores.shape)
 
 
 def aligned_left(states: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-    """States (batch, kv_heads, columns, ...) with each row's first real token at column 0; pads go behind the last."""
+    """Move each row's first real token to column 0 and its pads to the end: (batch, kv_heads, columns, ...)."""
     return states if padding is None else _rotated(states, padding)
 
 
@@ -136,7 +140,7 @@ def aligned_right(states: torch.Tensor, padding: torch.Tensor | None) -> torch.T
 
 
 def _rotated(states: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """Column c of the result is column c + by, modulo the number of columns; by: (batch, 1 or kv_heads)."""
+    """Return states whose column c is column c + by, modulo the number of columns; `by` is (batch, 1 or kv_heads)."""
     columns = states.shape[2]
     source = (torch.arange(columns, device=states.device) + by[..., None]) % columns
     source = source.expand(states.shape[:3])

@@ -1,10 +1,11 @@
-"""Omni models that speak, and how soon they do, with any KV cache.
+"""Omni models that speak, with any KV cache, and a benchmark of how soon they do.
 
-`answering` loads the parts of a model and answers aloud; `overlapped`: the talker begins while the thinker writes;
-`streaming`: sound by windows while the talker speaks. These three are imported when one of the names below is used.
+`answering` loads the parts of a model and answers aloud, `overlapped` starts the talker while the thinker writes, and
+`streaming` makes sound window by window while the talker speaks. These three are imported when one of the names below
+is used.
 
-`kvcompress speech` measures it: `command` is its command line, `run` what it does; `prompts`: what is asked; `kinds`,
-`strategies`: the caches; `turns`: cold starts, then warm rounds; `report`: the table.
+`kvcompress speech` is the benchmark: `command` is its command line, `run` runs it, `prompts` holds the prompts, `kinds`
+and `strategies` the caches, `turns` the cold starts and warm rounds, and `report` the table.
 """
 
 from importlib import import_module

@@ -1,9 +1,9 @@
-"""Omni models that speak (Qwen2.5-Omni): load the parts that are needed, answer aloud, and time it.
+"""Omni models that speak (Qwen2.5-Omni): load the needed parts, answer aloud, and time the answer.
 
-Three models take turns. The thinker, a Qwen2 with a vision and an audio tower, reads the prompt and writes text. The
-talker reads the thinker's hidden states and writes codec tokens: when all text is there, as in transformers, or while
-the thinker still writes (overlapped.py). token2wav makes the waveform: of all of them at once, as in transformers,
-or of a window of them while the talker still writes (streaming.py).
+Three models work together. The thinker, a Qwen2 with a vision and an audio tower, reads the prompt and writes text. The
+talker reads the thinker's hidden states and writes codec tokens, either after all text, as in transformers, or while
+the thinker still writes (overlapped.py). token2wav turns codec tokens into a waveform, either all at once, as in
+transformers, or window by window while the talker still writes (streaming.py).
 """
 
 import time
@@ -30,7 +30,7 @@ from .overlapped import FEWEST_TEXT_TOKENS, generate_overlapped
 from .streaming import Window, stream
 
 MODEL_TYPE = "qwen2_5_omni"
-SAMPLING_RATE = 24_000  # of the waveforms; it is in the model card, not in the config
+SAMPLING_RATE = 24_000  # from the model card; the config does not have it
 PARTS = {
     "vision": "the vision tower",
     "audio": "the audio tower, which hears",
@@ -39,7 +39,7 @@ PARTS = {
 
 
 class PartialOmni(Qwen2_5OmniForConditionalGeneration):
-    """Says nothing about weights in the checkpoint that belong to parts which are left out."""
+    """The model without warnings about the checkpoint's weights of parts that are left out."""
 
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [
         r"^talker\.",
@@ -52,14 +52,15 @@ class PartialOmni(Qwen2_5OmniForConditionalGeneration):
 def load(
     name: str, dtype: str | torch.dtype, device: torch.device, without: Iterable[str] = ()
 ) -> tuple[Qwen2_5OmniForConditionalGeneration, ProcessorMixin]:
-    """The model and its processor, less the parts that are not needed.
+    """Load the model and its processor, without the parts that are not needed.
 
     Args:
         name: hub id or local folder.
-        without: of `PARTS`. Their weights are not read; a tower's few weights outside its layers are let go afterwards.
+        without: names in `PARTS`. Their weights are not read; a tower's few weights outside its layers are freed
+            afterwards.
 
     Raises:
-        KVCompressError: for an unknown part, a model of another type, or one that is not there.
+        KVCompressError: for an unknown part, a model of another type, or one that cannot be found.
     """
     without = set(without)
     for part in without:
@@ -80,7 +81,7 @@ def load(
         if part in without:
             _let_go(model.thinker, tower)
     if model.has_talker:
-        model.token2wav.float()  # as its `generate` wants it; else the first answer would convert it
+        model.token2wav.float()  # its `generate` needs this; otherwise the first answer would convert it
     if model.thinker.generation_config.eos_token_id is None:
         model.thinker.generation_config.eos_token_id = processor.tokenizer.eos_token_id
     return model.eval().to(device), processor
@@ -93,7 +94,7 @@ def _let_go(thinker: torch.nn.Module, child: str) -> None:
 
 
 def weight_bytes(model: Qwen2_5OmniForConditionalGeneration) -> dict[str, int]:
-    """Bytes of weights in memory: of each part, and of the thinker's language model."""
+    """Return the bytes of weights in memory, of each part and of the thinker's language model."""
     found = dict.fromkeys(("language model", "vision", "audio", "talker", "token2wav"), 0)
     for name, weight in model.named_parameters():
         top = name.split(".")[0]
@@ -103,11 +104,12 @@ def weight_bytes(model: Qwen2_5OmniForConditionalGeneration) -> dict[str, int]:
 
 
 def check_policy(policy: Policy) -> None:
-    """Raises KVCompressError for what a talker cannot follow: it reads the thinker's hidden states of every token of
-    the prompt, as they were in one prefill."""
+    """Raise KVCompressError for options that a talker cannot work with.
+
+    It reads the thinker's hidden states of every prompt token, from one prefill."""
     engine = policy.engine
     if policy.tokens is not None:
-        raise KVCompressError(f"method {policy.method!r} drops tokens of the prompt, and the talker reads all of them")
+        raise KVCompressError(f"method {policy.method!r} drops tokens of the prompt, but the talker reads all of them")
     if engine.first_token != "full":
         raise KVCompressError("first_token='compressed' hides the prefill from the talker: use 'full'")
     if engine.prefill_chunk is not None:
@@ -118,20 +120,20 @@ def check_policy(policy: Policy) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """One prompt, answered. All times are seconds since the call of `generate`, with the device synchronised.
+    """The answer to one prompt. All times are seconds since the call of `generate`, with the device synchronised.
 
     Attributes:
         text: LongTensor (new,), the thinker's tokens.
-        waveform: float32 (samples,) at `SAMPLING_RATE`; None where `hear` was given it.
-        audio_s: seconds of sound; None without speech, as are all that speech alone has.
-        first_text_s, text_s: the thinker's first and last token are there.
-        first_code_s, codes_s: the talker's first and last codec token are there.
-        first_audio_s: the first sample is there: of a stream in its first block, else together with the last one.
-        waveform_s: the last sample is there.
-        total_s: the whole call.
-        underruns: blocks that came when all the sound before them had been heard, by one who listens from the first
-            block on; None where the waveform came in one piece.
-        codes: codec tokens, the one that ends them included.
+        waveform: float32 (samples,) at `SAMPLING_RATE`; None if `hear` received it.
+        audio_s: seconds of sound; None without speech, like all fields about speech.
+        first_text_s, text_s: time of the thinker's first and last token.
+        first_code_s, codes_s: time of the talker's first and last codec token.
+        first_audio_s: time of the first sample: in a stream that of the first block, otherwise that of the last sample.
+        waveform_s: time of the last sample.
+        total_s: time of the whole call.
+        underruns: number of blocks that arrived after all earlier sound had been played, for a listener who starts with
+            the first block; None if the waveform came in one piece.
+        codes: codec tokens, including the one that ends them.
         peak_memory_bytes: as `Measurement.peak_memory_bytes`.
     """
 
@@ -151,7 +153,7 @@ class Answer:
 
     @property
     def real_time_factor(self) -> float | None:
-        """Seconds of computing per second of sound."""
+        """Seconds of computation per second of sound."""
         return None if self.audio_s is None else self.total_s / self.audio_s
 
 
@@ -171,19 +173,21 @@ def answer(
     overlap: bool = False,
     hear: Callable[[torch.Tensor], object] | None = None,
 ) -> Answer:
-    """Answer one prompt, aloud where the model has its talker. The thinker is greedy; the talker samples, as
-    transformers lets it by default, and token2wav starts from noise: both follow from the seed.
+    """Answer one prompt, aloud if the model has its talker.
+
+    The thinker decodes greedily. The talker samples, as is transformers' default, and token2wav starts from noise; both
+    depend on the seed.
 
     Args:
-        inputs: what the processor made of one prompt.
-        text_tokens, codec_tokens: the most that thinker and talker may write; with `exact` all of them, so that
-            answers of different caches are equally long.
-        speaker: a name of the checkpoint's `spk_dict.pt`; None: its first.
+        inputs: the processor's output for one prompt.
+        text_tokens, codec_tokens: the most tokens that thinker and talker may write; with `exact` the exact number, so
+            that answers with different caches are equally long.
+        speaker: a name in the checkpoint's `spk_dict.pt`; None: its first.
         cache, talker_cache: empty caches; None: transformers' own.
         compile_config: how to compile the thinker's decode step, with a static cache.
-        window: make sound while the talker writes, on this window; None: in one piece, as transformers does.
-        overlap: whether the talker begins with the first text tokens; the answer is the same.
-        hear: is given each block of sound, float32 (samples,), when it is there, so that none is held here.
+        window: the window for making sound while the talker writes; None: in one piece, as in transformers.
+        overlap: whether the talker starts with the first text tokens; the answer is the same.
+        hear: called with each block of sound, float32 (samples,), as soon as it exists; the answer then holds none.
 
     Raises:
         KVCompressError: for an unknown speaker, and for fewer than two text tokens, which `generate` cannot speak.
@@ -255,7 +259,7 @@ def _since(start: float, device: torch.device) -> float:
 def _in_one_piece(
     model: Qwen2_5OmniForConditionalGeneration, overlap: bool, given: dict[str, Any]
 ) -> Generator[torch.Tensor, None, torch.LongTensor]:
-    """As `stream`, with one block."""
+    """Yield the waveform as one block, like `stream`."""
     sequences, waveform = generate_overlapped(model, **given) if overlap else model.generate(**given)
     yield waveform.cpu()
     return sequences
@@ -264,19 +268,19 @@ def _in_one_piece(
 def _listen(
     source: Generator[torch.Tensor, None, torch.LongTensor], start: float, hear: Callable[[torch.Tensor], object]
 ) -> tuple[torch.LongTensor, list[tuple[float, int]]]:
-    """What a stream returns, and of each block the seconds since `start` when it was there, and its samples."""
+    """Return a stream's result and, for each block, its time in seconds since `start` and its number of samples."""
     blocks = []
     while True:
         try:
             block = next(source)
         except StopIteration as end:
             return end.value, blocks
-        blocks.append((_since(start, block.device), len(block)))  # the CPU: the talker need not pause for that
+        blocks.append((_since(start, block.device), len(block)))  # on the CPU: the talker need not pause
         hear(block)
 
 
 def underruns(blocks: list[tuple[float, float]]) -> int:
-    """Blocks later than the sound before them lasts. blocks: (when it is there, how long it sounds), in seconds."""
+    """Count the blocks that arrive after earlier sound has ended; `blocks` are (arrival, duration) in seconds."""
     silent_from, late = blocks[0][0], 0
     for there, lasts in blocks:
         late += there > silent_from
@@ -285,7 +289,7 @@ def underruns(blocks: list[tuple[float, float]]) -> int:
 
 
 def _for_thinker_only(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers 5.23 hands pixels to the talker too, which refuses them; with a prefix they go to the thinker."""
+    """Prefix pixels for the thinker: transformers 5.23 also passes them to the talker, which rejects them."""
     pixels = ("pixel_values", "pixel_values_videos")
     return {f"thinker_{name}" if name in pixels else name: value for name, value in inputs.items()}
 

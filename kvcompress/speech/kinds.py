@@ -1,12 +1,17 @@
-"""The cache strategies by name, without what makes them."""
+"""The cache strategies by name, without the code that creates them."""
 
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Kind:
-    """compresses: whether our method does; is_static: whether the thinker's shapes are fixed; overlaps: whether the
-    talker begins with the first text tokens."""
+    """A kind of cache strategy.
+
+    Attributes:
+        compresses: whether our method compresses the cache.
+        is_static: whether the thinker's shapes are fixed.
+        overlaps: whether the talker starts with the first text tokens.
+    """
 
     compresses: bool = False
     is_static: bool = False

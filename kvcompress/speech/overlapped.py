@@ -1,10 +1,10 @@
-"""The talker of a Qwen2.5-Omni begins with the first text tokens, while the thinker still writes.
+"""Start the talker of a Qwen2.5-Omni with the first text tokens, while the thinker still writes.
 
-transformers' `generate` lets the thinker write all of its text, then the talker all of its codec tokens. But the
-talker's prefill reads no more than the prompt's states and those of the first text token, and each of its steps adds
-one text token. So `generate` is here given the thinker's result as it would be if the text ended after two tokens. The
-thinker goes on in a thread of its own, and each step of the talker takes the next text token's states when they are
-there. What `generate` puts behind two tokens, the end of the text and then padding, comes behind the last.
+In transformers' `generate` the thinker writes all of its text, then the talker all of its codec tokens. But the
+talker's prefill reads only the states of the prompt and of the first text token, and each of its steps adds one text
+token. Here, `generate` therefore gets the thinker's result as if the text ended after two tokens. The thinker continues
+in its own thread, and each talker step takes the next text token's states as soon as they exist. What `generate`
+appends after two tokens, the end of the text and then padding, is appended after the last token.
 """
 
 import contextvars
@@ -33,19 +33,19 @@ FEWEST_TEXT_TOKENS = 2  # transformers' `generate` fails to speak a single one
 def generate_overlapped(
     model: Qwen2_5OmniForConditionalGeneration, **generate_kwargs: Any
 ) -> tuple[torch.LongTensor, torch.Tensor]:
-    """`model.generate(**generate_kwargs)` for one prompt, with the same tokens of text and speech.
+    """Run `model.generate(**generate_kwargs)` for one prompt, with the same text and speech tokens but overlapped.
 
-    A thinker that samples shares torch's generator with the talker; which of them draws first is then left to chance.
+    A thinker that samples shares torch's generator with the talker; the order of their draws is then random.
 
     Returns:
-        As `generate`: LongTensor (1, tokens), the prompt and the text; float32 (samples,).
+        as `generate`: LongTensor (1, tokens), the prompt and the text; float32 (samples,).
 
     Raises:
         KVCompressError: for several prompts, and for a text of one token, which transformers cannot speak.
     """
     if len(generate_kwargs["input_ids"]) != 1:
         raise KVCompressError(
-            f"{len(generate_kwargs['input_ids'])} prompts: speech overlaps its text for one at a time"
+            f"{len(generate_kwargs['input_ids'])} prompts: speech can overlap text for one prompt at a time"
         )
     reply = Reply()
     with ThreadPoolExecutor(1) as pool, reply.written_by(model.thinker, pool), reply.read_by(model.talker):
@@ -68,11 +68,11 @@ class Stopped(StoppingCriteria):
 
 @dataclass(frozen=True)
 class Begun:
-    """What transformers reads of a thinker's result.
+    """The part of a thinker's result that transformers reads.
 
     Attributes:
         sequences: (1, prompt and two tokens).
-        hidden_states: of the prompt and of the first token: embeddings and last hidden states, (1, tokens, hidden).
+        hidden_states: embeddings and last hidden states of the prompt and of the first token, (1, tokens, hidden).
     """
 
     sequences: torch.LongTensor
@@ -80,30 +80,30 @@ class Begun:
 
 
 class Reply:
-    """The thinker's text on its way to the talker.
+    """Passes the thinker's text to the talker.
 
     Attributes:
-        stopped: set it, and the thinker ends.
+        stopped: event that ends the thinker when set.
     """
 
     def __init__(self):
         self.stopped = threading.Event()
-        self._begun = threading.Event()  # two tokens are there, or no more will come
+        self._begun = threading.Event()  # two tokens exist, or no more will come
         self._two_tokens: torch.LongTensor | None = None
-        self._first: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the prompt and of the first token
+        self._first: list[tuple[torch.Tensor, torch.Tensor]] = []  # states of the prompt and of the first token
         self._later: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
         self._fed = 0  # text tokens that the thinker has read back
         self._writing: Future[Any] | None = None
 
     def sequences(self) -> torch.LongTensor:
-        """The prompt and the whole text; waits for it. Raises what failed in the thinker."""
+        """Wait for the whole text and return it after the prompt. Raises the thinker's exception, if any."""
         return self._writing.result().sequences
 
     # -- the thinker
 
     @contextmanager
     def written_by(self, thinker: PreTrainedModel, pool: ThreadPoolExecutor) -> Iterator[None]:
-        """Inside, `thinker.generate` returns after two tokens, and goes on in `pool`."""
+        """Make `thinker.generate` return after two tokens and continue in `pool`."""
         generate, update = thinker.generate, thinker._update_model_kwargs_for_generation
 
         def write(**kwargs: Any) -> Any:
@@ -124,9 +124,9 @@ class Reply:
             return Begun(self._two_tokens, tuple(self._first))
 
         def note(outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-            # Here, since a hook on the module would be compiled with it.
+            # Not in a hook on the module, which would be compiled with it.
             self._take(outputs.hidden_states[0], outputs.hidden_states[-1])
-            outputs.hidden_states = None  # else `generate` holds those of every layer until the text ends
+            outputs.hidden_states = None  # otherwise `generate` holds every layer's until the text ends
             return update(outputs, model_kwargs, *args, **kwargs)
 
         with (
@@ -143,7 +143,7 @@ class Reply:
         self._fed += 1
 
     def begin(self, sequences: torch.LongTensor) -> None:
-        """Two tokens are there."""
+        """Note the first two tokens and release the talker."""
         self._two_tokens = sequences
         self._begun.set()
 
@@ -151,7 +151,7 @@ class Reply:
 
     @contextmanager
     def read_by(self, talker: PreTrainedModel) -> Iterator[None]:
-        """Inside, each step of `talker.generate` waits for its text token."""
+        """Make each step of `talker.generate` wait for its text token."""
         parts: Iterator[torch.Tensor] = iter(())
 
         def hand_over(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -168,16 +168,17 @@ class Reply:
             hook.remove()
 
     def _parts(self, ending: torch.Tensor) -> Iterator[torch.Tensor]:
-        """What the talker's steps add, (1, 1, hidden) each, without end. `ending`: (1, 2, hidden), what transformers
-        puts behind the text, of which the latter is repeated."""
+        """Yield the states that the talker's steps add, (1, 1, hidden) each, endlessly.
+
+        `ending` (1, 2, hidden) are the states that transformers appends to the text; the second is repeated."""
         while (part := self._later.get()) is not None:
             yield part
         sequences = self.sequences()
         prompt = self._two_tokens.shape[1] - FEWEST_TEXT_TOKENS
-        if self._fed != sequences.shape[1] - prompt:  # the prompt, and every text token but the last
+        if self._fed != sequences.shape[1] - prompt:  # the prompt, and every text token except the last
             raise KVCompressError(
                 f"transformers fed {self._fed - 1} of {sequences.shape[1] - prompt} text tokens to the thinker, as it "
-                "does where it looks late whether a text ends (mps): speech cannot overlap its text there"
+                "does on devices where it checks late whether a text ends (mps): speech cannot overlap text there"
             )
         yield ending[:, :1]
         while True:
@@ -185,7 +186,7 @@ class Reply:
 
 
 class _Beginning(Stopped):
-    """Says when two tokens are there."""
+    """Reports when two tokens exist."""
 
     def __init__(self, reply: Reply):
         super().__init__(reply.stopped)

@@ -1,4 +1,4 @@
-"""What is asked aloud: bundled prompts, or a file of them with pictures and sounds."""
+"""The prompts: bundled ones, or a file of prompts with pictures and sounds."""
 
 import os
 import wave
@@ -17,7 +17,7 @@ from ..errors import KVCompressError, shown
 from ..files import parse_json
 from . import answering
 
-# Without this system prompt the model is not meant to speak (model card).
+# The model needs this system prompt to speak (model card).
 SYSTEM = (
     "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, capable of perceiving auditory and "
     "visual inputs, as well as generating text and speech."
@@ -26,22 +26,22 @@ SYSTEM = (
 
 @dataclass(frozen=True)
 class SpeechPrompt:
-    """image: RGB; audio: float32 (samples,) at the rate that the processor wants."""
+    """A prompt; `image` is RGB, `audio` float32 (samples,) at the processor's rate."""
 
     text: str
     image: Image.Image | None = None
     audio: np.ndarray | None = None
 
     def in_words(self, rate: int) -> dict[str, Any]:
-        """What it is, JSON-ready; `rate`: samples per second."""
+        """Describe the prompt for JSON; `rate` is samples per second."""
         seconds = None if self.audio is None else len(self.audio) / rate
         return {"text": self.text, "image": self.image is not None, "audio_s": seconds}
 
 
 def bundled_prompts(rate: int, without: list[str]) -> list[SpeechPrompt]:
-    """Text alone, with a picture, with sound, and with both, as far as the parts are there.
+    """Return prompts with text only, with a picture, with sound, and with both, as far as the parts are loaded.
 
-    They are drawn here: how long a model takes does not depend on what it sees, but on how much.
+    Picture and sound are synthetic: a model's time depends on how much it sees, not on what.
     """
     picture = Image.new("RGB", (560, 420), "lightblue")
     draw = ImageDraw.Draw(picture)
@@ -59,7 +59,7 @@ def bundled_prompts(rate: int, without: list[str]) -> list[SpeechPrompt]:
 
 
 def read_prompts(file: Path, rate: int, without: list[str]) -> list[SpeechPrompt]:
-    """The prompts of a JSONL file. Raises KVCompressError, which names the line."""
+    """Read the prompts of a JSONL file. Raises KVCompressError, which names the line."""
     prompts = []
     for where, given in read_lines(file):
         image = read_image(given["image"]) if "image" in given else None
@@ -72,9 +72,9 @@ def read_prompts(file: Path, rate: int, without: list[str]) -> list[SpeechPrompt
 
 
 def read_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(file and number, text and paths) of each line; image and sound files are looked for beside the JSONL file.
+    """Return (file and line number, text and paths) for each line; image and sound paths are relative to the file.
 
-    Raises KVCompressError, which names the line, also for a file that is not there.
+    Raises KVCompressError, which names the line, also for a missing file.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -114,13 +114,13 @@ def read_image(file: Path) -> Image.Image:
 
 
 def read_wav(file: Path, rate: int) -> np.ndarray:
-    """float32 (samples,) of 16-bit PCM, channels averaged. Raises KVCompressError for another format or rate."""
+    """Read 16-bit PCM as float32 (samples,), averaging channels. Raises KVCompressError for other formats or rates."""
     try:
         with wave.open(str(file)) as sound:
             found, width, channels = sound.getframerate(), sound.getsampwidth(), sound.getnchannels()
             frames = sound.readframes(sound.getnframes())
         if not frames or len(frames) % (width * channels):
-            raise EOFError("it is cut")
+            raise EOFError("it is truncated")
     except (wave.Error, EOFError, OSError) as error:
         raise KVCompressError(f"{file} is not a WAV file: {error}") from None
     if (found, width) != (rate, 2):
@@ -132,7 +132,7 @@ def read_wav(file: Path, rate: int) -> np.ndarray:
 
 
 def missing_part(prompt: SpeechPrompt, without: list[str]) -> str | None:
-    """The part that the prompt needs and that is left out."""
+    """Return a part that the prompt needs but that is left out, if any."""
     needed = {"vision": prompt.image is not None, "audio": prompt.audio is not None}
     return next((part for part in without if needed.get(part)), None)
 
@@ -154,7 +154,7 @@ def model_inputs(processor: ProcessorMixin, prompt: SpeechPrompt, device: torch.
 
 @contextmanager
 def growing_wav(file: Path) -> Iterator[Callable[[torch.Tensor], None]]:
-    """A file that takes float32 (samples,) block by block, and is a whole WAV file after each."""
+    """Write float32 blocks (samples,) to a WAV file that is complete after each block."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("wb") as raw, wave.open(raw, "wb") as sound:
         sound.setparams((1, 2, answering.SAMPLING_RATE, 0, "NONE", ""))

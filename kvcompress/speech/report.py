@@ -1,12 +1,13 @@
-"""The table of the answers."""
+"""The table of results."""
 
 import statistics
 from typing import Any
 
+from ..bench.results import page
 from ..bench.timing import cell, short, summary, table
 from .kinds import STRATEGIES
 
-# Label -> the field of a row and how many of it are one unit.
+# Label -> field of a row, and its divisor.
 COLUMNS = {
     "first text s": ("first_text_s", 1),
     "text s": ("text_s", 1),
@@ -31,16 +32,13 @@ def markdown(content: dict[str, Any]) -> str:
     header, rows = ["start", "cache", "answers", *COLUMNS, *COUNTS], rows_of(content)
     used = [place for place in range(len(header)) if any(row[place] for row in rows)]
     weights = ", ".join(f"{name} {short(size / 1e6)}" for name, size in content["weight_bytes"].items() if size)
-    lines = [
-        f"# {settings['model']}, {settings['dtype']}",
-        f"`{content['command']}`",
+    parts = [
         "Times are medians (quartiles) over prompts and repeats, in seconds since `generate` was called. "
         f"{how_it_sounds(settings)}docs/speech.md explains the columns.",
         f"Weights in memory, MB: {weights}.",
-        table([header[place] for place in used], [[row[place] for place in used] for row in rows]).rstrip(),
-        "Made on " + ", ".join(f"{name} {value}" for name, value in content["environment"].items()) + ".",
+        table([header[place] for place in used], [[row[place] for place in used] for row in rows]),
     ]
-    return "\n\n".join(lines) + "\n"
+    return page(content, f"{settings['model']}, {settings['dtype']}", *parts)
 
 
 def how_it_sounds(settings: dict[str, Any]) -> str:
@@ -48,23 +46,23 @@ def how_it_sounds(settings: dict[str, Any]) -> str:
         return ""
     chunk, behind, ahead = settings["window"]
     sound = (
-        "The waveform was made in one piece, so that its first byte is there with its last. "
+        "The waveform was made in one piece, so its first byte came with its last. "
         if settings["one_piece"]
-        else f"Sound was streamed while the talker wrote: {chunk} blocks of codec tokens at a time, of which token2wav "
-        f"saw {behind} blocks behind and {ahead} ahead. "
+        else f"Sound was streamed while the talker wrote: {chunk} blocks of codec tokens at a time, with token2wav "
+        f"seeing {behind} blocks before and {ahead} after. "
     )
     if settings["talker"]:
-        sound += f"Where the thinker's cache is compressed, so is the talker's: {settings['talker']}. "
+        sound += f"If the thinker's cache is compressed, so is the talker's: {settings['talker']}. "
     overlaps = {STRATEGIES[strategy].overlaps for strategy in settings["strategies"]}
     if True not in overlaps:
-        return sound + "The talker began after the last text token. "
-    where = "" if overlaps == {True} else "Where it says overlapped, "
-    after = "" if overlaps == {True} else ", else after the last"
-    return f"{sound}{where}{'the' if where else 'The'} talker began with the second text token{after}. "
+        return sound + "The talker started after the last text token. "
+    where = "" if overlaps == {True} else "In overlapped rows, "
+    after = "" if overlaps == {True} else ", otherwise after the last"
+    return f"{sound}{where}{'the' if where else 'The'} talker started with the second text token{after}. "
 
 
 def rows_of(content: dict[str, Any]) -> list[list[str]]:
-    """The table: one row per start and strategy; times as median (quartiles), the rest as medians."""
+    """Return one row per start and strategy, with times as median (quartiles) and the rest as medians."""
     starts = {
         "cold": [{"strategy": taken["strategy"], **taken["answer"]} for taken in content["cold"]],
         "warm": [row for taken in content["warm"] for row in taken["answers"]],

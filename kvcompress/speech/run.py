@@ -1,16 +1,14 @@
-"""The speech bench: what is asked for, measured and written."""
+"""Run the speech benchmark and write its results."""
 
 import argparse
-import shlex
 
 import torch
 
 from ..__main__ import find_command
-from ..bench.grid import Results
-from ..bench.timing import environment
+from ..bench.results import Results, about
 from ..device import default_device
 from ..errors import KVCompressError, unknown_name
-from ..files import check_output, write_text
+from ..files import check_output
 from ..policy.policy import make_policy
 from .answering import FEWEST_TEXT_TOKENS, PARTS, check_policy
 from .kinds import STRATEGIES
@@ -22,8 +20,9 @@ from .turns import cold, warm
 
 
 def measure(given: argparse.Namespace, arguments: list[str]) -> int:
-    """Measure what `given` asks for, which `arguments` said; the exit code. Raises KVCompressError for what is wrong,
-    before anything is loaded where that can be told."""
+    """Run the benchmark given by parsed `arguments` and return the exit code.
+
+    Raises KVCompressError for wrong arguments, if possible before anything is loaded."""
     given.device, given.threads = given.device or str(default_device()), given.threads or torch.get_num_threads()
     check(given)
     report = find_command("report") if given.html else None
@@ -33,29 +32,23 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> int:
     check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in suffixes))
     if given.save_audio:
         check_output(given.save_audio)
-    elsewhere = ("out", "resume", "save_audio", "html", "repeats", "cold")  # they may change where a run goes on
+    elsewhere = ("out", "resume", "save_audio", "html", "repeats", "cold")  # these may change when a run is resumed
     settings = {
         **{name: value for name, value in vars(given).items() if name not in elsewhere},
         "prompts": given.prompts and str(given.prompts),
         "labels": labels(given),
         "talker": None if (method := talker_method(given)) is None else str(method),
     }
-    content = {
-        "command": shlex.join(["python", "-m", "kvcompress", "speech", *arguments]),
-        "settings": settings,
-        "environment": environment(torch.device(given.device)),
-    }
+    content = about(["kvcompress", "speech", *arguments], settings, torch.device(given.device))
     results = Results(given.out.with_suffix(".json"), content, given.resume, parts=("cold", "warm"))
     cold(results, given)
     warm(results, given)
-    text = markdown(results.content)
-    write_text(given.out.with_suffix(".md"), text)
-    print(text)
+    results.report(markdown(results.content))
     return report([str(results.file)]) if report else 0
 
 
 def check(given: argparse.Namespace) -> None:
-    """Raises KVCompressError for everything that can be told before the model is loaded."""
+    """Raise KVCompressError for every error that can be found before the model is loaded."""
     for strategy in given.strategies:
         if strategy not in STRATEGIES:
             raise unknown_name("there is no strategy", strategy, STRATEGIES)
@@ -82,13 +75,15 @@ def check(given: argparse.Namespace) -> None:
     if method is not None:
         policy = make_policy(method.name, method.ratio, **method.options)
         if policy.cluster.second_pass:
-            raise KVCompressError(f"--compress-talker: method {method.name!r} reads the prompt again, a talker cannot")
+            raise KVCompressError(
+                f"--compress-talker: method {method.name!r} reads the prompt again, which a talker cannot"
+            )
         if method.is_static:
             raise KVCompressError("--compress-talker: transformers' talker takes no static cache")
 
 
 def labels(given: argparse.Namespace) -> dict[str, str]:
-    """strategy -> what the table calls it."""
+    """Return strategy -> its label in the table."""
     compiled = ", compiled" if given.compile else ""
     names = {"dynamic": "transformers DynamicCache", "static": f"transformers StaticCache{compiled}"}
     found = {}

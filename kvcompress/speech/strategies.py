@@ -1,4 +1,4 @@
-"""Cache strategies: which KV caches thinker and talker answer with."""
+"""Cache strategies: the KV caches of thinker and talker."""
 
 import argparse
 import statistics
@@ -30,10 +30,10 @@ from .streaming import Window
 
 
 def method_of(kind: Kind, given: argparse.Namespace) -> MethodSpec:
-    """The method as a strategy that compresses uses it. Raises KVCompressError."""
+    """Return the method for a compressing strategy. Raises KVCompressError."""
     info = method_info(given.method.split(":")[0])
     if issubclass(info.cls, TokenMethod):
-        raise KVCompressError(f"method {info.name!r} drops tokens of the prompt, and the talker reads all of them")
+        raise KVCompressError(f"method {info.name!r} drops tokens of the prompt, but the talker reads all of them")
     method = MethodSpec.parse(given.method, given.ratio)
     if kind.is_static:
         method = replace(method, options={**method.options, "cache_implementation": "static"})
@@ -41,7 +41,7 @@ def method_of(kind: Kind, given: argparse.Namespace) -> MethodSpec:
 
 
 def talker_method(given: argparse.Namespace) -> MethodSpec | None:
-    """The method as it compresses the talker's cache, on no static one: transformers' talker takes none."""
+    """Return the method for the talker's cache, never a static one, which transformers' talker does not support."""
     if not given.compress_talker and given.talker_decode_budget is None:
         return None
     return decoding_within(given.talker_decode_budget, method_of(Kind(compresses=True), given))
@@ -55,7 +55,7 @@ class CacheStrategy:
     """One cache strategy on one model.
 
     Attributes:
-        method: ours, None where transformers' own cache is used.
+        method: our method; None if transformers' own cache is used.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class CacheStrategy:
     def answer(
         self, inputs: dict[str, torch.Tensor], hear: Callable[[torch.Tensor], object] | None = None
     ) -> dict[str, Any]:
-        """A row of numbers. `hear` is given the sound, block by block; nobody holds it."""
+        """Return a row of numbers. The sound goes to `hear` block by block and is not kept."""
         model, given = self.model, self.given
         cache = self._cache()
         talker_cache = self._talker_cache() if model.has_talker else None
@@ -120,7 +120,7 @@ class CacheStrategy:
 
     def _compile_config(self) -> CompileConfig:
         config = compile_config(self.model.device)
-        if self.model.has_talker:  # CUDA graphs would write over the hidden states that the talker reads in the end
+        if self.model.has_talker:  # CUDA graphs would overwrite the hidden states that the talker reads later
             config.mode = "default"
         return config
 

@@ -1,8 +1,8 @@
-"""Speech as it comes: codec tokens of a Qwen2.5-Omni become sound while the talker still writes.
+"""Streaming speech: codec tokens of a Qwen2.5-Omni become sound while the talker still writes.
 
-token2wav has two halves. A diffusion transformer (DiT) makes the spectrogram in blocks; in each of its evaluations a
-block sees a few blocks behind and ahead. A vocoder of convolutions makes the samples. Both are run on windows that
-slide along the codec tokens: see `Window` for what that leaves out.
+token2wav has two halves. A diffusion transformer (DiT) makes the spectrogram in blocks; in each evaluation a block sees
+a few blocks before and after it. A convolutional vocoder makes the samples. Both run on windows that slide along the
+codec tokens; see `Window` for what that leaves out.
 """
 
 import contextvars
@@ -24,22 +24,23 @@ from ..errors import KVCompressError
 from ..hooks.replacement import Replacement
 from .overlapped import Stopped, generate_overlapped
 
-STEPS = 10  # token2wav's points in time from noise to spectrogram, by default; between two of them, four evaluations
+STEPS = 10  # token2wav's default time points from noise to spectrogram; between two of them, four evaluations
 EVALUATIONS = 4
-ACTIVATION_REACH = 7  # samples to each side: two filters of 12 taps, at twice the rate
+ACTIVATION_REACH = 7  # samples on each side: two filters with 12 taps, at twice the rate
 
 
 @dataclass(frozen=True)
 class Window:
-    """What token2wav sees at a time, in blocks of its DiT (24 frames, 0.24 s, in the published checkpoints).
+    """The blocks that token2wav sees at a time; a block of its DiT is 24 frames, 0.24 s, in the published checkpoints.
 
-    In one evaluation a block sees few others (published: two behind, one ahead), but each evaluation starts from what
-    the one before made of them. So the whole waveform's first sample depends, ever less, on codec tokens 36 such
-    steps away: 8.6 s. `exact` sees all of that. A smaller window begins sooner and leaves out the far part.
+    In one evaluation a block sees few others (published: two before, one after), but each evaluation starts from the
+    previous one's result. The whole waveform's first sample therefore depends, with decreasing weight, on codec tokens
+    36 such steps away: 8.6 s. `exact` covers all of that. A smaller window starts sooner and leaves out the distant
+    part.
 
     Attributes:
         chunk: blocks that become sound at once.
-        behind, ahead: blocks before and after them that are computed as well, and let go.
+        behind, ahead: blocks before and after them that are also computed, and discarded.
     """
 
     chunk: int = 4
@@ -52,7 +53,7 @@ class Window:
 
     @classmethod
     def exact(cls, token2wav: PreTrainedModel, chunk: int = 4) -> "Window":
-        """The smallest window that leaves out nothing: its samples are the whole waveform's, but for rounding."""
+        """Return the smallest window that leaves out nothing: it gives the whole waveform's samples, up to rounding."""
         config = token2wav.config.dit_config
         depth = EVALUATIONS * (STEPS - 1)
         layers = range(config.num_hidden_layers)
@@ -64,7 +65,7 @@ class Window:
 
 
 def vocoder_reach(config: Any) -> int:
-    """Frames to each side of a frame that its samples depend on, at most. `config`: a BigVGAN's."""
+    """Return the most frames on each side that a frame's samples depend on. `config` is a BigVGAN's."""
     reach, rate = 3.0, 1  # its first convolution has 7 taps
     taps = max(
         sum((kernel - 1) // 2 * (dilation + 1) + 2 * ACTIVATION_REACH for dilation in dilations)
@@ -78,7 +79,7 @@ def vocoder_reach(config: Any) -> int:
 
 
 class BlockNoise:
-    """The noise that sound begins with, block after block: the same for every window, whatever its size."""
+    """The noise that sound starts from, block by block: the same for windows of every size."""
 
     def __init__(self, token2wav: PreTrainedModel, seed: int = 0):
         config = token2wav.config.dit_config
@@ -86,13 +87,13 @@ class BlockNoise:
         self._generator = torch.Generator().manual_seed(seed)
 
     def draw(self, blocks: int) -> torch.Tensor:
-        """The next blocks, float32 (1, frames, mel)."""
+        """Draw the next blocks, float32 (1, frames, mel)."""
         drawn = [torch.randn(self._shape, generator=self._generator) for _ in range(blocks)]
         return torch.cat(drawn, 1) if drawn else torch.empty(1, 0, self._shape[-1])
 
 
 class GivenNoise(TorchFunctionMode):
-    """Within this context `torch.randn` returns `noise`: transformers' sampler takes none as an argument."""
+    """Context manager in which `torch.randn` returns `noise`, as transformers' sampler has no argument for it."""
 
     def __init__(self, noise: torch.Tensor):
         super().__init__()
@@ -103,12 +104,12 @@ class GivenNoise(TorchFunctionMode):
 
 
 class SoundStream:
-    """token2wav on a sliding window. What it holds does not grow with the length of the speech.
+    """token2wav on a sliding window. Its memory does not grow with the length of the speech.
 
     Args:
-        token2wav: of a Qwen2.5-Omni.
+        token2wav: a Qwen2.5-Omni's.
         conditioning, reference_mel: the speaker's `cond` (1, dim) and `ref_mel` (1, frames, mel).
-        seed: of the noise.
+        seed: seed of the noise.
     """
 
     def __init__(
@@ -126,10 +127,10 @@ class SoundStream:
         self._conditioning = conditioning.to(self._device).float()
         self._reference_mel = reference_mel.to(self._device).float()
         self._reach = vocoder_reach(token2wav.config.bigvgan_config)
-        self._samples = math.prod(token2wav.config.bigvgan_config.upsample_rates)  # of a frame
+        self._samples = math.prod(token2wav.config.bigvgan_config.upsample_rates)  # per frame
         self._repeats = dit.repeats
         if dit.block_size % dit.repeats:
-            raise KVCompressError(f"block_size={dit.block_size} is no multiple of repeats={dit.repeats}")
+            raise KVCompressError(f"block_size={dit.block_size} is not a multiple of repeats={dit.repeats}")
         self._block, self._codes_of_block = dit.block_size, dit.block_size // dit.repeats
         self._source = BlockNoise(token2wav, seed)
         self._codes, self._noise = [], self._source.draw(0)  # from block `_first` on
@@ -139,14 +140,14 @@ class SoundStream:
 
     @property
     def held(self) -> int:
-        """Numbers that wait for more: codec tokens, noise and spectrogram."""
+        """The number of buffered values: codec tokens, noise and spectrogram."""
         return len(self._codes) + self._noise.numel() + self._mel.numel()
 
     def feed(self, codes: list[int], is_end: bool = False) -> Iterator[torch.Tensor]:
-        """Take codec tokens; yield what can be heard now: float32 (samples,) on the CPU, none empty.
+        """Take codec tokens and yield the sound that is ready: float32 (samples,) on the CPU, never empty.
 
         Args:
-            is_end: no more will come; everything that is left is made.
+            is_end: whether these are the last; all remaining sound is then made.
         """
         self._codes += codes
         while True:
@@ -167,7 +168,7 @@ class SoundStream:
 
     @torch.no_grad()
     def _make_mel(self, chunk_end: int, codes_end: int) -> None:
-        """Spectrogram of the blocks from `_made` to `chunk_end`, seeing codec tokens up to `codes_end`."""
+        """Make the spectrogram of the blocks from `_made` to `chunk_end`, using codec tokens up to `codes_end`."""
         blocks_end = math.ceil(codes_end / self._codes_of_block)
         self._noise = torch.cat([self._noise, self._source.draw(blocks_end - self._drawn)], 1)
         self._drawn = max(self._drawn, blocks_end)
@@ -185,7 +186,7 @@ class SoundStream:
 
     @torch.no_grad()
     def _speak(self, is_last: bool) -> torch.Tensor:
-        """Samples of the frames that are followed by as many as the vocoder reaches, or by the end."""
+        """Make the samples of frames that are followed by the vocoder's reach, or by the end."""
         until = self._mel_first + self._mel.shape[-1] - (0 if is_last else self._reach)
         if until <= self._spoken:
             return torch.empty(0)
@@ -204,10 +205,10 @@ def stream(
     overlap: bool = False,
     **generate_kwargs: Any,
 ) -> Generator[torch.Tensor, None, torch.LongTensor]:
-    """`model.generate(speaker=speaker, **generate_kwargs)` for one prompt, heard while it is spoken.
+    """Run `model.generate(speaker=speaker, **generate_kwargs)` for one prompt, and yield the sound as it is made.
 
-    `generate` runs in a thread of its own; this one makes the sound of the codec tokens that are there. While it makes
-    the first sound, thinker and talker wait, so that they do not delay it. Closing the generator ends the answer.
+    `generate` runs in its own thread; this thread turns the available codec tokens into sound. While it makes the first
+    sound, thinker and talker wait, so as not to delay it. Closing the generator ends the answer.
 
     ```python
     for block in stream(model, "Chelsie", **inputs):
@@ -215,18 +216,18 @@ def stream(
     ```
 
     Args:
-        seed: of the noise that sound begins with; the talker samples from torch's own generator.
-        overlap: whether the talker begins with the first text tokens, see overlapped.py; it says the same.
+        seed: seed of the noise that sound starts from; the talker samples from torch's own generator.
+        overlap: whether the talker starts with the first text tokens, see overlapped.py; the answer is the same.
 
     Yields:
         float32 (samples,) on the CPU at 24 kHz.
 
     Returns:
-        What `generate` returns first: LongTensor (1, tokens), the prompt and the text.
+        the first result of `generate`: LongTensor (1, tokens), the prompt and the text.
     """
     voice = model.speaker_map[speaker]
     if model.token2wav.dtype != torch.float:
-        model.token2wav.float()  # as `generate` would, but while we read it
+        model.token2wav.float()  # `generate` would do this, but while we read it
     sound = SoundStream(model.token2wav, voice["cond"], voice["ref_mel"], window, seed)
     arriving: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     stopped, may_write, whole = threading.Event(), threading.Event(), []
@@ -248,7 +249,7 @@ def stream(
     with _codes_only(model.token2wav, whole), ThreadPoolExecutor(1) as pool:
         answering = pool.submit(contextvars.copy_context().run, answer)  # with the settings of this thread
         try:
-            # The last token is spoken or not, as `generate` decides; so each waits for the next.
+            # `generate` decides whether the last token is spoken, so each token waits for the next.
             waiting, fed, is_heard = [], 0, False
             while (code := arriving.get()) is not None:
                 ready, waiting = waiting, [code]
@@ -269,7 +270,7 @@ def stream(
 
 
 class _Waiting(Stopped):
-    """After each token, waits until more may be written."""
+    """Waits after each token until more may be written."""
 
     def __init__(self, stopped: threading.Event, may_write: threading.Event):
         super().__init__(stopped)
@@ -281,7 +282,7 @@ class _Waiting(Stopped):
 
 
 class _Arriving(_Waiting):
-    """Hands on each codec token."""
+    """Passes on each codec token."""
 
     def __init__(self, stopped: threading.Event, may_write: threading.Event, arriving: queue.SimpleQueue):
         super().__init__(stopped, may_write)
@@ -294,7 +295,7 @@ class _Arriving(_Waiting):
 
 @contextmanager
 def _codes_only(token2wav: PreTrainedModel, codes: list[int]) -> Iterator[None]:
-    """`generate` ends with `token2wav(codes, ...)`: here that notes the codec tokens and makes no sound."""
+    """Make `token2wav(codes, ...)`, which `generate` calls last, record the codec tokens and make no sound."""
 
     def note(code: torch.LongTensor, **_: Any) -> torch.Tensor:
         codes.extend(code[0].tolist())

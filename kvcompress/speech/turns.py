@@ -1,4 +1,4 @@
-"""The answers: cold starts in fresh processes, then warm rounds in which the strategies take turns."""
+"""The measurements: cold starts in new processes, then warm rounds in which the strategies take turns."""
 
 import argparse
 import os
@@ -14,15 +14,15 @@ import torch
 from torch._inductor import config as inductor_config
 from transformers import ProcessorMixin, Qwen2_5OmniForConditionalGeneration
 
-from ..bench.comparison import say
-from ..bench.grid import Results, garbage_left, release
+from ..bench.grid import garbage_left, release
+from ..bench.results import Results, say
 from . import answering
 from .prompts import bundled_prompts, growing_wav, model_inputs, read_prompts
 from .strategies import CacheStrategy
 
 
 def cold(results: Results, given: argparse.Namespace) -> None:
-    """Every strategy's cold starts, each with the next prompt; before this process takes the device's memory."""
+    """Run every strategy's cold starts, each with the next prompt, before this process uses the device's memory."""
     for place in range(given.cold):
         for strategy in given.strategies:
             if results.has("cold", strategy=strategy, prompt=place):
@@ -33,7 +33,7 @@ def cold(results: Results, given: argparse.Namespace) -> None:
 
 
 def in_a_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process, which ends the other
+    ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to this process, which ends the other
     context = get_context("spawn")
     with ProcessPoolExecutor(1, context, initializer=signal.signal, initargs=ignore) as pool:
         try:
@@ -45,18 +45,18 @@ def in_a_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def cold_start(given: argparse.Namespace, strategy: str, place: int) -> dict[str, Any]:
-    """The first answer of this process, to prompt number `place`. The process has to be a fresh one."""
+    """Answer prompt number `place` as the first answer of this process, which must be new."""
     loaded = load(given)
     inputs = loaded.inputs[place % len(loaded.inputs)]
     contender = loaded.strategy(strategy, given).room_for(inputs["input_ids"].shape[1])
-    with inductor_config.patch(force_disable_caches=True):  # what an earlier process compiled would not be cold
+    with inductor_config.patch(force_disable_caches=True):  # code compiled by an earlier process would not be cold
         return attempt(contender, inputs)
 
 
 def warm(results: Results, given: argparse.Namespace) -> None:
-    """A first round warms up and is not counted: every strategy answers every prompt. Then follow the repeats.
+    """Run an uncounted round to warm up, in which every strategy answers every prompt, and then the repeats.
 
-    The strategies take turns at each prompt, each time beginning with another.
+    The strategies take turns at each prompt, each time starting with another one.
     """
     loaded = load(given)
     results.content["weight_bytes"] = answering.weight_bytes(loaded.model)
@@ -64,7 +64,7 @@ def warm(results: Results, given: argparse.Namespace) -> None:
     longest = max(inputs["input_ids"].shape[1] for inputs in loaded.inputs)
     strategies = {name: loaded.strategy(name, given).room_for(longest) for name in given.strategies}
     names, turn = list(strategies), 0
-    # Every compiled strategy keeps graphs of its own, of the same code, and may need one more for another prompt.
+    # Every compiled strategy keeps its own graphs of the same code, and may need one more for another prompt.
     with torch._dynamo.config.patch(recompile_limit=4 * len(strategies) * len(loaded.inputs)):
         for repeat in range(given.repeats + 1):
             if repeat and results.has("warm", repeat=repeat):
@@ -89,7 +89,7 @@ def warm(results: Results, given: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Loaded:
-    """inputs: what the processor made of each prompt; prompts: in words, JSON-ready."""
+    """A loaded model with its prompts: `inputs` from the processor, and `prompts` described for JSON."""
 
     model: Qwen2_5OmniForConditionalGeneration
     processor: ProcessorMixin
@@ -115,10 +115,10 @@ def load(given: argparse.Namespace) -> Loaded:
 def attempt(
     strategy: CacheStrategy, inputs: dict[str, torch.Tensor], hear: Callable[[torch.Tensor], object] | None = None
 ) -> dict[str, Any]:
-    """A row; {"error"} where memory ran out."""
+    """Return a row, or {"error"} if memory ran out."""
     try:
         return strategy.answer(inputs, hear)
     except torch.OutOfMemoryError:
-        pass  # until here the exception holds on to the tensors
+        pass  # the exception holds on to the tensors until here
     release()
     return {"error": "out of memory"}

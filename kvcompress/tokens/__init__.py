@@ -1,4 +1,4 @@
-"""Methods that drop vision tokens before or inside the language model. One file per method; every file is imported."""
+"""Token methods: they drop vision tokens before or inside the language model. Every file here is imported."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""CDPruner: vision tokens that are unlike each other and like the question. https://arxiv.org/abs/2506.10967"""
+"""CDPruner: vision tokens that differ from each other and match the question. https://arxiv.org/abs/2506.10967"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -9,23 +9,23 @@ import torch.nn.functional as F
 from ..methods import register_method
 from .base import Sees, TokenMethod, Tokens
 
-USED_UP = 1e-3  # of a token's length what is not noise once it has been projected
+USED_UP = 1e-3  # part of a token's length below which its remainder after projection is noise
 
 
 @register_method("cdpruner")
 @dataclass(frozen=True)
 class CDPruner(TokenMethod):
-    """Before the language model, keeps the vision tokens of greatest conditional diversity: greedy MAP
-    inference of a determinantal point process whose kernel is the cosine of each pair's embeddings, times both tokens'
-    relevance. What each step adds is therefore what of a token's embedding, as long as the token is relevant, lies
-    outside the span of those that are chosen.
+    """Before the language model, keeps the vision tokens with the greatest conditional diversity.
 
-    Relevance is the mean cosine with the embeddings of the text behind the last image, scaled to (0, 1] (section
-    3.3). For LLaVA the authors take CLIP's text tower, with the sign turned around; no checkpoint holds it, so that
-    all models are measured alike here. With `relevance="none"`, or no text behind the image, all tokens are equally
-    relevant.
+    Tokens are chosen by greedy MAP inference of a determinantal point process. Its kernel is the cosine of each pair's
+    embeddings times both tokens' relevance. Each step therefore adds the token whose embedding, scaled by its
+    relevance, has the largest part outside the span of the chosen ones.
 
-    Where the kernel's rank is used up (fewer dimensions than tokens to keep, or equal tokens), relevance decides.
+    Relevance is the mean cosine with the embeddings of the text after the last image, scaled to (0, 1] (section 3.3).
+    For LLaVA the authors use CLIP's text tower with the sign reversed; no checkpoint holds that tower, so here all
+    models are treated alike. With `relevance="none"`, or without text after the image, all tokens are equally relevant.
+
+    Once the kernel's rank is exhausted (fewer dimensions than tokens to keep, or equal tokens), relevance decides.
     """
 
     relevance: Literal["embeddings", "none"] = "embeddings"
@@ -38,7 +38,7 @@ class CDPruner(TokenMethod):
         return [0]
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        """The earlier a token is chosen the more it is worth; below 0 by relevance."""
+        """Score tokens by the order in which they are chosen, the rest below 0 by relevance."""
         scores = torch.zeros(tokens.vision.shape, device=tokens.vision.device)
         for row, budget in enumerate(tokens.budgets):
             if budget:
@@ -51,7 +51,7 @@ class CDPruner(TokenMethod):
         return scores
 
     def _relevance(self, states: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """Of states (tokens, size) to those of a text, all of length 1: (tokens,), the greatest 1."""
+        """Return the relevance of states (tokens, size) to those of a text, all of length 1: (tokens,), at most 1."""
         if self.relevance == "none" or not len(text):
             return torch.ones(len(states), device=states.device)
         alike = states @ text.mean(0)
@@ -59,9 +59,10 @@ class CDPruner(TokenMethod):
 
 
 def most_diverse(states: torch.Tensor, count: int) -> torch.Tensor:
-    """The states (tokens, size) that greedily span the largest volume, in the order in which they are chosen: `count`
-    of them, or as many as are independent."""
-    rest, lengths = states.clone(), states.norm(dim=1)  # rest: what lies outside the span of those chosen
+    """Greedily choose the states (tokens, size) that span the largest volume.
+
+    Returns the indices of `count` states, or of as many as are independent, in the order in which they are chosen."""
+    rest, lengths = states.clone(), states.norm(dim=1)  # rest: the part outside the span of the chosen ones
     chosen = []
     for _ in range(count):
         gains = rest.norm(dim=1)

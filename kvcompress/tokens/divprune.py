@@ -13,9 +13,10 @@ from .base import Sees, TokenMethod, Tokens
 @register_method("divprune")
 @dataclass(frozen=True)
 class DivPrune(TokenMethod):
-    """Before the language model, keeps vision tokens that are far from each other: a greedy answer to the max-min
-    diversity problem, where the distance is 1 - the cosine of two embeddings. First comes the token that is farthest
-    from its nearest other, then again and again the one that is farthest from its nearest kept one.
+    """Before the language model, keeps vision tokens that are far from each other.
+
+    It solves the max-min diversity problem greedily, with 1 - the cosine of two embeddings as the distance. The first
+    token is the one farthest from its nearest neighbour; each further one is the farthest from its nearest kept token.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2503.02175"
@@ -26,7 +27,7 @@ class DivPrune(TokenMethod):
         return [0]
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        """The earlier a token is chosen the more it is worth."""
+        """Score tokens by the order in which they are chosen, the first highest."""
         scores = torch.zeros(tokens.vision.shape, device=tokens.vision.device)
         for row, budget in enumerate(tokens.budgets):
             if budget:
@@ -37,9 +38,9 @@ class DivPrune(TokenMethod):
 
 
 def farthest_first(states: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` of the states (tokens, size), of length 1, in the order in which they are chosen: (count,)."""
+    """Choose `count` of the states (tokens, size), of length 1: their indices (count,), in the order of choice."""
     tokens = torch.arange(len(states), device=states.device)
-    apart = torch.empty(len(states), device=states.device)  # distance from the nearest other, then kept, token
+    apart = torch.empty(len(states), device=states.device)  # distance to the nearest other, later kept, token
     for part in tokens.split(1024):  # never all pairs at once
         likeness = (states[part] @ states.T).masked_fill(part[:, None] == tokens, -1)
         apart[part] = 1 - likeness.amax(1)

@@ -1,4 +1,4 @@
-"""DyCoke: what changes from frame to frame of a video. https://arxiv.org/abs/2411.15024"""
+"""DyCoke: tokens that change from frame to frame of a video. https://arxiv.org/abs/2411.15024"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -11,23 +11,26 @@ from ..methods import register_method
 from ..scoring.budget import allocate
 from .base import Sees, TokenMethod, Tokens
 
-CHANGED = 0.9  # attention that is less alike than this chooses anew
+CHANGED = 0.9  # below this cosine with the previous step's attention, tokens are chosen again
 
 
 @register_method("dycoke")
 @dataclass(frozen=True)
 class DyCoke(TokenMethod):
-    """Before the language model, merges the tokens of a video over time (section 3.2, stage 1): of every four frames
-    the first stays whole; the second and fourth keep the tokens that are least like those at the same place one frame
-    before, the third those that are least like the first's, by the cosine of their embeddings. As in the released code,
-    the third of the last four frames, or fewer, stays whole as well; with `variant="paper"` it does not. Images stay.
+    """Before the language model, merges the tokens of a video over time (section 3.2, stage 1).
 
-    The paper's rate p drops that part of these frames, so `ratio` is about 1 - 3 p / 4, and never below 1 / 4.
+    Of every four frames the first stays whole. The second and fourth keep the tokens least similar to those at the same
+    place one frame before, the third those least similar to the first's, by the cosine of their embeddings. As in the
+    released code, the third frame of the last four, or fewer, also stays whole; with `variant="paper"` it does not.
+    Images stay.
+
+    The paper's rate p is the part of these frames that is dropped, so `ratio` is about 1 - 3 p / 4 and never below 1 /
+    4.
 
     While decoding (section 3.3, stage 2), the layers from `layer` (L) on do not see `decode_drop` of the vision tokens:
-    those that the new token attends to least in the layer before, chosen anew at each step. Where its attention over
-    them is like the step before's, with a cosine of 0.9 or more, it sees all, as in the released code. All stay in the
-    cache, so that any can come back: this saves no memory. 0: off.
+    those that the new token attends to least in the previous layer, chosen again at each step. If its attention over
+    them has a cosine of 0.9 or more with the previous step's, it sees all, as in the released code. All tokens stay in
+    the cache, so any can come back; this saves no memory. 0 turns it off.
     """
 
     layer: PositiveInt = 3
@@ -35,7 +38,7 @@ class DyCoke(TokenMethod):
     variant: Literal["code", "paper"] = "code"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2411.15024"
-    # Of 32 frames of 196 tokens and a newline, in which 24 frames (in the code 23) keep 58 tokens each.
+    # For 32 frames of 196 tokens and a newline, where 24 frames (23 in the code) keep 58 tokens each.
     presets: ClassVar[dict[str, dict[str, object]]] = {
         "code": {"ratio": (9 * 196 + 23 * 58 + 1) / (32 * 196 + 1), "layer": 3, "decode_drop": 0.8},
         "paper": {
@@ -46,7 +49,7 @@ class DyCoke(TokenMethod):
         },
     }
     sees: ClassVar[Sees] = "frames"
-    spares_third: ClassVar[bool] = True  # of the last four frames
+    spares_third: ClassVar[bool] = True  # in the last four frames
     by_variant: ClassVar[dict[str, dict[str, object]]] = {"paper": {"spares_third": False}}
 
     def layers(self, num_layers: int) -> list[int]:
@@ -71,7 +74,7 @@ class DyCoke(TokenMethod):
         return hidden
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        """How unlike the earlier frame; +inf for what stays anyway: first frames, newlines, images."""
+        """Score tokens by their difference from the earlier frame; +inf for first frames, newlines and images."""
         scores = torch.full(tokens.vision.shape, float("inf"), device=tokens.vision.device)
         for row, videos in enumerate(tokens.frames):
             for columns in videos:
@@ -82,8 +85,9 @@ class DyCoke(TokenMethod):
         return scores
 
     def _later(self, frames: int) -> list[int]:
-        """Of so many frames those that lose tokens: of each four all but the first, and in the released code all but
-        the third of the last four, or fewer, there are (llava_arch.py:78)."""
+        """Return the frames that lose tokens: of every four, all but the first.
+
+        The released code also spares the third of the last four, or fewer, frames (llava_arch.py:78)."""
         last = frames - 1 - (frames - 1) % 4 if self.of_variant("spares_third") else frames
         return [frame for frame in range(frames) if frame % 4 and frame != last + 2]
 

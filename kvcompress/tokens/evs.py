@@ -1,4 +1,4 @@
-"""EVS, Efficient Video Sampling: what has changed since the frame before. https://arxiv.org/abs/2510.14624"""
+"""EVS, Efficient Video Sampling: tokens that changed since the previous frame. https://arxiv.org/abs/2510.14624"""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,12 +14,13 @@ from .base import Sees, TokenMethod, Tokens
 @register_method("evs")
 @dataclass(frozen=True)
 class EVS(TokenMethod):
-    """Before the language model, drops the tokens of a video that are most like the one at the same place one frame
-    before, by the cosine of their embeddings, as in the authors' code in vLLM (vllm/multimodal/evs.py); the paper
-    compares the patches' pixels. The frames share the budget: one in which much changes keeps more. A video's first
-    frame stays whole, and images stay.
+    """Before the language model, drops video tokens that are most similar to those in the previous frame.
 
-    `ratio` is 1 - q, the pruning rate, and cannot be less than the first frames are.
+    A token is compared with the one at the same place, by the cosine of their embeddings, as in the authors' code in
+    vLLM (vllm/multimodal/evs.py); the paper compares the patches' pixels. The frames share the budget, so a frame with
+    more change keeps more. A video's first frame stays whole, and images stay.
+
+    `ratio` is 1 - q, where q is the pruning rate, and cannot be less than the first frames' share.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2510.14624"
@@ -30,7 +31,7 @@ class EVS(TokenMethod):
         return [0]
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        """How unlike the frame before; +inf for what stays anyway: first frames, newlines, images."""
+        """Score tokens by their difference from the previous frame; +inf for first frames, newlines and images."""
         scores = torch.full(tokens.vision.shape, float("inf"), device=tokens.vision.device)
         for row, videos in enumerate(tokens.frames):
             for frames in videos:

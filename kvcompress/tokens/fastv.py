@@ -15,9 +15,10 @@ from .base import TokenMethod, Tokens
 @register_method("fastv")
 @dataclass(frozen=True)
 class FastV(TokenMethod):
-    """From decoder layer `layer` (K) on, only the vision tokens stay that the prompt's last token attends to most in
-    the layer before, averaged over its heads (section 4.1, ranked as in the released code). The layers before it
-    process and cache all tokens. `ratio` is 1 - R of the paper, which recommends K = 2, R = 0.5."""
+    """From decoder layer `layer` (K) on, keeps the vision tokens that the prompt's last token attends to most.
+
+    Attention is that of the previous layer, averaged over its heads (section 4.1, ranked as in the released code).
+    Earlier layers process and cache all tokens. `ratio` is the paper's 1 - R; it recommends K = 2, R = 0.5."""
 
     layer: PositiveInt = 2
 

@@ -1,4 +1,4 @@
-"""FrameFusion: like tokens of neighbouring frames merged, then the rest pruned. https://arxiv.org/abs/2501.01986"""
+"""FrameFusion: merges similar tokens of neighbouring frames, then prunes. https://arxiv.org/abs/2501.01986"""
 
 import math
 from dataclasses import dataclass
@@ -17,16 +17,18 @@ from .base import Sees, TokenMethod, Tokens
 @register_method("framefusion")
 @dataclass(frozen=True)
 class FrameFusion(TokenMethod):
-    """In front of each decoder layer, merges the tokens of a video into the one at the same place in the frame before,
-    where the cosine of their hidden states is at least `similarity`; runs of such tokens become their mean. The first
-    layer in front of which less than `least_merged` of the vision tokens are so alike ends that: in front of the next
-    one, those stay that the prompt's last token attends to most in the layer before, as in FastV. All later layers keep
-    as many. Images and newlines are never merged, but pruned.
+    """Before each decoder layer, merges similar video tokens of neighbouring frames; later prunes by attention.
 
-    `ratio` is the authors' cost: the mean over all layers of the vision tokens that a layer holds. How many stay in the
-    end follows from what the layers before have held, and where merging alone would go below it, only the most alike
-    are merged. Follows the released code (framefusion/main.py), but for merging behind a layer, where that does so
-    between the layer's attention and its MLP.
+    A token is merged into the one at the same place in the previous frame if the cosine of their hidden states is at
+    least `similarity`; a run of such tokens becomes its mean. Merging ends at the first layer before which less than
+    `least_merged` of the vision tokens are that similar. Before the next layer, the tokens that the prompt's last token
+    attends to most in the previous layer stay, as in FastV. All later layers keep the same number. Images and newlines
+    are never merged, but they are pruned.
+
+    `ratio` is the authors' cost: the number of vision tokens that a layer holds, averaged over all layers. How many
+    stay in the end depends on how many the earlier layers held; if merging alone would go below that, only the most
+    similar tokens are merged. It follows the released code (framefusion/main.py), except that merging happens after a
+    layer instead of between the layer's attention and its MLP.
     """
 
     similarity: Annotated[float, Field(ge=-1, le=1)] = 0.6
@@ -42,7 +44,7 @@ class FrameFusion(TokenMethod):
         return list(range(num_layers))
 
     def prepare(self, tokens: Tokens) -> torch.Tensor:
-        """Of each token its place: the column of the first frame's token there, or its own where it is of no frame."""
+        """Return each token's place: the first frame's column there, or its own column if it belongs to no frame."""
         columns = torch.arange(tokens.vision.shape[1], device=tokens.vision.device)
         places = columns.expand(len(tokens.vision), -1).clone()
         for row, videos in enumerate(tokens.frames):
@@ -52,7 +54,7 @@ class FrameFusion(TokenMethod):
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         attention = tokens.attention
-        if attention is None:  # in front of the first layer
+        if attention is None:  # before the first layer
             return torch.zeros(tokens.vision.shape, device=tokens.vision.device)
         weights = window_attention(attention.queries, attention.keys, 1, attention.scaling, tokens.padding)
         return weights[..., 0, :].mean((1, 2))
@@ -66,8 +68,8 @@ class FrameFusion(TokenMethod):
                 budgets.append(left)
             elif share < 1:
                 raise KVCompressError(
-                    f"framefusion: {budget} of {counts[0]} vision tokens, in the mean over {tokens.num_layers} layers, "
-                    f"cannot be kept: of row {row} the first {len(shares)} hold {sum(counts[1:])}"
+                    f"framefusion: a mean of {budget} of {counts[0]} vision tokens over {tokens.num_layers} layers "
+                    f"cannot be kept: in row {row} the first {len(shares)} layers hold {sum(counts[1:])}"
                 )
             elif all(before - after >= self.least_merged * before for before, after in pairwise(counts)):
                 hidden = hidden.clone()
@@ -78,13 +80,14 @@ class FrameFusion(TokenMethod):
         return tokens.best(scores.masked_fill(merged, float("-inf")), budgets), hidden
 
     def _shares(self, budget: int, counts: list[int], num_layers: int) -> list[float]:
-        """What each layer from the first, second, ... on may hold so that the mean over all is the budget, where the
-        layers before it hold what they do (`counts[1:]`)."""
+        """Return how many tokens the layers from the first, second, ... on may each hold to meet the budget.
+
+        The budget is a mean over all layers; those before hold `counts[1:]`."""
         before = [sum(counts[1 : layer + 1]) for layer in range(len(counts))]
         return [(budget * num_layers - held) / (num_layers - layer) for layer, held in enumerate(before)]
 
     def _merge(self, hidden: torch.Tensor, tokens: Tokens, row: int, most: int) -> torch.Tensor:
-        """Merge tokens of a row in `hidden` (tokens, size), at most so many; bool (tokens,), those that are gone."""
+        """Merge at most `most` tokens of a row in `hidden` (tokens, size); return the merged ones, bool (tokens,)."""
         columns = tokens.vision[row].nonzero()[:, 0]
         places, order = tokens.prepared[row, columns].sort(stable=True)
         columns, states = columns[order], hidden[columns[order]].float()
@@ -94,7 +97,7 @@ class FrameFusion(TokenMethod):
         most = min(int((alike >= self.similarity).sum()), most)
         goes = torch.zeros_like(alike, dtype=torch.bool)
         goes[alike.topk(most).indices] = True
-        into = (~goes).cumsum(0) - 1  # a run goes into the token in front of it
+        into = (~goes).cumsum(0) - 1  # a run goes into the token before it
         sums = torch.zeros_like(states).index_add_(0, into, states)[: len(goes) - most]
         hidden[columns[~goes]] = (sums / into.bincount()[:, None]).to(hidden.dtype)
         gone = torch.zeros_like(tokens.vision[row])

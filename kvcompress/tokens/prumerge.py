@@ -1,4 +1,4 @@
-"""LLaVA-PruMerge+: outliers of the vision tower's attention and an even sample. https://arxiv.org/abs/2403.15388"""
+"""LLaVA-PruMerge+: outliers of the vision tower's attention, and an even sample. https://arxiv.org/abs/2403.15388"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -15,19 +15,22 @@ from .base import Sees, TokenMethod, Tokens, Tower, received_attention
 @register_method("prumerge+")
 @dataclass(frozen=True)
 class PruMergePlus(TokenMethod):
-    """Before the language model, keeps the tokens whose attention in the vision tower's layer `tower_layer` is an
-    outlier, above Q3 + 1.5 IQR (section 3.2), fills the budget with tokens at even distances (section 3.4), and adds to
-    each kept token its `neighbours` nearest by their keys, weighted by attention (section 3.3, unnormalised and in
-    front of the projector as in the released code). The last token of the budget is the weighted sum of what is dropped
-    (`extra_token`); it stands where the last dropped patch stood.
+    """Before the language model, keeps outliers of the vision tower's attention and fills up with an even sample.
+
+    Outliers are the tokens whose attention in tower layer `tower_layer` is above Q3 + 1.5 IQR (section 3.2). The rest
+    of the budget goes to tokens at even distances (section 3.4). To each kept token, its `neighbours` nearest tokens by
+    key are added, weighted by attention (section 3.3; unnormalised and before the projector, as in the released code).
+    The last token of the budget is the weighted sum of the dropped tokens (`extra_token`), at the position of the last
+    dropped patch.
 
     Attention is that of the class token: one softmax over the products of whole states, all heads at once, as in the
-    released code (clip_encoder.py, token_prune_merge_advanced_plus); with `variant="heads"` each head has its own, and
-    their mean counts. Towers without a class token and several images are as in `visionzip`.
+    released code (clip_encoder.py, token_prune_merge_advanced_plus). With `variant="heads"` each head has its own
+    softmax, and their mean counts. Towers without a class token and several images are handled as in `visionzip`.
 
-    With `count="outliers"` there are as many tokens as the authors keep: the outliers, every n-th patch, where n is a
-    third of the patches per outlier, and the extra token. `ratio` is then the most that may stay, 1 for no bound.
-    Otherwise the budget is kept: of more outliers the highest, and n is the largest that gives enough.
+    With `count="outliers"` as many tokens stay as in the authors' code: the outliers, every n-th patch, where n is a
+    third of the patches per outlier, and the extra token. `ratio` is then an upper bound; 1 means no bound. Otherwise
+    the budget is met: if there are too many outliers, the highest stay, and n is the largest step that gives enough
+    tokens.
     """
 
     neighbours: NonNegativeInt = 32
@@ -78,12 +81,13 @@ class PruMergePlus(TokenMethod):
         return chosen, hidden
 
     def _spread(self, weights: torch.Tensor, budget: int) -> torch.Tensor:
-        """Of patches with these weights, the outliers and others at even distances: `budget` of them, or as many as
-        the outliers call for."""
+        """Choose the outliers among patches with these weights, and others at even distances.
+
+        Returns the indices of `budget` patches, or of as many as the number of outliers implies."""
         patches = len(weights)
         low, high = torch.quantile(weights, on_device([0.25, 0.75], weights.device))
         outliers = int((weights > high + 1.5 * (high - low)).sum())
-        outliers = int(patches * (outliers / patches))  # as there: rounding may take one
+        outliers = int(patches * (outliers / patches))  # as in the released code: rounding may lose one
         first = weights.topk(min(outliers, budget)).indices
         is_other = torch.ones_like(weights, dtype=torch.bool)
         is_other[first] = False
@@ -103,7 +107,7 @@ class PruMergePlus(TokenMethod):
         return torch.cat([first, others])
 
     def _with_nearest(self, attention: torch.Tensor, kept: torch.Tensor, tower: Tower, row: int) -> torch.Tensor:
-        """The kept tokens' states (kept, hidden_size), with the weighted sum of each one's nearest other patches."""
+        """Return the kept tokens' states (kept, hidden_size) plus the weighted sum of each one's nearest patches."""
         patches, features = (attention > float("-inf")).nonzero()[:, 0], tower.features[row]
         keys = F.normalize(tower.keys[row].flatten(1).float(), dim=-1)
         states = features[kept].float()

@@ -1,4 +1,4 @@
-"""SparseVLM: vision tokens that the question's telling words attend to. https://arxiv.org/abs/2410.04417"""
+"""SparseVLM: vision tokens that the question's relevant words attend to. https://arxiv.org/abs/2410.04417"""
 
 import math
 from dataclasses import dataclass
@@ -12,26 +12,28 @@ from ..kernels.column_sums import column_sums
 from ..methods import register_method
 from .base import TokenMethod, Tokens
 
-# In front of which of 32 layers the released code drops tokens, by the attention of the layers before.
+# The layers (of 32) before which the released code drops tokens, by the attention of the previous layer.
 PUBLISHED_LAYERS = (3, 7, 16)
 
 
 @register_method("sparsevlm")
 @dataclass(frozen=True)
 class SparseVLM(TokenMethod):
-    """Drops vision tokens in three steps: those to which the raters attend least in the layer before, in the mean over
-    raters and heads (section 3.2). Raters are the text tokens behind the last image that the image's embeddings are
-    more like than is usual, by softmax(H_v H_t) averaged over the vision tokens (section 3.1).
+    """Drops, in three steps, the vision tokens that the raters attend to least (section 3.2).
 
-    The steps lie behind layers 2, 6 and 15 of 32, and in other models at the same depth (in a short one some coincide).
-    They keep vision tokens as `counts` do, 300 : 200 : 110, each at most all but one. Of what a step drops, the best
-    `recycle` are not lost: they are clustered around a tenth as many density peaks (section 3.3), and each peak's token
-    becomes the mean of its cluster. These tokens are part of the budget.
+    Attention is that of the previous layer, averaged over raters and heads. Raters are the text tokens after the last
+    image whose similarity to the image's embeddings, softmax(H_v H_t) averaged over the vision tokens, is at least the
+    mean (section 3.1).
 
-    `ratio` is the mean over all layers of the vision tokens that come out of a layer, those before the first step
-    included, as the authors count ("192" of 576): of 32 layers two hand on all, so that it cannot be below 1 / 16.
-    Follows the released code (modelling_sparse_llama.py, version 1.5), which has fixed counts; the paper lets the rank
-    of the attention set them.
+    The steps come after layers 2, 6 and 15 of 32, and at the same depth in other models (in a short one some coincide).
+    They keep vision tokens in the proportions of `counts`, 300 : 200 : 110, and each drops at least one. Of the dropped
+    tokens, the best `recycle` are not lost: they are clustered around a tenth as many density peaks (section 3.3), and
+    each peak's token becomes the mean of its cluster. These tokens are part of the budget.
+
+    `ratio` is the number of vision tokens that leave a layer, averaged over all layers including those before the first
+    step, as the authors count ("192" of 576). Of 32 layers two pass on all tokens, so it cannot be below 1 / 16. It
+    follows the released code (modelling_sparse_llama.py, version 1.5), which has fixed counts; in the paper the rank of
+    the attention sets them.
     """
 
     recycle: Annotated[float, Field(ge=0, le=1)] = 0.3
@@ -50,17 +52,17 @@ class SparseVLM(TokenMethod):
         return sorted(self._steps(num_layers))
 
     def budgets(self, kept: int, vision_tokens: int, num_layers: int) -> list[int]:
-        """The published counts themselves where their mean, in whole tokens, is what is asked for; else multiples."""
+        """Return the published counts if their mean, in whole tokens, is `kept`; otherwise multiples of them."""
         steps = self._steps(num_layers)
         starts = sorted(steps)
-        # The layer whose attention decides already hands on fewer.
+        # The layer whose attention decides already passes on fewer tokens.
         spans = [end - start for start, end in zip(starts, [*starts[1:], num_layers + 1], strict=True)]
         before = (starts[0] - 1) * vision_tokens
         if kept == 0 or kept == vision_tokens:
             return [kept for _ in starts]
         if kept * num_layers < before + sum(spans):
             raise KVCompressError(
-                f"sparsevlm: {kept} of {vision_tokens} vision tokens, in the mean over {num_layers} layers, cannot be "
+                f"sparsevlm: a mean of {kept} of {vision_tokens} vision tokens over {num_layers} layers cannot be "
                 f"kept: {starts[0] - 1} layers hold all of them"
             )
 
@@ -84,29 +86,28 @@ class SparseVLM(TokenMethod):
         return min(totals(low), totals(high), key=lambda counts: abs(mean(counts) - kept))
 
     def _steps(self, num_layers: int) -> dict[int, int]:
-        """Decoder layer in front of which tokens are dropped -> the share that is kept from there on."""
+        """Map each decoder layer before which tokens are dropped to the share that is kept from there on."""
         steps = {}
         for layer, count in zip(PUBLISHED_LAYERS, self.counts, strict=True):
             steps[min(max(math.floor(layer * num_layers / 32 + 0.5), 1), num_layers - 1)] = count
         return steps
 
     def _recycled(self, dropped: int) -> int:
-        """Of so many dropped tokens, those that are clustered."""
+        """Return how many of `dropped` tokens are clustered."""
         return min(int(dropped * self.recycle) + 1, dropped) if self.recycle else 0
 
     def _clusters(self, best: int, left: int) -> int:
-        """How many clusters are made of those behind the best of the tokens that are left: no more than there are of
-        the best."""
+        """Return the number of clusters formed from the tokens that rank below the `best` of `left`; at most `best`."""
         recycled = self._recycled(left - best)
         return min(recycled // self.tokens_per_cluster + 1, recycled, best)
 
     def _best(self, budget: int, left: int) -> int:
-        """How many of the tokens that are left stay as they are, so that with the clusters there are `budget`."""
+        """Return how many of `left` tokens stay unchanged so that, with the clusters, there are `budget`."""
         fitting = (best for best in range(budget, 0, -1) if best + self._clusters(best, left) <= budget)
         return next(fitting, budget)
 
     def prepare(self, tokens: Tokens) -> torch.Tensor:
-        """The raters: bool (batch, tokens). A row with no text behind its last image is rated by its last token."""
+        """Return the raters: bool (batch, tokens). Without text after the last image, a row's last token rates."""
         raters = torch.zeros_like(tokens.vision)
         for row, vision in enumerate(tokens.vision):
             columns = vision.nonzero()[:, 0]
@@ -145,17 +146,18 @@ class SparseVLM(TokenMethod):
 
 
 def density_peaks(states: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clusters of `states` (tokens, size) around `count` peaks, which are dense (by the distances to their `count`
-    nearest, utils.py:170) and far from anything denser.
+    """Cluster `states` (tokens, size) around `count` density peaks.
+
+    A peak is dense (by the distances to its `count` nearest tokens, utils.py:170) and far from anything denser.
 
     Returns:
-        the peaks (count,), and for each token which peak is nearest (tokens,).
+        the peaks (count,), and the nearest peak of each token (tokens,).
     """
     distances = torch.cdist(states, states) / states.shape[1] ** 0.5
     nearest = distances.topk(count, largest=False).values
     density = nearest.square().mean(1).neg().exp()
-    # Two tokens that are each other's nearest are equally dense: the earlier one is taken to be denser (noise decides
-    # in the released code).
+    # Two tokens that are each other's nearest are equally dense: the earlier one counts as denser (the released code
+    # lets noise decide).
     density += 1e-6 * torch.linspace(1, 0, len(states), device=states.device)
     denser = density > density[:, None]  # [i, j]: j is denser than i
     apart = distances.masked_fill(~denser, float("inf")).amin(1)

@@ -1,4 +1,4 @@
-"""VisionZip: the vision tokens that the vision tower itself looks at. https://arxiv.org/abs/2412.04467"""
+"""VisionZip: vision tokens that the vision tower itself attends to. https://arxiv.org/abs/2412.04467"""
 
 import math
 from dataclasses import dataclass
@@ -15,18 +15,19 @@ from .base import Sees, TokenMethod, Tokens, Tower
 @register_method("visionzip")
 @dataclass(frozen=True)
 class VisionZip(TokenMethod):
-    """Before the language model, keeps the dominant tokens, which receive most attention in the vision tower's layer
-    `tower_layer` (section 3.2), and `contextual` of the budget for tokens into which the others are merged (section
-    3.3): targets at a uniform stride among the rest, to each of which the mean of the tokens is added whose keys,
-    averaged over the heads, are most like its own.
+    """Before the language model, keeps dominant tokens and contextual ones, into which the others are merged.
 
-    Attention is that of the class token or, in a tower without one (SigLIP), the mean of all patches'. A tile's class
+    Dominant tokens receive the most attention in the vision tower's layer `tower_layer` (section 3.2). Contextual
+    tokens get `contextual` of the budget: they are targets at a uniform stride among the rest. To each is added the
+    mean of the tokens whose keys, averaged over the heads, are most similar to its own (section 3.3).
+
+    Attention is that of the class token or, in a tower without one (SigLIP), the mean over all patches. A tile's class
     token is itself the first of its dominant tokens, as in the released code: the published budgets of 64, 128 and 192
-    tokens are 54 + 10, 108 + 20 and 162 + 30, of which 53, 107 and 161 are patches. It stands where a dropped patch
-    stood, and there is none where it would be all that is dominant. What is merged is so in front of the projector.
+    tokens are 54 + 10, 108 + 20 and 162 + 30, of which 53, 107 and 161 are patches. It takes the position of a dropped
+    patch, and it is left out if it would be the only dominant token. Merging happens before the projector.
 
-    Tokens are chosen and merged among all images of a row, as the language model is given them; the released code
-    chooses in each tile by itself.
+    Tokens are chosen and merged among all images of a row, as the language model gets them; the released code treats
+    each tile separately.
     """
 
     contextual: Annotated[float, Field(ge=0, lt=1)] = 10 / 64
@@ -71,7 +72,7 @@ class VisionZip(TokenMethod):
         return chosen, hidden
 
     def _merged(self, tower: Tower, row: int, targets: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-        """The targets' states (targets, hidden_size), with the mean of those of the others that are most like each."""
+        """Return the targets' states (targets, hidden_size) plus the mean of the other tokens most similar to each."""
         keys, features = F.normalize(tower.keys[row].float().mean(1), dim=-1), tower.features[row].float()
         nearest = (keys[others] @ keys[targets].T).argmax(1)
         sums = torch.zeros_like(features[targets]).index_add_(0, nearest, features[others])

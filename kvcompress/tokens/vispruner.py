@@ -1,4 +1,4 @@
-"""VisPruner: patches that the vision tower looks at, and others that differ. https://arxiv.org/abs/2412.01818"""
+"""VisPruner: patches that the vision tower attends to, and others that differ. https://arxiv.org/abs/2412.01818"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -10,19 +10,21 @@ from pydantic import Field
 from ..methods import register_method
 from .base import Sees, TokenMethod, Tokens
 
-AT_ONCE = 8  # duplicates that go before the rest is paired anew (llava_arch.py:163)
+AT_ONCE = 8  # duplicates dropped before the rest is paired again (llava_arch.py:163)
 
 
 @register_method("vispruner")
 @dataclass(frozen=True)
 class VisPruner(TokenMethod):
-    """Before the language model, keeps the patches that receive most attention in the vision tower's layer
-    `tower_layer`, `important` of the budget, and of the others those that are no duplicates. These are paired by turns,
-    in the order of their attention: every second one is compared with all those between, by the cosine of their
-    features in front of the projector, and the eight go that are most like one of them, until the budget is met.
+    """Before the language model, keeps the patches that receive most attention, and others without duplicates.
 
-    Attention is that of the class token or, in a tower without one, the mean of all patches'; several images are as in
-    `visionzip`.
+    `important` of the budget goes to the patches with the most attention in the vision tower's layer `tower_layer`. The
+    others lose duplicates round by round until the budget is met: in the order of their attention, every second patch
+    is compared with all those in between, by the cosine of their features before the projector, and the eight most
+    similar ones are dropped.
+
+    Attention is that of the class token or, in a tower without one, the mean over all patches; several images are
+    handled as in `visionzip`.
     """
 
     important: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -55,7 +57,7 @@ class VisPruner(TokenMethod):
 
 
 def distinct(features: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` of the places, whose features (tokens, size) of length 1 have no duplicates among them."""
+    """Return `count` of the places, dropping duplicates by their features (tokens, size), which have length 1."""
     if not count:
         return places[:0]
     while (more := len(places) - count) > 0:

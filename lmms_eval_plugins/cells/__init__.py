@@ -1,1 +1,1 @@
-"""A cell of a grid, from the command line to its folder: see `Plan` and `Job` in `plan.py`."""
+"""The cells of a grid, from the command line to the results folder; start with `Plan` and `Job` in `plan.py`."""

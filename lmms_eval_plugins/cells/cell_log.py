@@ -1,4 +1,4 @@
-"""What goes elsewhere when a cell is complete: to wandb, to the hub."""
+"""Log each complete cell to wandb and the hub, if requested."""
 
 from .errors import EvaluationFailed
 from .hub_upload import check_hub, push_cell
@@ -8,11 +8,11 @@ from .wandb_runs import check_wandb, log_cell
 
 
 class CellLog:
-    """Called with each complete cell. A cell that cannot be logged keeps its results and does not end the run: that is
-    for `check`, at its end."""
+    """Logs each complete cell it is called with. A cell that cannot be logged keeps its results and does not stop the
+    run; `check` reports it at the end."""
 
     def __init__(self, plan: Plan):
-        """Raises UsageError or EvaluationFailed where nothing could be logged."""
+        """Raises UsageError or EvaluationFailed if nothing could be logged."""
         self.flags, self.failed = plan.request.flags, []
         if self.flags.wandb_args is not None:
             check_wandb(self.flags.wandb_args, len(plan.cells))
@@ -32,9 +32,9 @@ class CellLog:
             self.failed.append(job)
 
     def check(self) -> None:
-        """Raises EvaluationFailed where a cell could not be logged."""
+        """Raise EvaluationFailed if a cell could not be logged."""
         if self.failed:
             raise EvaluationFailed(
                 f"{len(self.failed)} complete cells could not be logged, the first is {self.failed[0].folder.name}; "
-                "the same command tries again"
+                "run the same command to try again"
             )

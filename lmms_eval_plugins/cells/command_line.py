@@ -1,6 +1,6 @@
-"""The command line of an evaluation: what is asked for, checked as far as no model is needed.
+"""Parse the command line of an evaluation and check all that needs no model.
 
-Imports nothing heavy, so that a slip of the fingers is answered at once.
+Imports nothing heavy, so that a typo is reported at once.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from .errors import UsageError
 from .evaluator_flags import add_evaluator_flags, check_known, size_of_batch
 
 USAGE = "TASK MODEL METHOD RATIO [flags] [key=value ...]"
-# Flags that are model arguments by another name.
+# Flag -> the model argument that it sets.
 AS_ARGUMENTS = {
     "batch_size": "batch_size",
     "max_batch_size": "max_batch_size",
@@ -27,12 +27,12 @@ AS_ARGUMENTS = {
     "apply_chat_template": "chat_template",
 }
 
-# In the demo only 13 to 18 tokens of text follow the image, so SnapKV's usual window of 32 would look on from inside
-# the image: 8. Batches of 4 take half the time of single questions; the answers are the same.
+# In the demo only 13 to 18 text tokens follow the image, so SnapKV's usual window of 32 would reach into the image;
+# 8 does not. Batches of 4 take half the time of single questions and give the same answers.
 DEMO = ["tiny_textvqa", "tiny", "full,streamingllm,snapkv,random", "0.5,0.2,0.1,0.05"]
 DEMO_LIMIT = 250
 DEMO_OVERLAYS = 12  # enough to look at in a report
-# Kernel 7 and max pooling go with that window in KVCache-Factory's benchmarks.
+# KVCache-Factory's benchmarks use kernel 7 and max pooling with that window.
 DEMO_ARGUMENTS = {"window_size": 8, "kernel_size": 7, "pooling": "max", "batch_size": 4}
 
 DEFAULT_SEEDS = [0, 1234, 1234, 1234]  # lmms-eval's: python, numpy, torch, few-shot examples
@@ -43,13 +43,13 @@ HUB_ID = re.compile(r"(\w([\w.-]*\w)?/)?\w([\w.-]{,94}\w)?", re.ASCII)
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for.
+    """The parsed command line.
 
     Attributes:
-        ratios: fractions to keep; empty where `budgets` are given.
-        budgets: entries to keep per layer and head. Where both are empty, the `preset` in `arguments` says it.
-        metric, filter: the task's metric and answer filter that stand in the table; None for the main ones.
-        arguments: the `key=value` arguments, the model's and the methods'.
+        ratios: fractions to keep; empty if `budgets` are given.
+        budgets: entries to keep per layer and head. If both are empty, the `preset` in `arguments` sets the size.
+        metric, filter: the task's metric and answer filter to show in the table; None for the main ones.
+        arguments: the `key=value` arguments of the model and the methods.
         flags: the flags by name.
     """
 
@@ -65,7 +65,7 @@ class Request:
 
 
 def flag_parser() -> argparse.ArgumentParser:
-    """The flags. Each has its check in `type=`, one of flag_types.py, or in `choices=`."""
+    """Return the parser of the flags. Each flag is checked by its `type=`, often from flag_types.py, or `choices=`."""
     parser = Parser(
         "eval",
         usage=f"%(prog)s {USAGE}\n       %(prog)s [flags]        the demo: bundled model and task\n"
@@ -80,7 +80,7 @@ def flag_parser() -> argparse.ArgumentParser:
     add("--output_path", type=path, default=Path("results"), metavar="DIR", help="root of the results (results)")
     add("--data-root", type=folder, metavar="DIR", help="holds dataset folders named as on the hub (data, if there)")
     add("--force", action="store_true", help="compute complete cells again")
-    add("--overlays", type=whole(), metavar="N", help="note which tokens survive, of each task's first N (0)")
+    add("--overlays", type=whole(), metavar="N", help="record the kept tokens of each task's first N questions (0)")
     add("--gen_kwargs", type=_gen_kwargs, default={}, metavar="a=1,b=2", help="arguments of generate")
     add("--num_fewshot", type=whole(), metavar="N", help="examples in the prompt")
     add("--seed", type=seeds, default=DEFAULT_SEEDS, help="one, or four: python,numpy,torch,fewshot")
@@ -101,7 +101,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     bare, name = "--apply_chat_template", flags.apply_chat_template
     is_short = 0 < sum("=" not in word for word in flags.words) < 4
     if isinstance(name, str) and bare in argv and (is_short or "=" in name):
-        # It took one of the four words, or a key=value, for its NAME.
+        # The flag swallowed one of the four words, or a key=value, as its NAME.
         place = argv.index(bare)
         flags = _parsed([*argv[:place], *argv[place + 1 :]])
         flags.apply_chat_template = True
@@ -109,7 +109,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
 
 
 def parse(argv: list[str]) -> Request:
-    """The command line as a `Request`; without TASK the demo's. Raises UsageError."""
+    """Parse the command line into a `Request`; without TASK, that of the demo. Raises UsageError."""
     flags = _parsed(argv)
     words, arguments = flags.words, {}
     if not words or "=" in words[0]:
@@ -125,20 +125,20 @@ def parse(argv: list[str]) -> Request:
     arguments |= given
     for argument, position in (("pretrained", "MODEL"), ("method", "METHOD"), ("ratio", "RATIO")):
         if argument in arguments:
-            raise UsageError(f"{argument}= is what {position} says; usage: {USAGE}")
+            raise UsageError(f"{argument}= is set by {position}; usage: {USAGE}")
     for flag, argument in AS_ARGUMENTS.items():
         if (value := getattr(flags, flag)) is not None and value is not True:
             if argument in given:
-                raise UsageError(f"{argument}= is given twice: --{flag} is the same")
+                raise UsageError(f"{argument}= is given twice: --{flag} also sets it")
             arguments[argument] = value
     if flags.wandb_log_samples and not flags.wandb_args:
-        raise UsageError("--wandb_log_samples goes with --wandb_args")
+        raise UsageError("--wandb_log_samples needs --wandb_args")
     flags.overlays = flags.overlays or 0
     check_model(model)
 
     has_ratio, has_budget = ratio != "-", "budget" in arguments
     if (has_ratio and has_budget) or not (has_ratio or has_budget or "preset" in arguments):
-        raise UsageError("give either RATIO, or '-' for RATIO and budget=ENTRIES, or a preset= that brings one")
+        raise UsageError("give either RATIO, or '-' for RATIO and budget=ENTRIES, or a preset= that sets one")
     budgets = [_budget(item) for item in _items("budget", arguments.pop("budget"))] if has_budget else []
     ratios = [_ratio(item) for item in _items("RATIO", ratio)] if has_ratio else []
     metric, answer_filter = (str(arguments.pop(name)) if name in arguments else None for name in ("metric", "filter"))
@@ -147,10 +147,10 @@ def parse(argv: list[str]) -> Request:
 
 
 def _items(name: str, text: object) -> list[str]:
-    """The items of a comma list, each once. Raises UsageError where there is none."""
+    """Return the unique items of a comma-separated list. Raises UsageError if it is empty."""
     items = list(dict.fromkeys(item.strip() for item in str(text).split(",") if item.strip()))
     if not items:
-        raise UsageError(f"{name} {str(text)!r} is a list without items; usage: {USAGE}")
+        raise UsageError(f"{name} {str(text)!r} is an empty list; usage: {USAGE}")
     return items
 
 
@@ -158,7 +158,7 @@ def _ratio(text: str) -> float:
     try:
         return fraction(text)
     except argparse.ArgumentTypeError:
-        meaning = "it is the fraction of the prompt's KV entries that is kept"
+        meaning = "it is the fraction of the prompt's KV entries to keep"
         if NUMBER.fullmatch(text):
             raise UsageError(f"RATIO {text:.80} is not in (0, 1]: {meaning}") from None
         raise UsageError(f"RATIO {shown(text)} is not a number: {meaning}") from None
@@ -172,20 +172,20 @@ def _budget(text: str) -> int:
 
 
 def check_model(model: str) -> None:
-    """Raises UsageError for a MODEL that cannot be one, whether it is there or not."""
+    """Raise UsageError for a MODEL that cannot name a model. Whether a hub id exists is not checked."""
     local = os.path.expanduser(model)
     if model == BUNDLED_MODEL:
         return
     if os.path.isdir(local):
         config = os.path.join(local, "config.json")
         if not os.path.isfile(config):
-            raise UsageError(f"MODEL {shown(model)} is a folder without config.json, so not a model")
+            raise UsageError(f"MODEL {shown(model)} is a folder without config.json, so it holds no model")
         try:
             is_config = isinstance(json.loads(Path(config).read_text(encoding="utf-8")), dict)
         except (OSError, ValueError, RecursionError):  # ValueError: neither UTF-8 nor JSON
             is_config = False
         if not is_config:
-            raise UsageError(f"MODEL {shown(model)}: its config.json is damaged, it holds no JSON object")
+            raise UsageError(f"MODEL {shown(model)}: its config.json is damaged: it holds no JSON object")
     elif os.path.isfile(local):
         raise UsageError(f"MODEL {shown(model)} is a file: give the folder of a checkpoint in transformers' format")
     elif not HUB_ID.fullmatch(model) or "--" in model or ".." in model or model.endswith(".git"):
@@ -214,10 +214,10 @@ def _gen_kwargs(text: str) -> dict[str, Any]:
 
 
 def literal(text: str) -> bool | int | float | str:
-    """`8` -> 8, `0.5` -> 0.5, `true` -> True; anything else stays text.
+    """Convert `8` to 8, `0.5` to 0.5 and `true` to True; anything else stays text.
 
-    So does a number in another spelling, `0012` or `1.10`: it may be the name of a branch. Where a number is meant, it
-    becomes one when its type is known.
+    A number in another spelling, such as `0012` or `1.10`, also stays text, because it may name a branch; an argument
+    whose type is a number converts it later.
     """
     if text.lower() in ("true", "false"):
         return text.lower() == "true"

@@ -1,4 +1,4 @@
-"""What readers of a cell's files rely on: the kind of each part that they look at. Other parts may be anything."""
+"""The schema of a cell's files: the type of every field that is read. Other fields may hold anything."""
 
 from functools import cache
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from kvcompress.flag_types import MOST, shown
 Number = Annotated[float, Strict()]
 Count = Annotated[int, Strict(), Field(ge=0, le=MOST)]
 Text = Annotated[str, Strict()]
-KINDS = ("float", "Spread")  # of a union, of which pydantic says which it tried
+KINDS = ("float", "Spread")  # members of a union, which pydantic puts into the location of an error
 
 
 class Protocol(TypedDict):
@@ -61,7 +61,7 @@ class Results(TypedDict):
 
 
 class Measurement(TypedDict):
-    ttft_s: Number
+    ttft_s: Number | None
     tpot_s: Number | None
     tokens_in: Number
     tokens_out: Number
@@ -81,7 +81,7 @@ class Packed(TypedDict):
     shape: list[Count]
 
 
-class Asked(TypedDict):
+class Header(TypedDict):
     asked: Count
 
 
@@ -97,13 +97,13 @@ class Entry(TypedDict):
 
 
 def fault(content: Any, kind: type) -> str | None:
-    """What a part of `content` should be and is not, in one line; None where all are of their kinds."""
+    """Say in one line which field of `content` has the wrong type; None if all match `kind`."""
     if not isinstance(content, dict):
-        return f"no object, but {type(content).__name__}"
+        return f"not an object but {type(content).__name__}"
     try:
         _adapter(kind).validate_python(content)
     except ValidationError as error:
-        first = max(error.errors(), key=lambda each: len(each["loc"]))  # of a union, the part that fits best
+        first = max(error.errors(), key=lambda each: len(each["loc"]))  # of a union, the member that fits best
         where = ".".join(str(part) for part in first["loc"] if part not in KINDS)
         if first["type"] == "missing":
             return f"no {where}"

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from lmms_eval.tasks import TaskManager
 
 DEFAULT_DATA_ROOT = Path("data")
-LOCAL_FORMATS = ("arrow", "csv", "imagefolder", "json", "parquet", "text")  # as `dataset_path`: files, not a hub's data
+LOCAL_FORMATS = ("arrow", "csv", "imagefolder", "json", "parquet", "text")  # as `dataset_path`: local files
 LIKELIHOODS = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")
 GENERATED = ("generate_until", "generate_until_multi_round", "generate_until_agentic")  # the output types
 
 
 def find_tasks(names: list[str], include_path: Path | None) -> "TaskManager":
-    """lmms-eval's task manager with all of `names`. Raises KVCompressError or UsageError for an unknown one."""
+    """Return lmms-eval's task manager for `names`. Raises KVCompressError or UsageError for an unknown one."""
     from ..tasks import BUNDLED_TASKS, task_manager, task_names
 
     if include_path is None:
@@ -34,7 +34,7 @@ def find_tasks(names: list[str], include_path: Path | None) -> "TaskManager":
 
     try:
         manager = TaskManager(include_path=[str(BUNDLED_TASKS), str(include_path)])
-    except Exception as error:  # of a task file, in lmms-eval's own words
+    except Exception as error:  # lmms-eval raises anything for a bad task file
         message = " ".join(str(error).split())
         raise UsageError(
             f"--include_path {include_path}: a task file is wrong: {type(error).__name__}: {message}"
@@ -42,7 +42,7 @@ def find_tasks(names: list[str], include_path: Path | None) -> "TaskManager":
     for name in names:
         if name not in manager.all_tasks:
             raise UsageError(f"unknown task {name!r}{nearest(name, manager.all_tasks)}")
-        # lmms-eval would run its own without a word.
+        # lmms-eval would silently run its own.
         if name in task_names(include_path) and include_path not in Path(manager.task_index[name]["yaml_path"]).parents:
             raise UsageError(f"task {name!r} of --include_path has the name of another task: rename it")
     return manager
@@ -51,10 +51,9 @@ def find_tasks(names: list[str], include_path: Path | None) -> "TaskManager":
 def load_tasks(
     manager: "TaskManager", name: str, data_root: Path | None, check: Callable[["Task"], None] = lambda task: None
 ) -> list["Task"]:
-    """The task, or the tasks of the group, with their data.
+    """Load a task, or the tasks of a group, with their data. `check` is called with each task before its data loads.
 
-    Raises EvaluationFailed where data is missing, DamagedFile where a file of it is damaged, what `check` raises; it
-    sees each task before its data.
+    Raises EvaluationFailed if data is missing, DamagedFile if one of its files is damaged, and whatever `check` raises.
     """
     from huggingface_hub.constants import HF_HOME
 
@@ -70,7 +69,7 @@ def load_tasks(
         missing[:] = [file for file in named if is_local and not (os.path.exists(file) or set("*:") & set(file))]
         check(task)
 
-    os.environ.setdefault("HF_HOME", HF_HOME)  # where some tasks look for their videos, and fail without it
+    os.environ.setdefault("HF_HOME", HF_HOME)  # some tasks look for their videos there and fail if it is unset
     try:
         with working_directory(data_root), one_attempt(), checked_first(noted):
             return leaf_tasks(manager.load_task_or_group([name], "chat"))
@@ -83,7 +82,7 @@ def load_tasks(
         own = own_file(manager, name)
         if own is not None and missing:
             raise DamagedFile(f"task file {own}: there is no file {shown(missing[0])}") from error
-        if own is not None and not isinstance(error, OSError):  # which says that its data is not here
+        if own is not None and not isinstance(error, OSError):  # an OSError means missing data
             raise DamagedFile(
                 f"task file {own}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             ) from error
@@ -91,7 +90,7 @@ def load_tasks(
 
 
 def own_file(manager: "TaskManager", name: str) -> Path | None:
-    """The file of a task that is neither bundled nor lmms-eval's; None for those."""
+    """Return the file of a task of the user's; None for bundled tasks and lmms-eval's."""
     from .names import task_folders
 
     path = Path(str(manager.task_index.get(name, {}).get("yaml_path")))
@@ -99,7 +98,7 @@ def own_file(manager: "TaskManager", name: str) -> Path | None:
 
 
 def data_files(named: Any) -> list[str]:
-    """The names in a task's `data_files`, which is one or a list or dictionary of them."""
+    """Return the file names in a task's `data_files`: a name, or nested lists and dictionaries of names."""
     if isinstance(named, dict | list):
         return [file for each in (named.values() if isinstance(named, dict) else named) for file in data_files(each)]
     return [named] if isinstance(named, str) else []
@@ -107,7 +106,7 @@ def data_files(named: Any) -> list[str]:
 
 @contextlib.contextmanager
 def checked_first(check: Callable[["Task"], None]) -> Iterator[None]:
-    """Inside, a task is checked when it is made and before its data is loaded, which may take hours."""
+    """Call `check` with each task before its data loads, which may take hours, inside this context."""
     from lmms_eval.api.task import ConfigurableTask
 
     download = ConfigurableTask.download
@@ -124,8 +123,8 @@ def checked_first(check: Callable[["Task"], None]) -> Iterator[None]:
 
 
 def check_task(task: "Task", flags: argparse.Namespace, slots: int | str | None = None) -> None:
-    """Raises KVCompressError for a task that is not generated, has an unknown generation argument, or cannot be
-    answered in `slots` where these are given; EvaluationFailed for one whose judge has no key. Needs no data."""
+    """Check a task without its data. Raises KVCompressError if its answers are not generated, it has an unknown
+    generation argument, or it does not work with `slots`; EvaluationFailed if its judge has no key."""
     config = task.config
     check_generation(config.task, config.output_type, {**(config.generation_kwargs or {}), **flags.gen_kwargs}, slots)
     if not flags.predict_only:
@@ -135,19 +134,19 @@ def check_task(task: "Task", flags: argparse.Namespace, slots: int | str | None 
 def check_generation(
     name: str, output_type: str, generation_kwargs: dict[str, Any], slots: int | str | None = None
 ) -> None:
-    """The part of `check_task` that is about the answers, for what the task's YAML says."""
+    """Check how a task's YAML wants answers generated; a part of `check_task`."""
     from kvcompress import KVCompressError
 
     from ..model.generation import NO_LIKELIHOOD, check_one_sequence, generation_of
 
     if output_type not in GENERATED:
         raise KVCompressError(
-            f"task {name!r} has output_type {output_type}, evaluated here are {', '.join(GENERATED)}"
+            f"task {name!r} has output_type {output_type}; supported are {', '.join(GENERATED)}"
             + (f"; {NO_LIKELIHOOD}" if output_type in LIKELIHOODS else "")
         )
     if slots is not None and output_type != "generate_until":
         raise KVCompressError(
-            f"slots={slots!r} goes with tasks of a single round; task {name!r} has output_type {output_type}"
+            f"slots={slots!r} works only with tasks of a single round; task {name!r} has output_type {output_type}"
         )
     try:
         check_one_sequence(slots, generation_of(generation_kwargs, max_new_tokens=1).arguments)
@@ -156,7 +155,7 @@ def check_generation(
 
 
 def check_judge(task: "Task") -> None:
-    """Raises EvaluationFailed where answers are judged over the network, and no key for that is set."""
+    """Raise EvaluationFailed if a judge scores the answers over the network and its key is not set."""
     from ..tasks.judges import judge_of
 
     judge = judge_of(task)
@@ -166,13 +165,13 @@ def check_judge(task: "Task") -> None:
 
 def no_key(name: str, keys: Iterable[str]) -> str:
     return (
-        f"task {name!r} is scored by a judge, and no key for it is set: export {' or '.join(keys)}; with "
-        "--predict_only, which writes the answers alone, any value will do"
+        f"task {name!r} is scored by a judge whose key is not set: export {' or '.join(keys)}; with "
+        "--predict_only, which only writes the answers, any value will do"
     )
 
 
 def check_choice(name: str, tasks: list["Task"], metric: str | None, answer_filter: str | None) -> None:
-    """Raises KVCompressError where none of the tasks has the metric and the filter that are asked for."""
+    """Raise KVCompressError if none of the tasks has the requested metric or filter."""
     from kvcompress.errors import unknown_name
 
     metrics = {known for task in tasks for known in task.aggregation()}
@@ -184,25 +183,25 @@ def check_choice(name: str, tasks: list["Task"], metric: str | None, answer_filt
 
 
 def filter_names(filter_list: list[dict[str, Any]] | None) -> list[str]:
-    """The names of a task's answer filters, in their order; lmms-eval's own is `none`."""
+    """Return the names of a task's answer filters, in order; lmms-eval's default is `none`."""
     return list(dict.fromkeys(entry["name"] for entry in filter_list)) if filter_list else ["none"]
 
 
 def leaf_tasks(tasks: dict[Any, Any]) -> list["Task"]:
-    """The tasks of a task, a group, or a group of groups."""
+    """Flatten a task, a group, or a group of groups into a list of tasks."""
     nested = [leaf_tasks(task) if isinstance(task, dict) else [task] for task in tasks.values()]
     return [task for tasks in nested for task in tasks]
 
 
 def data_identity(task: "Task") -> list[str]:
-    """The Arrow cache's files: `datasets` derives their names from the source files' paths, sizes and dates."""
+    """Return the names of the Arrow cache's files, which `datasets` derives from source paths, sizes and dates."""
     return sorted("/".join(Path(file["filename"]).parts[-5:]) for file in task.eval_docs.cache_files)
 
 
 @contextlib.contextmanager
 def one_attempt() -> Iterator[None]:
-    """lmms-eval loads a dataset up to five times and then hides the error in a RetryError; here the first one counts.
-    (The hub's client repeats single requests by itself.)"""
+    """Let loading a dataset fail at the first error inside this context: lmms-eval tries up to five times and hides the
+    error in a RetryError. (The hub's client retries single requests by itself.)"""
     import tenacity
     from lmms_eval.api.task import ConfigurableTask
 
@@ -215,26 +214,26 @@ def one_attempt() -> Iterator[None]:
 
 
 def data_error(task: str, error: Exception, data_root: Path | None) -> str:
-    """One line: what is missing, and the command that brings it."""
+    """Say in one line what is missing and which command gets it."""
     message = " ".join(str(error).split())
-    if type(error).__module__.startswith("openai"):  # the task's code makes its client when it is imported
+    if type(error).__module__.startswith("openai"):  # the task's code creates its client on import
         return no_key(task, ["OPENAI_API_KEY"])
     repository = re.search(r"['\"]([\w.-]+/[\w.-]+)['\"]", message)
     if not (is_offline() and isinstance(error, OSError)):
         return f"the data of task {task!r} could not be loaded: {type(error).__name__}: {message[:300]}"
     absent = f"the data of task {task!r} is not on this machine, and {HUB} is not reachable or HF_HUB_OFFLINE is set: "
     if repository is None:  # videos, which lmms-eval unpacks under HF_HOME
-        return absent + "run the command once with --limit 1 where there is network, and copy its HF_HOME folder here"
+        return absent + "run the command with --limit 1 on a machine with network, and copy its HF_HOME folder here"
     name, folder = repository[1], f"{data_root or DEFAULT_DATA_ROOT}/{repository[1]}"
     return absent + (
-        f"where there is network run `hf download {name} --repo-type dataset --local-dir {folder}`, and copy the "
+        f"on a machine with network run `hf download {name} --repo-type dataset --local-dir {folder}`, and copy the "
         f"folder here to {folder}"
     )
 
 
 @contextlib.contextmanager
 def working_directory(path: Path | None) -> Iterator[None]:
-    """`datasets` takes a folder of the working directory that is named like a hub dataset for that dataset."""
+    """Change the working directory: `datasets` reads a hub dataset from a folder there that has the dataset's name."""
     before = Path.cwd()
     os.chdir(path or before)
     try:
@@ -244,6 +243,6 @@ def working_directory(path: Path | None) -> Iterator[None]:
 
 
 def limited(questions: int, limit: float | int | None, offset: int = 0) -> int:
-    """How many questions `--limit` and `--offset` leave, as lmms-eval counts: a fraction is one of all questions."""
+    """Return how many questions `--limit` and `--offset` leave, as in lmms-eval: a fraction refers to all questions."""
     most = questions if limit is None else math.ceil(questions * limit) if limit < 1 else int(limit)
     return max(0, min(questions - offset, most))

@@ -1,4 +1,4 @@
-"""What ends a command with one line, and its exit code. Imports nothing heavy."""
+"""Errors that end a command with one line and an exit code. Imports nothing heavy."""
 
 import sys
 
@@ -6,11 +6,11 @@ from kvcompress.errors import KVCompressError
 
 
 class UsageError(KVCompressError):
-    """Bad input of a command. The message is one line that names the value and what is allowed."""
+    """Bad input to a command. The message is one line that names the value and what is allowed."""
 
 
 class DamagedFile(UsageError):
-    """A file does not hold what was written, or what is asked of it. The message names it."""
+    """A file's content is damaged or unusable. The message names the file."""
 
 
 class EvaluationFailed(RuntimeError):
@@ -20,5 +20,5 @@ class EvaluationFailed(RuntimeError):
 
 
 def leave_out(what: object, reason: object) -> None:
-    """Say that something is not looked at, and why."""
+    """Print that something is left out, and why."""
     print(f"left out: {what}: {reason}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Flags that lmms-eval's own command has: those that work here too, and for each other one what to do instead.
+"""The flags of lmms-eval's own command: those supported here, and for each of the others what to use instead.
 
 Imports nothing heavy.
 """
@@ -14,27 +14,27 @@ from kvcompress.flag_types import label, path, prose, whole
 
 from .errors import UsageError
 
-# Takes out of an answer, before it is scored, what stands between these tags: lmms-eval's own default.
-MOST_TOKENS = 2**20  # of a prompt that a task writes itself
+MOST_TOKENS = 2**20  # in a prompt that a task writes itself
+# Text between these tags is removed from an answer before scoring; lmms-eval's own default.
 REASONING_TAGS = '[["<think>", "</think>"], ["<analysis>", "</analysis>"]]'
 
 METRICS = f"{called('metrics')} --compare tests differences between cells"
 POWER = "`lmms-eval power` plans the number of questions"
 WANDB = "--wandb_args logs a run per cell"
 REPLACED = {
-    "--config": f"{called('sweep')} FILE runs what a file asks for",
+    "--config": f"{called('sweep')} FILE runs what a file describes",
     "--model": "the second word, MODEL, names the checkpoint; the wrapper is always kvcompress",
     "--tasks": f"the first word, TASK, names tasks; `{called('list')} tasks [WORD]` lists them",
     "--model_args": "give key=value words",
     "--launcher_args": "start the judge's server yourself, and name it by the variables that the task reads",
-    "--cache_requests": "there is nothing to cache: prompts are made while the model answers, once for all cells "
+    "--cache_requests": "prompts need no cache: they are prepared while the model answers, once for all cells "
     "(look_ahead=, vision_cache_gb=)",
-    "--log_samples_suffix": "each cell has a folder of its own for its samples.jsonl; --output_path keeps runs apart",
+    "--log_samples_suffix": "each cell has its own folder for samples.jsonl; --output_path keeps runs apart",
     "--swanlab_log_samples": "--wandb_log_samples logs them, with --wandb_args",
     "--swanlab_args": f"{WANDB}; SwanLab reads such runs",
     "--trust_remote_code": "trust_remote_code=true is for the model's code; datasets no longer run any",
-    "--agentic_trace_mode": "agentic tasks are not answered: they call tools in rounds of their own",
-    "--force_simple": "the model is a chat model; chat_template=plain sends a task's text as it is",
+    "--agentic_trace_mode": "agentic tasks are not supported: they call tools in rounds of their own",
+    "--force_simple": "the model is a chat model; chat_template=plain sends a task's text unchanged",
     "--tui": "there is no such mode; --help lists all flags",
     "--baseline": METRICS,
     "--max_tokens": "--limit bounds the questions, max_new_tokens= an answer",
@@ -49,7 +49,7 @@ REPLACED = {
 
 
 def add_evaluator_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of lmms-eval's flags that need nothing of ours."""
+    """Add the flags of lmms-eval's that work here as they do there."""
     add = parser.add_argument
     add("--max_batch_size", type=whole(1), metavar="N", help="with --batch_size auto, the most prompts per batch (64)")
     add("--offset", type=whole(), default=0, metavar="N", help="leave out each task's first N questions (0)")
@@ -61,18 +61,18 @@ def add_evaluator_flags(parser: argparse.ArgumentParser) -> None:
         const=True,
         type=label,
         metavar="NAME",
-        help="always on, but for lm-eval's tasks; NAME picks one of the checkpoint's templates, as chat_template=NAME",
+        help="always on, except for lm-eval's tasks; NAME selects a template of the checkpoint, as chat_template=NAME",
     )
-    add("--metadata", type=_metadata, default={}, metavar="JSON", help="for lm-eval's tasks that make their prompts")
+    add("--metadata", type=_metadata, default={}, metavar="JSON", help="for lm-eval's tasks with generated prompts")
     add("--fewshot_as_multiturn", action="store_true", help="examples as turns of a chat, with their images")
     add(
         "--reasoning_tags",
         type=_reasoning_tags,
         default=REASONING_TAGS,
         metavar="JSON",
-        help='pairs of tags; what is between them is not scored ("none": all is)',
+        help='pairs of tags; text between them is not scored ("none": all text is)',
     )
-    add("--process_with_media", action="store_true", help="hand images to the scorer, too")
+    add("--process_with_media", action="store_true", help="also pass images to the scorer")
     add(
         "--process-docs-parallel",
         "--process_docs_parallel",
@@ -81,26 +81,26 @@ def add_evaluator_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="scoring threads",
     )
-    add("--use_cache", "-c", type=path, metavar="DIR", help="take answers of earlier runs from DIR, and add these")
+    add("--use_cache", "-c", type=path, metavar="DIR", help="reuse answers of earlier runs from DIR, and add new ones")
     add("--check_integrity", action="store_true", help="read every question, image and video before the model loads")
     add("--write_out", "-w", action="store_true", help="show each task's first prompt and target, with their tokens")
-    add("--show_config", action="store_true", help="show the tasks' whole configuration at the end")
-    add("--timezone", type=_timezone, default="UTC", metavar="NAME", help="of the date in results.json (UTC)")
-    add("--wandb_args", type=_key_values, metavar="a=1,b=2", help="log a run per cell: arguments of wandb.init")
-    add("--wandb_log_samples", action="store_true", help="with --wandb_args, log the answers, too")
+    add("--show_config", action="store_true", help="show the tasks' full configuration at the end")
+    add("--timezone", type=_timezone, default="UTC", metavar="NAME", help="time zone of the date in results.json (UTC)")
+    add("--wandb_args", type=_key_values, metavar="a=1,b=2", help="log a run per cell; arguments of wandb.init")
+    add("--wandb_log_samples", action="store_true", help="with --wandb_args, also log the answers")
     add("--hf_hub_log_args", type=_hub_arguments, metavar="a=1,b=2", help="push results to the hub")
 
 
 def check_known(flag: str, valid: list[str]) -> None:
-    """Raises UsageError for a flag that the parser does not know."""
+    """Raise UsageError for an unknown flag, with a hint at what to use instead."""
     name = flag.partition("=")[0]
     if name in REPLACED:
-        raise UsageError(f"{name} is not for this command: {REPLACED[name]}")
+        raise UsageError(f"{name} is not supported here: {REPLACED[name]}")
     raise UsageError(f"unknown flag {name!r}{nearest(name, valid)}")
 
 
 def size_of_batch(text: str) -> int | str:
-    """`8`, `auto` or `auto:4`."""
+    """Parse `8`, `auto` or `auto:4`."""
     times = text.removeprefix("auto:")
     if text == "auto" or (times != text and times.isascii() and times.isdigit() and 0 < int(times) < 10**6):
         return text
@@ -128,12 +128,12 @@ def _metadata(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f'{shown(text)} is no JSON object, such as {{"max_seq_lengths": [2048]}}')
+        raise argparse.ArgumentTypeError(f'{shown(text)} is not a JSON object such as {{"max_seq_lengths": [2048]}}')
     lengths = found.get("max_seq_lengths", [2048])
     are_lengths = isinstance(lengths, list) and all(type(length) is int for length in lengths)
     if not are_lengths or not lengths or not all(0 < length <= MOST_TOKENS for length in lengths):
         raise argparse.ArgumentTypeError(
-            f"max_seq_lengths {shown(lengths)} is no list of whole numbers from 1 to {MOST_TOKENS}, tokens of a prompt"
+            f"max_seq_lengths {shown(lengths)} is not a list of prompt lengths, whole numbers from 1 to {MOST_TOKENS}"
         )
     return found
 
@@ -148,12 +148,12 @@ def _timezone(text: str) -> str:
     else:
         return text
     raise argparse.ArgumentTypeError(
-        f"{shown(text)} is no time zone{nearest(text, zoneinfo.available_timezones())}: Europe/Berlin, UTC"
+        f"{shown(text)} is not a time zone{nearest(text, zoneinfo.available_timezones())}, such as Europe/Berlin or UTC"
     )
 
 
 def _key_values(text: str) -> dict[str, str]:
-    """`a=1,b=c` -> {"a": "1", "b": "c"}."""
+    """Parse `a=1,b=c` into {"a": "1", "b": "c"}."""
     found: dict[str, str] = {}
     for item in filter(None, (item.strip() for item in text.split(","))):
         name, equals, value = item.partition("=")
@@ -161,7 +161,7 @@ def _key_values(text: str) -> dict[str, str]:
             raise argparse.ArgumentTypeError(f"{shown(item)} is not name=value, or is given twice")
         found[name] = value
     if not found:
-        raise argparse.ArgumentTypeError(f"{shown(text)} names nothing: name=value,name=value")
+        raise argparse.ArgumentTypeError(f"{shown(text)} holds no name=value")
     return found
 
 
@@ -170,7 +170,7 @@ HUB_NAMES = ("hub_results_org", "hub_repo_name", "details_repo_name", "results_r
 
 
 def _hub_arguments(text: str) -> dict[str, Any]:
-    """The arguments of lmms-eval's EvaluationTracker."""
+    """Parse the arguments of lmms-eval's EvaluationTracker."""
     found: dict[str, Any] = {}
     for name, value in _key_values(text).items():
         if name == "token":

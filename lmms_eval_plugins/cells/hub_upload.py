@@ -1,4 +1,4 @@
-"""`--hf_hub_log_args`: results and answers to the hub, under lmms-eval's names for the repositories."""
+"""`--hf_hub_log_args`: push results and answers to the hub, in repositories named as lmms-eval names them."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +14,17 @@ DEFAULT_REPOSITORY = "lmms-eval-results"
 
 
 def check_hub() -> None:
-    """Raises EvaluationFailed where nothing could be pushed: no token, no network."""
+    """Raise EvaluationFailed if nothing could be pushed for lack of a token or a network."""
     from huggingface_hub import get_token
 
     if get_token() is None:
-        raise EvaluationFailed("--hf_hub_log_args: no token of the hub is known: set HF_TOKEN, or run `hf auth login`")
+        raise EvaluationFailed("--hf_hub_log_args: no hub token is set: set HF_TOKEN, or run `hf auth login`")
     if is_offline() or not hub_is_reachable():
         raise EvaluationFailed(f"--hf_hub_log_args: {HUB} is not reachable, or HF_HUB_OFFLINE is set")
 
 
 def push_cell(job: Job, arguments: dict[str, Any]) -> None:
-    """Push a complete cell, at its place under the results' root. Raises EvaluationFailed where the hub refuses."""
+    """Push a complete cell under its path relative to the results' root. Raises EvaluationFailed if the hub refuses."""
     from huggingface_hub import HfApi
 
     root = job.plan.request.flags.output_path.resolve()
@@ -40,13 +40,13 @@ def push_cell(job: Job, arguments: dict[str, Any]) -> None:
                     repo_type="dataset",
                     commit_message=f"{job.cell.task}: {job.folder.name}",
                 )
-    except Exception as error:  # the client's, its HTTP library's and the system's have nothing in common
+    except Exception as error:  # errors of the client, its HTTP library and the system share no base class
         message = " ".join(str(error).split())[:300]
-        raise EvaluationFailed(f"the hub did not take it: {type(error).__name__}: {message}") from error
+        raise EvaluationFailed(f"the hub refused the upload: {type(error).__name__}: {message}") from error
 
 
 def _repository(api: "HfApi", arguments: dict[str, Any], kind: str) -> str:
-    """The id of the repository of the results or the samples, which is there afterwards."""
+    """Create the repository of the results or the samples if needed, and return its id."""
     owner = arguments.get("hub_results_org") or api.whoami()["name"]
     both = arguments.get("hub_repo_name")
     details = both or arguments.get("details_repo_name") or DEFAULT_REPOSITORY

@@ -1,4 +1,4 @@
-"""What a cell's numbers depend on: the model's files, the data, the code."""
+"""Fingerprint everything that a cell's numbers depend on: the model's files, the data, the code."""
 
 import ast
 import contextlib
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ..model.arguments import ModelArguments
 
-# Modules of `cells` that make no answer and no measurement. What they read from a command line is in the fingerprint.
+# Modules of `cells` that affect no answer or measurement. What they read from a command line is in the fingerprint.
 WITHOUT_EFFECT = (
     "__init__.py",
     "cell_log.py",
@@ -44,24 +44,37 @@ WITHOUT_EFFECT = (
 
 
 def files_identity(path: Path) -> list[list]:
-    """[name, bytes, modification time in ns] of a local checkpoint's files: changes when it is replaced."""
+    """Return [name, bytes, modification time in ns] of a local checkpoint's files, which changes if it is replaced."""
     stats = [(file.relative_to(path), file.stat()) for file in sorted(path.rglob("*")) if file.is_file()]
     return [[str(name), stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
 def code_identity(*packages_or_files: Path) -> str:
-    """Hash of Python sources without comments and formatting, so that only a real change redoes a cell."""
+    """Hash Python sources without comments, docstrings and formatting: only changes of code recompute a cell."""
     digest = hashlib.sha256()
     for path in packages_or_files:
         for source in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             name = source.relative_to(path).as_posix() if path.is_dir() else source.name
             digest.update(name.encode())
-            digest.update(ast.dump(ast.parse(source.read_text(encoding="utf-8"))).encode())
+            digest.update(ast.dump(_without_docstrings(ast.parse(source.read_text(encoding="utf-8")))).encode())
     return digest.hexdigest()[:16]
 
 
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                node.body = node.body[1:]
+    return tree
+
+
 def task_identity(task: "Task") -> str:
-    """Hash of how a task asks and scores: its settings, and the files of the functions and classes that they name."""
+    """Hash how a task asks and scores: its settings, and the files of the functions and classes they name."""
     sources = set()
 
     def named(value: Any) -> Any:
@@ -77,7 +90,7 @@ def task_identity(task: "Task") -> str:
         if not _is_library(cls):
             named(cls)
     settings = {key: value for key, value in vars(task.config).items() if not key.startswith("dataset_")}
-    if isinstance(settings.get("metadata"), dict):  # lm-eval notes there where the task's file is
+    if isinstance(settings.get("metadata"), dict):  # lm-eval records the path of the task's file there
         settings["metadata"] = {key: value for key, value in settings["metadata"].items() if key != "config_source"}
     text = json.dumps(settings, default=named)
     code = sorted(code_identity(Path(source)) for source in sources if source and os.path.isfile(source))
@@ -90,8 +103,8 @@ def _is_library(cls: type) -> bool:
 
 
 def class_identity(cls: type, but_packages: tuple[str, ...]) -> str:
-    """Hash of what a class does, where it and its parents are defined outside of some packages: in a notebook or a file
-    of one's own. Empty where none is."""
+    """Hash what a class does in code outside of `but_packages`, such as a user's file or notebook. Empty if it and its
+    parents are all defined in those packages."""
     own = [each for each in cls.__mro__ if each.__module__.split(".")[0] not in (*but_packages, "builtins", "abc")]
     if not own:
         return ""
@@ -106,29 +119,33 @@ def class_identity(cls: type, but_packages: tuple[str, ...]) -> str:
 
 
 def _content(value: Any) -> Any:
-    """A function's or property's instructions, without file names and line numbers; plain values as they are."""
+    """Return a function's or property's bytecode without docstring, file and line numbers; plain values unchanged."""
     if isinstance(value, property):
         value = value.fget
     value = getattr(value, "__func__", value)
     code = getattr(value, "__code__", value)
     if isinstance(code, CodeType):
-        return [code.co_code, code.co_names, [_content(constant) for constant in code.co_consts]]
+        constants = [constant for constant in code.co_consts if constant != getattr(value, "__doc__", None)]
+        return [code.co_code, code.co_names, [_content(constant) for constant in constants]]
     return value if isinstance(value, bool | int | float | str | tuple | None) else type(value).__name__
 
 
 def fingerprint(
     cell: Cell, arguments: "ModelArguments", options: dict, data: dict[str, Any], tasks: dict[str, str]
 ) -> dict[str, Any]:
-    """What a cell's numbers depend on: a cell on disk counts only while all of it is the same.
+    """Return everything that a cell's numbers depend on. A cell on disk is complete only while this is unchanged.
 
-    `data` and `tasks`: the identity of each task's data, and of the task itself.
+    `data` and `tasks`: the identity of each task's data, and of each task itself.
     """
     import kvcompress
     from kvcompress.calibration.files import file_of
+    from kvcompress.layer_budgets import list_layer_budgets
     from kvcompress.methods import method_name
 
     model, calibration = Path(arguments.pretrained), options.get("calibration")
     method = kvcompress.list_methods()[cell.method].cls
+    rule = list_layer_budgets().get(options.get("layer_budget") or getattr(method, "layer_budget", None))
+    own = [class_identity(cls, but_packages=("kvcompress", "lmms_eval_plugins")) for cls in (method, type(rule))]
     known = calibration and file_of(calibration, method_name(options.get("scorer") or cell.method)).read_bytes()
     return {
         **asdict(cell),
@@ -138,22 +155,21 @@ def fingerprint(
         **({"calibration": hashlib.sha256(known).hexdigest()} if known else {}),
         "data": data,
         "tasks": tasks,
-        "code": own_code(Path(__file__).parents[2])
-        + class_identity(method, but_packages=("kvcompress", "lmms_eval_plugins")),
+        "code": own_code(Path(__file__).parents[2]) + "".join(own),
     }
 
 
 def _texts(arguments: "ModelArguments") -> list[tuple[str, Path]]:
-    """The arguments that name a file with a text."""
+    """Return the arguments that name a text file, with its path."""
     given = {name: str(getattr(arguments, name)) for name in ("chat_template", "system_prompt")}
     return [(name, Path(value)) for name, value in given.items() if os.path.isfile(value)]
 
 
 @cache
 def own_code(root: Path) -> str:
-    """Identity of all code between a question and the line of its answer in samples.jsonl; `root` holds both packages.
+    """Hash all code between a question and its line in samples.jsonl; `root` holds both packages.
 
-    Once per process: what is loaded does not change with a file.
+    Computed once per process: code that is already loaded does not change with its file.
     """
     plugin = root / "lmms_eval_plugins"
     cells = [file for file in sorted((plugin / "cells").rglob("*.py")) if file.name not in WITHOUT_EFFECT]

@@ -1,4 +1,4 @@
-"""What can be seen of a run's tasks before its model loads: are they whole, and how do their prompts look."""
+"""Inspect a run's tasks before the model loads: whether their data can be read, and what their prompts look like."""
 
 import argparse
 import json
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
     from ..model.arguments import ModelArguments
 
-MOST_NAMED = 3  # questions that are named when several cannot be read
+MOST_NAMED = 3  # unreadable questions that an error lists
 
 
 def set_examples(task: "Task", flags: argparse.Namespace) -> None:
-    """Give a task the number of examples that the command line asks for, as lmms-eval does when it runs.
+    """Set the number of few-shot examples that the command line asks for, as lmms-eval does when it runs.
 
-    Raises UsageError where lmms-eval would show none without a word, EvaluationFailed where it has none to show.
+    Raises UsageError if lmms-eval would silently show none, EvaluationFailed if the task has none to show.
     """
     name, config, asked = task.config.task, task.config, flags.num_fewshot
     if asked:
         if config.num_fewshot == 0:
-            raise UsageError(f"--num_fewshot {asked}: the file of task {name!r} says num_fewshot: 0, which stays")
+            raise UsageError(f"--num_fewshot {asked}: the file of task {name!r} fixes num_fewshot: 0")
         if not hasattr(task, "sampler"):
             raise UsageError(f"--num_fewshot {asked}: the file of task {name!r} names no examples (fewshot_config)")
         if not flags.fewshot_as_multiturn and (config.doc_to_visual is not None or callable(config.doc_to_messages)):
             raise UsageError(
-                f"--num_fewshot {asked}: task {name!r} has no place for examples in its prompt; "
+                f"--num_fewshot {asked}: the prompt of task {name!r} has no place for examples; "
                 "--fewshot_as_multiturn puts them before it, as turns of a chat"
             )
     if asked is not None and config.num_fewshot != 0:
@@ -48,7 +48,7 @@ def set_examples(task: "Task", flags: argparse.Namespace) -> None:
 
 
 def messages_of(task: "Task", doc_id: int, doc: dict[str, Any], flags: argparse.Namespace) -> list[dict[str, Any]]:
-    """A question's messages as the model will get them."""
+    """Return a question's messages as the model will receive them."""
     from ..model.fewshot import FewShot
 
     return FewShot(flags.seed[3], flags.fewshot_as_multiturn).messages(task.doc_to_messages, doc, doc_id)
@@ -57,9 +57,9 @@ def messages_of(task: "Task", doc_id: int, doc: dict[str, Any], flags: argparse.
 def check_integrity(
     tasks: list["Task"], flags: argparse.Namespace, data_root: Path | None, most: int | None = None
 ) -> None:
-    """Read every question that is asked, with its images and videos, and its target; `most`: only so many, in silence.
+    """Read every question of the run with its images, videos and target; `most`: only this many, without printing.
 
-    Raises DamagedFile that names the first questions which cannot be read, and why.
+    Raises DamagedFile that names the first unreadable questions and why they cannot be read.
     """
     from lmms_eval.protocol import ChatMessages
 
@@ -74,7 +74,7 @@ def check_integrity(
                     messages = ChatMessages(messages=messages_of(task, doc_id, doc := docs[doc_id], flags))
                     prompt = read_messages(messages, max_frames_num=1)
                     task.doc_to_target(doc)
-            except Exception as error:  # whatever a task's own code raises
+            except Exception as error:  # a task's own code may raise anything
                 broken.append(f"question {doc_id}: {type(error).__name__}: {' '.join(str(error).split())[:150]}")
             else:
                 counted["image"] += len(prompt.images)
@@ -94,7 +94,7 @@ def check_integrity(
 def write_out(
     tasks: list["Task"], flags: argparse.Namespace, data_root: Path | None, arguments: "ModelArguments"
 ) -> None:
-    """Show the first prompt of each task as the model will read it, how many tokens it has, and the target."""
+    """Print each task's first prompt as the model will read it, its number of tokens, and the target."""
     from lmms_eval.protocol import ChatMessages
 
     from kvcompress.scoring.vision import vision_token_mask
@@ -114,13 +114,13 @@ def write_out(
         vision = int(vision_token_mask(config, inputs["input_ids"]).sum())
         say(
             f"--- {task.config.task}, question {doc_id}: "
-            f"{tokens} tokens, {tokens - vision} of text and {vision} of vision\n"
+            f"{tokens} tokens: {tokens - vision} text, {vision} vision\n"
             f"{chat.text(prompt)}\n--- target: {_shown(task.doc_to_target(doc))}\n---"
         )
 
 
 def show_config(cell: Path) -> None:
-    """Print the whole configuration of a complete cell's task, or of each task of its group, as lmms-eval used it."""
+    """Print the full configuration that lmms-eval used for a complete cell's task, or each task of its group."""
     say(json.dumps(read_results(cell).get("configs"), indent=2, ensure_ascii=False))
 
 

@@ -1,5 +1,5 @@
-"""Answers that are not scored yet: they are written before the scorers run, and the next run of the same command scores
-them without the model. They are no cell: nothing reads them as results.
+"""Store answers before they are scored, so that the next run of the same command can score them without the model if
+scoring fails. Such a file is not a cell: nothing reads it as results.
 
 results/<task>/<model>/.answers-<cell>.json
 """
@@ -14,11 +14,12 @@ from .results import dumps, write_text
 
 @dataclass(frozen=True)
 class KeptAnswers:
-    """
+    """The answers of a cell that has not been scored.
+
     Attributes:
-        rows: of all ranks, as `KVCompressLM.gather_rows` gives them; each has its `answer`.
-        environment: where they were generated, as `run.environment` says it.
-        overlays: for how many questions of each task the rows say which tokens were kept.
+        rows: the rows of all ranks, each with its `answer`, as `KVCompressLM.gather_rows` returns them.
+        environment: where they were generated, as from `run.environment`.
+        overlays: for how many questions of each task the rows record the kept tokens.
     """
 
     rows: list[dict[str, Any]]
@@ -27,24 +28,24 @@ class KeptAnswers:
 
     @property
     def questions(self) -> int:
-        """How many are answered."""
+        """The number of answered questions."""
         return len({(row["task"], row["doc_id"]) for row in self.rows})
 
 
 def answers_file(cell_folder: Path) -> Path:
-    """Beside the cell's folder. The name is hidden, so that it is no cell's."""
+    """Return the path of the stored answers, beside the cell's folder. A hidden name is never taken for a cell."""
     return cell_folder.with_name(f".answers-{cell_folder.name}.json")
 
 
 def write_kept_answers(cell_folder: Path, fingerprint: dict[str, Any], answers: KeptAnswers) -> None:
-    """`fingerprint`: what the answers depend on."""
+    """Store the answers of a cell; `fingerprint`: what they depend on."""
     cell_folder.parent.mkdir(parents=True, exist_ok=True)
     content = {"fingerprint": fingerprint, **vars(answers)}
     write_text(answers_file(cell_folder), dumps(content) + "\n")
 
 
 def read_kept_answers(cell_folder: Path, fingerprint: dict[str, Any], overlays: int) -> KeptAnswers | None:
-    """The answers for this fingerprint with as many overlays; None where there are none."""
+    """Return the stored answers for this fingerprint with at least as many overlays; None if there are none."""
     try:
         content = json.loads(answers_file(cell_folder).read_text(encoding="utf-8"))
         answers = KeptAnswers(content["rows"], content["environment"], content["overlays"])

@@ -1,7 +1,7 @@
-"""Which tokens of a prompt were kept, on disk: entries that `model/kept_tokens.py` makes, of some questions of a cell.
+"""Read and write which tokens of a prompt were kept, as entries from `model/kept_tokens.py` for some of the questions.
 
 results/<task>/<model>/<cell>/survivors.jsonl
-results/<task>/<model>/images/<hash>.jpg       each image once, whichever cells show it
+results/<task>/<model>/images/<hash>.jpg       each image once, shared by the cells
 """
 
 import base64
@@ -21,23 +21,23 @@ IMAGES_FOLDER = "images"
 
 
 def unpacked(packed: dict[str, Any]) -> np.ndarray:
-    """The bool array (layers, heads, tokens) of an entry's `vision` or `text`."""
+    """Unpack an entry's `vision` or `text` into a bool array (layers, heads, tokens)."""
     bits = np.frombuffer(zlib.decompress(base64.b64decode(packed["bits"])), dtype=np.uint8)
     count = math.prod(packed["shape"])
     return np.unpackbits(bits, count=count, bitorder="little").astype(bool).reshape(packed["shape"])
 
 
 def shares(entry: dict[str, Any], kind: str) -> np.ndarray | None:
-    """The share of an entry's tokens that was kept, (layers, heads); `kind`: `vision`, `text` or `all`. None where the
-    prompt has no such token."""
+    """Return the share of an entry's tokens that were kept, (layers, heads); `kind`: `vision`, `text` or `all`. None if
+    the prompt has no such tokens."""
     kinds = ("vision", "text") if kind == "all" else (kind,)
     mask = np.concatenate([unpacked(entry[name]) for name in kinds], axis=2)
     return mask.mean(2) if mask.shape[2] else None
 
 
 def needs(entry: dict[str, Any]) -> np.ndarray | None:
-    """What each token of an entry's prompt is worth to the answer, (layers, heads, tokens), vision tokens first: shares
-    of a layer's head. None where the entry's method does not foresee the answer."""
+    """Return how much the answer needs each token of an entry's prompt, (layers, heads, tokens), vision tokens first:
+    shares that sum to 1 per head. None unless the entry's method looks ahead at the answer."""
     if "needs" not in entry:
         return None
     worth = np.concatenate([_levels(entry["needs"][kind]) ** 2 for kind in ("vision", "text")], axis=2)
@@ -45,7 +45,7 @@ def needs(entry: dict[str, Any]) -> np.ndarray | None:
 
 
 def needs_kept(entry: dict[str, Any], worth: np.ndarray) -> np.ndarray:
-    """The part of what the answer needs (`needs` of the same prompt) that an entry kept, (layers, heads)."""
+    """Return the share of what the answer needs (`needs` of the same prompt) that an entry kept, (layers, heads)."""
     mask = np.concatenate([unpacked(entry[kind]) for kind in ("vision", "text")], axis=2)
     return (worth * mask).sum(2)
 
@@ -58,8 +58,8 @@ def _levels(packed: dict[str, Any]) -> np.ndarray:
 def write_kept_tokens(folder: Path, images: Path, asked: int, entries: list[dict[str, Any]]) -> None:
     """Write a cell's entries into its `folder`, and their images, each once, into the folder `images`.
 
-    The first line says for how many questions was asked; entries name an image by its file. Nothing is written where
-    nothing was asked for.
+    The first line holds the number of questions requested; entries refer to an image by its file. If none were
+    requested, nothing is written.
     """
     if not asked:
         return
@@ -80,24 +80,24 @@ def write_kept_tokens(folder: Path, images: Path, asked: int, entries: list[dict
 def _write_once(path: Path, content: bytes) -> None:
     from kvcompress.files import replacing
 
-    if path.exists():  # its name is its content's
+    if path.exists():  # the name is a hash of the content
         return
     with replacing(path) as draft:
         draft.write_bytes(content)
 
 
 def read_kept_tokens(folder: Path) -> list[dict[str, Any]]:
-    """The entries of a cell; none where it has no overlays. Raises DamagedFile."""
+    """Return the entries of a cell; empty if it has no overlays. Raises DamagedFile."""
     return _read(folder)[1]
 
 
 def overlays_asked(folder: Path) -> int:
-    """For how many questions of each task the cell in `folder` notes which tokens survived. Raises DamagedFile."""
+    """Return for how many questions of each task the cell in `folder` records the kept tokens. Raises DamagedFile."""
     return _read(folder)[0]
 
 
 def kept_tokens_damage(folder: Path) -> str | None:
-    """What is wrong with a cell's entries; None where nothing is, or there are none."""
+    """Say what is wrong with a cell's entries; None if they are valid or absent."""
     try:
         _read(folder)
     except DamagedFile as error:
@@ -106,11 +106,11 @@ def kept_tokens_damage(folder: Path) -> str | None:
 
 
 def _read(folder: Path) -> tuple[int, list[dict[str, Any]]]:
-    """For how many questions was asked, and the entries."""
+    """Return the number of questions requested, and the entries."""
     path = folder / SURVIVORS_FILE
     if not path.is_file():
         return 0, []
-    from .contents import Asked, Entry, fault  # takes a tenth of a second
+    from .contents import Entry, Header, fault  # takes a tenth of a second
 
     try:
         with open(path, encoding="utf-8") as file:
@@ -118,7 +118,7 @@ def _read(folder: Path) -> tuple[int, list[dict[str, Any]]]:
         if not lines:
             raise ValueError("it is empty")
         for number, line in enumerate(lines, 1):
-            if wrong := fault(line, Asked if number == 1 else Entry):
+            if wrong := fault(line, Header if number == 1 else Entry):
                 raise ValueError(f"line {number}: {wrong}")
         asked, entries = lines[0]["asked"], lines[1:]
         for entry in entries:

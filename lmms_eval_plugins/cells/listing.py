@@ -1,4 +1,4 @@
-"""`kvcompress list`: tasks, methods or models, a line each."""
+"""`kvcompress list`: print tasks, methods or models, one per line."""
 
 import argparse
 
@@ -7,7 +7,7 @@ from kvcompress.list_command import methods
 
 from .names import LM_EVAL, installed_tasks, lm_eval_tasks, task_folders, task_kinds
 
-# Model types that docs/families.md has tests of; transformers knows more.
+# The model types tested in docs/families.md; transformers has more.
 TESTED = (
     "gemma3", "gemma4", "glm4v", "idefics3", "internvl", "llama", "llava", "llava_next", "llava_next_video",
     "llava_onevision", "minicpmv4_6", "mistral", "mistral3", "mllama", "molmo2", "qwen2", "qwen2_5_vl", "qwen2_audio",
@@ -16,7 +16,7 @@ TESTED = (
 
 
 def tasks() -> list[str]:
-    """Bundled tasks, then lmms-eval's tasks, groups and tags, then lm-eval's, where that is installed."""
+    """List the bundled tasks, then lmms-eval's tasks, groups and tags, then lm-eval's if it is installed."""
     kinds = {origin: task_kinds(folder) for origin, folder in task_folders().items()}
     shared = installed_tasks() & lm_eval_tasks().keys()
     kinds["lm-eval"] = {LM_EVAL * (name in shared) + name: kind for name, (kind, _) in lm_eval_tasks().items()}
@@ -24,8 +24,8 @@ def tasks() -> list[str]:
 
 
 def models() -> list[str]:
-    """The bundled model, those in the hub's cache on this machine, and the kinds that are tested. Others may work, if
-    their attention goes through transformers' attention interface; one that cannot is refused in a line."""
+    """List the bundled model, the models in this machine's hub cache, and the tested model types. Others work if their
+    attention goes through transformers' attention interface, and are refused with one line if not."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
     from transformers.models.auto.modeling_auto import (
@@ -54,5 +54,5 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> None:
-    """Print the list. Raises KVCompressError for another one, and where nothing is found."""
+    """Print the list. Raises KVCompressError for an unknown kind, or if nothing is found."""
     core.main(argv, KINDS)

@@ -1,4 +1,4 @@
-"""What this machine has: a GPU, the network, the model's files, several processes."""
+"""Check what this machine offers: GPUs, the network, the model's files, several processes."""
 
 import gc
 import os
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..model.arguments import ModelArguments
 
 HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-# Environment variable -> what it may be, as a pattern and in words. An empty one counts as not set.
+# Environment variable -> its allowed values, as a pattern and in words. An empty one counts as unset.
 COUNT, RANK, SWITCH = r"[1-9]\d{0,3}", r"\d{1,4}", "(?i:1|0|on|off|yes|no|true|false)"
 VARIABLES = {
     "NUM_PROCESSES": (COUNT, "a number of processes, from 1 to 9999"),
@@ -35,7 +35,7 @@ VARIABLES = {
 
 
 def check_environment() -> None:
-    """Raises UsageError for an environment variable that would be ignored, or taken for something else."""
+    """Raise UsageError for an environment variable that would be ignored or misread."""
     for name, (pattern, meaning) in VARIABLES.items():
         if (value := os.environ.get(name)) and not re.fullmatch(pattern, value, re.ASCII):
             raise UsageError(f"{name}={shown(value)} is not {meaning}")
@@ -43,7 +43,7 @@ def check_environment() -> None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Inside, Python's garbage collector rests: imports make objects by the million, which all stay."""
+    """Pause Python's garbage collector inside this context: imports create millions of objects that all stay."""
     gc.disable()
     try:
         yield
@@ -53,7 +53,7 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Inside, the garbage collector does not look at what there was before."""
+    """Hide all existing objects from the garbage collector inside this context."""
     gc.freeze()
     try:
         yield
@@ -62,35 +62,35 @@ def settled() -> Iterator[None]:
 
 
 def number_of_processes() -> int:
-    """How many ranks are asked for."""
+    """Return the requested number of ranks."""
     return int(os.environ.get("NUM_PROCESSES") or 1)
 
 
 def check_device(device: str | None, processes: int) -> None:
-    """Raises EvaluationFailed where a device is named that is not there, or there are fewer GPUs than processes."""
+    """Raise EvaluationFailed if the device does not exist, or there are fewer GPUs than processes."""
     import torch
 
     if device == "mps" and not torch.backends.mps.is_available():
         raise EvaluationFailed(
-            f"device 'mps' was asked for, but torch {torch.__version__} has none on this machine; device=cpu runs"
+            f"device 'mps' was requested, but torch {torch.__version__} finds none here; device=cpu needs none"
         )
     found = torch.cuda.device_count()
     sees = f"torch {torch.__version__} sees {found or 'no'} CUDA GPU{'s' if found > 1 else ''}"
     if device and re.fullmatch(r"cuda(:\d+)?", device) and int(device.partition(":")[2] or 0) >= found:
-        raise EvaluationFailed(f"device {device!r} was asked for, but {sees}; device=cpu runs without one")
+        raise EvaluationFailed(f"device {device!r} was requested, but {sees}; device=cpu needs none")
     if device != "cpu" and 0 < found < processes:
         raise EvaluationFailed(f"NUM_PROCESSES={processes}, but {sees}; device=cpu runs on the CPU")
 
 
 def set_offline(*requests: Request) -> None:
-    """Tell the hub's client to stay off the network where it is not needed or not there: otherwise it tries for
-    more than a minute before it says so. Call before anything imports that client."""
+    """Tell the hub's client to stay offline if the network is not needed or not there: otherwise it retries for more
+    than a minute before it fails. Call this before anything imports that client."""
     if "HF_HUB_OFFLINE" not in os.environ and not (any(map(needs_hub, requests)) and hub_is_reachable()):
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def needs_hub(request: Request) -> bool:
-    """False where the model is a folder or the bundled one, every task is bundled, and nothing is pushed."""
+    """Return False if the model is a folder or the bundled one, every task is bundled, and nothing is pushed."""
     bundled = {path.stem for path in (Path(__file__).parents[1] / "tasks").rglob("*.yaml")}
     is_local = request.model == BUNDLED_MODEL or os.path.isdir(os.path.expanduser(request.model))
     return not is_local or not bundled.issuperset(request.tasks) or request.flags.hf_hub_log_args is not None
@@ -101,7 +101,7 @@ def is_offline() -> bool:
 
 
 def hub_is_reachable(timeout_s: float = 5) -> bool:
-    """Whether the hub, or a proxy on the way to it, answers at all."""
+    """Return whether the hub, or a proxy before it, answers at all."""
     try:
         urllib.request.urlopen(urllib.request.Request(HUB, method="HEAD"), timeout=timeout_s).close()
     except urllib.error.HTTPError:
@@ -112,7 +112,7 @@ def hub_is_reachable(timeout_s: float = 5) -> bool:
 
 
 def check_model_is_local(arguments: "ModelArguments") -> None:
-    """For a run without the hub: raises EvaluationFailed unless the model is a folder or in the hub's cache."""
+    """Raise EvaluationFailed, for a run without the hub, unless the model is a folder or in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
     name = arguments.pretrained
@@ -120,14 +120,14 @@ def check_model_is_local(arguments: "ModelArguments") -> None:
     if not Path(name).is_dir() and not isinstance(cached, str):
         folder = name.split("/")[-1]
         raise EvaluationFailed(
-            f"model {name!r} is not on this machine, and {HUB} is not reachable or HF_HUB_OFFLINE is set: where there "
-            f"is network run `hf download {name} --local-dir {folder}`, copy the folder here and give its path as MODEL"
+            f"model {name!r} is not on this machine, and {HUB} is not reachable or HF_HUB_OFFLINE is set: on a machine "
+            f"with network run `hf download {name} --local-dir {folder}`, copy the folder here and use it as MODEL"
         )
 
 
 def join_processes() -> None:
-    """Start the process group, where this process is one of several. lmms-eval's tasks with videos make an Accelerator,
-    too, which on a machine without GPU would take each process for the only one: so do it first."""
+    """Start the process group if this process is one of several. Do this first: lmms-eval's tasks with videos create an
+    Accelerator that, on a machine without a GPU, would take each process for the only one."""
     if "LOCAL_RANK" in os.environ:
         import torch
         from accelerate import Accelerator

@@ -1,4 +1,7 @@
-"""METHOD on a command line: names, `all`, `all-kv`, `all-tokens`; which can run here. Imports nothing heavy."""
+"""Resolve METHOD of a command line (names, `all`, `all-kv`, `all-tokens`) and find the methods that can run here.
+
+Imports nothing heavy.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -9,13 +12,13 @@ Checked = TypeVar("Checked")
 
 GROUPS = {
     "all": "every method",
-    "all-kv": "those that compress the KV cache, `full` among them",
+    "all-kv": "those that compress the KV cache, including `full`",
     "all-tokens": "those that drop vision tokens",
 }
 
 
 def asked_for(names: Iterable[str]) -> dict[str, bool]:
-    """Each method that is asked for, once -> whether by its own name. The full cache comes first in a group."""
+    """Return each requested method -> whether it was named itself, not by a group. `full` comes first in a group."""
     from kvcompress.methods import list_methods, method_name
     from kvcompress.tokens import TokenMethod
 
@@ -38,11 +41,10 @@ def asked_for(names: Iterable[str]) -> dict[str, bool]:
 def able(
     asked: dict[str, bool], check: Callable[[str], Checked], leaves_out: bool
 ) -> tuple[dict[str, Checked], dict[str, str], dict[str, str]]:
-    """The methods that `check` lets pass with what it returns; why others do not, of those asked for by name and of a
-    group's.
+    """Return the methods that pass `check` with its results, and why others fail: first those named, then a group's.
 
-    Raises KVCompressError for a method asked for by name: what is wrong with it, but for a file that it needs where
-    `leaves_out` says that the others shall run; and where none is left.
+    Raises KVCompressError if no method is left, or if one requested by name fails; with `leaves_out`, a named method
+    that only lacks a file is left out instead.
     """
     passing, named, of_group = {}, {}, {}
     for method, by_name in asked.items():

@@ -1,5 +1,5 @@
-"""Which tasks, methods and arguments there are, found in the text of files: importing lmms-eval takes ten seconds, the
-core four, and a misspelt name is answered before that."""
+"""Find the names of tasks, methods and arguments in the text of files, so that a misspelt name is reported at once:
+importing lmms-eval takes ten seconds, and importing the core four."""
 
 import importlib.util
 import os
@@ -18,18 +18,18 @@ from .methods_asked import GROUPS
 from .yaml_files import read_yaml
 
 PLUGIN = Path(__file__).parents[1]
-# Stands before the name of a task of lm-evaluation-harness, where lmms-eval has one of that name, too.
+# Prefix of a task of lm-evaluation-harness if lmms-eval has a task of the same name.
 LM_EVAL = "lm-eval/"
 LM_EVAL_PACKAGE = "lm-eval[ruler,longbench]"
-# A key of a task file with its value: a scalar, or a list, in a line or below.
+# A key of a task file with its value: a scalar, or a list on the same line or below.
 TASK_KEYS = re.compile(r"^[\"']?(task|group|tag|include)[\"']?[ \t]*:[ \t]*(.*(?:\n[ \t]*[-#].*)*)", re.MULTILINE)
 REGISTERED = re.compile(rb"^@(?:kvcompress\.)?register_method\((.)([^\"']*)", re.MULTILINE)
-# Fields of classes, and keys of tables.
+# Fields of classes, and keys of dictionaries.
 ARGUMENTS = re.compile(rb"^    (?:(\w+): |\"(\w+)\": )", re.MULTILINE)
 
 
 def check_tasks(names: Iterable[str], include_path: Path | None = None) -> None:
-    """Raises UsageError for a task that nobody knows, and for a file of `include_path` that cannot be read."""
+    """Raise UsageError for an unknown task, or for a file in `include_path` that cannot be read."""
     if include_path is not None:
         for file in sorted(include_path.rglob("*.yaml")):
             read_yaml(file, "task file")
@@ -46,7 +46,7 @@ def check_tasks(names: Iterable[str], include_path: Path | None = None) -> None:
 
 
 def check_lm_eval(before: str = "") -> None:
-    """Raises UsageError where lm-evaluation-harness is not installed; `before`: the beginning of its line."""
+    """Raise UsageError if lm-evaluation-harness is not installed; `before`: the beginning of its message."""
     if lm_eval_folder() is None:
         raise UsageError(
             f"{before}lm-evaluation-harness, whose tasks run here too, is not installed: "
@@ -55,28 +55,29 @@ def check_lm_eval(before: str = "") -> None:
 
 
 def is_lm_eval(name: str, include_path: Path | None = None) -> bool:
-    """Whether a task is lm-evaluation-harness's: its name says so, or neither lmms-eval nor this package has it."""
+    """Return whether a task is lm-evaluation-harness's: by its prefix, or because no other source has it."""
     return name.startswith(LM_EVAL) or (name not in installed_tasks() and name not in _own(include_path))
 
 
 def canonical(name: str, include_path: Path | None = None) -> str:
-    """A task's one name: `lm-eval/` stands only where it is needed."""
+    """Return a task's canonical name, which has the prefix `lm-eval/` only if it needs it."""
     plain = name.removeprefix(LM_EVAL)
     return plain if is_lm_eval(plain, include_path) else name
 
 
 def _own(include_path: Path | None) -> frozenset[str]:
-    """The tasks of a folder that the user named."""
+    """Return the tasks in the user's folder."""
     return frozenset() if include_path is None else frozenset(task_kinds(include_path))
 
 
 def check_names(request: Request) -> None:
-    """Raises UsageError for a task, method or argument that nobody knows.
+    """Raise UsageError for an unknown task, method or argument.
 
-    What passes may still be wrong, for the text of files tells less than the code: `Plan.of` and `find_tasks` know.
+    A name that passes may still be wrong, because the text of files tells less than the code; `Plan.of` and
+    `find_tasks` check again.
     """
     check_tasks(request.tasks, request.flags.include_path)
-    # A notebook may have methods of its own, and what is imported answers at once; so may files of one's own.
+    # A notebook or a user's file may register methods; and once the core is imported, the full check is quick.
     if "kvcompress.clusters" in sys.modules or os.environ.get("KVCOMPRESS_METHODS"):
         return
     methods = method_names()
@@ -91,14 +92,13 @@ def check_names(request: Request) -> None:
 
 
 def lm_eval_folder() -> Path | None:
-    """Where the tasks of lm-evaluation-harness are; None where it is not installed."""
+    """Return the task folder of lm-evaluation-harness; None if it is not installed."""
     return _package("lm_eval") / "tasks" if importlib.util.find_spec("lm_eval") else None
 
 
 @cache
 def lm_eval_tasks() -> dict[str, tuple[str, Path]]:
-    """Name -> `task`, `group` or `tag`, and a file that defines it, of lm-evaluation-harness; empty where it is not
-    installed."""
+    """Return name -> (`task`, `group` or `tag`, defining file) of lm-evaluation-harness; empty if not installed."""
     found: dict[str, tuple[str, Path]] = {}
     for file in [] if lm_eval_folder() is None else _files(lm_eval_folder(), ending=".yaml"):
         found.update({name: (kind, file) for name, kind in defined_in(file).items()})
@@ -107,17 +107,17 @@ def lm_eval_tasks() -> dict[str, tuple[str, Path]]:
 
 @cache
 def installed_tasks() -> frozenset[str]:
-    """Every task, group and tag of lmms-eval, and the bundled ones."""
+    """Return all tasks, groups and tags of lmms-eval, and the bundled ones."""
     return frozenset(name for folder in task_folders().values() for name in task_kinds(folder))
 
 
 def task_folders() -> dict[str, Path]:
-    """Where tasks come from -> the folder of their files."""
+    """Return origin of tasks -> the folder of their files."""
     return {"bundled": PLUGIN / "tasks", "lmms-eval": _package("lmms_eval") / "tasks"}
 
 
 def task_kinds(folder: Path) -> dict[str, str]:
-    """Name -> `task`, `group` or `tag`: what lmms-eval's index of a folder's files has."""
+    """Return name -> `task`, `group` or `tag` for a folder's files, as in lmms-eval's index."""
     kinds: dict[str, str] = {}
     for file in _files(folder, ending=".yaml"):
         kinds.update(defined_in(file))
@@ -125,17 +125,17 @@ def task_kinds(folder: Path) -> dict[str, str]:
 
 
 def defined_in(file: Path) -> dict[str, str]:
-    """What one task file defines."""
+    """Return name -> kind for everything that one task file defines."""
     values = _task_keys(file)
     of_task = values.get("task", "")
-    if of_task.partition("#")[0].strip()[:1] in ("", "[", "-"):  # a list: of a group's tasks, or there is none
+    if of_task.partition("#")[0].strip()[:1] in ("", "[", "-"):  # a list is a group's tasks; or there is no task
         return dict.fromkeys(_items(values.get("group", "")) if of_task else [], "group")
     tags = [tag for key in ("group", "tag") for tag in _items(values.get(key, ""))]
     return {**dict.fromkeys(tags, "tag"), **dict.fromkeys(_items(of_task), "task")}
 
 
 def _task_keys(file: Path, above: tuple[Path, ...] = ()) -> dict[str, str]:
-    """The keys of TASK_KEYS in a file, and in those that it includes. `above`: the files that include this one."""
+    """Return the TASK_KEYS in a file and in the files it includes. `above`: the files that include this one."""
     values = dict(TASK_KEYS.findall(file.read_text(encoding="utf-8-sig", errors="replace")))
     included = [file.parent / name for name in _items(values.pop("include", ""))]
     included = [each for each in included if os.path.isfile(each) and each not in above]
@@ -143,14 +143,14 @@ def _task_keys(file: Path, above: tuple[Path, ...] = ()) -> dict[str, str]:
 
 
 def _items(value: str) -> list[str]:
-    """A scalar, or the items of a list, without quotes and comments."""
+    """Return a scalar, or the items of a list, without quotes and comments."""
     lines = (re.sub(r"(^|\s)#.*|^\s*-\s", "", line) for line in value.splitlines())
     return [name for line in lines for name in re.findall(r"[^\s,\[\]\"']+", line)]
 
 
 @cache
 def method_names() -> list[str]:
-    """The methods of the core; empty where one registers under a name that its text does not show."""
+    """Return the core's methods; empty if one registers under a name that is not a literal."""
     core = _package("kvcompress")
     found = [
         match for text in _texts(core / "clusters", core / "tokens", ending=".py") for match in REGISTERED.findall(text)
@@ -160,7 +160,7 @@ def method_names() -> list[str]:
 
 @cache
 def argument_names() -> set[str]:
-    """Arguments of the model and options of all methods, and some names that are neither."""
+    """Return the model's arguments, the options of all methods, and some names that are neither."""
     core = _package("kvcompress")
     texts = [*_texts(core / "clusters", core / "tokens", core / "policy", ending=".py")]
     texts.append((PLUGIN / "model" / "arguments.py").read_bytes())
@@ -169,7 +169,7 @@ def argument_names() -> set[str]:
 
 
 def _package(name: str) -> Path:
-    """Where a package is, without importing it."""
+    """Return a package's folder without importing it."""
     return Path(importlib.util.find_spec(name).submodule_search_locations[0])
 
 

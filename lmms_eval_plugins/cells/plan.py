@@ -1,4 +1,4 @@
-"""From a command line to the cells that it asks for, and from there to jobs: each cell with its task and its folder."""
+"""Turn a command line into cells, and cells into jobs: each cell with its task and its folder."""
 
 import argparse
 import os
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 
 # Switches that change answers or scores.
 CHANGE_ANSWERS = ("fewshot_as_multiturn", "process_with_media")
-# Arguments that change neither a score nor a time.
+# Arguments that change neither scores nor times.
 HARMLESS = {"pretrained", "measurements_path", "vision_cache_gb", "prompt_cache_gb"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a command line asks for, checked as far as neither data nor model is needed.
+    """The cells of a command line, checked as far as possible without data or model.
 
     Attributes:
-        arguments: the model's.
+        arguments: the model's arguments.
         cells: every cell with all options of its method.
-        settings: those of the run that differ from the defaults and may change a score or a time.
-        data_root: the folder of datasets: the one given, or `data` where there is one.
-        of_groups: methods that no name asks for, but `all` or the like: one that a prompt cannot be given is left out.
-        left_out: methods asked for by name that need a file which was not given -> the line that says so.
+        settings: the run's settings that differ from their defaults and may change a score or a time.
+        data_root: the folder of datasets: the given one, or `data` if it exists.
+        of_groups: methods requested by a group such as `all`; they are left out if they do not support a prompt.
+        left_out: methods requested by name that lack a file -> the line that says so.
     """
 
     request: Request
@@ -57,10 +57,11 @@ class Plan:
 
     @classmethod
     def of(cls, request: Request, leaves_out: bool = False) -> "Plan":
-        """Raises KVCompressError or UsageError for an unknown method, option or model argument, or a wrong value; for a
-        method that needs a file which was not given, unless the others shall run without it (`leaves_out`).
+        """Build the plan of a request.
 
-        Of `all` methods those that cannot run here are left out, with a line each.
+        Raises KVCompressError or UsageError for an unknown method, option or model argument, or a wrong value; also for
+        a method that lacks a file, unless the others shall run without it (`leaves_out`). Methods of a group such as
+        `all` that cannot run here are left out, each with one line.
         """
         from ..model.arguments import model_arguments, split_arguments, without_none
         from ..model.generation import check_generation, check_one_sequence
@@ -69,7 +70,7 @@ class Plan:
         request = replace(request, tasks=list(dict.fromkeys(tasks)))
         asked = asked_for(request.methods)
         own, options = split_arguments(request.arguments, list(asked), ("budget", "metric", "filter"))
-        for name in {"chat_template", "system_prompt"} & own.keys():  # text, or a file of the working directory
+        for name in {"chat_template", "system_prompt"} & own.keys():  # text, or a file in the working directory
             own[name] = os.path.realpath(own[name]) if os.path.isfile(str(own[name])) else own[name]
         request.flags.gen_kwargs = check_generation(request.flags.gen_kwargs)
         arguments = model_arguments(pretrained=_local_or_hub(request.model), **own)
@@ -86,14 +87,14 @@ class Plan:
         return cls(request, arguments, cells, settings, data_root, of_groups, left_out)
 
     def check_machine(self, processes: int) -> None:
-        """Raises EvaluationFailed where this machine lacks a GPU that is needed, or the model and a way to get it."""
+        """Raise EvaluationFailed if this machine lacks a required GPU, or the model and the network to get it."""
         check_device(self.arguments.device, processes)
         if is_offline():
             check_model_is_local(self.arguments)
 
     def managers(self) -> "Managers":
-        """Those that know the tasks. Raises KVCompressError or UsageError for an unknown one, and where lm-eval is not
-        installed that has one."""
+        """Return the task managers. Raises KVCompressError or UsageError for an unknown task, or if a task needs
+        lm-eval and it is not installed."""
         include_path = self.request.flags.include_path
         text = [name for name in self.request.tasks if self.is_text(name)]
         others = [name for name in self.request.tasks if name not in text]
@@ -104,22 +105,22 @@ class Plan:
         )
 
     def jobs(self) -> list["Job"]:
-        """A job for every cell; the tasks' data is loaded. Raises as `managers` and `jobs_of`."""
+        """Load the tasks' data and return a job for every cell. Raises like `managers` and `jobs_of`."""
         managers = self.managers()
         return [job for name in self.request.tasks for job in self.jobs_of(name, managers)]
 
     def jobs_of(self, name: str, managers: "Managers") -> list["Job"]:
-        """A job for every cell of one task; its data is loaded.
+        """Load a task's data and return a job for each of its cells.
 
-        Raises KVCompressError or UsageError for a task that is not generated, or lacks what is asked for;
-        EvaluationFailed where its data or its judge is missing.
+        Raises KVCompressError or UsageError if the task's answers are not generated or it lacks what is requested;
+        EvaluationFailed if its data or its judge's key is missing.
         """
         flags, slots = self.request.flags, self.arguments.slots
         if self.is_text(name):
             return self._text_jobs(name, managers.lm_eval)
         tasks = load_tasks(managers.lmms_eval, name, self.data_root, lambda task: check_task(task, flags, slots))
         if len(tasks) > 1 and isinstance(flags.limit, float):
-            # lmms-eval turns the fraction into a number on the first task and uses that for the others.
+            # lmms-eval turns the fraction into a number for the first task and uses that for the others.
             raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
         check_choice(name, tasks, self.request.metric, self.request.filter)
         for task in tasks:
@@ -130,7 +131,7 @@ class Plan:
         if empty := [task for task, count in counts.items() if not count]:
             raise UsageError(f"--offset {flags.offset} leaves no question of {empty[0]!r}")
         if rank() == 0 and (flags.check_integrity or flags.include_path is not None):
-            # Of a task of one's own, the first question shows whether its file and its data go together.
+            # For a user's own task, the first question shows whether its file and its data match.
             check_integrity(tasks, flags, self.data_root, most=None if flags.check_integrity else 1)
         if flags.write_out and rank() == 0:
             write_out(tasks, flags, self.data_root, self.arguments)
@@ -138,11 +139,11 @@ class Plan:
 
     @property
     def needs_template(self) -> bool:
-        """Whether the model has to have a chat template: lmms-eval's tasks come as conversations."""
+        """Whether the model needs a chat template, as all of lmms-eval's tasks do: they are conversations."""
         return not all(map(self.is_text, self.request.tasks)) or applies_template(self.arguments, self.request.flags)
 
     def is_text(self, name: str) -> bool:
-        """Whether a task is asked and scored by lm-evaluation-harness."""
+        """Return whether lm-evaluation-harness asks and scores a task."""
         return is_lm_eval(name, self.request.flags.include_path)
 
     def _text_jobs(self, name: str, manager: TextTasks) -> list["Job"]:
@@ -163,8 +164,8 @@ class Plan:
         counts: dict[str, int],
         asked: "TaskManager | TextTask",
     ) -> list["Job"]:
-        """A job for every cell of one task. `data`, `definitions`, `counts`: of each leaf task, what tells its data and
-        the task itself from others, and how many of its questions are asked."""
+        """Return a job for every cell of one task. `data`, `definitions`, `counts`: for each leaf task, the identity of
+        its data, the identity of the task itself, and the number of questions."""
         return [
             Job(
                 cell,
@@ -182,7 +183,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Managers:
-    """Where the tasks of each harness are found; None where none of them is asked for."""
+    """The task manager of each harness; None if none of its tasks is requested."""
 
     lmms_eval: "TaskManager | None"
     lm_eval: TextTasks | None
@@ -193,12 +194,12 @@ class Job:
     """A cell to evaluate.
 
     Attributes:
-        options: all of the method's.
+        options: all options of the method.
         folder: where the results are or will be.
-        fingerprint: what the numbers depend on.
-        questions: how many there are.
-        asked: the cell's task of lm-eval; or lmms-eval's manager, which knows the cell's task.
-        plan: what the cell belongs to.
+        fingerprint: everything the numbers depend on.
+        questions: the number of questions.
+        asked: the cell's task of lm-eval, or lmms-eval's manager, which knows the cell's task.
+        plan: the plan that the cell belongs to.
     """
 
     cell: Cell
@@ -211,17 +212,17 @@ class Job:
 
     @property
     def name(self) -> str:
-        """`snapkv-0.2-window_size=8`: the cell without its task, model and settings of the run."""
+        """The cell without its task, model and settings of the run, such as `snapkv-0.2-window_size=8`."""
         return replace(self.cell, settings={}).folder(Path()).name
 
     @property
     def incomplete(self) -> str | None:
-        """Why the folder does not hold the cell's results; None where it does."""
+        """Why the folder does not hold the cell's results; None if it does."""
         return incomplete_reason(self.folder, self.fingerprint) or kept_tokens_damage(self.folder)
 
     @property
     def todo(self) -> str | None:
-        """Why the cell has to be computed; None where all that is asked for is on disk."""
+        """Why the cell must be computed; None if everything requested is on disk."""
         flags, reason = self.plan.request.flags, self.incomplete
         if flags.force or reason:
             return reason or "--force"
@@ -229,19 +230,19 @@ class Job:
 
     @property
     def kept_answers(self) -> KeptAnswers | None:
-        """The answers of an earlier run that was not scored; None where the model has to answer."""
+        """The unscored answers of an earlier run; None if the model has to answer."""
         flags = self.plan.request.flags
         answers = None if flags.force else read_kept_answers(self.folder, self.fingerprint, flags.overlays)
         return answers if answers is not None and answers.questions == self.questions else None
 
 
 def check_folders(jobs: list[Job]) -> None:
-    """Raises KVCompressError or UsageError where the results of jobs, or their measurements, cannot be written."""
+    """Raise KVCompressError or UsageError if the results or measurements of jobs cannot be written."""
     from kvcompress.files import check_output
 
     for job in jobs:
         if job.folder.exists() and not job.folder.is_dir():
-            raise UsageError(f"{str(job.folder)!r} is a file where results are to be: remove it")
+            raise UsageError(f"{str(job.folder)!r} is a file but must be a folder for results: remove it")
     answers = {job.plan.request.flags.use_cache for job in jobs} - {None}
     for folder in {job.folder.parent for job in jobs} | answers:
         check_output(folder)
@@ -250,7 +251,7 @@ def check_folders(jobs: list[Job]) -> None:
 
 
 def _local_or_hub(model: str) -> str:
-    """The absolute path of a local folder; a hub id, or `tiny`, as it is."""
+    """Return the absolute path of a local folder; a hub id, or `tiny`, unchanged."""
     path = Path(os.path.expanduser(model))
     return str(path.resolve()) if model != BUNDLED_MODEL and path.is_dir() else model
 
@@ -263,7 +264,7 @@ def _run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dic
         settings["data"] = flags.data_root.name if flags.data_root.parent == Path.cwd() else str(flags.data_root)
     for name in ("limit", "offset", "gen_kwargs", "num_fewshot", "predict_only", *CHANGE_ANSWERS):
         value = getattr(flags, name)
-        if value or (name == "num_fewshot" and value is not None):  # 0 is not what the task says
+        if value or (name == "num_fewshot" and value is not None):  # 0 overrides the task's own number
             settings[name] = value
     if flags.repeats > 1:
         settings["repeats"] = flags.repeats
@@ -273,7 +274,7 @@ def _run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dic
 
 
 def text_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dict[str, Any]:
-    """The settings of a run that change answers to lm-eval's tasks alone."""
+    """Return the run's settings that affect only lm-eval's tasks."""
     settings = {"metadata": flags.metadata} if flags.metadata else {}
     if arguments.chat_template is None and applies_template(arguments, flags):
         settings["apply_chat_template"] = True
@@ -283,9 +284,9 @@ def text_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dic
 def _policy(
     method: str, request: Request, arguments: "ModelArguments", options: dict[str, Any]
 ) -> tuple["Policy", dict[str, object]]:
-    """A method with those of the options that it has, at any size; and its defaults.
+    """Return a method's policy with those of the options that it has, at any size, and its defaults.
 
-    Raises KVCompressError where it cannot run with these options and arguments.
+    Raises KVCompressError if it cannot run with these options and arguments.
     """
     from kvcompress.methods import method_info
     from kvcompress.policy.options import all_options
@@ -308,9 +309,9 @@ def _cells(
     settings: dict[str, Any],
     of_text: dict[str, Any],
 ) -> list[tuple[Cell, dict[str, Any]]]:
-    """Tasks x methods x sizes. An option goes to every method that has it; `full` keeps all, so it has one size. So has
-    a method whose preset says how much is kept. `methods`: each with its policy and its defaults; `of_text`: further
-    settings, of lm-eval's tasks."""
+    """Return the cells: tasks x methods x sizes. An option goes to every method that has it. `full`, and a method whose
+    preset sets the size, have a single size. `methods`: name -> policy and defaults; `of_text`: further settings of
+    lm-eval's tasks."""
     sizes = [{"ratio": ratio} for ratio in request.ratios] + [{"budget": size} for size in request.budgets]
     of_methods = {}
     for method, (policy, defaults) in methods.items():

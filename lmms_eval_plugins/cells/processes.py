@@ -1,4 +1,4 @@
-"""Processes of the evaluation command that this one starts, and that end with it."""
+"""Run the evaluation command in child processes that end with this one."""
 
 import contextlib
 import os
@@ -17,12 +17,12 @@ from kvcompress.command_line import TIDY_S, fail
 
 COMMAND = [sys.executable, "-m", "lmms_eval_plugins.evaluate"]
 POLL_S = 0.1
-GRACE_S = 1.0  # within it processes fail for the same reason
+GRACE_S = 1.0  # processes that fail within this time fail for the same reason
 
 
 @contextmanager
 def evaluation(argv: list[str], **settings: Any) -> Iterator[subprocess.Popen]:
-    """The evaluation command in a process of its own, which has ended when the block is left. `settings`: of Popen."""
+    """Run the evaluation command in a child process that ends at the latest with the block. `settings` go to Popen."""
     process = start(argv, **settings)
     try:
         yield process
@@ -31,12 +31,12 @@ def evaluation(argv: list[str], **settings: Any) -> Iterator[subprocess.Popen]:
 
 
 def start(argv: list[str], **settings: Any) -> subprocess.Popen:
-    """In a session of its own: Ctrl-C reaches this process alone, which stops the others."""
+    """Start the command in its own session: Ctrl-C reaches only this process, which stops the others."""
     return subprocess.Popen([*COMMAND, *argv], start_new_session=True, **settings)
 
 
 def stop(processes: list[subprocess.Popen]) -> None:
-    """End what still runs: SIGTERM, so that it tidies up, and SIGKILL when it took too long."""
+    """Stop running processes with SIGTERM, so that they clean up, and with SIGKILL if that takes too long."""
     running = [process for process in processes if process.poll() is None]
     try:
         for process in running:
@@ -53,13 +53,13 @@ def stop(processes: list[subprocess.Popen]) -> None:
 
 
 def run_ranks(processes: int, argv: list[str], variables: dict[str, str] | None = None) -> int:
-    """The evaluation command in so many ranks on this machine; the exit code, of the first that fails.
+    """Run the evaluation command in several ranks on this machine; return 0 or the exit code of the first to fail.
 
-    What rank 0 says is shown; of another one only what it said when it failed. `variables`: of the ranks' environment.
+    The output of rank 0 is shown; the errors of another rank only if it fails. `variables`: added to the environment.
     """
     shared = {**(variables or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # else each takes all cores
+    shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # otherwise each would use all cores
     ranks: list[subprocess.Popen] = []
     sys.stdout.flush()
     with contextlib.ExitStack() as stack:
@@ -85,7 +85,7 @@ def run_ranks(processes: int, argv: list[str], variables: dict[str, str] | None 
 
 
 def _first_failure(ranks: list[subprocess.Popen]) -> int | None:
-    """The rank that failed, the lowest of those that failed at about the same time."""
+    """Return the rank that failed; of several that failed at about the same time, the lowest. None if none did."""
     if not any(rank.poll() for rank in ranks):
         return None
     time.sleep(GRACE_S)

@@ -1,4 +1,4 @@
-"""How far a grid of cells is: one line, for a terminal or for a log.
+"""Show the progress of a grid of cells in one line, for a terminal or for a log.
 
 cell 3/13 snapkv-0.2 · 120/250 · 14.2 samples/s · 00:09 left · grid 0:02:10 left
 """
@@ -15,29 +15,29 @@ LOG_INTERVAL_S = 30
 
 
 class Grid:
-    """The cells of a grid, one after the other; `bar` is a `KVCompressLM.progress_bar`.
+    """Tracks the cells of a grid, evaluated one by one; `bar` serves as a `KVCompressLM.progress_bar`.
 
-    The time left is that of the questions left, at the rate so far, everything between the answers included.
+    The time left is that of the remaining questions at the rate so far, including everything between answers.
     """
 
     def __init__(self, questions: list[int]):
-        """`questions`: of each cell, this process's share or all of them."""
+        """`questions`: the number of questions of each cell, all of them or this process's share."""
         self.questions, self.finished, self.name = questions, 0, ""
         self.start = time.monotonic()
 
     def begin(self, cell: int, name: str) -> None:
-        """Cell number `cell`, from 0, is next."""
+        """Start cell number `cell`, counted from 0."""
         self.finished, self.name = cell, name
 
     def left(self, part: float) -> timedelta | None:
-        """Time until all cells are done, when `part` (0 to 1) of the present one is; None before there is a rate."""
+        """Return the time until all cells are done when `part` (0 to 1) of the current one is; None at the start."""
         done = sum(self.questions[: self.finished]) + part * self.questions[self.finished]
         if not done:
             return None
         return timedelta(seconds=round((time.monotonic() - self.start) * (sum(self.questions) / done - 1)))
 
     def bar(self, total: int, disable: bool = False) -> "Bar":
-        """The progress of the present cell: on a terminal a bar's line, elsewhere a line now and then."""
+        """Return the current cell's progress bar: one updated line on a terminal, otherwise a line now and then."""
         is_terminal = sys.stderr.isatty()
         kind, settings = (Bar, {}) if is_terminal else (Lines, {"file": io.StringIO(), "mininterval": LOG_INTERVAL_S})
         cell = f"cell {self.finished + 1}/{len(self.questions)} {self.name}"
@@ -64,7 +64,7 @@ class Bar(tqdm):
 
 
 class Lines(Bar):
-    """For a log: no control characters, a line every LOG_INTERVAL_S seconds and one at the end."""
+    """Progress for a log: no control characters, a line every LOG_INTERVAL_S seconds and one at the end."""
 
     shown = 0
 

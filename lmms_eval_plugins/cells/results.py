@@ -1,4 +1,4 @@
-"""Results on disk: one folder per cell, written whole or not at all.
+"""Results on disk: one folder per cell, written atomically.
 
 A cell is one (task, model, method, ratio) under one set of settings:
 
@@ -6,7 +6,7 @@ A cell is one (task, model, method, ratio) under one set of settings:
         results.json    scores, efficiency summary, protocol, fingerprint
         samples.jsonl   one line per question: lmms-eval's sample with our measurement
 
-A setting that differs from its default stands in the folder name, so different settings never share a folder.
+The folder name contains every setting that differs from its default, so different settings never share a folder.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ SAMPLES_FILE = "samples.jsonl"
 
 MAX_NAME_BYTES = 200  # most file systems allow 255
 MAX_VALUE_LENGTH = 100
-SHOWN = 40  # characters of a value that is longer or strange
+SHOWN = 40  # characters shown of a value that is longer or has unsafe characters
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Cell:
     """One point of a sweep.
 
     Attributes:
-        ratio: fraction of the prompt's KV entries kept, in (0, 1]; None where a budget is given.
-        budget: KV entries kept per layer and head; None where a ratio is given.
+        ratio: fraction of the prompt's KV entries kept, in (0, 1]; None if a budget is given.
+        budget: KV entries kept per layer and head; None if a ratio is given.
         options: the method's options that differ from their defaults.
         settings: settings of the run (limit, dtype, ...) that differ from their defaults.
     """
@@ -51,7 +51,7 @@ class Cell:
 
     @property
     def size(self) -> str:
-        """What is kept, as in the folder's name: `0.2`, or `budget=64`."""
+        """The ratio or budget as in the folder's name: `0.2` or `budget=64`."""
         return f"budget={self.budget}" if self.ratio is None else exact(self.ratio)
 
     def folder(self, root: Path) -> Path:
@@ -60,12 +60,12 @@ class Cell:
 
 
 def settings_name(settings: dict[str, Any]) -> str:
-    """`limit=250-seed=1`: the settings of a run as a part of a file name; empty for the defaults."""
+    """Return a run's settings as part of a file name, such as `limit=250-seed=1`; empty for the defaults."""
     return _shorten("-".join(_key_values(settings)))
 
 
 def model_folder(model: str) -> str:
-    """Folder name of a model: `tiny`, `org__name`; for an absolute path `parent__name@<hash of the path>`."""
+    """Return a model's folder name: `tiny`, `org__name`; for an absolute path `parent__name@<hash of the path>`."""
     if not os.path.isabs(model):
         return _shorten(_safe(model))
     # Two checkpoints may share their last two folders; the hash keeps them apart.
@@ -74,7 +74,7 @@ def model_folder(model: str) -> str:
 
 
 def exact(number: float) -> str:
-    """A number with six digits, or with as many as tell it from every other."""
+    """Format a number with up to six digits, or with as many as it takes to read it back exactly."""
     return f"{number:g}" if float(f"{number:g}") == number else repr(float(number))
 
 
@@ -89,8 +89,8 @@ def _value(value: Any) -> str:
 
 
 def _safe(text: str) -> str:
-    """`text` as a part of a file name; different texts have different ones. What could not be read back from the name,
-    or is long, ends with a digest."""
+    """Return `text` as part of a file name; different texts give different names. Text that could not be read back from
+    its name, or is long, ends with a digest."""
     name = re.sub(r"[^\w.,+@-]", "_", text.replace("/", "__"))
     is_readable = name.replace("__", "/") == text and text not in (".", "..")
     if is_readable and len(text) <= MAX_VALUE_LENGTH and not re.search("@[0-9a-f]{8}$", text):
@@ -109,14 +109,14 @@ def _digest(text: str) -> str:
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """The results.json of a cell. Raises DamagedFile, FileNotFoundError where there is none."""
+    """Read a cell's results.json. Raises DamagedFile, or FileNotFoundError if there is none."""
     try:
         results = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, RecursionError) as error:  # not UTF-8 and not JSON are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: neither UTF-8 nor JSON
         raise DamagedFile(f"{RESULTS_FILE} is damaged: {_one_line(error)}") from None
-    from .contents import Results, fault  # takes a tenth of a second, and a wrong command line is answered without it
+    from .contents import Results, fault  # takes a tenth of a second, which a wrong command line should not wait for
 
     if wrong := fault(results, Results):
         raise DamagedFile(f"{RESULTS_FILE} is damaged: {wrong}")
@@ -124,7 +124,7 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 
 def read_samples(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a cell's samples.jsonl. Raises DamagedFile, FileNotFoundError where there is none."""
+    """Read the lines of a cell's samples.jsonl. Raises DamagedFile, or FileNotFoundError if there is none."""
     try:
         with open(folder / SAMPLES_FILE, encoding="utf-8") as file:
             samples = [json.loads(line) for line in file]
@@ -141,10 +141,10 @@ def read_samples(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_cell(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Both files of a cell. Raises DamagedFile, FileNotFoundError where one is missing."""
+    """Read both files of a cell. Raises DamagedFile, or FileNotFoundError if one is missing."""
     results, samples = read_results(folder), read_samples(folder)
     if len(samples) != results["n_samples"]:
-        raise DamagedFile(f"{len(samples)} samples on disk where {results['n_samples']} were evaluated")
+        raise DamagedFile(f"{len(samples)} samples on disk, but {results['n_samples']} were evaluated")
     return results, samples
 
 
@@ -153,8 +153,8 @@ def _one_line(error: Exception) -> str:
 
 
 def incomplete_reason(folder: Path, fingerprint: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
-    """Why a cell has to be computed, or None where its complete results for this fingerprint are on disk. `unknown`:
-    keys of the fingerprint whose values are not known, and so not compared."""
+    """Say why a cell must be computed; None if its complete results for this fingerprint are on disk. `unknown`: keys
+    of the fingerprint whose values are unknown, and so not compared."""
     if not folder.exists():
         return "no results yet"
     try:
@@ -173,9 +173,9 @@ def incomplete_reason(folder: Path, fingerprint: dict[str, Any], unknown: tuple[
 
 @contextmanager
 def new_cell(folder: Path) -> Iterator[Path]:
-    """Give a temporary folder to write a cell in; at the end it takes the cell's place in one rename.
+    """Yield a temporary folder to write a cell in; at the end, one rename puts it in the cell's place.
 
-    An exception inside removes the temporary folder and leaves an older cell as it was.
+    On an exception, the temporary folder is removed and an older cell stays as it was.
     """
     from kvcompress.files import locked, unfinished
 
@@ -184,42 +184,42 @@ def new_cell(folder: Path) -> Iterator[Path]:
         draft, old = own / "new", own / "old"
         draft.mkdir()
         yield draft
-        with locked(folder.parent):  # another run may put the same cell there
+        with locked(folder.parent):  # another run may be writing the same cell
             if folder.exists():
                 os.replace(folder, old)
             os.replace(draft, folder)
 
 
 def write_cell(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]]) -> None:
-    """Write a cell's two files into `folder`; `results.json` last, for it says that the cell is complete."""
+    """Write a cell's two files into `folder`; `results.json` comes last, because it marks the cell as complete."""
     lines = "".join(dumps(sample) + "\n" for sample in samples)
     write_text(folder / SAMPLES_FILE, lines)
     write_text(folder / RESULTS_FILE, dumps({**results, "n_samples": len(samples)}, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
-    from kvcompress import files  # takes seconds, and a wrong command line is answered without it
+    """Write a file atomically."""
+    from kvcompress import files  # takes seconds, which a wrong command line should not wait for
 
     files.write_text(path, text)
 
 
 def number_of(value: Any, score_key: str) -> float:
-    """A question's score by one metric; `score_key`: where lmms-eval's scorers put it, among other things that they
-    return. NaN where that is no number."""
+    """Return a question's score by one metric, NaN if it is not a number; `score_key`: its key if a scorer returns a
+    dictionary."""
     if isinstance(value, dict):
         value = value.get(score_key)
     return float(value) if isinstance(value, int | float) else math.nan
 
 
 def score_key(cell: dict[str, Any], task: str) -> str:
-    """The `score_key` of a task, by the `configs` of a cell's results."""
+    """Return a task's `score_key` from the `configs` of a cell's results."""
     return cell.get("configs", {}).get(task, {}).get("score_key") or "score"
 
 
 def load_cells(folder: Path) -> list[dict[str, Any]]:
-    """The results.json of every finished cell under `folder` (results/<task>/<model>), sorted by name. A damaged one is
-    left out, and named."""
+    """Read the results.json of every finished cell in `folder` (results/<task>/<model>), sorted by name. A damaged one
+    is left out, with a line that names it."""
     cells = []
     for file in sorted(folder.glob(f"[!.]*/{RESULTS_FILE}")):
         try:

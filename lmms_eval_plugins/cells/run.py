@@ -1,4 +1,4 @@
-"""One cell: run lmms-eval on the loaded model and write the cell's folder."""
+"""Evaluate a cell: run lmms-eval on the loaded model and write the cell's folder."""
 
 import argparse
 import contextlib
@@ -46,8 +46,8 @@ PACKAGES = ("kvcompress", "torch", "transformers", "lmms-eval", "datasets", "acc
 def evaluate_cells(
     lm: "KVCompressLM", jobs: list[Job], failures: TaskFailures, finished: Callable[[Job], None] = lambda job: None
 ) -> None:
-    """Evaluate cells one after the other, and say how far they are; after a failure, not the others of its task.
-    `finished` is called after each, on every rank."""
+    """Evaluate cells one by one and show the progress. If one fails, the other cells of its task are skipped.
+    `finished` is called after each cell, on every rank."""
     grid, task = Grid([job.questions for job in jobs]), None
     lm.progress_bar = partial(grid.bar, disable=rank() != 0)
     for number, job in enumerate(jobs):
@@ -62,7 +62,7 @@ def evaluate_cells(
 
 
 def measured_line(lm: "KVCompressLM", job: Job, cells: int) -> str:
-    """What the next cells measure, and on what."""
+    """Describe in one line what the next cells measure, and on what machine."""
     found = {key: value for key, value in environment(lm).items() if key not in ("versions", "python", "config")}
     facts = {**job.cell.settings, **found, "batch_size": lm.batch_size}
     listed = " ".join(f"{key}={value}" for key, value in facts.items())
@@ -93,10 +93,10 @@ def evaluate_cell(lm: "KVCompressLM", job: Job) -> None:
 
 
 def score_again(job: Job, answers: KeptAnswers) -> None:
-    """Score the answers of an earlier run, and write the cell's folder as `evaluate_cell` does. Needs no model."""
+    """Score the answers of an earlier run and write the cell's folder, as `evaluate_cell` does but without a model."""
     from ..model.answered import AnsweredLM
 
-    say(f"scored again: {job.folder.name} (its answers are those of an earlier run)")
+    say(f"scoring the answers of an earlier run: {job.folder.name}")
     lm = AnsweredLM(job.plan.arguments, answers.rows)
     score_cell(lm, job, answers.environment, answers.overlays, lambda: None)
 
@@ -105,11 +105,12 @@ def score_cell(lm: "Answerer", job: Job, found: dict[str, Any], asked: int, keep
     """Let lmms-eval ask `lm` and score its answers; write the cell's folder (rank 0; all ranks call this).
 
     Args:
-        found: the environment in which the answers are generated; `asked`: for how many questions of each task they say
-            which tokens were kept.
-        keep_answers: called by all ranks between the answers and the scores.
+        found: the environment in which the answers were generated.
+        asked: for how many questions of each task the kept tokens are recorded.
+        keep_answers: called by all ranks after answering and before scoring.
     """
     from ..model.measurements import summarise
+    from ..model.ranks import of_each_rank
 
     cell = job.cell
     with new_cell(job.folder) if rank() == 0 else tempfile.TemporaryDirectory() as folder:
@@ -126,10 +127,10 @@ def score_cell(lm: "Answerer", job: Job, found: dict[str, Any], asked: int, keep
                 else:
                     output = run_lmms_eval(lm, job, folder)
         rows = lm.gather_rows()
-        if unanswered := of_all_ranks(list(watch.unanswered.values())):
+        if unanswered := list(chain.from_iterable(of_each_rank(list(watch.unanswered.values())))):
             raise EvaluationFailed(
-                f"{cell.task}: {len(unanswered)} requests to its judge were not answered ({unanswered[0]}); the "
-                "answers are kept, and the same command asks the judge again"
+                f"{cell.task}: {len(unanswered)} requests to its judge failed ({unanswered[0]}); the answers are "
+                "stored, and the same command asks the judge again"
             )
         if rank() != 0:
             return
@@ -150,21 +151,21 @@ def score_cell(lm: "Answerer", job: Job, found: dict[str, Any], asked: int, keep
         }
         write_cell(folder, results, samples)
         if reason := incomplete_reason(Path(folder), job.fingerprint):
-            raise EvaluationFailed(f"what was written for {job.folder} is not complete: {reason}")
+            raise EvaluationFailed(f"the results written for {job.folder} are incomplete: {reason}")
     answers_file(job.folder).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def named_failure(job: Job, watch: JudgeWatch) -> Iterator[None]:
-    """What fails inside, in one line where it is no fault of this program: a scorer, or a file that is not there."""
+    """Turn failures that are not this program's into one line: a failing scorer, or a missing file of the data."""
     task = job.cell.task
     try:
         yield
-    except (Exception, SystemExit) as error:  # tasks exit where a video is missing
+    except (Exception, SystemExit) as error:  # tasks exit if a video is missing
         message = " ".join(str(error).split())
         if watch.is_on:
             raise EvaluationFailed(
-                f"{task}: scoring failed: {type(error).__name__}: {message}; the answers are kept, and the same "
+                f"{task}: scoring failed: {type(error).__name__}: {message}; the answers are stored, and the same "
                 "command scores them again"
             ) from error
         if isinstance(error, SystemExit | FileNotFoundError):
@@ -172,20 +173,9 @@ def named_failure(job: Job, watch: JudgeWatch) -> Iterator[None]:
         raise
 
 
-def of_all_ranks(values: list[Any]) -> list[Any]:
-    """The values of every rank, the same list on each. All ranks must call it."""
-    import torch
-
-    if not torch.distributed.is_initialized():
-        return values
-    ranks = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, values)
-    return list(chain.from_iterable(ranks))
-
-
 def run_lmms_eval(lm: "Answerer", job: Job, folder: Path | str) -> dict[str, Any]:
-    """What lmms-eval returns for the cell's task; some tasks write side files, such as a test server's submission, into
-    `folder`."""
+    """Run lmms-eval on the cell's task and return its output. Some tasks write files, such as a submission to a test
+    server, into `folder`."""
     from lmms_eval.evaluator import simple_evaluate
 
     flags = job.plan.request.flags
@@ -213,14 +203,14 @@ def run_lmms_eval(lm: "Answerer", job: Job, folder: Path | str) -> dict[str, Any
             ),
             **dict(zip(SEED_ARGUMENTS, flags.seed, strict=True)),
         )
-    for counts in (output or {}).get("n-samples", {}).values():  # lmms-eval's do not know of the offset
+    for counts in (output or {}).get("n-samples", {}).values():  # lmms-eval's counts ignore the offset
         counts["effective"] = limited(counts["original"], flags.limit, flags.offset)
     return output
 
 
 @contextlib.contextmanager
 def as_one_process() -> Iterator[None]:
-    """A tensor-parallel model answers all questions in every process: lmms-eval must not share them out."""
+    """Keep lmms-eval from splitting the questions: every process of a tensor-parallel model answers all of them."""
     hidden = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
     try:
         yield
@@ -234,11 +224,11 @@ def merge_samples(
     expected: dict[str, dict[str, int]],
     filters: dict[str, list[str]],
 ) -> list[dict[str, Any]]:
-    """lmms-eval's samples in the order of the documents, each with its answer filter, its raw answers and its
-    measurement. A question of several rounds, or that is asked several times, has several answers and measurements.
+    """Sort lmms-eval's samples by document, and add to each its answer filter, raw answers and measurement. A question
+    with several rounds or repeats has several answers and measurements.
 
     Args:
-        samples: task -> samples; one document has several where a task has several answer filters, in their order.
+        samples: task -> samples; a document has one for each of the task's answer filters, in their order.
         rows: measurements, with `task`, `doc_id` and `answer`.
         expected: task -> {"effective": number of documents}.
         filters: task -> names of its answer filters.
@@ -278,8 +268,8 @@ def merge_samples(
 
 
 def metric_questions(scores: dict[str, dict[str, Any]], samples: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """task -> `metric,filter` -> how many questions the metric is over. A scorer may leave a metric out of a question:
-    it is not over that one."""
+    """Return task -> `metric,filter` -> the number of questions that the metric covers. A scorer may skip a metric for
+    some questions."""
     counts: dict[str, dict[str, int]] = {}
     for sample in samples:
         of_task = counts.setdefault(sample["task"], {})
@@ -291,8 +281,8 @@ def metric_questions(scores: dict[str, dict[str, Any]], samples: list[dict[str, 
 
 
 def metric_tokens(output: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """task -> `metric,filter` -> `tokens_out`, those of the answers to its questions, and `score`, the sum of their
-    scores above 0. Left out is a metric that has no number for some question that it is over."""
+    """Return task -> `metric,filter` -> the sums over its questions of `tokens_out` and of `score`, negative scores
+    counted as 0. A metric whose score is not a number for one of its questions is left out."""
     sums: dict[str, dict[str, dict[str, float]]] = {}
     for sample in samples:
         task = sample["task"]
@@ -303,7 +293,7 @@ def metric_tokens(output: dict[str, Any], samples: list[dict[str, Any]]) -> dict
             if comma and metric in sample and answer_filter == sample["filter"]:
                 score = number_of(sample[metric], score_key(output, task))
                 before = of_task.get(key, {"tokens_out": 0, "score": 0.0})
-                # A score that is no number makes the sum none.
+                # NaN propagates to the sum.
                 score = before["score"] + (score if math.isnan(score) else max(score, 0.0))
                 of_task[key] = {"tokens_out": before["tokens_out"] + tokens_out, "score": score}
     return {
@@ -313,7 +303,7 @@ def metric_tokens(output: dict[str, Any], samples: list[dict[str, Any]]) -> dict
 
 
 def protocol(job: Job) -> dict[str, Any]:
-    """What was compressed how: what a reader must know to compare the numbers with others."""
+    """Return the protocol of a cell: what a reader must know to compare its numbers with others."""
     return {
         **{key: value for key, value in asdict(job.cell).items() if key != "options"},
         "options": job.options,
@@ -324,7 +314,7 @@ def protocol(job: Job) -> dict[str, Any]:
 
 
 def environment(lm: "KVCompressLM", has_lm_eval: bool = False) -> dict[str, Any]:
-    """What answers, and on what; `has_lm_eval`: whether lm-eval asks and scores."""
+    """Describe the model, software and hardware of a run; `has_lm_eval`: include lm-eval's version."""
     import torch
 
     from kvcompress.calibration.files import ModelIdentity
@@ -346,18 +336,18 @@ def environment(lm: "KVCompressLM", has_lm_eval: bool = False) -> dict[str, Any]
 
 
 def load_model(arguments: "ModelArguments", needs_template: bool = True) -> "KVCompressLM":
-    """Raises EvaluationFailed where transformers cannot find, read or place the checkpoint; KVCompressError where it
-    needs a chat template and has none."""
+    """Load the model. Raises EvaluationFailed if transformers cannot find, read or place the checkpoint, and
+    KVCompressError if it lacks a required chat template."""
     import torch
 
     from ..model.arguments import TINY_MODEL, ModelArguments
     from ..model.lm import KVCompressLM
 
     if arguments.pretrained == ModelArguments(pretrained=TINY_MODEL).pretrained and "OMP_NUM_THREADS" not in os.environ:
-        # Its layers are too small to share: two threads mostly wait for each other, on a busy machine for seconds.
+        # Its layers are too small to split: two threads mostly wait for each other, on a busy machine for seconds.
         torch.set_num_threads(1)
-        # Once glibc has unmapped a block, freed memory up to twice its size stays with the process. Else each pass
-        # gives its own back and takes it again page by page, a twentieth of the time.
+        # Once glibc has unmapped a block, it keeps freed memory of up to twice that size in the process. Otherwise
+        # every pass returns its memory and takes it again page by page, which costs 5 % of the time.
         torch.empty(31 << 20, dtype=torch.uint8)
     try:
         return KVCompressLM(needs_template=needs_template, **arguments.model_dump(exclude_unset=True))
@@ -367,7 +357,7 @@ def load_model(arguments: "ModelArguments", needs_template: bool = True) -> "KVC
 
 
 def quiet(verbosity: str) -> None:
-    """One progress bar per cell, the model's, is enough: hide lmms-eval's, and its log below `verbosity`."""
+    """Hide lmms-eval's progress bars, since the model shows one per cell, and its log below `verbosity`."""
     import datasets
     import lmms_eval.api.task
     import lmms_eval.evaluator

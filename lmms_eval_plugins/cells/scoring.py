@@ -1,6 +1,6 @@
-"""While lmms-eval scores: what a scorer raises is seen, and so is a judge that does not answer.
+"""Notice failures while lmms-eval scores: a scorer that raises, and a judge that does not answer.
 
-Most scorers turn a request that failed into a score. So the requests themselves are watched, where all of Python's
+Most scorers turn a failed request into a score. So the requests themselves are watched, at the point where Python's
 usual clients (requests, httpx, urllib3) send them.
 """
 
@@ -11,11 +11,11 @@ from typing import Any
 
 
 class JudgeWatch:
-    """Notes the POST requests that were not answered, nor sent again with success.
+    """Records POST requests that failed and did not succeed when sent again.
 
     Attributes:
-        is_on: whether requests are noted: while answers are scored.
-        unanswered: request -> why.
+        is_on: whether requests are recorded; True while answers are scored.
+        unanswered: request -> why it failed.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class JudgeWatch:
         self.unanswered: dict[str, str] = {}
 
     def note(self, method: str, url: str, body: Any, status: int | None, reason: str) -> None:
-        """One try of a request; `status` is None where there was no answer, for `reason`."""
+        """Record one attempt of a request; `status` is None if there was no response, because of `reason`."""
         if not self.is_on or method.upper() != "POST":
             return
         body = body if isinstance(body, bytes) else str(body).encode()
@@ -36,7 +36,7 @@ class JudgeWatch:
 
 @contextlib.contextmanager
 def scorers_watched() -> Iterator[JudgeWatch]:
-    """Inside, requests are watched, and the error of a scorer is raised as it is, not hidden in a RetryError."""
+    """Watch requests inside this context, and let a scorer's own error propagate instead of a RetryError."""
     import httpx
     import urllib3
     from lmms_eval.api.task import ConfigurableTask
@@ -85,7 +85,7 @@ def scorers_watched() -> Iterator[JudgeWatch]:
 
 
 def _content(request: Any) -> bytes:
-    """What a httpx request sends; a stream, which cannot be sent again either, has no content."""
+    """Return the body of an httpx request; empty for a stream, which cannot be sent again anyway."""
     import httpx
 
     try:

@@ -1,4 +1,4 @@
-"""`--wandb_args`: a wandb run for each cell, offline where no account is known."""
+"""`--wandb_args`: log a wandb run for each cell, offline if no account is set up."""
 
 import hashlib
 import inspect
@@ -15,12 +15,12 @@ from .results import dumps, read_samples
 if TYPE_CHECKING:
     import wandb
 
-# What we give wandb ourselves, or what is no text.
+# Arguments that we set ourselves, or that are not text.
 OWN = ("config", "settings", "config_exclude_keys", "config_include_keys")
 
 
 def check_wandb(arguments: dict[str, str], cells: int) -> None:
-    """Raises UsageError for what `wandb.init` does not take, EvaluationFailed where wandb is not installed."""
+    """Raise UsageError for an argument unknown to `wandb.init`, EvaluationFailed if wandb is not installed."""
     try:
         import wandb
     except ImportError:
@@ -31,13 +31,13 @@ def check_wandb(arguments: dict[str, str], cells: int) -> None:
             hint = nearest(name, valid) or f"; it has {', '.join(valid)}"
             raise UsageError(f"--wandb_args: wandb.init has no argument {name!r}{hint}")
     if "id" in arguments and cells > 1:
-        raise UsageError(f"--wandb_args: id={arguments['id']} is one run's, and there are {cells} cells; leave it out")
+        raise UsageError(f"--wandb_args: id={arguments['id']} names one run, but there are {cells} cells; leave it out")
 
 
 def log_cell(job: Job, arguments: dict[str, str], with_samples: bool) -> None:
-    """Log a complete cell as a run of its own: its values, protocol and environment, and its answers as a table.
+    """Log a complete cell as its own run: its values, protocol and environment, and its answers as a table.
 
-    The same cell has the same run, however often it is logged. Raises EvaluationFailed where wandb fails.
+    Logging a cell again updates the same run. Raises EvaluationFailed if wandb fails.
     """
     import wandb
 

@@ -1,4 +1,4 @@
-"""YAML that a user wrote."""
+"""Read YAML files that a user wrote."""
 
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,15 @@ from .errors import UsageError
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice, which YAML's rules forbid and PyYAML overwrites. Tags such as lmms-eval's
-    `!function` are read as what they stand before."""
+    """Rejects duplicate keys, which YAML forbids and PyYAML silently overwrites. A tag such as lmms-eval's `!function`
+    is dropped and its value read as text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
         for place, key in enumerate(keys):
             if key in keys[:place]:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"{shown(key)} stands twice", problem_mark=node.start_mark
+                    problem=f"{shown(key)} occurs twice", problem_mark=node.start_mark
                 )
         return super().construct_mapping(node, deep)
 
@@ -28,7 +28,7 @@ _Loader.add_multi_constructor("!", lambda loader, tag, node: str(node.value))
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
-    """The mapping in a file. Raises UsageError of one line, which calls the file `what`."""
+    """Read the mapping in a file. Raises a one-line UsageError that calls the file `what`."""
     try:
         found = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:

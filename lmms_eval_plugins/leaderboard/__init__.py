@@ -1,2 +1,2 @@
-"""A leaderboard from results folders: `protocol` says what may stand in one table, `boards` makes the tables, `checks`
-says whether a submission is complete and plausible."""
+"""A leaderboard from results folders: `protocol` decides which results share a table, `boards` builds the tables, and
+`checks` tells whether a submission is complete and plausible."""

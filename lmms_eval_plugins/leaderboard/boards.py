@@ -1,4 +1,4 @@
-"""The tables of a leaderboard, JSON-ready: each of one task under one protocol."""
+"""Build the tables of a leaderboard, JSON-ready, one for each task and protocol."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -19,14 +19,14 @@ from ..report.table import score_scale
 from .protocol import definition, holds_full, protocol_of, regime, variant
 from .rerun import command_of
 
-WITHIN = 1.96  # standard errors on either side hold 95 % of a normal distribution
+WITHIN = 1.96  # standard errors on either side of the mean cover 95 % of a normal distribution
 ENVIRONMENT = ("device", "dtype", "attn_implementation", "threads", "processes", "python")
 
 
 @dataclass
 class Row:
-    """A cell of a submission, with what a table needs to know of it: the frame's row of it in its report (see
-    `report.sweep_frame`), its protocol, and what is shown of it."""
+    """A cell of a submission with what a table needs: its row in the report's frame (see `table.sweep_frame`), its
+    protocol, and the values shown."""
 
     cell: dict[str, Any]
     framed: pd.Series
@@ -35,12 +35,12 @@ class Row:
 
     @property
     def question(self) -> tuple[str, str, str, int]:
-        """What its score is over."""
+        """What the score measures: task, its definition, metric, number of questions."""
         return self.cell["protocol"]["task"], definition(self.cell), self.framed["metric"], self.shown["samples"]
 
 
 def rows_of(submission: str, groups: Iterable[Group]) -> list[Row]:
-    """All scored cells of a submission."""
+    """Return all scored cells of a submission."""
     rows = []
     for group in groups:
         scores = question_scores(group.samples, len(group.frame))
@@ -53,7 +53,7 @@ def rows_of(submission: str, groups: Iterable[Group]) -> list[Row]:
 
 
 def leaderboard(rows: Sequence[Row]) -> dict[str, Any]:
-    """What the page shows: `boards`, sorted by regime and task."""
+    """Return the data of the page: `boards`, sorted by regime and task."""
     tables: dict[tuple, list[Row]] = {}
     compressed = [row for row in rows if row.cell["protocol"]["method"] != "full"]
     for row in compressed:
@@ -82,7 +82,8 @@ def _board(
     regime: str,
     questions: list[tuple[str, str, str, int]],
 ) -> dict[str, Any]:
-    """`questions`: those of all tables. What tells this one from others of its task stands in its name."""
+    """Build one table. `questions`: the `Row.question` of all tables; what distinguishes this table from others of its
+    task becomes part of its name."""
     task, of_task, metric, count = question
     others = [other for other in questions if other[0] == task]
     text = ", ".join(f"{name}={value}" for name, value in protocol.items())
@@ -111,7 +112,7 @@ def _board(
 
 
 def _shown(submission: str, group: Group, scores: list[pd.Series], index: int) -> dict[str, Any]:
-    """`scores`: of the questions of each of the group's cells."""
+    """Return the values shown for a cell; `scores`: the question scores of each of the group's cells."""
     cell, row = group.cells[index], group.frame.iloc[index]
     environment, protocol = cell.get("environment", {}), cell["protocol"]
     full = _full_of(group, index)
@@ -139,7 +140,7 @@ def _shown(submission: str, group: Group, scores: list[pd.Series], index: int) -
 
 
 def _full_of(group: Group, index: int) -> int | None:
-    """The cell of the full cache that a cell is to be compared with; None where its submission has none."""
+    """Return the index of the full-cache cell to compare a cell with; None if its submission has none."""
     protocol = protocol_of(group.cells[index])
     for place, cell in enumerate(group.cells):
         if cell["protocol"]["method"] == "full" and holds_full(protocol, protocol_of(cell)):
@@ -148,8 +149,8 @@ def _full_of(group: Group, index: int) -> int | None:
 
 
 def _interval(scores: pd.Series, row: pd.Series) -> list[float] | None:
-    """From where to where 95 % of the means lie over questions drawn again; of a score that is no mean of its
-    questions', by its standard error. None where it has none."""
+    """Return the 95 % interval of a score by bootstrap over its questions; for a score that is not their mean, from its
+    standard error. None if it has neither."""
     if len(scores) and math.isclose(scores.mean(skipna=False), row["score"], abs_tol=1e-6):
         found = paired_bootstrap(scores, 0 * scores)
         return [found.low, found.high]
@@ -158,8 +159,8 @@ def _interval(scores: pd.Series, row: pd.Series) -> list[float] | None:
 
 
 def _difference(own: pd.Series, full: pd.Series) -> list[float] | None:
-    """What a cell scores more than the full cache on the same questions, and the 95 % interval of that; None where they
-    answered others, or the metric is no number per question."""
+    """Return the score difference to the full cache on the same questions, with its 95 % interval. None if the
+    questions differ, or the metric is not a number per question."""
     if not len(own) or not own.index.equals(full.index) or own.isna().any() or full.isna().any():
         return None
     found = paired_bootstrap(own, full)

@@ -1,7 +1,7 @@
-"""Is a submission complete, does it say the same in all places, and are its numbers possible? A line for each problem.
+"""Check that a submission is complete, consistent and plausible, and report one line per problem.
 
-Nothing is computed again: who wants to deceive can. What is found are cells of other versions, files that were edited
-or lost, and runs that measured something else than they say.
+Nothing is recomputed, so this does not stop deliberate fraud. It finds cells of other versions, edited or lost files,
+and runs that measured something other than they claim.
 """
 
 import math
@@ -25,19 +25,25 @@ from .protocol import holds_full, protocol_of
 VERSIONS = ("kvcompress", "torch", "transformers", "lmms-eval")
 ENVIRONMENT = ("versions", "python", "device", "dtype", "attn_implementation", "processes", "config")
 PARTS = ("protocol", "results", "configs", "n-samples", "efficiency", "environment", "fingerprint", "date")
-MEDIANS = ("ttft_s", "tpot_s", "tokens_in", "tokens_out", "kv_held_bytes")  # of rows, in the summary as well
+MEDIANS = (
+    "ttft_s",
+    "tpot_s",
+    "tokens_in",
+    "tokens_out",
+    "kv_held_bytes",
+)  # quantities of rows whose medians are in the summary
 Content = tuple[dict[str, Any], list[dict[str, Any]]]
 
 
 def problems(root: Path) -> list[str]:
-    """One line for each thing that is wrong with the cells under `root`; empty where a submission is fine."""
+    """Return one line for each problem with the cells under `root`; empty if the submission is fine."""
     found, cells = [], {}
     files = sorted(file for file in root.rglob(RESULTS_FILE))
     for file in files:
         folder = file.parent
         name = folder.relative_to(root).as_posix()
         if UNFINISHED in name:
-            found.append(f"{name}: was never finished: remove it")
+            found.append(f"{name}: this cell was never finished: remove it")
             continue
         try:
             content = read_cell(folder)
@@ -60,7 +66,7 @@ def _of_cell(folder: Path, content: Content) -> Iterator[str]:
         try:
             yield from check(folder, results, samples)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            yield f"{check.__name__.strip('_').replace('_', ' ')}: not as this version writes it ({error!r})"
+            yield f"{check.__name__.strip('_').replace('_', ' ')}: not in this version's format ({error!r})"
 
 
 # -- one cell
@@ -70,11 +76,11 @@ def _fingerprint(folder: Path, results: dict[str, Any], samples: list[dict[str, 
     protocol, fingerprint = results["protocol"], results["fingerprint"]
     for name in ("task", "model", "method", "ratio", "budget", "settings", "options"):
         if protocol[name] != fingerprint[name]:
-            yield f"its fingerprint says {name}={fingerprint[name]}, its protocol {name}={protocol[name]}"
+            yield f"its fingerprint has {name}={fingerprint[name]}, but its protocol {name}={protocol[name]}"
     of_cell = {name: protocol[name] for name in ("task", "model", "method", "ratio", "budget", "settings")}
     expected = Cell(**of_cell, options=protocol["changed_options"]).folder(Path())
     if folder.resolve().parts[-3:] != expected.parts:
-        yield f"its folder is not that of its protocol: expected {expected.as_posix()}"
+        yield f"its folder does not match its protocol: expected {expected.as_posix()}"
     try:
         defaults = all_options(method_info(protocol["method"]), protocol["options"].get("scorer"))
     except KVCompressError as error:
@@ -83,14 +89,14 @@ def _fingerprint(folder: Path, results: dict[str, Any], samples: list[dict[str, 
     if unknown := sorted(protocol["options"].keys() - defaults.keys()):
         yield f"{protocol['method']} has no option {', '.join(unknown)} in this version"
         return
-    # An option that came later had its default.
+    # Options added in a later version had their defaults.
     changed = {name: value for name, value in protocol["options"].items() if value != defaults[name]}
     if dumps(changed) != dumps(protocol["changed_options"]):
-        yield f"its changed options are {protocol['changed_options']}, by all its options {changed}"
+        yield f"its changed options are {protocol['changed_options']}, but its options imply {changed}"
     given, settings = results.get("config", {}), protocol["settings"]
     for name, value in {"limit": None, "offset": 0, "batch_size": 1}.items():
         if (said := given.get(name) or value) != settings.get(name, value):
-            yield f"lmms-eval was given {name}={said}, its settings say {settings.get(name, value)}"
+            yield f"lmms-eval was given {name}={said}, but its settings have {settings.get(name, value)}"
     if missing := [name for name in ("code", "data", "tasks") if not fingerprint.get(name)]:
         yield f"its fingerprint has no {', '.join(missing)}"
 
@@ -98,13 +104,13 @@ def _fingerprint(folder: Path, results: dict[str, Any], samples: list[dict[str, 
 def _versions(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[str]:
     environment = results["environment"]
     if missing := [name for name in ENVIRONMENT if not environment.get(name)]:
-        yield f"its environment does not say {', '.join(missing)}: run the cell again with this version"
+        yield f"its environment lacks {', '.join(missing)}: run the cell again with this version"
     if missing := [name for name in VERSIONS if not environment.get("versions", {}).get(name)]:
         yield f"the versions of {', '.join(missing)} are missing"
 
 
 def _samples(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[str]:
-    """Every question is there, as often as there are answer filters, and has a score."""
+    """Check that every question has a scored line for each answer filter."""
     if results["protocol"]["settings"].get("predict_only") or headline(results) is None:
         yield "it has no score (was it run with --predict_only?)"
         return
@@ -113,9 +119,9 @@ def _samples(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]
     there = Counter(task for task, _ in lines)
     for task in sorted(asked.keys() | there.keys()):
         if asked.get(task, 0) != there[task]:
-            yield f"{there[task]} of {asked.get(task, 0)} questions of {task} are there"
+            yield f"{there[task]} of {asked.get(task, 0)} questions of {task} are present"
         if len({count for (of, _), count in lines.items() if of == task}) > 1:
-            yield f"some questions of {task} have more lines than others: answers are missing, or there twice"
+            yield f"some questions of {task} have more lines than others: answers are missing or duplicated"
     unscored = Counter()
     for sample in samples:
         metrics = {key.partition(",")[0] for key in results["results"].get(sample["task"], {}) if "," in key}
@@ -126,7 +132,7 @@ def _samples(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]
 
 
 def _scores(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[str]:
-    """A metric that is a mean is the mean of the questions' scores."""
+    """Check that each metric aggregated by mean equals the mean of its questions' scores."""
     for task, config in results["configs"].items():
         key_of_score = score_key(results, task)
         means = {each["metric"] for each in config.get("metric_list") or [] if each.get("aggregation") == "mean"}
@@ -137,7 +143,7 @@ def _scores(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]]
             lines = [each for each in samples if (each["task"], each.get("filter")) == (task, of_filter)]
             scores = [number_of(each[metric], key_of_score) for each in lines if metric in each]
             if scores and not any(map(math.isnan, scores)) and abs(np.mean(scores) - score) > 1e-6:
-                yield f"{metric} of {task} is {score:g}, but the mean of its questions' is {np.mean(scores):g}"
+                yield f"{metric} of {task} is {score:g}, but the mean over its questions is {np.mean(scores):g}"
 
 
 def _ratio(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[str]:
@@ -146,38 +152,40 @@ def _ratio(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]])
         low, high = plausible.realised_ratio(results["protocol"], row)
         if not low <= (mean := float(np.mean(row["realised_ratio"]))) <= high:
             outside.append(f"{mean:.4f} for {_name(sample)}, not between {max(low, 0):.4f} and {min(high, 1):.4f}")
-    yield from _first("realised ratios are not what was asked for", outside, len(samples))
+    yield from _first("realised ratios do not match the request", outside, len(samples))
 
 
 def _bytes(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[str]:
     environment, rows = results["environment"], list(_rows(samples))
     if not (config := environment.get("config")):
-        return  # `_versions` says so
+        return  # `_versions` reports it
     bounds = [plausible.held_bytes(results["protocol"], environment, row) for _, row in rows]
     least, most = min(low for low, _ in bounds), max(high for _, high in bounds)
     outside = []
     for (sample, row), own in zip(rows, bounds, strict=True):
-        low, high = own if row["batch_size"] == 1 else (least, most)  # else an answer has its share of the batch
+        low, high = own if row["batch_size"] == 1 else (least, most)  # in a batch, bytes are divided equally
         if not low <= row["kv_held_bytes"] <= high:
             outside.append(f"{row['kv_held_bytes']} for {_name(sample)}, not between {low:.0f} and {high:.0f}")
     shape = f"{config['kv_heads']} KV heads of {config['head_dim']} in {environment['dtype']}"
-    yield from _first(f"KV bytes are not those of {shape}", outside, len(samples))
+    yield from _first(f"KV bytes do not match {shape}", outside, len(samples))
 
 
 def _times(folder: Path, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[str]:
-    wrong, rows = [], list(_rows(samples))
+    wrong, rows, is_spared = [], list(_rows(samples)), False
     for sample, row in rows:
-        tpot_s = 1.0 if row["tokens_out"] < 2 and row["tpot_s"] is None else row["tpot_s"]
-        if not (_is_positive(row["ttft_s"]) and _is_positive(tpot_s)):
+        reused = row.get("reused_tokens")  # by a prefix cache: what it spares is not timed
+        is_spared |= bool(reused)
+        may_lack = {"ttft_s": bool(reused), "tpot_s": row["tokens_out"] < 2 or (row["slots"] and reused is not None)}
+        if not all(_is_positive(row[name]) or (lacks and row[name] is None) for name, lacks in may_lack.items()):
             wrong.append(f"ttft_s={row['ttft_s']}, tpot_s={row['tpot_s']} for {_name(sample)}")
     yield from _first("times are not above 0", wrong, len(samples))
-    if not _is_positive(results["efficiency"].get("answers_per_s")):
+    if not is_spared and not _is_positive(results["efficiency"].get("answers_per_s")):
         yield f"answers_per_s is {results['efficiency'].get('answers_per_s')}, not above 0"
     for name in MEDIANS:
         values = [row[name] for _, row in rows if row[name] is not None]
         said = results["efficiency"].get(name, {}).get("median")
         if values and (said is None or not math.isclose(said, np.median(values), rel_tol=1e-9)):
-            yield f"the median of {name} is said to be {said}, but that of its questions is {np.median(values):g}"
+            yield f"the median of {name} is given as {said}, but that of its questions is {np.median(values):g}"
 
 
 CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
@@ -189,25 +197,25 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
 
 
 def _without_full(cells: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Each cell needs one of the full cache, answered in the same way."""
+    """Check that each cell has a full-cache cell with the same protocol."""
     known: dict[str, tuple] = {}
     for name, cell in cells.items():
         try:
             protocol = cell["protocol"]
             known[name] = protocol["task"], protocol["model"], protocol_of(cell), protocol["method"] == "full"
         except (KeyError, TypeError):
-            continue  # said already
+            continue  # reported already
     whole = [each for each in known.values() if each[3]]
     for name, (task, model, protocol, _) in known.items():
         if not any((task, model) == each[:2] and holds_full(protocol, each[2]) for each in whole):
-            yield f"{name}: there is no cell of the full cache to compare it with: run METHOD full in the same command"
+            yield f"{name}: there is no cell of the full cache to compare it with: add METHOD full to the command"
 
 
-# -- small things
+# -- helpers
 
 
 def _rows(samples: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each answer's measurement once, with the line of its question: several answer filters are several lines."""
+    """Yield each answer's measurement once, with a line of its question, which has a line per answer filter."""
     seen = set()
     for sample in samples:
         key = sample["task"], sample["doc_id"]
@@ -218,7 +226,7 @@ def _rows(samples: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[
 
 
 def _first(what: str, found: list[str], of: int) -> Iterator[str]:
-    """One line for all questions of which the same is wrong."""
+    """Yield one line for all questions with the same problem, naming the first."""
     if found:
         yield f"{len(found)} of {of} {what}: {found[0]}"
 

@@ -1,7 +1,7 @@
-"""`kvcompress leaderboard`: one static page of the results of many models and tasks.
+"""`kvcompress leaderboard`: write a static page with the results of many models and tasks.
 
 kvcompress leaderboard FOLDER...            writes leaderboard.html
-kvcompress leaderboard --check FOLDER...    is each of them complete and plausible?
+kvcompress leaderboard --check FOLDER...    checks that each is complete and plausible
 """
 
 import argparse
@@ -21,22 +21,28 @@ TEMPLATES = Path(__file__).parent / "templates"
 def parser() -> argparse.ArgumentParser:
     this = Parser(
         "leaderboard",
-        description="One static page of the results of many models and tasks, or --check of what is to be handed in.",
+        description="Write a static page with the results of many models and tasks, or --check submissions.",
     )
     add = this.add_argument
-    add("folders", nargs="+", type=submission, metavar="FOLDER", help="results, or a tar archive of them: a submission")
-    add("--check", action="store_true", help="say what is wrong with each submission; exit code 2 if anything is")
+    add(
+        "folders",
+        nargs="+",
+        type=submission,
+        metavar="FOLDER",
+        help="a submission: a results folder, or a tar archive of one",
+    )
+    add("--check", action="store_true", help="list the problems of each submission; exit code 2 if there are any")
     add("--out", type=path, metavar="FILE", default=Path("leaderboard.html"), help="the page (leaderboard.html)")
     return this
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code; every error ends with one line on stderr."""
+    """Run the command and return its exit code; every error is one line on stderr."""
     return exit_code(command, arguments, "files")
 
 
 def command(arguments: list[str]) -> int:
-    """Check the submissions, or write the page; the exit code. Raises UsageError, KVCompressError or
+    """Check the submissions or write the page, and return the exit code. Raises UsageError, KVCompressError or
     EvaluationFailed."""
     given = parser().parse_args(arguments)
     folders = list(dict.fromkeys(given.folders))
@@ -44,7 +50,7 @@ def command(arguments: list[str]) -> int:
 
 
 def check(folders: list[Path]) -> int:
-    """Say what is wrong, one problem a line; 2 where anything is."""
+    """Print the problems, one per line; return 2 if there are any, else 0."""
     from .checks import problems
 
     count = 0

@@ -1,4 +1,4 @@
-"""What a question's realised ratio and KV bytes can be, from what was asked for and the model's configuration."""
+"""Bound a question's realised ratio and KV bytes from the requested size and the model's configuration."""
 
 import math
 from typing import Any
@@ -12,15 +12,15 @@ from kvcompress.tokens.base import TokenMethod
 
 Bounds = tuple[float, float]
 
-NEAR = 0.005  # of a realised ratio, and two tokens: a token that is fed again, and one of rounding
-LEAST, MOST = 0.99, 1.5  # of the bytes of keys and values: index and sums come on top
+NEAR = 0.005  # tolerance of a realised ratio, plus two tokens: one fed again, and one for rounding
+LEAST, MOST = 0.99, 1.5  # times the bytes of keys and values; index and running sums add to them
 
 
 def realised_ratio(protocol: dict[str, Any], row: dict[str, Any]) -> Bounds:
-    """From where to where the mean over layers may be, for a question with the measurement `row`.
+    """Return the bounds of the mean realised ratio over layers, for a question with the measurement `row`.
 
-    Most methods keep exactly what was asked for. Those that drop vision tokens on the way keep more in the first
-    layers; of `scope=context`, and of layer budgets that follow from the prompt, only the least is known.
+    Most methods keep exactly what was requested. Methods that drop vision tokens inside the model keep more in the
+    first layers. For `scope=context`, and for layer budgets that depend on the prompt, only the lower bound is known.
     """
     tokens, vision, options = row["tokens_in"], row["vision_tokens"], protocol["options"]
     if protocol["method"] == "full":
@@ -38,7 +38,7 @@ def realised_ratio(protocol: dict[str, Any], row: dict[str, Any]) -> Bounds:
 
 
 def _on_top(protocol: dict[str, Any]) -> int:
-    """First tokens of a prompt that its ratio does not count."""
+    """Return how many first tokens of a prompt are kept in addition to its ratio."""
     options = protocol["options"]
     scored_by = method_info(options.get("scorer") or protocol["method"]).cls
     of_variant = scored_by.by_variant.get(options.get("variant"), {})
@@ -46,19 +46,19 @@ def _on_top(protocol: dict[str, Any]) -> int:
 
 
 def held_bytes(protocol: dict[str, Any], environment: dict[str, Any], row: dict[str, Any]) -> Bounds:
-    """From where to where the bytes may be that hold a question's keys, values and index after its prompt."""
+    """Return the bounds of the bytes that hold a question's keys, values and index after its prompt."""
     config, options, settings = environment["config"], protocol["options"], protocol["settings"]
-    kept = row["tokens_in"] * sum(row["realised_ratio"])  # of all compressed layers together, in the mean over KV heads
+    kept = row["tokens_in"] * sum(row["realised_ratio"])  # sum over compressed layers, mean over KV heads
     of_whole = getattr(torch, environment["dtype"]).itemsize
     of_stored = of_whole
     if options.get("cache_implementation") == "quantized":
         of_stored = options["kv_bits"] / 8
-    elif options.get("cache_implementation") == "think":  # keys of fewer channels, values of all
+    elif options.get("cache_implementation") == "think":  # keys with fewer channels, values with all
         of_stored = of_whole * (options["key_channels"] + 1) / 2
     numbers = kept * config["kv_heads"] * 2 * config["head_dim"]
-    processes = environment["processes"] if "tp_plan" in settings else 1  # each holds a part, and the first is measured
-    has_others = config["layers"] > len(row["realised_ratio"])  # that keep a cache of another kind
-    evicts = options.get("decode_budget") is not None or options.get("decode_ratio") is not None  # remembers queries
+    processes = environment["processes"] if "tp_plan" in settings else 1  # each holds a part; the first is measured
+    has_others = config["layers"] > len(row["realised_ratio"])  # layers with another kind of cache
+    evicts = options.get("decode_budget") is not None or options.get("decode_ratio") is not None  # also stores queries
     most = math.inf if has_others or evicts else MOST * of_whole * numbers * _beams(settings)
     return LEAST * of_stored * numbers / processes, most
 

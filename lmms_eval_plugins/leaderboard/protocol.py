@@ -1,4 +1,4 @@
-"""Which rows may stand in one table: those of one task, asked and answered in the same way."""
+"""Decide which rows may share a table: those of one task, asked and answered under the same protocol."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ from kvcompress.policy.options import Engine
 from ..cells.results import dumps, exact
 
 DEFAULTS = {field.name: field.default for field in fields(Engine)}
-# How a cache is compressed whatever the method: the engine's options that belong to the protocol. The first is always
-# said, the others where they differ from their default.
-FOR_ALL = ("first_token", "prefill_chunk", "cache_implementation")  # the full cache has these, too
+# The engine's options that belong to the protocol, whatever the method. Those in ALWAYS_SAID are always listed, the
+# others if they differ from their default.
+FOR_ALL = ("first_token", "prefill_chunk", "cache_implementation")  # these apply to the full cache too
 FOR_COMPRESSED = ("scope", "ratio_of", "context_tokens", "positions", "decode_budget", "decode_ratio")
-QUANTIZED = {  # backend -> what it has to be told
+QUANTIZED = {  # backend -> its options
     "quanto": ("kv_backend", "kv_bits", "kv_group_size", "kv_residual"),
     "hqq": ("kv_backend", "kv_bits", "kv_group_size", "kv_residual"),
     "turboquant": ("kv_backend", "kv_bits"),
@@ -24,17 +24,17 @@ QUANTIZED = {  # backend -> what it has to be told
 THINK = ("key_channels", "key_recent")
 ALWAYS_SAID = ("first_token", "scope", "ratio_of")
 OPTIONS = {*FOR_ALL, *FOR_COMPRESSED, *QUANTIZED["quanto"], *THINK}
-# Settings that say which model, or on which machine, or what the number of questions says.
+# Settings that identify the model or the machine, or that the number of questions already shows.
 NO_PROTOCOL = ("revision", "trust_remote_code", "device", "device_map", "tp_plan", "look_ahead", "limit")
-LONG_TEXT = 512  # tokens of a prompt that are no image's or video's
+LONG_TEXT = 512  # text tokens of a prompt, without images and videos
 LONG_ANSWER = 20  # tokens
 
 
 def protocol_of(cell: dict[str, Any]) -> dict[str, str]:
-    """Name -> value of what decides, beside method and ratio, about a cell's numbers. The full cache has no
-    `scope`, `ratio_of` and so on: see `holds_full`."""
+    """Return name -> value of everything besides method and ratio that determines a cell's numbers. The full cache has
+    no `scope`, `ratio_of` and so on: see `holds_full`."""
     protocol, options = cell["protocol"], cell["protocol"].get("options", {})
-    # A method that drops tokens before they are cached has no scope: it looks at the whole prompt.
+    # A method that drops tokens before they are cached has no scope: it sees the whole prompt.
     given = {name: options.get(name, default) for name, default in DEFAULTS.items()}
     names = [*FOR_ALL, *(FOR_COMPRESSED if protocol["method"] != "full" else ())]
     if given["cache_implementation"] == "quantized":
@@ -50,27 +50,28 @@ def protocol_of(cell: dict[str, Any]) -> dict[str, str]:
 
 
 def holds_full(protocol: Mapping[str, str], full: Mapping[str, str]) -> bool:
-    """Whether a full cache of the protocol `full` is what cells of `protocol` are to be compared with."""
+    """Return whether cells of `protocol` are to be compared with a full cache of the protocol `full`."""
     return {name: value for name, value in protocol.items() if name not in FOR_COMPRESSED} == dict(full)
 
 
 def variant(cell: dict[str, Any]) -> str:
-    """The method, with the options that differ from their defaults and are no part of the protocol."""
+    """Return the method with the changed options that are not part of the protocol."""
     changed = cell["protocol"]["changed_options"]
     own = "".join(f" {name}={as_text(value)}" for name, value in sorted(changed.items()) if name not in OPTIONS)
     return cell["protocol"]["method"] + own
 
 
 def definition(cell: dict[str, Any]) -> str:
-    """A digest of how the cell's task asks and scores; empty where the cell does not say."""
+    """Return a digest of how the cell's task asks and scores; empty if the cell does not record it."""
     tasks = cell.get("fingerprint", {}).get("tasks")
     return hashlib.sha256(dumps(tasks).encode()).hexdigest()[:8] if tasks else ""
 
 
 def regime(cells: Sequence[dict[str, Any]]) -> str:
-    """What the questions of one task demand: `an image`, `several images, long text`, `video, long answers`.
+    """Describe the questions of one task: `an image`, `several images, long text`, `video, long answers`.
 
-    Text that is long has at least 512 tokens beside images and videos, an answer 20: the median over cells of theirs.
+    Long text has at least 512 tokens besides images and videos, long answers at least 20, in the median over the cells'
+    medians.
     """
     seen = {name: _median(cells, name, "p90") for name in ("images", "videos", "vision_tokens")}
     if seen["videos"]:
@@ -91,7 +92,7 @@ def _median(cells: Sequence[dict[str, Any]], quantity: str, of: str) -> float:
 
 
 def as_text(value: Any) -> str:
-    """A value as on a command line."""
+    """Format a value as on a command line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):

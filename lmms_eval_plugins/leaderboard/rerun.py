@@ -1,5 +1,5 @@
-"""The command that makes a cell, from what its results say. What was typed is not recorded: it may hold names of files
-and keys, and it makes many cells."""
+"""Reconstruct the command that computes a cell from its results. The command as typed is not recorded: it may contain
+file names and keys, and it computes many cells."""
 
 import json
 import shlex
@@ -9,7 +9,7 @@ from ..cells.results import exact
 from .protocol import as_text
 
 SCRIPT = "./scripts/run_eval.sh"
-# Settings that are flags, under the flag's name; all others are `key=value`.
+# Setting -> the flag that sets it; all others are `key=value`.
 FLAGS = {
     "data": "data-root",
     **{name: name for name in ("limit", "offset", "gen_kwargs", "num_fewshot", "seed", "repeats", "reasoning_tags")},
@@ -18,7 +18,7 @@ SWITCHES = ("predict_only", "fewshot_as_multiturn", "process_with_media", "apply
 
 
 def command_of(cell: dict[str, Any]) -> str:
-    """One line for a shell, in the root of the repository."""
+    """Return the command as one shell line, to run in the repository's root."""
     protocol, processes = cell["protocol"], cell.get("environment", {}).get("processes", 1)
     size = "-" if protocol["ratio"] is None else exact(protocol["ratio"])
     words = [SCRIPT, protocol["task"], protocol["model"], protocol["method"], size]

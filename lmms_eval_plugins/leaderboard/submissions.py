@@ -1,4 +1,4 @@
-"""What is handed in: a results folder, or a tar archive of one."""
+"""Open submissions: results folders, or tar archives of them."""
 
 import argparse
 import contextlib
@@ -15,7 +15,7 @@ from ..cells.errors import UsageError
 
 
 def submission(text: str) -> Path:
-    """A folder or a tar archive that exists, as an absolute path: a type for argparse."""
+    """Return an existing folder or tar archive as an absolute path; a type for argparse."""
     path = Path(text)
     with contextlib.suppress(OSError, ValueError):
         if text.strip() and (path.is_dir() or (path.is_file() and tarfile.is_tarfile(path))):
@@ -24,21 +24,21 @@ def submission(text: str) -> Path:
 
 
 def name_of(path: Path) -> str:
-    """`mine` for the folder `mine` and for `mine.tar.xz`; of a folder `results` the folder that holds it, too."""
+    """Return `mine` for the folder `mine` or `mine.tar.xz`; for a folder `results`, `parent/results`."""
     name = path.name if path.is_dir() else path.name.partition(".tar")[0]
     return f"{path.parent.name}/{name}" if name == "results" else name
 
 
 @contextlib.contextmanager
 def unpacked(path: Path) -> Iterator[Path]:
-    """The folder of a submission; an archive is unpacked for so long."""
+    """Yield a submission's folder; an archive is unpacked into a temporary one."""
     if path.is_dir():
         yield path
         return
     with tempfile.TemporaryDirectory() as folder:
         try:
             with tarfile.open(path) as archive:
-                archive.extractall(folder, filter="data")  # nothing outside of the folder, and only plain files
+                archive.extractall(folder, filter="data")  # only plain files, none outside the folder
         except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError) as error:
             raise UsageError(f"{str(path)!r} cannot be unpacked: {' '.join(str(error).split())}") from None
         yield Path(folder)

@@ -1,7 +1,7 @@
-"""`kvcompress long-pack`: generate long tasks, needles among pictures and documents of many pages, for lmms-eval.
+"""`kvcompress long-pack`: generate long tasks for lmms-eval, with needles among pictures and documents of many pages.
 
-Needles among many pictures (NAME_needle) and documents of many pages (NAME_document), drawn from a seed. They run with
-`./scripts/run_eval.sh NAME_needle MODEL METHOD RATIO --include_path DIR`; docs/long-pack.md says more.
+NAME_needle hides needles among many pictures; NAME_document has documents of many pages. Both are drawn from a seed and
+run with `./scripts/run_eval.sh NAME_needle MODEL METHOD RATIO --include_path DIR`; docs/long-pack.md has the details.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .needles import smallest_picture
 from .prompts import Look
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}", re.ASCII)
-MOST_PIXELS = 8192  # of a side
-MOST_PICTURES = 200_000  # pictures and pages that all prompts show: about half an hour of drawing
+MOST_PIXELS = 8192  # per side
+MOST_PICTURES = 200_000  # pictures and pages of all prompts; drawing them takes about half an hour
 
 
 def items(convert: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """A comma list, each item once."""
+    """Return a parser of comma-separated lists that drops duplicates."""
 
     def listed(text: str) -> tuple[Any, ...]:
         return tuple(dict.fromkeys(convert(item.strip()) for item in text.split(",")))
@@ -38,7 +38,7 @@ def items(convert: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 
 def kind(text: str) -> str:
     if text not in KINDS:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is none of {', '.join(KINDS)}{nearest(text, KINDS)}")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not one of {', '.join(KINDS)}{nearest(text, KINDS)}")
     return text
 
 
@@ -54,7 +54,7 @@ def size(text: str) -> tuple[int, int]:
 def task_name(text: str) -> str:
     if not NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} is not a name of small letters, digits and _, at most 40, a letter first"
+            f"{shown(text)} is not a name of at most 40 lower-case letters, digits and _, starting with a letter"
         )
     return text
 
@@ -69,46 +69,46 @@ def parser() -> argparse.ArgumentParser:
     add, pack, look = this.add_argument, Pack(), Look()
     lengths, depths = (",".join(f"{value:g}" for value in values) for values in (pack.lengths, pack.depths))
     picture_size, page_size = ("{}x{}".format(*sides) for sides in (look.picture_size, look.page_size))
-    add("--out", type=path, required=True, metavar="DIR", help="folder for the tasks' folders, made where missing")
+    add("--out", type=path, required=True, metavar="DIR", help="folder for the tasks' folders, created if missing")
     add("--seed", type=whole(), default=pack.seed, help=f"same seed, same bytes ({pack.seed})")
-    add("--name", type=task_name, default=pack.name, help=f"what the tasks' names begin with ({pack.name})")
-    add("--lengths", type=items(whole(2, 4096)), default=lengths, help=f"pictures or pages of a prompt ({lengths})")
-    add("--questions", type=whole(1), default=pack.questions, help=f"of each kind and length ({pack.questions})")
+    add("--name", type=task_name, default=pack.name, help=f"prefix of the tasks' names ({pack.name})")
+    add("--lengths", type=items(whole(2, 4096)), default=lengths, help=f"pictures or pages per prompt ({lengths})")
+    add("--questions", type=whole(1), default=pack.questions, help=f"questions per kind and length ({pack.questions})")
     add(
         "--depths",
         type=items(number(0, 1)),
         default=depths,
-        help=f"of the needle, in turn; 0 is the first picture or page, 1 the last ({depths})",
+        help=f"depths of the needle, used in turn; 0 is the first picture or page, 1 the last ({depths})",
     )
-    add("--kinds", type=items(kind), default=KINDS, help="of questions, all of those below if not given")
-    add("--picture-size", type=size, default=picture_size, metavar="WxH", help=f"in pixels ({picture_size})")
-    add("--page-size", type=size, default=page_size, metavar="WxH", help=f"in pixels ({page_size})")
-    add("--font-px", type=whole(6, 512), default=look.font_px, help=f"text's height in pixels ({look.font_px})")
-    add("--words", type=whole(1, 10_000), default=look.words, help=f"of text before each picture ({look.words})")
+    add("--kinds", type=items(kind), default=KINDS, help="kinds of questions (all those below)")
+    add("--picture-size", type=size, default=picture_size, metavar="WxH", help=f"pixels of a picture ({picture_size})")
+    add("--page-size", type=size, default=page_size, metavar="WxH", help=f"pixels of a page ({page_size})")
+    add("--font-px", type=whole(6, 512), default=look.font_px, help=f"height of the text in pixels ({look.font_px})")
+    add("--words", type=whole(1, 10_000), default=look.words, help=f"words before each picture ({look.words})")
     add(
         "--distractors",
         type=whole(0, 20),
         default=look.distractors,
-        help=f"most needles of the same form with other names ({look.distractors})",
+        help=f"most other needles of the same form, with other names ({look.distractors})",
     )
     return this
 
 
 def pack_of(argv: list[str]) -> tuple[Pack, argparse.Namespace]:
-    """What the command line asks for. Raises UsageError."""
+    """Parse the command line into a `Pack` and the flags. Raises UsageError."""
     flags = parser().parse_args(argv)
     look = Look(flags.picture_size, flags.page_size, flags.font_px, flags.words, flags.distractors)
     pack = Pack(flags.seed, flags.name, flags.lengths, flags.questions, flags.depths, flags.kinds, look)
     if (pictures := pack.pictures) > MOST_PICTURES:
         raise UsageError(
-            f"--questions, --kinds and --lengths ask for prompts that show {pictures} pictures and pages; at most "
+            f"--questions, --kinds and --lengths ask for {pictures} pictures and pages in all prompts; at most "
             f"{MOST_PICTURES} are drawn"
         )
     smallest = smallest_picture(look.font_px)
     if "needle" in pack.tasks() and any(side < least for side, least in zip(look.picture_size, smallest, strict=True)):
         raise UsageError(
-            f"--picture-size {flags.picture_size[0]}x{flags.picture_size[1]} holds no card with text of --font-px "
-            f"{look.font_px}: that needs {smallest[0]}x{smallest[1]} pixels"
+            f"--picture-size {flags.picture_size[0]}x{flags.picture_size[1]} is too small for a card with text of "
+            f"--font-px {look.font_px}, which needs {smallest[0]}x{smallest[1]} pixels"
         )
     if "document" in pack.tasks():
         if max(pack.lengths) > MOST_PAGES:
@@ -120,11 +120,11 @@ def pack_of(argv: list[str]) -> tuple[Pack, argparse.Namespace]:
 def command(argv: list[str]) -> None:
     """Write the tasks. Raises UsageError or KVCompressError."""
     pack, flags = pack_of(argv)
-    from kvcompress.files import check_output  # takes seconds, and a wrong flag is answered without it
+    from kvcompress.files import check_output  # takes seconds, which a wrong flag should not wait for
 
     check_output(flags.out)
     names = {}
-    print(f"drawing: prompts that show {pack.pictures} pictures and pages", file=sys.stderr, flush=True)
+    print(f"drawing prompts with {pack.pictures} pictures and pages in all", file=sys.stderr, flush=True)
     for file, count in write(pack, flags.out):
         names[file] = count
         if sys.stderr.isatty():
@@ -136,7 +136,7 @@ def command(argv: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code; every error ends with one line on stderr."""
+    """Run the command and return its exit code; every error is one line on stderr."""
     return exit_code(command, argv, "tasks")
 
 

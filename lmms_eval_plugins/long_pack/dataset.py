@@ -1,4 +1,4 @@
-"""The generated questions as lmms-eval tasks: for each a folder with a YAML and a parquet file."""
+"""Write the generated questions as lmms-eval tasks, each a folder with a YAML and a parquet file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCHEMA = pa.schema(
         "image_list": pa.list_(MEDIA),
     }
 )
-MOST_DICTIONARY_BYTES = 2**30  # of one row group: an image that several questions show is then stored once
+MOST_DICTIONARY_BYTES = 2**30  # per row group: stores an image that several questions show only once
 DATA_FILE = "questions.parquet"
 MAKERS: dict[str, tuple[tuple[str, ...], Callable[..., Haystack | Document]]] = {
     "needle": (needles.KINDS, Haystack),
@@ -41,13 +41,13 @@ KINDS = tuple(kind for kinds, _ in MAKERS.values() for kind in kinds)
 
 @dataclass(frozen=True)
 class Pack:
-    """What is generated. The same values give the same bytes, on the same Pillow and pyarrow.
+    """The settings of a pack. Equal settings give equal bytes with the same Pillow and pyarrow.
 
     Attributes:
-        name: what the names of the tasks begin with.
-        lengths: pictures or pages of a prompt.
-        questions: of each kind and length.
-        depths: of the needle, in turn; 0 is the first picture or page, 1 the last.
+        name: prefix of the tasks' names.
+        lengths: pictures or pages per prompt.
+        questions: questions per kind and length.
+        depths: depths of the needle, used in turn; 0 is the first picture or page, 1 the last.
     """
 
     seed: int = 0
@@ -59,17 +59,17 @@ class Pack:
     look: Look = field(default_factory=Look)
 
     def tasks(self) -> dict[str, tuple[str, ...]]:
-        """`needle`, `document`, or both -> their kinds that are asked for."""
+        """Return `needle`, `document`, or both -> their requested kinds of questions."""
         asked = {task: tuple(kind for kind in kinds if kind in self.kinds) for task, (kinds, _) in MAKERS.items()}
         return {task: kinds for task, kinds in asked.items() if kinds}
 
     @property
     def pictures(self) -> int:
-        """That all prompts show, pages of documents included."""
+        """The number of pictures and pages in all prompts."""
         return self.questions * sum(self.lengths) * len(self.kinds)
 
     def groups(self, task: str) -> Iterator[list[Prompt]]:
-        """Prompts that share their images, a question of each kind. Lengths and depths come in turn."""
+        """Yield groups of prompts that share their images, one per kind, cycling through lengths and depths."""
         kinds = self.tasks()[task]
         for number in range(self.questions):
             for length in self.lengths:
@@ -79,8 +79,8 @@ class Pack:
 
 
 def write(pack: Pack, folder: Path) -> Iterator[tuple[Path, int]]:
-    """Write the tasks' folders; yields each task's YAML, and how many questions are written so far."""
-    from kvcompress.files import replacing, write_text  # takes seconds, and a wrong flag is answered without it
+    """Write the tasks' folders; yield each task's YAML and how many of its questions are written so far."""
+    from kvcompress.files import replacing, write_text  # takes seconds, which a wrong flag should not wait for
 
     for task in pack.tasks():
         name = f"{pack.name}_{task}"
@@ -103,7 +103,7 @@ def write(pack: Pack, folder: Path) -> Iterator[tuple[Path, int]]:
 
 
 def table_of(prompts: list[Prompt], first: int) -> pa.Table:
-    """Rows of the parquet file, numbered from `first`."""
+    """Return rows of the parquet file, numbered from `first`."""
     rows = []
     for number, prompt in enumerate(prompts, first):
         question = prompt.question
@@ -126,7 +126,7 @@ def table_of(prompts: list[Prompt], first: int) -> pa.Table:
 
 
 def _schema() -> pa.Schema:
-    """With what `datasets` reads the columns' types from; without it images would load as structs."""
+    """Add the metadata from which `datasets` reads column types; without it, images would load as structs."""
 
     def value(kind: pa.DataType) -> dict[str, object]:
         if pa.types.is_list(kind):

@@ -1,7 +1,7 @@
-"""Documents of many pages, each with a heading, a text, a table and a chart, and questions as MMLongBench-Doc
-(arXiv 2407.01523) poses them: from one page, from two, and such as nothing in the document answers.
+"""Generate documents of many pages, each with a heading, a text, a table and a chart, and questions in the style of
+MMLongBench-Doc (arXiv 2407.01523): about one page, about two, and unanswerable ones.
 
-Every number of a document stands in it once, and so does every heading and every person.
+Every number, heading and person occurs only once in a document.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from lmms_eval_plugins.long_pack.words import (
 )
 
 KINDS = ("table_value", "section_title", "chart_highest", "text_fact", "which_page", "sum_two_pages", "unanswerable")
-NUMBERS = range(10_000, 100_000)  # five digits: two tokens or more with every tokenizer
+NUMBERS = range(10_000, 100_000)  # five digits: at least two tokens with any tokenizer
 COLUMNS = ("Spring", "Summer", "Autumn")
 ROWS, BARS = 4, 4
 PARAGRAPH = 6  # sentences
-LARGEST_BAR, SECOND_BAR = range(80_000, 100_000), range(10_000, 70_000)  # which is the highest is plain to see
+LARGEST_BAR, SECOND_BAR = range(80_000, 100_000), range(10_000, 70_000)  # the highest is easy to see
 BAR_COLORS = ((60, 100, 170), (200, 120, 50), (90, 150, 90), (150, 90, 150))
 MOST_PAGES = min(len(FIRST_NAMES) * len(LAST_NAMES), len(NAMES) * len(SITES) - 1)  # one site is `missing`
 NOT_ANSWERABLE = "Not answerable"  # in the words of lmms-eval's task
@@ -38,12 +38,13 @@ NOT_ANSWERABLE = "Not answerable"  # in the words of lmms-eval's task
 
 @dataclass(frozen=True)
 class Page:
-    """
+    """The content of a page.
+
     Attributes:
         number: counted from 1.
-        site, person: of the sentence "Work on the SITE was led by PERSON."
-        table: a value for each row's name and column.
-        chart: a value for each bar's name; one is far above the others.
+        site, person: the names in the sentence "Work on the SITE was led by PERSON."
+        table: row name -> column -> value.
+        chart: bar name -> value; one is far above the others.
     """
 
     number: int
@@ -59,11 +60,11 @@ class Page:
 
 
 class Document:
-    """Pages and the questions about them.
+    """A document: its pages, and prompts with questions about them.
 
     Attributes:
         place: index of the page at the depth.
-        missing: a site that no page names.
+        missing: a site that no page mentions.
     """
 
     def __init__(self, seed: str, length: int, depth: float, look: Look):
@@ -90,7 +91,7 @@ class Document:
         self.written = [tuple(canvas.texts) for canvas in canvases]
 
     def prompt(self, kind: str) -> Prompt:
-        """All pages, and a question of this kind about the page at the depth."""
+        """Return a prompt with all pages and a question of this kind about the page at the depth."""
         rng = Random(f"{self.seed}/{kind}")
         page, on_page = self.pages[self.place], f"on page {self.place + 1}"
         row, column = rng.choice(list(page.table)), rng.choice(COLUMNS)
@@ -129,7 +130,7 @@ class Document:
 
 
 def check_page(look: Look, pages: int) -> None:
-    """Raises UsageError where pages are too small for what may stand on them."""
+    """Raise UsageError if pages are too small for their longest possible content."""
     words = (TITLES_FIRST, TITLES_SECOND, NAMES, SITES, FIRST_NAMES, LAST_NAMES)
     longest = [max(each, key=lambda word: width_of(word, look.font_px)) for each in words]
     title, site, person = (" ".join(longest[place : place + 2]) for place in (0, 2, 4))
@@ -141,9 +142,9 @@ def check_page(look: Look, pages: int) -> None:
 
 
 def draw_page(rng: Random, page: Page, pages: int, look: Look) -> Canvas:
-    """The page as a picture. Filler sentences take what heading, fact, table and chart leave.
+    """Draw a page. Filler sentences take the space that heading, fact, table and chart leave.
 
-    Raises UsageError where the page is too small for these.
+    Raises UsageError if the page is too small for these.
     """
     (width, height), px = look.page_size, look.font_px
     title_px, line = round(1.5 * px), round(LINE * px)
@@ -160,14 +161,12 @@ def draw_page(rng: Random, page: Page, pages: int, look: Look) -> Canvas:
         text = f"Page {page.number} of {pages}"
         canvas.write(((width - width_of(text, px)) // 2, foot), text, px)
     except TooSmall:
-        raise UsageError(
-            f"--page-size {width}x{height} is too small for what a page holds in text of --font-px {px}"
-        ) from None
+        raise UsageError(f"--page-size {width}x{height} is too small for a page's content at --font-px {px}") from None
     return canvas
 
 
 def _filled(rng: Random, fact: str, lines: int, look: Look) -> list[str]:
-    """Paragraphs with the fact somewhere in them, of at most so many lines. Raises TooSmall where it does not fit."""
+    """Return at most `lines` lines of paragraphs that contain the fact. Raises TooSmall if it does not fit."""
     text, fitting = [fact], None
     while len(found := _lines(text, look)) <= lines:
         fitting = found
@@ -178,7 +177,7 @@ def _filled(rng: Random, fact: str, lines: int, look: Look) -> list[str]:
 
 
 def _lines(text: list[str], look: Look) -> list[str]:
-    """The lines of sentences that are set as paragraphs."""
+    """Set sentences as paragraphs and return their lines."""
     width = look.page_size[0] - 2 * look.font_px
     paragraphs = [text[first : first + PARAGRAPH] for first in range(0, len(text), PARAGRAPH)]
     return [line for paragraph in paragraphs for line in wrapped(" ".join(paragraph), look.font_px, width)]
@@ -211,7 +210,7 @@ def _draw_table(canvas: Canvas, page: Page, top: int, look: Look) -> None:
 
 
 def _draw_chart(canvas: Canvas, page: Page, top: int, look: Look) -> None:
-    """Bars with their names below and their values above."""
+    """Draw bars with their names below and their values above."""
     px, left, right = look.font_px, look.font_px, look.page_size[0] - look.font_px
     base, highest = top + _chart_height(px) - 2 * px, _chart_height(px) - 4 * px
     slot = (right - left) // BARS

@@ -1,4 +1,4 @@
-"""Pictures that needles are hidden among, and what is pasted into them; text in Pillow's own scalable font."""
+"""Draw the pictures of the haystack and the cards pasted into them, with text in Pillow's own scalable font."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ COLORS = {
 SIDES = {"triangle": 3, "diamond": 4, "hexagon": 6}  # regular polygons with a corner on top
 SHAPES = ("circle", "square", "star", "cross", *SIDES)
 COMBINATIONS = [(color, shape) for color in COLORS for shape in SHAPES]
-CELLS = 3  # a picture has CELLS x CELLS places for a shape
-LINE = 1.3  # distance of two lines of text, in heights of the font
+CELLS = 3  # a picture has CELLS x CELLS positions for shapes
+LINE = 1.3  # line spacing, in font heights
 INK, PAPER, RULE = (25, 25, 25), (255, 255, 255), (120, 120, 120)
 
 
 @cache
 def font(px: int) -> ImageFont.FreeTypeFont:
-    """Pillow's own font. Raises EvaluationFailed where this Pillow was built without FreeType."""
+    """Load Pillow's own font. Raises EvaluationFailed if this Pillow was built without FreeType."""
     if not features.check("freetype2"):
         raise EvaluationFailed("this Pillow has no scalable font: it was built without FreeType")
     return ImageFont.load_default(px)
@@ -42,12 +42,12 @@ def font(px: int) -> ImageFont.FreeTypeFont:
 
 @cache
 def width_of(text: str, px: int) -> int:
-    """In pixels; asked for words again and again, so it is kept."""
+    """Return the width of a text in pixels; cached, since words repeat."""
     return math.ceil(font(px).getlength(text))
 
 
 def wrapped(text: str, px: int, width: int) -> list[str]:
-    """The lines of a paragraph that is `width` pixels wide."""
+    """Break a paragraph into lines of at most `width` pixels."""
     lines: list[list[str]] = []
     used = width + 1
     for word in text.split():
@@ -61,14 +61,14 @@ def wrapped(text: str, px: int, width: int) -> list[str]:
 
 
 class TooSmall(ValueError):
-    """Something does not fit into its place."""
+    """Raised if something does not fit into its place."""
 
 
 class Canvas:
-    """A picture under way.
+    """A picture being drawn.
 
     Attributes:
-        texts: what was written, each line once, in the order of writing.
+        texts: the lines written so far, in order.
     """
 
     def __init__(self, image: Image.Image, texts: Sequence[str] = ()):
@@ -76,8 +76,8 @@ class Canvas:
         self.draw = ImageDraw.Draw(image)
 
     def write(self, place: tuple[int, int], text: str, px: int, fill: tuple[int, int, int] = INK) -> int:
-        """Write one line with its upper left corner at `place`; returns its width. Raises TooSmall where a part of it
-        would lie outside, so that nothing that is asked for is cut off."""
+        """Write one line with its upper left corner at `place` and return its width. Raises TooSmall if it would be cut
+        off."""
         left, top, right, bottom = self.draw.textbbox(place, text, font(px))
         if left < 0 or top < 0 or right > self.image.width or bottom > self.image.height:
             raise TooSmall(f"{text!r} at {place} does not fit into {self.image.size}")
@@ -86,14 +86,14 @@ class Canvas:
         return math.ceil(right - left)
 
     def webp(self) -> bytes:
-        """The file of the picture, pixel for pixel; a fourth of a PNG."""
+        """Encode the picture without loss; the file is a fourth of the size of a PNG."""
         file = io.BytesIO()
         self.image.save(file, "WEBP", lossless=True)
         return file.getvalue()
 
 
 def picture(rng: Random, size: Size, shapes: Sequence[tuple[str, str]]) -> Canvas:
-    """A picture with these (colour, shape) at places of their own, on a pale gradient."""
+    """Draw each (colour, shape) at its own position on a pale gradient."""
     width, height = size
     top, bottom = (tuple(rng.randint(150, 225) for _ in range(3)) for _ in range(2))
     column = Image.new("RGB", (1, height))
@@ -111,7 +111,7 @@ def picture(rng: Random, size: Size, shapes: Sequence[tuple[str, str]]) -> Canva
 def draw_shape(
     draw: ImageDraw.ImageDraw, shape: str, color: tuple[int, int, int], x: float, y: float, radius: float
 ) -> None:
-    """A shape around (x, y), with a thin dark outline so that it stands out from every background."""
+    """Draw a shape around (x, y), with a thin dark outline that stands out from every background."""
     style = {"fill": color, "outline": INK, "width": max(1, round(radius / 16))}
     if shape == "circle":
         draw.ellipse((x - radius, y - radius, x + radius, y + radius), **style)
@@ -136,17 +136,17 @@ def draw_shape(
 
 
 def _around(x: float, y: float, radius: float, turn: float) -> tuple[float, float]:
-    """The point after that part of a clockwise turn from the top."""
+    """Return the point on a circle after a fraction `turn` of a clockwise turn from the top."""
     return x + radius * math.sin(2 * math.pi * turn), y - radius * math.cos(2 * math.pi * turn)
 
 
 def card_size(lines: Sequence[str], px: int) -> Size:
-    """Of a card with these lines."""
+    """Return the size of a card with these lines."""
     return max(width_of(line, px) for line in lines) + px, round(LINE * px * len(lines)) + px
 
 
 def with_card(rng: Random, canvas: Canvas, lines: Sequence[str], px: int) -> Canvas:
-    """A copy with a small white card pasted somewhere, with these lines on it."""
+    """Return a copy with a small white card with these lines pasted at a random position."""
     copy = Canvas(canvas.image.copy(), canvas.texts)
     width, height = card_size(lines, px)
     left, top = rng.randint(0, copy.image.width - width - 1), rng.randint(0, copy.image.height - height - 1)

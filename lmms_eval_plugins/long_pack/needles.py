@@ -1,8 +1,8 @@
-"""Needles among many pictures: a text in which pictures stand, and something hidden in it at a depth.
+"""Hide needles in a text with many pictures, at a given depth.
 
-As in MM-NIAH (arXiv 2406.07230) a needle is a sentence of the text or something pasted into a picture, and is
-retrieved, counted, or found by way of another; as in MileBench (arXiv 2404.18532) what is retrieved is a number that
-says nothing about itself. Sentences and cards of the same form with other names, the distractors, stand around it.
+As in MM-NIAH (arXiv 2406.07230), a needle is a sentence of the text or something pasted into a picture; the question is
+to retrieve it, to count it, or to find it by way of another. As in MileBench (arXiv 2404.18532), the answer to retrieve
+is an arbitrary number. Distractors surround the needle: sentences and cards of the same form with other names.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from lmms_eval_plugins.long_pack.prompts import Look, Prompt, Question, place_of
 from lmms_eval_plugins.long_pack.words import FIRST_NAMES, NAMES, SITES, Name, pairs, sentences
 
 KINDS = ("retrieval_text", "retrieval_image", "which_image", "counting", "reasoning")
-CODES = range(1_000_000, 10_000_000)  # seven digits: two tokens or more with every tokenizer
+CODES = range(1_000_000, 10_000_000)  # seven digits: at least two tokens with any tokenizer
 MOST_COUNTED = 6
-SHAPES = (3, 5)  # fewest and most of a picture
+SHAPES = (3, 5)  # fewest and most per picture
 BREAK = "\n\n"  # between paragraphs, and after a picture
 CARDS = "A small white card is pasted into some of the pictures"
 LONGEST_CARD = [max(NAMES, key=len).upper(), "0000000"]
 
 
 def smallest_picture(font_px: int) -> tuple[int, int]:
-    """Width and height that every card fits into, with room to lie in different places."""
+    """Return the width and height that fit every card, with room to place it."""
     width, height = card_size(LONGEST_CARD, font_px)
     return width + font_px, height + font_px
 
 
 class Haystack:
-    """A text with pictures, in which nothing is hidden yet.
+    """A text with pictures, before a needle is hidden in it.
 
     Attributes:
         paragraphs: the sentences before each picture.
-        shapes: the (colour, shape) that each picture shows.
-        pictures: without any card.
+        shapes: the (colour, shape) pairs in each picture.
+        pictures: the pictures without cards.
         place: index of the paragraph and picture at the depth.
         target: (colour, shape) that only the picture at `place` shows.
     """
@@ -53,7 +53,7 @@ class Haystack:
         self._files: dict[int, bytes] = {}
 
     def prompt(self, kind: str) -> Prompt:
-        """The haystack with a needle of this kind in it, and the question for it."""
+        """Hide a needle of this kind, and return the prompt with its question."""
         rng = Random(f"{self.seed}/{kind}")
         return {
             "retrieval_text": self._retrieval_text,
@@ -114,12 +114,12 @@ class Haystack:
         return Question(kind, text, str(answer), answer_format, self.length, self.depth, counted_from_1)
 
     def _elsewhere(self, rng: Random, taken: list[int], count: int) -> list[int]:
-        """At most `count` places besides those that are taken, as far as there are any."""
+        """Draw up to `count` places that are not taken."""
         free = [place for place in range(self.length) if place not in taken]
         return rng.sample(free, min(count, len(free)))
 
     def _said(self, rng: Random, said: list[str]) -> dict[int, list[str]]:
-        """The paragraphs that change: the first sentence goes to the depth, the others anywhere."""
+        """Return the paragraphs that change: the first sentence goes to the depth, the others anywhere."""
         changed: dict[int, list[str]] = {}
         for number, each in enumerate(said):
             place = self.place if number == 0 else rng.randrange(self.length)
@@ -128,16 +128,16 @@ class Haystack:
         return changed
 
     def _numbered(self, rng: Random, places: list[int], names: list[str], codes: list[int]) -> dict[int, Canvas]:
-        """The pictures that get a card with a name and a number."""
+        """Return the pictures that get a card with a name and a number."""
         cards = zip(places, names, codes, strict=True)
         return self._cards(rng, {place: [name.upper(), str(code)] for place, name, code in cards})
 
     def _cards(self, rng: Random, cards: dict[int, list[str]]) -> dict[int, Canvas]:
-        """The pictures that get a card with these lines."""
+        """Return the pictures that get a card with these lines."""
         return {place: with_card(rng, self.pictures[place], lines, self.look.font_px) for place, lines in cards.items()}
 
     def _prompt(self, question: Question, paragraphs: dict[int, list[str]], pictures: dict[int, Canvas]) -> Prompt:
-        """The haystack with some of its paragraphs and pictures replaced."""
+        """Build the prompt from the haystack with some paragraphs and pictures replaced."""
         texts = [
             f"{BREAK if place else ''}{' '.join(paragraphs.get(place, paragraph))}{BREAK}Picture {place + 1}:\n"
             for place, paragraph in enumerate(self.paragraphs)
@@ -147,7 +147,7 @@ class Haystack:
         return Prompt(question, images, written, texts)
 
     def _file(self, place: int) -> bytes:
-        """Of a picture without a card; made once for the prompts of all kinds."""
+        """Return the file of a picture without a card, encoded once for all kinds of prompts."""
         if place not in self._files:
             self._files[place] = self.pictures[place].webp()
         return self._files[place]

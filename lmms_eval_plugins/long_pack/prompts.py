@@ -1,4 +1,4 @@
-"""What a generated question is, and what its pictures and pages look like."""
+"""The parts of a generated prompt, and how its pictures and pages look."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Look:
-    """
+    """How pictures, pages and text look.
+
     Attributes:
         picture_size, page_size: width and height in pixels.
         font_px: height of the text on cards and pages, in pixels.
-        words: fewest of the text before each picture.
-        distractors: most needles of the same form with other names.
+        words: the minimum number of words before each picture.
+        distractors: the maximum number of other needles of the same form, with other names.
     """
 
     picture_size: tuple[int, int] = (448, 448)
@@ -24,11 +25,12 @@ class Look:
 
 @dataclass(frozen=True)
 class Question:
-    """
+    """A question and its answer.
+
     Attributes:
-        answer_format: `Str`, `Int`, `List` (of numbers) or `None` (nothing answers it): how it is scored.
+        answer_format: how it is scored: `Str`, `Int`, `List` (of numbers) or `None` (unanswerable).
         length: number of pictures or pages.
-        depth: where the needle lies, from 0 (first) to 1 (last); None where it lies in no one place.
+        depth: where the needle lies, from 0 (first) to 1 (last); None if it has no single place.
         places: the pictures or pages that answer it, counted from 1, ascending.
     """
 
@@ -43,11 +45,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Prompt:
-    """
+    """A question with its images and text.
+
     Attributes:
         images: WebP files.
         written: the lines of text on each image.
-        texts: what stands before each image; empty where there are only images.
+        texts: the text before each image; empty if there are only images.
     """
 
     question: Question
@@ -57,5 +60,5 @@ class Prompt:
 
 
 def place_of(depth: float, length: int) -> int:
-    """The index at a depth: 0 is the first, 1 the last."""
+    """Return the index at a depth: 0 is the first, 1 the last."""
     return int(depth * (length - 1) + 0.5)

@@ -1,6 +1,6 @@
-"""Words that texts and pictures are made of, and texts made of them.
+"""Words for texts and pictures, and sentences built from them.
 
-Names that questions ask for (`NAMES`, `SITES`, `FIRST_NAMES`, `LAST_NAMES`) stand in no filler sentence.
+Names that questions ask for (`NAMES`, `SITES`, `FIRST_NAMES`, `LAST_NAMES`) never occur in filler sentences.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ def _words(text: str) -> list[str]:
 
 
 def _phrases(text: str) -> list[str]:
-    """Phrases between bars and on lines of their own."""
+    """Split a text at bars and line breaks."""
     return text.replace("\n", "|").split("|")
 
 
@@ -52,7 +52,7 @@ TITLES_SECOND = _words("""Accounts Agreements Buildings Customs Deposits Electio
 Forests Grants Harbours Imports Incomes Journeys Licences Machines Minerals Networks Obligations Pensions Permits
 Prices Railways Records Reserves Salaries Shipments Supplies Tariffs Vessels Wages""")
 
-Name = tuple[str, str]  # two words that are drawn together
+Name = tuple[str, str]  # two words drawn together
 
 
 def sentence(rng: Random) -> str:
@@ -62,7 +62,7 @@ def sentence(rng: Random) -> str:
 
 
 def sentences(rng: Random, words: int) -> list[str]:
-    """Sentences of at least so many words in all."""
+    """Draw sentences with at least `words` words in all."""
     found: list[str] = []
     while sum(len(each.split()) for each in found) < words:
         found.append(sentence(rng))
@@ -70,6 +70,6 @@ def sentences(rng: Random, words: int) -> list[str]:
 
 
 def pairs(rng: Random, first: list[str], second: list[str], count: int) -> list[Name]:
-    """`count` different pairs. Raises ValueError where there are not so many."""
+    """Draw `count` different pairs. Raises ValueError if there are fewer."""
     places = rng.sample(range(len(first) * len(second)), count)
     return [(first[place // len(second)], second[place % len(second)]) for place in places]

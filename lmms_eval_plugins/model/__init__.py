@@ -1,4 +1,4 @@
-"""The lmms-eval model `kvcompress`, a module per step of a request's way; `lm.py` is where it begins and ends."""
+"""The lmms-eval model `kvcompress`, with a module for each step of answering a request; `lm.py` is the entry point."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,6 @@ __all__ = ["KVCompressLM"]
 def __getattr__(name: str) -> Any:
     if name != "KVCompressLM":
         raise AttributeError(name)
-    from .lm import KVCompressLM  # takes seconds: lmms-eval comes with it, which whoever reads arguments can do without
+    from .lm import KVCompressLM  # imports lmms-eval, which takes seconds; parsing arguments does not need it
 
     return KVCompressLM

@@ -1,10 +1,10 @@
-"""`--use_cache DIR`: a batch that an earlier run answered in the same way is not answered again.
+"""`--use_cache DIR`: reuse the answers that an earlier run gave with the same settings.
 
     DIR/<digest of the identity>/identity.json    what the answers depend on
     DIR/<digest of the identity>/<rank>.jsonl     a line per batch
 
-A line is written as soon as a batch is answered, so a run that was interrupted goes on where it stopped. Whole batches
-are kept, not single answers: in low precision an answer depends on its neighbours in the last bit.
+Each batch is written as soon as it is answered, so an interrupted run resumes where it stopped. Whole batches are
+stored, not single answers: in low precision, the last bits of an answer's logits depend on the batch's other rows.
 """
 
 import hashlib
@@ -19,16 +19,12 @@ from kvcompress.files import parse_json, write_text
 
 
 class AnswerStore:
-    """Answers under one identity.
-
-    Attributes:
-        reused: batches that were not answered again.
-    """
+    """The stored answers of all runs with one identity."""
 
     def __init__(self, root: Path, identity: dict[str, Any], rank: int = 0):
-        """`identity`: all that an answer and its measurement depend on, apart from the prompts; plain JSON."""
+        """`identity`: everything but the prompts that an answer and its measurements depend on, as plain JSON."""
         text = json.dumps(identity, sort_keys=True, indent=2)
-        # Absolute: the working directory is another while lmms-eval runs.
+        # Absolute, because the working directory changes while lmms-eval runs.
         folder = root.absolute() / hashlib.sha256(text.encode()).hexdigest()[:32]
         write_text(folder / "identity.json", text + "\n")
         self._file = folder / f"{rank}.jsonl"
@@ -36,14 +32,13 @@ class AnswerStore:
         for file in sorted(folder.glob("*.jsonl")):
             for line in file.read_bytes().splitlines():
                 self._read(line)
-        self.reused = 0
 
     def _read(self, line: bytes) -> None:
         try:
             entry = parse_json(line)
             if entry["digest"] == _digest(entry["key"], entry["value"]):
                 self._known[entry["key"]] = entry["value"]
-        except (ValueError, TypeError, KeyError):  # a line that was cut: its batch is answered again
+        except (ValueError, TypeError, KeyError):  # a truncated line: its batch is answered again
             return
 
     def knows(self, key: str) -> bool:
@@ -55,17 +50,17 @@ class AnswerStore:
     def put(self, key: str, value: Any) -> None:
         self._known[key] = value
         line = json.dumps({"key": key, "value": value, "digest": _digest(key, value)}).encode()
-        with open(self._file, "ab", buffering=0) as file:  # one write: no other process's line gets between
-            file.write(b"\n" * (file.tell() > 0) + line)  # before: the last line may have been cut
+        with open(self._file, "ab", buffering=0) as file:  # a single write, so lines of several processes never mix
+            file.write(b"\n" * (file.tell() > 0) + line)  # newline first: the last line may be truncated
 
 
 def _digest(key: str, value: Any) -> str:
-    """By which a line that was damaged is known."""
+    """Return a checksum that reveals a damaged line."""
     return hashlib.sha256(json.dumps([key, value]).encode()).hexdigest()[:16]
 
 
 def key_of(requests: Sequence[Instance], what: bytes = b"") -> str:
-    """Of a batch: its questions, how each is generated, and `what`, such as the digest of the prompts."""
+    """Return a batch's key: a hash of its questions, their generation arguments, and `what` (the prompts' digest)."""
     asked = [
         [request.args[2], *request.args[3:6], bool((request.metadata or {}).get("__padding_only__"))]
         for request in requests

@@ -1,4 +1,4 @@
-"""A model for lmms-eval that was already asked: it gives the answers of measurement rows, so that they are scored."""
+"""An lmms-eval model that replays recorded answers, so that they can be scored without running the model."""
 
 from collections import defaultdict, deque
 from typing import Any
@@ -12,10 +12,10 @@ from .arguments import ModelArguments
 
 
 class AnsweredLM(Answerer):
-    """Gives each question the answers of its rows, in their order.
+    """Answers each question with the `answer` of its measurement rows, in order.
 
     Args:
-        rows: of all processes, as `KVCompressLM.gather_rows` gives them; each holds its `answer`.
+        rows: the rows of all processes, as `KVCompressLM.gather_rows` returns them.
     """
 
     def __init__(self, args: ModelArguments, rows: list[dict[str, Any]]):
@@ -28,7 +28,7 @@ class AnsweredLM(Answerer):
             self._waiting[row["task"], row["doc_id"]].append(row)
 
     def gather_rows(self) -> list[dict[str, Any]]:
-        """All rows, which every process has."""
+        """Return all rows; every process has them already."""
         return self.rows
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:

@@ -1,4 +1,4 @@
-"""A model that lmms-eval asks, as the evaluation of a cell sees it."""
+"""The interface of an lmms-eval model that the evaluation of a cell uses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +11,12 @@ from .generation import NO_LIKELIHOOD
 
 
 class Answerer(lmms):
-    """What the evaluation of a cell needs of a model that lmms-eval asks.
+    """Base class of the lmms-eval models that a cell can be evaluated with.
 
     Attributes:
         args: the model arguments.
-        rows: one measurement per counted request.
-        when_answered: called when every request of an evaluation is answered, before lmms-eval scores the answers.
+        rows: one measurement row per counted request.
+        when_answered: called once all requests of an evaluation are answered, before lmms-eval scores the answers.
     """
 
     is_simple = False
@@ -32,19 +32,19 @@ class Answerer(lmms):
         return self.args.batch_size
 
     def gather_rows(self) -> list[dict[str, Any]]:
-        """The rows of all ranks, the same list on each, sorted by task and document. All ranks must call it."""
+        """Return the rows of all ranks, sorted by task and document: the same list on each. All ranks must call it."""
         raise NotImplementedError
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         raise NotImplementedError(f"--model kvcompress answers generate_until tasks only: {NO_LIKELIHOOD}")
 
     def clean(self) -> None:
-        """lmms-eval calls this when all is answered, to free the model. It stays: one model serves several evaluations.
-        See `KVCompressLM.unload`."""
+        """Signal that all requests are answered. lmms-eval calls this to free the model, but the model stays loaded for
+        the next evaluation; `KVCompressLM.unload` frees it."""
         self.when_answered()
 
 
 def question(request: Instance) -> tuple[str, int]:
-    """Its task, and its number there."""
+    """Return a request's task and its document's number in that task."""
     _, _, _, doc_id, task, _ = request.args
     return task, doc_id

@@ -1,4 +1,4 @@
-"""Every argument of `--model kvcompress --model_args ...`, in one place, checked before anything is loaded."""
+"""Every argument of `--model kvcompress --model_args ...`, checked before anything is loaded."""
 
 import os
 import re
@@ -33,15 +33,15 @@ from kvcompress.policy.policy import Policy, make_policy
 
 from .batch_size import number_of_slots, number_or_auto
 
-# Where times are not those of single questions:
+# Defaults where questions are not timed one by one:
 LOOK_AHEAD = 2  # batches
-PROMPT_CACHE_GB = 4.0
+CACHE_GB = 4.0  # for prefills, and for prefixes
 
 TINY_MODEL = "tiny"
 TINY_CHECKPOINT = Path(__file__).parents[1] / "tiny_vlm" / "checkpoint"
 BUNDLED_CALIBRATIONS[TINY_MODEL] = TINY_CHECKPOINT.with_name("calibrations")
 
-# Arguments of lmms-eval's LLaVA wrappers -> (values that mean what transformers does anyway, what to do instead).
+# Arguments of lmms-eval's LLaVA wrappers -> (values that match what transformers does, what to do instead).
 LEGACY_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "truncation": ((False,), "prompts are never cut; shorten them with max_pixels= or max_frames_num="),
     "truncate_context": ((False,), "prompts are never cut; shorten them with max_pixels= or max_frames_num="),
@@ -63,7 +63,7 @@ LLAVA_ONEVISION_ARGUMENTS = ("mm_spatial_pool_stride", "mm_spatial_pool_mode", "
 
 
 class Arguments(BaseModel):
-    """Numbers are numbers, and text has something in it and no control characters."""
+    """Base of all arguments: numbers are plain numbers; text is neither blank nor has control characters."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -79,7 +79,7 @@ class Arguments(BaseModel):
 
 
 class Compression(Arguments):
-    """A method with its options, and how much it keeps. None of it needs a model."""
+    """A method, its options and its budget; checking them needs no model."""
 
     method: str = Field("full", description="Compression method; `full` compresses nothing.")
     ratio: float | None = Field(None, description="Fraction of the prompt's KV entries that is kept, in (0, 1].")
@@ -87,7 +87,7 @@ class Compression(Arguments):
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the method.")
 
     def policy(self) -> Policy:
-        """The compression as the core takes it. Raises KVCompressError."""
+        """Return the compression as the core's policy. Raises KVCompressError."""
         return make_policy(self.method, self.ratio, self.budget, **self.options)
 
     @model_validator(mode="after")
@@ -97,7 +97,7 @@ class Compression(Arguments):
 
 
 class ModelArguments(Arguments):
-    """The arguments of the lmms-eval model, apart from those of the compression. `docs/model-args.md` explains them."""
+    """The lmms-eval model's arguments, without those of the compression. `docs/model-args.md` explains them."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
@@ -107,87 +107,86 @@ class ModelArguments(Arguments):
     device: str | None = Field(None, description="`cuda`, `cuda:0`, `mps`, `cpu`; default: a CUDA GPU if there is one.")
     device_map: str | None = Field(None, description="transformers' device map, e.g. `auto` to spread over GPUs.")
     tp_plan: Literal["auto"] | None = Field(
-        None, description="Tensor parallel: all processes share one model, each with a part of every layer."
+        None, description="Tensor parallel: all processes share one model, each holding a part of every layer."
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="Precision of the weights; `auto` is the checkpoint's."
+        "auto", description="Precision of the weights; `auto`: the checkpoint's."
     )
     quantization: (
         Literal["quanto-int8", "quanto-int4", "torchao-int8", "torchao-int4", "bnb-int8", "bnb-int4"] | None
-    ) = Field(None, description="Quantize the weights while they are loaded; default: as the checkpoint has them.")
+    ) = Field(None, description="Quantize the weights while loading; default: as the checkpoint stores them.")
     attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] | None = Field(
         None, description="Attention kernel; default: transformers' choice."
     )
     batch_size: Annotated[int | str, BeforeValidator(number_or_auto)] = Field(
         1,
-        description="Prompts per generate call; `auto`: as many as fit; `auto:N` looks for that in N places.",
+        description="Prompts per generate call; `auto`: as many as fit; `auto:N` searches N times, longest first.",
     )
     max_batch_size: PositiveInt | None = Field(
         None, description="With `batch_size=auto`: the most prompts per generate call; default: 64."
     )
     slots: Annotated[int | str | None, BeforeValidator(number_of_slots)] = Field(
-        None,
-        description="Requests that decode together, each with its own prefill; one that is done makes room for the "
-        "next. `auto`: as many as fit; default: batches of `batch_size`.",
+        None, description="Requests that decode together; `auto`: as many as fit; default: batches of `batch_size`."
     )
+    prefill_tokens: PositiveInt | None = Field(None, description="With `slots`: prompt tokens between two steps.")
     use_cache: Literal[True] = Field(True, description="Without a KV cache there is nothing to compress.")
     on_oom: Literal["raise", "halve_batch", "offload"] = Field(
         "raise",
-        description="When the GPU's memory does not suffice for a batch: stop; answer it in two halves; or keep its "
-        "KV cache in the CPU's memory.",
+        description="When a batch does not fit in GPU memory: stop; answer it in two halves; or keep its KV cache in "
+        "CPU memory.",
     )
     look_ahead: NonNegativeInt | None = Field(
         None,
-        description="Batches that are prepared while the model answers; default: 2, and 0 at `batch_size=1` without "
-        "`slots`, where nothing shall disturb the times of a question.",
+        description="Batches prepared while the model answers; default: 2, or 0 at `batch_size=1` without `slots`, so "
+        "that nothing disturbs the timing of a question.",
     )
     vision_cache_gb: NonNegativeFloat = Field(
-        4.0,
-        description="Memory for prepared inputs and for the vision tower's output, which other cells use again.",
+        4.0, description="Memory for prepared inputs and vision features, which other cells reuse."
     )
     prompt_cache_gb: NonNegativeFloat | None = Field(
         None,
-        description="Memory for prefills, which other cells compress again; default: 4, and 0 at `batch_size=1` "
-        "without `slots`, where each question's time and memory are measured in one piece.",
+        description="Memory for prefills, which other cells compress again; default: 4, or 0 at `batch_size=1` "
+        "without `slots`, where each question's time and memory are measured end to end.",
     )
-    prefix_cache_gb: NonNegativeFloat = Field(
-        0.0,
-        description="Memory for what prompts of a cell begin with, such as one image's: it is prefilled once, and "
-        "times are those of such a run.",
+    prefix_cache_gb: NonNegativeFloat | None = Field(
+        None,
+        description="CPU memory for prefixes that prompts share, such as an image's; default: 4 or 0, by the task.",
     )
-    max_new_tokens: PositiveInt = Field(128, description="Longest answer where the task does not set one.")
+    max_new_tokens: PositiveInt = Field(128, description="Longest answer if the task sets no limit.")
     max_frames_num: PositiveInt = Field(32, description="Most frames taken from a video, evenly spread.")
     video_fps: PositiveFloat | None = Field(
         None, description="Frames per second taken from a video, up to `max_frames_num`."
     )
     video_min_pixels: PositiveInt | None = Field(
-        None, description="Smallest area of video, where it is scaled by area."
+        None, description="Smallest area of a video, if the processor scales by area."
     )
-    video_max_pixels: PositiveInt | None = Field(None, description="Largest area of video, where it is scaled by area.")
-    min_pixels: PositiveInt | None = Field(None, description="Smallest image area, where the processor scales.")
-    max_pixels: PositiveInt | None = Field(None, description="Largest image area, where the processor scales.")
+    video_max_pixels: PositiveInt | None = Field(
+        None, description="Largest area of a video, if the processor scales by area."
+    )
+    min_pixels: PositiveInt | None = Field(None, description="Smallest image area, if the processor scales by area.")
+    max_pixels: PositiveInt | None = Field(None, description="Largest image area, if the processor scales by area.")
     image_resize: Literal["qwen_vl_utils"] | None = Field(
-        None, description="Images are first resized by the package qwen-vl-utils, as in lmms-eval's Qwen wrappers."
+        None, description="Resize images with the package qwen-vl-utils first, as lmms-eval's Qwen wrappers do."
     )
     tile_every_image: bool = Field(
         False,
-        description="LLaVA-OneVision: tiles also where a question has several images, as in lmms-eval's llava_hf.",
+        description="LLaVA-OneVision: tile images even if a question has several, as lmms-eval's llava_hf does.",
     )
     chat_template: str | None = Field(
-        None, description="Jinja file that replaces the checkpoint's chat template; `plain`: the text as it is."
+        None, description="Jinja file that replaces the checkpoint's chat template; `plain`: the unchanged text."
     )
-    system_prompt: str | None = Field(None, description="Text, or a file with the text, of a system message.")
+    system_prompt: str | None = Field(None, description="Text of a system message, or a file with that text.")
     measurements_path: Path | None = Field(None, description="JSONL file for one measurement row per sample.")
     legacy: dict[str, Any] = Field(default_factory=dict, exclude=True)
 
     @property
     def fits_itself(self) -> bool:
-        """Whether it is looked for how much is answered together."""
+        """Whether the run itself finds out how many requests fit together."""
         return isinstance(self.batch_size, str) or self.slots == "auto"
 
     @property
     def on_oom_in_force(self) -> str:
-        """A size that was looked for may turn out too large: unless told otherwise, it is then halved."""
+        """`on_oom`, with its default: `halve_batch` for an automatic size, which may turn out too large."""
         return "halve_batch" if self.fits_itself and "on_oom" not in self.model_fields_set else self.on_oom
 
     @property
@@ -198,10 +197,14 @@ class ModelArguments(Arguments):
     @property
     def gb_for_prompts(self) -> float:
         """`prompt_cache_gb`, with its default."""
-        return self._of_many(PROMPT_CACHE_GB, 0.0) if self.prompt_cache_gb is None else self.prompt_cache_gb
+        return self._of_many(CACHE_GB, 0.0) if self.prompt_cache_gb is None else self.prompt_cache_gb
+
+    def gb_for_prefixes(self, share: bool) -> float:
+        """`prefix_cache_gb`, with its default; `share`: whether questions share images or videos."""
+        return self._of_many(share * CACHE_GB, 0.0) if self.prefix_cache_gb is None else self.prefix_cache_gb
 
     def _of_many(self, many: float, one: float) -> float:
-        """`one` where times are those of single questions."""
+        """Return `one` if questions are timed one by one, else `many`."""
         return one if self.batch_size == 1 and self.slots is None else many
 
     @field_validator("device", "device_map")
@@ -222,7 +225,7 @@ class ModelArguments(Arguments):
     @field_validator("chat_template")
     @classmethod
     def _check_template(cls, name: str | None) -> str | None:
-        # A name may be that of one of the checkpoint's templates, which only the checkpoint knows.
+        # A name may refer to one of the checkpoint's templates, which are not known before it is loaded.
         if name is not None and not TEMPLATE_NAME.fullmatch(name) and not os.path.isfile(name):
             raise KVCompressError(f"chat_template={shown(name)} is neither a file, nor 'plain', nor a template's name")
         return name
@@ -240,8 +243,8 @@ class ModelArguments(Arguments):
     @field_validator("chat_template")
     @classmethod
     def _check_jinja(cls, name: str | None) -> str | None:
-        """What only the syntax tells; what a template makes of a conversation shows when it gets one."""
-        from transformers.utils.chat_template_utils import _compile_jinja_template  # knows tags of its own
+        """Check the template's syntax; other errors show only when it renders a conversation."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template  # adds tags to Jinja's
 
         if name not in (None, "plain") and os.path.isfile(name):
             try:
@@ -250,7 +253,7 @@ class ModelArguments(Arguments):
                 raise KVCompressError(
                     f"chat_template={shown(name)} is no Jinja template: line {error.lineno}: {error.message}"
                 ) from None
-            except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:  # of what is nested too deep
+            except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:  # e.g. nested too deeply
                 raise KVCompressError(
                     f"chat_template={shown(name)} is no Jinja template: {type(error).__name__}: {error}"
                 ) from None
@@ -275,6 +278,8 @@ class ModelArguments(Arguments):
 
     @model_validator(mode="after")
     def _check_slots(self) -> "ModelArguments":
+        if self.prefill_tokens is not None and not isinstance(self.slots, int):
+            raise KVCompressError(f"prefill_tokens= goes with a number of slots, not with slots={self.slots!r}")
         if self.slots is None:
             return self
         if self.batch_size != 1:
@@ -288,7 +293,7 @@ class ModelArguments(Arguments):
 
     @model_validator(mode="after")
     def _check_tensor_parallel(self) -> "ModelArguments":
-        # With what goes with tp_plan.
+        # Name -> the only value that works with tp_plan.
         conflicts = {"device_map": None, "quantization": None, "on_oom": "raise", "slots": None}
         for name, value in conflicts.items():
             if self.tp_plan is not None and getattr(self, name) != value:
@@ -304,12 +309,10 @@ class ModelArguments(Arguments):
 
 
 def parse_arguments(**arguments: Any) -> tuple[ModelArguments, Compression]:
-    """Model arguments as lmms-eval hands them over -> the model's, and the first compression.
+    """Parse the model arguments that lmms-eval hands over into the model's and the first compression.
 
-    The string `None` means None, which means the default. Raises KVCompressError with one line that names the value
-    and what is allowed: for unknown arguments and options, for arguments of other LLaVA wrappers that have no
-    meaning here, and for values of the wrong kind.
-    """
+    Raises KVCompressError for unknown arguments and options, for arguments of other LLaVA wrappers that mean nothing
+    here, and for values of the wrong type."""
     given = without_none(arguments)
     compression = {name: given.pop(name) for name in ("method", "ratio", "budget") if name in given}
     own, options = split_arguments(given, [compression.get("method")], ("pretrained", "method", "ratio", "budget"))
@@ -319,8 +322,7 @@ def parse_arguments(**arguments: Any) -> tuple[ModelArguments, Compression]:
 
 
 def check_slots(slots: int | str | None, options: Mapping[str, Any]) -> None:
-    """Raises KVCompressError where a compression with these options has no slots. `slots`: None where none are asked
-    for."""
+    """Raise KVCompressError if these options do not work with `slots` (None: no slots requested)."""
     kind = options.get("cache_implementation", "dynamic")
     if slots is not None and kind not in ("dynamic", "static"):
         raise KVCompressError(f"slots={slots!r} does not go with cache_implementation={kind!r}: dynamic and static do")
@@ -329,14 +331,14 @@ def check_slots(slots: int | str | None, options: Mapping[str, Any]) -> None:
 def split_arguments(
     given: dict[str, Any], methods: list[str | None], others: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`given` as the arguments of the model and the options of some methods (None is `full`), neither checked further.
+    """Split `given` into the model's arguments and the options of `methods` (None is `full`), checking only names.
 
-    Raises KVCompressError for a name that is neither; `others` are valid names beside these, for its message.
+    Raises KVCompressError for a name that is neither; its message also lists `others` as valid names.
     """
     infos = [method_info(name) for name in methods]
     options = {name: None for info in infos for name in all_options(info, given.get("scorer"))}
     asked = ", ".join(dict.fromkeys(info.name for info in infos))
-    valid = ModelArguments.model_fields.keys() - {"legacy"}  # which gathers LEGACY_ARGUMENTS
+    valid = ModelArguments.model_fields.keys() - {"legacy"}  # holds the LEGACY_ARGUMENTS
     for name in given:
         if name in options or name in valid or name in LEGACY_ARGUMENTS:
             continue
@@ -351,7 +353,7 @@ def split_arguments(
 
 
 def model_arguments(**given: Any) -> ModelArguments:
-    """The checked arguments of the model, those of other LLaVA wrappers among them. Raises KVCompressError."""
+    """Check the model's arguments, including those of other LLaVA wrappers. Raises KVCompressError."""
     given = without_none(given)
     legacy = {name: _legacy_value(name, given.pop(name)) for name in LEGACY_ARGUMENTS if name in given}
     if "pretrained" not in given:
@@ -362,13 +364,13 @@ def model_arguments(**given: Any) -> ModelArguments:
 def make_compression(
     method: str | None = None, ratio: float | None = None, budget: int | None = None, **options: Any
 ) -> Compression:
-    """A checked compression; `method=None` is `full`. Raises KVCompressError."""
+    """Check and return a compression; `method=None` is `full`. Raises KVCompressError."""
     size = without_none({"method": method, "ratio": ratio, "budget": budget})
     return validated(Compression, options=without_none(options), **size)
 
 
 def without_none(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` without those that mean the default: None, and its name. `merge=none` is a value: no merging."""
+    """Drop the values that mean the default: None and the string "none". But `merge=none` means: do not merge."""
     return {
         name: value
         for name, value in values.items()
@@ -385,7 +387,7 @@ def _legacy_value(name: str, value: Any) -> Any:
 
 
 def validated(model: type[BaseModel], **values: Any) -> Any:
-    """Builds a pydantic model; its error becomes one line."""
+    """Build a pydantic model and turn its error into a one-line KVCompressError."""
     try:
         return model(**values)
     except ValidationError as error:

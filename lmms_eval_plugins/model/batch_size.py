@@ -16,10 +16,10 @@ from kvcompress.errors import plain_number, shown
 
 MOST_SLOTS = 256
 MOST = 64  # prompts per batch, unless `max_batch_size` says otherwise
-# The part of the free memory that a batch may take. What is tried on a GPU is known to fit; a CPU's memory belongs to
-# other processes too, and a process that takes too much of it is killed.
+# The share of free memory that a batch may take. On a GPU the size is tried before it is used; on a CPU, other
+# processes share the memory, and a process that takes too much is killed.
 SHARES = {"cuda": 0.9, "mps": 0.7, "cpu": 0.5}
-# Of a container: its limit, and what it uses, both in bytes.
+# A container's memory limit and its memory in use, both in bytes.
 CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
@@ -27,12 +27,12 @@ CGROUPS = (
 
 
 class PeakOfTensors(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made inside and live at the same time.
+    """Counts the bytes of the tensors that are created in this context and alive at the same time.
 
-    What a process holds says less: memory that was freed stays with it, and serves a small batch without a trace.
+    The process's own memory would say less: it keeps memory that was freed, and a small batch reuses it unnoticed.
 
     Attributes:
-        peak: the most so far.
+        peak: the largest count so far.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class PeakOfTensors(TorchDispatchMode):
         known = self._storages.get(storage._cdata)
         if known is not None and not known[0].expired():
             return
-        if known is not None:  # another one at the same place
+        if known is not None:  # a new storage at the address of a freed one
             self._live -= known[1]
         self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self._live += storage.nbytes()
@@ -62,14 +62,14 @@ class PeakOfTensors(TorchDispatchMode):
 
 
 def number_or_auto(value: Any) -> int | str:
-    """A batch size, `auto` or `auto:N`, as it was given on some command line. Raises KVCompressError."""
+    """Parse a batch size, `auto` or `auto:N` from a command line. Raises KVCompressError."""
     if isinstance(value, str) and re.fullmatch(r"auto(:[1-9][0-9]{0,5})?", value):
         return value
     return _count("batch_size", value, "auto, nor auto:N")
 
 
 def number_of_slots(value: Any) -> int | str | None:
-    """A number of slots, or `auto`, as it was given on some command line. Raises KVCompressError."""
+    """Parse a number of slots or `auto` from a command line. Raises KVCompressError."""
     return value if value in (None, "auto") else _count("slots", value, "auto")
 
 
@@ -84,21 +84,20 @@ def _count(name: str, value: Any, others: str) -> int:
 
 
 def searches(size: int | str) -> int:
-    """How often the size is looked for among the prompts of one kind, longest first: N of `auto:N`."""
+    """Return how often the batch size is searched for among prompts with the same settings: N of `auto:N`, else 1."""
     return int(str(size).partition(":")[2] or 1)
 
 
 def largest_batch(try_batch: Callable[[int], int | None], room: int, most: int, may_fail: bool) -> int:
-    """How many of the longest prompts are answered in one batch.
+    """Return how many of the longest prompts fit in one batch.
 
-    Batches of one and of two tell what a row takes, and with it how many fit.
+    Batches of one and of two prompts show how many bytes each further prompt takes.
 
     Args:
-        try_batch: answers a batch of so many prompts, and tells the bytes that it took at most; None where memory did
-            not suffice.
+        try_batch: answers a batch of the given size and returns its peak bytes, or None if it ran out of memory.
         room: bytes that a batch may take.
-        most: prompts.
-        may_fail: whether too large a batch can be tried without harm: then what was counted is tried.
+        most: the largest number of prompts to return.
+        may_fail: whether running out of memory does no harm; the computed size is then tried before it is returned.
     """
     if most == 1 or (one := try_batch(1)) is None or (two := try_batch(2)) is None:
         return 1
@@ -110,7 +109,7 @@ def largest_batch(try_batch: Callable[[int], int | None], room: int, most: int, 
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are left for this process: on the device, or for a CPU on the machine or in its container."""
+    """Return the bytes free for this process: on the device, or, for a CPU, on the machine or in its container."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -124,5 +123,5 @@ def free_memory(device: torch.device) -> int:
 
 
 def room_for_a_batch(device: torch.device) -> int:
-    """The bytes that `largest_batch` may count on."""
+    """Return the bytes that a batch may take on `device`."""
     return int(free_memory(device) * SHARES.get(device.type, SHARES["cpu"]))

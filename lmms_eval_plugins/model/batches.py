@@ -1,7 +1,8 @@
-"""What is the same under every method: a batch's model inputs, what the vision tower makes of them, the prefill.
+"""What every method shares: a batch's model inputs, its vision features and its prefill.
 
-All is computed once and kept, as far as a budget of memory goes, for the other cells of a grid. A time to first token
-always holds the seconds of the tower and of the pass: where they were kept, those of the time when they ran.
+Each is computed once and stored for the other cells of a grid, vision features also for other questions about the same
+images and videos, within a memory budget. A time to first token always
+includes the vision tower and the prefill; where they are reused, it includes the seconds they took when they ran.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,6 +24,8 @@ from .prompts import DoNotBatch, Shapes
 from .vision_tower import Encoded, tensor_bytes
 
 Answer = TypeVar("Answer")
+# Outputs of the vision tower by call: ("image", 0) is the first `get_image_features`.
+EncodedCalls = dict[tuple[str, int], Encoded]
 
 
 @dataclass
@@ -30,53 +33,56 @@ class Batch:
     """A batch of prompts, ready for `generate`.
 
     Attributes:
-        key: digest of the prompts; equal keys have equal inputs.
-        inputs: what the processor made of them, on the CPU, floats in the model's precision.
-        encoded: by call, ("image", 0) for the first of `get_image_features`: what the vision tower gave, on the CPU;
-            empty before it ran, or where that did not fit into memory.
-        prompt_pass: the same of the prefill; None as long as there is none.
-        prompts: what was read, in the order of the rows; a kept batch has none.
-        media: how many images and videos each row shows; counted of `prompts` where it is not given.
-        shown: row -> what its overlays show whatever is kept, once one was asked for; shared with the kept batch.
+        key: digest of the prompts; equal keys mean equal inputs.
+        inputs: the processor's output, on the CPU, with floats in the model's precision.
+        shows: digest of the images and videos; equal digests mean equal vision features.
+        prompt_pass: the stored prefill; None if there is none.
+        prompts: the prompts as read, in the order of the rows; empty in a stored batch.
+        media: the numbers of images and videos of each row; counted from `prompts` by default.
+        shown: row -> the part of its overlay that no method changes, filled on first use; shared with the stored batch.
     """
 
     key: bytes
     inputs: BatchFeature
-    encoded: dict[tuple[str, int], Encoded] = field(default_factory=dict)
+    shows: bytes = b""
     prompt_pass: PromptPass | None = None
     prompts: list[ChatPrompt] = field(default_factory=list)
     media: list[tuple[int, int]] = field(default_factory=list)
     shown: dict[int, Shown] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.shows = self.shows or self.key
         self.media = self.media or [(len(prompt.images), len(prompt.videos)) for prompt in self.prompts]
 
     @property
     def nbytes(self) -> int:
-        """Without the prefill."""
-        return tensor_bytes(dict(self.inputs)) + sum(tensor_bytes(each.output) for each in self.encoded.values())
+        """Bytes of the inputs."""
+        return tensor_bytes(dict(self.inputs))
 
 
 class BatchStore:
-    """Prepared batches by key, up to a number of bytes.
+    """Stores prepared batches by key, up to a number of bytes.
 
-    A grid walks through the same questions again and again. So what came first is kept and what does not fit is
-    not: a store that dropped the oldest would drop each batch just before its turn.
+    The cells of a grid ask the same questions in the same order. So the first batches stay and those that no longer
+    fit are not stored: dropping the oldest would drop each batch just before it is needed again.
     """
 
     def __init__(self, budget: int, prompt_budget: int = 0):
-        """`budget`: bytes, 0 keeps nothing; `prompt_budget`: further ones, for prefills."""
+        """`budget`: bytes for inputs and vision features; `prompt_budget`: bytes for prefills. 0 stores nothing."""
         self.budget, self.prompt_budget = budget, prompt_budget
-        self.room, self.prompt_room = budget, prompt_budget  # what is left of them
+        self.room, self.prompt_room = budget, prompt_budget  # bytes still free
         self._batches: dict[bytes, Batch] = {}
+        self._encoded: dict[bytes, EncodedCalls] = {}
         self._tasks: frozenset[str] = frozenset()
 
-    def begin(self, tasks: Iterable[str]) -> None:
-        """Questions of these tasks come next: those of others are forgotten."""
+    def begin(self, tasks: Iterable[str]) -> bool:
+        """Prepare for questions of these tasks; if the tasks have changed, drop all stored batches and return True."""
         tasks = frozenset(tasks)
-        if self._tasks != tasks:
-            self._tasks, self._batches = tasks, {}
-            self.room, self.prompt_room = self.budget, self.prompt_budget
+        if self._tasks == tasks:
+            return False
+        self._tasks, self._batches, self._encoded = tasks, {}, {}
+        self.room, self.prompt_room = self.budget, self.prompt_budget
+        return True
 
     @property
     def nbytes(self) -> int:
@@ -85,10 +91,22 @@ class BatchStore:
     def get(self, key: bytes) -> Batch | None:
         return self._batches.get(key)
 
-    def keep(
-        self, batch: Batch, encoded: dict[tuple[str, int], Encoded], prompt_pass: PromptPass | None = None
-    ) -> None:
-        """Keep a batch, what the vision tower gave for it and its prefill, where there is room."""
+    def encoded(self, batch: Batch) -> EncodedCalls:
+        """Return the stored vision features of the images and videos that a batch shows."""
+        return dict(self._encoded.get(batch.shows, {}))
+
+    def keep_encoded(self, batch: Batch, encoded: EncodedCalls) -> None:
+        """Store vision features on the CPU, if there is room."""
+        known = self._encoded.setdefault(batch.shows, {})
+        new = {call: each for call, each in encoded.items() if call not in known}
+        size = sum(tensor_bytes(each.output) for each in new.values())
+        if size <= self.room:
+            cpu = torch.device("cpu")
+            known.update({call: replace(each, output=each.to(cpu)) for call, each in new.items()})
+            self.room -= size
+
+    def keep(self, batch: Batch, prompt_pass: PromptPass | None = None) -> None:
+        """Store a batch and its prefill, each if there is room."""
         if batch.key not in self._batches:
             if batch.nbytes > self.room:
                 return
@@ -98,27 +116,19 @@ class BatchStore:
         if kept.prompt_pass is None and prompt_pass is not None and prompt_pass.nbytes <= self.prompt_room:
             kept.prompt_pass = prompt_pass
             self.prompt_room -= prompt_pass.nbytes
-        known = kept.encoded
-        new = {call: each for call, each in encoded.items() if call not in known}
-        size = sum(tensor_bytes(each.output) for each in new.values())
-        if size <= self.room:
-            cpu = torch.device("cpu")
-            known.update({call: replace(each, output=each.to(cpu)) for call, each in new.items()})
-            self.room -= size
 
 
-Parts = list[tuple[list[int], Batch]]  # batches, each with the places of its requests
+Parts = list[tuple[list[int], Batch]]  # batches, each with the indices of its requests
 
 
 @cache
 def say_in_parts(task: str) -> None:
-    """Say once that the questions of a task do not go into one batch."""
-    logger.warning(f"{task}: the processor takes clips or pictures of different shapes in smaller batches only")
+    """Warn once per task that its questions cannot share a batch."""
+    logger.warning(f"{task}: the processor cannot batch images or clips of different shapes; using smaller batches")
 
 
 def parts_of(requests: list[Instance], prepare: Callable[..., Batch]) -> Parts:
-    """The requests as one batch; or where the processor does not take their clips or pictures together, those of one
-    shape as one."""
+    """Prepare the requests as one batch, or as one batch per shape if the processor cannot mix shapes."""
     places = list(range(len(requests)))
     try:
         return [(places, prepare(requests))]
@@ -131,7 +141,7 @@ def parts_of(requests: list[Instance], prepare: Callable[..., Batch]) -> Parts:
 
 
 def one_batch(requests: list[Instance], prepare: Callable[..., Batch]) -> Batch:
-    """A batch of so many, to see whether it fits into memory: where they do not go into one, all like the first."""
+    """Prepare a batch of this size to try whether it fits in memory; if shapes cannot mix, repeat the first request."""
     try:
         return prepare(requests, may_recall=False)
     except DoNotBatch:
@@ -139,6 +149,6 @@ def one_batch(requests: list[Instance], prepare: Callable[..., Batch]) -> Batch:
 
 
 def in_order(places: list[list[int]], answers: list[list[Answer]]) -> list[Answer]:
-    """The answers to the parts of a batch, as its requests stand; `places` are those of each part."""
+    """Merge the answers to a batch's parts in the order of its requests; `places` holds each part's indices."""
     by_place = dict(zip(chain.from_iterable(places), chain.from_iterable(answers), strict=True))
     return [by_place[place] for place in range(len(by_place))]

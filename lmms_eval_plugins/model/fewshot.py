@@ -1,4 +1,4 @@
-"""Examples before a question, drawn for each question by itself; with `--fewshot_as_multiturn` as turns of a chat."""
+"""Few-shot examples, drawn separately for each question; with `--fewshot_as_multiturn` they are turns of a chat."""
 
 import random
 from collections.abc import Callable
@@ -15,32 +15,32 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class FewShot:
-    """How examples are shown.
+    """How few-shot examples are drawn and shown.
 
     Attributes:
-        seed: of the draws.
-        as_turns: each example is a question of the user, with its images, and an answer of the assistant. Else
-            lmms-eval writes the examples into the question's text, where it has no images.
+        seed: seed of the draws.
+        as_turns: show each example as a user's question, with its images, and an assistant's answer. Otherwise
+            lmms-eval writes the examples into the question's text, without their images.
     """
 
     seed: int = 1234
     as_turns: bool = False
 
     def messages(self, doc_to_messages: Callable[..., Messages], doc: dict[str, Any], doc_id: int) -> Messages:
-        """A question's messages, examples included. `doc_to_messages`: lmms-eval's, a method of the task."""
+        """Return a question's messages, including its examples. `doc_to_messages`: lmms-eval's method of the task."""
         task = getattr(doc_to_messages, "__self__", None)
         sampler = getattr(task, "sampler", None)
         if sampler is None or not task.config.num_fewshot:
             return doc_to_messages(doc)
-        # lmms-eval draws from one sequence, so that the examples would depend on the order of the questions.
+        # lmms-eval draws from one sequence: the examples would depend on the order of the questions.
         sampler.rnd = random.Random(f"{self.seed} {doc_id}")
         return as_turns(task, doc) if self.as_turns else doc_to_messages(doc)
 
 
 def as_turns(task: "ConfigurableMessagesTask", doc: dict[str, Any]) -> Messages:
-    """Examples and question as a chat; the task's description precedes the first question."""
+    """Return the examples and the question as a chat; the task's description precedes the first example."""
     config, sampler, number = task.config, task.sampler, task.config.num_fewshot
-    drawn = sampler.sample(min(number + 1, len(sampler.docs)))  # one more: the question itself may be among them
+    drawn = sampler.sample(min(number + 1, len(sampler.docs)))  # one extra: the draw may contain the question itself
     examples = [example for example in drawn if example != doc][:number]
     messages: Messages = []
     for example in examples:
@@ -62,7 +62,7 @@ def _question(task: "ConfigurableMessagesTask", doc: dict[str, Any]) -> Messages
 
 
 def _answer(task: "ConfigurableMessagesTask", doc: dict[str, Any]) -> str:
-    """The first right answer; of a choice its text."""
+    """Return the first correct answer; for multiple choice, its text."""
     target = task.doc_to_target(doc)
     if isinstance(target, list | tuple):
         target = target[0]

@@ -1,4 +1,4 @@
-"""How a task wants its answers generated: its YAML's `generation_kwargs`, with those of `--gen_kwargs`."""
+"""How a task's answers are generated: the `generation_kwargs` of its YAML, updated with `--gen_kwargs`."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -14,12 +14,12 @@ from kvcompress.inflight.request import ONE_SEQUENCE
 
 from .arguments import Arguments, validated
 
-# Keys in lmms-eval's task files that are no argument of `generate`: for other wrappers, or for other request types.
+# Keys in lmms-eval's task files that are not arguments of `generate` but meant for other wrappers or request types.
 IGNORED_GENERATION_KEYS = ("image_aspect_ratio", "visual_cot", "max_agentic_steps")
 STOP_STRING_KEYS = ("until", "stop_sequences", "stop_strings")  # lmms-eval's, vLLM's, transformers'
-DEFAULT_UNTIL = ["\n\n"]  # what lmms-eval fills in where a task names no stop string
+DEFAULT_UNTIL = ["\n\n"]  # lmms-eval's default for tasks without stop strings
 NO_LIKELIHOOD = (
-    "a likelihood is computed in one prefill of a given answer, which KV compression does not change: no token is "
+    "a likelihood is computed in one prefill over a given answer, which KV compression does not change: no token is "
     "generated from the compressed cache"
 )
 
@@ -28,9 +28,9 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class GenerationArguments(Arguments):
-    """Arguments of `generate` whose values can be wrong without its noticing, or noticed only at the first question.
+    """Arguments of `generate` that it does not check, or checks only at the first question.
 
-    None is the default. Others go through as they are.
+    None means the default. Other arguments pass through unchecked.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -66,12 +66,12 @@ class GenerationArguments(Arguments):
 
 @cache
 def argument_names() -> frozenset[str]:
-    """Of what a task may say of its answers' generation."""
+    """Return the names of all generation arguments that a task may set."""
     return frozenset({*GenerationConfig().to_dict(), *STOP_STRING_KEYS, "seed", "skip_special_tokens"})
 
 
 def check_generation(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `generate` with their values checked. Raises KVCompressError for an unknown one too."""
+    """Check the arguments of `generate` and return them. Raises KVCompressError for a bad value or unknown name."""
     for name in given:
         if name not in argument_names():
             raise unknown_name("there is no generation argument", name, argument_names())
@@ -79,8 +79,7 @@ def check_generation(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_one_sequence(slots: int | str | None, arguments: dict[str, Any]) -> None:
-    """Raises KVCompressError where these arguments of `generate` make a request several sequences, and requests are to
-    have `slots`."""
+    """Raise KVCompressError if these arguments generate several sequences per request, which `slots` do not support."""
     for name in ONE_SEQUENCE:
         if slots is not None and (arguments.get(name) or 1) > 1:
             raise KVCompressError(f"slots={slots!r} does not go with {name}={arguments[name]}: it has to be 1")
@@ -88,13 +87,13 @@ def check_one_sequence(slots: int | str | None, arguments: dict[str, Any]) -> No
 
 @dataclass(frozen=True)
 class Generation:
-    """How a task wants its answers generated.
+    """How a task's answers are generated.
 
     Attributes:
-        arguments: of `generate`.
-        until: an answer ends before the first of these strings.
-        seed: of sampling; None leaves torch's generator as it is.
-        skip_special_tokens: whether special tokens are left out of the answer's text.
+        arguments: the arguments of `generate`.
+        until: stop strings; an answer ends before the first of them.
+        seed: seed for sampling; None does not seed torch's generator.
+        skip_special_tokens: whether the answer's text omits special tokens.
     """
 
     arguments: dict[str, Any]
@@ -103,18 +102,18 @@ class Generation:
     skip_special_tokens: bool = True
 
     def cut(self, text: str) -> str:
-        """An answer up to the first of the strings that end it."""
+        """Cut an answer at its first stop string."""
         for stop in filter(None, self.until):
             text = text.split(stop, 1)[0]
         return text
 
 
 def generation_of(task_kwargs: dict[str, Any], max_new_tokens: int) -> Generation:
-    """A task's generation kwargs (with those of `--gen_kwargs`), as they are understood here.
+    """Interpret a task's generation kwargs (including those of `--gen_kwargs`).
 
-    Greedy unless `do_sample=True`, or a temperature above 0 without `do_sample`; a temperature of 0 is greedy.
-    `max_new_tokens` is the default for tasks that set none. Stop strings are those the task itself names. Other
-    keys go to `generate` as they are. Raises KVCompressError for a key that `generate` does not have.
+    Decoding is greedy unless `do_sample=True`, or `do_sample` is absent and the temperature is above 0; a temperature
+    of 0 is always greedy. `max_new_tokens` is the default for tasks that set none. Only stop strings that the task
+    itself names count. Other keys go to `generate` unchanged. Raises KVCompressError for a key unknown to `generate`.
     """
     kwargs = {key: value for key, value in task_kwargs.items() if key not in IGNORED_GENERATION_KEYS}
     stops = {key: kwargs.pop(key, None) or [] for key in STOP_STRING_KEYS}

@@ -1,9 +1,9 @@
-"""Which patch of the picture each image token of a prompt is.
+"""Where in its image each image token of a prompt lies.
 
-Where a patch lies is not computed from a family's rules but seen. The processor is given a picture in the place of the
-image whose colours are its coordinates, so that each patch it makes says where in the image it lies; then the model's
-own code lays these coordinates out as it lays out the patches' features. A layout that cannot be seen so, or that is no
-regular grid, is a strip: the tokens in their order.
+The position of a patch is observed, not computed from a family's rules. The processor gets, in place of the image, a
+picture whose colours encode coordinates, so each patch it makes tells where it lies. The model's own code then arranges
+these coordinates as it arranges the patches' features. A layout that cannot be observed this way, or is not a regular
+grid, becomes a strip: the tokens in their order.
 """
 
 import math
@@ -17,13 +17,13 @@ from PIL import Image
 
 from kvcompress.scoring.vision import VIDEO_ID_NAMES, vision_token_mask
 
-# Their processors scale a whole image to a grid of patches, which are merged into tokens row by row.
+# Families whose processors scale a whole image to a grid of patches and merge these into tokens row by row.
 GRID_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v")
-# Their vision tower sees square tiles, and a projector makes the patches' features into tokens.
+# Families whose vision tower sees square tiles and whose projector turns patch features into tokens.
 TILE_FAMILIES = ("llava", "llava_next", "llava_onevision", "internvl")
-MARK = 1000.0  # in the channel that tells a patch from a newline
-WHOLE = 0.99  # share of a patch that must show the image, not its padding, for the patch's place to count
-MOST_OFF = 0.35  # how far from a regular grid a patch may seem to lie, in patches
+MARK = 1000.0  # value of the channel that distinguishes patches from newlines
+WHOLE = 0.99  # share of a patch that must show the image, not padding, for its position to count
+MOST_OFF = 0.35  # how far from its place in a regular grid a patch may seem to lie, in patches
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class View:
     """A grid of tokens: token `start + row * stride + column` of the image is the patch at (row, column).
 
     Attributes:
-        stride: tokens from one row to the next; more than `columns` where a newline token ends each row.
-        box: left, top, right and bottom of the grid, as fractions of the image's width and height; beyond 0 and 1
+        stride: tokens from one row to the next; larger than `columns` if a newline token ends each row.
+        box: left, top, right and bottom of the grid, as fractions of the image's width and height; below 0 or above 1
             where the grid covers padding.
     """
 
@@ -45,10 +45,10 @@ class View:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tokens of one image, or of what is not known to be one: `tokens` vision tokens of the prompt, from `start`.
+    """A run of `tokens` vision tokens of the prompt, from `start`: one image, or a strip of unknown layout.
 
     Attributes:
-        views: the whole image, then its tiles; none where the layout is not known, which `note` then explains.
+        views: the whole image, then its tiles; empty if the layout is unknown, and `note` then says why.
     """
 
     start: int
@@ -58,7 +58,7 @@ class Layout:
 
 
 def painted(width: int, height: int) -> Image.Image:
-    """A picture of that size whose red is the place from left to right, green from top to bottom, and blue full."""
+    """Return a picture whose red encodes the position from left to right, green from top to bottom; blue is full."""
     pixels = np.full((height, width, 3), 255, dtype=np.uint8)
     pixels[..., 0] = np.round(255 * (np.arange(width) + 0.5) / width)
     pixels[..., 1] = np.round(255 * (np.arange(height) + 0.5) / height)[:, None]
@@ -66,14 +66,14 @@ def painted(width: int, height: int) -> Image.Image:
 
 
 def layouts(model: Any, processor: Any, inputs: dict[str, torch.Tensor]) -> list[Layout]:
-    """How the vision tokens of one prompt lie in its images.
+    """Return how the vision tokens of one prompt lie in its images.
 
     Args:
-        inputs: what the processor made of the prompt with each image replaced by a `painted` one of its size, on the
-            model's device, without padding.
+        inputs: the processor's output for the prompt with each image replaced by a `painted` one of the same size, on
+            the model's device, without padding.
 
     Returns:
-        One layout per image; where it is not known how they lie, one strip per run of vision tokens.
+        One layout per image; if the layout is unknown, one strip per run of vision tokens.
     """
     ids, config = inputs["input_ids"][0], model.config
     vision = vision_token_mask(config, inputs["input_ids"])[0]
@@ -87,21 +87,21 @@ def layouts(model: Any, processor: Any, inputs: dict[str, torch.Tensor]) -> list
     elif config.model_type in TILE_FAMILIES:
         found = _tile_layouts(model, processor, inputs, vision)
     else:
-        return strips(vision, f"how a {config.model_type} model lays out an image is not known: tokens in their order")
+        return strips(vision, f"the image layout of {config.model_type} is unknown: the tokens in their order")
     if found is None or sum(layout.tokens for layout in found) != int(vision.sum()):
         return strips(vision, "the image's tokens form no regular grid: the tokens in their order")
     return found
 
 
 def strips(vision: torch.Tensor, note: str) -> list[Layout]:
-    """A layout without views for each run of vision tokens; `vision`: bool (tokens,)."""
+    """Return a layout without views for each run of vision tokens; `vision`: bool (tokens,)."""
     kinds, lengths = vision.cpu().unique_consecutive(return_counts=True)
     sizes = lengths[kinds].tolist()
     return [Layout(sum(sizes[:place]), size, note=note) for place, size in enumerate(sizes)]
 
 
 def _grid_layouts(image_grid_thw: torch.Tensor, merge: int) -> list[Layout]:
-    """From frames, height and width in patches of each image (images, 3): the image is scaled to fill its grid."""
+    """Return the layouts of images that fill their grid, from frames, height and width in patches (images, 3)."""
     found, start = [], 0
     for frames, height, width in image_grid_thw.tolist():
         rows, columns = height // merge, width // merge
@@ -115,7 +115,7 @@ def _grid_layouts(image_grid_thw: torch.Tensor, merge: int) -> list[Layout]:
 def _tile_layouts(
     model: Any, processor: Any, inputs: dict[str, torch.Tensor], vision: torch.Tensor
 ) -> list[Layout] | None:
-    """Let the model lay out, in the place of the patches' features, where the patches lie; None where that fails."""
+    """Let the model arrange the patches' positions in place of their features; None if the result is not a grid."""
     base, seen = model.base_model, {}
     if base.config.vision_config.model_type == "pixtral":  # images of any size, with tokens between their rows
         return None
@@ -138,7 +138,7 @@ def _tile_layouts(
         for handle in handles:
             handle.remove()
     tokens = [image.reshape(-1, image.shape[-1])[:, :4].float().cpu().numpy() for image in output.pooler_output]
-    if model.config.model_type == "internvl":  # gives tiles, and does not say which are of one image
+    if model.config.model_type == "internvl":  # returns tiles without saying which image each belongs to
         sizes = [strip.tokens for strip in strips(vision, "")]
         tokens = np.split(np.concatenate(tokens), np.cumsum(sizes)[:-1])
     found, start = [], 0
@@ -152,12 +152,12 @@ def _tile_layouts(
 
 
 def _patch_places(tiles: torch.Tensor, features: torch.Tensor, image_processor: Any) -> torch.Tensor:
-    """In the shape of `features` (tiles, patches, size): the mean place in the image of each patch's pixels (channels
-    0 and 1), whether it shows nothing but the image (2), and MARK (3)."""
+    """Return, in the shape of `features` (tiles, patches, size), each patch's mean position in the image (channels 0
+    and 1), whether it shows the image without padding (2), and MARK (3)."""
     side = math.isqrt(features.shape[1])
     places = torch.zeros(*features.shape[:2], features.shape[2], device=features.device)
     if side**2 != features.shape[1]:
-        return places  # without MARK, so that it is taken for no grid
+        return places  # without MARK: not a grid
     colours = tiles.float()
     if image_processor.do_normalize:
         spread, mean = (
@@ -165,7 +165,7 @@ def _patch_places(tiles: torch.Tensor, features: torch.Tensor, image_processor: 
             for value in (image_processor.image_std, image_processor.image_mean)
         )
         colours = colours * spread + mean
-    patch = tiles.shape[-1] // side  # what is left of a tile at the right and below is not seen by the tower
+    patch = tiles.shape[-1] // side  # the tower drops a remainder at the right and bottom
     pooled = F.avg_pool2d(colours[..., : side * patch, : side * patch], patch)  # (tiles, 3, side, side)
     places[..., :2] = pooled[:, :2].flatten(2).transpose(1, 2)
     places[..., 2] = (pooled[:, 2].flatten(1) >= WHOLE).float()
@@ -174,8 +174,8 @@ def _patch_places(tiles: torch.Tensor, features: torch.Tensor, image_processor: 
 
 
 def _views(places: np.ndarray, per_tile: int) -> list[View] | None:
-    """The grids in an image's tokens, in order: tiles of `per_tile` patches; behind the first there may be rows
-    of patches with a newline at each end. `places` (tokens, 4) as of `_patch_places`; None where it is no grid."""
+    """Find the grids in an image's tokens, in order: tiles of `per_tile` patches, or one tile and then rows of patches
+    that each end in a newline. `places` (tokens, 4) as from `_patch_places`; None if they form no grid."""
     is_patch, side, count = places[:, 3] > MARK / 2, math.isqrt(per_tile), len(places)
     if side**2 != per_tile or count < per_tile or not is_patch[:per_tile].all():
         return None
@@ -196,7 +196,7 @@ def _views(places: np.ndarray, per_tile: int) -> list[View] | None:
 
 
 def _view(places: np.ndarray, start: int, rows: int, columns: int, stride: int) -> View | None:
-    """The grid of tokens from `start`, its box from where its patches lie; None where they lie in no regular grid."""
+    """Return the grid of tokens from `start`, fitting its box to the patches; None if they form no regular grid."""
     grid = np.stack([places[start + row * stride :][:columns] for row in range(rows)])  # (rows, columns, 4)
     inside = grid[..., 2] > WHOLE
     row, column = np.nonzero(inside)
@@ -205,7 +205,7 @@ def _view(places: np.ndarray, start: int, rows: int, columns: int, stride: int) 
     edges = []
     for place, values, count in ((column, grid[inside][:, 0], columns), (row, grid[inside][:, 1], rows)):
         if count == 1:
-            return None  # one patch does not say how wide it is
+            return None  # the width of a single patch is unknown
         step, first = np.polyfit(place, values, 1)
         if step <= 0 or np.abs(first + step * place - values).max() > MOST_OFF * step:
             return None

@@ -1,6 +1,6 @@
-"""Requests in flight: each has a prefill of its own, all decode together, and one that is done makes room for the next.
+"""Requests in flight: each has its own prefill, all decode together, and when one finishes the next takes its slot.
 
-Measured as batches are: as if nothing of another cell were known.
+Like batches, they are measured as if nothing were reused from another cell.
 """
 
 import copy
@@ -30,29 +30,29 @@ from .vision_tower import VisionTower
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request for the model: a batch of one, and how it is answered; `notes_kept`: and what each layer stores."""
+class FlightRequest:
+    """A request to answer: a batch of one, how to generate, and whether to record what each layer stores."""
 
     batch: Batch
     wanted: Generation
-    notes_kept: bool = False
+    record_kept: bool = False
 
 
 @dataclass
-class UnderWay:
-    """A request that the model was given, and what is known of its prefill.
+class RunningRequest:
+    """A request in a slot, with the measurements of its prefill.
 
     Attributes:
-        inputs: on the model's device.
-        vision_tokens: of the prompt.
-        saved_before_s: seconds that the run was spared before it, since tower or prefill were known.
-        reused_tokens: of the prompt, those that a prefix cache had; None without one.
-        saved_s: the same up to the end of its prefill.
-        aside_s: seconds behind its prefill that are not its own.
-        kept: what each layer stores, where that is noted.
+        inputs: the model inputs, on the model's device.
+        vision_tokens: the number of vision tokens in the prompt.
+        saved_before_s: seconds the run had saved before this request by reusing vision features and prefills.
+        reused_tokens: how many prompt tokens came from a prefix cache; None without one.
+        saved_s: seconds the run had saved up to the end of this request's prefill.
+        aside_s: seconds of bookkeeping after the prefill, which do not count.
+        kept: what each layer stores, if that is recorded.
     """
 
-    asked: Asked
+    request: FlightRequest
     inputs: BatchFeature
     vision_tokens: int
     tower: VisionTower
@@ -65,31 +65,31 @@ class UnderWay:
 
     @property
     def correction_s(self) -> float:
-        """What must be added to the seconds of its prefill to get those of one where nothing is known."""
+        """Seconds to add to the measured prefill to get that of one that reuses nothing."""
         return self.tower.correction_s + self.prompt.correction_s
 
 
 class Flight:
-    """Requests in flight under the compression that is in force, as an iterable over (place among the requests, its
-    answer), in the order in which they are done. Leave it closed: `contextlib.closing(iter(flight))`."""
+    """Answers requests in flight under the current compression: an iterable of (index of the request, its answers), in
+    the order in which they finish. Close its iterator: `contextlib.closing(iter(flight))`."""
 
-    def __init__(self, answering: Answering, asked: Iterable[Asked], limits: Limits, keeps: bool = True):
-        """Each of `asked` is asked for when there is a slot for it. `keeps`: whether other cells may use what is
-        computed."""
+    def __init__(self, answering: Answering, requests: Iterable[FlightRequest], limits: Limits, keeps: bool = True):
+        """`requests` is consumed as slots become free. `keeps`: whether what is computed may be reused."""
         self._answering, self._model = answering, answering.model
-        self._asked, self._limits = asked, limits
-        self._keeps = keeps and answering.has_cells
-        self._shares_prompts = self._keeps and answering.prefixes is None
+        self._waiting, self._limits = requests, limits
+        self._keeps = keeps
+        self._prefixes = answering.prefixes if keeps else None  # a warm-up is one with none
+        self._shares_prompts = keeps and answering.has_cells and answering.prefixes is None
         self._tower, self._prompt = VisionTower(self._model, {}), SharedPrompt(self._model, room=0)
-        self._is_spared = False  # whether any prefill did not run
-        self._under_way: dict[int, UnderWay] = {}
-        # Seconds so far: of the run; those of them in which it did not answer; those that it was spared.
+        self._is_spared = False  # whether any prefill was reused instead of run
+        self._running: dict[int, RunningRequest] = {}
+        # Seconds so far: of the run, of it spent on bookkeeping, and saved by reusing vision features and prefills.
         self._spent_s = self._aside_s = self._saved_s = 0.0
-        self._counted_s = 0.0  # in the answers so far
+        self._counted_s = 0.0  # attributed to answers so far
 
     def __iter__(self) -> Iterator[tuple[int, Answers]]:
-        asked = iter(self._asked)
-        first = next(asked, None)
+        waiting = iter(self._waiting)
+        first = next(waiting, None)
         if first is None:
             return
         if not self._answering.is_warm:
@@ -100,9 +100,9 @@ class Flight:
         with (
             self._tower,
             kvcompress.compress(
-                self._model, of.method, of.ratio, of.budget, room, self._answering.prefixes, **of.options
+                self._model, of.method, of.ratio, of.budget, room, self._prefixes, **of.options
             ) as session,
-            closing(self._requests(chain([first], asked))) as requests,
+            closing(self._requests(chain([first], waiting))) as requests,
         ):
             self._flight = session.generate_many(requests, **vars(self._limits), after_prompt=self._after_prompt)
             while (answer := self._next()) is not None:
@@ -110,14 +110,13 @@ class Flight:
                     raise answer.error
                 yield answer.index, self._answers(answer)
 
-    def _warm_up(self, first: Asked) -> None:
-        """Answer a request in a few tokens, without counting it."""
+    def _warm_up(self, first: FlightRequest) -> None:
+        """Answer a request with a few tokens, without counting it."""
         few = min(first.wanted.arguments["max_new_tokens"], WARM_UP_TOKENS)
         wanted = replace(first.wanted, arguments={**first.wanted.arguments, "max_new_tokens": few})
         self._answering.is_warm = True
-        for _ in Flight(self._answering, [Asked(first.batch, wanted)], self._limits, keeps=False):
+        for _ in Flight(self._answering, [FlightRequest(first.batch, wanted)], self._limits, keeps=False):
             pass
-        self._answering.forget_prefixes()
 
     def _next(self) -> Answer | None:
         start = time.perf_counter()
@@ -125,10 +124,10 @@ class Flight:
         self._spent_s += time.perf_counter() - start
         return answer
 
-    def _requests(self, asked: Iterator[Asked]) -> Iterator[kvcompress.Request]:
+    def _requests(self, waiting: Iterator[FlightRequest]) -> Iterator[kvcompress.Request]:
         for index in count():
             start = time.perf_counter()
-            each = next(asked, None)
+            each = next(waiting, None)
             if each is not None:
                 inputs = on_device(each.batch.inputs, self._model.device)
                 self._begin(index, each, inputs)
@@ -138,9 +137,9 @@ class Flight:
             with self._prompt:
                 yield kvcompress.Request(dict(inputs), each.wanted.arguments, each.wanted.seed)
 
-    def _begin(self, index: int, asked: Asked, inputs: BatchFeature) -> None:
-        """The prefill of a request is next."""
-        answering, batch = self._answering, asked.batch
+    def _begin(self, index: int, request: FlightRequest, inputs: BatchFeature) -> None:
+        """Set up the prefill of the next request."""
+        answering, batch = self._answering, request.batch
         self._tower.held = answering.held
         self._forget()
         if not self._flight.halved:
@@ -149,42 +148,42 @@ class Flight:
             room, tower = answering.batches.prompt_room, self._tower
             self._prompt = SharedPrompt(self._model, batch.prompt_pass, room, lambda: tower.spent_s)
         vision_tokens = int(vision_token_mask(self._model.config, inputs["input_ids"]).sum())
-        self._under_way[index] = UnderWay(asked, inputs, vision_tokens, self._tower, self._prompt, self._saved_s)
+        self._running[index] = RunningRequest(request, inputs, vision_tokens, self._tower, self._prompt, self._saved_s)
         self._reused_before = answering.reused_tokens
 
     def _forget(self) -> None:
-        """Nothing is known of the prefill that is next."""
+        """Reuse nothing in the next prefill."""
         self._tower.begin({})
         self._prompt = SharedPrompt(self._model, room=0)
 
     def _after_prompt(self, index: int, cache: CompressedCache) -> None:
-        """A request's prompt is stored; once more where it lost its slot and began anew."""
+        """Record a request's prefill once its prompt is stored; again if it lost its slot and started over."""
         synchronise(self._model.device)
-        start, each = time.perf_counter(), self._under_way[index]
+        start, each = time.perf_counter(), self._running[index]
         each.tower, each.prompt = copy.copy(self._tower), self._prompt
         if (reused := self._answering.reused_tokens) is not None:
             each.reused_tokens, self._reused_before = reused - self._reused_before, reused
-        self._forget()  # of one that begins anew
-        if each.prompt.is_known and not each.tower.calls:  # where the model's forward calls it, it was not asked
+        self._forget()  # in case this request starts over
+        if each.prompt.is_known and not each.tower.calls:  # a reused prefill skips the forward that calls the tower
             each.tower.calls = dict(each.tower.known)
         if self._keeps and not self._flight.halved:
-            self._answering.keep(each.asked.batch, each.tower, each.prompt)
+            self._answering.keep(each.request.batch, each.tower, each.prompt)
         self._is_spared |= each.prompt.is_known
-        # What is kept is the store's: here it would be beyond its bounds.
+        # Only the store, which bounds its memory, keeps the tensors.
         each.tower.calls = {call: replace(found, output=None) for call, found in each.tower.calls.items()}
         each.prompt.prompt_pass = each.prompt.known = None
         self._saved_s += each.correction_s
         each.saved_s = self._saved_s
-        if each.asked.notes_kept:
+        if each.request.record_kept:
             each.kept = KeptSets.of(cache)
         each.aside_s = time.perf_counter() - start
         self._aside_s += each.aside_s
 
     def _answers(self, answer: Answer) -> Answers:
-        each = self._under_way.pop(answer.index)
-        flight, wanted, tokens_out = self._flight, each.asked.wanted, len(answer.tokens)
+        each = self._running.pop(answer.index)
+        flight, wanted, tokens_out = self._flight, each.request.wanted, len(answer.tokens)
         tpot_s = answer.tpot_s
-        if tpot_s is not None:  # other requests' prefills are a part of it
+        if tpot_s is not None:  # it includes other requests' prefills
             tpot_s += (self._saved_s - each.saved_s) / (tokens_out - 1)
         held = answer.kv_bytes_prompt
         slot = flight.kv_bytes // flight.slots if tokens_out > 1 else 0

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt were kept, per layer and KV head: one JSON-ready entry of an answered question."""
+"""Which tokens of a prompt each layer and KV head kept, as one JSON entry per answered question."""
 
 import base64
 import io
@@ -24,32 +24,32 @@ JPEG_QUALITY = 82
 
 @dataclass(frozen=True)
 class KeptSets:
-    """What the layers that are compressed hold.
+    """The kept sets of the compressed layers.
 
     Attributes:
         columns: layer -> [row][KV head] -> the columns that the layer stores.
-        foreseen: layer -> what the prompt's columns are worth to the answer, (rows, KV heads, columns); empty but for
-            `hindsight`.
+        importance: layer -> how much the answer needs each of the prompt's columns, (rows, KV heads, columns); filled
+            only by `hindsight`.
     """
 
     columns: dict[int, list[list[torch.Tensor]]]
-    foreseen: dict[int, torch.Tensor]
+    importance: dict[int, torch.Tensor]
 
     @classmethod
     def of(cls, cache: CompressedCache) -> "KeptSets":
         layers = [layer.layer_idx for layer in cache.compressed_layers]
-        foreseen = {layer: cache.foreseen(layer) for layer in layers}
+        importance = {layer: cache.foreseen(layer) for layer in layers}
         return cls(
             {layer: cache.kept_indices(layer) for layer in layers},
-            {layer: worth.cpu() for layer, worth in foreseen.items() if worth is not None},
+            {layer: worth.cpu() for layer, worth in importance.items() if worth is not None},
         )
 
 
 def kept_mask(kept: KeptSets, row: int, real: torch.Tensor) -> np.ndarray:
-    """bool (layers, KV heads, tokens): whether each real token of a prompt's row is stored.
+    """Return whether each real token of a prompt is stored, bool (layers, KV heads, tokens).
 
     Args:
-        row: among those of `kept` (beam search has several for each prompt).
+        row: the prompt's row in `kept` (beam search has several rows per prompt).
         real: bool (columns,), False at the prompt's padding, on the CPU.
     """
     heads = max(len(rows[row]) for rows in kept.columns.values())
@@ -62,13 +62,14 @@ def kept_mask(kept: KeptSets, row: int, real: torch.Tensor) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Shown:
-    """What the overlays of a question show whatever is kept: the same under every method.
+    """The part of a question's overlay that is the same under every method.
 
     Attributes:
         real: bool (columns,), False at the prompt's padding.
-        vision: bool (tokens,), of the real tokens: those of images and videos.
-        pieces: the others, as text.
-        images: JSON, each with its `layout`, and where it is an image with its `size` and its `jpeg` in base64.
+        vision: bool (tokens,), True for the real tokens that belong to images and videos.
+        pieces: the other real tokens as text.
+        images: one JSON object per run of vision tokens, with its `layout`, and for an image also its `size` and its
+            `jpeg` in base64.
     """
 
     real: torch.Tensor
@@ -85,7 +86,7 @@ class Shown:
         inputs: dict[str, torch.Tensor],
         row: int,
     ) -> "Shown":
-        """Of the question that is row `row` of a batch's `inputs`."""
+        """Build it for the question in row `row` of a batch's `inputs`."""
         ids, mask = inputs["input_ids"][row], inputs.get("attention_mask")
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[row].bool()
         vision = vision_token_mask(model.config, inputs["input_ids"])[row][real].cpu()
@@ -95,7 +96,9 @@ class Shown:
             seen = on_device(chat.inputs([replace(prompt, images=pictures)]), model.device)
             found = layouts(model, chat.processor, seen)
         images = [{"jpeg": base64.b64encode(jpeg(image)).decode(), "size": list(image.size)} for image in prompt.images]
-        if len(images) != len(found):  # not known which tokens are whose: pictures and strips stand apart
+        if len(images) != len(
+            found
+        ):  # which tokens belong to which image is unknown: list images and strips separately
             note = found[0].note if found else ""
             found = [Layout(0, 0, note=note) for _ in images] + strips(vision, note)
             images += [{} for _ in found[len(images) :]]
@@ -106,13 +109,14 @@ class Shown:
 
 
 def record(shown: Shown, kept: KeptSets, place: int, questions: int) -> dict[str, Any]:
-    """What the overlays of one answered question need; JSON, with the images as JPEG in base64 under `jpeg`.
+    """Return the JSON entry from which the overlay of one answered question is drawn.
 
     Args:
-        kept: of the batch's cache; the question is at `place` among the batch's `questions`.
+        kept: the kept sets of the batch's cache.
+        place: the question's index among the batch's `questions`.
     """
     rows = len(next(iter(kept.columns.values())))
-    row = place * (rows // questions)  # of beams, the first
+    row = place * (rows // questions)  # the first beam
     stored = kept_mask(kept, row, shown.real)
     vision = shown.vision.numpy()
     entry = {
@@ -123,10 +127,10 @@ def record(shown: Shown, kept: KeptSets, place: int, questions: int) -> dict[str
         "pieces": shown.pieces,
         "images": shown.images,
     }
-    if kept.foreseen:
+    if kept.importance:
         worth = np.zeros(stored.shape, dtype=np.float32)
         for place, layer in enumerate(kept.columns):
-            worth[place] = kept.foreseen[layer][row][:, shown.real].numpy()
+            worth[place] = kept.importance[layer][row][:, shown.real].numpy()
         entry["needs"] = {
             "vision": packed_worth(worth[..., vision], worth.max(2)),
             "text": packed_worth(worth[..., ~vision], worth.max(2)),
@@ -135,15 +139,15 @@ def record(shown: Shown, kept: KeptSets, place: int, questions: int) -> dict[str
 
 
 def packed_worth(worth: np.ndarray, most: np.ndarray) -> dict[str, Any]:
-    """Numbers (layers, heads, tokens), none below 0: their shape, and the root of each's share of its head's `most`
-    (layers, heads) in one of 256 levels, deflated, in base64."""
+    """Pack non-negative numbers (layers, heads, tokens) into JSON: their shape, and the square roots of their shares of
+    their head's `most` (layers, heads), in 256 levels, deflated, in base64."""
     share = worth / np.maximum(most, np.finfo(np.float32).tiny)[..., None]
     levels = (255 * np.sqrt(share)).round().astype(np.uint8).tobytes()
     return {"shape": list(worth.shape), "levels": base64.b64encode(zlib.compress(levels, 9)).decode()}
 
 
 def jpeg(image: Image.Image) -> bytes:
-    """The image as JPEG, its longest side at most LONGEST_SIDE."""
+    """Encode an image as JPEG, scaled down to at most LONGEST_SIDE pixels a side."""
     small = image.convert("RGB")
     small.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
     file = io.BytesIO()
@@ -152,6 +156,6 @@ def jpeg(image: Image.Image) -> bytes:
 
 
 def packed_bits(mask: np.ndarray) -> dict[str, Any]:
-    """A bool array (layers, heads, tokens): its shape, and its bits in C order, deflated, in base64."""
+    """Pack a bool array (layers, heads, tokens) into JSON: its shape, and its bits in C order, deflated, in base64."""
     bits = np.packbits(mask, bitorder="little").tobytes()
     return {"shape": list(mask.shape), "bits": base64.b64encode(zlib.compress(bits, 9)).decode()}

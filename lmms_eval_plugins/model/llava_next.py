@@ -1,9 +1,9 @@
 """Checkpoints in the layout of the original LLaVA-NeXT code, loaded as transformers' LLaVA-OneVision.
 
 `lmms-lab/llava-onevision-qwen2-7b-ov` and its siblings have `model_type: llava_qwen`, which only the `llava` package
-knows. The network is the one of `LlavaOnevisionForConditionalGeneration`: a SigLIP tower without its last layer,
-final norm and head, a two-layer projector, Qwen2. So the names of the weights and of the settings are mapped, and
-transformers loads the shards.
+knows. The network is that of `LlavaOnevisionForConditionalGeneration`: a SigLIP tower without its last layer, final
+norm and head; a two-layer projector; Qwen2. So this module maps the names of weights and settings, and transformers
+loads the shards.
 Facts: https://github.com/LLaVA-VL/LLaVA-NeXT (llava/model), and the config.json of that checkpoint.
 """
 
@@ -24,7 +24,7 @@ from transformers import (
 
 from kvcompress import KVCompressError
 
-# mm_vision_tower -> the tower as the checkpoint holds it: without the last layer (mm_vision_select_layer -2 of 27).
+# mm_vision_tower -> the tower in the checkpoint, which lacks the last of its 27 layers (mm_vision_select_layer -2).
 VISION_TOWERS: dict[str, dict[str, Any]] = {
     "google/siglip-so400m-patch14-384": {
         "hidden_size": 1152,
@@ -35,14 +35,14 @@ VISION_TOWERS: dict[str, dict[str, Any]] = {
         "patch_size": 14,
     }
 }
-# Original name -> transformers' name. Applied in this order, to the start of a name.
+# Prefix of an original name -> transformers' prefix, applied in this order.
 WEIGHT_NAMES = {
     r"^model\.vision_tower\.vision_tower\.": "model.vision_tower.",
     r"^model\.mm_projector\.0\.": "model.multi_modal_projector.linear_1.",
     r"^model\.mm_projector\.2\.": "model.multi_modal_projector.linear_2.",
     r"^model\.(layers|embed_tokens|norm)\.": r"model.language_model.\1.",
 }
-# The settings that transformers' network has built in; a checkpoint that differs would load and answer nonsense.
+# Settings that are fixed in transformers' network; a checkpoint with other values would load and answer nonsense.
 FIXED_SETTINGS = {
     "mm_projector_type": "mlp2x_gelu",
     "mm_patch_merge_type": "spatial_unpad",
@@ -68,7 +68,7 @@ TEXT_SETTINGS = (
     "vocab_size",
 )
 IMAGE_MEAN = IMAGE_STD = (0.5, 0.5, 0.5)  # SigLIP's
-# The original's conversation `qwen_1_5`, with the media where the message has them.
+# The original code's conversation `qwen_1_5`, with media where they occur in the message.
 CHAT_TEMPLATE = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -80,15 +80,15 @@ CHAT_TEMPLATE = (
 
 
 def is_llava_next(config: dict[str, Any]) -> bool:
-    """Whether a raw config.json is one of the original layout."""
+    """Return whether a raw config.json has the original layout."""
     return config.get("model_type") == "llava_qwen" or "LlavaQwenForCausalLM" in (config.get("architectures") or [])
 
 
 def load_processor(pretrained: str, config: dict[str, Any], revision: str = "main") -> LlavaOnevisionProcessor:
-    """transformers' processor for a checkpoint with the raw `config`; the tokenizer is the checkpoint's own."""
+    """Build transformers' processor from a checkpoint's raw `config`, with the checkpoint's own tokenizer."""
     vision = _vision_config(config)
     size = {"height": vision.image_size, "width": vision.image_size}
-    # An empty config: AutoTokenizer goes by tokenizer_config.json, not by a model_type that it does not know.
+    # With an empty config, AutoTokenizer reads tokenizer_config.json instead of failing on the unknown model_type.
     tokenizer = AutoTokenizer.from_pretrained(pretrained, revision=revision, config=PreTrainedConfig())
     tokenizer.add_tokens(["<image>", "<video>"], special_tokens=True)
     return LlavaOnevisionProcessor(
@@ -110,9 +110,9 @@ def load_processor(pretrained: str, config: dict[str, Any], revision: str = "mai
 def load_model(
     pretrained: str, config: dict[str, Any], tokenizer: Any, revision: str = "main", **load_arguments: Any
 ) -> LlavaOnevisionForConditionalGeneration:
-    """The model, its shards streamed by transformers. `load_arguments` go to `from_pretrained` (dtype, device_map...).
+    """Load the model; `load_arguments` (dtype, device_map, ...) go to `from_pretrained`.
 
-    Raises KVCompressError where the checkpoint has settings that transformers' network lacks, or lacks weights.
+    Raises KVCompressError if the checkpoint has settings that transformers' network does not support, or lacks weights.
     """
     model_config = convert_config(config, tokenizer)
     if load_arguments.get("dtype") == "auto":
@@ -132,7 +132,7 @@ def load_model(
 
 
 def convert_config(config: dict[str, Any], tokenizer: Any) -> LlavaOnevisionConfig:
-    """The raw config.json of the original layout -> transformers' config. Raises KVCompressError where it cannot."""
+    """Convert a raw config.json of the original layout to transformers' config. Raises KVCompressError."""
     for name, fixed in FIXED_SETTINGS.items():
         if config.get(name, fixed) != fixed:
             raise KVCompressError(f"LLaVA-NeXT checkpoint with {name}={config[name]!r}: only {fixed!r} is supported")
@@ -163,7 +163,7 @@ def _vision_config(config: dict[str, Any]) -> SiglipVisionConfig:
 
 
 def _grid_pinpoints(config: dict[str, Any]) -> list[list[int]]:
-    """The anyres resolutions as (height, width); the original has (width, height), or `(1x1),...,(6x6)` in tiles."""
+    """Return anyres resolutions as (height, width); the original has (width, height), or tiles `(1x1),...,(6x6)`."""
     pinpoints = config["image_grid_pinpoints"]
     if isinstance(pinpoints, str):
         tile = VISION_TOWERS[config["mm_vision_tower"]]["image_size"]

@@ -1,4 +1,4 @@
-"""A checkpoint and its processor, loaded as the model arguments say."""
+"""Load a checkpoint and its processor as the model arguments say."""
 
 import importlib.util
 import os
@@ -27,35 +27,35 @@ from . import llava_next
 from .arguments import LLAVA_ONEVISION_ARGUMENTS, ModelArguments
 from .weights import check_checkpoint, quantization_config
 
-# The template `chat_template=plain`: the task's text as it is, for models that were never trained on chats.
+# The template of `chat_template=plain`: the unchanged text of the task, for models not trained on chats.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def device_of(args: ModelArguments, world_size: int) -> torch.device:
-    """Where this rank's model goes: the device asked for, or this rank's GPU, or the CPU."""
+    """Return the device for this rank's model: the one requested, or this rank's GPU, or the CPU."""
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise KVCompressError(f"device={name!r}: torch has none on this machine; device=cpu runs without one")
+        raise KVCompressError(f"device={name!r}: torch finds none on this machine; device=cpu needs none")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise KVCompressError(
-            f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA GPUs; device=cpu runs without one"
+            f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA GPUs; device=cpu needs none"
         )
     if args.tp_plan is not None and world_size == 1:
         raise KVCompressError(f"tp_plan={args.tp_plan!r} needs several processes: NUM_PROCESSES=2 {called('eval')} ...")
     if args.tp_plan is not None and device.type == "cpu" and torch.cuda.is_available():
-        raise KVCompressError(f"tp_plan={args.tp_plan!r} takes the GPUs of this machine, not device={name!r}")
+        raise KVCompressError(f"tp_plan={args.tp_plan!r} uses the GPUs of this machine, not device={name!r}")
     if world_size > 1:
         if args.device_map is not None:
-            raise KVCompressError(f"device_map={args.device_map!r} with several processes: each has one device")
+            raise KVCompressError(f"device_map={args.device_map!r}: with several processes, each has one device")
         if device.type == "cuda":
             return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return device
 
 
 def load(args: ModelArguments, device: torch.device, needs_template: bool = True) -> tuple[Any, Any]:
-    """The model in eval mode, and its processor (the tokenizer, for a text-only model). Raises KVCompressError where a
-    chat template is needed and there is none."""
+    """Load the model, in eval mode, and its processor (for a text-only model, the tokenizer). Raises KVCompressError
+    if a required chat template is missing."""
     settings = {"dtype": args.dtype, "device_map": args.device_map or str(device)}
     if args.tp_plan is not None:
         processes = torch.distributed.get_world_size()
@@ -77,7 +77,7 @@ def load(args: ModelArguments, device: torch.device, needs_template: bool = True
 
 
 def load_processor(args: ModelArguments, needs_template: bool = True) -> tuple[PreTrainedConfig, Any]:
-    """The model's config, and the processor as `load` gives it; no weights are read."""
+    """Load the model's config, and the processor as `load` returns it, without reading weights."""
     with loading(args.pretrained):
         config, processor = _read_processor(args, _raw_config(args))
     _check_llava_onevision(args, config)
@@ -90,7 +90,7 @@ def _raw_config(args: ModelArguments) -> dict[str, Any]:
 
 
 def _read_processor(args: ModelArguments, raw_config: dict[str, Any]) -> tuple[PreTrainedConfig, Any]:
-    """Config and processor as transformers reads them; what a damaged checkpoint makes it raise comes out."""
+    """Load config and processor with transformers; its errors about a damaged checkpoint propagate."""
     if llava_next.is_llava_next(raw_config):
         processor = llava_next.load_processor(args.pretrained, raw_config, args.revision)
         return llava_next.convert_config(raw_config, processor.tokenizer), processor
@@ -110,13 +110,13 @@ def _read(
     processor: Any,
     settings: dict[str, Any],
 ) -> PreTrainedModel:
-    """The model as transformers reads it; what a damaged checkpoint makes it raise comes out."""
+    """Load the model with transformers; its errors about a damaged checkpoint propagate."""
     if llava_next.is_llava_next(raw_config):
         return llava_next.load_model(args.pretrained, raw_config, processor.tokenizer, args.revision, **settings)
     model, found = _model_loader(config).from_pretrained(
         args.pretrained, output_loading_info=True, **_source(args), **settings
     )
-    # transformers would draw them at random. A quantized checkpoint has its weights under other names.
+    # transformers would initialize them at random. A quantized checkpoint names its weights differently.
     if found["missing_keys"] and args.quantization is None and "quantization_config" not in raw_config:
         first = ", ".join(sorted(found["missing_keys"])[:3])
         raise KVCompressError(f"{args.pretrained} lacks {len(found['missing_keys'])} of its weights: {first}, ...")
@@ -128,7 +128,7 @@ def _source(args: ModelArguments) -> dict[str, Any]:
 
 
 def _model_loader(config: PreTrainedConfig) -> type[AutoModelForImageTextToText] | type[AutoModelForCausalLM]:
-    """The auto class for a config, by transformers' own tables or, with remote code, by the checkpoint's."""
+    """Return the auto class for a config, from transformers' tables or, with remote code, from the checkpoint's."""
     remote = getattr(config, "auto_map", {})
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or "AutoModelForImageTextToText" in remote:
         return AutoModelForImageTextToText
@@ -144,7 +144,7 @@ def _check_llava_onevision(args: ModelArguments, config: PreTrainedConfig) -> No
 
 
 def _set_up_processor(args: ModelArguments, processor: Any, needs_template: bool) -> None:
-    """Chat template, padding side and image size, in place."""
+    """Set chat template, padding side and image sizes, in place."""
     if args.chat_template == "plain":
         if hasattr(processor, "tokenizer"):
             raise KVCompressError("chat_template=plain is for text-only models: images need placeholders in the prompt")
@@ -161,7 +161,7 @@ def _set_up_processor(args: ModelArguments, processor: Any, needs_template: bool
     if processor.chat_template is None and needs_template:
         raise KVCompressError(
             f"{args.pretrained} has no chat template: give chat_template=FILE (Jinja), or, for a text-only model, "
-            "chat_template=plain to send the task's text as it is"
+            "chat_template=plain to send the task's text unchanged"
         )
     getattr(processor, "tokenizer", processor).padding_side = "left"
     _set_up_video(args, processor)
@@ -175,7 +175,7 @@ def _set_up_processor(args: ModelArguments, processor: Any, needs_template: bool
         )
     if args.image_resize is not None and importlib.util.find_spec(args.image_resize) is None:
         raise KVCompressError(f"image_resize={args.image_resize!r} needs a package: pip install qwen-vl-utils")
-    # Where images are scaled by area, transformers keeps the bounds under these two names.
+    # For processors that scale by area, transformers stores the bounds under these two names.
     size = image_processor.size
     image_processor.size = type(size)(
         shortest_edge=args.min_pixels or size["shortest_edge"], longest_edge=args.max_pixels or size["longest_edge"]
@@ -183,12 +183,12 @@ def _set_up_processor(args: ModelArguments, processor: Any, needs_template: bool
 
 
 def _set_up_video(args: ModelArguments, processor: Any) -> None:
-    """The bounds of a video's area, in place."""
+    """Set the bounds of a video's area, in place."""
     if args.video_min_pixels is None and args.video_max_pixels is None:
         return
     video_processor = getattr(processor, "video_processor", None)
     size = getattr(video_processor, "size", None) or {}
-    # Processors that scale by area make tokens of merged patches; elsewhere the two names are lengths of edges.
+    # Processors that scale by area merge patches into tokens; in others, the two names are lengths of edges.
     kinds = getattr(getattr(video_processor, "valid_kwargs", None), "__annotations__", {})
     if "merge_size" not in kinds or not size.get("shortest_edge") or not size.get("longest_edge"):
         raise KVCompressError(
@@ -202,35 +202,35 @@ def _set_up_video(args: ModelArguments, processor: Any) -> None:
 
 
 def _check_end_tokens(model: Any) -> None:
-    """Raises ValueError for what is no number of a token; transformers asks only when it generates."""
+    """Raise ValueError for an invalid token id, which transformers would notice only when it generates."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         given = getattr(model.generation_config, name)
         for token in given if isinstance(given, list) and given else [given]:
             is_none = token is None and not isinstance(given, list)
-            if not is_none and not (type(token) is int and -1 <= token <= MOST):  # some write -1 for none
-                raise ValueError(f"generation_config.json: {name} is {shown(given)}, no number of a token")
+            if not is_none and not (type(token) is int and -1 <= token <= MOST):  # some checkpoints write -1 for none
+                raise ValueError(f"generation_config.json: {name} is {shown(given)}, which is not a token id")
 
 
 def _check_pictures(config: PreTrainedConfig, processor: Any) -> None:
-    """Raises ValueError for what would fail only when an image is encoded: sizes of tiles that are none, a layer
-    that the tower does not have, and LLaVA's token of an image where the processor writes another."""
+    """Raise ValueError for what would fail only when an image is encoded: invalid tile sizes, a feature layer that the
+    tower lacks, or an image token of LLaVA's config that differs from the processor's."""
     known = getattr(config, "image_token_index", getattr(config, "image_token_id", None))
     written = getattr(processor, "image_token_id", None)
     if config.model_type.startswith("llava") and isinstance(written, int) and known != written:
-        raise ValueError(f"config.json: image_token_index is {shown(known)}, and the processor writes {written}")
+        raise ValueError(f"config.json: image_token_index is {shown(known)}, but the processor writes {written}")
     layers = getattr(config, "vision_feature_layer", None)
     for layer in layers if isinstance(layers, list | tuple) else [layers]:
         count = getattr(getattr(config, "vision_config", None), "num_hidden_layers", None)
         if isinstance(layer, int) and isinstance(count, int) and not -count - 1 <= layer <= count:
-            raise ValueError(f"config.json: vision_feature_layer is {shown(layer)}, of a tower of {count} layers")
+            raise ValueError(f"config.json: vision_feature_layer is {shown(layer)}, but the tower has {count} layers")
     for size in getattr(config, "image_grid_pinpoints", None) or ():
         is_pair = isinstance(size, list | tuple) and len(size) == 2
         if not (is_pair and all(type(side) is int and side > 0 for side in size)):
-            raise ValueError(f"config.json: image_grid_pinpoints has {shown(size)}, which is no height and width")
+            raise ValueError(f"config.json: image_grid_pinpoints has {shown(size)}, which is not a height and width")
 
 
 def _set_end_tokens(model: Any, tokenizer: Any) -> None:
-    """Fills in what `generate` needs and the checkpoint does not say."""
+    """Set the end and pad tokens that `generate` needs if the checkpoint does not."""
     generation = model.generation_config
     if generation.eos_token_id is None:
         generation.eos_token_id = tokenizer.eos_token_id

@@ -1,4 +1,4 @@
-"""Batches are prepared in a background thread while the model answers."""
+"""Prepare batches in a background thread while the model answers."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -12,10 +12,10 @@ Item, Result = TypeVar("Item"), TypeVar("Result")
 
 @contextmanager
 def ahead(function: Callable[[Item], Result], items: Iterable[Item], depth: int) -> Iterator[Iterator[Result]]:
-    """`map(function, items)`, computed in one background thread, at most `depth` results before they are asked for.
+    """Compute `map(function, items)` in one background thread, at most `depth` results ahead of the consumer.
 
-    Order, and where an exception is raised, are those of `map`. Leaving the context waits for the call under way
-    and starts no other. A depth of 0 is `map` itself.
+    Results and exceptions come in the order of `map`. Leaving the context waits for the running call and starts no
+    other. A depth of 0 is `map` itself.
     """
     if depth == 0:
         yield map(function, items)

@@ -1,4 +1,4 @@
-"""Measurement rows, one per counted request: what a summary holds of them, and their file."""
+"""Measurement rows, one per counted request, their summary, and their file."""
 
 import json
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from kvcompress.files import write_text
 
 from .answering import Answers
 
-# What a row holds in numbers, and `summarise` gives the spread of.
+# The numbers in a row whose spread `summarise` reports.
 QUANTITIES = (
     "waited_s",
     "ttft_s",
@@ -35,14 +35,16 @@ QUANTITIES = (
 
 def row_of(request: Instance, answers: Answers, place: int, media: tuple[int, int]) -> dict[str, Any]:
     """A request's measurements. Times and peak memory are the batch's; KV bytes are the row's share of it. A request in
-    flight is a batch of its own, but for the peaks, which are the run's. `media`: its images and videos."""
+    flight is a batch of its own, but for the peaks, which are the run's. Where a prefix cache spared a part of the
+    prefill, there is no time to first token; of a request in flight, whose tokens wait for other prefills, none per
+    token with such a cache. `media`: its images and videos."""
     _, _, _, doc_id, task, split = request.args
     measured, tower, prompt, batch_size = answers.measured, answers.tower, answers.prompt, len(answers.texts)
     in_slots = answers.in_slots
     if in_slots is None:
         peak_kv_bytes = max(measured.kv_bytes_prompt, measured.kv_bytes_end)
         # Where a pass is kept or was, other things lie in memory than where it just runs.
-        peak_memory_bytes = None if prompt.prompt_pass else measured.peak_memory_bytes
+        peak_memory_bytes = None if prompt.prompt_pass or answers.reused_tokens else measured.peak_memory_bytes
     else:
         peak_kv_bytes, peak_memory_bytes = in_slots.peak_kv_bytes, in_slots.peak_memory_bytes
     beams = len(measured.realised_ratios[0]) // batch_size
@@ -53,11 +55,11 @@ def row_of(request: Instance, answers: Answers, place: int, media: tuple[int, in
         "batch_size": batch_size,
         "slots": None if in_slots is None else in_slots.slots,
         "waited_s": None if in_slots is None else in_slots.waited_s,
-        "ttft_s": measured.ttft_s,
+        "ttft_s": None if answers.reused_tokens else measured.ttft_s,
         "vision_s": tower.seconds,
         "vision_is_known": tower.is_known,
         "prompt_is_known": prompt.is_known,
-        "tpot_s": measured.tpot_s,
+        "tpot_s": None if in_slots is not None and answers.reused_tokens is not None else measured.tpot_s,
         "tokens_in": measured.tokens_in[place],
         "tokens_out": measured.tokens_out[place],
         "vision_tokens": measured.vision_tokens[place],
@@ -72,13 +74,13 @@ def row_of(request: Instance, answers: Answers, place: int, media: tuple[int, in
         "peak_kv_bytes": peak_kv_bytes,
         "peak_memory_bytes": peak_memory_bytes,
         "share_s": answers.seconds / batch_size,
-        # What was done where memory did not suffice.
+        # What was done when memory ran out.
         "on_oom": "halve_batch" if in_slots is not None and in_slots.halved else None,
     }
 
 
 def log_averages(rows: list[dict[str, Any]], seconds: float) -> None:
-    """Hand lmms-eval the averages that it prints and writes under `throughput` (this rank's)."""
+    """Hand lmms-eval this rank's averages, which it prints and writes under `throughput`."""
     if not rows:
         return
     tokens, summary = sum(row["tokens_out"] for row in rows), summarise(rows)
@@ -92,12 +94,13 @@ def log_averages(rows: list[dict[str, Any]], seconds: float) -> None:
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Measurement rows -> what a results file holds of them.
+    """Summarise measurement rows for a results file.
 
     For each of QUANTITIES: mean, median, p10 and p90 over the rows that have it (an answer of one token has no time
     per token, one without images no time of the vision tower), left out where none has. For the realised ratio: mean,
     least and most over rows (of each row's mean over layers), and the mean per layer. `samples` is the number of rows.
-    `answers_per_s` and `tokens_per_s` (of answers) are over the seconds of answering, `peak_kv_bytes` is the largest.
+    `answers_per_s` and `tokens_per_s` (of answers) are over the seconds of answering, left out where a prefix cache
+    spared some; `reused_share` is the share of all prompts' tokens that it spared. `peak_kv_bytes` is the largest.
     """
     summary: dict[str, Any] = {"samples": len(rows), **throughput(rows)}
     for name in QUANTITIES:
@@ -106,6 +109,9 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
             p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist()
             summary[name] = {"mean": float(np.mean(values)), "median": median, "p10": p10, "p90": p90}
     if rows:
+        if any(row.get("reused_tokens") is not None for row in rows):
+            reused = sum(row.get("reused_tokens") or 0 for row in rows)
+            summary["reused_share"] = reused / sum(row["tokens_in"] for row in rows)
         ratios = np.array([row["realised_ratio"] for row in rows])  # (rows, layers)
         per_row = ratios.mean(1)
         summary["realised_ratio"] = {
@@ -118,10 +124,13 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def throughput(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Answers and tokens per second of all processes together, and the most KV bytes that one of them held; empty for
-    no rows."""
+    """Answers and tokens per second of all processes together, where no prefill was spared, and the most KV bytes that
+    one of them held; empty for no rows."""
     if not rows:
         return {}
+    peak = {"peak_kv_bytes": max(row["peak_kv_bytes"] for row in rows)}
+    if any(row.get("reused_tokens") for row in rows):
+        return peak
     of_ranks: dict[int, float] = {}
     for row in rows:
         of_ranks[row["rank"]] = of_ranks.get(row["rank"], 0.0) + row["share_s"]
@@ -129,10 +138,10 @@ def throughput(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {
         "answers_per_s": len(rows) / seconds,
         "tokens_per_s": sum(row["tokens_out"] for row in rows) / seconds,
-        "peak_kv_bytes": max(row["peak_kv_bytes"] for row in rows),
+        **peak,
     }
 
 
 def write_rows(rows: Iterable[dict[str, Any]], path: Path) -> None:
-    """Writes rows as JSON lines, the whole file at once: a reader never sees half of it."""
+    """Write rows as JSON lines, atomically: a reader never sees half a file."""
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

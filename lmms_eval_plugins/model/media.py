@@ -1,9 +1,9 @@
-"""From lmms-eval's chat messages to what a transformers processor takes: conversations, images, videos.
+"""Convert lmms-eval's chat messages to what a transformers processor takes: conversations, images, videos.
 
-lmms-eval hands a document over as `[{"role", "content": [{"type": "image" | "video" | "text", "url" | "text"}]}]`
-(`lmms_eval.protocol.ChatMessages`); transformers' chat templates want the same list without the media, and its
-processors want the media beside it. Video is decoded with PyAV; lmms-eval's own reader is not used, since it turns
-a decoding error into "return every frame of the file" and does not sample .webm and .mkv at all.
+lmms-eval passes a document as `[{"role", "content": [{"type": "image" | "video" | "text", "url" | "text"}]}]`
+(`lmms_eval.protocol.ChatMessages`). transformers' chat templates take the same list without the media, and its
+processors take the media separately. Videos are decoded with PyAV. lmms-eval's own reader is not used: on a decoding
+error it returns every frame of the file, and it does not sample .webm and .mkv at all.
 """
 
 import hashlib
@@ -24,11 +24,12 @@ from kvcompress import KVCompressError
 class ChatPrompt:
     """One document, ready for a processor.
 
-    conversation: messages whose content lists hold `{"type": "text", "text": ...}` and bare media placeholders.
-    images: RGB images in the order of their placeholders.
-    videos: uint8 arrays (frames, height, width, 3), in the order of their placeholders.
-    video_metadata: one per video: which frames were taken, at which rate (Qwen3-VL writes timestamps from it).
-    written: the whole prompt, where a harness has written it itself: no chat template is applied any more.
+    Attributes:
+        conversation: messages whose content lists hold `{"type": "text", "text": ...}` and bare media placeholders.
+        images: RGB images in the order of their placeholders.
+        videos: uint8 arrays (frames, height, width, 3), in the order of their placeholders.
+        video_metadata: one per video: the frames taken and their rate (Qwen3-VL derives timestamps from it).
+        written: the finished prompt, if a harness has written it; no chat template is applied then.
     """
 
     conversation: list[dict[str, Any]]
@@ -39,7 +40,7 @@ class ChatPrompt:
 
 
 def read_messages(messages: ChatMessages, max_frames_num: int, video_fps: float | None = None) -> ChatPrompt:
-    """Splits one document's lmms-eval messages into a conversation and its media.
+    """Split a document's lmms-eval messages into a conversation and its media.
 
     Raises KVCompressError for audio, for clips cut out of a video, and for anything that is not an image or a
     video file.
@@ -67,8 +68,8 @@ def read_messages(messages: ChatMessages, max_frames_num: int, video_fps: float 
 
 
 def digest(messages: ChatMessages | str) -> bytes:
-    """Of all that `read_messages` reads, so that equal digests mean equal prompts; of a prompt that is written already,
-    its text. A video counts by its file's name, size and date, which costs no decoding."""
+    """Hash everything that `read_messages` reads, so equal digests mean equal prompts; for a finished prompt, its text.
+    A video is identified by its file's name, size and date, which needs no decoding."""
     if isinstance(messages, str):
         return hashlib.blake2b(messages.encode(errors="surrogatepass"), digest_size=16, person=b"written").digest()
     found = hashlib.blake2b(digest_size=16)
@@ -91,18 +92,18 @@ def digest(messages: ChatMessages | str) -> bytes:
 def read_video(
     path: str | Path, max_frames_num: int, video_fps: float | None = None
 ) -> tuple[np.ndarray, VideoMetadata]:
-    """Takes at most `max_frames_num` frames, evenly spread from the first to the last; with `video_fps` at most so many
-    per second, but at least one.
+    """Read at most `max_frames_num` frames, evenly spread from the first to the last; with `video_fps`, at most that
+    many per second, but at least one.
 
-    Returns uint8 frames (frames, height, width, 3) and what was taken. Only the frames that are kept are converted
-    and held, so the length of the file does not matter for memory.
+    Returns uint8 frames (frames, height, width, 3) and their metadata. Only these frames are converted and held, so
+    memory does not depend on the length of the file.
     """
     if not isinstance(path, (str, Path)):
         raise KVCompressError(f"a video must be a file name, got {type(path).__name__}")
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
-        # Matroska and WebM do not record how many frames they hold: count packets, which decodes nothing.
+        # Matroska and WebM do not record their number of frames: count packets, which needs no decoding.
         total = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
         fps = float(stream.average_rate) if stream.average_rate else None
     if total == 0:
@@ -110,7 +111,7 @@ def read_video(
     count = min(total, max_frames_num)
     if video_fps is not None:
         if fps is None:
-            raise KVCompressError(f"video_fps={video_fps:g}: {path} does not say how many frames a second it has")
+            raise KVCompressError(f"video_fps={video_fps:g}: {path} does not record its frame rate")
         count = max(1, min(count, round(total / fps * video_fps)))
     wanted = np.linspace(0, total - 1, count, dtype=int)
     with av.open(str(path)) as container:
@@ -138,11 +139,10 @@ def read_video(
 
 
 def resize_with_qwen_vl_utils(image: Image.Image, patch_size: int) -> Image.Image:
-    """The image with sides of whole tokens (2 x 2 patches), at most 16384 of them, resized by Pillow.
+    """Resize an image with Pillow to a whole number of tokens (2 x 2 patches) per side, at most 16384 in all.
 
-    Qwen's own scripts and lmms-eval's Qwen wrappers do this before the processor, which then resizes again where
-    `min_pixels` and `max_pixels` ask for it: the pixels, and for small images the sides, are not those that the
-    processor alone gives.
+    Qwen's own scripts and lmms-eval's Qwen wrappers do this before the processor, which may then resize again within
+    `min_pixels` and `max_pixels`. The pixels, and for small images the sides, differ from the processor's own resizing.
     """
     from qwen_vl_utils import fetch_image
 
@@ -150,7 +150,7 @@ def resize_with_qwen_vl_utils(image: Image.Image, patch_size: int) -> Image.Imag
 
 
 def _read_image(source: Any) -> Image.Image:
-    """An image in RGB, from an image or a file name."""
+    """Return an image or image file as RGB."""
     if isinstance(source, (str, Path)):
         with Image.open(source) as image:
             return image.convert("RGB")

@@ -1,4 +1,4 @@
-"""The vision tower's calls, timed and, where they are known from another cell, not repeated."""
+"""Time the vision tower's calls, and reuse their outputs from another cell where possible."""
 
 import functools
 import time
@@ -16,13 +16,13 @@ from kvcompress.hooks.replacement import wrapped
 
 @dataclass(frozen=True)
 class Encoded:
-    """What one call of the vision tower gave: `get_image_features` or `get_video_features` of the base model.
+    """The result of one call of the vision tower: the base model's `get_image_features` or `get_video_features`.
 
     Attributes:
-        output: what that returned, without the hidden states that no model reads.
-        device: where it was.
-        seconds: what the call took.
-        peak_memory: most memory up to its end since `generate` began, in bytes; see `kvcompress.measure`.
+        output: the returned output, without the hidden states that no model reads.
+        device: the device of the output.
+        seconds: the time that the call took.
+        peak_memory: peak bytes from the start of `generate` to the end of the call; see `kvcompress.measure`.
     """
 
     output: Any
@@ -31,44 +31,44 @@ class Encoded:
     peak_memory: int
 
     def to(self, device: torch.device) -> Any:
-        """The output on a device. Lists and dicts are new at each call: beam search writes into them."""
+        """Return the output on a device. Lists and dicts are copied, because beam search writes into them."""
         return map_tensors(lambda tensor: tensor.to(device), self.output)
 
 
 class VisionTower:
-    """The calls of a model's vision tower in one generation, timed; answered from `known` where that has them.
+    """Context manager that times a vision tower's calls in one generation and takes their outputs from `known`.
 
-    Enter it before `kvcompress.compress(...)`, whose own watches of the tower then still see every call.
+    Enter it before `kvcompress.compress(...)`, so that the session's own hooks on the tower still see every call.
 
     Attributes:
-        calls: what each call gave, in order.
-        spent_s: seconds that the calls took now.
+        calls: the result of each call, in order.
+        spent_s: seconds that the calls took in this generation.
     """
 
     def __init__(self, model: PreTrainedModel, known: dict[tuple[str, int], Encoded], held: int = 0):
-        """`held`: bytes that are no part of the peak of memory."""
+        """`held`: bytes to subtract from the memory peak."""
         self.model, self.held = model.base_model, held
         self._is_encoding = False
         self.begin(known)
 
     def begin(self, known: dict[tuple[str, int], Encoded]) -> None:
-        """Forget the calls so far: those of another generation come next."""
+        """Start another generation: forget the calls so far."""
         self.known, self.spent_s = known, 0.0
         self.calls: dict[tuple[str, int], Encoded] = {}
 
     @property
     def seconds(self) -> float | None:
-        """What the calls took when the tower ran; None where there was none."""
+        """Seconds that the calls took when the tower ran; None without calls."""
         return sum(each.seconds for each in self.calls.values()) if self.calls else None
 
     @property
     def correction_s(self) -> float:
-        """What must be added to the seconds of a generation to get those of one in which the tower runs."""
+        """Seconds to add to this generation's time to get that of one in which the tower runs."""
         return (self.seconds or 0.0) - self.spent_s
 
     @property
     def is_known(self) -> bool:
-        """Whether the tower did not run, because all of it was known."""
+        """Whether the outputs of all calls were known, so that the tower did not run."""
         return bool(self.calls) and self.calls.keys() <= self.known.keys()
 
     def __enter__(self) -> "VisionTower":
@@ -110,8 +110,8 @@ class VisionTower:
 
 
 def without_hidden_states(output: Any) -> Any:
-    """A vision tower's output without what the language model does not read: it would stay in memory for the whole
-    generation. Output of another kind is returned as it is."""
+    """Drop what the language model does not read from a vision tower's output: it would occupy memory for the whole
+    generation. Output of another type is returned unchanged."""
     if not isinstance(output, ModelOutput) or output.get("pooler_output") is None:
         return output
     dropped = ("last_hidden_state", "hidden_states", "attentions")
@@ -119,7 +119,7 @@ def without_hidden_states(output: Any) -> Any:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` with `function` of every tensor in it; containers are new."""
+    """Apply `function` to every tensor in `value`; containers are copied."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):  # ModelOutput, too
@@ -130,7 +130,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 def tensor_bytes(value: Any) -> int:
-    """Bytes of all tensors in `value`."""
+    """Return the bytes of all tensors in `value`."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
     if isinstance(value, dict):

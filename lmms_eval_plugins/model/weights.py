@@ -1,4 +1,4 @@
-"""Weights in few bits: quantized while they are loaded, or a checkpoint that is quantized already."""
+"""Quantized weights: quantized while loading, or a checkpoint that is already quantized."""
 
 import logging
 from typing import Any
@@ -11,7 +11,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvcompress import KVCompressError
 
-# Backend of `quantization=BACKEND-intN` -> the package that it needs, and whether it is there.
+# Backend of `quantization=BACKEND-intN` -> the package that it needs, and a test for it.
 PACKAGES = {
     "quanto": ("optimum-quanto", is_optimum_quanto_available),
     "torchao": ("torchao", is_torchao_available),
@@ -20,10 +20,10 @@ PACKAGES = {
 
 
 def quantization_config(quantization: str, device: str, dtype: str) -> QuantizationConfigMixin:
-    """transformers' config for the model argument `quantization`. `device`: where the weights go, `cuda:0` or a device
-    map; `dtype`: the model argument.
+    """Return transformers' config for the model argument `quantization`. `device`: where the weights go, `cuda:0` or a
+    device map; `dtype`: the model argument.
 
-    Raises KVCompressError where the package, or what `torchao-int4` needs, is missing.
+    Raises KVCompressError if the package is missing, or what `torchao-int4` needs.
     """
     backend, bits = quantization.split("-")
     package, is_there = PACKAGES[backend]
@@ -32,7 +32,7 @@ def quantization_config(quantization: str, device: str, dtype: str) -> Quantizat
     if backend == "quanto":
         return QuantoConfig(weights=bits)
     if backend == "bnb":
-        # At every product of int8 weights it would say that it computes in float16.
+        # It would warn at every product of int8 weights that it computes in float16.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         return BitsAndBytesConfig(load_in_8bit=bits == "int8", load_in_4bit=bits == "int4", bnb_4bit_quant_type="nf4")
     from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
@@ -48,20 +48,20 @@ def quantization_config(quantization: str, device: str, dtype: str) -> Quantizat
 
 
 def check_checkpoint(pretrained: str, config: dict[str, Any], quantization: str | None, device: str) -> None:
-    """For a checkpoint whose raw `config` says that it is quantized (GPTQ, AWQ and others): raises KVCompressError
-    where a package or a device is missing, or `quantization` asks for it once more."""
+    """Check a checkpoint that is already quantized (GPTQ, AWQ and others), according to its raw `config`. Raises
+    KVCompressError if a package or device is missing, or if `quantization` would quantize it again."""
     found = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
     if not found:
         return
     method = found.get("quant_method", "bitsandbytes")
     if quantization is not None:
         raise KVCompressError(
-            f"quantization={quantization!r}: {pretrained} is quantized already ({method}); leave it out"
+            f"quantization={quantization!r}: {pretrained} is already quantized ({method}); leave it out"
         )
     try:
         AutoHfQuantizer.from_config(found, pre_quantized=True).validate_environment(device_map=device)
     except (ImportError, RuntimeError, ValueError) as error:
         message = " ".join(str(error).split())
-        if method == "gptq":  # of its two packages transformers may name none
+        if method == "gptq":  # transformers may name neither of its two packages
             message += "; it needs: pip install optimum gptqmodel"
         raise KVCompressError(f"{pretrained} is quantized ({method}) and cannot be loaded: {message}") from error

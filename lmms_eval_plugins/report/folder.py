@@ -1,4 +1,4 @@
-"""The report of a folder of cells (results/<task>/<model>): its table and plots.
+"""Write the table and plots of a folder of cells (results/<task>/<model>).
 
 Only cells with the same run settings (limit, dtype, ...) are comparable, so each set of settings gets its own
 table and plots, written beside the cells as `report[-key=value...].md` and `.png`, and `throughput[-...].png`.
@@ -25,11 +25,11 @@ def report(
     metric: str | None = None,
     metric_filter: str | None = None,
 ) -> list[Path]:
-    """Print and write table and plot of the cells under `folder` (results/<task>/<model>).
+    """Print and write the table and plots of the cells in `folder` (results/<task>/<model>).
 
     Args:
-        settings: report only the cells of these run settings; all settings, one after the other, where None.
-        metric, metric_filter: the task's metric and answer filter that is shown; the main ones where None.
+        settings: report only cells with these run settings; default: each set of settings in turn.
+        metric, metric_filter: the metric and answer filter to show; default: the task's main ones.
 
     Returns:
         The files written.
@@ -40,7 +40,7 @@ def report(
     console = console or terminal.console()
     if not folder.is_dir():
         raise FileNotFoundError(f"{str(folder)!r} is not a folder with results")
-    with locked(folder):  # of two runs in it, the last to report has read all cells
+    with locked(folder):  # if two runs share it, the last report covers all cells
         return _report(folder, settings, console, metric, metric_filter)
 
 

@@ -1,4 +1,4 @@
-"""A grid of cells on disk, each against the full cache: its metrics, its curves, and paired comparisons."""
+"""Compare a grid of cells on disk with the full cache: metrics, curves, and paired comparisons."""
 
 import math
 from collections.abc import Sequence
@@ -36,21 +36,20 @@ GROUP = ["task", "model", "settings"]  # only cells of one group are compared wi
 def load_grid(
     folders: Sequence[Path], metric: str | None = None, metric_filter: str | None = None
 ) -> tuple[pd.DataFrame, list[str]]:
-    """The cells of folders (results/<task>/<model>), each with its metrics against the full cache.
+    """Load the cells of folders (results/<task>/<model>) and compute their metrics against the full cache.
 
     Args:
-        metric, metric_filter: the task's metric and answer filter that are compared; the main ones where None.
+        metric, metric_filter: the metric and answer filter to compare; default: the task's main ones.
 
     Returns:
         A frame with one row per cell. Its columns are those of `table.cell_row`, and `model`, `kept` (the realised
-        share of the KV entries), `size` (what was asked, as text: `0.2`, `budget=64`), `full` (the full cache's score),
-        `relative`, `loyalty`, `speed_up`, `questions` (see `question_frame`).
-        A line for what is left out: a damaged cell, or a set of settings that has no cell of the full cache to compare
-        with.
+        share of the KV entries), `size` (what was requested, as text: `0.2`, `budget=64`), `full` (the full cache's
+        score), `relative`, `loyalty`, `speed_up`, `questions` (see `question_frame`).
+        A line for each thing left out: a damaged cell, or a set of settings without a cell of the full cache.
 
     Raises:
         UsageError: a folder without cells, or no full cache at all.
-        KVCompressError: a cell without a score, or one that answered other questions than the full cache.
+        KVCompressError: a cell without a score, or one that answered different questions than the full cache.
     """
     rows, left_out = [], []
     for folder in folders:
@@ -80,7 +79,7 @@ def load_grid(
         else:
             which = f"{task}, {model}" + (f" ({settings})" if settings else "")
             left_out.append(
-                f"{which}: no cell of the full cache to compare with; run the same command with METHOD full"
+                f"{which}: no cell of the full cache to compare with; run the same command with METHOD full too"
             )
     if not grids:
         raise UsageError(left_out[-1])
@@ -88,7 +87,7 @@ def load_grid(
 
 
 def question_frame(cell: dict[str, Any], samples: list[dict[str, Any]], found: Headline | None) -> pd.DataFrame:
-    """A cell's questions: `answer`, `score` (NaN where the metric has none per question), `seconds` of the answer.
+    """Return a cell's questions with columns `answer`, `score` (NaN if the metric has none per question) and `seconds`.
 
     The index is (task, doc_id), sorted.
     """
@@ -114,7 +113,7 @@ def _against_full(group: pd.DataFrame) -> pd.DataFrame:
     for row in group.itertuples():
         if not row.questions.index.equals(full.index):
             raise KVCompressError(
-                f"{row.task}: {row.series} at {row.size} answered other questions than the full cache"
+                f"{row.task}: {row.series} at {row.size} answered different questions than the full cache"
             )
     questions = group["questions"]
     parts = headrooms(group.assign(scores=[of_cell["score"] for of_cell in questions]))
@@ -130,13 +129,14 @@ def _against_full(group: pd.DataFrame) -> pd.DataFrame:
 
 
 def headrooms(cells: pd.DataFrame) -> list[Headroom | None]:
-    """Of each cell, between those of random and hindsight that were asked for the same size. None where there is not
-    one of each, where they keep another share than the cell does, where one of the three answered other
-    questions, or where the metric is no number per question.
+    """Return each cell's headroom between `random` and `hindsight` at the same requested size.
+
+    None if there is not exactly one cell of each, if they keep a different share than the cell, if one of the three
+    answered different questions, or if the metric is not a number per question.
 
     Args:
-        cells: of one task, model and settings, with the columns `method`, `size`, `kept` and `scores` (a Series by
-            question).
+        cells: the cells of one task, model and settings, with the columns `method`, `size`, `kept` and `scores` (a
+            Series by question).
     """
     rulers = {name: cells[cells["method"] == name] for name in ("random", "hindsight")}
     parts: list[Headroom | None] = []
@@ -156,12 +156,12 @@ def headrooms(cells: pd.DataFrame) -> list[Headroom | None]:
 
 
 def curves(grid: pd.DataFrame, points: float, lowest: float | None = None) -> pd.DataFrame:
-    """Area and smallest ratio of each series, and the answers per second of its fastest cell that costs at most
-    `points`, beside the full cache's. The areas of one task begin at the same share of KV entries.
+    """Return for each series the area under its curve, its smallest ratio, and the answers per second of its fastest
+    cell that loses at most `points`, beside the full cache's. All areas of one task begin at the same share.
 
     Args:
-        lowest: where the areas begin; where None, the smallest share that all series of the task have. Those that keep
-            another share than was asked have no say in it, and no area where they keep more.
+        lowest: where the areas begin; default: the smallest share that all series of the task reach. Series that keep a
+            different share than requested do not count for this, and have no area if they keep more.
     """
     rows = []
     for key, group in grid[grid["method"] != "full"].groupby(GROUP):
@@ -197,7 +197,7 @@ def _lowest_of_all(cells: pd.DataFrame) -> float:
 
 
 def overall(grid: pd.DataFrame) -> pd.DataFrame:
-    """OP, OG, OL and OE of each series and ratio, over the tasks that have it, with means and minima."""
+    """Return OP, OG, OL and OE of each series and ratio over the tasks that have it, with means and minima."""
     rows = []
     compressed = grid[grid["method"] != "full"]
     sizes = ["model", "settings", "series", "size"]
@@ -224,14 +224,14 @@ def overall(grid: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare(grid: pd.DataFrame, a: str, b: str, resamples: int = 10_000, seed: int = 0) -> pd.DataFrame:
-    """Series A against series B on the same questions, at each ratio that both have.
+    """Compare series A with series B on the same questions, at each ratio that both have.
 
     Args:
-        a, b: a series as the table names it, or a method with a single series. The full cache has every ratio.
+        a, b: a series as the table names it, or a method with a single series. The full cache matches every ratio.
 
     Raises:
-        UsageError: a name that is not there, or no ratio that both have.
-        KVCompressError: the metric is no number per question.
+        UsageError: an unknown name, or no ratio in common.
+        KVCompressError: the metric is not a number per question.
     """
     rows = []
     for key, group in grid.groupby(GROUP):
@@ -242,7 +242,7 @@ def compare(grid: pd.DataFrame, a: str, b: str, resamples: int = 10_000, seed: i
             scores = [pair.questions_a["score"], pair.questions_b["score"]]
             if any(score.isna().any() for score in scores):
                 raise KVCompressError(
-                    f"{pair.task_a}: {pair.metric_a} is no number per question, so it cannot be paired"
+                    f"{pair.task_a}: {pair.metric_a} has no score per question, so it cannot be paired"
                 )
             sizes = [pair.size_a, pair.size_b] if is_full else [pair.size, pair.size]
             found = paired_bootstrap(*scores, resamples, seed)
@@ -257,7 +257,7 @@ def compare(grid: pd.DataFrame, a: str, b: str, resamples: int = 10_000, seed: i
 
 
 def _other_share(kept: float, ratio: float | None) -> str:
-    """What was kept, where that is not what was asked."""
+    """Return what was kept, as text, if it differs from what was requested."""
     return "" if near(kept, ratio) else f" (kept {share(kept)})"
 
 
@@ -266,6 +266,6 @@ def _series(group: pd.DataFrame, name: str) -> pd.DataFrame:
     cells = group[group["method"] == name] if cells.empty else cells
     if cells["series"].nunique() != 1:
         names = ", ".join(repr(series) for series in group["series"].unique())
-        which = "names several series" if len(cells) else "is no series"
-        raise UsageError(f"{name!r} {which} of {group['task'].iloc[0]}; there are: {names}")
+        which = "names several series" if len(cells) else "is not a series"
+        raise UsageError(f"{name!r} {which} of {group['task'].iloc[0]}; the series are: {names}")
     return cells

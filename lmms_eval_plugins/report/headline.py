@@ -1,7 +1,7 @@
-"""The one number that stands for a cell: which of its task's metrics, after which answer filter, over which questions.
+"""Choose a cell's headline score: one of its task's metrics, after one answer filter.
 
-lmms-eval names no main metric, so it is found: the metric that covers most questions, then the one whose name says
-that it is a sum of others, then the task's first.
+lmms-eval names no main metric. We take the metric that covers the most questions; of several, one whose name says that
+it summarises others; then the task's first.
 """
 
 import math
@@ -13,12 +13,12 @@ from typing import Any
 from ..cells.results import number_of, score_key
 from .metrics import tokens_per_correct
 
-# What lmms-eval derives from a metric, and what stands for "no metric".
+# Values that lmms-eval derives from a metric, and names that stand for "no metric".
 DERIVED = re.compile(
     r"_stderr(_clt|_clustered)?$|_(expected_accuracy|consensus_accuracy|internal_variance|consistency_rate)$"
     r"|^bypass$|^submission$"
 )
-# Of several metrics over the same questions the first of these: a total, the usual one of captions and of boxes.
+# Preferred among metrics over the same questions: a total, then the usual ones for captions and for boxes.
 MAIN_NAMES = (
     re.compile(r"(^|_)(overall|average|avg|all|total|mean)(_|$)", re.IGNORECASE),
     re.compile(r"(^|_)cider$", re.IGNORECASE),
@@ -28,13 +28,15 @@ MAIN_NAMES = (
 
 @dataclass(frozen=True)
 class Headline:
-    """
+    """The headline score of a cell.
+
     Attributes:
         metric, filter: names, as in the key `exact_match,none` of lmms-eval's results.
-        score, stderr: None where lmms-eval computed none.
-        questions: how many the metric is over; None where the cell does not say.
-        tasks: whose results these are, more than one for a group that lmms-eval gives no score.
-        tokens_per_correct: tokens of all answers, over the sum of the scores; None where the cell does not say.
+        score: the score.
+        stderr: its standard error; None if lmms-eval computed none.
+        questions: how many questions the metric covers; None if the cell does not record it.
+        tasks: the tasks averaged, more than one for a group that lmms-eval gives no score.
+        tokens_per_correct: tokens of all answers over the sum of the scores; None if the cell does not record it.
     """
 
     metric: str
@@ -47,15 +49,15 @@ class Headline:
 
     @property
     def name(self) -> str:
-        """As in a table: `seed_all`, `exact_match (flexible-extract)`."""
+        """The name in a table: `seed_all`, `exact_match (flexible-extract)`."""
         return self.metric if self.filter == "none" else f"{self.metric} ({self.filter})"
 
 
 def headline(cell: dict[str, Any], metric: str | None = None, metric_filter: str | None = None) -> Headline | None:
-    """The headline of a cell (its results.json); None where no metric of it is a number.
+    """Return the headline of a cell (its results.json); None if none of its metrics is a number.
 
     Args:
-        metric, metric_filter: choose among the task's metrics and answer filters.
+        metric, metric_filter: restrict the choice to this metric or answer filter.
     """
     task = cell["protocol"]["task"]
     own = _candidates(cell, task, metric, metric_filter)
@@ -68,8 +70,8 @@ def headline(cell: dict[str, Any], metric: str | None = None, metric_filter: str
 def by_question(
     cell: dict[str, Any], samples: Iterable[dict[str, Any]], found: Headline | None
 ) -> list[tuple[dict[str, Any], float]]:
-    """Each question once: its line of samples.jsonl after the headline's answer filter, and the headline's score of it
-    (NaN where that is no number per question)."""
+    """Return for each question its line of samples.jsonl after the headline's answer filter, and its headline score
+    (NaN if the metric has no number per question)."""
     lines: dict[tuple[str, int], dict[str, Any]] = {}
     for sample in samples:
         key = (sample["task"], sample["doc_id"])
@@ -80,19 +82,21 @@ def by_question(
 
 
 def seconds(sample: dict[str, Any]) -> float:
-    """Of a question's answer, or of all its answers."""
+    """Return the seconds of a question's answer, or of all its answers together; NaN if a part was not timed."""
     measured = sample.get("measurements", [sample["measurement"]])
+    if any(row["ttft_s"] is None or (row["tpot_s"] is None and row["tokens_out"] > 1) for row in measured):
+        return math.nan
     return sum(row["ttft_s"] + (row["tpot_s"] or 0) * (row["tokens_out"] - 1) for row in measured)
 
 
 def leaves(cell: dict[str, Any], task: str) -> list[str]:
-    """The tasks of a group, those of its groups included; the task itself where it is none."""
+    """Return the tasks of a group, including those of its subgroups; for a task, the task itself."""
     below = cell.get("group_subtasks", {}).get(task, [])
     return [leaf for name in below for leaf in leaves(cell, name)] or [task]
 
 
 def _candidates(cell: dict[str, Any], task: str, metric: str | None, metric_filter: str | None) -> list[Headline]:
-    """The metrics of one task that are numbers, the best first."""
+    """Return the numeric metrics of one task, the most suitable first."""
     scores, found = cell["results"].get(task, {}), []
     for key, value in scores.items():
         name, comma, after = key.partition(",")
@@ -115,14 +119,14 @@ def _candidates(cell: dict[str, Any], task: str, metric: str | None, metric_filt
 
 
 def _questions(cell: dict[str, Any], task: str, key: str) -> int | None:
-    """How many questions a metric is over; of a group with a score of its own, those of its tasks together."""
+    """Return how many questions a metric covers; for a group with its own score, those of its tasks together."""
     counts = [cell.get("metric_questions", {}).get(leaf, {}).get(key) for leaf in leaves(cell, task)]
     known = [count for count in counts if count is not None]
     return sum(known) if known else None
 
 
 def _tokens_per_correct(cell: dict[str, Any], tasks: Iterable[str], key: str) -> float | None:
-    """Of some tasks together; None where one of them does not say."""
+    """Return the tokens per correct answer of several tasks together; None if one of them does not record it."""
     sums = [cell.get("metric_tokens", {}).get(task, {}).get(key) for task in tasks]
     if None in sums:
         return None
@@ -130,7 +134,7 @@ def _tokens_per_correct(cell: dict[str, Any], tasks: Iterable[str], key: str) ->
 
 
 def _of_group(cell: dict[str, Any], parts: list[list[Headline]]) -> Headline | None:
-    """The mean over the questions of several tasks, of the first metric that all of them have."""
+    """Return the mean, over the questions of several tasks, of the first metric that all of them have."""
     for first in parts[0] if parts else []:
         same = [
             next((found for found in part if (found.metric, found.filter) == (first.metric, first.filter)), None)
@@ -140,7 +144,7 @@ def _of_group(cell: dict[str, Any], parts: list[list[Headline]]) -> Headline | N
             continue
         weights = [found.questions or 0 for found in same]
         total = sum(weights)
-        if not total:  # the cell does not say: each task counts the same
+        if not total:  # the cell does not record it: weight tasks equally
             weights, total = [1] * len(same), len(same)
         score = sum(weight * found.score for weight, found in zip(weights, same, strict=True)) / total
         errors = [found.stderr for found in same]

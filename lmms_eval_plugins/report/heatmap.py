@@ -1,4 +1,4 @@
-"""Scores by two columns of a task's questions, drawn."""
+"""Draw scores by two columns of a task's questions."""
 
 import argparse
 import math
@@ -30,18 +30,18 @@ from .table import KEPT, cell_row, short_names
 from .terminal import fitted
 
 MOST_VALUES = 40  # of a column: more would not be legible
-PANELS = 6  # in a row of the figure, unless one method has more
-FEW = 5  # methods that have a row each
+PANELS = 6  # per row of the figure, unless one method has more
+FEW = 5  # up to this many methods, each has its own row
 
 
 def question_rows(
     root: Path, columns: Sequence[str], metric: str | None = None, metric_filter: str | None = None
 ) -> pd.DataFrame:
-    """One row per question of every finished cell under `root`: `settings`, `series`, `size`, `kept`, `metric`, `score`
-    and the columns of the task's documents that are named, None where a question has none.
+    """Return one row per question of every finished cell in `root`: `settings`, `series`, `size`, `kept`, `metric`,
+    `score` and the requested columns of the task's documents, None if a question lacks one.
 
-    Raises EvaluationFailed where there is no finished cell with a score per question; KVCompressError for a column that
-    the task does not have.
+    Raises EvaluationFailed if no finished cell has a score per question; KVCompressError for a column that the task
+    does not have.
     """
     rows: list[dict[str, Any]] = []
     known: set[str] = set()
@@ -53,7 +53,7 @@ def question_rows(
             continue
         found = headline(cell, metric, metric_filter)
         if found is None:
-            leave_out(file.parent, "it has no such score")
+            leave_out(file.parent, "it has no score of that metric and filter")
             continue
         summary = cell_row(cell, metric, metric_filter)
         size = exact(summary["ratio"]) if summary["ratio"] is not None else f"budget={summary['budget']}"
@@ -73,15 +73,15 @@ def question_rows(
 
 
 def heatmap_table(rows: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
-    """Mean score and number of questions for each cell and each value of the two columns."""
+    """Return mean score and number of questions for each cell and each pair of values of the two columns."""
     by = ["series", "size", "kept", y, x]
     grouped = rows.dropna(subset=[x, y]).groupby(by, sort=True)["score"]
     return grouped.agg(score="mean", questions="count").reset_index()
 
 
 def draw(table: pd.DataFrame, x: str, y: str, title: str, metric: str, path: Path) -> None:
-    """A panel for each cell: the full cache first, the panels of a method in a row, from the most that is kept down.
-    Of more than FEW methods several share a row."""
+    """Draw a panel for each cell: the full cache first, and the panels of a method in a row, the largest share kept
+    first. With more than FEW methods, several share a row."""
     order = table.groupby("series")["kept"].max().sort_values(ascending=False, kind="stable").index
     sizes = {
         series: list(dict.fromkeys(cells.sort_values("kept", ascending=False)["size"]))
@@ -129,12 +129,12 @@ def draw(table: pd.DataFrame, x: str, y: str, title: str, metric: str, path: Pat
 
 
 def _wrapped(text: str, inches: float, points: float) -> str:
-    """Text in lines of at most so many inches, in letters of so many points."""
+    """Wrap text to lines of at most `inches`, at a font size of `points`."""
     return plain("\n".join(textwrap.wrap(text, max(8, int(72 * inches / (0.6 * points))))))
 
 
 def _kept(cells: pd.DataFrame) -> str:
-    """What a cell kept, as in every table."""
+    """Return what a cell kept, formatted as in every table."""
     realised, size = cells["kept"].iloc[0], cells["size"].iloc[0]
     budget = size.removeprefix("budget=")
     return kept(realised, float(size), None) if budget == size else kept(realised, None, float(budget))
@@ -154,11 +154,11 @@ def _short(value: Any) -> str:
 
 
 def by_column(rows: pd.DataFrame, column: str, width: int, elsewhere: str) -> Table:
-    """The mean score of each cell at each value of one column, and over all questions.
+    """Return a table of each cell's mean score at each value of one column, and over all questions.
 
     Args:
         width: columns of the terminal.
-        elsewhere: the file that holds what there is no room for.
+        elsewhere: the file that holds what does not fit.
     """
     scale = 100 if rows["score"].between(0, 1).all() else 1
     values = sorted(rows[column].dropna().unique())
@@ -177,7 +177,7 @@ def by_column(rows: pd.DataFrame, column: str, width: int, elsewhere: str) -> Ta
 
 
 def write(flags: argparse.Namespace) -> None:
-    """Write figure and numbers. Raises UsageError, KVCompressError or EvaluationFailed."""
+    """Write the figures and their numbers. Raises UsageError, KVCompressError or EvaluationFailed."""
     check_output(flags.folder)
     columns = dict.fromkeys([flags.x, flags.y, *([flags.where[0]] if flags.where else [])])
     rows = question_rows(flags.folder, list(columns), flags.metric, flags.filter)
@@ -185,10 +185,10 @@ def write(flags: argparse.Namespace) -> None:
         column, value = flags.where
         rows = rows[rows[column].map(lambda own: own is not None and _short(own) == value)]
         if rows.empty:
-            raise UsageError(f"--where {column}={shown(value)}: no question has that")
+            raise UsageError(f"--where {column}={shown(value)}: no question has this value")
     for column in (flags.x, flags.y):
         if (count := rows[column].nunique()) > MOST_VALUES:
-            raise UsageError(f"column {column!r} has {count} different values: at most {MOST_VALUES} are shown")
+            raise UsageError(f"column {column!r} has {count} different values: at most {MOST_VALUES} can be shown")
     console = terminal.console()
     for settings, own in rows.groupby("settings"):
         parts = ["heatmap", flags.x, flags.y, *(flags.where or ()), settings]
@@ -197,7 +197,7 @@ def write(flags: argparse.Namespace) -> None:
             console.print(by_column(own, column, console.width, f"{name}.csv"))
         table = heatmap_table(own, flags.x, flags.y)
         if missing := int(own[[flags.x, flags.y]].isna().any(axis=1).sum()):
-            console.print(f"{missing} of {len(own)} answers have no {flags.x} or no {flags.y}: not in the figure")
+            console.print(f"{missing} of {len(own)} answers lack {flags.x} or {flags.y} and are not in the figure")
         if table.empty:
             continue
         path = flags.folder / f"{name}.png"

@@ -1,8 +1,9 @@
 """`kvcompress heatmap`: scores by two columns of a task's questions, such as length and depth.
 
-For the tasks of `kvcompress long-pack` these are the length of the prompt and the needle's depth; any
-columns of a task will do. Beside the cells it writes `heatmap-<x>-<y>[-...].png`, a panel for each method and ratio,
-and the same numbers as `.csv`; it prints them by each column alone. Only cells with the same settings share a figure.
+For the tasks of `kvcompress long-pack` the columns are the prompt's length and the needle's depth; any columns of a
+task will do. Beside the cells, the command writes `heatmap-<x>-<y>[-...].png`, with a panel for each method and ratio,
+and the same numbers as `.csv`. It prints the scores by each column alone. Only cells with the same settings share a
+figure.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from kvcompress.flag_types import folder, label, shown
 
 
 def condition(text: str) -> tuple[str, str]:
-    """`kind=counting` -> ("kind", "counting")."""
+    """Parse `kind=counting` into ("kind", "counting")."""
     name, equals, value = text.partition("=")
     if not (equals and name and value and text.isprintable()):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not COLUMN=VALUE")
@@ -27,16 +28,16 @@ def parser() -> argparse.ArgumentParser:
     )
     add = this.add_argument
     add("folder", type=folder, help="results/<task>/<model>")
-    add("--x", type=label, default="length", help="column of the questions, from left to right (length)")
-    add("--y", type=label, default="depth", help="column of the questions, from top to bottom (depth)")
+    add("--x", type=label, default="length", help="the questions' column on the horizontal axis (length)")
+    add("--y", type=label, default="depth", help="the questions' column on the vertical axis (depth)")
     add("--where", type=condition, metavar="COLUMN=VALUE", help="only these questions, e.g. kind=counting")
-    add("--metric", type=label, help="of the task, in place of its main one")
-    add("--filter", type=label, help="of the task's answers, in place of the first one")
+    add("--metric", type=label, help="the task's metric to show, in place of its main one")
+    add("--filter", type=label, help="the answer filter to use, in place of the first one")
     return this
 
 
 def command(argv: list[str]) -> None:
-    """Write figure and numbers. Raises UsageError, KVCompressError or EvaluationFailed."""
+    """Write the figures and their numbers. Raises UsageError, KVCompressError or EvaluationFailed."""
     flags = parser().parse_args(argv)
     from .heatmap import write
 
@@ -44,5 +45,5 @@ def command(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """The exit code; every error ends with one line on stderr."""
+    """Run the command and return its exit code; every error is one line on stderr."""
     return exit_code(command, argv, "files")

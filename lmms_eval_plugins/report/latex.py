@@ -1,4 +1,4 @@
-"""Tables of cells for papers: LaTeX with booktabs, and longtable where a page is too short."""
+"""Tables of cells for papers, in LaTeX with booktabs; long ones with longtable."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from .short_answers import warning
 from .table import asked, by_layer, note, score_scale, score_text, scores_by_size, short_names, table_rows
 
 PREAMBLE = "% needs \\usepackage{booktabs,longtable}\n\n"
-MOST_ROWS = 40  # of a table that is in one piece
+MOST_ROWS = 40  # longer tables break over pages
 
 ESCAPED = {**{character: "\\" + character for character in "&%$#_{}"}, "\\": r"\textbackslash{}"}
 ESCAPED |= {"^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "±": r"$\pm$"}
@@ -17,13 +17,13 @@ ESCAPED |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
 
 
 def escaped(text: str) -> str:
-    """Text in which no character has a meaning to LaTeX."""
+    """Escape all characters that are special in LaTeX."""
     return " ".join(text.split()).translate(str.maketrans(ESCAPED))
 
 
 def latex_tables(frame: pd.DataFrame, title: str) -> str:
-    """The table of all cells of a frame, and that of the scores by the share that was asked. Options that all rows of a
-    method share stand in the captions."""
+    """Return the table of all cells of a frame, and the table of scores by requested share. Options that all rows of a
+    method share are listed in the captions."""
     names, shared = short_names(frame)
     frame, title = frame.assign(series=names), "; ".join(filter(None, [title, shared]))
     header, rows = table_rows(frame)
@@ -33,9 +33,9 @@ def latex_tables(frame: pd.DataFrame, title: str) -> str:
 
 
 def scores(frame: pd.DataFrame, title: str) -> str:
-    """A row per series and a column per ratio or budget that was asked; the full cache has a row of its own. The best
-    score of a column is bold, among the methods that keep what was asked; `hindsight`, which knows the answer, is not
-    one of them."""
+    """Return a table with a row per series and a column per requested ratio or budget; the full cache has its own row.
+    In each column the best score is bold among the methods that keep the requested share, without `hindsight`, which
+    knows the answer."""
     scale = score_scale(frame)
     full, compressed = frame[frame["method"] == "full"], frame[frame["method"] != "full"]
     table = scores_by_size(compressed, scale).map(escaped)
@@ -47,15 +47,15 @@ def scores(frame: pd.DataFrame, title: str) -> str:
         if table.shape[1]
     ]
     caption = (
-        f"{title}: {frame['metric'].iloc[0] or 'score'} by the share of the KV entries that was asked; in brackets "
-        "what was kept, where that is another share. Bold: the best of a column, among those that keep what was asked."
+        f"{title}: {frame['metric'].iloc[0] or 'score'} by the requested share of the KV entries; in brackets the "
+        "share kept, if it differs. Bold: the best of a column among methods that keep the requested share."
     )
     rows = [[escaped(series), *row] for series, row in zip(table.index, table.to_numpy().tolist(), strict=True)]
     return environment(["method", *map(escaped, table.columns)], rows, caption, above)
 
 
 def _best(frame: pd.DataFrame, scale: int) -> list[tuple[str, str]]:
-    """Series and size of the best scores as they are shown, so that equal ones are all bold."""
+    """Return series and size of the best scores after rounding, so that all equal ones are bold."""
     fair = [
         (row.series, asked(row), float(fixed(scale * row.score, 1)))
         for row in frame.itertuples()
@@ -66,10 +66,10 @@ def _best(frame: pd.DataFrame, scale: int) -> list[tuple[str, str]]:
 
 
 def environment(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str, above: Sequence[str] = ()) -> str:
-    """A table with booktabs' rules, whose caption alone is escaped here. More than 40 rows go over pages.
+    """Return a table with booktabs' rules. Only the caption is escaped here. More than 40 rows break over pages.
 
     Args:
-        above: rows that a rule separates from the others, as LaTeX.
+        above: LaTeX rows that come first, separated from the others by a rule.
     """
     columns, head = "l" + "r" * (len(header) - 1), f"\\toprule\n{' & '.join(header)} \\\\\n\\midrule\n"
     body = "".join(f"{row} \\\\\n" for row in above) + "\\midrule\n" * bool(above and rows)

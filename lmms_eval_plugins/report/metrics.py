@@ -1,7 +1,7 @@
 """Metrics as plain arithmetic on lists of numbers; `docs/metrics.md` defines them.
 
-OP, OG, OL and OE are EffiVLM-Bench's (https://arxiv.org/abs/2506.00479) as secondary sources transcribe them: the
-paper's own formulas were not at hand.
+OP, OG, OL and OE are EffiVLM-Bench's (https://arxiv.org/abs/2506.00479), as transcribed by secondary sources; we did
+not have the paper's own formulas.
 """
 
 import math
@@ -21,23 +21,23 @@ Numbers = Sequence[float] | np.ndarray | pd.Series
 
 
 def relative_scores(scores: Numbers, full: Numbers) -> np.ndarray:
-    """Score over the full cache's, per benchmark. Raises KVCompressError where the full cache's is not above 0."""
+    """Return score / full cache's score per benchmark. Raises KVCompressError if a full score is not above 0."""
     scores, full = np.asarray(scores, float), np.asarray(full, float)
     if (full <= 0).any():
-        raise KVCompressError(f"the full cache scores {full.min():g}: a share of that has no meaning")
+        raise KVCompressError(f"the full cache scores {full.min():g}: a share of that is meaningless")
     return scores / full
 
 
 def overall_performance(relative: Numbers) -> float:
-    """OP: root mean square over benchmarks of score / full score. It rewards variance: read mean and minimum, too."""
+    """OP: root mean square over benchmarks of score / full score. It rewards variance: read mean and minimum too."""
     return float(np.sqrt(np.mean(np.square(np.asarray(relative, float)))))
 
 
 def overall_generalisation(relative: Numbers) -> float:
     """OG: standard deviation over mean of score / full score, over benchmarks. Lower is better.
 
-    The deviation is the population's, divided by the number of benchmarks: 0 for a single one. Raises KVCompressError
-    where all scores are 0.
+    The deviation is the population's (divided by the number of benchmarks), so it is 0 for a single one. Raises
+    KVCompressError if all scores are 0.
     """
     relative = np.asarray(relative, float)
     if relative.mean() == 0:
@@ -49,22 +49,24 @@ def overall_generalisation(relative: Numbers) -> float:
 
 
 def loyalty(answers: Sequence[Any], full: Sequence[Any]) -> float:
-    """OL: share of the questions with the full cache's own answer, right or wrong; both in the same order."""
+    """OL: share of questions answered as with the full cache, right or wrong; both lists in the same order."""
     if len(answers) != len(full) or not len(full):
         raise KVCompressError(f"loyalty compares the same questions, not {len(answers)} with {len(full)}")
     return sum(answer == other for answer, other in zip(answers, full, strict=True)) / len(full)
 
 
 def speed_up(seconds: Numbers, full: Numbers) -> float:
-    """OE: seconds for all answers with the full cache, over those with the compressed one."""
-    return float(np.sum(full) / np.sum(seconds))
+    """OE: seconds with the full cache over the seconds with the compressed cache, for all answers that were timed (not
+    NaN) with both; NaN if none was."""
+    timed = ~(np.isnan(seconds) | np.isnan(full))
+    return float(np.sum(np.asarray(full)[timed]) / np.sum(np.asarray(seconds)[timed])) if timed.any() else math.nan
 
 
 def tokens_per_correct(tokens: Numbers, scores: Numbers) -> float | None:
-    """Tokens of all answers, over the sum of the scores above 0; None where no answer is right.
+    """Return the tokens of all answers over the sum of the positive scores; None if no answer is correct.
 
-    As lmms-eval has it (`tokens_per_correct_answer`): with scores of 0 and 1, what a right answer costs, tokens of the
-    wrong ones included.
+    This is lmms-eval's `tokens_per_correct_answer`: with scores of 0 and 1, the cost of a correct answer, including the
+    tokens of wrong ones.
     """
     correct = float(np.maximum(np.asarray(scores, float), 0).sum())
     return float(np.sum(tokens)) / correct if correct else None
@@ -82,17 +84,17 @@ class Comparison:
 
 
 def paired_bootstrap(a: Numbers, b: Numbers, resamples: int = 10_000, seed: int = 0) -> Comparison:
-    """Compares two methods on the same questions, by drawing questions again, with replacement.
+    """Compare two methods on the same questions by resampling the questions with replacement.
 
-    The interval is the percentiles 2.5 and 97.5 of the resampled mean differences. The p-value is the share of them
-    that lie at least as far from the observed difference as that lies from 0: the bootstrap moved to no difference
-    (Efron and Tibshirani 1993, chapter 16). One is added to both counts, so it is never 0.
+    The interval spans percentiles 2.5 to 97.5 of the resampled mean differences. The p-value is the share of them that
+    lie at least as far from the observed difference as that lies from 0: the bootstrap distribution shifted to no
+    difference (Efron and Tibshirani 1993, chapter 16). One is added to both counts, so it is never 0.
 
     Args:
         a, b: scores of the questions, in the same order, (questions,).
 
     Raises:
-        KVCompressError: not the same number of questions, or none.
+        KVCompressError: different numbers of questions, or none.
     """
     a, b = np.asarray(a, float), np.asarray(b, float)
     if len(a) != len(b) or not len(a):
@@ -107,8 +109,8 @@ def paired_bootstrap(a: Numbers, b: Numbers, resamples: int = 10_000, seed: int 
 
 @dataclass(frozen=True)
 class Headroom:
-    """The part of the way from `random` to `hindsight` that a method has gone, with 95 % interval: 0 is as good as
-    random, 1 as good as knowing the answer."""
+    """How far a method gets from `random` to `hindsight`, with 95 % interval: 0 is as good as random, 1 as good as
+    knowing the answer."""
 
     part: float
     low: float
@@ -116,14 +118,14 @@ class Headroom:
 
 
 def headroom(scores: Numbers, random: Numbers, hindsight: Numbers, resamples: int = 10_000) -> Headroom | None:
-    """(mean of scores - mean of random) / (mean of hindsight - mean of random), all of the same questions at the same
-    ratio. None where hindsight is not above random, so that there is no way to go.
+    """Return (mean of scores - mean of random) / (mean of hindsight - mean of random) for the same questions at one
+    ratio. None if hindsight is not above random.
 
-    The interval is the percentiles 2.5 and 97.5 over questions drawn again, with replacement, the three together; draws
-    without a way are left out.
+    The interval spans percentiles 2.5 to 97.5 over questions resampled with replacement, the three scores together.
+    Resamples where hindsight is not above random are left out.
 
     Raises:
-        KVCompressError: not the same number of questions.
+        KVCompressError: different numbers of questions.
     """
     if not len(scores) == len(random) == len(hindsight):
         raise KVCompressError(
@@ -146,8 +148,7 @@ def headroom(scores: Numbers, random: Numbers, hindsight: Numbers, resamples: in
 
 
 def drawn_again(questions: int, resamples: int, seed: int = 0) -> Iterator[np.ndarray]:
-    """Numbers of questions drawn again, with replacement: (some of the resamples, questions) at a time, for all of them
-    at once would be too many numbers."""
+    """Yield question indices drawn with replacement, (resamples, questions), in chunks that bound the memory."""
     generator, at_once = np.random.default_rng(seed), max(1, 1_000_000 // questions)
     for start in range(0, resamples, at_once):
         yield generator.integers(questions, size=(min(at_once, resamples - start), questions))
@@ -157,10 +158,10 @@ def drawn_again(questions: int, resamples: int, seed: int = 0) -> Iterator[np.nd
 
 
 def area_under_curve(ratios: Numbers, relative: Numbers, lowest: float) -> float:
-    """Mean of score / full score between the ratio `lowest` and 1, on a logarithmic axis of the ratio.
+    """Return the mean of score / full score between the ratio `lowest` and 1, on a logarithmic axis of the ratio.
 
-    Halving the ratio counts the same everywhere. Trapezoids between the measured points; the curve ends in the full
-    cache, (1, 1). 1 means: as good as the full cache everywhere.
+    On this axis, every halving of the ratio counts the same. The curve joins the measured points with straight lines
+    and ends at the full cache, (1, 1). An area of 1 means: as good as the full cache everywhere.
 
     Raises:
         KVCompressError: no ratio as small as `lowest` was measured, or `lowest` is not in (0, 1).
@@ -181,19 +182,19 @@ def area_under_curve(ratios: Numbers, relative: Numbers, lowest: float) -> float
     return float(np.sum(np.diff(x) * (y[1:] + y[:-1]) / 2) / -start)
 
 
-SAME = 0.03  # the spread of answers per second between runs of one cell is not known: less than 3 % is no difference
+SAME = 0.03  # gains within 3 % count as equal; how much timing varies between runs of a cell is not measured
 
 
 def on_front(gains: Numbers, scores: Numbers) -> list[bool]:
-    """Whether each cell is on the front of score and gain.
+    """Return whether each cell is on the Pareto front of score and gain.
 
-    From the highest score down, a cell is on it that gains more than 3 % over all cells on it with a higher score: no
-    cell is there for the noise of its timing. Of cells with the same score the one that gains most is, and those within
-    3 % of it.
+    From the highest score down, a cell is on the front if its gain exceeds that of every cell on the front with a
+    higher score by more than 3 %, so that timing noise puts no cell there. Of cells with the same score, the one with
+    the largest gain is on it, and those within 3 % of it.
 
     Args:
         gains: above 0, more is better: answers per second; one over seconds, bytes, or the share kept.
-        scores: as many, more is better.
+        scores: one per gain, more is better.
     """
     gains, scores = list(gains), list(scores)
     front: list[int] = []
@@ -210,15 +211,15 @@ def on_front(gains: Numbers, scores: Numbers) -> list[bool]:
 
 
 def fastest(speeds: Numbers, scores: Numbers, full: float, points: float) -> float | None:
-    """The highest speed of a cell that costs at most `points` of the full cache's score; None where there is none."""
+    """Return the highest speed of a cell that loses at most `points` of the full cache's score; None if none does."""
     found = [speed for speed, score in zip(speeds, scores, strict=True) if score >= full - points - 1e-9]
     return max(found, default=None)
 
 
 def smallest_ratio(ratios: Numbers, scores: Numbers, full: float, points: float) -> float:
-    """The smallest measured ratio that costs at most `points` of score, as does every larger one measured.
+    """Return the smallest measured ratio at which it and all larger ones lose at most `points` of the score.
 
-    Nothing is interpolated. 1, the full cache, where no measured ratio will do.
+    Nothing is interpolated. If no measured ratio qualifies, it is 1, the full cache.
     """
     best = 1.0
     for ratio, score in sorted(zip(ratios, scores, strict=True), reverse=True):

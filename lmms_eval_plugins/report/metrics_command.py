@@ -11,13 +11,13 @@ def parser() -> argparse.ArgumentParser:
     add = this.add_argument
     add("folders", type=folder, nargs="+", metavar="results/TASK/MODEL", help="one folder per task, of the same model")
     add("--compare", nargs=2, type=label, metavar=("A", "B"), help="paired bootstrap of two methods, or one and `full`")
-    add("--points", type=number(0), default=1, help="for the smallest ratio that costs at most so many points (1)")
+    add("--points", type=number(0), default=1, help="the loss of score to allow, in points (1)")
     add("--from", type=fraction, dest="lowest", metavar="RATIO", help="where the area under the curve begins")
-    add("--metric", type=label, help="of the task, in place of its main one")
-    add("--filter", type=label, help="of the task's answers, in place of the first one")
-    add("--resamples", type=whole(1), default=10_000, help="of the bootstrap (10000)")
-    add("--seed", type=whole(), default=0, help="of the bootstrap (0)")
-    add("--json", action="store_true", help="print JSON in place of tables")
+    add("--metric", type=label, help="the task's metric to show, in place of its main one")
+    add("--filter", type=label, help="the answer filter to use, in place of the first one")
+    add("--resamples", type=whole(1), default=10_000, help="resamples of the bootstrap (10000)")
+    add("--seed", type=whole(), default=0, help="seed of the bootstrap (0)")
+    add("--json", action="store_true", help="print JSON instead of tables")
     return this
 
 
@@ -30,5 +30,5 @@ def command(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """The exit code; every error ends with one line on stderr."""
+    """Run the command and return its exit code; every error is one line on stderr."""
     return exit_code(command, argv, "results")

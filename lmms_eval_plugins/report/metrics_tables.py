@@ -1,4 +1,4 @@
-"""Tables of the metrics of a grid, as a terminal shows them."""
+"""Terminal tables of a grid's metrics."""
 
 import argparse
 import math
@@ -16,13 +16,13 @@ from .short_answers import warning
 from .table import KEPT, print_warning, score_scale, short_names
 from .terminal import fitted
 
-# What a narrow terminal does without, the least important first.
+# Columns that a narrow terminal omits, the least important first.
 DROPPABLE = ("tokens/correct", "answers/s", "speed-up", "loyalty", "of full", "headroom")
-ELSEWHERE = "what --json prints"
+ELSEWHERE = "the output of --json"
 
 
 def show_metrics(flags: argparse.Namespace) -> None:
-    """Print the metrics that are asked for. Raises UsageError or KVCompressError."""
+    """Print the requested metrics. Raises UsageError or KVCompressError."""
     grid, left_out = load_grid(flags.folders, flags.metric, flags.filter)
     lines, summary = curves(grid, flags.points, flags.lowest), overall(grid)
     comparisons = pd.DataFrame()
@@ -44,7 +44,7 @@ def show_metrics(flags: argparse.Namespace) -> None:
 
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows for JSON, which has no NaN."""
+    """Return a frame's rows for JSON, with None for NaN."""
     missing = frame.astype(object).where(frame.notna(), None)
     return missing.to_dict("records")
 
@@ -52,7 +52,7 @@ def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 def terminal_tables(
     grid: pd.DataFrame, lines: pd.DataFrame, summary: pd.DataFrame, comparisons: pd.DataFrame, width: int
 ) -> list[Table]:
-    """What `load_grid`, `curves`, `overall` and `compare` gave, formatted for a terminal of so many columns."""
+    """Format the results of `load_grid`, `curves`, `overall` and `compare` for a terminal of `width` columns."""
     tables = []
     for key, group in grid.groupby(GROUP):
         tables.append(_cells_table(group, width))
@@ -72,7 +72,7 @@ def _cells_table(group: pd.DataFrame, width: int) -> Table:
     scale = score_scale(group)
     title = f"{task}, {model}" + (f" ({settings})" if settings else "")
     metric, against_full = group["metric"].iloc[0], ("of full", "loyalty", "speed-up")
-    has_headroom = group["headroom"].notna().any()  # only where `random` and `hindsight` are in the grid
+    has_headroom = group["headroom"].notna().any()  # only if the grid has `random` and `hindsight`
     headroom = ["headroom"] if has_headroom else []
     header, rows = ["method", KEPT, metric, *headroom, *against_full, "answers/s", "tokens/correct"], []
     names, shared = short_names(group)
@@ -94,7 +94,7 @@ def _curves_table(lines: pd.DataFrame, width: int) -> Table:
     for row in lines.itertuples():
         speed = _number(row.answers_per_s) + f" (full {_number(row.full_answers_per_s)})"
         rows.append([row.series, _percent(row.area) + " %", share(row.smallest), speed])
-    caption = f"Area: mean of score / full score from {share(first['from'])} of the KV entries to all, logarithmic."
+    caption = f"Area: mean of score / full score from {share(first['from'])} of the KV entries to 1, on a log axis."
     return fitted(width, header, rows, caption=caption)
 
 

@@ -1,4 +1,4 @@
-"""The plots of a table of cells: score against what is kept, and against answers per second."""
+"""Plot a table of cells: score against the share kept, and score against answers per second."""
 
 import textwrap
 from pathlib import Path
@@ -17,19 +17,19 @@ from .appearance import colour, markers
 from .metrics import on_front
 from .table import score_scale, short_names
 
-MOST_COLOURED = 12  # series; of more only those on the front are coloured and named
-SIZE = (6.6, 4.6)  # inches, of the axes with their labels
+MOST_COLOURED = 12  # series; if there are more, only those on the front are coloured and named
+SIZE = (6.6, 4.6)  # inches of the axes with their labels
 GREY = "#c4c4c4"
 
 
 def plain(text: str) -> str:
-    """Text in which matplotlib finds no formula."""
+    """Escape text so that matplotlib finds no formula in it."""
     return text.replace("$", r"\$")
 
 
 def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
-    """Score against the share of KV entries that is kept, a line per series with its standard error; the full cache
-    black and dashed."""
+    """Plot score against the share of KV entries kept, a line per series with standard errors; the full cache is black
+    and dashed."""
     frame = _prepared(frame)
     full, compressed = frame[frame["method"] == "full"], frame[(frame["method"] != "full") & frame["kept"].notna()]
     compressed = compressed.assign(front=_front(compressed, 1 / compressed["kept"]))
@@ -62,8 +62,8 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
 
 
 def plot_throughput(frame: pd.DataFrame, title: str, path: Path) -> None:
-    """Score against answers per second; points named by method and share kept, those on the front with
-    grey rings and a line."""
+    """Plot score against answers per second. Points are labelled with method and share kept; grey rings and a line mark
+    the front."""
     frame = _prepared(frame[frame["answers_per_s"].notna()])
     frame = frame.assign(front=_front(frame, frame["answers_per_s"]))
     figure, axes = plt.subplots(figsize=SIZE, layout="constrained")
@@ -89,14 +89,14 @@ def plot_throughput(frame: pd.DataFrame, title: str, path: Path) -> None:
 
 
 def _prepared(frame: pd.DataFrame) -> pd.DataFrame:
-    """The cells with a score, and as it is drawn: `shown` and `error`, and `name` for the legend."""
+    """Return the cells that have a score, adding the plotted values `shown` and `error`, and `name` for the legend."""
     frame, scale = frame[frame["score"].notna()], score_scale(frame)
     shown, error = (scale * frame[name].astype(float) for name in ("score", "stderr"))
     return frame.assign(shown=shown, error=error, name=short_names(frame)[0])
 
 
 def _front(frame: pd.DataFrame, gains: pd.Series) -> pd.Series:
-    """The cells on the front. `hindsight`, which knows the answer, takes no part."""
+    """Return which cells are on the front, leaving out `hindsight`, which knows the answer."""
     own = frame["method"] != "hindsight"
     front = pd.Series(False, index=frame.index)
     front[own] = on_front(gains[own], frame["shown"][own])
@@ -104,8 +104,8 @@ def _front(frame: pd.DataFrame, gains: pd.Series) -> pd.Series:
 
 
 def _styles(frame: pd.DataFrame) -> dict[str, dict[str, str]]:
-    """Colour and marker of the series that are not grey: all, or where they are many those on the front, and
-    `hindsight`, the ruler."""
+    """Return colour and marker of the series that are not grey: all of them, or, if there are many, those on the front
+    and `hindsight`, the upper bound."""
     own = frame[frame["method"] != "full"].sort_values("series")
     if own["series"].nunique() > MOST_COLOURED:
         own = own[own["series"].isin(own["series"][own["front"]]) | (own["method"] == "hindsight")]
@@ -115,7 +115,7 @@ def _styles(frame: pd.DataFrame) -> dict[str, dict[str, str]]:
 
 
 def _others(frame: pd.DataFrame, styles: dict[str, dict[str, str]]) -> str:
-    """What the legend says of the series that are grey; empty where there are none."""
+    """Return the legend's label for the grey series; empty if there are none."""
     grey = frame[(frame["method"] != "full") & ~frame["series"].isin(styles)]
     count = grey["series"].nunique()
     what = "other methods" if count == grey["method"].nunique() else "others"
@@ -125,7 +125,7 @@ def _others(frame: pd.DataFrame, styles: dict[str, dict[str, str]]) -> str:
 def _finish(
     figure: Figure, axes: plt.Axes, frame: pd.DataFrame, title: str, path: Path, named: pd.DataFrame | None = None
 ) -> None:
-    """Title, legend beside the axes on a canvas that has room for it, names of points; and the file."""
+    """Add the title, a legend beside the axes on an enlarged canvas, and labels of points; write the file."""
     axes.set_ylabel(plain(frame["metric"].iloc[0]) + (" (%)" if score_scale(frame) == 100 else ""))
     lines = [line for part in (title, short_names(frame)[1]) for line in textwrap.wrap(part, 90)]
     axes.set_title(plain("\n".join(lines)), fontsize=10, loc="left")
@@ -136,7 +136,7 @@ def _finish(
     figure.draw_without_rendering()
     width, height = (length / figure.dpi for length in legend.get_window_extent().size)
     figure.set_size_inches(SIZE[0] + width, max(SIZE[1] + 0.15 * len(lines), height + 0.3))
-    figure.draw_without_rendering()  # lays it out, so that it is known where the points are
+    figure.draw_without_rendering()  # the layout fixes the positions of the points
     if named is not None:
         _name_points(axes, named, frame)
     with replacing(path) as draft:
@@ -145,13 +145,13 @@ def _finish(
 
 
 def _name_points(axes: plt.Axes, frame: pd.DataFrame, every: pd.DataFrame) -> None:
-    """Write the cells' names beside their points, each a little lower, or higher, where something stands already.
+    """Label points with their cells' names, moving a label down or up where it would overlap something.
 
     Args:
         every: all cells whose points are drawn.
     """
 
-    def place(row: tuple) -> tuple[float, float]:  # in points, as the text
+    def place(row: tuple) -> tuple[float, float]:  # in points, like the text
         x, y = axes.transData.transform((row.answers_per_s, row.shown)) * 72 / axes.figure.dpi
         return float(x), float(y)
 

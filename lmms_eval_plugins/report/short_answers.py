@@ -1,5 +1,5 @@
-"""Answers that are too short to show compression: by default the first token of an answer comes from the prefill, which
-attends over the whole prompt, so only the tokens behind it can see what was dropped."""
+"""Warn of answers too short to show compression: by default an answer's first token comes from the prefill, which
+attends to the whole prompt, so only later tokens are affected by eviction."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ import pandas as pd
 
 from ..cells.results import exact
 
-MOST_TOKENS = 2  # of an answer that is one token and the end of the text
+MOST_TOKENS = 2  # one token and the end of the text
 EXPLANATION = (
-    "With first_token=full the first token is computed on the whole cache, so such answers cannot see compression; "
+    "With first_token=full the first token is computed on the whole cache, so such answers cannot show compression; "
     "with first_token=compressed they do."
 )
 
 
 def too_short(cell: dict[str, Any]) -> bool:
-    """Whether a cell (its results.json) compresses, and half of its answers or more cannot show it."""
+    """Return whether a cell (its results.json) compresses but at least half of its answers cannot show it."""
     protocol, efficiency = cell["protocol"], cell["efficiency"]
     options = protocol.get("options", {})
 
@@ -26,7 +26,7 @@ def too_short(cell: dict[str, Any]) -> bool:
         return False
     # These drop vision tokens before the first token of the answer is computed.
     is_token_method = protocol.get("scope") is None and protocol.get("ratio_of") == "vision"
-    # The last chunk of a prompt, which the first token comes from, attends over what is kept of the others.
+    # The last chunk of a prompt, which gives the first token, attends to the entries kept from earlier chunks.
     in_chunks = (options.get("prefill_chunk") or float("inf")) < median("tokens_in")
     is_packed = options.get("cache_implementation") in ("quantized", "think")
     compresses = is_packed or efficiency["realised_ratio"]["mean"] < 1
@@ -34,7 +34,7 @@ def too_short(cell: dict[str, Any]) -> bool:
 
 
 def warning(frame: pd.DataFrame) -> str:
-    """One line for the cells of one task whose answers are too short; empty where there are none.
+    """Return a warning line for the cells of one task whose answers are too short; empty if there are none.
 
     Args:
         frame: rows of `table.cell_row`.

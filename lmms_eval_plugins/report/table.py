@@ -1,4 +1,4 @@
-"""The table of cells: a row for each, for the terminal and for Markdown."""
+"""Format the table of cells, one row each, for the terminal and for Markdown."""
 
 import re
 from typing import Any
@@ -15,7 +15,7 @@ from .terminal import fitted
 
 
 def cell_row(cell: dict[str, Any], metric: str | None = None, metric_filter: str | None = None) -> dict[str, Any]:
-    """One cell as a flat row; numbers that the cell lacks are None. `metric` and `metric_filter` choose its score."""
+    """Return a cell as a flat row, with None for missing numbers. `metric` and `metric_filter` choose its score."""
     protocol, efficiency, found = cell["protocol"], cell["efficiency"], headline(cell, metric, metric_filter)
     samples = cell.get("n_questions", cell["n_samples"])
     options = tuple(f"{key}={value}" for key, value in sorted(protocol["changed_options"].items()))
@@ -58,8 +58,8 @@ def cell_row(cell: dict[str, Any], metric: str | None = None, metric_filter: str
 def sweep_frame(
     cells: list[dict[str, Any]], metric: str | None = None, metric_filter: str | None = None
 ) -> pd.DataFrame:
-    """All cells as a frame, the full cache first, then by method, from the largest ratio or budget down. `size` is the
-    ratio or budget that was asked; `kept` the realised share of the KV entries (the ratio, where none was measured)."""
+    """Return all cells as a frame: the full cache first, then by method, the largest ratio or budget first. `size` is
+    the requested ratio or budget; `kept` the realised share of the KV entries, or the ratio if none was measured."""
     frame = pd.DataFrame([cell_row(cell, metric, metric_filter) for cell in cells])
     frame["order"] = frame["method"] != "full"
     frame["size"] = frame["ratio"].fillna(frame["budget"]).astype(float)
@@ -68,7 +68,7 @@ def sweep_frame(
 
 
 def score_scale(frame: pd.DataFrame) -> int:
-    """100 for a score in [0, 1], shown in percent; 1 for a sum, such as MME's, or a score out of 100."""
+    """Return 100 for scores in [0, 1], which are shown in percent; 1 for sums, such as MME's, or scores out of 100."""
     return 1 if (frame["score"].astype(float) > 1).any() else 100
 
 
@@ -76,12 +76,12 @@ KEPT = "kept (asked)"
 TABLE_COLUMNS = [
     "method", KEPT, "{metric}", "TTFT", "per token", "KV cache", "room", "answers/s", "tokens/correct", "questions",
 ]  # fmt: skip
-# What a narrow terminal does without, the least important first.
+# Columns that a narrow terminal omits, the least important first.
 DROPPABLE = ("room", "questions", "tokens/correct", "TTFT", "per token", "answers/s", "KV cache")
 
 
 def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """Header and formatted cells, the same for the terminal and for Markdown."""
+    """Return header and formatted rows, the same for the terminal and for Markdown."""
     header = [column.format(metric=frame["metric"].iloc[0] or "score") for column in TABLE_COLUMNS]
     rows, scale = [], score_scale(frame)
     for row in frame.itertuples():
@@ -95,19 +95,19 @@ def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
 
 
 def score_text(row: Any, scale: int) -> str:
-    """The score of a frame's row, with its standard error where there is one."""
+    """Format the score of a frame's row, with its standard error if it has one."""
     return _number(row.score, 1, scale) + (f" ± {fixed(scale * row.stderr, 1)}" if pd.notna(row.stderr) else "")
 
 
 def asked(row: Any) -> str:
-    """The ratio or budget that a frame's row was asked for."""
+    """Format the ratio or budget requested for a frame's row."""
     return exact(row.ratio) if pd.notna(row.ratio) else f"budget {row.budget:.0f}"
 
 
 def scores_by_size(frame: pd.DataFrame, scale: int) -> pd.DataFrame:
-    """Scores as text: a row per series, a column per ratio or budget that was asked, the largest first; in brackets
-    what was kept, where that is another share. Empty where a series has no such cell."""
-    sizes = {asked(row): (pd.isna(row.ratio), -row.size) for row in frame.itertuples()}  # a budget behind ratios
+    """Return scores as text, a row per series and a column per requested ratio or budget, the largest first. The share
+    kept follows in brackets if it differs. Missing cells are empty."""
+    sizes = {asked(row): (pd.isna(row.ratio), -row.size) for row in frame.itertuples()}  # budgets after ratios
     columns = sorted(sizes, key=lambda size: sizes[size])
     table = pd.DataFrame("", index=list(dict.fromkeys(frame["series"])), columns=columns, dtype=object)
     for row in frame.itertuples():
@@ -117,8 +117,8 @@ def scores_by_size(frame: pd.DataFrame, scale: int) -> pd.DataFrame:
 
 
 def short_names(frame: pd.DataFrame) -> tuple[list[str], str]:
-    """Each row's method with the options that not all rows of the method share; and those that they do, once for all:
-    `first_token=compressed; adakv, snapkv: window_size=8`."""
+    """Return each row's method with the options that not all rows of the method share; and the shared options in one
+    text: `first_token=compressed; adakv, snapkv: window_size=8`."""
     shared = {
         method: [option for option in rows.iloc[0] if all(option in own for own in rows)]
         for method, rows in frame.groupby("method", sort=False)["options"]
@@ -139,8 +139,8 @@ def short_names(frame: pd.DataFrame) -> tuple[list[str], str]:
 
 
 def by_layer(frame: pd.DataFrame) -> str:
-    """What each layer holds, of the rows that keep another share than was asked for, such as methods that drop tokens
-    behind a layer: `fastv 0.499 (0.1): 1.000 in layers 0 to 1, 0.165 in layers 2 to 4`. Empty where there are none."""
+    """Return the shares by layer for rows that keep a different share than requested, such as methods that drop tokens
+    after a layer: `fastv 0.499 (0.1): 1.000 in layers 0 to 1, 0.165 in layers 2 to 4`. Empty if there are none."""
     lines = [
         f"{row.series} {kept(row.realised, row.ratio)}: {layers}"
         for row in frame.itertuples()
@@ -164,29 +164,29 @@ def _bytes(value: float | None) -> str:
 
 
 def note(frame: pd.DataFrame) -> str:
-    """What the columns mean."""
-    batch_size, slots = (str(frame[name].iloc[0]) for name in ("batch_size", "slots"))  # `auto`: as many as fitted
+    """Explain the columns."""
+    batch_size, slots = (str(frame[name].iloc[0]) for name in ("batch_size", "slots"))  # `auto`: as many as fit
     of_batch = "" if batch_size == "1" else f", of batches of up to {batch_size}"
     if slots != "None":
         of_batch = f", with slots={slots}: per token, other requests' prefills included"
     return (
-        "Kept: share of the prompt's KV entries that was kept, as measured; in brackets what was asked, where that is "
-        "a budget or differs by more than 0.01 or a tenth. TTFT: time to first token; per token: time of each further "
-        f"one (medians{of_batch}). KV cache: bytes that hold keys, values and their index after the prompt, per "
-        "question (median); room: bytes allocated for the answer. Answers/s: without preparing prompts; "
-        "tokens/correct: tokens of all answers over the sum of their scores. Where nothing else is named: "
-        "scope=prompt, ratio_of=prompt, first_token=full."
+        "Kept: measured share of the prompt's KV entries that is kept; in brackets the share or budget asked for, if "
+        "it is a budget or differs by more than 0.01 or a tenth. TTFT: time to first token; per token: time of each "
+        f"later token (medians{of_batch}). KV cache: bytes that hold keys, values and their index after the prompt, "
+        "per question (median); room: bytes allocated for the answer. Answers/s: without preparing prompts; "
+        "tokens/correct: tokens of all answers over the sum of their scores. Unless stated otherwise: scope=prompt, "
+        "ratio_of=prompt, first_token=full."
     )
 
 
 def markdown_text(text: str) -> str:
-    """Text in which Markdown finds no table, code, link, emphasis or HTML of its own."""
+    """Escape text so that Markdown finds no table, code, link, emphasis or HTML in it."""
     text = re.sub(r"[\\`*|\[\]]|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def markdown_table(header: list[str], rows: list[list[str]], alignment: list[str]) -> str:
-    """`alignment`: `---` or `---:` for each column. Cells are escaped."""
+    """Return a Markdown table with escaped cells; `alignment`: `---` or `---:` for each column."""
     lines = [[markdown_text(cell) for cell in line] for line in (header, *rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in [lines[0], alignment, *lines[1:]])
 
@@ -198,14 +198,14 @@ def markdown(frame: pd.DataFrame, title: str) -> str:
 
 
 def markdown_note(frame: pd.DataFrame) -> str:
-    """What stands under a table: the note, what layers keep where that says more than the table, and a warning where
+    """Return the text under a table: the note, the shares by layer if they say more than the table, and a warning if
     answers are too short to show compression."""
     lines = [note(frame), markdown_text(by_layer(frame)), markdown_text(warning(frame))]
     return "\n\n".join(filter(None, lines)) + "\n"
 
 
 def terminal_table(frame: pd.DataFrame, title: str, width: int, elsewhere: str) -> Table:
-    """At most `width` columns wide. `elsewhere`: the file that has all columns."""
+    """Return the table for a terminal of `width` columns. `elsewhere`: the file that has all columns."""
     header, rows = table_rows(frame)
     names, shared = short_names(frame)
     rows = [[name, *row[1:]] for name, row in zip(names, rows, strict=True)]
@@ -214,6 +214,6 @@ def terminal_table(frame: pd.DataFrame, title: str, width: int, elsewhere: str) 
 
 
 def print_warning(console: Console, line: str) -> None:
-    """Print a line that must not be overlooked, if there is one."""
+    """Print a warning conspicuously, unless it is empty."""
     if line:
         console.print(line, style="yellow", soft_wrap=True, highlight=False)

@@ -1,4 +1,4 @@
-"""`kvcompress table`: the table and the plot of each task and model, as an evaluation writes them.
+"""`kvcompress table`: write the table and plots of each task and model, as an evaluation does.
 
 Only cells with the same run settings (limit, dtype, ...) are comparable, so each set of settings gets its own
 table and plots, written beside the cells as `report[-key=value...].md` and `.png`, and `throughput[-...].png`.
@@ -15,13 +15,13 @@ from ..cells.errors import EvaluationFailed
 def parser() -> argparse.ArgumentParser:
     this = Parser("table", description=__doc__)
     this.add_argument("folder", type=folder, help="results, results/<task> or results/<task>/<model>")
-    this.add_argument("--metric", type=label, help="of the task, in place of its main one")
-    this.add_argument("--filter", type=label, help="of the task's answers, in place of the first one")
+    this.add_argument("--metric", type=label, help="the task's metric to show, in place of its main one")
+    this.add_argument("--filter", type=label, help="the answer filter to use, in place of the first one")
     return this
 
 
 def command(argv: list[str]) -> None:
-    """Write table and plot. Raises UsageError, KVCompressError, or EvaluationFailed where there is no finished cell."""
+    """Write table and plots. Raises UsageError, KVCompressError, or EvaluationFailed if there is no finished cell."""
     flags = parser().parse_args(argv)
     from kvcompress.files import check_output
 
@@ -39,5 +39,5 @@ def command(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """The exit code; every error ends with one line on stderr."""
+    """Run the command and return its exit code; every error is one line on stderr."""
     return exit_code(command, argv, "files")

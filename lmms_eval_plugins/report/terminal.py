@@ -1,4 +1,4 @@
-"""Tables in a terminal. Nothing is ever cut: what there is no room for is left out and named, or goes on below."""
+"""Print tables in a terminal. Nothing is truncated: columns that do not fit are left out and named, or wrapped."""
 
 import sys
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 UNBOUNDED = 100_000  # columns: wider than any table
-LEAST = 8  # columns that names have at least, before the others are folded, too
+LEAST = 8  # minimum width of the names before other columns are wrapped too
 
 
 def console() -> Console:
-    """Of stdout. Where that is no terminal but a pipe or a file, lines are as long as the tables are wide."""
+    """Return a console on stdout. If that is a pipe or a file, lines are as long as the tables are wide."""
     return Console(width=None if sys.stdout.isatty() else UNBOUNDED, markup=False, emoji=False)
 
 
@@ -26,20 +26,20 @@ def fitted(
     droppable: Sequence[str] = (),
     elsewhere: str = "",
 ) -> Table:
-    """A table of at most `width` columns of the terminal.
+    """Build a table that fits in `width` columns of a terminal.
 
-    Where it needs more, columns are left out, the first of `droppable` first, and the caption says which. Where that
-    does not suffice, the column of names is folded into several lines, then the others.
+    If it is wider, columns are left out in the order of `droppable`, and the caption says which. If that is not enough,
+    the column of names is wrapped, then the others.
 
     Args:
-        names: the place of that column.
+        names: the index of the column of names.
         elsewhere: the file that holds all columns.
     """
     widths = [max(map(cell_len, column)) for column in zip(header, *rows, strict=True)]
     shown, dropped = list(range(len(header))), []
 
     def needed(places: Sequence[int]) -> int:
-        return sum(widths[place] + 3 for place in places) + 1  # a blank on either side, and the lines between
+        return sum(widths[place] + 3 for place in places) + 1  # a space on either side, and the lines between
 
     for name in droppable:
         if needed(shown) <= width:
@@ -48,7 +48,7 @@ def fitted(
             shown.remove(header.index(name))
             dropped.append(name)
     if dropped:
-        caption = f"Left out for want of room: {', '.join(dropped)}; all is in {elsewhere}. {caption}"
+        caption = f"Left out to fit the terminal: {', '.join(dropped)}; for all columns see {elsewhere}. {caption}"
     table = Table(title=title or None, caption=caption or None, title_justify="left", caption_justify="left")
     room = width - needed([place for place in shown if place != names]) - 3
     for place in shown:

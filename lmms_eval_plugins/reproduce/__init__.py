@@ -1,1 +1,1 @@
-"""A paper's grid, run here, in a table beside the paper's numbers: `config`, `plan`, `run`, `table`."""
+"""Run a paper's grid and tabulate the results beside the paper's: `config`, `plan`, `run`, `table`."""

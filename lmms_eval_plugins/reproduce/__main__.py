@@ -1,9 +1,9 @@
-"""`kvcompress reproduce`: a paper's grid, run here, in a table beside the paper's numbers.
+"""`kvcompress reproduce`: run a paper's grid and tabulate the results beside the paper's.
 
     kvcompress reproduce NAME [--limit N] [--only model=...,task=...,method=...,ratio=...] [...]
 
-NAME is a file of `configs/reproduce` or a path. Every cell is run by `lmms_eval_plugins.evaluate`, in a process per
-model, task and set of options, so that complete cells are skipped and a failure stops nothing else.
+NAME is a file of `configs/reproduce` or a path. `lmms_eval_plugins.evaluate` runs the cells, in one process per model,
+task and set of options, so that complete cells are skipped and a failure stops nothing else.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from ..cells.machine import check_environment
 def parser() -> argparse.ArgumentParser:
     this = Parser(
         "reproduce",
-        description="Run a paper's grid and write a table of ours against theirs. What is not listed below (flags and "
-        "key=value) goes to eval.",
+        description="Run a paper's grid and write a table of our results beside the paper's. Other flags and key=value "
+        "arguments go to eval.",
     )
     add = this.add_argument
     add(
@@ -34,31 +34,31 @@ def parser() -> argparse.ArgumentParser:
         "--only",
         type=label,
         metavar="PART=VALUE,...",
-        help="model=, task=, method=, ratio=; several of one are either",
+        help="model=, task=, method=, ratio=; repeat one to allow several values",
     )
     add("--output_path", type=path, default=Path("results"), metavar="DIR", help="root of the results (results)")
     add("--model-root", type=folder, metavar="DIR", help="models downloaded by hand: DIR/NAME for ORG/NAME")
-    add("--report-only", action="store_true", help="the table of what is on disk; run nothing")
+    add("--report-only", action="store_true", help="write the table of what is on disk; run nothing")
     add("--dry-run", action="store_true", help="list cells and commands; run and write nothing")
     add("--write-reference", type=path, metavar="CSV", help="write our results as a reference")
     return this
 
 
 def command(argv: list[str]) -> int:
-    """Run the grid and write the table; the exit code. Raises UsageError or KVCompressError."""
+    """Run the grid, write the table, and return the exit code. Raises UsageError or KVCompressError."""
     check_environment()
     flags, extra = parser().parse_known_args(argv)
-    parse(["tiny_textvqa", "tiny", "full", "1", *extra])  # a wrong flag is answered at once
+    parse(["tiny_textvqa", "tiny", "full", "1", *extra])  # to report a wrong flag at once
     from .grid import reproduce
 
     return reproduce(flags, extra)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code. The table is written in all cases but bad input.
+    """Run the command and return its exit code. The table is written unless the input is bad.
 
-    0: every cell that lmms-eval can do has a result. 1: one failed, or this machine has no GPU or model for it. Others
-    are those of the evaluation command.
+    0: every cell that lmms-eval can run has a result. 1: a cell failed, or this machine lacks a GPU or model for it.
+    Other codes are those of the evaluation command.
     """
     return exit_code(command, argv, "cells")
 

@@ -1,4 +1,4 @@
-"""What is reproduced: a file of `configs/reproduce`, and the paper's numbers beside it."""
+"""Read what to reproduce: a file of `configs/reproduce`, and the paper's numbers beside it."""
 
 import os
 from pathlib import Path
@@ -26,9 +26,9 @@ class _Strict(BaseModel):
 
 class PaperModel(_Strict):
     name: str = Field(description="As in the paper and in the reference.")
-    pretrained: str | None = Field(description="MODEL of run_eval.sh; null where there is none to run.")
+    pretrained: str | None = Field(description="MODEL of run_eval.sh; null if it cannot be run.")
     arguments: dict[str, Any] = Field(default_factory=dict, description="Model arguments, e.g. max_pixels.")
-    gpu: bool = Field(True, description="Not run where there is no GPU, unless device= is given.")
+    gpu: bool = Field(True, description="Skip it on machines without a GPU, unless device= is given.")
     needs: str | None = Field(None, description="Why `pretrained` is null.")
 
     @model_validator(mode="after")
@@ -38,9 +38,9 @@ class PaperModel(_Strict):
 
 class Benchmark(_Strict):
     name: str = Field(description="As in the paper and in the reference.")
-    task: str | None = Field(description="A task of lmms-eval or lm-eval; null where it cannot be run here.")
-    flags: list[str] = Field(default_factory=list, description="Flags of run_eval.sh for this task alone.")
-    metric: str | None = Field(None, description="The task's metric; its first number where null.")
+    task: str | None = Field(description="A task of lmms-eval or lm-eval; null if it cannot be run here.")
+    flags: list[str] = Field(default_factory=list, description="Flags of run_eval.sh for this task only.")
+    metric: str | None = Field(None, description="The task's metric; default: its headline metric.")
     scale: PositiveFloat = Field(100, le=MOST, description="The paper's score for a score of 1.")
     needs: str | None = Field(None, description="Why `task` is null.")
     remark: str | None = Field(None, description="What differs from the paper.")
@@ -54,17 +54,17 @@ class PaperMethod(_Strict):
     name: str = Field(description="As in the paper and in the reference.")
     method: str = Field(description="A method of kvcompress.list_methods().")
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the method.")
-    models: list[str] | None = Field(None, description="The models it is run on; all where null.")
+    models: list[str] | None = Field(None, description="The models to run it on; default: all.")
 
 
 class Reproduction(_Strict):
     """A file of `configs/reproduce`."""
 
     title: str
-    paper: str = Field(description="Its address.")
+    paper: str = Field(description="Address of the paper.")
     about: str = Field(description="What is reproduced, and what is not.")
     reference: str | None = Field(None, description="CSV beside the file; see docs/reproduce.md for its columns.")
-    source: str | None = Field(None, description="Where the reference is from; stands wherever it is shown.")
+    source: str | None = Field(None, description="Where the reference is from; shown wherever its numbers are.")
     models: list[PaperModel] = Field(min_length=1)
     benchmarks: list[Benchmark] = Field(min_length=1)
     methods: list[PaperMethod] = Field(min_length=1)
@@ -80,7 +80,7 @@ class Reproduction(_Strict):
         for kind in ("models", "benchmarks"):
             names = [entry.name for entry in getattr(self, kind)]
             if len(names) != len(set(names)):
-                raise ValueError(f"a name stands twice among {kind}: {', '.join(names)}")
+                raise ValueError(f"duplicate name among {kind}: {', '.join(names)}")
         names = [model.name for model in self.models]
         for method in self.methods:
             for size in self.sizes(method):
@@ -91,11 +91,11 @@ class Reproduction(_Strict):
         for model in self.models:
             own = [method.name for method in self.methods if method.models is None or model.name in method.models]
             if len(own) != len(set(own)):
-                raise ValueError(f"a method stands twice for {model.name}: {', '.join(own)}")
+                raise ValueError(f"duplicate method for {model.name}: {', '.join(own)}")
         return self
 
     def sizes(self, method: PaperMethod) -> list[dict[str, Any]]:
-        """The ratios or budgets that a method is run at; the full cache has one."""
+        """Return the ratios or budgets at which a method runs; the full cache has one."""
         if method_info(method.method).name == "full":
             return [{"ratio": 1.0}]
         return [{"ratio": ratio} for ratio in self.ratios] + [{"budget": budget} for budget in self.budgets]
@@ -103,22 +103,22 @@ class Reproduction(_Strict):
 
 def _with_reason(entry: Any, value: str | None, name: str) -> Any:
     if (value is None) != (entry.needs is not None):
-        raise ValueError(f"{entry.name}: `needs` says why {name} is null, and stands only there")
+        raise ValueError(f"{entry.name}: `needs` says why {name} is null: give it then, and only then")
     return entry
 
 
 def load_config(name: str, model_root: Path | None = None) -> tuple[Reproduction, Path]:
-    """The reproduction, and the file it is in.
+    """Read a reproduction; return it and the path of its file.
 
-    A model ORG/NAME is taken from the folder NAME of `model_root`, if it is there. Raises UsageError with one line for
-    anything wrong in the file.
+    A model ORG/NAME is taken from the folder NAME in `model_root` if that exists. Raises a one-line UsageError for any
+    error in the file.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else CONFIGS / f"{name}.yaml"
     if not os.path.isfile(path):
         known = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
         hint = nearest(name, known) if path.parent == CONFIGS else ""
         raise UsageError(
-            f"no reproduction {shown(name)}{hint}; there are: {', '.join(known)}, or a path that ends in .yaml"
+            f"no reproduction {shown(name)}{hint}; valid: {', '.join(known)}, or a path that ends in .yaml"
         )
     try:
         config = Reproduction.model_validate(read_yaml(path, "reproduction"))
@@ -139,18 +139,18 @@ def load_config(name: str, model_root: Path | None = None) -> tuple[Reproduction
 
 
 def load_reference(config: Reproduction, path: Path) -> dict[tuple[str, ...], tuple[float, float]]:
-    """(model, benchmark, method, ratio or budget as text) -> the paper's value and its reading error.
+    """Return (model, benchmark, method, ratio or budget as text) -> the paper's value and its reading error.
 
-    Raises UsageError where the file or a column is missing, or a row names what the configuration does not have.
+    Raises UsageError if the file or a column is missing, or if a row has a name that the configuration lacks.
     """
     if config.reference is None:
         return {}
     file = path.parent / config.reference
     if not os.path.isfile(file):
-        raise UsageError(f"{path}: the reference {shown(str(file))} is not there")
+        raise UsageError(f"{path}: the reference {shown(str(file))} does not exist")
     try:
         frame = pd.read_csv(file)
-    except (ValueError, OSError) as error:  # of pandas, too, and UnicodeDecodeError
+    except (ValueError, OSError) as error:  # includes pandas' errors and UnicodeDecodeError
         raise UsageError(f"{file} is not a CSV file: {' '.join(str(error).split())[:300]}") from None
     if missing := [column for column in REFERENCE_COLUMNS if column not in frame]:
         raise UsageError(f"{file}: no column {', '.join(missing)}; it needs {', '.join(REFERENCE_COLUMNS)}")
@@ -160,7 +160,7 @@ def load_reference(config: Reproduction, path: Path) -> dict[tuple[str, ...], tu
             raise UsageError(f"{file}: {column} {unknown[0]!r} is not in {path.name}, which has {', '.join(names)}")
     for column in ("ratio_kept", "value", "est_error_abs"):
         if not pd.api.types.is_numeric_dtype(frame[column]) or not np.isfinite(frame[column].dropna()).all():
-            raise UsageError(f"{file}: column {column} holds what is not a number")
+            raise UsageError(f"{file}: column {column} has a value that is not a number")
     return {
         (row.model, row.benchmark, row.method, exact(row.ratio_kept)): (row.value, row.est_error_abs)
         for row in frame.itertuples()

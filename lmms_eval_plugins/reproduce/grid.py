@@ -1,4 +1,4 @@
-"""The cells of a paper's grid: planned, run, and written beside the paper's numbers."""
+"""Plan and run the cells of a paper's grid, and write the results beside the paper's."""
 
 import argparse
 import shlex
@@ -17,13 +17,13 @@ from .table import SUFFIXES, row, write_reference, write_report
 
 
 def reproduce(flags: argparse.Namespace, extra: list[str]) -> int:
-    """Plan the cells, run those that can be run, write the table; the exit code. `extra` goes to each evaluation."""
+    """Plan the cells, run those that can run, write the table, and return the exit code. `extra` goes to each run."""
     config, path = load_config(flags.name, flags.model_root)
     reference = load_reference(config, path)
     extra += ["--output_path", str(flags.output_path)] + (["--limit", str(flags.limit)] if flags.limit else [])
     cells, runs = plan(config, parse_only(flags.only or "", config), extra)
     if not cells:
-        raise UsageError(f"--only {flags.only}: no cell has all of that")
+        raise UsageError(f"--only {flags.only}: no cell matches all of these")
     run_of = {cell.key: run for run in runs for cell in run.cells}
     reasons = {cell.key: cannot_run(cell, run_of.get(cell.key)) for cell in cells}
     if flags.dry_run:
@@ -57,7 +57,7 @@ def reproduce(flags: argparse.Namespace, extra: list[str]) -> int:
 def listing(
     cells: list[PlannedCell], run_of: dict[tuple[str, ...], Run], reasons: dict[tuple[str, ...], str | None]
 ) -> Iterator[str]:
-    """The lines of `--dry-run`."""
+    """Yield the lines of `--dry-run`."""
     for cell in cells:
         yield f"{', '.join(cell.key)}: {state(cell, run_of.get(cell.key), reasons[cell.key])}"
     for run in {id(run): run for run in run_of.values()}.values():
@@ -66,8 +66,8 @@ def listing(
 
 
 def state(cell: PlannedCell, run: Run | None, reason: str | None) -> str:
-    """What a run would do with a cell: nothing, for `reason` or as its results are on disk. The task's data is not
-    loaded: whether that has changed shows only in a run."""
+    """Say what a run would do with a cell: run it, or nothing, because of `reason` or because its results are on disk.
+    The task's data is not loaded, so only a run notices whether it has changed."""
     if run is None or not cell.folder.exists():
         return reason or "to run"
     found = fingerprint(cell.asked[0], run.arguments, cell.asked[1], data={}, tasks={})

@@ -1,4 +1,4 @@
-"""From a configuration to the cells of the paper's grid, and to the runs that compute them."""
+"""Turn a configuration into the cells of the paper's grid and the runs that compute them."""
 
 import dataclasses
 import itertools
@@ -23,8 +23,8 @@ class PlannedCell:
 
     Attributes:
         size: {"ratio": 0.2} or {"budget": 64}.
-        asked: the cell as the evaluation names it, and all options of its method; None where it cannot be run at all.
-        folder: where its results are or will be; None like `asked`.
+        asked: the evaluation's cell, and all options of its method; None if it cannot be run at all.
+        folder: where its results are or will be; None if `asked` is None.
     """
 
     model: PaperModel
@@ -44,9 +44,9 @@ class Run:
     """One call of `lmms_eval_plugins.evaluate`.
 
     Attributes:
-        cells: what it computes.
-        argv: its arguments; `request` and `arguments` are these as it reads them.
-        asks_lm_eval: whether its task is lm-evaluation-harness's.
+        cells: the cells it computes.
+        argv: its arguments; `request` and `arguments` are their parsed form.
+        asks_lm_eval: whether its task belongs to lm-evaluation-harness.
     """
 
     cells: list[PlannedCell]
@@ -57,7 +57,7 @@ class Run:
 
 
 def parse_only(text: str, config: Reproduction) -> dict[str, set[str]]:
-    """`task=TextVQA,task=ChartQA,ratio=0.1` -> {"task": {"textvqa", "chartqa"}, "ratio": {"0.1"}}.
+    """Parse `task=TextVQA,task=ChartQA,ratio=0.1` into {"task": {"textvqa", "chartqa"}, "ratio": {"0.1"}}.
 
     Raises UsageError for an axis or a value that the configuration does not have.
     """
@@ -70,7 +70,7 @@ def parse_only(text: str, config: Reproduction) -> dict[str, set[str]]:
     only: dict[str, set[str]] = {}
     items = [item for item in text.split(",") if item.strip()]
     if text and not items:
-        raise UsageError(f"--only {text!r} is a list without items")
+        raise UsageError(f"--only {text!r} is an empty list")
     for item in items:
         axis, _, value = item.partition("=")
         if axis not in (*axes, "ratio"):
@@ -78,13 +78,13 @@ def parse_only(text: str, config: Reproduction) -> dict[str, set[str]]:
         value = exact(float(value)) if axis == "ratio" and value.replace(".", "", 1).isdigit() else value.lower()
         valid = dict.fromkeys(cell.key[3] if axis == "ratio" else _shown(cell, axis) for cell in every)
         if not any(value in _names(cell, axis) for cell in every):
-            raise UsageError(f"--only {item}: there is no such {axis}; there are: {', '.join(valid)}")
+            raise UsageError(f"--only {item}: there is no such {axis}; valid: {', '.join(valid)}")
         only.setdefault(axis, set()).add(value)
     return only
 
 
 def plan(config: Reproduction, only: dict[str, set[str]], extra: list[str]) -> tuple[list[PlannedCell], list[Run]]:
-    """Every cell asked for, in the order of the file, and the runs for those that can be run.
+    """Return all requested cells, in the order of the file, and the runs that compute those that can be run.
 
     Raises UsageError or KVCompressError for arguments that `run_eval.sh` does not take.
     """
@@ -110,7 +110,7 @@ def plan(config: Reproduction, only: dict[str, set[str]], extra: list[str]) -> t
 
 
 def _names(cell: PlannedCell, axis: str) -> set[str]:
-    """What `--only` may call a cell on one axis of the grid, in lower case."""
+    """Return the names of a cell that `--only` accepts on one axis of the grid, in lower case."""
     names = {
         "model": [cell.model.name, cell.model.pretrained],
         "task": [cell.benchmark.name, cell.benchmark.task],
@@ -121,12 +121,13 @@ def _names(cell: PlannedCell, axis: str) -> set[str]:
 
 
 def _shown(cell: PlannedCell, axis: str) -> str:
-    """The paper's name for a cell on one axis of the grid."""
+    """Return the paper's name for a cell on one axis of the grid."""
     return {"model": cell.model, "task": cell.benchmark, "method": cell.method}[axis].name
 
 
 def _groups(cells: list[PlannedCell]) -> list[list[PlannedCell]]:
-    """Cells of one model and task, in as few calls as can be. In a call, an option goes to every method that has it."""
+    """Group the cells of one model and task into as few calls as possible. In a call, an option applies to every method
+    that has it."""
     groups: list[tuple[dict[str, Any], list[PlannedCell]]] = []
     for cell in cells:
         for options, members in groups:
@@ -146,7 +147,7 @@ def _options_of(cell: PlannedCell, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(cells: list[PlannedCell], extra: list[str]) -> Run:
-    """The call for these cells, each with the folder that it will write."""
+    """Return the call for these cells, setting the folder of each."""
     model, task = cells[0].model, cells[0].benchmark.task
     options = {name: value for cell in cells for name, value in cell.method.options.items()}
     methods = dict.fromkeys(method_info(cell.method.method).name for cell in cells)

@@ -1,4 +1,4 @@
-"""Run what is planned: each call of `lmms_eval_plugins.evaluate` in a process of its own."""
+"""Run the planned calls of `lmms_eval_plugins.evaluate`, each in its own process."""
 
 import functools
 import os
@@ -20,13 +20,13 @@ from .plan import PlannedCell, Run
 
 
 def cannot_run(cell: PlannedCell, run: Run | None) -> str | None:
-    """Why a cell is not even tried; None where it is."""
+    """Say why a cell is not tried; None if it is."""
     if run is None:
         return f"needs {cell.benchmark.needs or cell.model.needs}"
     if run.asks_lm_eval and lm_eval_folder() is None:
         return f"needs lm-evaluation-harness: {sys.executable} -m pip install '{LM_EVAL_PACKAGE}'"
     if cell.model.gpu and run.arguments.device is None and not torch.cuda.is_available():
-        return "needs a GPU, and torch sees none (device=cpu tries without)"
+        return "needs a GPU, but torch sees none (device=cpu runs it without)"
     if machine.needs_hub(run.request) and not _hub_is_there():
         try:
             machine.check_model_is_local(run.arguments)
@@ -44,7 +44,7 @@ def _hub_is_there() -> bool:
 
 
 def run_all(runs: list[Run], failed: dict[tuple[str, ...], str]) -> None:
-    """Run one after the other; `failed` gets why cells have no result."""
+    """Run the calls one by one; `failed` collects why cells have no result."""
     for number, run in enumerate(runs, 1):
         print(f"[{number} of {len(runs)}] {run.cells[0].model.name}, {run.cells[0].benchmark.name}: ", end="")
         print(f"{called('eval')} {shlex.join(run.argv)}", flush=True)
@@ -54,7 +54,7 @@ def run_all(runs: list[Run], failed: dict[tuple[str, ...], str]) -> None:
 
 
 def execute(argv: Sequence[str]) -> tuple[int, str]:
-    """Run `lmms_eval_plugins.evaluate` in a process of its own: its exit code, and its error line if it has one."""
+    """Run `lmms_eval_plugins.evaluate` in its own process; return its exit code, and its error line if it has one."""
     tail = b""
     with evaluation(argv, stderr=subprocess.PIPE) as process:
         while chunk := os.read(process.stderr.fileno(), 65536):

@@ -1,4 +1,4 @@
-"""The table: our results beside the paper's."""
+"""Write the table of our results beside the paper's."""
 
 import dataclasses
 import itertools
@@ -27,14 +27,14 @@ COLUMNS = ["method", "ratio", "ours", "theirs", "difference", "tokens/correct", 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table; None where there is no such number. All in the paper's scale.
+    """A row of the table, in the paper's scale; missing numbers are None.
 
     Attributes:
-        margin: half of our 95 % interval.
-        inside: whether the difference is at most margin and reading error together.
-        tokens_per_correct: tokens of our answers, over the sum of their scores.
-        short: whether most of our answers are too short to see compression.
-        note: why there is no result, or the number of questions, and the share kept where it is not the ratio asked.
+        margin: half the width of our 95 % interval.
+        inside: whether the difference is at most the margin plus the reading error.
+        tokens_per_correct: tokens of our answers over the sum of their scores.
+        short: whether most of our answers are too short to show compression.
+        note: why there is no result; or the number of questions, and the share kept if it is not the requested ratio.
     """
 
     model: str
@@ -54,7 +54,7 @@ class Row:
 
 
 def row(cell: PlannedCell, reference: dict[tuple[str, ...], tuple[float, float]], reason: str) -> Row:
-    """A cell beside its reference; `reason` stands where it has no result."""
+    """Return a cell's row with its reference; `reason` becomes the note if it has no result."""
     theirs, reading_error = reference.get(cell.key, (None, None))
     ours, stderr, margin, tokens, short, note = None, None, None, None, False, reason
     if cell.folder is not None and (cell.folder / RESULTS_FILE).is_file():
@@ -75,7 +75,7 @@ def row(cell: PlannedCell, reference: dict[tuple[str, ...], tuple[float, float]]
 
 
 def score(cell: PlannedCell, results: dict[str, Any]) -> tuple[float, float | None, int, float | None]:
-    """Our score and standard error in the paper's scale, the number of questions, and tokens per correct answer."""
+    """Return our score and standard error in the paper's scale, the number of questions, and tokens/correct."""
     scores, scale = results["results"].get(cell.benchmark.task, {}), cell.benchmark.scale
     found = headline(results, cell.benchmark.metric)
     if found is None:
@@ -89,16 +89,16 @@ def score(cell: PlannedCell, results: dict[str, Any]) -> tuple[float, float | No
 
 
 def _other_share(results: dict[str, Any]) -> str:
-    """What was kept, where that is not the ratio that was asked."""
+    """Return the share kept, as text, if it is not the requested ratio."""
     realised = results["efficiency"].get("realised_ratio", {}).get("mean")
     return "" if near(realised, results["protocol"]["ratio"]) else f", kept {share(realised)}"
 
 
 def interval(stderr: float | None, questions: int, scale: float) -> float | None:
-    """Half of the 95 % interval: 1.96 standard errors.
+    """Return half the width of the 95 % interval: 1.96 standard errors.
 
-    Where all questions got the same score, the standard error is 0 and says nothing. Half of the interval is then the
-    largest share of other scores that would show none in one of 20 draws.
+    If all questions have the same score, the standard error is 0 and says nothing. The result is then the largest share
+    of other scores of which a sample of this size would contain none with probability 5 %.
     """
     if stderr is None:
         return None
@@ -106,7 +106,7 @@ def interval(stderr: float | None, questions: int, scale: float) -> float | None
 
 
 def write_report(config: Reproduction, rows: list[Row], stem: Path) -> list[Path]:
-    """Write the table as Markdown and CSV; each file whole or not at all."""
+    """Write the table as Markdown and CSV, each file atomically."""
     files = [stem.with_name(stem.name + suffix) for suffix in SUFFIXES]
     frame = pd.DataFrame([dataclasses.asdict(row) for row in rows]).assign(source=config.source or "")
     write_text(files[0], markdown(config, rows))
@@ -115,10 +115,10 @@ def write_report(config: Reproduction, rows: list[Row], stem: Path) -> list[Path
 
 
 def markdown(config: Reproduction, rows: list[Row]) -> str:
-    """The table, a part for each model and benchmark."""
+    """Return the table in Markdown, with a section for each model and benchmark."""
     done = [row for row in rows if row.ours is not None]
     judged = [row for row in done if row.inside is not None]
-    theirs = f"**Theirs: {config.source}.**" if config.source else "There is no reference: ours alone."
+    theirs = f"**Theirs: {config.source}.**" if config.source else "There is no reference, only our results."
     lines = [f"# {config.title}", "", config.paper, "", config.about.strip(), ""]
     inside = f"{sum(row.inside for row in judged)} of {len(judged)} inside both errors"
     lines += [
@@ -141,7 +141,7 @@ def markdown(config: Reproduction, rows: list[Row]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text of one line in which no bar ends the cell."""
+    """Return text on one line, with bars escaped."""
     return " ".join(text.split()).replace("|", r"\|")
 
 
@@ -167,7 +167,7 @@ def _trend(rows: list[Row]) -> list[str]:
 
 
 def write_reference(rows: list[Row], path: Path) -> None:
-    """Our results as a reference: the reading error is half of the 95 % interval. Raises UsageError without any."""
+    """Write our results as a reference, with half the 95 % interval as reading error. Raises UsageError without any."""
     done = [row for row in rows if row.margin is not None]
     if not done:
         raise UsageError(f"--write-reference {path}: there is no result to write")

@@ -1,6 +1,6 @@
-"""`kvcompress sweep`: all trials of a wandb sweep file, here or on a Ray cluster, and their table; see docs/sweeps.md.
+"""`kvcompress sweep`: run all trials of a wandb sweep file, here or on Ray, and tabulate them. See docs/sweeps.md.
 
-`python -m lmms_eval_plugins.sweep run|trial` is the same, and what `wandb agent` runs.
+`python -m lmms_eval_plugins.sweep run` does the same; `... trial` is what `wandb agent` runs.
 """
 
 import argparse
@@ -28,26 +28,26 @@ def parser() -> argparse.ArgumentParser:
     this = Parser("sweep", usage=f"%(prog)s {USAGE}")
     add = this.add_argument
     add("config", type=path, metavar="CONFIG", help="a wandb sweep file, or a name of configs/sweeps: demo")
-    add("overrides", nargs="*", metavar="parameter=value", help="constants in place of the file's parameters")
+    add("overrides", nargs="*", metavar="parameter=value", help="constants that replace the file's parameters")
     add("--limit", type=count_or_fraction, help="questions per task: the same as limit=N")
-    add("--trials", type=whole(1), metavar="N", help="most trials (default: the file's run_cap)")
-    add("--seed", type=whole(), default=0, help="of random and bayes (0)")
-    add("--name", type=label, help="of the sweep's folder (default: the file's name and what is overridden)")
+    add("--trials", type=whole(1), metavar="N", help="maximum number of trials (default: the file's run_cap)")
+    add("--seed", type=whole(), default=0, help="seed of random and bayes (0)")
+    add("--name", type=label, help="name of the sweep's folder (default: the file's name and the overrides)")
     add("--output_path", type=path, default=Path("results"), metavar="DIR", help="root of the results (results)")
     add("--ray", type=label, metavar="ADDRESS", help="run on the Ray cluster at ADDRESS, or on a `local` one")
-    add("--cpus-per-trial", type=whole(1), metavar="N", help="cores of a trial on Ray (1)")
-    add("--workers", type=whole(1), metavar="N", help="trials at once on Ray (default: all that there is room for)")
+    add("--cpus-per-trial", type=whole(1), metavar="N", help="cores per trial on Ray (1)")
+    add("--workers", type=whole(1), metavar="N", help="parallel trials on Ray (default: as many as fit)")
     return this
 
 
 def run(argv: list[str]) -> None:
-    """All trials of a sweep file, then their table. Raises EvaluationFailed where some trial has no results."""
+    """Run all trials of a sweep file and write their table. Raises EvaluationFailed if a trial has no results."""
     flags = parser().parse_intermixed_args(argv)
     overrides = parse_trial(flags.overrides)
     if flags.limit is not None:
         overrides["limit"] = flags.limit
     if flags.ray is None and (flags.workers or flags.cpus_per_trial):
-        raise UsageError("--workers and --cpus-per-trial are for --ray")
+        raise UsageError("--workers and --cpus-per-trial need --ray")
     if flags.ray is not None and number_of_processes() > 1:
         raise UsageError(f"NUM_PROCESSES={number_of_processes()} with --ray: a trial on Ray is one process")
     try:
@@ -69,7 +69,7 @@ def run(argv: list[str]) -> None:
     check_output(flags.output_path / "sweeps" / config.name)
     with locked(flags.output_path / "sweeps" / config.name):
         sweep = Sweep(config, flags.output_path, flags.seed, flags.trials)
-        say(f"{sweep.trials.left} of {sweep.trials.total} trials to do; all is kept under {sweep.folder}")
+        say(f"{sweep.trials.left} of {sweep.trials.total} trials to do; progress is saved in {sweep.folder}")
         if flags.ray is None:
             run_here(sweep)
         else:
@@ -86,7 +86,7 @@ def run(argv: list[str]) -> None:
 
 @contextlib.contextmanager
 def _naming(config: object) -> Iterator[None]:
-    """What is wrong with a trial names the sweep file."""
+    """Prefix errors of trials with the sweep file's name."""
     from kvcompress import KVCompressError
 
     try:
@@ -96,12 +96,12 @@ def _naming(config: object) -> Iterator[None]:
 
 
 def trial(argv: list[str]) -> None:
-    """One trial, logged to wandb."""
+    """Run one trial and log it to wandb."""
     parameters = parse_trial(argv)
     output_path = _checked(path, "output_path", parameters.pop("output_path", "results"))
     check_tasks([str(parameters.get("task"))], _include_path(parameters))
     stay_offline([str(parameters.get("model"))], [str(parameters.get("task"))])
-    if "WANDB_SWEEP_ID" not in os.environ:  # else the sweep is to have a failed run
+    if "WANDB_SWEEP_ID" not in os.environ:  # in a wandb sweep, a wrong trial should show as a failed run
         cell_folder(parameters, output_path)
     values = run_trial(parameters, output_path)
     say(" ".join(f"{name}={value:.4g}" for name, value in values.items()))
@@ -113,7 +113,7 @@ def _include_path(parameters: dict[str, Any]) -> Path | None:
 
 
 def _checked(kind: Callable[[str], Path], parameter: str, value: Any) -> Path:
-    """A parameter's value as a flag of this type has it. Raises UsageError."""
+    """Convert a parameter's value as a flag of this type would. Raises UsageError."""
     try:
         return kind(str(value))
     except argparse.ArgumentTypeError as error:
@@ -121,7 +121,7 @@ def _checked(kind: Callable[[str], Path], parameter: str, value: Any) -> Path:
 
 
 def command(argv: list[str]) -> None:
-    """`run` or `trial`."""
+    """Dispatch to `run` or `trial`."""
     commands = {"run": run, "trial": trial}
     if not argv or argv[0] not in commands:
         raise UsageError(f"{argv[0] if argv else 'nothing'!r} is neither run nor trial; both are in docs/sweeps.md")
@@ -130,12 +130,12 @@ def command(argv: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code; every error ends with one line on stderr."""
+    """Run the command and return its exit code; every error is one line on stderr."""
     return exit_code(command, argv, "trials")
 
 
 def run_main(argv: list[str]) -> int:
-    """`kvcompress sweep`: `run` without the word."""
+    """`kvcompress sweep`: the same as `run`."""
     return main(["run", *argv])
 
 

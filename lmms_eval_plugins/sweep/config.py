@@ -1,4 +1,4 @@
-"""A sweep file: wandb's own schema, as far as a sweep without wandb's server can follow it."""
+"""Read a sweep file: the part of wandb's schema that works without wandb's server."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from .trial import METRICS
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "sweeps"  # a link in a checkout, files in a wheel
 METHODS = ("grid", "random", "bayes")
-# Distribution -> the keys that it needs; what wandb has beyond these is for its server only.
+# Distribution -> the keys that it needs; wandb's others need its server.
 DISTRIBUTIONS = {
     "constant": ("value",),
     "categorical": ("values",),
@@ -26,7 +26,7 @@ DISTRIBUTIONS = {
     "log_uniform_values": ("min", "max"),
     "q_uniform": ("min", "max", "q"),
 }
-LONGEST_NAME = 200  # of a folder, in bytes
+LONGEST_NAME = 200  # bytes of a folder name
 KEYS = ("name", "description", "project", "entity", "program", "command", "method", "metric", "parameters", "run_cap")
 
 
@@ -35,12 +35,12 @@ class SweepConfig:
     """A checked sweep file.
 
     Attributes:
-        name: the file's name without its ending, and what was overridden.
+        name: the file's name without its ending, and the overrides.
         method: grid, random or bayes.
         metric: what is optimised, one of METRICS; goal: `maximize` or `minimize`.
-        constants: the parameters with one value.
-        space: the others, each with its distribution.
-        run_cap: most trials; None where the file sets none.
+        constants: the parameters with a single value.
+        space: the other parameters with their distributions.
+        run_cap: the maximum number of trials; None if the file sets none.
     """
 
     name: str
@@ -52,34 +52,34 @@ class SweepConfig:
     run_cap: int | None
 
     def values(self, name: str) -> list[Any]:
-        """What a parameter may be: its constant, or its choices; nothing for a range, [None] where it is not given."""
+        """Return a parameter's possible values: its constant or its choices; [] for a range, [None] if it is absent."""
         if name in self.space:
             return list(self.space[name].choices) if is_choice(self.space[name]) else []
         return [self.constants.get(name)]
 
     def grid(self, outer: set[str]) -> list[dict[str, Any]]:
-        """All combinations in the file's order; the parameters in `outer` change least often."""
+        """Return all combinations in the file's order; the parameters in `outer` change least often."""
         names = sorted(self.space, key=lambda name: name not in outer)
         choices = itertools.product(*(self.space[name].choices for name in names))
         return [dict(zip(names, values, strict=True)) for values in choices]
 
     def corners(self) -> list[dict[str, Any]]:
-        """For each method the first choice or the least value of every other parameter."""
+        """Return one combination per method, with the first choice or smallest value of every other parameter."""
         first = {name: given.choices[0] if is_choice(given) else given.low for name, given in self.space.items()}
         return [{**first, "method": method} for method in self.values("method")]
 
 
 def read_config(path: Path, overrides: dict[str, Any], name: str | None = None) -> SweepConfig:
-    """The sweep file with `overrides` as constants in place of its parameters, under `name` or the file's own. A name
-    without an ending is one of `configs/sweeps`.
+    """Read a sweep file; `overrides` replace its parameters by constants, `name` its name. A path without an ending
+    names a file of `configs/sweeps`.
 
-    Raises UsageError, one line, for a file that is no sweep, or asks for what only wandb's server can do.
+    Raises a one-line UsageError for a file that is not a sweep or needs wandb's server.
     """
     if not path.suffix and not path.exists():
         known = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
         if str(path) not in known:
             given = f"no sweep {shown(str(path))}{nearest(str(path), known)}"
-            raise UsageError(f"{given}; there are: {', '.join(known)}, or a path to a sweep file")
+            raise UsageError(f"{given}; valid: {', '.join(known)}, or a path to a sweep file")
         path = CONFIGS / f"{path}.yaml"
     sweep = read_yaml(path, "sweep file")
     if not isinstance(sweep.get("parameters"), dict):
@@ -134,7 +134,7 @@ def is_choice(given: BaseDistribution) -> bool:
 
 
 def distribution(name: str, given: Any) -> BaseDistribution:
-    """wandb's specification of a parameter as optuna's. Raises UsageError."""
+    """Convert wandb's specification of a parameter to optuna's. Raises UsageError."""
     if not isinstance(given, dict):
         raise UsageError(f"parameter {name!r}: {shown(given)} is not value:, values:, or min: and max:")
     kind = given.get("distribution", _default_kind(given))
@@ -152,7 +152,7 @@ def distribution(name: str, given: Any) -> BaseDistribution:
 
 
 def _default_kind(given: dict[str, Any]) -> str:
-    """The distribution of a parameter that names none, as in wandb."""
+    """Return wandb's default distribution for a parameter that names none."""
     if "value" in given:
         return "constant"
     if "values" in given:
@@ -162,7 +162,7 @@ def _default_kind(given: dict[str, Any]) -> str:
 
 def _categorical(name: str, values: Any) -> CategoricalDistribution:
     if not isinstance(values, list) or not values:
-        raise UsageError(f"parameter {name!r}: values {shown(values)} is not a list with something in it")
+        raise UsageError(f"parameter {name!r}: values {shown(values)} is not a non-empty list")
     for value in values:
         if value is not None and not isinstance(value, bool | int | float | str):
             raise UsageError(
@@ -171,7 +171,7 @@ def _categorical(name: str, values: Any) -> CategoricalDistribution:
         if not isinstance(value, str | None) and not abs(value) <= MOST:
             raise UsageError(f"parameter {name!r}: value {shown(value)} is not a number between -{MOST} and {MOST}")
     if len(set(values)) < len(values):
-        raise UsageError(f"parameter {name!r}: values {shown(values)} holds one twice")
+        raise UsageError(f"parameter {name!r}: values {shown(values)} has duplicates")
     return CategoricalDistribution(values)
 
 

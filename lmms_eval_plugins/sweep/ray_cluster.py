@@ -1,4 +1,4 @@
-"""The trials of a sweep on a Ray cluster: a pool of actors that keep their model, one trial each at a time."""
+"""Run the trials of a sweep on a Ray cluster, in a pool of actors that keep their model and run one trial at a time."""
 
 import math
 import os
@@ -21,7 +21,7 @@ RETRIES = 3
 
 
 class Worker:
-    """One actor: evaluates trials in the driver's working directory, which its machine has to share."""
+    """An actor that evaluates trials in the driver's working directory, which its machine must share."""
 
     def __init__(self, directory: str, environment: dict[str, str]):
         os.environ.update(environment)
@@ -29,20 +29,20 @@ class Worker:
         self._evaluator = Evaluator()
 
     def ready(self) -> None:
-        """Answers once the actor has its place on the cluster."""
+        """Return as soon as the actor is placed on the cluster."""
 
     def evaluate(self, parameters: dict[str, Any], output: Path) -> None:
         self._evaluator.evaluate(parameters, output)
 
 
 def run_on_ray(sweep: Sweep, address: str, cpus: int = 1, workers: int | None = None) -> None:
-    """Every trial on the cluster at `address` (`local`: a cluster on this machine, for the time of the sweep).
+    """Run every trial on the cluster at `address` (`local`: a temporary cluster on this machine).
 
-    A trial takes `cpus` cores, and a GPU where the cluster has any and the sweep does not say device=cpu. `workers`
-    trials run at once, by default as many as the cluster has room for. A trial whose worker is lost is tried again,
-    RETRIES times. A cell that several trials share is evaluated once.
+    A trial takes `cpus` cores, and a GPU if the cluster has any and the sweep does not set device=cpu. `workers` trials
+    run in parallel, by default as many as fit on the cluster. A trial whose worker is lost is retried up to RETRIES
+    times. A cell that several trials share is evaluated once.
 
-    Raises EvaluationFailed where the cluster cannot be reached or has no room for a trial.
+    Raises EvaluationFailed if the cluster cannot be reached or has no room for a trial.
     """
     if not sweep.trials.left:
         return
@@ -51,17 +51,15 @@ def run_on_ray(sweep: Sweep, address: str, cpus: int = 1, workers: int | None = 
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", **settings)
     except (ConnectionError, ValueError) as error:
-        hint = "; where the cluster asks for a token, set RAY_AUTH_MODE=token here too" if address != "local" else ""
+        hint = "; if the cluster requires a token, set RAY_AUTH_MODE=token here too" if address != "local" else ""
         raise EvaluationFailed(f"Ray cluster {address!r}: {' '.join(str(error).split())}{hint}") from error
-    interrupt_on_signals()  # Ray has put a handler of its own in place
+    interrupt_on_signals()  # Ray has replaced our handlers
     try:
         has = ray.cluster_resources()
         gpus = 1 if has.get("GPU") and sweep.config.constants.get("device") != "cpu" else 0
         room = min(has.get("CPU", 0) // cpus, has.get("GPU", 0) if gpus else math.inf)
         if not (workers or room):
-            raise EvaluationFailed(
-                f"the Ray cluster has {has.get('CPU', 0):g} cores, fewer than a trial takes ({cpus})"
-            )
+            raise EvaluationFailed(f"the Ray cluster has {has.get('CPU', 0):g} cores, but a trial needs {cpus}")
         total = sweep.trials.total
         with tqdm(total=total, initial=total - sweep.trials.left, unit="trial", disable=None) as bar:
             sweep.say = bar.write
@@ -74,15 +72,15 @@ def run_on_ray(sweep: Sweep, address: str, cpus: int = 1, workers: int | None = 
 
 
 class Pool:
-    """The actors, and what each is doing."""
+    """The actors and their current work."""
 
     def __init__(self, sweep: Sweep, cpus: int, gpus: int, bar: tqdm):
         self.sweep, self.bar = sweep, bar
         names = [name for name in ("HF_HUB_OFFLINE", "HF_HOME") if name in os.environ]
         self._arguments = (os.getcwd(), {name: os.environ[name] for name in names})
         self._actor = ray.remote(Worker).options(num_cpus=cpus, num_gpus=gpus)
-        # What is awaited -> its actor and the trials of the cell that it evaluates; none for an actor that starts.
-        # Trials go only to actors that have their place, so one that cannot be placed holds nothing back.
+        # Awaited reference -> its actor and the trials of the cell that it evaluates; empty while an actor starts.
+        # Trials go only to placed actors, so one that cannot be placed holds up nothing.
         self._awaited: dict[ray.ObjectRef, tuple[Any, list[Trial]]] = {}
         self._idle: list[Any] = []
         self._again: deque[list[Trial]] = deque()
@@ -99,12 +97,12 @@ class Pool:
                 done = worker.evaluate.remote(trials[0].parameters, self.sweep.output)
                 self._awaited[done] = (worker, trials)
             if self._idle and not any(trials for _, trials in self._awaited.values()):
-                return  # an idle actor, and no trial for it
+                return  # nothing runs, and no trial is left
             self._take(ray.wait(list(self._awaited), num_returns=1)[0][0])
 
     def _next(self) -> list[Trial]:
-        """The trials of the next cell, nothing where all are under way. A trial whose cell is under way joins it."""
-        from kvcompress import KVCompressError  # a worker imports this file before it has its environment
+        """Return the trials of the next cell; empty if all are running. A trial whose cell is running joins it."""
+        from kvcompress import KVCompressError  # late: a worker imports this file before its environment is set
 
         if self._again:
             return self._again.popleft()
@@ -114,15 +112,15 @@ class Pool:
             except KVCompressError as error:
                 self._end([trial], error)
                 continue
-            under_way = [trials for _, trials in self._awaited.values() if trials]
-            same = next((trials for trials in under_way if self.sweep.cell(trials[0]) == cell), None)
+            running = [trials for _, trials in self._awaited.values() if trials]
+            same = next((trials for trials in running if self.sweep.cell(trials[0]) == cell), None)
             if same is None:
                 return [trial]
             same.append(trial)
         return []
 
     def _take(self, reference: ray.ObjectRef) -> None:
-        """What an actor answered, or that it is lost."""
+        """Handle an actor's result, or its loss."""
         worker, trials = self._awaited.pop(reference)
         try:
             ray.get(reference)
@@ -136,7 +134,7 @@ class Pool:
         self._idle.append(worker)
 
     def _replace(self, worker: Any, trials: list[Trial], error: RayError) -> None:
-        """Another actor for a lost one, and its trials once more."""
+        """Replace a lost actor and retry its trials."""
         ray.kill(worker)  # it may only be out of reach
         number = trials[0].number if trials else None
         self._lost[number] += 1

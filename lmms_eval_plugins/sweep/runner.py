@@ -1,4 +1,4 @@
-"""A sweep under way, run in this process or on a Ray cluster, and its table."""
+"""Run a sweep in this process, or hand out its trials to a Ray cluster."""
 
 import fcntl
 import hashlib
@@ -32,11 +32,11 @@ MOST_FIRST_FAILURES = 3
 
 
 class Sweep:
-    """Hands out the trials of a sweep, and takes their results.
+    """Hands out the trials of a sweep and collects their results.
 
     Args:
         output: root of the results; the sweep's own folder is `sweeps/<name>` in it.
-        cap: most trials, in place of the file's.
+        cap: the maximum number of trials, in place of the file's.
 
     Raises:
         UsageError: the folder holds another sweep.
@@ -57,12 +57,12 @@ class Sweep:
         try:
             read_results(self.cell(trial))
         except (EvaluationFailed, DamagedFile) as error:
-            self.say(f"{self.label(trial)}: evaluated again: {error}")
+            self.say(f"{self.label(trial)}: evaluating again: {error}")
             return False
         return True
 
     def cell(self, trial: Trial) -> Path:
-        """The folder of the trial's results."""
+        """Return the folder of the trial's results."""
         return cell_folder(trial.parameters, self.output)
 
     def label(self, trial: Trial) -> str:
@@ -70,12 +70,12 @@ class Sweep:
         return f"trial {trial.number + 1} of {self.trials.total} ({' '.join(varied)})"
 
     def finish(self, trial: Trial) -> None:
-        """The trial's cell is complete: log it and note its value. Raises EvaluationFailed where it has none."""
+        """Log a trial whose cell is complete and record its value. Raises EvaluationFailed if it has none."""
         folder, metric = self.cell(trial), self.config.metric
         values = trial_values(read_results(folder))
         if metric not in values:
             raise EvaluationFailed(f"{folder} has no {metric}")
-        # The same id for the same trial: logged twice, because the sweep was cut in between, it is one run online.
+        # A fixed id per trial: if an interrupted sweep logs it twice, it is still one run online.
         run_id = hashlib.sha256(f"{self.folder} {trial.number}".encode()).hexdigest()[:12]
         os.environ.setdefault("WANDB_SILENT", "true")
         with wandb_run(trial.parameters, id=run_id, group=self.config.name, dir=self.folder) as run:
@@ -85,7 +85,7 @@ class Sweep:
         self.say(f"{self.label(trial)}: {metric} {values[metric]:.4g}")
 
     def fail(self, trial: Trial, error: Exception) -> None:
-        """Note a failure; the others go on. Raises EvaluationFailed where all of the first ones fail."""
+        """Record a failure and go on with the other trials. Raises EvaluationFailed if the first ones all fail."""
         text = f"{self.label(trial)} failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
         self.failures.append(text)
         self.say(text)
@@ -94,15 +94,15 @@ class Sweep:
 
 
 def model_parameters() -> set[str]:
-    """What asks for another loaded model: a grid changes these least often."""
+    """Return the parameters that need the model loaded anew; a grid changes these least often."""
     from ..model.arguments import ModelArguments
 
     return {"model", *ModelArguments.model_fields}
 
 
 def check_trials(config: SweepConfig, output: Path) -> None:
-    """Raises UsageError or KVCompressError for a parameter that nothing in the sweep has, and for a trial that cannot
-    be: of a grid all are looked at, else one for each method."""
+    """Raise UsageError or KVCompressError for a parameter that no part of the sweep has, or an impossible trial. All
+    trials of a grid are checked, otherwise one per method."""
     owners = option_owners()
     own = {
         option
@@ -114,7 +114,7 @@ def check_trials(config: SweepConfig, output: Path) -> None:
     for name in {**config.constants, **config.space}:
         if name in owners and name not in own:
             raise UsageError(
-                f"parameter {name!r} is an option of {', '.join(owners[name])}, of no method in this sweep"
+                f"parameter {name!r} is an option of {', '.join(owners[name])}, but of no method in this sweep"
             )
         if name not in valid:
             raise UsageError(f"unknown parameter {name!r}{nearest(name, valid)}; valid: {', '.join(valid)}")
@@ -125,7 +125,7 @@ def check_trials(config: SweepConfig, output: Path) -> None:
 
 
 def run_here(sweep: Sweep) -> None:
-    """Every trial in this process, one after the other."""
+    """Run every trial in this process, one by one."""
     from kvcompress import KVCompressError
 
     evaluator = Evaluator()
@@ -142,7 +142,7 @@ def run_here(sweep: Sweep) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Raises EvaluationFailed where another process runs this sweep. The lock ends with its process."""
+    """Lock the sweep's folder until this process ends. Raises EvaluationFailed if another process holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:
         try:

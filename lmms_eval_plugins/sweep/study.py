@@ -1,8 +1,8 @@
-"""The trials of a sweep and how far they are: an optuna study in a journal file, which survives being killed.
+"""Keep the trials of a sweep and their progress in an optuna study, whose journal file survives a killed process.
 
-A trial is *running* in the journal from the moment it is drawn until its value is told. What a cut sweep left running,
-or what failed, comes first when it goes on. Each draw has a seed of its own, from the sweep's seed and the draw's
-place, so a sweep that was cut draws what it would have drawn.
+A trial is *running* in the journal from its draw until its value is recorded. When a sweep resumes, trials that were
+running or failed come first. Each draw has its own seed, from the sweep's seed and the number of the draw, so a resumed
+sweep draws the same trials as an uninterrupted one.
 """
 
 import json
@@ -27,7 +27,7 @@ JOURNAL_FILE = "study.journal"
 
 @dataclass(frozen=True)
 class Trial:
-    """`parameters` with the constants; `is_told`: the journal has its value."""
+    """A trial; `parameters` include the constants; `is_told`: whether the journal has its value."""
 
     number: int
     parameters: dict[str, Any]
@@ -38,13 +38,12 @@ class Trials:
     """The trials of one sweep.
 
     Args:
-        folder: of the sweep; made where it is missing.
+        folder: the sweep's folder, created if missing.
         outer: parameters that change least often in a grid.
-        cap: most trials, in place of the file's run_cap; a grid needs neither.
+        cap: the maximum number of trials, in place of the file's run_cap; a grid needs neither.
 
     Raises:
-        UsageError: `folder` holds another sweep, or a damaged file; or nothing says how many trials a random or bayes
-            sweep has.
+        UsageError: `folder` holds another sweep or a damaged file, or a random or bayes sweep has no number of trials.
     """
 
     def __init__(self, config: SweepConfig, folder: Path, seed: int, outer: set[str], cap: int | None = None):
@@ -52,7 +51,7 @@ class Trials:
         grid = config.grid(outer) if config.method == "grid" else None
         cap = cap or config.run_cap
         if grid is None and cap is None:
-            raise UsageError(f"a {config.method} sweep needs run_cap: in its file, or --trials N")
+            raise UsageError(f"a {config.method} sweep needs run_cap in its file, or --trials N")
         self.total = cap if grid is None else min(cap or len(grid), len(grid))
         _check_same_sweep(config, folder, seed)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -63,22 +62,22 @@ class Trials:
                 direction=config.goal,
                 load_if_exists=True,
             )
-            self._left = self._taken_up(grid)
+            self._left = self._resume(grid)
             self._drawn = len(self.drawn())
-        except Exception as error:  # anything, where the journal does not hold what optuna wrote
+        except Exception as error:  # optuna raises anything for a damaged journal
             raise UsageError(
                 f"{folder / JOURNAL_FILE} cannot be read ({_one_line(error)}): remove it; finished cells are kept"
             ) from error
 
-    def _taken_up(self, grid: list[dict[str, Any]] | None) -> deque[Trial]:
-        """What an earlier run has not finished; what is new of the grid is noted."""
+    def _resume(self, grid: list[dict[str, Any]] | None) -> deque[Trial]:
+        """Return the trials that an earlier run left unfinished, and enqueue the new ones of a grid."""
         known = self._study.get_trials(deepcopy=False)
         if grid is not None:
             for parameters in grid[sum(trial.state != TrialState.FAIL for trial in known) : self.total]:
                 self._study.enqueue_trial(parameters)
         left = deque(trial for trial in self.drawn() if not trial.is_told)
         for trial in known:
-            if trial.state == TrialState.RUNNING and not self._is_drawn(trial):  # cut within the draw: draw again
+            if trial.state == TrialState.RUNNING and not self._is_drawn(trial):  # interrupted while drawing: draw again
                 self._study.tell(trial.number, state=TrialState.FAIL)
                 if grid is not None:
                     self._study.enqueue_trial(trial.system_attrs["fixed_params"])
@@ -86,11 +85,11 @@ class Trials:
 
     @property
     def left(self) -> int:
-        """How many trials `next` will still hand out."""
+        """The number of trials that `next` will still hand out."""
         return len(self._left) + max(self.total - self._drawn, 0)
 
     def drawn(self) -> list[Trial]:
-        """All trials so far, in their order."""
+        """Return all trials so far, in order."""
         states = (TrialState.RUNNING, TrialState.COMPLETE)
         return [
             Trial(trial.number, {**self.config.constants, **trial.params}, trial.state == TrialState.COMPLETE)
@@ -99,11 +98,11 @@ class Trials:
         ]
 
     def repeat(self, trial: Trial) -> None:
-        """Hand out a trial again, next."""
+        """Hand out a trial again, before all others."""
         self._left.appendleft(trial)
 
     def next(self) -> Trial | None:
-        """The next trial to evaluate; None where all were handed out."""
+        """Return the next trial to evaluate; None if all have been handed out."""
         if self._left:
             return self._left.popleft()
         if self._drawn >= self.total:
@@ -117,7 +116,7 @@ class Trials:
         return Trial(drawn.number, {**self.config.constants, **drawn.params})
 
     def tell(self, trial: Trial, value: float) -> None:
-        """A trial is finished. A value that was told before stays."""
+        """Record the value of a finished trial; an earlier value stays."""
         if not trial.is_told:
             self._study.tell(trial.number, value)
 
@@ -126,7 +125,7 @@ class Trials:
 
 
 def _check_same_sweep(config: SweepConfig, folder: Path, seed: int) -> None:
-    """Note in the folder what sweep it holds. Raises UsageError where it holds another."""
+    """Record in the folder which sweep it holds. Raises UsageError if it holds another."""
     wanted = {
         "method": config.method,
         "metric": config.metric,

@@ -1,4 +1,4 @@
-"""The table of a sweep: its trials, with what they measured."""
+"""Write the table of a sweep: its trials with their results."""
 
 from typing import Any
 
@@ -23,13 +23,13 @@ from ..report.table import (
 from .runner import Sweep, model_parameters
 from .trial import FLAGS, read_results, trial_values
 
-# Metrics that the columns of `table_rows` do not show.
+# Metrics that `table_rows` has no column for.
 FURTHER = ("throughput", "peak_memory_bytes", "accuracy_stderr")
 
 
 def write_table(sweep: Sweep, console: Console | None = None) -> None:
-    """Print the finished trials and write them to `report.md` in the sweep's folder: one table per task, a grid in its
-    order, others with the best first. Trials that are one cell, such as `full` at two ratios, are one row."""
+    """Print the finished trials and write them to `report.md` in the sweep's folder, one table per task: a grid in its
+    order, other sweeps with the best first. Trials that share a cell, such as `full` at two ratios, share a row."""
     console, path = console or terminal.console(), sweep.folder / "report.md"
     text = f"# Sweep {markdown_text(sweep.config.name)}\n"
     for task, rows in trial_rows(sweep).groupby("task", sort=False):
@@ -51,7 +51,7 @@ def write_table(sweep: Sweep, console: Console | None = None) -> None:
 
 
 def trial_rows(sweep: Sweep) -> pd.DataFrame:
-    """One row per cell of the finished trials, in the order of the table."""
+    """Return one row per cell of the finished trials, in the order of the table."""
     rows: dict[Any, dict[str, Any]] = {}
     for trial in sweep.trials.drawn():
         folder = sweep.cell(trial)
@@ -66,7 +66,7 @@ def trial_rows(sweep: Sweep) -> pd.DataFrame:
 
 
 def table(sweep: Sweep, rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """Header and formatted cells: the trial, its varied settings, and what any report shows."""
+    """Return header and formatted rows: the trial, its varied settings, and the columns of every report."""
     header, lines = table_rows(rows)
     settings = [name for name in sweep.config.space if name in {*model_parameters(), *FLAGS}]
     further = [sweep.config.metric] if sweep.config.metric in FURTHER else []

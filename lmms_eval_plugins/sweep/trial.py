@@ -1,4 +1,4 @@
-"""One trial: parameters -> a cell of the results folder, evaluated unless it is complete there -> values for wandb."""
+"""Run one trial: map its parameters to a cell, evaluate it unless its results are complete, and log it to wandb."""
 
 import hashlib
 import os
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from ..model.arguments import ModelArguments
     from ..model.lm import KVCompressLM
 
-# Parameters that are flags of the evaluation command; the others are model arguments and options of methods.
+# Parameters that are flags of the evaluation command; the others are arguments of the model or options of methods.
 FLAGS = ("limit", "gen_kwargs", "num_fewshot", "include_path", "data_root", "overlays")
-# What a trial logs, and a sweep may optimise.
+# The values that a trial logs and a sweep may optimise.
 METRICS = (
     "accuracy",
     "accuracy_stderr",
@@ -43,8 +43,8 @@ MAX_ARTIFACT_NAME = 128  # wandb's
 
 
 def trial_argv(parameters: dict[str, Any], output_path: Path) -> list[str]:
-    """The evaluation command's arguments. Options of other methods than the trial's are left out, as in a list of
-    methods; so is what is None. Raises UsageError or KVCompressError for a parameter that is missing or unknown."""
+    """Return the evaluation command's arguments for a trial. Options of other methods are left out, as in a list of
+    methods, and so is None. Raises UsageError or KVCompressError for a missing or unknown parameter."""
     given = {name: value for name, value in parameters.items() if value is not None and str(value) != "None"}
     for name in ("task", "model", "method"):
         if name not in given:
@@ -63,7 +63,7 @@ def trial_argv(parameters: dict[str, Any], output_path: Path) -> list[str]:
 
 
 def method_options(method: str, scorer: str | None = None) -> set[str]:
-    """Names of the options of a method. Raises KVCompressError for an unknown one."""
+    """Return the names of a method's options. Raises KVCompressError for an unknown method."""
     from kvcompress.methods import method_info
     from kvcompress.policy.options import all_options
 
@@ -71,7 +71,7 @@ def method_options(method: str, scorer: str | None = None) -> set[str]:
 
 
 def option_owners() -> dict[str, list[str]]:
-    """Option -> the methods that have it."""
+    """Return option -> the methods that have it."""
     from kvcompress import list_methods
 
     owners: dict[str, list[str]] = {}
@@ -82,7 +82,7 @@ def option_owners() -> dict[str, list[str]]:
 
 
 def parse_trial(argv: list[str]) -> dict[str, Any]:
-    """Parameters from `--name=value`, as `wandb agent` writes them. Raises UsageError."""
+    """Parse parameters from `--name=value`, as `wandb agent` writes them. Raises UsageError."""
     parameters = {}
     for word in argv:
         match = re.fullmatch(r"(?:--)?(\w+)=(.*)", word, re.DOTALL)
@@ -95,26 +95,26 @@ def parse_trial(argv: list[str]) -> dict[str, Any]:
 
 
 def stay_offline(models: list[str], tasks: list[str]) -> None:
-    """As `set_offline`, for all models and tasks of a sweep."""
+    """Call `set_offline` for all models and tasks of a sweep."""
     set_offline(*(parse([",".join(tasks), model, "full", "1"]) for model in models))
 
 
 def cell_folder(parameters: dict[str, Any], output_path: Path) -> Path:
-    """Where the results of a trial are, or will be. Loads nothing. Raises as `trial_argv` and `Plan.of`."""
+    """Return the folder for a trial's results, without loading anything. Raises like `trial_argv` and `Plan.of`."""
     ((cell, _),) = Plan.of(parse(trial_argv(parameters, output_path))).cells
     return cell.folder(output_path.resolve())
 
 
 class Evaluator:
-    """Evaluates one trial after the other; the model stays loaded for the trials that share it."""
+    """Evaluates trials one by one; the model stays loaded while consecutive trials share it."""
 
     def __init__(self) -> None:
         self._lm: KVCompressLM | None = None
         self._arguments: ModelArguments | None = None
 
     def evaluate(self, parameters: dict[str, Any], output_path: Path) -> Path:
-        """The folder of the trial's results, which are complete. With NUM_PROCESSES set, that many ranks share the
-        questions. Raises UsageError, KVCompressError or EvaluationFailed."""
+        """Evaluate a trial unless its results are complete, and return their folder. With NUM_PROCESSES set, that many
+        ranks share the questions. Raises UsageError, KVCompressError or EvaluationFailed."""
         argv = trial_argv(parameters, output_path)
         plan = Plan.of(parse(argv))
         plan.check_machine(number_of_processes())
@@ -141,7 +141,7 @@ class Evaluator:
 
 
 def _evaluate_on_ranks(argv: list[str]) -> None:
-    """The evaluation command, which starts its ranks itself."""
+    """Run the evaluation command, which starts its ranks itself."""
     with evaluation(argv) as process:
         code = process.wait()
     if code:
@@ -149,7 +149,7 @@ def _evaluate_on_ranks(argv: list[str]) -> None:
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """A cell's results.json. Raises EvaluationFailed where it is not there, DamagedFile where it is damaged."""
+    """Read a cell's results.json. Raises EvaluationFailed if it is missing, DamagedFile if it is damaged."""
     try:
         return results.read_results(folder)
     except FileNotFoundError:
@@ -157,10 +157,10 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 
 def trial_values(results: dict[str, Any]) -> dict[str, float]:
-    """METRICS of a cell's results.json (and `samples`), without those that it lacks.
+    """Return the METRICS of a cell's results.json and its `samples`, leaving out missing ones.
 
-    `accuracy` is the task's headline metric, whatever its name; times, bytes and memory are medians over questions;
-    `throughput` is new tokens per second of generation, in a batch and of one process.
+    `accuracy` is the task's headline metric, whatever its name. Times, bytes and memory are medians over questions.
+    `throughput` is the new tokens per second of generation, of one process and with batching.
     """
     from ..report.table import cell_row
 
@@ -180,7 +180,7 @@ def trial_values(results: dict[str, Any]) -> dict[str, float]:
 
 
 def log_results(run: "wandb.Run", folder: Path) -> dict[str, float]:
-    """Log a complete cell to a wandb run: its values, its protocol and environment, its files. Returns the values."""
+    """Log a complete cell to a wandb run: its values, protocol, environment and files. Returns the values."""
     results = read_results(folder)
     values = trial_values(results)
     run.config.update(
@@ -193,8 +193,9 @@ def log_results(run: "wandb.Run", folder: Path) -> dict[str, float]:
 
 
 def results_artifact(folder: Path) -> "wandb.Artifact":
-    """A cell's results and samples, at their place below the results' root: artifacts that are downloaded into one
-    folder make a results folder. A cell has the same name wherever it lies, so its later results are a new version."""
+    """Return an artifact with a cell's results and samples under their path in the results folder, so that artifacts
+    downloaded into one folder form a results folder. A cell's artifact keeps its name; later results are new versions.
+    """
     import wandb
 
     place = Path(*folder.parts[-3:]).as_posix()
@@ -202,16 +203,17 @@ def results_artifact(folder: Path) -> "wandb.Artifact":
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", place.replace("/", "-"))
     artifact = wandb.Artifact(f"{readable[: MAX_ARTIFACT_NAME - 1 - len(digest)]}-{digest}", type="results")
     for file in (results.RESULTS_FILE, results.SAMPLES_FILE):
-        # Uploaded from where they lie: offline, wandb would keep a copy of each in the user's home.
+        # Upload in place: offline, wandb would otherwise copy each file into the user's home.
         artifact.add_file(str(folder / file), f"{place}/{file}", policy="immutable", skip_cache=True)
     return artifact
 
 
 @contextmanager
 def wandb_run(parameters: dict[str, Any], **settings: Any) -> Iterator["wandb.Run"]:
-    """A run under `wandb agent`, which names it; else by WANDB_MODE, offline where that is not set: no account needed.
+    """Start a wandb run: under `wandb agent` the one it names, otherwise one in WANDB_MODE, by default offline, which
+    needs no account.
 
-    An exception inside marks the run as failed. Raises EvaluationFailed where wandb cannot start one.
+    An exception in the context marks the run as failed. Raises EvaluationFailed if wandb cannot start one.
     """
     import wandb
 
@@ -227,7 +229,7 @@ def wandb_run(parameters: dict[str, Any], **settings: Any) -> Iterator["wandb.Ru
 
 
 def run_trial(parameters: dict[str, Any], output_path: Path) -> dict[str, float]:
-    """Evaluate a trial and log it to wandb: what `wandb agent` starts. Rank 0 logs."""
+    """Evaluate a trial and log it to wandb on rank 0; `wandb agent` starts this."""
     if rank() != 0:
         Evaluator().evaluate(parameters, output_path)
         return {}

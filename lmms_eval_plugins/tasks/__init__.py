@@ -1,7 +1,7 @@
-"""The bundled tasks, and a task index that costs little time to build.
+"""The bundled tasks, and a task index that is quick to build.
 
-`tiny_textvqa/` is a folder for lmms-eval's own `--include_path`; `task_manager` makes it and every task of
-lmms-eval available in process.
+`tiny_textvqa/` also works with lmms-eval's own `--include_path`; `task_manager` offers it and all tasks of lmms-eval in
+this process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TASK_LINE = re.compile(r"^[\"']?task[\"']?[ \t]*:[ \t]*[\"']?([^\s\"'#]+)[\"']?[
 
 
 def task_names(folder: Path) -> dict[str, Path]:
-    """Name -> file of every plain task under `folder`, found by text search (parsing 1900 YAMLs takes 4 s)."""
+    """Return name -> file of every plain task under `folder`, by text search (parsing 1900 YAMLs takes 4 s)."""
     names = {}
     for path in folder.rglob("*.yaml"):
         for name in TASK_LINE.findall(path.read_text(encoding="utf-8-sig", errors="replace")):
@@ -32,10 +32,10 @@ def task_names(folder: Path) -> dict[str, Path]:
 
 
 def task_manager(names: list[str], model_name: str | None = None) -> TaskManager:
-    """A TaskManager that knows `names`: bundled tasks, or tasks, groups and tags of the installed lmms-eval.
+    """Return a TaskManager that knows `names`: bundled tasks, or tasks, groups and tags of the installed lmms-eval.
 
-    Only the folders of the named tasks are indexed; a group or tag, whose parts may lie anywhere, makes it
-    index everything. `model_name` selects model-specific prompts in the tasks that have them.
+    Only the folders of the named tasks are indexed, unless there is a group or tag, whose parts may lie anywhere.
+    `model_name` selects model-specific prompts in the tasks that have them.
 
     Raises:
         KVCompressError: a name is neither bundled nor known to lmms-eval.

@@ -1,7 +1,7 @@
-"""Which tasks are scored by a judge: a model behind an API that lmms-eval's scorers ask.
+"""Find out which tasks are scored by a judge, a model behind an API that lmms-eval's scorers ask.
 
-lmms-eval does not say so anywhere, and most scorers turn a request that fails into a score. So their code is searched:
-from the functions that a task's YAML names through all functions of task folders that they use.
+lmms-eval does not record this, and most scorers turn a failed request into a score. So we search their code: from the
+functions named in a task's YAML through all functions of task folders that they use.
 """
 
 import os
@@ -15,25 +15,25 @@ from typing import Any
 
 LMMS_EVAL = "lmms_eval"
 JUDGE_MODULES = ("openai", "lmms_eval.llm_judge", "anthropic", "google.genai", "reka")
-# Variables whose value is a key, as the code reads them.
+# Environment variables that hold a key, as the code reads them.
 KEY_VARIABLE = re.compile(r"""(?:getenv|environ(?:\.get)?)\s*[\[(]\s*["'](\w*_(?:API_)?KEY)["']""")
 KEYS_OF_API_TYPE = {"openai": ("OPENAI_API_KEY",), "azure": ("AZURE_API_KEY", "AZURE_OPENAI_API_KEY")}
-WITHOUT_KEY = ("bedrock", "local", "dummy")  # API_TYPE of lmms-eval's judges that take none, or AWS's own
-# Tasks whose scorers share code with a judge's and do not ask it; some only where a variable says so.
+WITHOUT_KEY = ("bedrock", "local", "dummy")  # API_TYPE of lmms-eval's judges that need none, or AWS's own
+# Tasks whose scorers share code with a judge but do not ask it; some only unless a variable is set.
 UNJUDGED = re.compile(r"_static$")
 UNJUDGED_WITHOUT = {"PROCESSOR": re.compile(r"^aime|^gpqa_.*openai")}
-SWITCH = "USE_LLM_JUDGE"  # a global of reasoning tasks, "True" where a judge is asked
+SWITCH = "USE_LLM_JUDGE"  # a global of reasoning tasks, "True" if a judge is asked
 
 
 @dataclass(frozen=True)
 class Judge:
-    """`keys`: environment variables of which one holds the key; empty where none is needed."""
+    """A judge; `keys`: environment variables, one of which must hold its key; empty if it needs none."""
 
     keys: tuple[str, ...]
 
 
 def judge_of(task: Any) -> Judge | None:
-    """The judge that the scores of a `lmms_eval.api.task.ConfigurableTask` may need; None where they need none."""
+    """Return the judge that may score a `lmms_eval.api.task.ConfigurableTask`; None if it needs none."""
     off = [tasks for name, tasks in UNJUDGED_WITHOUT.items() if name not in os.environ]
     if any(tasks.search(task.config.task) for tasks in (UNJUDGED, *off)):
         return None
@@ -56,9 +56,9 @@ class _Search:
     """Walks through the code that a function uses.
 
     Attributes:
-        found: something asks a judge.
-        uses_providers: lmms-eval's own layer does, which reads API_TYPE.
-        files: task code that was walked through.
+        found: whether something asks a judge.
+        uses_providers: whether it does so through lmms-eval's own layer, which reads API_TYPE.
+        files: the files of task code visited.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class _Search:
         self._seen: set[int] = set()
 
     def visit(self, value: Any, attributes: tuple[str, ...] = ()) -> None:
-        """Search what `value` does; `attributes` are the names by which the code around it may use its parts."""
+        """Search the code of `value`; `attributes` are the names by which the code around it may use its parts."""
         if isinstance(value, MethodType):
             value = value.__func__
         if isinstance(value, ModuleType):
@@ -116,7 +116,7 @@ class _Search:
                 self._judge(name)
 
     def _class(self, cls: type, attributes: tuple[str, ...]) -> None:
-        """Its constructor, and the methods that are used, here or by each other."""
+        """Search a class's constructor, and its methods used here or by each other."""
         waiting = ["__init__", "__call__", *attributes]
         while waiting:
             method = getattr(cls, waiting.pop(), None)
@@ -132,7 +132,7 @@ class _Search:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of the functions in it."""
+    """Yield a function's code and that of its nested functions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -151,7 +151,7 @@ def _is_judge(module: str) -> bool:
 
 
 def _is_task_code(file: str | None) -> bool:
-    """Whether a file belongs to a task, lmms-eval's verifiers included, and not to Python or to another package."""
+    """Return whether a file belongs to a task or lmms-eval's verifiers, not to Python or another package."""
     if file is None or not file.endswith(".py"):
         return False
     parts = Path(file).parts

@@ -1,7 +1,7 @@
 """Prompts and scores of the tasks that `python -m lmms_eval_plugins.long_pack` writes.
 
-Scores are those of lmms-eval's own `mmlongbench` and `mmlongbench_doc`. Each question also counts for a metric that has
-the name of its kind.
+The scorers are those of lmms-eval's own `mmlongbench` and `mmlongbench_doc`. Each question also counts for a metric
+named after its kind.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ def doc_to_visual(doc: dict[str, Any]) -> list[Image.Image]:
 
 
 def doc_to_text(doc: dict[str, Any], lmms_eval_specific_kwargs: dict[str, str]) -> str:
-    """All text of a needle's prompt, for models that cannot place images in it."""
+    """Return the whole text of a needle's prompt, for models that cannot interleave images."""
     return "".join([*doc["texts"], _asked(doc, lmms_eval_specific_kwargs)])
 
 
 def doc_to_messages(doc: dict[str, Any], lmms_eval_specific_kwargs: dict[str, str]) -> list[dict[str, Any]]:
-    """A needle's prompt: before each image its text, the question at the end."""
+    """Return a needle's prompt: each image after its text, and the question at the end."""
     content: list[dict[str, Any]] = []
     for text, image in zip(doc["texts"], doc_to_visual(doc), strict=True):
         content += [{"type": "text", "text": text}, {"type": "image", "url": image}]
@@ -30,14 +30,14 @@ def doc_to_messages(doc: dict[str, Any], lmms_eval_specific_kwargs: dict[str, st
 
 
 def needle_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """The answer stands in the text; or, where numbers are asked for, those in brackets add up to it."""
+    """Score a needle: the response contains the answer; or, for counts, its bracketed numbers sum to it."""
     answer = [int(doc["answer"])] if doc["answer_format"] == "List" else doc["answer"]
     score = mmlongbench_process_results({**doc, "answer": answer}, results)["mmlongbench_acc"]["score"]
     return {"mmlongbench_acc": score, doc["kind"]: score}
 
 
 def document_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """By the answer's format: its first number, or its text's ANLS."""
+    """Score a document's question by its answer format: the response's first number, or its text's ANLS."""
     score = mmlongbench_doc_process_results(doc, results)["mmlongbench_doc_acc"]["score"]
     return {"mmlongbench_doc_acc": score, doc["kind"]: score}
 

@@ -1,4 +1,4 @@
-"""A bundled task that takes everything but its data from an official lmms-eval task."""
+"""A bundled task that inherits everything but its data from an official lmms-eval task."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ OFFICIAL_TASKS = Path(lmms_eval.tasks.__file__).parent
 class OfficialTask(ConfigurableMessagesTask):
     """A chat task whose YAML names the official one under `official`, relative to lmms-eval's task folder.
 
-    lmms-eval's own `include` takes an absolute path or one beside the file, neither of which can name a file
-    of an installed package portably. Prompt, metric and aggregation are the installed package's own code.
+    lmms-eval's own `include` takes an absolute path or one relative to the file; neither can portably name a file of an
+    installed package. Prompt, metric and aggregation are the installed package's own code.
     """
 
     def __init__(self, config: dict, **kwargs) -> None:
@@ -23,6 +23,6 @@ class OfficialTask(ConfigurableMessagesTask):
 
 
 def first_answer(doc: dict) -> str:
-    """A question's target, which tables show: the metric reads all ten answers. TextVQA's own is a template that says
-    `answer` for each, and that lmms-eval compiles anew each time."""
+    """Return a question's target for tables; the metric reads all ten answers. TextVQA's own target is a template that
+    yields `answer` for every question, and that lmms-eval compiles anew each time."""
     return doc["answers"][0]

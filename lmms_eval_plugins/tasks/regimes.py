@@ -9,11 +9,11 @@ from typing import Any
 from huggingface_hub.constants import HF_HOME
 from PIL import Image
 
-CLIPS = Path(HF_HOME) / "tiny_video"  # beside what lmms-eval unpacks of other video tasks
+CLIPS = Path(HF_HOME) / "tiny_video"  # beside the videos that lmms-eval unpacks for other tasks
 
 
 def doc_to_visual(doc: dict[str, Any]) -> list[Image.Image | str]:
-    """The pictures, and the name of the video's file, which is written where it is not there yet."""
+    """Return the pictures, and the video's file name; the file is written if it does not exist."""
     visuals: list[Image.Image | str] = [image.convert("RGB") for image in doc["image_list"] or ()]
     video = doc["video"]
     if video and video["bytes"]:
@@ -37,8 +37,7 @@ def process_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]
 
 
 def process_long_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Besides, the share of the signs that were read without a mistake, in their order; signs that are not there
-    count as mistakes."""
+    """Also score the share of signs read correctly and in order; signs that do not exist count as mistakes."""
     read, there = (_plain(answer).split(", ") for answer in (results[0], doc["answer"]))
     matches = SequenceMatcher(None, read, there, autojunk=False).get_matching_blocks()
     share = sum(match.size for match in matches) / max(len(read), len(there))

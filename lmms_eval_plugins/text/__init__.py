@@ -1,1 +1,1 @@
-"""Text benchmarks: tasks of lm-evaluation-harness, answered by the model that answers lmms-eval's."""
+"""Text benchmarks: tasks of lm-evaluation-harness, answered by the same model as lmms-eval's."""

@@ -17,7 +17,7 @@ MODEL = "lmms_eval_plugins.text.model:KVCompressTextLM"
 
 
 def main() -> int:
-    """The exit code: 2 where lm-eval is not installed, or an argument is wrong."""
+    """Run lm-eval's command and return the exit code: 2 if lm-eval is not installed or an argument is wrong."""
     try:
         check_lm_eval()
     except KVCompressError as error:

@@ -1,9 +1,9 @@
-"""The lm-eval model `kvcompress`: prompts of lm-evaluation-harness, answered by the model that answers lmms-eval's.
+"""The lm-eval model `kvcompress`: prompts of lm-evaluation-harness, answered by the same model as lmms-eval's.
 
     python -m lmms_eval_plugins.text run --model kvcompress --model_args pretrained=ID,method=snapkv,ratio=0.2 ...
 
-lm-eval hands over prompts as text: with its examples, and written by the checkpoint's chat template where
-`--apply_chat_template` is given. They are tokenized as lm-eval's own `hf` model does it.
+lm-eval passes prompts as text that includes the examples and, with `--apply_chat_template`, is rendered by the
+checkpoint's chat template. They are tokenized as by lm-eval's own `hf` model.
 """
 
 from typing import Any
@@ -23,13 +23,13 @@ from ..model.lm import KVCompressLM
 from ..model.loading import load_processor
 from ..model.prompts import ChatProcessor
 
-MAX_NEW_TOKENS = 256  # where neither the task nor `max_new_tokens=` says it: as lm-eval's `hf` model
-DEFAULT_DEVICE = "cuda:0"  # what lm-eval's command says where nobody did; without a GPU its `hf` model takes the CPU
-SPLIT = "eval"  # lm-eval does not say which of a task's splits a question is from
+MAX_NEW_TOKENS = 256  # unless the task or `max_new_tokens=` sets it; the default of lm-eval's `hf` model
+DEFAULT_DEVICE = "cuda:0"  # the default of lm-eval's command; without a GPU its `hf` model uses the CPU
+SPLIT = "eval"  # lm-eval does not say which split of a task a question comes from
 
 
-class AskedByLmEval(LM):
-    """What lm-eval asks of a model, asked of one that lmms-eval asks, in its words.
+class LmEvalAdapter(LM):
+    """Adapts a model with lmms-eval's interface to lm-eval's.
 
     Attributes:
         answerer: the model.
@@ -44,21 +44,21 @@ class AskedByLmEval(LM):
     # -- answers --------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """The answers, in the order of the requests."""
+        """Answer the requests, in order."""
         args, rank, ranks = self.answerer.args, self.answerer.rank, self.answerer.world_size
         most = args.max_new_tokens if "max_new_tokens" in args.model_fields_set else MAX_NEW_TOKENS
-        asked = [_request(request, most) for request in requests]
+        converted = [_request(request, most) for request in requests]
         self.answerer.task_dict = {request.task_name: {SPLIT: Documents()} for request in requests}
-        # lm-eval sees one process: its draws of examples would depend on how many there are. So we share out.
-        places = range(rank, len(asked), ranks) if ranks > 1 else range(len(asked))
-        results = self.answerer.generate_until([asked[place] for place in places])
+        # lm-eval sees one process, as its draws of examples would depend on their number. So we split the requests.
+        places = range(rank, len(converted), ranks) if ranks > 1 else range(len(converted))
+        results = self.answerer.generate_until([converted[place] for place in places])
         answers = dict(zip(places, (result.text for result in results), strict=True))
         if ranks > 1:
             of_ranks: list[dict[int, str]] = [{} for _ in range(ranks)]
             torch.distributed.all_gather_object(of_ranks, answers)
             answers = {place: text for each in of_ranks for place, text in each.items()}
         self.answerer.clean()
-        return [answers[place] for place in range(len(asked))]
+        return [answers[place] for place in range(len(converted))]
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         raise KVCompressError(f"--model kvcompress answers generate_until tasks only: {NO_LIKELIHOOD}")
@@ -70,31 +70,31 @@ class AskedByLmEval(LM):
 
     @property
     def chat(self) -> ChatProcessor:
-        """Of the checkpoint; read from disk where the answers are those of an earlier run."""
+        """The checkpoint's chat processor, loaded here if the model is not (when scoring stored answers)."""
         if self._chat is None:
             self._chat = ChatProcessor(self.answerer.args, load_processor(self.answerer.args)[1])
         return self._chat
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as the checkpoint's chat template writes it; without `add_generation_prompt` its last message
-        is the beginning of the answer. Raises KVCompressError where the template refuses it."""
+        """Render a conversation with the checkpoint's chat template; without `add_generation_prompt`, its last message
+        is the beginning of the answer. Raises KVCompressError if the template refuses it."""
         if self.chat.processor.chat_template is None:
             raise KVCompressError(f"{self.answerer.args.pretrained} has no chat template: give chat_template=FILE")
         parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in chat_history]
         return self.chat.templated(parts, starts_answer=not add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's text, for lm-eval's records."""
+        """Return the template's text, for lm-eval's records."""
         return str(self.chat.processor.chat_template) if chat_template else None
 
     @property
     def tokenizer_name(self) -> str:
-        """For lm-eval's cache of requests."""
+        """The name used by lm-eval's cache of requests."""
         return self.answerer.args.pretrained.replace("/", "__")
 
 
-class KVCompressTextLM(AskedByLmEval):
-    """`--model kvcompress` of lm-eval's own command. `arguments` as in docs/model-args.md."""
+class KVCompressTextLM(LmEvalAdapter):
+    """The model `--model kvcompress` of lm-eval's own command. `arguments` as in docs/model-args.md."""
 
     def __init__(self, **arguments: Any):
         if arguments.get("device") == DEFAULT_DEVICE and not torch.cuda.is_available():
@@ -103,14 +103,14 @@ class KVCompressTextLM(AskedByLmEval):
 
 
 class Documents(dict):
-    """Every question's document: nothing, since its prompt is written already."""
+    """Maps every question to an empty document: its prompt is already written."""
 
     def __missing__(self, doc_id: int) -> dict[str, Any]:
         return {}
 
 
 def _request(request: Instance, most: int) -> Request:
-    """lm-eval's request as lmms-eval makes them."""
+    """Convert lm-eval's request to lmms-eval's."""
     prompt, kwargs = request.args[:2]
     metadata = {"task": request.task_name, "doc_id": request.doc_id, "repeats": request.repeats}
 
@@ -122,7 +122,7 @@ def _request(request: Instance, most: int) -> Request:
 
 
 def generation_kwargs(given: dict[str, Any], most: int) -> dict[str, Any]:
-    """lm-eval's generation kwargs in transformers' names; `most`: new tokens where they do not say how many."""
+    """Translate lm-eval's generation kwargs to transformers' names; `most`: default number of new tokens."""
     kwargs = dict(normalize_gen_kwargs(given, most))
     stops, new_tokens = kwargs.pop("until", []), kwargs.pop("max_gen_toks")
     return {**kwargs, "stop_strings": stops, "max_new_tokens": new_tokens}

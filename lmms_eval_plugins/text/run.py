@@ -1,4 +1,4 @@
-"""One cell of a text benchmark: lm-eval asks and scores, and what it returns gets the form of lmms-eval's results."""
+"""Evaluate one cell of a text benchmark with lm-eval, and convert its output to the form of lmms-eval's results."""
 
 import argparse
 import math
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from ..model.answerer import Answerer
     from ..model.arguments import ModelArguments
 
-OTHER_LENGTH = -1  # what RULER's metrics say of a question of another length
+OTHER_LENGTH = -1  # value of RULER's metrics for questions of other lengths
 
 
 def evaluate_text(lm: "Answerer", task: TextTask, flags: argparse.Namespace) -> dict[str, Any] | None:
-    """What lm-eval returns for a task, in the form of lmms-eval's results; None in ranks other than the first.
+    """Run a task with lm-eval; return its output in the form of lmms-eval's results, or None on ranks above 0.
 
-    As lm-eval's `simple_evaluate`, without its report of the environment, which takes seconds.
+    This is lm-eval's `simple_evaluate` without its report of the environment, which takes seconds.
     """
     import lm_eval.api.task
     import numpy as np
@@ -27,7 +27,7 @@ def evaluate_text(lm: "Answerer", task: TextTask, flags: argparse.Namespace) -> 
     from tqdm import tqdm
 
     from ..model.prompts import text_of
-    from .model import AskedByLmEval
+    from .model import LmEvalAdapter
 
     lm_eval.api.task.tqdm = lambda *args, **kwargs: tqdm(*args, **{**kwargs, "disable": True})
     random.seed(flags.seed[0])
@@ -36,7 +36,7 @@ def evaluate_text(lm: "Answerer", task: TextTask, flags: argparse.Namespace) -> 
     for leaf in task.tasks.values():
         leaf.set_fewshot_seed(seed=flags.seed[3])
     output = evaluate(
-        lm=AskedByLmEval(lm),
+        lm=LmEvalAdapter(lm),
         task_dict={"tasks": task.tasks, "groups": task.groups},
         limit=flags.limit,
         log_samples=True,
@@ -48,13 +48,13 @@ def evaluate_text(lm: "Answerer", task: TextTask, flags: argparse.Namespace) -> 
 
 
 def applies_template(args: "ModelArguments", flags: argparse.Namespace) -> bool:
-    """Whether prompts are written by the chat template: only where that is asked for, as in lm-eval."""
+    """Return whether the chat template renders the prompts: only if requested, as in lm-eval."""
     return args.chat_template != "plain" and bool(flags.apply_chat_template or args.chat_template)
 
 
 def as_of_lmms_eval(output: dict[str, Any], task: TextTask) -> dict[str, Any]:
-    """lm-eval's results as the reports read them: one prompt per question, without what is no score, and with the
-    standard error of each mean."""
+    """Convert lm-eval's results to the form that reports read: one prompt per question, only real scores, and a
+    standard error for each mean."""
     for name, samples in output["samples"].items():
         for sample in samples:
             sample["arguments"] = sample["arguments"][0][:1]
@@ -67,13 +67,13 @@ def as_of_lmms_eval(output: dict[str, Any], task: TextTask) -> dict[str, Any]:
         scores = output["results"][group]
         for key in [key for key, value in scores.items() if value == OTHER_LENGTH]:
             del scores[key]
-    if task.name not in output["results"]:  # a tag, of which lm-eval makes no group
+    if task.name not in output["results"]:  # a tag, which is not a group for lm-eval
         output["group_subtasks"] = {**output.get("group_subtasks", {}), task.name: list(task.tasks)}
     return output
 
 
 def _settle(scores: dict[str, Any], samples: list[dict[str, Any]]) -> None:
-    """Leave metrics out that no question has, and fill in standard errors that lm-eval does not know: of means."""
+    """Drop metrics that no question has, and fill in the standard errors of means that lm-eval does not compute."""
     for key in list(scores):
         metric, comma, answer_filter = key.partition(",")
         if not comma or metric.endswith("_stderr"):

@@ -1,4 +1,4 @@
-"""The tasks of lm-evaluation-harness: found, checked before their data is loaded, and loaded once for all cells."""
+"""Find the tasks of lm-evaluation-harness, check them before their data loads, and load them once for all cells."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
 
-# Flags of the evaluation command that lm-eval has nothing for -> what they are when not given.
+# Flags of the evaluation command without a counterpart in lm-eval -> their defaults.
 NOT_HERE = {
     "offset": 0,
     "repeats": 1,
@@ -31,7 +31,7 @@ NOT_HERE = {
     "write_out": False,
     "reasoning_tags": REASONING_TAGS,
 }
-LOUDEST = logging.ERROR  # lm-eval warns of each task that takes metadata, and of each metric without aggregation
+LOUDEST = logging.ERROR  # below, lm-eval warns of each task with metadata and each metric without aggregation
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class TextTask:
     """A task, group or tag of lm-eval, with its data.
 
     Attributes:
-        name: as on the command line.
-        tasks: leaf tasks by name; `groups`: those among them, as lm-eval's evaluator takes them.
+        name: the name on the command line.
+        tasks: the leaf tasks by name; `groups`: the groups, as lm-eval's evaluator takes them.
     """
 
     name: str
@@ -49,15 +49,15 @@ class TextTask:
 
 
 class TextTasks:
-    """Where lm-eval's tasks are found.
+    """Finds and loads lm-eval's tasks.
 
     Args:
         names: the tasks, as on the command line.
-        metadata: what tasks that make their own prompts are told, such as `max_seq_lengths` of RULER.
+        metadata: settings for tasks that generate their prompts, such as `max_seq_lengths` of RULER.
     """
 
     def __init__(self, names: list[str], include_path: Path | None, metadata: dict[str, Any]):
-        """Raises UsageError for a name that nobody knows, and where lm-eval is not installed."""
+        """Raises UsageError for an unknown name, or if lm-eval is not installed."""
         check_tasks(names, include_path)
         self.include_path, self.metadata = include_path, metadata
         self._whole: TaskManager | None = None
@@ -65,10 +65,10 @@ class TextTasks:
         self._folders = sorted({str(_room(file)) for file in files})
 
     def load(self, name: str, data_root: Path | None, flags: argparse.Namespace) -> TextTask:
-        """A task with its data, set up as the command line asks.
+        """Load a task with its data and set it up as the command line asks.
 
-        Raises KVCompressError or UsageError for a task that is not generated, or that cannot have what is asked for;
-        EvaluationFailed where its data is missing.
+        Raises KVCompressError or UsageError if its answers are not generated or it does not support what is requested;
+        EvaluationFailed if its data is missing.
         """
         import numpy as np
 
@@ -76,9 +76,9 @@ class TextTasks:
 
         for flag, default in NOT_HERE.items():
             if getattr(flags, flag) != default:
-                raise UsageError(f"--{flag} is not for lm-eval's tasks, and {name!r} is one")
+                raise UsageError(f"--{flag} does not work with lm-eval's tasks, and {name!r} is one")
         logging.getLogger("lm_eval").setLevel(max(LOUDEST, getattr(logging, flags.verbosity, 0)))
-        # Tasks that make their own prompts draw from these; lm-eval seeds them, too, before it loads.
+        # Tasks that generate their prompts draw from these; lm-eval also seeds them before it loads tasks.
         random.seed(flags.seed[0])
         np.random.seed(flags.seed[1])
         try:
@@ -86,16 +86,16 @@ class TextTasks:
                 found = self._manager(_plain(name)).load([_plain(name)])
         except (KVCompressError, EvaluationFailed):
             raise
-        except Exception as error:  # whatever a task's own code raises
+        except Exception as error:  # a task's own code may raise anything
             raise EvaluationFailed(data_error(name, error, data_root)) from error
         loaded = TextTask(name, found["tasks"], found.get("groups") or {})
         for task in loaded.tasks.values():
-            check_task(task, flags)  # a class of its own may have loaded its data another way
+            check_task(task, flags)  # again: a custom class may load its data without `download`
             set_up(task, flags)
         return loaded
 
     def _manager(self, name: str) -> "TaskManager":
-        """One that knows the task. Indexing all 14,000 files takes ten seconds, so first only the task's own folder."""
+        """Return a manager that knows the task. Indexing all 14,000 files takes 10 s, so try its own folder first."""
         from lm_eval.tasks import TaskManager
 
         own = [] if self.include_path is None else [str(self.include_path)]
@@ -111,13 +111,13 @@ def _plain(name: str) -> str:
 
 
 def _room(file: Path) -> Path:
-    """The folder of lm-eval's tasks that a task file is in, or in a folder of."""
+    """Return the top-level folder of lm-eval's tasks that contains a task file."""
     folder = lm_eval_folder()
     return folder / file.relative_to(folder).parts[0]
 
 
 def _is_whole(manager: "TaskManager", name: str) -> bool:
-    """Whether a manager knows a task, or a group with all of its parts. Of a tag that cannot be told."""
+    """Return whether a manager knows a task, or a group with all parts; False for a tag, whose parts are unknown."""
     entry = manager.task_index.get(name)
     if entry is None or entry.kind.name == "TAG":
         return False
@@ -127,7 +127,7 @@ def _is_whole(manager: "TaskManager", name: str) -> bool:
 
 @contextlib.contextmanager
 def checked_first(check: Callable[["Task"], None]) -> Iterator[None]:
-    """Inside, a task is checked when it is made and before its data is loaded."""
+    """Call `check` with each task before its data loads, inside this context."""
     from lm_eval.api.task import ConfigurableTask
 
     download = ConfigurableTask.download
@@ -145,14 +145,14 @@ def checked_first(check: Callable[["Task"], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, tasks that make their own prompts show no bars and print nothing."""
+    """Silence tasks that generate their prompts inside this context."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
 def check_task(task: "Task", flags: argparse.Namespace) -> None:
-    """Raises KVCompressError for a task that is not generated or has an unknown generation argument, UsageError for one
-    that runs the answers as programs, or shows media."""
+    """Raise KVCompressError if a task's answers are not generated or it has an unknown generation argument, UsageError
+    if it executes answers as programs or shows media."""
     name, given = task.config.task, {}
     if task.OUTPUT_TYPE not in LIKELIHOODS:
         from .model import generation_kwargs
@@ -160,17 +160,17 @@ def check_task(task: "Task", flags: argparse.Namespace) -> None:
         given = generation_kwargs(task.config.generation_kwargs or {}, most=1)
     check_generation(name, task.OUTPUT_TYPE, {**given, **flags.gen_kwargs})
     if getattr(task, "UNSAFE_CODE", False):
-        raise UsageError(f"task {name!r} runs the answers as programs: run it by lm-eval's own command")
+        raise UsageError(f"task {name!r} executes answers as programs: run it with lm-eval's own command")
     if getattr(task, "MULTIMODAL", False):
-        raise UsageError(f"task {name!r} shows media: take a task of lmms-eval")
+        raise UsageError(f"task {name!r} shows media: use a task of lmms-eval")
 
 
 def set_up(task: "Task", flags: argparse.Namespace) -> None:
-    """Give a task the examples, the arguments of `generate` and the scoring that are asked for, as lm-eval's
-    `simple_evaluate` does. Raises UsageError where lm-eval would ignore it."""
+    """Set a task's requested examples, arguments of `generate` and scoring, as lm-eval's `simple_evaluate` does. Raises
+    UsageError if lm-eval would ignore them."""
     name, config, asked = task.config.task, task.config, flags.num_fewshot
     if asked and config.num_fewshot == 0:
-        raise UsageError(f"--num_fewshot {asked}: the file of task {name!r} says num_fewshot: 0, which stays")
+        raise UsageError(f"--num_fewshot {asked}: the file of task {name!r} fixes num_fewshot: 0")
     if config.num_fewshot is None or asked is not None:
         task.set_config("num_fewshot", asked or 0)
     given = dict(flags.gen_kwargs)
@@ -183,7 +183,7 @@ def set_up(task: "Task", flags: argparse.Namespace) -> None:
 
 
 def text_identity(task: "Task") -> list[str]:
-    """The files of a task's data, or the digest of its questions where it makes them itself."""
+    """Return the files of a task's data, or a digest of its questions if it generates them."""
     if getattr(task.eval_docs, "cache_files", None):
         return data_identity(task)
     digest = hashlib.sha256()
@@ -193,5 +193,5 @@ def text_identity(task: "Task") -> list[str]:
 
 
 def names_of(task: "Task") -> tuple[set[str], set[str]]:
-    """A task's metrics and answer filters."""
+    """Return a task's metrics and answer filters."""
     return set(task.aggregation()), set(filter_names(task.config.filter_list))

@@ -1,4 +1,4 @@
-"""The bundled vision-language model: its checkpoint, and what reads its questions."""
+"""The bundled vision-language model: its checkpoint, and readers of its questions."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Exact match of a checkpoint on sign questions, through transformers' own processor and `generate`."""
+"""Measure a checkpoint's exact match on sign questions with transformers' own processor and `generate`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, BatchFeatur
 
 from lmms_eval_plugins.tiny_vlm.questions import POST_PROMPT, READ, Example, Shown
 
-MAX_NEW_TOKENS = 8  # the longest answer about one picture has four, and the end
+MAX_NEW_TOKENS = 8  # the longest answer about one picture has four tokens and an end token
 MAX_TOKENS_OF_REGIMES = 100
 
 
 class Reader:
-    """A loaded checkpoint that answers questions, `batch_size` at a time, left-padded."""
+    """Answers questions with a loaded checkpoint, in left-padded batches of `batch_size`."""
 
     def __init__(self, checkpoint: Path, batch_size: int = 25, device: str = "cpu") -> None:
         self.processor = AutoProcessor.from_pretrained(checkpoint)
@@ -25,7 +25,7 @@ class Reader:
         self.batch_size = batch_size
 
     def inputs(self, examples: list[Example], post_prompt: str = POST_PROMPT) -> BatchFeature:
-        """What the model takes, one row per question."""
+        """Return the model inputs, one row per question."""
         messages = [
             [
                 {
@@ -59,7 +59,7 @@ class Reader:
 
     @torch.no_grad()
     def answers_to(self, prompts: list[Shown]) -> list[str]:
-        """Answers to prompts of the regimes, with one question each; one prompt at a time."""
+        """Answer prompts of the regimes, one at a time, each with one question."""
         texts = []
         for shown in prompts:
             inputs = self.shown_inputs([shown])
@@ -68,7 +68,7 @@ class Reader:
         return texts
 
     def shown_inputs(self, prompts: list[Shown]) -> BatchFeature:
-        """What the model takes for prompts of one regime, left-padded; all of them have pictures, or none has."""
+        """Return the model inputs for prompts of one regime, left-padded; either all or none have pictures."""
         texts = []
         for shown in prompts:
             post_prompt = "" if shown.question.kind == READ else POST_PROMPT
@@ -86,7 +86,7 @@ class Reader:
 
 
 def by_kind(examples: Sequence[Example | Shown], answers: list[str]) -> dict[str, float]:
-    """Percent of exact answers, in all ("all") and for each kind of question."""
+    """Return the percentage of exact answers, overall ("all") and for each kind of question."""
     scores = defaultdict(list)
     for example, answer in zip(examples, answers, strict=True):
         for key in ("all", example.question.kind):

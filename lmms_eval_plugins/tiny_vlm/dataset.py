@@ -1,7 +1,7 @@
-"""The bundled questions of one picture, in TextVQA's columns: read, or laid out as the hub's TextVQA repository.
+"""Read the bundled questions about one picture, in TextVQA's columns, or export them in the hub layout of TextVQA.
 
-`python -m lmms_eval_plugins.tiny_vlm.dataset --as-textvqa DIR` does the latter with the headline questions, so that
-lmms-eval's untouched `textvqa_val` runs on them when started in DIR.
+`python -m lmms_eval_plugins.tiny_vlm.dataset --as-textvqa DIR` exports the headline questions, so that lmms-eval's
+unmodified `textvqa_val` runs on them when started in DIR.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TEXTVQA = Path("lmms-lab-encoder/textvqa/data/validation-00000-of-00001.parquet"
 
 
 def read_examples(file: Path) -> list[Example]:
-    """The questions of one of the bundled files, with the pixels as they are after compression."""
+    """Read the questions of a bundled file, with the pixels after image compression."""
     examples = []
     for row in pq.read_table(file).to_pylist():
         image = Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB")

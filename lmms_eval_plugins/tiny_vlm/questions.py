@@ -1,4 +1,4 @@
-"""What the bundled model is asked: a question, about one picture or about all that a prompt shows."""
+"""The questions for the bundled model, about one picture or about everything in a prompt."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 POST_PROMPT = "\nAnswer the question using a single word or phrase."  # lmms-eval's for textvqa_val
-READ = "read"  # the kind of question that has a long answer, and no post prompt
+READ = "read"  # the kind of question with a long answer and no post prompt
 
 
 @dataclass(frozen=True)
 class Question:
-    """`kind` says what leads to what: c2n colour to number, w2n word to number below it, t2c text to colour. Where
-    the answer takes two steps, `via` is what the first one finds, the colour of a sign or the ordinal of a picture, and
-    `holder` the same of where the answer stands; `sign` is the colour of the one sign that is about, where the question
-    names a text on it."""
+    """A question and its answer.
+
+    Attributes:
+        kind: what the question maps to what: c2n a colour to a number, w2n a word to the number below it, t2c a text to
+            a colour.
+        via: in a question of two steps, the result of the first: the colour of a sign or the ordinal of a picture.
+        holder: likewise, the sign or picture that holds the answer.
+        sign: the colour of the sign in question, if the question names a text on it.
+    """
 
     kind: str
     text: str
@@ -33,15 +38,15 @@ class Example:
 
 @dataclass
 class Shown:
-    """Pictures, then frames of a video, then text, as a prompt shows them before its question.
+    """A prompt before its question: pictures, then frames of a video, then text.
 
     Attributes:
-        questions: all that it answers; each has one answer.
+        questions: questions that it answers, each with one answer.
         pictures: (side, side, 3) uint8 each, with `picture_labels` as in `tiny_vlm.signs.Scene`.
         frames: (frames, side, side, 3) uint8, or None, with `frame_labels` (frames, len(LABELS), FRAME_GRID,
             FRAME_GRID).
-        before: (frames,) int64, 1 + index in COLORS of the sign that was shown before the present one, 0 for none.
-        text: what stands between them and the question.
+        before: (frames,) int64, 1 + index in COLORS of the sign shown before the current one, 0 for none.
+        text: the text between media and question.
     """
 
     questions: list[Question]
@@ -54,6 +59,6 @@ class Shown:
 
     @property
     def question(self) -> Question:
-        """The only one."""
+        """The only question."""
         (question,) = self.questions
         return question

@@ -1,4 +1,4 @@
-"""The bundled questions with long answers, about several pictures, clips and long texts: read from their files."""
+"""Read the bundled questions with long answers, and about several pictures, clips and long texts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def file_of(regime: str) -> Path:
     return BUNDLED_TASKS / f"tiny_{regime}" / "questions.parquet"
 
 
-def read_asked(file: Path) -> list[Shown]:
-    """The prompts of a bundled file, with the pixels as they are after compression."""
+def read_prompts(file: Path) -> list[Shown]:
+    """Read the prompts of a bundled file, with the pixels after image compression."""
     return [_shown(row) for row in pq.read_table(file).to_pylist()]
 
 

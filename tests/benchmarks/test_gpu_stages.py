@@ -11,7 +11,7 @@ import pytest
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import runner
 from benchmarks.gpu.runner import Stage, counted
-from benchmarks.gpu.stages import Cell, cells
+from benchmarks.gpu.stages import Cell, cells, environment_of
 from benchmarks.gpu.summary import MOST_LINES, summarised
 from tests.support.docs import ROOT
 from tests.support.parse_only import check
@@ -131,6 +131,25 @@ def test_a_missing_package_is_one_line_and_a_wrong_cell_another(monkeypatch, tmp
     assert command.main() == 2
     assert capsys.readouterr().err == "error: not installed: hypothesis (pip install hypothesis)\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "name"), [(number, one.name) for number in command.STAGES for one in cells(number, True)]
+)
+def test_a_cell_of_a_device_runs_on_a_pretended_one_with_the_named_packages_alone(number, name, tmp_path):
+    """Tiny shapes, some of the tests, few questions, and nothing compiled: there is no device to compile for."""
+    (one,) = (one for one in cells(number, True) if one.name == name)
+    words = [word.replace("{out}", str(tmp_path / "part")) for word in one.arguments if word != "--compile"]
+    words = ["cuda" if word == "cpu" else word for word in words]
+    if name == "accuracy":
+        words[words.index("--questions") + 1] = "2"
+    known = {**os.environ, **environment_of(False), "OMP_NUM_THREADS": "1", "PRETENDED_EVERY": "60"}
+    rehearsal = [sys.executable, "-m", "tests.gpu.rehearse", *words[1:]]
+    done = subprocess.run(rehearsal, env=known, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    if one.kind != "tests":
+        json.loads((tmp_path / "part.json").read_text())
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.method_table import RESULTS
+from benchmarks.driver import RESULTS
 from benchmarks.method_tasks import TASKS
 from benchmarks.methods_figure import TITLES, Panel, main
 

@@ -9,7 +9,7 @@ import torch
 from benchmarks import own_method
 from benchmarks.method_cells import BY_RATIO, Answers, cells_of, compute
 from benchmarks.method_tasks import QUERY_AWARE
-from benchmarks.own_method import Asked, ablations, changes, difference, half, held_out, later, published, search
+from benchmarks.own_method import Halves, ablations, changes, difference, half, held_out, later, published, search
 from kvcompress.layer_budgets import list_layer_budgets
 from tests.benchmarks.test_method_table import task  # noqa: F401 (a fixture)
 
@@ -69,7 +69,7 @@ def test_the_recipe_is_confirmed_on_questions_that_no_half_had(task, tmp_path, m
 
 
 def test_less_than_two_batches_have_no_halves():
-    with pytest.raises(ValueError, match="3 questions are less than two batches of 2"):
+    with pytest.raises(ValueError, match="3 questions are fewer than two batches of 2"):
         half(numbered(3, 2), 0)
 
 
@@ -88,7 +88,7 @@ def test_published_answers_are_those_of_the_half_and_of_what_random_answered(tas
 
 
 def answered_with(known, questions=40):
-    """A stand-in for `Asked.all_right`: so many questions, of which `known` says how many a recipe answers rightly."""
+    """A stand-in for `Halves.all_right`: so many questions, of which `known` says how many a recipe answers rightly."""
 
     def all_right(self, tried):
         return [[(np.arange(questions) < known(recipe)).astype(float)[None]] for recipe in tried]
@@ -105,9 +105,9 @@ def test_the_search_takes_what_is_better_by_more_than_its_interval_and_writes_ev
     monkeypatch.setattr(own_method, "PARTS", ("kernel_size", "head_budget", "safeguard"))
     known = {("uniform", 5): 10, ("uniform", 3): 12, ("uniform", 9): 30, ("adaptive", 9): 39}
     monkeypatch.setattr(
-        Asked, "all_right", answered_with(lambda it: known.get((it["head_budget"], it["kernel_size"]), 0))
+        Halves, "all_right", answered_with(lambda it: known.get((it["head_budget"], it["kernel_size"]), 0))
     )
-    asked = Asked({"even": 4}, 0, tmp_path)
+    asked = Halves({"even": 4}, 0, tmp_path)
     recipe = search(asked, asked, "snapkv", [], tmp_path / "steps.json")
     assert recipe == {
         "method": "snapkv",
@@ -123,14 +123,14 @@ def test_the_search_takes_what_is_better_by_more_than_its_interval_and_writes_ev
 def test_the_search_leaves_what_is_better_by_less(task, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
     monkeypatch.setattr(own_method, "PARTS", ("kernel_size",))
-    monkeypatch.setattr(Asked, "all_right", answered_with(lambda it: 11 if it["kernel_size"] == 9 else 10))
-    asked = Asked({"even": 4}, 0, tmp_path)
+    monkeypatch.setattr(Halves, "all_right", answered_with(lambda it: 11 if it["kernel_size"] == 9 else 10))
+    asked = Halves({"even": 4}, 0, tmp_path)
     assert search(asked, asked, "snapkv", [], tmp_path / "steps.json")["kernel_size"] == 5
 
 
 def test_what_a_task_refuses_is_not_taken(task, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
-    asked = Asked({"even": 4}, 1, tmp_path)
+    asked = Halves({"even": 4}, 1, tmp_path)
     assert asked.all_right([{"method": "dycoke"}]) == [None]
     assert asked.all_right([{"method": "q-filters", "calibrated": True}]) == [None], "no calibration of this model"
 
@@ -142,7 +142,7 @@ def test_processes_answer_as_one_does(task, tmp_path, monkeypatch):  # noqa: F81
     found = []
     for folder, processes in zip(folders, (0, 2), strict=True):
         folder.mkdir()
-        asked = Asked({"even": 4, "odd": 4}, 1, folder, processes=processes)
+        asked = Halves({"even": 4, "odd": 4}, 1, folder, processes=processes)
         found.append(asked.all_right([{"method": "knorm"}, {"method": "tova"}]))
     for one, two in zip(*found, strict=True):
         assert all(np.array_equal(ours, theirs) for ours, theirs in zip(one, two, strict=True))
@@ -153,7 +153,7 @@ def test_only_the_schedules_protocol_has_an_interval(task, tmp_path, monkeypatch
     recipe = {"method": "snapkv", "decode_interval": 4}
 
     def intervals(protocol, recipe):
-        cells = Asked({"even": 4}, 1, tmp_path, protocol)._cells("even", recipe)
+        cells = Halves({"even": 4}, 1, tmp_path, protocol)._cells("even", recipe)
         return {cell.options.get("decode_interval") for cell in cells}
 
     assert intervals(QUERY_AWARE, recipe) == {None}
@@ -166,7 +166,7 @@ def test_a_recipe_is_answered_on_its_half(task, tmp_path, monkeypatch):  # noqa:
     whole = Answers(tmp_path / "whole.json", task.identity)
     cells = cells_of(replace(task, protocols=(QUERY_AWARE,)), ["knorm"])
     compute(task, cells, whole)
-    asked = Asked({"even": 4}, 1, tmp_path)
+    asked = Halves({"even": 4}, 1, tmp_path)
     right = asked.right("even", {"method": "knorm"})
     assert np.array_equal(right, np.stack([whole.of(cell, 4) for cell in cells])[:, 2:])
     assert asked.right("even", {"method": "knorm", "kernel_size": 3}) is None
@@ -175,7 +175,7 @@ def test_a_recipe_is_answered_on_its_half(task, tmp_path, monkeypatch):  # noqa:
 
 def test_a_recipe_has_the_tables_window_unless_it_names_another(task, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setitem(own_method.TASKS, "even", lambda questions: replace(task, window_size=3))
-    asked = Asked({"even": 4}, 1, tmp_path)
+    asked = Halves({"even": 4}, 1, tmp_path)
 
     def windows(recipe):
         return {cell.options.get("window_size") for cell in asked._cells("even", recipe)}
@@ -200,9 +200,9 @@ def test_held_out_compares_with_the_best_of_the_other_half(task, tmp_path, monke
         of_first = [cell.method in ("tova", own_method.FIRST), cell.method == own_method.FIRST]
         answers.add(cell, of_first + [cell.method == "knorm"] * 2)
     page = held_out(tmp_path, {"method": "snapkv", "kernel_size": 3})
-    own, rival = (Asked({"even": 4}, 1, tmp_path).right("even", {"method": one}) for one in ("snapkv", "tova"))
+    own, rival = (Halves({"even": 4}, 1, tmp_path).right("even", {"method": one}) for one in ("snapkv", "tova"))
     assert f"| `even` | 2 | {100 * own.mean():.1f} | tova {100 * rival.mean():.1f} |" in page
-    assert f"| mean of those searched | | {100 * own.mean():.1f} | tova {100 * rival.mean():.1f} |" in page
+    assert f"| mean of those searched |  | {100 * own.mean():.1f} | tova {100 * rival.mean():.1f} |" in page
     assert "| task | kernel_size |" in page
 
 

@@ -90,6 +90,29 @@ def test_offloaded_entries_arrive_whole_beside_long_work(cuda, method):
     torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
 
 
+KINDS = [{"cache_implementation": kind} for kind in ("dynamic", "static", "offloaded")]
+KINDS += [{"cache_implementation": "quantized", "kv_backend": backend} for backend in ("hqq", "turboquant")]
+
+
+@pytest.mark.parametrize("options", KINDS, ids=named)
+def test_a_cache_from_a_file_goes_on_as_the_one_that_was_saved(device, options, tmp_path):
+    model, inputs = on(device, "qwen2-vl")
+    with kvcompress.compress(model, "adakv", 0.3, max_new_tokens=40, **options) as session:
+        tokens, _ = generate(model, inputs, 6, disable_compile=True)
+        kept = session.cache
+        kept.save(tmp_path / "x")
+        loaded = kvcompress.CompressedCache.load(tmp_path / "x", model)
+        loaded.save(tmp_path / "y")
+        assert (tmp_path / "x").read_bytes() == (tmp_path / "y").read_bytes()
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 6), value=1)
+        more = {"input_ids": torch.cat([inputs["input_ids"], tokens], 1), "attention_mask": mask}
+        answers = []
+        for cache in (kept, loaded):
+            with session.reuse(cache):
+                answers.append(generate(model, more, 5, past_key_values=cache, disable_compile=True)[1])
+    assert torch.equal(*answers)
+
+
 @pytest.mark.parametrize("bits", BITS["turboquant"])
 @pytest.mark.parametrize("method", ["snapkv", "adakv", "full"])
 def test_turboquant_is_as_on_the_cpu(device, method, bits):
@@ -172,6 +195,23 @@ def test_a_shared_prompt_gives_what_one_of_its_own_gives(device):
         assert entries_of(session.cache) == kept
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
     assert shared.is_known
+
+
+@pytest.mark.parametrize("where", [None, "cpu"])
+def test_a_prompt_that_begins_like_another_is_answered_as_alone(device, where):
+    model, inputs = on(device, "qwen2-vl")
+    prefixes = kvcompress.PrefixCache(gb=1, device=where)
+    for method in ("full", "snapkv", "adakv", "h2o"):
+        ratio = None if method == "full" else 0.3
+        tokens, expected, kept = answered(model, inputs, method, ratio)
+        with kvcompress.compress(model, method, ratio, prefix_cache=prefixes) as session:
+            ours, logits = generate(model, inputs, NEW)
+        assert torch.equal(ours, tokens)
+        assert entries_of(session.cache) == kept
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert prefixes.reused_tokens > prefixes.prompt_tokens // 2
+    held = {part.device.type for node in prefixes._tree._nodes() for part in [*node.given, *node.computed]}
+    assert held == {where or device.type}
 
 
 @pytest.mark.parametrize(

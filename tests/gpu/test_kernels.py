@@ -7,14 +7,18 @@ from benchmarks.ragged_decode import ragged_case as benchmark_case
 from benchmarks.ragged_decode import ways_to_attend
 from kvcompress.kernels.column_sums import column_sums, column_sums_reference
 from kvcompress.kernels.ragged_decode import ragged_decode, ragged_decode_reference
+from kvcompress.kernels.static_decode import static_decode
 from tests.gpu.cases import DTYPES
 from tests.support.kernel_cases import SHAPES, check_column_sums, check_compact, prompt_case
 from tests.support.ragged_cases import (
     TOLERANCE,
+    check_static,
+    check_static_triton,
     check_triton,
     check_turboquant_pack_triton,
     check_turboquant_triton,
     ragged_case,
+    static_case,
 )
 
 pytestmark = pytest.mark.gpu
@@ -54,6 +58,18 @@ def test_triton_decodes_packed_entries_as_the_reference(cuda, dtype):
 def test_triton_packs_tokens_as_the_reference(cuda, dtype):
     pytest.importorskip("triton")
     check_turboquant_pack_triton(dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_writes_and_attends_in_fixed_shapes_as_the_reference(cuda, dtype):
+    pytest.importorskip("triton")
+    check_static_triton(dtype, "cuda", 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_operator_of_fixed_shapes_is_the_reference(device, dtype):
+    for seed in range(3):
+        check_static(static_decode, static_case(2, 2, 3, 64, 200, dtype, seed, device))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,11 +1,14 @@
-"""The omni model that speech is tested with, loaded once."""
+"""The omni model that speech is tested with, loaded once; fixed shapes as on CUDA."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from transformers import ProcessorMixin, Qwen2_5OmniForConditionalGeneration
 
+from kvcompress.cache.storage.static import StaticStorage
+from kvcompress.inflight.pool import SlotPool
 from kvcompress.speech import answering
 from kvcompress.speech.prompts import bundled_prompts, model_inputs
 from tests.support.omni import save_checkpoint
@@ -32,3 +35,21 @@ def omni_inputs(omni) -> dict[str, torch.Tensor]:
     """A prompt with a picture and sound."""
     model, processor = omni
     return model_inputs(processor, bundled_prompts(16_000, [])[-1], model.device)
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch) -> None:
+    """Static storages, and slots of fixed shapes, attend where their entries lie, by the operator's plain form."""
+
+    def patch(kind: type, is_fixed: Callable[..., bool]) -> None:
+        make = kind.__init__
+
+        def init(self: object, *arguments: object) -> None:
+            make(self, *arguments)
+            if is_fixed(self):
+                self.decodes_in_place = True
+
+        monkeypatch.setattr(kind, "__init__", init)
+
+    patch(StaticStorage, lambda storage: True)
+    patch(SlotPool, lambda pool: pool.is_fixed)

@@ -127,7 +127,7 @@ def test_what_is_not_installed_is_named_with_what_installs_it(monkeypatch, capsy
     monkeypatch.setattr(__main__, "find_command", lambda name: missing)
     assert __main__.main(["eval"]) == 1
     assert capsys.readouterr().err == (
-        "error: lmms_eval is not installed; all that commands need comes with: pip install 'kvcompress[eval]'\n"
+        "error: lmms_eval is not installed; everything that commands need comes with: pip install 'kvcompress[eval]'\n"
     )
 
 

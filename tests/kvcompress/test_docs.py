@@ -30,7 +30,7 @@ def example(monkeypatch):
 
 
 def test_the_example_method_is_registered_and_keeps_the_largest_values(example, capsys):
-    definition, use, _ = python_blocks(DOCS / "adding-a-method.md")
+    definition, use, *_ = python_blocks(DOCS / "adding-a-method.md")
     assert len(definition.strip().splitlines()) <= 21
     exec(definition, example)
     assert kvcompress.list_methods()["value-norm"].options == {"window_size": 8}
@@ -44,7 +44,7 @@ def test_the_example_method_is_registered_and_keeps_the_largest_values(example, 
 
 
 def test_the_example_with_attention_keeps_sinks_and_a_window(example):
-    definition, _, with_attention = python_blocks(DOCS / "adding-a-method.md")
+    definition, _, with_attention, _ = python_blocks(DOCS / "adding-a-method.md")
     exec(definition, example)
     exec(with_attention, example)
     with kvcompress.compress(example["model"], "value-attention", 0.3) as session:
@@ -55,8 +55,19 @@ def test_the_example_with_attention_keeps_sinks_and_a_window(example):
         assert torch.equal(kept[-33:], torch.arange(168, 201))
 
 
+def test_a_context_is_saved_and_asked_as_the_page_says(example, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ids = example["inputs"]["input_ids"]
+    context, question = ({"input_ids": part, "attention_mask": torch.ones_like(part)} for part in (ids[:, :190], ids))
+    example |= {"context": context, "question": question | {"max_new_tokens": 2}}
+    exec(next(block for block in python_blocks(DOCS / "python.md") if "cache.save" in block), example)
+    assert (tmp_path / "video.safetensors").is_file()
+    assert example["cache"].seen_tokens == 190
+    assert example["output"].shape[1] == 200 + 2
+
+
 def test_the_readme_shows_the_method_of_the_page():
-    definition, _, _ = python_blocks(DOCS / "adding-a-method.md")
+    definition, *_ = python_blocks(DOCS / "adding-a-method.md")
     shown = python_blocks(README)[2].strip()
     assert definition.strip().endswith(shown)
 

@@ -403,7 +403,7 @@ def test_compression_that_cannot_happen_is_an_error_not_a_silent_full_cache():
     cache = kvcompress.CompressedCache(model.config, "snapkv", 0.5)
     with pytest.raises(error, match="only where the model itself is called inside kvcompress"):
         model.generate(**inputs, past_key_values=cache, max_new_tokens=2)
-    with kvcompress.attach(model), pytest.raises(error, match="give past_key_values"):
+    with kvcompress.attach(model), pytest.raises(error, match="pass past_key_values"):
         model.generate(**inputs, max_new_tokens=2)
 
 

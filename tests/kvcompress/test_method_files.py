@@ -5,11 +5,13 @@ import os
 import pytest
 
 import kvcompress
-from kvcompress import KVCompressError, methods
+from kvcompress import KVCompressError, layer_budgets, methods
+from kvcompress.check.command import main as check_main
 from tests.support.docs import DOCS, python_blocks
 from tests.support.families import FAMILIES
 
 DEFINITION = python_blocks(DOCS / "adding-a-method.md")[0]
+RULE = next(block for block in python_blocks(DOCS / "adding-a-method.md") if "register_layer_budget" in block)
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +19,7 @@ def registry(monkeypatch):
     """That forgets what a test adds."""
     monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
     monkeypatch.setattr(methods, "_FILES", set())
+    monkeypatch.setattr(layer_budgets.base, "_RULES", dict(layer_budgets.base._RULES))
 
 
 @pytest.fixture
@@ -45,12 +48,29 @@ def test_it_is_found_by_name_before_the_list_was_asked_for(write):
     assert methods.method_info("value-norm").options == {"window_size": 8}
 
 
+def test_a_layer_budget_of_a_file_is_one_like_any_other(write, capsys):
+    write(mine=RULE)
+    kvcompress.list_methods()
+    assert "not checked" not in capsys.readouterr().err  # `kvcompress check` is for methods
+    model = FAMILIES["qwen2"].build(4)
+    inputs = FAMILIES["qwen2"].inputs(model, [40])
+    with kvcompress.compress(model, "snapkv", budget=8, window_size=4, layer_budget="first-half") as session:
+        model.generate(**inputs, max_new_tokens=1)
+    assert [len(session.cache.kept_indices(layer)[0][0]) for layer in range(4)] == [12, 12, 4, 4]
+
+
+def test_a_file_without_a_method_cannot_be_checked(write, tmp_path):
+    write(mine=RULE)
+    with pytest.raises(KVCompressError, match="layer budgets only"):
+        check_main([str(tmp_path / "mine.py")])
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("import nonesuch", "ModuleNotFoundError: No module named 'nonesuch'"),
         ("x = (", "SyntaxError"),
-        ("x = 1", "it registers no method"),
+        ("x = 1", "it registers no method and no layer budget"),
         (DEFINITION.replace("value-norm", "snapkv"), "'snapkv' is already registered"),
     ],
 )

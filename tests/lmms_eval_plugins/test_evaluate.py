@@ -179,7 +179,7 @@ def test_cut_cell_is_computed_again(finished, tmp_path, capsys):
     assert evaluate.main([*FOUR[:2], "full,knorm", "0.2", "--limit", "2"]) == 0
     out = capsys.readouterr().out
     assert "1 of 2 cells are complete" in out
-    assert "computed again: knorm-0.2-limit=2 (1 samples on disk where 2 were evaluated)" in out
+    assert "computing again: knorm-0.2-limit=2 (1 samples on disk, but 2 were evaluated)" in out
     assert len(samples.read_text().splitlines()) == 2
 
 
@@ -272,7 +272,7 @@ def test_a_signal_ends_all_ranks_with_one_line(number):
     ("error", "line"),
     [
         (RuntimeError("the kernel broke"), "error: RuntimeError: the kernel broke"),
-        (torch.OutOfMemoryError("CUDA out of memory."), "error: memory does not suffice: CUDA out of memory."),
+        (torch.OutOfMemoryError("CUDA out of memory."), "error: not enough memory: CUDA out of memory."),
     ],
 )
 def test_failure_in_generate_ends_with_1_and_no_results(monkeypatch, capsys, error, line):

@@ -32,9 +32,7 @@ def test_first_prompt_target_and_tokens_are_shown_and_the_tasks_configuration(mo
     results, samples = read(CELL)
     row = samples[0]["measurement"]
     text = row["tokens_in"] - row["vision_tokens"]
-    shown = (
-        f"--- tiny_textvqa, question 0: {row['tokens_in']} tokens, {text} of text and {row['vision_tokens']} of vision"
-    )
+    shown = f"--- tiny_textvqa, question 0: {row['tokens_in']} tokens: {text} text, {row['vision_tokens']} vision"
     assert shown in out.splitlines()
     assert samples[0]["input"] in out[out.index(shown) :]
     assert "<image>" in out[out.index(shown) :]
@@ -49,7 +47,7 @@ def test_first_prompt_target_and_tokens_are_shown_and_the_tasks_configuration(mo
     assert run("--write_out", "--show_config", "--check_integrity") == 0
     again = capsys.readouterr().out
     assert "1 of 1 cells are complete and skipped" in again
-    for part in (f"of text and {row['vision_tokens']} of vision", '"task": "tiny_textvqa"', "checked tiny_textvqa"):
+    for part in (f"text, {row['vision_tokens']} vision", '"task": "tiny_textvqa"', "checked tiny_textvqa"):
         assert part in again
 
 
@@ -188,7 +186,7 @@ def test_a_cell_that_the_hub_refuses_keeps_its_results_and_ends_with_1(hub, monk
     monkeypatch.setattr(hub.api, "create_repo", refuse)
     assert run("--hf_hub_log_args", "push_results_to_hub=true") == 1
     captured = capsys.readouterr()
-    assert "not logged: snapkv-0.2-limit=2: the hub did not take it: OSError: 403 Forbidden" in captured.out
+    assert "not logged: snapkv-0.2-limit=2: the hub refused the upload: OSError: 403 Forbidden" in captured.out
     assert captured.err.splitlines()[-1].startswith("error: 1 complete cells could not be logged")
     assert (CELL / "results.json").is_file()
 
@@ -261,7 +259,7 @@ def test_each_cell_is_a_run_of_wandb_offline_without_an_account(monkeypatch, tmp
     ("words", "value", "message"),
     [
         (FOUR, "projekt=p", "--wandb_args: wandb.init has no argument 'projekt' (did you mean 'project'?)"),
-        ([*FOUR[:2], "full,snapkv", "0.2"], "id=a", "--wandb_args: id=a is one run's, and there are 2 cells"),
+        ([*FOUR[:2], "full,snapkv", "0.2"], "id=a", "--wandb_args: id=a names one run, but there are 2 cells"),
     ],
 )
 def test_what_wandb_does_not_take_is_known_before_the_model_loads(words, value, message, monkeypatch, capsys):
@@ -324,6 +322,6 @@ def test_a_list_that_there_is_not_is_one_line(argv, message, capsys):
 def test_mps_runs_where_torch_has_it_and_is_one_line_elsewhere(monkeypatch, capsys):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert run("device=mps") == 1
-    assert error_line(capsys).startswith("error: device 'mps' was asked for, but torch")
+    assert error_line(capsys).startswith("error: device 'mps' was requested, but torch")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     machine.check_device("mps", 1)

@@ -249,14 +249,14 @@ def test_answers_outlive_a_judge_that_fails_and_a_scorer_that_breaks(judged, mon
     judged[:] = [500]
     assert evaluate.main(["judged", *JUDGED]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "2 requests to its judge were not answered" in error
+    assert "2 requests to its judge failed" in error
     assert "HTTP 500" in error
     assert not JUDGED_CELL.exists()
     monkeypatch.setattr(evaluate, "load_model", None)  # from here on, no answer is generated
 
     monkeypatch.setenv("SCORER", "broken")
     assert evaluate.main(["judged", *JUDGED]) == 1
-    assert "scoring failed: KeyError: 'colour'; the answers are kept" in capsys.readouterr().err
+    assert "scoring failed: KeyError: 'colour'; the answers are stored" in capsys.readouterr().err
     assert not JUDGED_CELL.exists()
 
     monkeypatch.delenv("SCORER")
@@ -276,7 +276,7 @@ def test_the_other_tasks_of_a_list_run_and_the_failed_one_is_named_at_the_end(ju
     monkeypatch.delenv("JUDGE_API_KEY")
     assert evaluate.main(["judged,tiny_textvqa_color", *JUDGED]) == 1
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert errors[0].endswith("(task judged is left out, the others go on)")
+    assert errors[0].endswith("(task judged is left out, the others continue)")
     assert errors[-1].startswith("error: 1 task(s) without results: judged (")
     assert "JUDGE_API_KEY" in errors[-1]
     assert Path("results/tiny_textvqa_color/tiny/report-limit=2.md").is_file()
@@ -291,7 +291,7 @@ def test_two_processes_evaluate_the_other_tasks_of_a_list_and_name_the_failed_on
     argv = ["judged,tiny_textvqa_color", *JUDGED]
     done = subprocess.run([*COMMAND, *argv], env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    assert "task judged is left out, the others go on" in done.stderr
+    assert "task judged is left out, the others continue" in done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: 1 task(s) without results: judged (judged: scoring failed: KeyError: 'colour'")
     results, samples = read(Path("results/tiny_textvqa_color/tiny/full-1-limit=2"))

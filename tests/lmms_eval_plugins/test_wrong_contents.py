@@ -88,7 +88,7 @@ def test_the_name_of_what_gathers_other_arguments_is_none(capsys):
 @pytest.mark.parametrize("lengths", [[1e9], [10**9], [0], [], "4096", [True], {"a": 1}, [1.5]])
 def test_prompts_that_a_task_writes_have_a_limit(lengths, capsys):
     assert evaluate.main([*FOUR, "--metadata", json.dumps({"max_seq_lengths": lengths})]) == 2
-    assert "no list of whole numbers from 1 to 1048576" in error_line(capsys)
+    assert "not a list of prompt lengths, whole numbers from 1 to 1048576" in error_line(capsys)
 
 
 def test_generated_tasks_have_a_limit_and_say_how_much_they_draw(tmp_path, capsys):
@@ -98,7 +98,7 @@ def test_generated_tasks_have_a_limit_and_say_how_much_they_draw(tmp_path, capsy
     assert not (tmp_path / "out").exists()
     words = ["--questions", "1", "--lengths", "2", "--kinds", "counting", "--picture-size", "64x64", "--font-px", "6"]
     assert long_pack_main([*out, *words]) == 0
-    assert "drawing: prompts that show 2 pictures and pages" in capsys.readouterr().err
+    assert "drawing prompts with 2 pictures and pages in all" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["sparsemm", "mixkv", "prefixkv"])
@@ -138,7 +138,7 @@ def test_a_calibration_of_another_precision_is_one_line(kind):
 
 def test_a_checkpoint_with_what_is_no_finite_number_is_one_line():
     content = (world() / "kvzap/model.safetensors").read_bytes()
-    assert "no finite" in refused("KVzap weights", content[:-4] + b"\0\0\xc0\x7f")
+    assert "not finite" in refused("KVzap weights", content[:-4] + b"\0\0\xc0\x7f")
     assert "nested too deep" in refused("KVzap config", NESTED)
 
 
@@ -176,7 +176,8 @@ def test_a_method_file_that_leaves_is_one_line():
 
 
 def test_a_sound_that_is_cut_is_one_line():
-    assert "sound.wav is not a WAV file: it is cut" in refused("sound", (world() / "sound.wav").read_bytes()[:7105])
+    cut = (world() / "sound.wav").read_bytes()[:7105]
+    assert "sound.wav is not a WAV file: it is truncated" in refused("sound", cut)
 
 
 def test_an_end_that_is_no_token_is_named():

@@ -236,7 +236,7 @@ def requests(
 # Model arguments of which the loaded model and processor know nothing.
 NOT_LOADED = (
     "batch_size", "look_ahead", "max_frames_num", "max_new_tokens", "measurements_path", "on_oom", "prefix_cache_gb",
-    "prompt_cache_gb", "slots", "system_prompt", "vision_cache_gb",
+    "prefill_tokens", "prompt_cache_gb", "slots", "system_prompt", "vision_cache_gb",
 )  # fmt: skip
 _loaded: dict[str, tuple[Any, Any]] = {}
 

@@ -8,8 +8,20 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import kvcompress
 from kvcompress.check.reference import Force, generate
 from tests.support.calibrations import calibration_of
+from tests.support.families import FIRST_TEXT, VOCAB_SIZE
 
 Outcome = list[tuple[torch.Tensor, torch.Tensor]]  # of each request: tokens (new,), logits (new, vocabulary)
+
+
+def with_end(inputs, tokens, seed=1):
+    """The same prompts with other text as their last `tokens` tokens, where they end with so much."""
+    ids = inputs["input_ids"].clone()
+    end = ids[:, -tokens:]
+    drawn = torch.randint(FIRST_TEXT, VOCAB_SIZE, end.shape, generator=torch.Generator().manual_seed(seed))
+    is_text = (end >= FIRST_TEXT) & inputs["attention_mask"][:, -tokens:].bool()
+    is_text = is_text.flip(1).cumprod(1).flip(1).bool()
+    ids[:, -tokens:] = torch.where(is_text, drawn, end)
+    return {**inputs, "input_ids": ids}
 
 
 class Recorder(LogitsProcessor):
@@ -36,7 +48,13 @@ def alone(
 
 
 def in_flight(
-    model: torch.nn.Module, requests: Sequence[dict], expected: Outcome, method: str, slots: int, **options: object
+    model: torch.nn.Module,
+    requests: Sequence[dict],
+    expected: Outcome,
+    method: str,
+    slots: int,
+    prefill_tokens: int | None = None,
+    **options: object,
 ) -> Outcome:
     """All of them, `slots` at a time, each made to write the tokens that are expected of it."""
     recorders, asked = [Recorder() for _ in requests], []
@@ -49,7 +67,7 @@ def in_flight(
         )
     answers = {}
     with kvcompress.compress(model, method, max_new_tokens=64, **options) as session:
-        for answer in session.generate_many(asked, slots=slots, do_sample=False):
+        for answer in session.generate_many(asked, slots=slots, prefill_tokens=prefill_tokens, do_sample=False):
             if answer.error is not None:
                 raise answer.error
             answers[answer.index] = answer.tokens
@@ -63,12 +81,16 @@ def check_in_flight(
     method: str,
     slots: int,
     tolerance: float = 2e-4,
+    prefill_tokens: int | None = None,
+    prefix_cache: kvcompress.PrefixCache | None = None,
     **options: object,
 ) -> None:
-    """Raises AssertionError where a request's logits are others in flight than alone."""
+    """Raises AssertionError where a request's logits are others in flight than alone. `prefill_tokens`, `prefix_cache`:
+    in flight."""
     options = calibration_of(options.get("scorer", method), model) | options
     expected = alone(model, requests, new, method, **options)
-    found = in_flight(model, requests, expected, method, slots, **options)
+    options |= {"prefix_cache": prefix_cache}
+    found = in_flight(model, requests, expected, method, slots, prefill_tokens, **options)
     for (tokens, logits), (expected_tokens, expected_logits) in zip(found, expected, strict=True):
         assert torch.equal(tokens.cpu(), expected_tokens.cpu())
         torch.testing.assert_close(logits.cpu(), expected_logits.cpu(), atol=tolerance, rtol=0)

@@ -26,3 +26,6 @@ if __name__ == "__main__":
     ragged_cases.check_turboquant_triton(torch.float16, "cpu", ragged_cases.SHAPES[4:])
     ragged_cases.check_turboquant_pack_triton(torch.float32, "cpu", ragged_cases.SHAPES[::2])
     ragged_cases.check_turboquant_pack_triton(torch.bfloat16, "cpu", ragged_cases.SHAPES[1:2])
+    for splits in (1, 4):
+        ragged_cases.check_static_triton(torch.float32, "cpu", 10, splits)
+    ragged_cases.check_static_triton(torch.float16, "cpu", 3, 2)

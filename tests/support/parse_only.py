@@ -116,7 +116,7 @@ def _check_module(module: str, *arguments: str, config: pytest.Config) -> None:
         flags = _parsed(module, words)
         if module == "kvcompress" and words[0] == "bench":
             for name in flags.methods:
-                MethodSpec.parse(name, None if name.partition(":")[0] == "full" else 0.5)
+                MethodSpec.parse(name, 0.5)
 
 
 def _parsed(module: str, words: list[str]) -> Any:

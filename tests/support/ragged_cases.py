@@ -1,5 +1,8 @@
 """Ragged entries for tests, and the Triton kernel against the plain reference."""
 
+import random
+from collections.abc import Callable
+
 import torch
 
 from kvcompress.kernels.ragged_decode import ragged_decode_reference
@@ -89,3 +92,54 @@ def check_turboquant_pack_triton(dtype: torch.dtype, device: str, shapes: list[t
                 step = (codec.codebook[1:] - codec.codebook[:-1]).max()
                 norms = part.float().norm(dim=-1, keepdim=True)
                 assert ((next(vectors) - next(vectors)).abs() <= 1.01 * step * norms).all()
+
+
+def static_case(batch, kv_heads, groups, head_dim, capacity, dtype, seed=0, device="cpu") -> list:
+    """Arguments of `static_decode` up to `appended`: segments that hold nothing yet or more, appended tokens behind
+    them, NaN wherever nobody may read."""
+    generator = torch.Generator().manual_seed(seed)
+    appended = int(torch.randint(1, capacity + 1, (1,), generator=generator))
+    entries = int(torch.randint(0, capacity - appended + 1, (1,), generator=generator))
+    lengths = torch.randint(0, entries + 1, (batch, kv_heads), generator=generator)
+    starts = torch.arange(batch * kv_heads).view(batch, kv_heads) * capacity + entries - lengths
+    keys, values = torch.randn(2, batch, kv_heads, capacity, head_dim, generator=generator)
+    slots = torch.arange(capacity)
+    is_stored = (slots >= entries - lengths[..., None]) & (slots < entries + appended - 1)
+    keys, values = (part.masked_fill(~is_stored[..., None], torch.nan) for part in (keys, values))
+    query = torch.randn(batch, kv_heads * groups, 1, head_dim, generator=generator)
+    new = torch.randn(2, batch, kv_heads, 1, head_dim, generator=generator)
+    states = [part.to(device, dtype) for part in (query, *new, keys, values)]
+    return [*states, starts.to(device), lengths.to(device), torch.tensor([appended], device=device)]
+
+
+def check_static(attend: Callable[..., torch.Tensor], case: list) -> None:
+    """`attend(*case, longest, scaling)` is what the reference says, with a token and, once it is written, without; and
+    writes that token and nothing else."""
+    query, new_keys, new_values, keys, values, starts, lengths, appended = case
+    longest, scaling, close = keys.shape[2], query.shape[3] ** -0.5, TOLERANCE[query.dtype]
+    written, rows = [], (starts + lengths + appended - 1).flatten()
+    for buffer, new in ((keys, new_keys), (values, new_values)):
+        written.append(buffer.flatten(0, 2).index_copy(0, rows, new.flatten(0, 2)))
+    expected = ragged_decode_reference(query, *written, starts, lengths + appended, scaling)
+    torch.testing.assert_close(attend(*case, longest, scaling), expected, atol=close, rtol=close)
+    for buffer, after in zip((keys, values), written, strict=True):
+        torch.testing.assert_close(buffer.flatten(0, 2), after, atol=0, rtol=0, equal_nan=True)
+    again = attend(query, None, None, *case[3:], longest, scaling)
+    torch.testing.assert_close(again, expected, atol=close, rtol=close)
+
+
+def check_static_triton(dtype: torch.dtype, device: str, count: int, splits: int | None = None) -> None:
+    """The Triton kernel that writes a token on its way, over `count` drawn shapes."""
+    from kvcompress.kernels.ragged_decode_triton import ragged_decode_triton
+
+    def attend(query, new_keys, new_values, keys, values, starts, lengths, appended, longest, scaling):
+        new = None if new_keys is None else (new_keys, new_values, appended)
+        lengths = lengths if new else lengths + appended
+        buffers = keys.flatten(0, 2), values.flatten(0, 2)
+        return ragged_decode_triton(query, *buffers, starts, lengths, longest, scaling, splits, new=new)
+
+    draw = random.Random(0)
+    for seed in range(count):
+        heads = draw.randint(1, 3), draw.randint(1, 3), draw.choice([1, 2, 7, 8, 20])
+        shape = *heads, draw.choice([64, 80, 96, 128, 256]), draw.choice([1, 30, 200, 300])
+        check_static(attend, static_case(*shape, dtype, seed, device))

@@ -15,14 +15,14 @@ from lmms_eval_plugins.tasks import task_manager
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader
 from lmms_eval_plugins.tiny_vlm.dataset import COLOR, HEADLINE
 from lmms_eval_plugins.tiny_vlm.questions import POST_PROMPT
-from lmms_eval_plugins.tiny_vlm.regimes import file_of, read_asked
+from lmms_eval_plugins.tiny_vlm.regimes import file_of, read_prompts
 from tiny_vlm import packing, signs
 from tiny_vlm.editions import DRAWN, EDITIONS, Mixture, MixtureData, Part
 from tiny_vlm.modeling import build_model, build_processor, build_tokenizer, insert_layer
 from tiny_vlm.pack import in_turn, pack
 from tiny_vlm.packing import Packer, packed_forward
 from tiny_vlm.regimes import KINDS, REGIMES, WORDS, needle, read_all
-from tiny_vlm.regimes.dataset import draw_asked, table_of
+from tiny_vlm.regimes.dataset import draw_prompts, table_of
 from tiny_vlm.regimes.words import ORDINALS
 from tiny_vlm.train import Trainer
 
@@ -324,7 +324,7 @@ def test_the_bundled_files_come_from_the_generator_and_stay_small():
     for regime in REGIMES:
         table = pq.read_table(file_of(regime))
         assert table.num_rows == 500
-        drawn = draw_asked(regime, 3, "validation")
+        drawn = draw_prompts(regime, 3, "validation")
         made = table_of(regime, drawn)
         assert table.schema.metadata == made.schema.metadata
         media = ["image_list", "video"]
@@ -335,7 +335,7 @@ def test_the_bundled_files_come_from_the_generator_and_stay_small():
 
 
 def test_a_bundled_text_with_its_picture_and_question_has_no_more_tokens_than_4096(tokenizer):
-    for shown in read_asked(file_of("needle")):
+    for shown in read_prompts(file_of("needle")):
         facts = len(tokenizer(shown.text)["input_ids"])
         prompt = facts + needle.PICTURE_TOKENS * len(shown.pictures) + needle.QUESTION_TOKENS
         assert needle.fits(shown)
@@ -345,10 +345,10 @@ def test_a_bundled_text_with_its_picture_and_question_has_no_more_tokens_than_40
 
 @pytest.mark.parametrize("regime", ["multi_image", "video"])
 def test_compression_leaves_pictures_and_clips_as_they_were_drawn(regime, tmp_path):
-    drawn = draw_asked(regime, 2, "validation")
+    drawn = draw_prompts(regime, 2, "validation")
     file = tmp_path / "some.parquet"
     pq.write_table(table_of(regime, drawn), file)
-    for before, after in zip(drawn, read_asked(file), strict=True):
+    for before, after in zip(drawn, read_prompts(file), strict=True):
         assert (before.text, before.questions) == (after.text, after.questions)
         shown = (before.pictures, after.pictures) if before.frames is None else (before.frames, after.frames)
         for a, b in zip(*shown, strict=True):
@@ -368,7 +368,7 @@ def test_the_tasks_ask_what_training_asks(tasks, tmp_path, monkeypatch):
     for regime in REGIMES:
         task = tasks[f"tiny_{regime}"]
         doc = task.test_docs()[1]
-        shown = draw_asked(regime, 2, "validation")[1]
+        shown = draw_prompts(regime, 2, "validation")[1]
         post_prompt = "" if regime == "read_all" else POST_PROMPT
         assert task.doc_to_text(doc) == shown.text + shown.question.text.capitalize() + post_prompt
         visuals = scoring.doc_to_visual(doc)

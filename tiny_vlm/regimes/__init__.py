@@ -1,6 +1,6 @@
-"""Prompts beyond one picture with a short answer: long answers, several pictures, video, long texts.
+"""Prompts beyond one picture and a short answer: long answers, several pictures, video, long texts.
 
-Each file draws one regime from a `random.Random`: same seed, same prompt. `REGIMES` has them by name.
+Each file draws one regime from a `random.Random`: same seed, same prompt. `REGIMES` maps names to them.
 """
 
 from tiny_vlm.regimes import multi_image, needle, read_all, video
@@ -12,7 +12,7 @@ REGIMES = {
     "video": video.draw,
     "needle": needle.draw,
 }
-KINDS = {  # of question, in turn in an evaluation set; a tenth of the needle's ask for the picture in front of the text
+KINDS = {  # kinds of questions, cycled through in an evaluation set; a tenth of needle's ask about the picture
     "read_all": read_all.KINDS,
     "multi_image": multi_image.KINDS,
     "video": video.KINDS,

@@ -1,7 +1,7 @@
-"""The bundled questions of each regime, drawn: `python -m tiny_vlm.regimes.dataset`.
+"""Draw the bundled questions of each regime: `python -m tiny_vlm.regimes.dataset`.
 
-It rebuilds the parquet files of the tasks `tiny_read_all`, `tiny_multi_image`, `tiny_video` and `tiny_needle`, byte for
-byte the same on the same Pillow, PyAV and pyarrow; only the H.264 of a few clips may differ, not what they show.
+This rebuilds the parquet files of the tasks `tiny_read_all`, `tiny_multi_image`, `tiny_video` and `tiny_needle`, byte
+for byte with the same Pillow, PyAV and pyarrow, except that the H.264 encoding of a few clips may differ.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lmms_eval_plugins.tiny_vlm.questions import Shown
 from lmms_eval_plugins.tiny_vlm.regimes import file_of
 from tiny_vlm.regimes import KINDS, REGIMES, needle
 
-QUESTIONS = 500  # of each regime
+QUESTIONS = 500  # per regime
 WEBP_QUALITY = 75
 CLIP_FPS = 4
 CLIP_QUALITY = "24"  # x264's constant rate factor: lower is better and larger
 MEDIA = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-# MuirBench's columns, with the context of MMLongBench and a video where those have a file name.
+# MuirBench's columns, with MMLongBench's context, and the video itself where other tasks have its file name.
 SCHEMA = pa.schema(
     {
         "idx": pa.string(),
@@ -44,13 +44,13 @@ VALUE = "Value"
 FEATURES = {
     **{name: {"dtype": "string", "_type": VALUE} for name in ("idx", "task", "context", "question", "answer")},
     "image_list": {"_type": "List", "feature": {"_type": "Image"}},
-    # Not decoded by `datasets`: the model's side takes a file and chooses the frames.
+    # Not decoded by `datasets`: the model takes a file and chooses the frames.
     "video": {"bytes": {"dtype": "binary", "_type": VALUE}, "path": {"dtype": "string", "_type": VALUE}},
 }
 
 
-def draw_asked(regime: str, count: int, name: str) -> list[Shown]:
-    """`count` prompts with one question each, its kinds in turn; `name` is the seed (training's seeds differ)."""
+def draw_prompts(regime: str, count: int, name: str) -> list[Shown]:
+    """Draw `count` prompts with one question each, cycling through its kinds; `name` is the seed, unlike training's."""
     prompts: list[Shown] = []
     attempt = 0
     while len(prompts) < count:
@@ -94,7 +94,7 @@ def webp(pixels: np.ndarray) -> bytes:
 
 
 def mp4(frames: np.ndarray) -> bytes:
-    """H.264 with whole colours: signs are small, and halved colours would run into each other."""
+    """Encode H.264 with full colour resolution: signs are small, and subsampled colours would blur together."""
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=CLIP_FPS, options={"crf": CLIP_QUALITY, "preset": "slow"})
@@ -111,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.parse_args()
     for regime in REGIMES:
-        write_table(table_of(regime, draw_asked(regime, QUESTIONS, "validation")), file_of(regime), "zstd")
+        write_table(table_of(regime, draw_prompts(regime, QUESTIONS, "validation")), file_of(regime), "zstd")
         print(f"{file_of(regime)}: {QUESTIONS} questions, {file_of(regime).stat().st_size / 1e6:.2f} MB")
 
 

@@ -1,4 +1,4 @@
-"""Two to six pictures. Colours repeat between them, texts do not."""
+"""Draw two to six pictures. Colours repeat among them, texts do not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = ("p2n", "p2w", "t2p")  # picture and colour to number or word; text to p
 
 
 def draw(rng: Random, pictures: tuple[int, int] = (2, 6), signs: tuple[int, int] = (2, 4)) -> Shown:
-    """That many pictures with that many signs each."""
+    """Draw a prompt with several pictures; `pictures`: fewest and most; `signs`: fewest and most per picture."""
     taken: list[str] = []
     scenes = [draw_scene(rng, signs, taken, WORDS, noise=2) for _ in range(rng.randint(*pictures))]
     questions = []
@@ -23,7 +23,7 @@ def draw(rng: Random, pictures: tuple[int, int] = (2, 6), signs: tuple[int, int]
                 questions.append(Question("p2n", f"what number {where}", sign.number))
             if sign.word:
                 questions.append(Question("p2w", f"what word {where}", sign.word))
-            # The first token, which compression cannot change, says nothing yet.
+            # The answer's first token, which compression cannot change, gives nothing away.
             which = f"on which picture is the {sign.color} sign with {sign.lines[-1]}?"
             questions.append(Question("t2p", which, f"the {ordinal} picture", via=ordinal, holder=ordinal))
     return Shown(questions, [scene.pixels for scene in scenes], [scene.labels for scene in scenes])

@@ -1,4 +1,4 @@
-"""A long text of numbered facts, with or without a picture."""
+"""Draw a long text of numbered facts, with or without a picture."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tiny_vlm.signs import DIGITS, HEADLINE_KINDS, LETTERS, draw_scene, new_text
 from tiny_vlm.signs import questions as scene_questions
 
 KINDS = ("k2v",)  # a word to its number
-BACKWARDS = ("v2k",)  # a number to its word; asked in training, as is the number of a fact (f2v)
-PICTURE_KINDS = ("i_c2n", "i_c2w")  # of a sign of the picture, with the text behind it: its colour to number, to word
+BACKWARDS = ("v2k",)  # a number to its word; asked in training, as is a fact's number to its value (f2v)
+PICTURE_KINDS = ("i_c2n", "i_c2w")  # about a sign in the picture before the text: its colour to number, to word
 PICTURE_TEXTS = ("i_w2n", "i_n2w")  # one of its texts to the other; asked in training
-TOKENS = (1024, 4096)  # fewest of the text, and most; of a bundled question the most of its whole prompt
+TOKENS = (1024, 4096)  # fewest and most of the text; the most also bounds a bundled question's whole prompt
 PICTURE_TOKENS = 351  # both views
 QUESTION_TOKENS = 30  # at most, with the post prompt and the chat template
 FACT = re.compile(r"fact (\d+): the number of ([a-z]+) is (\d+)\.\n")
-FACT_TOKENS = 11  # besides the characters of these three, which are a token each
+FACT_TOKENS = 11  # besides the characters of the three groups, which are one token each
 PICTURE_SHARE = 0.5
 
 
 def draw(rng: Random, tokens: tuple[int, int] = TOKENS, picture_share: float = PICTURE_SHARE) -> Shown:
-    """A text of that many tokens, or up to one fact fewer, and a picture to `picture_share` of the texts."""
+    """Draw a text of `tokens` (fewest, most), less up to one fact, with a picture at probability `picture_share`."""
     taken: list[str] = []
     pictures, labels, questions = [], [], []
     if rng.random() < picture_share:
@@ -50,6 +50,6 @@ def draw(rng: Random, tokens: tuple[int, int] = TOKENS, picture_share: float = P
 
 
 def fits(shown: Shown) -> bool:
-    """Whether the whole prompt, with its picture and its question, is no longer than TOKENS says."""
+    """Return whether the whole prompt, with picture and question, is at most TOKENS[1] tokens long."""
     facts = sum(FACT_TOKENS + sum(map(len, fact)) for fact in FACT.findall(shown.text))
     return facts + PICTURE_TOKENS * len(shown.pictures) + QUESTION_TOKENS <= TOKENS[1]

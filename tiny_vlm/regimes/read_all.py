@@ -1,4 +1,4 @@
-"""Long answers: every sign of a picture, from left to right."""
+"""Draw prompts with long answers: every sign of a picture, from left to right."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tiny_vlm.signs import COLORS, DIGITS, LETTERS, Canvas, Sign, new_text
 
 KINDS = (READ,)
 QUESTION = "read every sign from left to right."
-TOKENS = (24, 96)  # fewest and most of an answer, its end included
+TOKENS = (24, 96)  # fewest and most of an answer, including its end token
 
 
 def draw(rng: Random, signs: tuple[int, int] = (4, 8), tokens: tuple[int, int] = TOKENS) -> Shown:
-    """A picture with that many signs, whose left edges are at least a patch apart, and its one question."""
+    """Draw a picture and its one question; `signs`: fewest and most, with left edges at least a patch apart."""
     while True:
         canvas = Canvas(rng)
         canvas.gradient()
@@ -39,5 +39,5 @@ def draw(rng: Random, signs: tuple[int, int] = (4, 8), tokens: tuple[int, int] =
 
 
 def answer_tokens(signs: list[Sign]) -> int:
-    """One for each colour with the space before it, each character, each space, each comma, and for the end."""
+    """Count an answer's tokens: each colour with its leading space, character, space and comma, and the end token."""
     return sum(2 + sum(1 + len(line) for line in sign.lines) for sign in signs)

@@ -1,4 +1,4 @@
-"""Clips in which one sign after another comes and goes."""
+"""Draw clips in which signs come and go one after another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lmms_eval_plugins.tiny_vlm.questions import Question, Shown
 from tiny_vlm.regimes.words import WORDS
 from tiny_vlm.signs import COLORS, DIGITS, FRAME_GRID, LETTERS, PATCH, Canvas, Sign, new_text
 
-KINDS = ("next", "previous", "v2n", "v2w")  # number to the next and to the one before; colour to number, to word
+KINDS = ("next", "previous", "v2n", "v2w")  # number to the next or previous number; colour to number, to word
 CLIP_SIDE = PATCH * FRAME_GRID  # pixels; the video processor enlarges them to the tower's size
 SHORTEST_SHOW = 2  # frames
 JITTER = 2  # pixels off the grid of the pooled tokens, at most
@@ -23,8 +23,9 @@ def draw(
     signs: tuple[int, int] = (3, 8),
     jitter: int = JITTER,
 ) -> Shown:
-    """A clip of that many frames. Each sign has a number, half of them a word above it, and a colour of its own; it
-    stands still for SHORTEST_SHOW frames or more, up to `jitter` pixels off the grid of the pooled tokens."""
+    """Draw a clip; `frames`, `signs`: fewest and most. Each sign has its own colour, a number and, in half the cases, a
+    word above it. It stands still for at least SHORTEST_SHOW frames, up to `jitter` pixels off the pooled tokens' grid.
+    """
     total = rng.randint(*frames)
     count = min(rng.randint(*signs), total // SHORTEST_SHOW)
     background = Canvas(rng, FRAME_GRID)
@@ -53,7 +54,7 @@ def draw(
 
 
 def _durations(rng: Random, total: int, count: int) -> tuple[list[int], list[int]]:
-    """How many frames each sign is shown, and how many empty ones come before it; `total` together."""
+    """Draw how many frames each sign is shown, and how many empty ones precede it; they sum to `total`."""
     shows, gaps = [SHORTEST_SHOW] * count, [0] * count
     for _ in range(total - SHORTEST_SHOW * count):
         rng.choice((shows, shows, gaps))[rng.randrange(count)] += 1

@@ -1,5 +1,5 @@
-"""A CUDA device that is none: what would be launched, copied and waited for on one is counted, on a CPU.
+"""A pretended CUDA device: counts, on a CPU, the kernels, copies and waits that a real one would have.
 
-`tensors`: tensors that say they are on the device, and what each operation costs there; `device`: the context in which
-PyTorch and Triton take it for a device; `counts`: what was counted.
+`tensors` has tensors that claim to be on the device, and the cost of each operation there; `device` the context in
+which PyTorch and Triton see a device; `counts` the counters.
 """

@@ -1,4 +1,4 @@
-"""What a device was given to do: kernels, bytes, and the host's waits, with the lines that caused them."""
+"""Counters of a device's kernels and bytes and the host's waits, with the lines of code that caused them."""
 
 import sys
 from collections import Counter
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-# How many kernels an operation is where that is not one.
+# Kernels per operation, where it is not one.
 KERNELS = {
     **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"), 0),
     **dict.fromkeys(("_local_scalar_dense", "is_same_size"), 0),
@@ -15,17 +15,19 @@ KERNELS = {
     "multinomial": 4,
     "_unique2": 5,
 }
-GATHERS = {"index_select", "gather", "index", "embedding"}  # read what they take, not the whole source
-SCATTERS = {"index_copy_", "index_put_", "scatter_", "index_add_", "_index_put_impl_"}  # write what they are given
+GATHERS = {"index_select", "gather", "index", "embedding"}  # read only the selected elements
+SCATTERS = {"index_copy_", "index_put_", "scatter_", "index_add_", "_index_put_impl_"}  # write only the given elements
 
 
 @dataclass
 class Counts:
-    """Attributes:
-    kernels, bytes: launched, and what they read and write.
-    waits: times that the host waits for the device.
-    kernels_at, waits_at: the same by the line that causes them.
-    kernels_of: by the name of the operation.
+    """The counters.
+
+    Attributes:
+        kernels, bytes: kernels launched, and the bytes that they read and write.
+        waits: how often the host waits for the device.
+        kernels_at, waits_at: the same by the line of code that causes them.
+        kernels_of: kernels by the name of the operation.
     """
 
     kernels: int = 0
@@ -48,7 +50,7 @@ class Counts:
 
 
 def place() -> str:
-    """The innermost line of this package on the stack, else of transformers."""
+    """Return the innermost line of this package on the stack, otherwise of transformers."""
     frame, other = sys._getframe(1), ""
     while frame is not None:
         file = frame.f_code.co_filename
@@ -62,7 +64,7 @@ def place() -> str:
 
 
 def touched(tensor: torch.Tensor) -> int:
-    """Bytes that a kernel touches of a tensor: expanded dimensions once."""
+    """Return the bytes of a tensor that a kernel touches; expanded dimensions count once."""
     size = tensor.element_size()
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         size *= length if stride else 1
@@ -70,7 +72,7 @@ def touched(tensor: torch.Tensor) -> int:
 
 
 def traffic(name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> int:
-    """Bytes that an operation reads and writes."""
+    """Return the bytes that an operation reads and writes."""
     if name in SCATTERS:
         sizes = [touched(tensor) for tensor in given[1:]]
         return sum(sizes) + max(sizes, default=0)

@@ -1,4 +1,4 @@
-"""The context in which PyTorch, transformers and Triton find a CUDA device."""
+"""The context in which PyTorch, transformers and Triton see a CUDA device."""
 
 import contextlib
 import os
@@ -33,13 +33,17 @@ H200 = SimpleNamespace(
     L2_cache_size=62914560,
     gcnArchName="sm_90",
     max_threads_per_block=1024,
+    memory_clock_rate=3_201_000,  # kHz
+    memory_bus_width=6144,  # bits
 )
 
 
 class PretendedCuda:
-    """Inside of this context a tensor may be on `cuda:0`: it computes as on a CPU, an operation between two devices
-    raises as on CUDA, and kernels, bytes and waits are counted. Triton's kernels run in its interpreter, for which
-    `TRITON_INTERPRET=1` has to be set before Triton is imported. Streams are stand-ins; there are no CUDA graphs.
+    """Context manager in which tensors may be on a pretended `cuda:0`.
+
+    Computation runs on the CPU, operations between two devices raise as on CUDA, and kernels, bytes and waits are
+    counted. Triton's kernels run in its interpreter, for which `TRITON_INTERPRET=1` must be set before Triton is
+    imported. Streams are stand-ins; there are no CUDA graphs.
 
         with PretendedCuda() as gpu:
             model.to("cuda")
@@ -49,10 +53,10 @@ class PretendedCuda:
     """
 
     def __init__(self, memory: int = 150_000_000_000):
-        """`memory`: bytes that the device says it has."""
+        """`memory` is the bytes that the device reports."""
         self.memory = memory
         self.counts = Counts()
-        self.on_wait = "default"  # what `torch.cuda.set_sync_debug_mode` asks for
+        self.on_wait = "default"  # the mode of `torch.cuda.set_sync_debug_mode`
         self.live = self.peak = 0  # bytes
         self._owners: Counter = Counter()
         self._sizes: dict[int, int] = {}
@@ -73,7 +77,7 @@ class PretendedCuda:
             raise RuntimeError(f"called a synchronizing CUDA operation: {why} at {place()}")
 
     def held(self, inner: torch.Tensor) -> CudaTensor:
-        """A tensor on the device, whose memory counts as long as one refers to it."""
+        """Wrap a tensor as one on the device; its memory counts while it is referenced."""
         tensor, storage = CudaTensor(inner), inner.untyped_storage()
         if address := storage.data_ptr():
             if not self._owners[address]:
@@ -91,7 +95,7 @@ class PretendedCuda:
             del self._owners[address]
 
     def __enter__(self) -> "PretendedCuda":
-        import torch._dynamo  # what it lists of torch, it lists before anything is replaced
+        import torch._dynamo  # it must list torch's functions before any is replaced
 
         torch._dynamo.trace_rules.get_torch_obj_rule_map()
         self._exits = contextlib.ExitStack()
@@ -116,7 +120,7 @@ class PretendedCuda:
 
 
 class Functions(TorchFunctionMode):
-    """Functions of torch that would ask a driver, or that come apart before they could be counted."""
+    """Replaces torch functions that would call the driver, or that are decomposed before they can be counted."""
 
     def __init__(self, gpu: PretendedCuda):
         super().__init__()
@@ -138,7 +142,7 @@ class Functions(TorchFunctionMode):
             return first.clone()
         elif func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and is_there:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(isinstance(each, list) for each in index):  # becomes a tensor on the device: a copy that waits
+            if any(isinstance(each, list) for each in index):  # becomes a tensor on the device, by a copy that waits
                 index = tuple(torch.tensor(each).to(CUDA) if isinstance(each, list) else each for each in index)
                 return func(first, index, *args[2:])
         elif is_there and (own := OWN.get(func)):
@@ -153,7 +157,7 @@ OWN: dict[Callable, Callable] = {
 
 
 def _torch_cuda(gpu: PretendedCuda) -> dict[str, Any]:
-    """What stands in for the functions of `torch.cuda`."""
+    """Return the stand-ins for functions of `torch.cuda`."""
 
     def nothing(*args: object, **kwargs: object) -> None: ...
 
@@ -232,7 +236,7 @@ def _torch_cuda(gpu: PretendedCuda) -> dict[str, Any]:
 
 
 def _triton(gpu: PretendedCuda) -> list[Any]:
-    """Patches by which a kernel of Triton is counted, and runs in the interpreter on the numbers inside."""
+    """Return patches that count Triton's kernels and run them in the interpreter on the wrapped tensors."""
     try:
         import numpy as np
         import triton.language as tl
@@ -257,7 +261,7 @@ def _triton(gpu: PretendedCuda) -> list[Any]:
         return launch
 
     def create_dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, most: Any) -> Any:
-        """The interpreter of Triton 3.9 multiplies the bits of bfloat16, not the numbers."""
+        """Multiply numbers: the interpreter of Triton 3.9 multiplies the bits of bfloat16 instead."""
 
         def as_numbers(handle: Any) -> Any:
             is_bf16 = handle.dtype.scalar == tl.bfloat16

@@ -1,4 +1,4 @@
-"""Tensors that say they are on `cuda:0` and hold their numbers in the CPU's memory."""
+"""Tensors that claim to be on `cuda:0` but hold their numbers in CPU memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch.utils._pytree import tree_flatten, tree_map
 from .counts import KERNELS, Counts, place, touched, traffic
 
 CUDA = torch.device("cuda", 0)
+ON_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 FREE = {"detach", "alias", "lift_fresh", "lift", "_unsafe_view", "is_pinned", "prim_device"}
 COPIES = {"copy_", "_to_copy"}
 INDEXES = {"index", "index_put_", "index_put", "_index_put_impl_"}
 MAY_MIX = {*COPIES, *INDEXES, "lift_fresh", "set_", "resize_as_"}
-NEVER_MIX = {"cat", "mm", "bmm", "addmm", "gather", "index_select", "scatter_", "index_copy_"}  # not even a number
+NEVER_MIX = {"cat", "mm", "bmm", "addmm", "gather", "index_select", "scatter_", "index_copy_"}  # not even with a scalar
 NO_INTEGERS = {"mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot"}
-# Their result's shape or value has to be known on the host.
+# The host needs the shape or the value of their result.
 WAITING = {
     "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount",
     "equal", "_linalg_svd", "_linalg_eigh", "linalg_inv_ex", "linalg_cholesky_ex", "linalg_solve_ex", "linalg_qr",
@@ -28,7 +29,7 @@ NO_TENSOR = {"_local_scalar_dense", "equal", "is_same_size"}
 
 
 class Device(Protocol):
-    """What tensors know of the device that they are on."""
+    """A tensor's view of its device."""
 
     counts: Counts
 
@@ -37,11 +38,11 @@ class Device(Protocol):
     def held(self, inner: torch.Tensor) -> CudaTensor: ...
 
 
-current: list[Device] = []  # the innermost one is last; one stays, for tensors that outlive it
+current: list[Device] = []  # the innermost is last; one stays for tensors that outlive it
 
 
 class CudaTensor(torch.Tensor):
-    """`inner`: where the numbers are."""
+    """A tensor on the pretended device; `inner` holds the numbers."""
 
     inner: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -72,7 +73,7 @@ class CudaTensor(torch.Tensor):
         return self.inner.untyped_storage()
 
     def as_subclass(self, kind: type) -> torch.Tensor:
-        return self.inner.as_subclass(kind)  # only carries notes
+        return self.inner.as_subclass(kind)  # only carries attributes
 
     def record_stream(self, stream: object) -> None: ...
 
@@ -103,7 +104,7 @@ class CudaTensor(torch.Tensor):
 
 
 class Made(TorchDispatchMode):
-    """Operations that make a tensor on the device from none that is there."""
+    """Handles operations that create a tensor on the device without taking one."""
 
     def __init__(self, gpu: Device):
         super().__init__()
@@ -114,15 +115,18 @@ class Made(TorchDispatchMode):
 
 
 def run(gpu: Device, func: Any, args: tuple, kwargs: dict) -> Any:
-    """An operation, counted, on the numbers inside. Raises RuntimeError where CUDA does."""
+    """Count an operation and run it on the wrapped tensors. Raises RuntimeError where CUDA does."""
     given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
     there = [tensor for tensor in given if isinstance(tensor, CudaTensor)]
     to_cuda = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
     if not there and not to_cuda:
         return func(*args, **kwargs)
     name = func._schema.name.split("::")[1]
+    if func.namespace == "kvcompress":  # an operator of our own, which launches what the device counts
+        with Made(gpu):
+            return func.redispatch(ON_CUDA, *args, **kwargs)
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-        with Made(gpu):  # in inference mode it comes whole
+        with Made(gpu):  # in inference mode it is not decomposed
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
@@ -142,7 +146,7 @@ def run(gpu: Device, func: Any, args: tuple, kwargs: dict) -> Any:
             return gpu.held(leaf)
         if before.shape != leaf.shape or before.stride() != leaf.stride():
             with torch.utils._mode_utils.no_dispatch():
-                func(before, *args[1:], **kwargs)  # squeeze_ and the like
+                func(before, *args[1:], **kwargs)  # squeeze_ and similar operations
         return before
 
     return tree_map(wrapped, result)
@@ -187,7 +191,7 @@ def _computed(name: str, func: Any, args: tuple, kwargs: dict, to_cuda: bool) ->
     kwargs = {**kwargs, "device": torch.device("cpu")} if to_cuda else dict(kwargs)
     kwargs.pop("pin_memory", None)
     args, kwargs = tree_map(lambda leaf: leaf.inner if isinstance(leaf, CudaTensor) else leaf, (args, kwargs))
-    if name == "_softmax" and args[2]:  # the CPU has no conversion on the way
+    if name == "_softmax" and args[2]:  # the CPU cannot convert on the way
         return func(args[0].float(), args[1], False)
     if name == "histc" and not args[0].is_floating_point():
         return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
@@ -207,14 +211,14 @@ def _count(gpu: Device, name: str, func: Any, args: tuple, kwargs: dict, result:
     kernels = KERNELS.get(name, 1)
     to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
     if name in COPIES and (not inner or to_host):
-        kernels = 0  # the copy engine's
+        kernels = 0  # done by the copy engine
     if made and not any(tensor.numel() for tensor in made) and name != "nonzero":
         kernels = 0
     gpu.counts.launch(name, kernels, traffic(name, inner, made))
 
 
 def attention(gpu: Device, query, key, value, attn_mask=None, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`scaled_dot_product_attention`, counted as the kernel that PyTorch would choose."""
+    """Run `scaled_dot_product_attention`, counted as the kernel that PyTorch would choose."""
     parts = [query, key, value, *([] if attn_mask is None else [attn_mask])]
     if not all(isinstance(part, CudaTensor) for part in parts):
         raise RuntimeError(f"Expected query, key, value and mask on the same device, at {place()}")
@@ -228,13 +232,13 @@ def attention(gpu: Device, query, key, value, attn_mask=None, *args: Any, **kwar
         as_numbers = 2 if attn_mask is not None and attn_mask.dtype == torch.bool else 0
         padded = 1 if attn_mask is not None and attn_mask.shape[-1] % 8 else 0
         gpu.counts.launch("attention, efficient", 1 + as_numbers + padded, size)
-    else:  # groups under a mask: no fused kernel
+    else:  # grouped heads with a mask: no fused kernel
         groups = query.shape[1] // key.shape[1]
         gpu.counts.launch("attention, plain", 10, size + 2 * (groups + 1) * touched(key))
     with _disable_current_modes():
         inner = [None if part is None else part.inner for part in (query, key, value, attn_mask)]
         out = torch.nn.functional.scaled_dot_product_attention(*inner, *args, **kwargs)
-    return gpu.held(out.transpose(1, 2).contiguous().transpose(1, 2))  # laid out as by the fused kernels
+    return gpu.held(out.transpose(1, 2).contiguous().transpose(1, 2))  # the fused kernels' memory layout
 
 
 def numbers(leaf: object) -> object:
@@ -242,7 +246,7 @@ def numbers(leaf: object) -> object:
 
 
 def on_cuda(make: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """What `torch.tensor(..., device="cuda")` and its like do: made on the host, then copied."""
+    """Do what `torch.tensor(..., device="cuda")` and similar calls do: create on the host, then copy."""
     if isinstance(args[0], CudaTensor):
         return args[0] if kwargs.get("dtype") is None else args[0].to(kwargs["dtype"])
     made = make(*tree_map(numbers, args), **{**kwargs, "device": None})

@@ -21,6 +21,7 @@ class Storage(ABC):
     has_fixed_shapes: bool = False  # a decode step is the same graph each time
     decodes_in_place: bool = False  # has `decode`, which attends to the entries where they lie
     fills_all_slots: bool = False  # the host knows that no slot is unused
+    parts: tuple[type, ...] = ()  # dataclasses that `state` may hold
 
     @abstractmethod
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -68,9 +69,25 @@ class Storage(ABC):
         gathering (`decodes_in_place`); the result has the same shape."""
         raise TypeError(f"the entries of a {type(self).__name__} are read, not attended to where they lie")
 
+    def held(self) -> list[list[int]] | None:
+        """Slots in use, [row][head], where the host knows how heads differ."""
+        return None
+
     def kept(self, seen: int) -> Kept:
         """Everything as one dense, right-aligned piece."""
         return Kept(*self.read(), self.columns(seen))
+
+    def state(self) -> dict[str, object]:
+        """What a file holds of it, by the names of its attributes: plain values, tensors, storages, and objects of the
+        classes `parts`. Not the room for tokens to come, where anything may lie."""
+        return dict(vars(self))
+
+    @classmethod
+    def of_state(cls, state: dict[str, object], device: torch.device) -> "Storage":
+        """The storage that had this `state`, of a layer on `device`."""
+        made = object.__new__(cls)
+        vars(made).update(state)
+        return made
 
     def fork(self) -> "Storage":
         """A storage that shares the present entries and may be appended to; undone by dropping it."""

@@ -58,6 +58,17 @@ class DenseStorage(Storage):
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
+    def state(self) -> dict[str, object]:
+        keys, values = self.read()
+        return {**super().state(), "keys": keys, "values": values, "capacity": self.keys.shape[2]}
+
+    @classmethod
+    def of_state(cls, state: dict[str, object], device: torch.device) -> "DenseStorage":
+        capacity = state.pop("capacity")
+        return super().of_state(
+            {**state, **{name: roomy(state[name], capacity) for name in ("keys", "values")}}, device
+        )
+
     def segments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """Keys and values (rows, head_dim); where each KV head of each row of the batch begins in them and how many
         rows it has, LongTensors (batch, kv_heads); the most of them."""

@@ -26,7 +26,8 @@ def new_storage(
     None for a cache that keeps everything, which may hold `pads`; `channels` as in `ThinKStorage`, for `think`; other
     arguments as in `DenseStorage` and `store`."""
     kind, device = engine.cache_implementation, keys.device
-    if kind.startswith("offloaded"):
+    is_dense = indices is None or total == indices.numel()
+    if kind.startswith("offloaded") and not (kind == "offloaded" and is_dense):  # dense ones leave without a wait
         keys, values, indices, pads = (None if t is None else t.cpu() for t in (keys, values, indices, pads))
     if kind in ("static", "offloaded_static"):
         storage = StaticStorage(keys, values, indices, pads, room)

@@ -34,17 +34,32 @@ class OffloadedStorage(Storage):
     device until there are `TAIL` of them and their copy has arrived.
 
     Args:
-        inner: a storage on the CPU.
+        inner: a storage on the CPU, or a dense one on the device, which leaves it.
         device: where the model computes.
     """
 
     def __init__(self, inner: Storage, device: torch.device):
-        self.inner, self.device = inner, device
+        self._inner, self.device = inner, device
+        self._left: torch.cuda.Event | None = None  # once it happened, the inner storage is in the CPU's memory
         self.fetched: tuple[torch.Tensor, ...] | None = None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.tail: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._leaving: Leaving | None = None
-        self._pin()
+        if self.stream is not None and isinstance(inner, DenseStorage) and inner.keys.device.type == "cuda":
+            for name in ("keys", "values", "indices", "pads"):
+                if (part := getattr(inner, name)) is not None:
+                    setattr(inner, name, part.to("cpu", non_blocking=True))  # into pinned memory
+            self._left = torch.cuda.current_stream(device).record_event()
+        else:
+            self._pin()
+
+    @property
+    def inner(self) -> Storage:
+        """The storage in the CPU's memory, all of it there."""
+        if self._left is not None and not self._left.query():
+            self._left.synchronize()
+        self._left = None
+        return self._inner
 
     def _pin(self) -> None:
         """What is read as it lies is copied as it lies."""
@@ -57,40 +72,42 @@ class OffloadedStorage(Storage):
 
     @property
     def length(self) -> int:
-        return self.inner.length + self._tail_length
+        return self._inner.length + self._tail_length
 
     @property
     def is_whole(self) -> bool:
-        return self.inner.is_whole
+        return self._inner.is_whole
 
     @property
     def fills_all_slots(self) -> bool:
-        return self.inner.fills_all_slots
+        return self._inner.fills_all_slots
 
     @property
     def appended(self) -> int:
-        return int(self.inner.appended) + self._tail_length
+        return int(self._inner.appended) + self._tail_length
 
     def prefetch(self) -> None:
         """Start bringing the entries to the device, beside what it is computing."""
         if self.stream is not None and self.fetched is None:
             with torch.cuda.stream(self.stream):
+                if self._left is not None:
+                    self.stream.wait_event(self._left)
                 self.fetched = self._on_the_way()
 
     def _on_the_way(self) -> tuple[torch.Tensor, ...]:
         """The inner storage's keys and values, being copied to the device."""
-        if not isinstance(self.inner, DenseStorage):
+        if not isinstance(self._inner, DenseStorage):
             return tuple(part.pin_memory().to(self.device, non_blocking=True) for part in self.inner.read())
-        buffers = (self.inner.keys, self.inner.values)  # as they lie, the spare room too
-        return tuple(part.to(self.device, non_blocking=True)[:, :, : self.inner.length] for part in buffers)
+        buffers = (self._inner.keys, self._inner.values)  # as they lie, the spare room too
+        return tuple(part.to(self.device, non_blocking=True)[:, :, : self._inner.length] for part in buffers)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if self.stream is not None and not self.inner.has_fixed_shapes:
+        if self.stream is not None and not self._inner.has_fixed_shapes:
             self.tail.append((keys, values))
             return
         self.inner.append(keys.cpu(), values.cpu())
         if self.fetched is not None:  # the buffers have room
-            first = int(self.inner.cursor) - keys.shape[2]
+            first = self.inner.entries + int(self.inner.appended) - keys.shape[2]
             for buffer, part in zip(self._arrived(), (keys, values), strict=True):
                 buffer[:, :, first : first + keys.shape[2]] = part
 
@@ -132,7 +149,7 @@ class OffloadedStorage(Storage):
         return self.fetched
 
     def visible(self) -> torch.Tensor | None:
-        visible = self.inner.visible()
+        visible = None if self.fills_all_slots else self.inner.visible()
         return None if visible is None else F.pad(on_device(visible, self.device), (0, self._tail_length), value=True)
 
     def columns(self, seen: int) -> torch.Tensor:
@@ -145,7 +162,7 @@ class OffloadedStorage(Storage):
 
     def fork(self) -> "OffloadedStorage":
         twin = super().fork()
-        twin.inner, twin.fetched = self.inner.fork(), None
+        twin._inner, twin.fetched = self.inner.fork(), None
         twin.tail, twin._leaving = list(self.tail), None
         return twin
 
@@ -154,9 +171,22 @@ class OffloadedStorage(Storage):
         self.tail = [(keys[rows], values[rows]) for keys, values in self.tail]
         self.fetched = self._leaving = None
 
+    def state(self) -> dict[str, object]:
+        return {"inner": self.inner, "tail": self.tail}
+
+    @classmethod
+    def of_state(cls, state: dict[str, object], device: torch.device) -> "OffloadedStorage":
+        made = cls(state["inner"], device)
+        if made.stream is not None:
+            made.tail = state["tail"]
+        else:  # saved on CUDA, and here all is in the CPU's memory anyway
+            for keys, values in state["tail"]:
+                made.append(keys, values)
+        return made
+
     def tensors(self) -> list[torch.Tensor]:
-        return [*self.inner.tensors(), *(part for parts in self.tail for part in parts)]
+        return [*self._inner.tensors(), *(part for parts in self.tail for part in parts)]
 
     @property
     def room_nbytes(self) -> int:
-        return self.inner.room_nbytes
+        return self._inner.room_nbytes

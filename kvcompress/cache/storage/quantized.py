@@ -56,6 +56,7 @@ class QuantizedStorage(Storage):
     """
 
     is_final = True
+    parts = (_Block, Quantized, Quantizer)
 
     def __init__(self, keys, values, indices, pads, quantizer: Quantizer, residual: int):
         self.quantizer, self.residual = quantizer, residual

@@ -1,8 +1,8 @@
 """Entries of which rows and KV heads keep different numbers, without padding."""
 
 import torch
-import torch.nn.functional as F
 
+from ...device import Arriving
 from ...kernels.ragged_decode import ragged_decode
 from ...scoring.layer_view import Kept
 from .base import Storage, lasting, spare
@@ -16,7 +16,7 @@ class RaggedStorage(Storage):
     Args:
         kept: right-aligned, with -1 in unused slots, and with `total`.
         counts: LongTensor (batch, kv_heads), entries in use.
-        flat: the same as a list, for a host that asks; None: not known yet, and read from the device when it is.
+        flat: the same as a list, for a host that asks; None: not known yet, and on its way from the device.
     """
 
     decodes_in_place = True
@@ -24,13 +24,14 @@ class RaggedStorage(Storage):
     def __init__(self, kept: Kept, counts: torch.Tensor, flat: list[int] | None, room: int | None):
         self.entries = self.length = kept.indices.shape[2] if flat is None else max(flat)
         self.appended = 0
-        self._flat = flat
+        self._flat = Arriving(counts) if flat is None else flat
         # Stable: those in use come first, row by row and head by head.
         used = (kept.indices < 0).flatten().argsort(stable=True)[: kept.total]
         self.indices = kept.indices.flatten()[used].to(torch.int32)
         segments = counts.numel()
         room = spare(self.entries if flat else -(-kept.total // segments)) if room is None else room
-        self._place(counts, kept.keys.flatten(0, 2)[used], kept.values.flatten(0, 2)[used], room)
+        segment = used // kept.indices.shape[2]
+        self._place(counts, segment, kept.keys.flatten(0, 2)[used], kept.values.flatten(0, 2)[used], room)
 
     @property
     def sizes(self) -> torch.Tensor:
@@ -45,25 +46,31 @@ class RaggedStorage(Storage):
     @property
     def flat(self) -> list[int]:
         """`counts` for the host, row by row and head by head."""
-        if self._flat is None:
-            self._flat = self.counts.flatten().tolist()
+        if isinstance(self._flat, Arriving):
+            self._flat = self._flat.tolist()
         return self._flat
 
-    def _place(self, sizes: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, room: int) -> None:
-        """Write segments of these `sizes`, (entries in use, head_dim), with `room` behind each."""
+    def held(self) -> list[list[int]]:
+        sizes, kv_heads = [count + self.appended for count in self.flat], self.starts.shape[1]
+        return [sizes[first : first + kv_heads] for first in range(0, len(sizes), kv_heads)]
+
+    def _place(
+        self, sizes: torch.Tensor, segment: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, room: int
+    ) -> None:
+        """Write segments of these `sizes`, (entries in use, head_dim), with `room` behind each. `segment`: of each
+        entry."""
         self.room = room
         self.ends = (sizes.flatten() + room).cumsum(0).view_as(sizes) - room
         self.starts = self.ends - sizes
-        rows = self._packed_rows(len(keys))
+        rows = self._packed_rows(segment)
         capacity = len(keys) + room * sizes.numel()
         self.keys = lasting(keys.new_zeros, (capacity, keys.shape[1])).index_copy_(0, rows, keys)
         self.values = lasting(values.new_zeros, (capacity, values.shape[1])).index_copy_(0, rows, values)
 
-    def _packed_rows(self, total: int) -> torch.Tensor:
-        """The buffer row of each of the `total` entries, row by row and head by head. Entry i of that order lies behind
-        the room of all segments before its own."""
-        segment = torch.repeat_interleave(self.sizes.flatten(), output_size=total)
-        return torch.arange(total, device=segment.device) + segment * self.room
+    def _packed_rows(self, segment: torch.Tensor) -> torch.Tensor:
+        """The buffer row of each entry, row by row and head by head, from the `segment` of each: entry i of that order
+        lies behind the room of all segments before its own."""
+        return torch.arange(len(segment), device=segment.device).add_(segment, alpha=self.room)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         new = keys.shape[2]
@@ -85,17 +92,33 @@ class RaggedStorage(Storage):
         return rows
 
     def _grow(self, room: int) -> None:
-        rows = self._packed_rows(len(self.indices) + self.appended * self.starts.numel())
-        self._place(self.sizes, self.keys[rows], self.values[rows], room)
+        self._place(self.sizes, *self._packed(), room)
 
-    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which slots are in use, and the buffer row of each: (batch, kv_heads, length)."""
-        slot = torch.arange(self.length, device=self.keys.device) - (self.length - self.sizes)[..., None]
-        return slot >= 0, self.starts[..., None] + slot.clamp(min=0)
+    def _packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The segment, key and value of each entry in use: (entries in use,), and twice (entries in use, head_dim)."""
+        total = len(self.indices) + self.appended * self.starts.numel()
+        segment = torch.repeat_interleave(self.sizes.flatten(), output_size=total)
+        rows = self._packed_rows(segment)
+        return segment, self.keys[rows], self.values[rows]
+
+    def state(self) -> dict[str, object]:
+        _, keys, values = self._packed()
+        return {**super().state(), "_flat": self.flat, "keys": keys, "values": values}
+
+    @classmethod
+    def of_state(cls, state: dict[str, object], device: torch.device) -> "RaggedStorage":
+        made = super().of_state(state, device)
+        segment = torch.repeat_interleave(made.sizes.flatten(), output_size=len(made.keys))
+        made._place(made.sizes, segment, made.keys, made.values, made.room)
+        return made
+
+    def _rows(self) -> torch.Tensor:
+        """The buffer row of each slot, (batch, kv_heads, length): before `starts` for one that is not in use."""
+        return (self.ends - self.length)[..., None] + torch.arange(self.length, device=self.keys.device)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        _, rows = self._rows()
-        rows = rows.clamp(max=len(self.keys) - 1)  # an empty segment without room may begin behind the buffer's end
+        rows = self._rows().maximum(self.starts[..., None])  # an unused slot shows the segment's first entry
+        rows.clamp_(max=len(self.keys) - 1)  # an empty segment without room may begin behind the buffer's end
         return self.keys[rows], self.values[rows]
 
     def segments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
@@ -109,7 +132,7 @@ class RaggedStorage(Storage):
         return [rows for length in self.flat for rows in (length + self.appended, self.room)]
 
     def visible(self) -> torch.Tensor:
-        return self._rows()[0]
+        return self._rows() >= self.starts[..., None]
 
     def columns(self, seen: int) -> torch.Tensor:
         kept = self._kept_columns()
@@ -119,20 +142,22 @@ class RaggedStorage(Storage):
     def _kept_columns(self) -> torch.Tensor:
         """The columns of the slots without those that were appended: LongTensor (batch, kv_heads, entries)."""
         counts = self.counts
+        if not len(self.indices):
+            return counts.new_full((*counts.shape, self.entries), -1)
         ends = counts.flatten().cumsum(0).view_as(counts)  # in `indices`
-        slot = torch.arange(self.entries, device=ends.device) - self.entries
-        place = (ends[..., None] + slot).clamp(min=0)
-        columns = F.pad(self.indices.long(), (0, 1))[place]  # an entry more, for segments without any
-        return columns.masked_fill(slot < -counts[..., None], -1)
+        slot = torch.arange(-self.entries, 0, device=ends.device)
+        columns = self.indices[(ends[..., None] + slot).clamp_(min=0)].long()
+        return columns.masked_fill_(slot < -counts[..., None], -1)
 
     def select(self, rows: torch.Tensor) -> None:
-        used, buffer_rows = (each[rows] for each in self._rows())
+        buffer_rows, used = self._rows()[rows], self.visible()[rows]
         kept = self._kept_columns()[rows]
-        self._flat = None
         sizes = self.sizes[rows]
+        self._flat = Arriving(sizes - self.appended)
         self.indices = kept[kept >= 0].to(torch.int32)
         packed = buffer_rows[used]
-        self._place(sizes, self.keys[packed], self.values[packed], self.room)
+        segment = torch.repeat_interleave(sizes.flatten(), output_size=len(packed))
+        self._place(sizes, segment, self.keys[packed], self.values[packed], self.room)
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.keys, self.values, self.indices, self.starts, self.ends]

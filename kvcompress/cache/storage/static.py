@@ -1,18 +1,22 @@
 """Entries in buffers of a fixed shape, where decoding is to run as one compiled graph."""
 
 import torch
+import torch.nn.functional as F
 
 from ...errors import KVCompressError
+from ...kernels.ragged_decode import has_triton
+from ...kernels.static_decode import static_decode
 from .base import Storage, lasting, roomy
 
 
 class StaticStorage(Storage):
-    """Buffers of a fixed shape (batch, kv_heads, capacity, head_dim) and a cursor on the device, so that every decode
-    step is the same graph. Rows and heads that keep fewer are padded: static shapes cost their padding.
+    """Buffers of a fixed shape (batch, kv_heads, capacity, head_dim) and a count on the device, so that every decode
+    step is the same graph. Rows and heads that keep fewer are padded, which costs memory. On a CPU it costs time too: a
+    query attends to all slots, under a mask. On CUDA it attends to the slots in use, where they lie.
 
     Args:
         kept: right-aligned, with -1 in unused slots; None in place of its indices for column = slot.
-        pads: as in `DenseStorage`.
+        pads: as in `DenseStorage`, all of them in front.
         room: tokens that can be appended.
     """
 
@@ -25,23 +29,34 @@ class StaticStorage(Storage):
         # Attention multiplies by zero what no query may see: it must be finite.
         self.keys[:, :, self.entries :] = 0
         self.values[:, :, self.entries :] = 0
-        unused = torch.zeros(keys.shape[0], 1, self.entries, dtype=torch.bool, device=keys.device)
-        if indices is not None:
-            unused = indices < 0
-        elif pads is not None:
-            unused = pads[:, None]
-        room_used = torch.zeros(*unused.shape[:2], room, dtype=torch.bool, device=keys.device)
-        self.usable = ~torch.cat([unused, room_used], dim=2)
         self.slots = torch.arange(self.capacity, device=keys.device)
-        self.cursor = lasting(self.slots.new_full, (1,), self.entries)
+        if indices is not None:
+            self.unused = (indices < 0).sum(2)
+        else:
+            self.unused = self.slots.new_zeros(keys.shape[0], 1) if pads is None else pads.sum(1, keepdim=True)
+        self.appended = lasting(self.slots.new_zeros, (1,))
+        self._counts = True  # the tokens that are appended; else another storage does
         self._left = room  # the same on the host, as far as no compiled graph has written
-        self._mark()
+        self.decodes_in_place = keys.device.type == "cuda" and has_triton()
+        self._new: tuple[torch.Tensor, torch.Tensor] | None = None  # a token that is not written yet
+        self._lay_out()
 
-    def _mark(self) -> None:
-        """The graph writes into these tensors: CUDA graphs are given up where it may not count on their place. Without
-        a guard, other tensors (the next prompt's) are recorded anew and not compiled anew."""
-        for tensor in (self.keys, self.values, self.cursor):
+    def _lay_out(self) -> None:
+        """Note where the segments lie, one of each row and KV head, and that all this stays in its place: CUDA graphs
+        copy what may move, and are given up where it is written. Without a guard, other tensors (the next prompt's) are
+        recorded anew and not compiled anew."""
+        shape = self.keys.shape[:2]
+        unused = self.unused.expand(shape)
+        segments = torch.arange(unused.numel(), device=unused.device).view(shape)
+        self.starts, self.lengths = segments * self.capacity + unused, self.entries - unused
+        for tensor in self.tensors():
             torch._dynamo.mark_static_address(tensor, guard=False)
+
+    def count_with(self, other: "StaticStorage") -> None:
+        """Let `other`, of another layer with as many appended tokens, count for both: it is appended to first."""
+        if other is not self:
+            self.appended, self._counts = other.appended, False
+            torch._dynamo.mark_static_address(self.appended, guard=False)
 
     @property
     def length(self) -> int:
@@ -51,55 +66,81 @@ class StaticStorage(Storage):
     def is_whole(self) -> bool:
         return self.indices is None
 
-    @property
-    def appended(self) -> torch.Tensor:
-        """LongTensor (1,)."""
-        return self.cursor - self.entries
-
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        new = keys.shape[2]
         if not torch.compiler.is_compiling():
-            if keys.shape[2] > self._left:
+            if new > self._left:
                 raise KVCompressError(
                     f"the static cache is full: it has room for max_new_tokens={self.capacity - self.entries} tokens "
                     "behind a prompt"
                 )
-            self._left -= keys.shape[2]
-        rows = self.cursor + self.slots[: keys.shape[2]]
+            self._left -= new
+        if self._counts:
+            self.appended.add_(new)
+        if self.decodes_in_place and new == 1:
+            self._new = keys, values
+        else:
+            self._write(keys, values)
+
+    def _write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put the latest appended tokens in their slots."""
+        new = keys.shape[2]
+        rows = self.slots[:new] + (self.appended + (self.entries - new))
         self.keys.index_copy_(2, rows, keys)
         self.values.index_copy_(2, rows, values)
-        self.cursor.add_(keys.shape[2])
+
+    def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """As `Storage.decode`; a token that was just appended is written on the way."""
+        new, self._new = self._new or (None, None), None
+        segments = self.keys, self.values, self.starts, self.lengths, self.appended, self.capacity
+        return static_decode(query, *new, *segments, scaling)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._new is not None:
+            self._write(*self._new)
+            self._new = None
         return self.keys, self.values
 
     def visible(self) -> torch.Tensor:
-        return self.usable & (self.slots < self.cursor)
+        return (self.slots >= self.unused[..., None]) & (self.slots < self.entries + self.appended)
 
     def columns(self, seen: int) -> torch.Tensor:
         shape = self.keys.shape[:2]
-        end = int(self.cursor)
+        end = self.entries + int(self.appended)
         columns = torch.full((*shape, self.capacity), -1, device=self.keys.device)
         columns[..., : self.entries] = self.slots[: self.entries] if self.indices is None else self.indices.long()
         columns[..., self.entries : end] = torch.arange(seen - (end - self.entries), seen, device=self.keys.device)
         return columns.masked_fill(~self.visible(), -1)
 
     def select(self, rows: torch.Tensor) -> None:
-        for name in ("keys", "values", "usable"):
-            setattr(self, name, getattr(self, name)[rows])
+        self.keys, self.values, self.unused = self.keys[rows], self.values[rows], self.unused[rows]
         self.indices = None if self.indices is None else self.indices[rows]
-        self._mark()
+        self._lay_out()
 
     def fork(self) -> "StaticStorage":
         twin = super().fork()
-        twin.cursor = lasting(self.cursor.clone)
-        twin._mark()
+        twin.appended, twin._counts = lasting(self.appended.clone), True
+        torch._dynamo.mark_static_address(twin.appended, guard=False)
         return twin
 
+    def state(self) -> dict[str, object]:
+        keys, values = self.read()  # a token that waits is written
+        end = self.entries + int(self.appended)
+        return {**super().state(), "keys": keys[:, :, :end], "values": values[:, :, :end]}
+
+    @classmethod
+    def of_state(cls, state: dict[str, object], device: torch.device) -> "StaticStorage":
+        room = (0, 0, 0, state["capacity"] - state["keys"].shape[2])
+        made = super().of_state({**state, **{name: F.pad(state[name], room) for name in ("keys", "values")}}, device)
+        made.decodes_in_place = made.keys.device.type == "cuda" and has_triton()
+        made._lay_out()
+        return made
+
     def tensors(self) -> list[torch.Tensor]:
-        tensors = (self.keys, self.values, self.indices, self.usable, self.slots, self.cursor)
-        return [tensor for tensor in tensors if tensor is not None]
+        places = (self.indices, self.unused, self.slots, self.starts, self.lengths, self.appended)
+        return [self.keys, self.values, *(tensor for tensor in places if tensor is not None)]
 
     @property
     def room_nbytes(self) -> int:
-        end = int(self.cursor)
+        end = self.entries + int(self.appended)
         return self.keys[:, :, end:].nbytes + self.values[:, :, end:].nbytes

@@ -76,6 +76,14 @@ class TurboQuantStorage(Storage):
         twin.inner = self.inner.fork()
         return twin
 
+    def state(self) -> dict[str, object]:
+        return {**super().state(), "codecs": [(each.dim, each.bits) for each in self.codecs]}
+
+    @classmethod
+    def of_state(cls, state: dict[str, object], device: torch.device) -> "TurboQuantStorage":
+        codecs = tuple(codec(dim, bits, device) for dim, bits in state["codecs"])
+        return super().of_state({**state, "codecs": codecs}, device)
+
     def tensors(self) -> list[torch.Tensor]:
         """Without rotations and codebooks, which all layers would share."""
         return self.inner.tensors()

@@ -28,7 +28,7 @@ function nameOf(cell) {
   return button;
 }
 
-// Red or green where the interval leaves no doubt of the sign.
+// Red or green where the interval excludes zero.
 function difference(cell) {
   if (cell.against_full === null || cell.method === "full") return "-";
   const [mean, low, high] = cell.against_full;
@@ -52,7 +52,7 @@ function details(cell) {
   const copy = make("button", { className: "copy", type: "button", textContent: "copy", hidden: !navigator.clipboard });
   copy.addEventListener("click", () => navigator.clipboard.writeText(cell.command).then(() => (copy.textContent = "copied")));
   const pairs = (object) => Object.entries(object).map(([key, value]) => `${key} ${value}`).join(", ");
-  // What has no room in the table on a phone stands here.
+  // Columns that do not fit on a phone are listed here.
   const elsewhere = COLUMNS.filter(({ rare }) => rare).map((column) => [column.name, make("span", {}, ...[column.show(cell)].flat()), "narrow"]);
   const facts = [
     ["made by", make("span", {}, make("code", { textContent: cell.command }), copy)],
@@ -76,13 +76,13 @@ function drawTable() {
 function passes(cell) {
   const words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
   const named = !words.length || words.some((word) => cell.variant.toLowerCase().includes(word));
-  // The full cache is what all sizes are compared with.
+  // Every size is compared with the full cache, so it is always shown.
   return named && FILTERS.every(([id, , of]) => $(id).value === ALL || of(cell) === $(id).value || (id === "size" && cell.method === "full"));
 }
 
 function draw() {
   group.cells = board.cells.filter(passes);
-  $("rows-count").textContent = `${group.cells.length} of ${board.cells.length} rows. Choose a column to sort by it, a name for the command that made the row.`;
+  $("rows-count").textContent = `${group.cells.length} of ${board.cells.length} rows. Click a column to sort by it, or a name to see the command that produced the row.`;
   drawTable();
   drawLegend();
   drawPlots();
@@ -101,7 +101,7 @@ function show(chosen) {
     fill($(id), [[ALL, all], ...values.map((value) => [value, text ? text(value) : value])]);
     $(`${id}-pick`).hidden = values.length < 2;
   }
-  $("board-lead").textContent = `${Object.entries(board.protocol).map(([key, value]) => `${key}=${value}`).join(", ")}; ${board.questions} questions. Rows of another protocol are in another table.`;
+  $("board-lead").textContent = `${Object.entries(board.protocol).map(([key, value]) => `${key}=${value}`).join(", ")}; ${board.questions} questions. Rows with another protocol are in a separate table.`;
   $("board-warning").textContent = board.warning;
   $("board-warning").hidden = !board.warning;
   draw();
@@ -109,7 +109,7 @@ function show(chosen) {
 
 // -- which table
 
-// Each list holds what the lists before it leave.
+// Each list offers the values left by the lists before it.
 function pick(from) {
   let left = DATA.boards;
   for (const [place, [id, key]] of [["regime", "regime"], ["task", "task"], ["protocol", "protocol_text"]].entries()) {

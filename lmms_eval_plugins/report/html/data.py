@@ -1,4 +1,4 @@
-"""What the HTML page shows, as JSON-ready data."""
+"""Collect the data of the HTML page, JSON-ready."""
 
 import base64
 from dataclasses import astuple
@@ -20,7 +20,7 @@ from ..short_answers import warning
 from ..table import score_scale
 from .groups import Group
 
-MOST_QUESTIONS = 1000  # of a group on the page; the files with all samples have no such bound
+MOST_QUESTIONS = 1000  # per group on the page; the files with all samples have no such limit
 CELL_NUMBERS = (
     "ratio", "budget", "realised", "score", "stderr", "ttft_s", "tpot_s", "kv_bytes", "answers_per_s", "tokens_per_s",
     "tokens_per_correct",
@@ -28,7 +28,7 @@ CELL_NUMBERS = (
 
 
 def page_data(groups: list[Group]) -> dict[str, Any]:
-    """What the page shows, JSON-ready. `images`: file -> data URL, each once."""
+    """Return the data of the page, JSON-ready; its `images` maps each file to its data URL."""
     images: dict[str, str | None] = {}
     shown = [_group_data(group, images) for group in groups]
     return {"groups": shown, "images": {file: url for file, url in images.items() if url}}
@@ -95,7 +95,7 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
 
 
 def made(cells: list[dict[str, Any]]) -> str:
-    """On what the cells were measured, when, and with which versions; where they differ, each that there is."""
+    """Say on what device, when, and with which versions the cells were measured, listing all values that differ."""
     environments = [cell.get("environment", {}) for cell in cells]
     dates = sorted({str(cell["date"])[:10] for cell in cells if cell.get("date")})
     parts = [
@@ -111,7 +111,8 @@ def made(cells: list[dict[str, Any]]) -> str:
 
 
 def varied_options(protocols: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each cell, the options that are not the same in all cells of some method; what is no number is text."""
+    """Return for each cell the options that vary among the cells of some method; values that are not numbers become
+    text."""
     values: dict[tuple[str, str], set[str]] = {}
     for protocol in protocols:
         for name, value in protocol.get("options", {}).items():
@@ -128,8 +129,8 @@ def varied_options(protocols: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _entries(folder: Path, images: dict[str, str | None]) -> list[dict[str, Any]]:
-    """What a cell's questions kept; adds their images to `images`, None for a missing one. What cannot be read is named
-    and left out."""
+    """Return the kept tokens of a cell's questions, and add their images to `images`, None for a missing one. Files
+    that cannot be read are left out, each with a line."""
     try:
         entries = read_kept_tokens(folder)
     except DamagedFile as error:
@@ -150,10 +151,10 @@ def _entries(folder: Path, images: dict[str, str | None]) -> list[dict[str, Any]
 
 
 def overlay_data(entries: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Question -> its prompt and images, and under `cells` what each cell that noted it kept.
+    """Return question -> its prompt and images, and under `cells` what each cell that recorded it kept.
 
     Args:
-        entries: of each cell, as `read_kept_tokens` gives them.
+        entries: the entries of each cell, as from `read_kept_tokens`.
     """
     overlays: dict[str, Any] = {}
     for index, of_cell in enumerate(entries):
@@ -174,12 +175,12 @@ def overlay_data(entries: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def same_as_full(samples: pd.DataFrame, frame: pd.DataFrame, index: int) -> float | None:
-    """The share of a cell's questions with the full cache's own answer; None without a full cache or answers."""
+    """Return the share of a cell's questions with the full cache's answer; None without a full cache or answers."""
     return same_answers(samples, index, 0) if frame["method"][0] == "full" and len(samples) else None
 
 
 def same_answers(samples: pd.DataFrame, index: int, other: int) -> float | None:
-    """The share of the questions of two cells to which both give the same answer; None where they share none."""
+    """Return the share of two cells' common questions that both answer alike; None if they have none in common."""
     columns = ["task", "doc_id"]
     full, own = (samples[samples["cell"] == cell].set_index(columns)["answer"] for cell in (other, index))
     both = pd.concat([own, full], axis=1, keys=["own", "full"], join="inner")
@@ -187,7 +188,7 @@ def same_answers(samples: pd.DataFrame, index: int, other: int) -> float | None:
 
 
 def question_scores(samples: pd.DataFrame, cells: int) -> list[pd.Series]:
-    """Of each cell, the scores of its questions, by (task, doc_id)."""
+    """Return for each cell the scores of its questions, by (task, doc_id)."""
     if not len(samples):
         return [pd.Series(dtype=float)] * cells
     scores = samples.set_index(["task", "doc_id"]).sort_index()
@@ -195,14 +196,14 @@ def question_scores(samples: pd.DataFrame, cells: int) -> list[pd.Series]:
 
 
 def mean_shares(entries: list[dict[str, Any]]) -> list[list[float]] | None:
-    """The share of a prompt's tokens that each layer and KV head kept, [layer][head], mean over a cell's entries."""
+    """Return the share of prompt tokens that each layer and KV head kept, [layer][head], averaged over the entries."""
     if not entries:
         return None
     return np.mean([shares(entry, "all") for entry in entries], axis=0).round(4).tolist()
 
 
 def needs_by_question(entries: list[list[dict[str, Any]]]) -> dict[str, np.ndarray]:
-    """Question -> `needs`, of the cells whose method foresees the answer."""
+    """Return question -> `needs`, from the cells whose method looks ahead at the answer."""
     known = {}
     for entry in chain.from_iterable(entries):
         if (worth := needs(entry)) is not None:
@@ -211,8 +212,8 @@ def needs_by_question(entries: list[list[dict[str, Any]]]) -> dict[str, np.ndarr
 
 
 def mean_needs_kept(entries: list[dict[str, Any]], needed: dict[str, np.ndarray]) -> list[list[float]] | None:
-    """The part of what answers need that each layer and KV head kept, [layer][head], mean over the entries whose needs
-    are known (`needs_by_question`)."""
+    """Return the share of what answers need that each layer and KV head kept, [layer][head], averaged over the entries
+    whose needs are known (`needs_by_question`)."""
     kept = [
         needs_kept(entry, needed[key]) for entry in entries if (key := f"{entry['task']}/{entry['doc_id']}") in needed
     ]
@@ -224,7 +225,7 @@ def data_url(jpeg: bytes) -> str:
 
 
 def _at(pivot: pd.DataFrame, key: tuple, index: int) -> Any:
-    """A value of a pivot table, None where it has none."""
+    """Return a value of a pivot table; None if it is missing."""
     if index not in pivot.columns or key not in pivot.index:
         return None
     value = pivot.at[key, index]

@@ -1,4 +1,4 @@
-"""From results on disk to frames of cells and samples."""
+"""Load results on disk into frames of cells and samples."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from ...cells.results import RESULTS_FILE, DamagedFile, dumps, read_cell
 from ..headline import by_question, headline
 from ..table import sweep_frame
 
-MOST_GOLD = 4  # accepted answers shown of a question
+MOST_GOLD = 4  # accepted answers shown per question
 
 
 @dataclass(frozen=True)
 class Group:
-    """Cells that may be compared: of one task, one model and one set of settings.
+    """Cells that may be compared: those of one task, model and set of settings.
 
     Attributes:
-        cells: results.json of each cell, with its `folder` and the lines of its samples.jsonl, `samples`, in the order
-            of `frame`.
-        frame: as `report.sweep_frame` makes it.
+        cells: the results.json of each cell, with its `folder` and `samples` (the lines of its samples.jsonl), in the
+            order of `frame`.
+        frame: as from `table.sweep_frame`.
         samples: one row per question and cell, see `samples_frame`.
     """
 
@@ -49,10 +49,10 @@ class Group:
 
 
 def load_groups(root: Path) -> list[Group]:
-    """All finished cells under `root` (results, results/<task>, or results/<task>/<model>), in groups. A damaged one is
-    left out, and named.
+    """Load all finished cells under `root` (results, results/<task>, or results/<task>/<model>), in groups. A damaged
+    one is left out, with a line that names it.
 
-    Raises KVCompressError where there is none.
+    Raises KVCompressError if there is none.
     """
     if not root.is_dir():
         raise KVCompressError(f"{str(root)!r} is not a folder with results")
@@ -89,8 +89,8 @@ def _group(cells: list[dict[str, Any]]) -> Group:
 
 
 def samples_frame(cells: list[dict[str, Any]], frame: pd.DataFrame) -> pd.DataFrame:
-    """One row per question and cell: `cell` (its row in `frame`), series, size, task, doc_id, question, gold (accepted
-    answers), answer, score (NaN where the metric has none per question), and the measurements of the question."""
+    """Return one row per question and cell: `cell` (its row in `frame`), series, size, task, doc_id, question, gold
+    (accepted answers), answer, score (NaN if the metric has none per question), and the question's measurements."""
     rows = []
     for index, cell in enumerate(cells):
         for sample, score in by_question(cell, cell["samples"], headline(cell)):
@@ -116,8 +116,8 @@ def samples_frame(cells: list[dict[str, Any]], frame: pd.DataFrame) -> pd.DataFr
 
 
 def gold(sample: dict[str, Any]) -> str:
-    """The accepted answers of a question, the most frequent first: of its document where that names some, else the
-    task's target."""
+    """Return a question's accepted answers, the most frequent first: its document's if it has some, else the task's
+    target."""
     doc = sample["doc"] if isinstance(sample.get("doc"), dict) else {}
     answers = doc.get("answers") or doc.get("answer") or sample.get("target")
     if not isinstance(answers, list):
@@ -127,15 +127,15 @@ def gold(sample: dict[str, Any]) -> str:
 
 
 def cells_table(groups: list[Group]) -> pd.DataFrame:
-    """The cells of all groups in one frame."""
-    inner = ["order", "options", "per_layer", "kept"]  # lists, and what other columns say
+    """Join the cells of all groups in one frame."""
+    inner = ["order", "options", "per_layer", "kept"]  # lists, and what other columns contain
     parts = [group.frame.drop(columns=inner).assign(task=group.task, model=group.model) for group in groups]
     table = pd.concat(parts, ignore_index=True)
     return table[["task", "model", *(name for name in table.columns if name not in ("task", "model"))]]
 
 
 def samples_table(groups: list[Group]) -> pd.DataFrame:
-    """The samples of all groups in one frame, each with its group's task, model and settings."""
+    """Join the samples of all groups in one frame, each with its group's task, model and settings."""
     parts = []
     for group in groups:
         settings = group.frame["settings"].iloc[0]

@@ -1,4 +1,4 @@
-"""An HTML page: one file, without network; styles, scripts and data stand in it."""
+"""Write an HTML page as one file that contains its styles, scripts and data and needs no network."""
 
 import json
 from pathlib import Path
@@ -12,11 +12,11 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_page(path: Path, title: str, data: dict[str, Any], folder: Path = TEMPLATES, name: str = "page") -> None:
-    """Write the page that shows `data`, JSON-ready; by default the report's, see `data.page_data`.
+    """Write a page that shows `data`, JSON-ready; by default the report's, see `data.page_data`.
 
     Args:
-        folder, name: of its template, which extends `base.html.jinja`; beside it `<name>.js`, and where it has them
-            `<name>-*.js` and `<name>.css`, come behind those of all pages.
+        folder, name: where the template `<name>.html.jinja` is, which extends `base.html.jinja`. The page includes the
+            common script and style, then `<name>-*.js`, `<name>.js` and `<name>.css` from that folder.
     """
     environment = Environment(loader=FileSystemLoader([folder, TEMPLATES]), autoescape=True)
     styles = [TEMPLATES / "common.css", *folder.glob(f"{name}.css")]

@@ -1,6 +1,6 @@
-"""`kvcompress report`: tables, files with all numbers, and one HTML page of results on disk.
+"""`kvcompress report`: write tables, files with all numbers, and one HTML page of results on disk.
 
-Of the .json of `kvcompress speech`: the page that plays its answers, beside it.
+For the .json of `kvcompress speech`, it writes a page beside it that plays the answers.
 """
 
 import argparse
@@ -23,24 +23,24 @@ def parser() -> argparse.ArgumentParser:
         "--out",
         type=path,
         metavar="DIR",
-        help="where to write (default: `report` in that folder; of a speech run, the .json's own)",
+        help="where to write (default: `report` in that folder; for a speech run, the folder of the .json)",
     )
     return this
 
 
 def folder_or_speech(text: str) -> Path:
-    """As `folder`, or a .json file."""
+    """Accept a folder, as `folder` does, or a .json file."""
     is_file = text.endswith(".json") and os.path.isfile(text)
     return path(text).resolve() if is_file else folder(text)
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code; every error ends with one line on stderr."""
+    """Run the command and return its exit code; every error is one line on stderr."""
     return exit_code(report, arguments, "files")
 
 
 def report(arguments: list[str]) -> None:
-    """Write the report. Raises UsageError, or KVCompressError where there are no results."""
+    """Write the report. Raises UsageError, or KVCompressError if there are no results."""
     given = parser().parse_args(arguments)
     if given.results.suffix == ".json" and given.results.is_file():
         return speech_report(given.results, given.out or given.results.parent)

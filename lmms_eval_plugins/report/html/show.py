@@ -1,4 +1,4 @@
-"""Which patches of one image and which words of one question survive, drawn."""
+"""Draw which patches of an image and which words of a question are kept."""
 
 import argparse
 import base64
@@ -34,22 +34,21 @@ from .data import CELL_NUMBERS, data_url, mean_needs_kept, mean_shares, needs_by
 from .page import write_page
 
 TASK, DOC_ID = "show", 0
-PANELS = 8  # layers in a picture; of a deeper model evenly spread ones
+PANELS = 8  # layers in a picture, evenly spread in a deeper model
 DARKEST = 0.84
 
 
 def show(given: argparse.Namespace) -> None:
-    """Write the picture. Raises UsageError, KVCompressError or EvaluationFailed for what is wrong with the arguments,
-    the image or the model."""
+    """Write the picture. Raises UsageError, KVCompressError or EvaluationFailed for wrong arguments, image or model."""
     check_environment()
     if given.out.suffix not in (".html", ".png"):
         raise KVCompressError(f"--out {str(given.out)!r}: the name must end in .html or .png")
     for name in ("method", "ratio"):
         if not getattr(given, name).strip(", "):
-            raise KVCompressError(f"--{name} {getattr(given, name)!r} is a list without items")
+            raise KVCompressError(f"--{name} {getattr(given, name)!r} is an empty list")
     image = read_image(given.image)
     check_output(given.out.parent, given.out.name)
-    # The task is not run; it is one that needs no network.
+    # The task is never run; this one needs no network.
     request = parse(["tiny_textvqa", given.model, f"full,{given.method}", given.ratio, *given.options])
     check_names(request)
     set_offline(request)
@@ -66,7 +65,7 @@ def show(given: argparse.Namespace) -> None:
 
 
 def read_image(path: Path) -> Image.Image:
-    """An image file in RGB. Raises KVCompressError."""
+    """Read an image file as RGB. Raises KVCompressError."""
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
@@ -75,7 +74,7 @@ def read_image(path: Path) -> Image.Image:
 
 
 def answer(lm: KVCompressLM, image: Image.Image, question: str, cell: Cell, options: dict[str, Any]) -> dict[str, Any]:
-    """The answer under one cell, and `entry`, what survived (see `model.kept_tokens`)."""
+    """Return the answer under one cell, and in `entry` the tokens that were kept (see `model.kept_tokens`)."""
     content = [{"type": "image", "url": image}, {"type": "text", "text": question}]
     messages = [{"role": "user", "content": content}]
     lm.task_dict[TASK] = {"test": [{}]}
@@ -104,7 +103,7 @@ KINDS = (("vision", "image tokens"), ("text", "text tokens"))
 
 
 def write_html(path: Path, question: str, answers: list[dict[str, Any]]) -> None:
-    """The page of the report with this one question."""
+    """Write the report's page with this one question."""
     images: dict[str, str] = {}
     entries = []
     for one in answers:
@@ -160,7 +159,7 @@ def write_html(path: Path, question: str, answers: list[dict[str, Any]]) -> None
 
 
 def write_png(path: Path, question: str, answers: list[dict[str, Any]]) -> None:
-    """A row of pictures per cell: mean over all layers, then layers; evicted patches are dark."""
+    """Draw a row of pictures per cell: the mean over all layers, then single layers; evicted patches are dark."""
     entry = answers[0]["entry"]
     shown = np.unique(np.linspace(0, len(entry["layers"]) - 1, min(PANELS, len(entry["layers"]))).round().astype(int))
     rows, columns = len(answers), len(shown) + 1
@@ -185,8 +184,8 @@ def write_png(path: Path, question: str, answers: list[dict[str, Any]]) -> None:
 
 
 def draw(panel: plt.Axes, images: list[dict[str, Any]], share: np.ndarray) -> None:
-    """The first image with its evicted patches dark; `share` (vision tokens,) that was kept. Where the layout is not
-    known, a strip."""
+    """Draw the first image with its evicted patches dark, or a strip if the layout is unknown. `share` (vision
+    tokens,): the share of heads that kept each token."""
     panel.set_xticks([])
     panel.set_yticks([])
     if not images or not len(share):
@@ -202,7 +201,7 @@ def draw(panel: plt.Axes, images: list[dict[str, Any]], share: np.ndarray) -> No
     panel.imshow(picture, extent=(0, 1, 1, 0), aspect="auto")
     finest = max(view["rows"] * view["columns"] for view in layout["views"])
     views = [view for view in layout["views"] if view["rows"] * view["columns"] == finest]
-    # An overview of the same fineness comes before the detail, tiles stand side by side.
+    # Of overlapping views of the same resolution, an overview comes before the detail; tiles lie side by side.
     for view in views[-1:] if overlap(views) else views:
         tokens = view["start"] + view["stride"] * np.arange(view["rows"])[:, None] + np.arange(view["columns"])
         dark = np.zeros((view["rows"], view["columns"], 4))
@@ -215,5 +214,5 @@ def draw(panel: plt.Axes, images: list[dict[str, Any]], share: np.ndarray) -> No
 
 
 def overlap(views: list[dict[str, Any]]) -> bool:
-    """Whether all show the same part of the image."""
+    """Return whether all views show the same part of the image."""
     return all(math.dist(view["box"], views[0]["box"]) < 0.1 for view in views)

@@ -1,4 +1,4 @@
-"""The page of a speech run: the answers of every cache side by side, to listen to."""
+"""Collect the data of a speech run's page, which plays the answers of every cache side by side."""
 
 import base64
 import statistics
@@ -16,7 +16,7 @@ from kvcompress.speech.strategies import STRATEGIES
 from ...cells.errors import leave_out
 
 MOST_PROMPTS = 20  # a second of sound takes 64 kB of the page
-BINS = 400  # of a waveform, each with its lowest and highest sample
+BINS = 400  # per waveform, each with its lowest and highest sample
 MEDIANS = (
     "first_text_s", "text_s", "first_code_s", "first_audio_s", "waveform_s", "audio_s", "real_time_factor", "underruns",
     "text_tokens", "realised_ratio", "kv_bytes", "talker_kv_bytes",
@@ -24,9 +24,9 @@ MEDIANS = (
 
 
 def speech_data(file: Path) -> dict[str, Any]:
-    """What the page of this `.json` of `kvcompress speech` shows, JSON-ready; sound is read from the files it names.
+    """Return the data of the page for a `.json` of `kvcompress speech`, with the sound from the files it names.
 
-    Raises KVCompressError for another file, and where no warm round is finished.
+    Raises KVCompressError for any other file, or if no warm round is finished.
     """
     try:
         content = parse_json(file.read_bytes())
@@ -35,7 +35,7 @@ def speech_data(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise KVCompressError(f"{str(file)!r} is not the result of a speech run ({what})") from None
-    raise KVCompressError(f"{str(file)!r} has no finished warm round: go on with --resume")
+    raise KVCompressError(f"{str(file)!r} has no finished warm round: continue it with --resume")
 
 
 def page_of(content: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def page_of(content: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def table_rows(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Medians over prompts and repeats, a row for each start and cache."""
+    """Return a row for each start (warm, cold) and cache, with medians over prompts and repeats."""
     starts = {
         "warm": [row for taken in content["warm"] for row in taken["answers"]],
         "cold": [{"strategy": taken["strategy"], **taken["answer"]} for taken in content["cold"]],
@@ -70,7 +70,7 @@ def median(rows: list[dict[str, Any]], name: str) -> float | None:
 
 
 def of_prompt(content: dict[str, Any], place: int, folder: Path) -> dict[str, Any]:
-    """The last round's answers to one prompt; those of transformers' own caches come first."""
+    """Return the last round's answers to one prompt, those of transformers' own caches first."""
     labels = content["settings"]["labels"]
     rows = {row["strategy"]: row for row in content["warm"][-1]["answers"] if row["prompt"] == place}
     order = sorted(rows, key=lambda strategy: (STRATEGIES[strategy].compresses, list(labels).index(strategy)))
@@ -90,8 +90,8 @@ def of_prompt(content: dict[str, Any], place: int, folder: Path) -> dict[str, An
 
 
 def sound_of(name: str | None, folder: Path) -> dict[str, Any]:
-    """A WAV file as a data URL; `low` and `high` of its waveform, the extreme samples of each of `BINS` parts, in
-    [-1, 1]. None where there is no such file."""
+    """Return a WAV file as a data URL, and the waveform's `low` and `high`: the extreme samples of each of `BINS`
+    parts, in [-1, 1]. All are None if the file is missing or damaged."""
     nothing = {"audio": None, "low": None, "high": None}
     if name is None:
         return nothing

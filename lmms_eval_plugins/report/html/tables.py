@@ -1,4 +1,4 @@
-"""Tables for papers and spreadsheets: Markdown, LaTeX (booktabs), CSV and parquet."""
+"""Write tables for papers and spreadsheets: Markdown, LaTeX (booktabs), CSV and parquet."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from .groups import Group, cells_table, samples_table
 
 
 def write_tables(groups: list[Group], folder: Path) -> list[Path]:
-    """Write tables.md, tables.tex, cells.csv, cells.parquet, samples.csv and samples.parquet; returns them."""
+    """Write tables.md, tables.tex, cells.csv, cells.parquet, samples.csv and samples.parquet; return their paths."""
     texts = {
         "tables.md": "\n".join(markdown_group(group) for group in groups),
         "tables.tex": PREAMBLE + "\n".join(latex_tables(group.frame, group.title) for group in groups),
@@ -26,7 +26,7 @@ def write_tables(groups: list[Group], folder: Path) -> list[Path]:
 
 
 def markdown_group(group: Group) -> str:
-    """The table of all cells, and that of the scores by what was asked."""
+    """Return the table of all cells, and the table of scores by requested share."""
     table = scores_by_size(group.frame, score_scale(group.frame))
     header, rows = (
         ["method", *table.columns],
@@ -34,7 +34,5 @@ def markdown_group(group: Group) -> str:
     )
     pivot = markdown_table(header, rows, ["---", *["---:"] * table.shape[1]])
     metric = group.frame["metric"].iloc[0] or "score"
-    about = (
-        f"{markdown_text(metric)} by the share that was asked; in brackets what was kept, where that is another share:"
-    )
+    about = f"{markdown_text(metric)} by the share that was requested; in brackets the share kept, if it differs:"
     return f"{markdown(group.frame, group.title)}\n{about}\n\n{pivot}"

@@ -204,7 +204,7 @@ class Scripted:
 
 def test_contenders_take_turns_and_each_begins_once():
     log = []
-    taken = grid.measure_cell({n: Scripted(n, log) for n in "abc"}, Workload(8, 1, 1, "wall"), 3, lambda line: None)
+    taken = grid.measure_cell({n: Scripted(n, log) for n in "abc"}, Workload(8, 1, 1, "wall"), 3)
     assert "".join(log) == "abc" + "bca" + "cab" + "abc"
     assert [turn["prompt_ms"] for turn in taken["a"]["turns"]] == [6, 8, 10]  # the warm-up is not counted
 
@@ -212,7 +212,7 @@ def test_contenders_take_turns_and_each_begins_once():
 def test_a_contender_that_runs_out_of_memory_leaves_the_others_in_the_race():
     log = []
     taking_part = {"a": Scripted("a", log), "b": Scripted("b", log, fails_at=2)}
-    taken = grid.measure_cell(taking_part, Workload(8, 1, 1, "wall"), 2, lambda line: None)
+    taken = grid.measure_cell(taking_part, Workload(8, 1, 1, "wall"), 2)
     assert taken["b"] == {"error": "out of memory"}
     assert len(taken["a"]["turns"]) == 2
     assert log.count("b") == 2
@@ -391,7 +391,7 @@ def test_turns_are_timed_when_the_device_is_done():
 def test_when_the_time_is_over_no_further_cell_is_begun(tmp_path, monkeypatch, capsys):
     content = bench(tmp_path, "--methods", "knorm", "--batches", "1", "2", "--minutes", "0.0001")
     assert [cell["batch"] for cell in content["cells"]] == [1]
-    assert "32 tokens, batch 2: left out, the time is over" in capsys.readouterr().err
+    assert "32 tokens, batch 2: skipped, out of time" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """`kvcompress bench launches`: how many kernels and waits a decode step, an eviction and a prefill may take."""
 
 import json
-import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from torch.autograd import DeviceType
@@ -12,58 +12,105 @@ from torch.autograd import DeviceType
 from kvcompress.__main__ import main
 from kvcompress.bench.launches import add_events
 from kvcompress.bench.pretended.counts import Counts
+from tests.support.docs import ROOT
 
 EVICTING = ":decode_budget=16:decode_interval=4"
+OFFLOADED = ":cache_implementation=offloaded"
 TURBOQUANT = ":cache_implementation=quantized:kv_backend=turboquant"
-# Cache -> kernels per layer of a step above DynamicCache's, at most, and its waits.
-STEPS = {
-    "full": (0, 0),
-    "snapkv": (0, 0),
-    "h2o": (0, 0),
-    "adakv": (4, 0),
-    "snapkv:cache_implementation=offloaded": (0, 0),
-    f"snapkv{TURBOQUANT}": (4, 0),
-    f"adakv{TURBOQUANT}": (3, 0),
-    f"streamingllm{EVICTING}": (0, 0),
-    f"h2o{EVICTING}": (1, 0),  # remembers its queries
-    f"r-kv{EVICTING}": (1, 0),
-    f"adakv{EVICTING}": (5, 0),
+LAYERS = 4
+
+
+class Budget(NamedTuple):
+    """What a cache may cost. Its decode steps wait for nothing.
+
+    Attributes:
+        step: kernels per layer and step above DynamicCache's.
+        eviction: kernels per layer that an eviction adds; None where nothing is evicted. It waits for nothing.
+        prefill_waits: of all layers; 1: a prompt's ids and mask come to the host in one copy.
+        in_flight: waits of a step of `generate_many`, the evicting ones included; None where that is not possible. 1:
+            the tokens are chosen on the host.
+    """
+
+    step: int = 0
+    eviction: int | None = None
+    prefill_waits: int = 1
+    in_flight: int | None = 1
+
+
+# The aim is 0 for dense entries and 4 for ragged ones, 40, 1 and 1. Where it is missed, the reason stands beside.
+BUDGETS = {
+    "full": Budget(),
+    "snapkv": Budget(),
+    "h2o": Budget(),
+    "adakv": Budget(step=4),
+    f"full{OFFLOADED}": Budget(in_flight=None),
+    f"snapkv{OFFLOADED}": Budget(in_flight=None),
+    # Ragged entries are laid out on the host: four tensors of a layer are waited for.
+    f"adakv{OFFLOADED}": Budget(prefill_waits=1 + 3 * LAYERS, in_flight=None),
+    # A token is packed in one kernel; queries are rotated in one, and outputs where parts are combined. Two tables are
+    # made in the first pass of the first cache that asks for them.
+    f"snapkv{TURBOQUANT}": Budget(step=4, prefill_waits=3, in_flight=None),
+    f"adakv{TURBOQUANT}": Budget(step=3, in_flight=None),
+    f"streamingllm{EVICTING}": Budget(eviction=32),
+    f"snapkv{EVICTING}": Budget(eviction=33),
+    f"h2o{EVICTING}": Budget(eviction=37),
+    f"snapkv{OFFLOADED}{EVICTING}": Budget(eviction=34, in_flight=None),
+    # Of 55, 18 say how like each other the keys are, 9 are the mean of NaN rows and what is pooled.
+    f"r-kv{EVICTING}": Budget(eviction=55),
+    # Of 125, 52 are the choice (a sort of all heads, 25 for the shares of a few numbers, a sort of what is kept), 45
+    # gather ragged entries and lay them out again: kernels of our own would be fewer. In flight a slot is laid out on
+    # the host, which asks each layer what its heads keep.
+    f"adakv{EVICTING}": Budget(step=4, eviction=125, in_flight=1 + 3),
 }
-# Method -> kernels per layer that an eviction adds, at most, and its waits, of all layers.
-EVICTIONS = {"streamingllm": (40, 0), "h2o": (40, 0), "r-kv": (62, 0), "adakv": (163, 4)}
-# Cache -> waits of a prefill; of all others 1: a prompt's ids and mask come to the host in one copy.
-PREFILLS = {"snapkv:cache_implementation=offloaded": 13, f"snapkv{TURBOQUANT}": 3}  # 4 layers' tensors; 2 tables
+
+
+def counted(*command: str) -> subprocess.CompletedProcess:
+    """In a process of its own: Triton is told of its interpreter at the start."""
+    return subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.fixture(autouse=True)
+def triton_as_before(monkeypatch):
+    """The command tells Triton of its interpreter, which later tests of this process must not see."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> dict[str, dict]:
-    """By cache, what the command counted. In a process of its own: Triton is told of its interpreter at the start."""
+    """By cache, what the command counted."""
     out = tmp_path_factory.mktemp("launches") / "launches"
     sizes = ["--length", "96", "--new", "9", "--ratio", "0.25"]
-    command = [sys.executable, "-m", "kvcompress", "bench", "launches", "--shape", "tiny", "--out", str(out), *sizes]
-    subprocess.run([*command, "--methods", *STEPS], check=True, capture_output=True, env={**os.environ})
-    assert (out.parent / "launches.md").read_text().count("|---") == 8
-    counted = json.loads(out.with_suffix(".json").read_text())["rows"]
-    return {row["cache"].partition("@")[0]: row for row in counted}
+    counted("kvcompress", "bench", "launches", "--shape", "tiny", "--out", str(out), *sizes, "--methods", *BUDGETS)
+    assert (out.parent / "launches.md").read_text().count("| ---") == 8
+    found = json.loads(out.with_suffix(".json").read_text())["rows"]
+    return {row["cache"].partition("@")[0]: row for row in found}
 
 
-@pytest.mark.parametrize("cache", STEPS)
-def test_a_decode_step_launches_and_waits_no_more_than_its_budget(rows, cache):
-    more, waits = STEPS[cache]
-    assert rows[cache]["kernels"] <= rows["DynamicCache"]["kernels"] + more
-    assert rows[cache]["waits"] == waits
+@pytest.mark.parametrize("cache", BUDGETS)
+def test_a_decode_step_launches_no_more_than_its_budget_and_waits_for_nothing(rows, cache):
+    assert rows[cache]["kernels"] <= rows["DynamicCache"]["kernels"] + BUDGETS[cache].step
+    assert rows[cache]["waits"] == 0
 
 
-@pytest.mark.parametrize("method", EVICTIONS)
-def test_an_eviction_launches_and_waits_no_more_than_its_budget(rows, method):
-    row, (kernels, waits) = rows[method + EVICTING], EVICTIONS[method]
-    assert 0 < row["eviction_kernels"] <= kernels
-    assert row["eviction_waits"] == waits
+@pytest.mark.parametrize("cache", BUDGETS)
+def test_an_eviction_launches_no_more_than_its_budget_and_waits_for_nothing(rows, cache):
+    found, budget = rows[cache]["eviction_kernels"], BUDGETS[cache].eviction
+    assert (found is None) == (budget is None)
+    if budget is not None:
+        assert 0 < found <= budget
+        assert rows[cache]["eviction_waits"] == 0
 
 
-@pytest.mark.parametrize("cache", STEPS)
-def test_a_prefill_waits_once(rows, cache):
-    assert rows[cache]["prefill_waits"] == PREFILLS.get(cache, 1)
+@pytest.mark.parametrize("cache", BUDGETS)
+def test_a_prefill_waits_once_not_once_per_layer(rows, cache):
+    assert rows[cache]["prefill_waits"] == BUDGETS[cache].prefill_waits
+
+
+def test_a_step_of_requests_in_flight_waits_once():
+    budgets = {cache: budget.in_flight for cache, budget in BUDGETS.items() if budget.in_flight is not None}
+    found = json.loads(counted("tests.kvcompress.bench.in_flight_waits", *budgets).stdout)
+    assert {cache: max(steps) for cache, steps in found.items()} == budgets
+    assert all(min(steps) == 1 for steps in found.values())
 
 
 def test_what_the_profiler_finds_is_counted_in_the_same_columns():

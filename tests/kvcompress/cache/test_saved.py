@@ -45,3 +45,15 @@ def test_a_cache_that_was_saved_goes_on_as_the_one_that_was_kept(stored, way):
         _, from_kept = generate(model, second, 4, past_key_values=cache)  # which the other did not touch
     torch.testing.assert_close(from_saved, from_kept, rtol=0, atol=0)
     assert saved.nbytes == cache.nbytes
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_has_no_part_of_the_model(way):
+    """Nor what was hooked to it, which may be no pickle's matter."""
+    model = copy.deepcopy(FAMILIES["qwen2"].build())
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(lambda *hooked: None)
+    with kvcompress.compress(model, "h2o", 0.3) as session:
+        generate(model, FAMILIES["qwen2"].inputs(model, [40]), 2)
+    assert [layer.module for layer in WAYS[way](session.cache).layers] == [None] * 3
+    assert session.cache.layers[0].module is model.model.layers[0].self_attn

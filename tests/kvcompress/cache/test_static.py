@@ -34,6 +34,13 @@ def test_static_equals_dynamic(method, family):
     assert session.cache.seen_tokens == inputs["input_ids"].shape[1] + 7
 
 
+@pytest.mark.parametrize(
+    ("method", "family"), [("full", "qwen2"), ("snapkv", "qwen2-vl"), ("adakv", "llava-onevision")]
+)
+def test_static_equals_dynamic_where_entries_lie(method, family, as_on_cuda):
+    test_static_equals_dynamic(method, family)
+
+
 @pytest.mark.parametrize("method", some(["snapkv", "pyramidkv", "full"], ["pyramidkv"]))
 def test_24_decode_steps_are_one_graph_with_the_tokens_of_eager(method):
     model = FAMILIES["qwen2"].build(2)
@@ -104,6 +111,49 @@ def test_static_buffers_hold_the_kept_entries_and_the_room():
     with kvcompress.compress(model, "snapkv", 0.2, max_new_tokens=9, **STATIC) as session:
         generate(model, FAMILIES["qwen2"].inputs(model, [50]), 9)
     assert session.cache.layers[0].storage.keys.shape == (1, 2, 10 + 9, 16)
+
+
+def test_all_layers_count_with_one_tensor_which_a_fork_and_a_later_prompt_have_of_their_own():
+    model = FAMILIES["qwen2"].build()
+
+    def counts() -> list[torch.Tensor]:
+        return [layer.storage.appended for layer in session.cache.layers]
+
+    with kvcompress.compress(model, "pyramidkv", 0.3, max_new_tokens=9, **STATIC) as session:
+        generate(model, FAMILIES["qwen2"].inputs(model, [50]), 4)
+        first = counts()
+        assert all(count is first[0] for count in first)
+        assert first[0].tolist() == [3]
+        with session.reuse() as cache:
+            model(torch.tensor([[5]]), past_key_values=cache)
+            forked = counts()
+        assert all(count is forked[0] for count in forked)
+        assert (forked[0].tolist(), first[0].tolist()) == ([4], [3])
+        assert session.cache.seen_tokens == 53
+        model(torch.arange(60, 70)[None], past_key_values=session.cache)
+        assert all(count is counts()[0] for count in counts())
+        assert (counts()[0].tolist(), session.cache.seen_tokens) == ([0], 63)
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv"])
+def test_a_second_prompt_with_pads_on_static_shapes(method):
+    """Behind a first one without: a row's slots in use lie together all the same."""
+    model = FAMILIES["qwen2"].build()
+    first, more = torch.arange(10, 70).view(2, 30), torch.arange(50, 70).view(2, 10)
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, 30:34] = 0
+    outcomes = []
+    for options in ({}, STATIC):
+        ratio = None if method == "full" else 0.3
+        cache = kvcompress.CompressedCache(model.config, method, ratio, max_new_tokens=8, **options)
+        with kvcompress.attach(model):
+            model(first, past_key_values=cache)
+            model(more, past_key_values=cache, attention_mask=mask)
+            logits = model(torch.tensor([[5], [6]]), past_key_values=cache).logits
+        outcomes.append((logits, [[head.tolist() for head in row] for row in cache.kept_indices(1)]))
+    (expected, columns), (logits, ours) = outcomes
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    assert ours == columns
 
 
 def test_a_second_prompt_on_static_shapes():

@@ -135,7 +135,7 @@ def test_a_visual_score_is_how_often_a_query_behind_the_image_attends_to_it_most
             hits[layer] += vision[most]
     assert 0 < hits.sum() < hits.numel() * len(vision)
     torch.testing.assert_close(scores, hits / hits.sum())
-    with pytest.raises(kvcompress.KVCompressError, match="give prompts with images"):
+    with pytest.raises(kvcompress.KVCompressError, match="use prompts with images"):
         kvcompress.calibrate(model, "sparsemm", given[1:])
 
 
@@ -253,10 +253,10 @@ def test_a_model_is_untouched_by_a_calibration_also_after_an_exception():
             "snapkv",
             {},
             1,
-            "method 'snapkv' is not calibrated; those that are: adamixkv, duoattention, ",
+            "method 'snapkv' is not calibrated; calibrated methods: adamixkv, duoattention, ",
         ),
         ("q-filters", {"sinks": 1}, 1, "method 'q-filters' has no option 'sinks'"),
-        ("q-filters", {"calibration": "x"}, 1, "calibration= is what calibrating makes"),
+        ("q-filters", {"calibration": "x"}, 1, "calibration= is the result of calibrating"),
         ("q-filters", {}, 0, "there is no prompt to calibrate on"),
         ("duoattention", {}, 1, r"no prompt has more than sinks \+ recent = 320 tokens"),
     ],

@@ -106,9 +106,9 @@ def test_a_method_that_needs_a_file_says_so_and_how_it_is_made():
 )
 def test_another_models_file_is_refused_at_once(other):
     path = calibration_file("q-filters", MODEL)
-    with pytest.raises(KVCompressError, match=r"is of another model: it is of qwen2 .*, this is "):
+    with pytest.raises(KVCompressError, match=r"belongs to another model: it belongs to qwen2 .*, this is "):
         kvcompress.compress(other, "q-filters", 0.3, calibration=path)
-    with pytest.raises(KVCompressError, match="is of another model"):
+    with pytest.raises(KVCompressError, match="belongs to another model"):
         kvcompress.CompressedCache(other.config, "q-filters", 0.3, calibration=path)
 
 
@@ -195,9 +195,9 @@ def test_a_folder_has_a_file_per_method(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("method", "content", "message"),
     [
-        ("prefixkv", None, r" is one of 10 files: prefixkv_model_0\.8\.json is not beside it"),
-        ("prefixkv", "[1, 2]", "and those beside it do not list layers"),
-        ("prefixkv", '{"layers": 3}', "and those beside it do not list layers"),
+        ("prefixkv", None, r" is one of 10 files: prefixkv_model_0\.8\.json is not next to it"),
+        ("prefixkv", "[1, 2]", "and those next to it do not list layers"),
+        ("prefixkv", '{"layers": 3}', "and those next to it do not list layers"),
         ("mixkv", '{"0-0-key": []}', "does not have numbers for 3 layers of 2 heads"),
         ("mixkv", "[1]", "does not have numbers for 3 layers of 2 heads"),
     ],
@@ -218,8 +218,10 @@ def test_the_command_takes_a_published_file_for_a_models_config_alone(tmp_path, 
     main([str(tmp_path / "model"), "--method", "duoattention", "--published", str(gates), "--out", str(out)])
     assert "written: " in capsys.readouterr().out
     config.intermediate_size, config.vocab_size = 32, 128
-    with pytest.raises(KVCompressError, match="is of another model"):
+    with pytest.raises(KVCompressError, match="belongs to another model"):
         kvcompress.compress(LlamaForCausalLM(config), "duoattention", 0.5, calibration=str(out))
     gates.write_text("1\t0\n0\t1\n")
-    with pytest.raises(KVCompressError, match=r"--published .* is not of llama .*: tensor 'gates' has the shape"):
+    with pytest.raises(
+        KVCompressError, match=r"--published .* does not belong to llama .*: tensor 'gates' has the shape"
+    ):
         main([str(tmp_path / "model"), "--method", "duoattention", "--published", str(gates), "--out", str(out)])

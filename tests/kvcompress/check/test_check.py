@@ -99,17 +99,18 @@ class Divides(Norms):
         return 1 / 0
 
 
-BATCH, DECODING = "a row in a padded batch is as alone", "a row in a batch is as alone while decoding evicts"
-RAGGED = "a row in a batch is as alone where heads keep different numbers"
-CHUNKS = "a row in a batch is as alone where prompts come in chunks"
+BATCH = "a row gives the same result in a padded batch as alone"
+DECODING = "a row gives the same result in a batch as alone while decoding evicts"
+RAGGED = "a row gives the same result in a batch as alone with ragged heads"
+CHUNKS = "a row gives the same result in a batch as alone in chunks"
 MASKED = "decoding equals the full cache under a mask"
 WRONG = [
     (MeanOverPads, BATCH, r"qwen2, 50 and 31 tokens, ratio 0.3: row 1, layer 0, KV head 0: entry \d+ of 31 scores"),
     (MeanOverPads, CHUNKS, "prefill_chunk=16.*while decoding: entry .* in the batch, .* alone"),
-    (EveryPair, "memory is linear in the prompt", "qwen2, 1500 and 3000 tokens: scoring makes a tensor of"),
-    (Unseeded, "the same prompt keeps the same", "layer 0 keeps other entries when it is run again"),
-    (OneTooFew, "each row keeps its budget", r"row 0 keeps \[\[14, 14\].* per layer and head, asked were 15"),
-    (FirstOfTheBatch, BATCH, "row 0, layer 0 chooses by the same scores what scores .* in the batch, .* alone"),
+    (EveryPair, "memory is linear in the prompt", "qwen2, 1500 and 3000 tokens: scoring creates a tensor of"),
+    (Unseeded, "the same prompt keeps the same entries", "layer 0 keeps other entries when run again"),
+    (OneTooFew, "each row keeps its budget", r"row 0 keeps \[\[14, 14\].* per layer and head instead of 15"),
+    (FirstOfTheBatch, BATCH, "row 0, layer 0 has the same scores, but its choice sums to .* in the batch, .* alone"),
     (AddsToValues, MASKED, "logits compressed differ from those masked by up to"),
     (ByTheBatch, DECODING, "while decoding: entry .* in the batch, .* alone"),
     (ByTheBatch, RAGGED, "head_budget=adaptive"),
@@ -139,7 +140,7 @@ def test_a_file_that_was_never_checked_is_warned_of_once(file, monkeypatch, caps
     for _ in range(2):
         kvcompress.list_methods()
     assert capsys.readouterr().err == (
-        f"warning: {file} was never checked as it stands: python -m kvcompress check {file}\n"
+        f"warning: {file} was not checked in its present form: python -m kvcompress check {file}\n"
     )
 
 
@@ -166,7 +167,7 @@ def test_a_broken_promise_is_two_lines_and_exit_code_1_and_is_not_noted(file, ca
     file.write_text(wrong, encoding="utf-8")
     assert main(["check", str(file)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    place = lines.index("FAILED  value-norm: a row in a padded batch is as alone")
+    place = lines.index("FAILED  value-norm: a row gives the same result in a padded batch as alone")
     assert lines[place + 1].startswith("        qwen2, 50 and 31 tokens, ratio 0.3: row 1, layer 0, KV head 0: entry ")
     assert lines[place + 2].startswith(("ok ", "FAILED "))
     assert not passed.has_passed(file)
@@ -208,8 +209,8 @@ def test_a_promise_that_a_method_does_not_make_is_named_with_the_reason(capsys):
     assert main(["check", "cake"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if not line.startswith("ok "))
     assert line == (
-        "-       cake: a row in a batch is as alone where prompts come in chunks: prefill_chunk=16 does not go with "
-        "layer_budget='cake', which follows from the whole prompt"
+        "-       cake: a row gives the same result in a batch as alone in chunks: prefill_chunk=16 does not go with "
+        "layer_budget='cake', which depends on the whole prompt"
     )
 
 

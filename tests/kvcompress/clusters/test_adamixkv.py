@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvcompress
-from benchmarks.method_table import RESULTS
+from benchmarks.driver import RESULTS
 from tests.support.families import FAMILIES
 
 RECIPE = json.loads((RESULTS / "own_method_first_search.json").read_text(encoding="utf-8"))["recipe"]

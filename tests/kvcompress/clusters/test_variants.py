@@ -119,7 +119,7 @@ class InAProperty(Variants):
         (changed("Misspelt", by_variant={**Variants.by_variant, "code": {"round_up": True}}), "'round_up'.*not have"),
         (changed("Same", by_variant={**Variants.by_variant, "code": {"rounds_up": False}}), "with the same value"),
         (changed("Twice", by_variant={name: {"rounds_up": True} for name in ("code", "kvpress")}), "change the same"),
-        (changed("None_", variant="paper", __annotations__={"variant": str}), "'code', which is no variant"),
+        (changed("None_", variant="paper", __annotations__={"variant": str}), "'code', which is not a variant"),
         (Comparing, r"Comparing\.score reads `variant`"),
         (InAProperty, r"InAProperty\.query_window reads `variant`"),
     ],

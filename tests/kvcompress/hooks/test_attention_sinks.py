@@ -48,8 +48,11 @@ def model() -> GptOssForCausalLM:
     return model
 
 
-def test_sinks_keep_their_part_of_the_attention_while_ragged_heads_decode(model):
-    """Ragged entries are attended to where they lie only by plain attention; `eager` never does that."""
+@pytest.mark.parametrize(
+    "options", [{}, {"cache_implementation": "static", "max_new_tokens": 4}], ids=["ragged", "static"]
+)
+def test_sinks_keep_their_part_of_the_attention_while_ragged_heads_decode(model, options, as_on_cuda):
+    """Entries are attended to where they lie only by plain attention; `eager` never does that."""
     AttentionInterface.register("with_sinks", with_sinks)
     AttentionMaskInterface.register("with_sinks", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     ids = torch.randint(8, 128, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -58,7 +61,7 @@ def test_sinks_keep_their_part_of_the_attention_while_ragged_heads_decode(model)
     logits = {}
     for implementation in ("eager", "with_sinks"):
         model.config._attn_implementation = implementation
-        with kvcompress.compress(model, "adakv", 0.3, window_size=4) as session:
+        with kvcompress.compress(model, "adakv", 0.3, window_size=4, **options) as session:
             tokens, logits[implementation] = generate(model, inputs, 4, forced=logits.get("tokens"))
         logits.setdefault("tokens", tokens)
         assert session.cache.compressed_layers[0].storage.decodes_in_place

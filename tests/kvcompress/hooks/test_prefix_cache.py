@@ -12,7 +12,8 @@ from kvcompress import PrefixCache
 from kvcompress.errors import KVCompressError
 from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, some
-from tests.support.families import FAMILIES, FIRST_TEXT, VOCAB_SIZE
+from tests.support.families import FAMILIES
+from tests.support.in_flight import with_end
 from tests.support.strategies import METHODS, SOME_METHODS, cases
 
 NEW, TOLERANCE = 4, 1e-4
@@ -37,17 +38,6 @@ def assert_same(ours, expected):
         kept, wanted = (cache.kept_indices(layer.layer_idx) for cache in (ours[2], expected[2]))
         for row, wanted_row in zip(kept, wanted, strict=True):
             assert all(map(torch.equal, row, wanted_row))
-
-
-def with_end(inputs, tokens, seed=1):
-    """The same prompts with other text as their last `tokens` tokens, where they end with so much."""
-    ids = inputs["input_ids"].clone()
-    end = ids[:, -tokens:]
-    drawn = torch.randint(FIRST_TEXT, VOCAB_SIZE, end.shape, generator=torch.Generator().manual_seed(seed))
-    is_text = (end >= FIRST_TEXT) & inputs["attention_mask"][:, -tokens:].bool()
-    is_text = is_text.flip(1).cumprod(1).flip(1).bool()
-    ids[:, -tokens:] = torch.where(is_text, drawn, end)
-    return {**inputs, "input_ids": ids}
 
 
 def changes_prefill(policy):

@@ -89,7 +89,7 @@ def test_a_cache_of_transformers_is_not_taken_for_compressed(model):
 
 def test_where_several_parts_write_one_line_says_which_to_give():
     model = MiniCPMOStandIn(MODEL, tts=copy.deepcopy(MODEL))
-    message = r"MiniCPMOStandIn has several parts that generate: give one, \.llm or \.tts$"
+    message = r"MiniCPMOStandIn has several parts that generate: pass one of them, \.llm or \.tts$"
     for connect in (kvcompress.compress, kvcompress.attach, kvcompress.SharedPrompt):
         with pytest.raises(KVCompressError, match=message):
             connect(model)

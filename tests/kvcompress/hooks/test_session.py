@@ -388,7 +388,7 @@ def test_a_lora_model_is_compressed_as_the_model_inside_it():
             "P_TUNING is not supported.*LoRA",
         ),
         (Wrapper(MODEL, **{**LORA, "is_adaption_prompt": True}, peft_type="X"), "X is not supported"),
-        (torch.nn.DataParallel(MODEL), "a DataParallel is not a transformers model: give .* its .module"),
+        (torch.nn.DataParallel(MODEL), "a DataParallel is not a transformers model: pass .* its .module"),
         (torch.nn.Linear(2, 2), "a Linear is not a transformers model$"),
         ("Qwen/Qwen2-0.5B", "a str is not a transformers model$"),
     ],

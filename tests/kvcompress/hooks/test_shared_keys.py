@@ -64,6 +64,11 @@ def test_layers_without_keys_see_what_the_layer_whose_keys_they_get_kept(model, 
     assert (logits - plain).abs().max() > 0.01
 
 
+def test_layers_without_keys_attend_where_entries_lie(model, as_on_cuda):
+    """The layer whose keys they get has written the token by then."""
+    test_layers_without_keys_see_what_the_layer_whose_keys_they_get_kept(model, (30, 19), OPTIONS["static"])
+
+
 def test_later_prompts_and_evictions_while_decoding_go_through_shared_keys(model):
     ids = torch.arange(10, 40)[None]
     with kvcompress.compress(model, "snapkv", 1.0, window_size=4) as session:

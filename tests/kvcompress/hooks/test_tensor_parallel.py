@@ -112,13 +112,13 @@ def test_a_scorer_that_needs_the_other_heads_is_refused(scorer):
 def test_heads_that_would_be_split_are_refused(monkeypatch):
     model = FAMILIES["qwen2"].build()
     monkeypatch.setattr(model, "_tp_size", 4)
-    with pytest.raises(kvcompress.KVCompressError, match="2 KV heads do not divide by 4 processes"):
+    with pytest.raises(kvcompress.KVCompressError, match="2 KV heads are not divisible by 4 processes"):
         kvcompress.compress(model, "snapkv", 0.3)
 
 
 def test_a_calibration_is_refused_as_it_is_of_all_heads():
     policy = make_policy("q-filters", 0.3, **calibration_of("q-filters", FAMILIES["qwen2"].build()))
-    with pytest.raises(kvcompress.KVCompressError, match="with calibration=, which is of all heads"):
+    with pytest.raises(kvcompress.KVCompressError, match="with calibration=, which covers all heads"):
         check_tensor_parallel(policy)
 
 

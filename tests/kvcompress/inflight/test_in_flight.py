@@ -14,7 +14,7 @@ from kvcompress.inflight.layer import SlotLayer
 from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, MORE_FAMILIES
-from tests.support.in_flight import check_in_flight
+from tests.support.in_flight import check_in_flight, with_end
 from tests.support.strategies import LEARNED, METHODS, SOME_METHODS, cases
 
 NEW = (5, 9, 1, 7, 3)
@@ -41,15 +41,22 @@ def test_a_requests_logits_are_those_that_it_gets_alone(data):
     pairs = zip(case.lengths, images, strict=True)
     requests = [case.family.inputs(case.model, [n], [k] if k else None, case.seed) for n, k in pairs]
     new = [data.draw(st.integers(1, 9)) for _ in requests]
-    slots = data.draw(st.integers(1, 3))
-    check_in_flight(case.model, requests, new, method, slots, ratio=None if method == "full" else case.ratio, **options)
+    options |= {"prefill_tokens": data.draw(st.none() | st.integers(1, 30)), "slots": data.draw(st.integers(1, 3))}
+    if data.draw(st.booleans()):
+        options["prefix_cache"] = kvcompress.PrefixCache(gb=1)
+        requests.append(with_end(requests[0], 3))
+        new.append(3)
+    check_in_flight(case.model, requests, new, method, ratio=None if method == "full" else case.ratio, **options)
 
 
 @pytest.mark.parametrize(("method", "family"), some(paired(METHODS, list(FAMILIES)), SOME_METHODS))
 def test_every_method_evicts_in_flight_as_alone(method, family):
     model, requests = requests_of(family)
     ties = method in ("knorm", "vnorm", "keydiff", "cur", "infinipot-v")
-    check_in_flight(model, requests, NEW, method, 1 if ties else 2, ratio=0.3, **EVICTING)
+    for prefill_tokens in (None, 24):
+        check_in_flight(
+            model, requests, NEW, method, 1 if ties else 2, ratio=0.3, prefill_tokens=prefill_tokens, **EVICTING
+        )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +88,8 @@ def test_token_methods_in_flight_are_as_alone(method):
 )
 def test_every_option_of_the_engine_works_in_flight(options):
     model, requests = requests_of("qwen2-vl")
-    check_in_flight(model, requests, NEW, "snapkv", 2, ratio=0.3, **options)
+    for prefill_tokens in (None, 24):
+        check_in_flight(model, requests, NEW, "snapkv", 2, ratio=0.3, prefill_tokens=prefill_tokens, **options)
 
 
 @pytest.mark.parametrize("head_budget", ["uniform", "adaptive-kvpress"])
@@ -103,6 +111,7 @@ def test_every_family_answers_in_flight_or_says_why_not(family):
             check_in_flight(model, requests[:1], NEW[:1], "snapkv", 2, ratio=0.3)
         return
     check_in_flight(model, requests, NEW, "snapkv", 2, ratio=0.3)
+    check_in_flight(model, requests, NEW, "snapkv", 2, ratio=0.3, prefill_tokens=16)
     check_in_flight(model, requests, NEW, "full", 3)
 
 
@@ -292,7 +301,7 @@ def test_where_memory_does_not_suffice_the_slots_are_halved_and_no_token_changes
     target = {"prefill": "fill", "step": "update", "eviction": "_evict"}[where]
     if where == "prefill":
         left[0] = 3
-        monkeypatch.setattr("kvcompress.inflight.loop.prefill", failing(kvcompress.inflight.loop.prefill))
+        monkeypatch.setattr("kvcompress.inflight.under_way.prepare", failing(kvcompress.inflight.under_way.prepare))
     else:
         monkeypatch.setattr(SlotLayer, target, failing(getattr(SlotLayer, target)))
     with kvcompress.compress(model, **evicting) as session:
@@ -308,14 +317,14 @@ def test_where_memory_does_not_suffice_the_slots_are_halved_and_no_token_changes
 
 def test_a_request_alone_that_memory_does_not_hold_ends_with_that_error(monkeypatch):
     model, requests = requests_of("qwen2")
-    original = kvcompress.inflight.loop.prefill
+    original = kvcompress.inflight.under_way.prepare
 
-    def prefill(model, request, *args):
+    def prepare(model, request, *args):
         if request.inputs["input_ids"].shape[1] > 55:
             raise torch.OutOfMemoryError("no more")
         return original(model, request, *args)
 
-    monkeypatch.setattr("kvcompress.inflight.loop.prefill", prefill)
+    monkeypatch.setattr("kvcompress.inflight.under_way.prepare", prepare)
     found = answers_of(model, requests, slots=4, max_new_tokens=6, do_sample=False)
     assert [type(answer.error) for answer in found] == [
         type(None),
@@ -385,6 +394,10 @@ def test_a_wrong_argument_is_one_line_before_anything_runs():
             ({"slots": True}, "slots=True"),
             ({"kv_gb": 0.0}, "kv_gb=0.0"),
             ({"slots": 2, "on_oom": "wait"}, "on_oom='wait'"),
+            ({"slots": 2, "prefill_tokens": 0}, "prefill_tokens=0 is not an integer of at least 1: it counts tokens"),
+            ({"slots": 2, "prefill_tokens": -3}, "prefill_tokens=-3"),
+            ({"slots": 2, "prefill_tokens": "512"}, "prefill_tokens='512'"),
+            ({"slots": 2, "prefill_tokens": True}, "prefill_tokens=True"),
         ]:
             with pytest.raises(KVCompressError, match=said):
                 session.generate_many(requests, **wrong)

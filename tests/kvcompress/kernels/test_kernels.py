@@ -79,7 +79,7 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
     from kvcompress.kernels import column_sums_triton, compact_triton, ragged_decode_triton, turboquant_triton
 
     tensors = {
-        **dict.fromkeys(("padding", "starts", "lengths", "ends"), "*i64"),
+        **dict.fromkeys(("padding", "starts", "lengths", "ends", "appended"), "*i64"),
         "first": "*i64",
         "indices": "*i64",
         "weights": "*fp32",
@@ -92,6 +92,7 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
         **dict.fromkeys(
             ("vectors", "rotated", "query", "queries", "keys", "values", "kept_keys", "kept_values"), "*bf16"
         ),
+        **dict.fromkeys(("new_keys", "new_values"), "*bf16"),
     }
     sizes = {"GROUPS": 2, "STAYING": 32, "MOVING": 16}
     packed = dict.fromkeys(("keys", "values"), "*u8")
@@ -100,8 +101,9 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
         (column_sums_triton._sum_rows, {}, {}),
         (column_sums_triton._sum_columns, {}, {}),
         (compact_triton._move, {}, {}),
-        (ragged_decode_triton._attend, {}, {"BITS": 0, **wide}),
-        (ragged_decode_triton._attend, packed, {"BITS": 3, **wide}),
+        (ragged_decode_triton._attend, {}, {"BITS": 0, "APPENDS": False, **wide}),
+        (ragged_decode_triton._attend, {}, {"BITS": 0, "APPENDS": True, **wide}),
+        (ragged_decode_triton._attend, packed, {"BITS": 3, "APPENDS": False, **wide}),
         (ragged_decode_triton._combine, {"output": "*bf16"}, wide),
         (turboquant_triton._combine_back, {"output": "*bf16"}, {"DIM": 80, "BLOCK_DIM": 128}),
         (turboquant_triton._rotate, {}, {"DIM": 80, "BLOCK_DIM": 128}),

@@ -254,7 +254,7 @@ def test_without_a_checkpoint_that_fits_there_is_one_line(method, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     broken = tmp_path if method == "kvzap" else tmp_path / "model.safetensors"
-    assert "is none of" in refusal(model, method, 0.3, checkpoint=str(broken))
+    assert "is not a" in refusal(model, method, 0.3, checkpoint=str(broken))
     assert "there is no file" in refusal(model, method, 0.3, checkpoint=str(tmp_path / "nowhere"))
     for other, heads, what in ((FAMILIES["qwen2"].build(2), None, "layers: 2"), (None, (6, 2), "hidden size: ")):
         other = other or FAMILIES["qwen2"].build(3, *heads)

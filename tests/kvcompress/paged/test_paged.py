@@ -309,6 +309,7 @@ REFUSED = {
     "moved": ("streamingllm", {"positions": "cache"}, "keys stay as they are rotated"),
     "fed again": ("snapkv", {"first_token": "compressed"}, "feeds no token twice"),
     "chunks": ("snapkv", {"prefill_chunk": 8}, "the scheduler cuts prompts itself"),
+    "prefixes": ("snapkv", {"prefix_cache": kvcompress.PrefixCache(gb=1)}, "feeds every token of a prompt"),
     "storage": ("snapkv", {"cache_implementation": "offloaded"}, "pages are the storage"),
 }
 

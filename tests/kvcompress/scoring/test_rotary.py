@@ -197,7 +197,7 @@ def test_a_rotation_of_other_pairs_of_channels_is_an_error_at_once(monkeypatch):
     model = LlamaForCausalLM(LlamaConfig(**TINY))
     module = sys.modules[type(model).__module__]
     monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q * cos + q.flip(-1) * sin, k))
-    with pytest.raises(kvcompress.KVCompressError, match="LlamaModel rotates queries in a way that is not known"):
+    with pytest.raises(kvcompress.KVCompressError, match="LlamaModel rotates queries in an unknown way"):
         kvcompress.compress(model, "expected-attention", 0.5)
 
 

@@ -107,9 +107,9 @@ def test_overlapped_answers_stand_beside_the_others_and_say_the_same(run, capsys
     assert rows["compressed-overlap"]["realised_ratio"] == pytest.approx(0.3, abs=0.01)
     out = capsys.readouterr().out
     assert "| warm | snapkv:window_size=4@0.3, overlapped | 1 |" in out
-    assert "Where it says overlapped, the talker began with the second text token, else after the last." in out
+    assert "In overlapped rows, the talker started with the second text token, otherwise after the last." in out
     run("--strategies", "dynamic")
-    assert "The talker began after the last text token." in capsys.readouterr().out
+    assert "The talker started after the last text token." in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -270,7 +270,7 @@ def test_the_table_says_what_was_streamed(run, capsys):
     assert row["first_audio_s"] < row["waveform_s"]
     assert row["audio_s"] == pytest.approx((30 - UNHEARD) * CODE_S)
     out = capsys.readouterr().out
-    assert "4 blocks of codec tokens at a time, of which token2wav saw 2 blocks behind and 1 ahead" in out
+    assert "4 blocks of codec tokens at a time, with token2wav seeing 2 blocks before and 1 after" in out
     header = next(line for line in out.splitlines() if line.startswith("| start"))
     assert [name in header for name in ("first byte s", "whole waveform s", "underruns")] == [True] * 3
     content = run("--strategies", "dynamic", "--one-piece")

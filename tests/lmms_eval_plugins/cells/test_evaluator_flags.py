@@ -41,7 +41,7 @@ def test_every_flag_of_the_installed_lmms_eval_works_or_one_line_says_what_repla
                 assert flag not in ours
                 with pytest.raises(KVCompressError) as error:
                     parse([*FOUR, flag, *value])
-                assert re.fullmatch(rf"{flag} is not for this command: \S.{{15,}}", str(error.value))
+                assert re.fullmatch(rf"{flag} is not supported here: \S.{{15,}}", str(error.value))
             else:
                 assert flag in ours, f"{flag} of lmms-eval is neither a flag here nor replaced"
                 also = ["--wandb_args", "project=p"] if flag == "--wandb_log_samples" else []
@@ -58,20 +58,23 @@ def test_every_flag_of_the_installed_lmms_eval_works_or_one_line_says_what_repla
         (["--max_batch_size", "-1"], "argument --max_batch_size: '-1' is not"),
         (["--offset", "x"], "argument --offset: 'x' is not"),
         (["--repeats", "0"], "argument -n/--repeats/--num_samples: '0' is not"),
-        (["--timezone", "Europe/Berlni"], "'Europe/Berlni' is no time zone (did you mean 'Europe/Berlin'?)"),
-        (["--timezone", "../../etc/passwd"], "is no time zone"),
+        (["--timezone", "Europe/Berlni"], "'Europe/Berlni' is not a time zone (did you mean 'Europe/Berlin'?)"),
+        (["--timezone", "../../etc/passwd"], "is not a time zone"),
         (["--reasoning_tags", '["<a>"]'], "is neither none nor a JSON list of pairs"),
         (["--reasoning_tags", "[[1, 2]]"], "is neither none nor a JSON list of pairs"),
         (["--wandb_args", "project"], "'project' is not name=value"),
-        (["--wandb_args", ""], "names nothing"),
-        (["--wandb_log_samples"], "--wandb_log_samples goes with --wandb_args"),
+        (["--wandb_args", ""], "holds no name=value"),
+        (["--wandb_log_samples"], "--wandb_log_samples needs --wandb_args"),
         (["--hf_hub_log_args", "hub_results_org=me"], "push_results_to_hub=true nor push_samples_to_hub=true"),
         (["--hf_hub_log_args", "push_result_to_hub=true"], "(did you mean 'push_results_to_hub'?)"),
         (["--hf_hub_log_args", "push_results_to_hub=yes"], "is neither true nor false"),
         (["--hf_hub_log_args", "token=hf_secret"], "set HF_TOKEN"),
-        (["--system_instruction", "a", "system_prompt=b"], "system_prompt= is given twice: --system_instruction is"),
+        (
+            ["--system_instruction", "a", "system_prompt=b"],
+            "system_prompt= is given twice: --system_instruction also sets",
+        ),
         (["--tasks", "list"], "`python -m kvcompress list tasks [WORD]`"),
-        (["--config=run.yaml"], "--config is not for this command: python -m kvcompress sweep"),
+        (["--config=run.yaml"], "--config is not supported here: python -m kvcompress sweep"),
         (["--batch_siz", "2"], "unknown flag '--batch_siz' (did you mean '--batch_size'?)"),
     ],
 )

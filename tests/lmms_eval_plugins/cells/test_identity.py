@@ -15,13 +15,16 @@ from lmms_eval_plugins.model.arguments import ModelArguments
 ROOT = Path(identity.__file__).parents[2]
 
 
-def test_code_identity_ignores_comments_and_sees_code(tmp_path):
+def test_code_identity_ignores_comments_and_docstrings_and_sees_code(tmp_path):
     source = tmp_path / "method.py"
-    source.write_text("x = 1\n")
+    code = 'class Own:\n    """{}"""\n    kept = "a"\n\n    async def score(self):\n        """{}"""\n'
+    source.write_text(code.format("One.", "One."))
     before = identity.code_identity(tmp_path)
-    source.write_text("# a comment\nx  =  1\n")
+    source.write_text("# a comment\n\n" + code.format("Two.", "Two."))
     assert identity.code_identity(tmp_path) == before
-    source.write_text("x = 2\n")
+    source.write_text('"""Of a module."""\n' + code.format("Two.", "Two."))
+    assert identity.code_identity(tmp_path) == before
+    source.write_text(code.format("One.", "One.").replace('"a"', '"b"'))
     assert identity.code_identity(tmp_path) != before
 
 
@@ -36,10 +39,28 @@ def test_class_identity_sees_the_code_of_a_class_of_ones_own_and_not_its_place()
     source = "class Own:\n    kept = 3\n    def score(self, keys, scale=2):\n        return keys * scale + 1\n"
     before = identity.class_identity(own_class(source), ("kvcompress",))
     assert identity.class_identity(own_class(source, line=7), ("kvcompress",)) == before
+    described = source.replace("scale=2):\n", 'scale=2):\n        """What the keys say."""\n')
+    assert identity.class_identity(own_class(described), ("kvcompress",)) == before
     for change in (("+ 1", "+ 2"), ("+ 1", "- 1"), ("kept = 3", "kept = 4"), ("scale=2", "scale=3"), ("* scale", "")):
         assert identity.class_identity(own_class(source.replace(*change)), ("kvcompress",)) != before
     assert identity.class_identity(list, ("kvcompress",)) == ""
     assert identity.class_identity(Cell, ("lmms_eval_plugins",)) == ""
+
+
+def test_a_cell_depends_on_a_layer_budget_of_ones_own(monkeypatch):
+    from kvcompress.layer_budgets import base
+
+    def code(layer_budget: str, first: int = 3) -> str:
+        source = f"class Own(LayerBudget):\n    def fixed(self, *_):\n        return [{first}, 1]\n"
+        namespace = {"LayerBudget": base.LayerBudget, "__name__": "own"}
+        exec(source, namespace)
+        monkeypatch.setattr(base, "_RULES", {**base._RULES, "own": namespace["Own"]()})
+        cell = Cell("task", "model", "snapkv", ratio=0.2)
+        arguments = SimpleNamespace(pretrained="hub/id", revision="main", chat_template=None, system_prompt=None)
+        return identity.fingerprint(cell, arguments, {"layer_budget": layer_budget}, {}, {})["code"]
+
+    assert code("own") == code("own") != code("own", first=5)
+    assert code("uniform") == code("uniform", first=5) != code("own")
 
 
 # -- our own code

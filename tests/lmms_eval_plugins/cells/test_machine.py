@@ -32,7 +32,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     machine.check_device("cpu", 3)
     machine.check_device("cuda:1", 2)
     machine.check_device("cuda", 2)
-    with pytest.raises(EvaluationFailed, match=r"'cuda:2' was asked for, but torch .* sees 2 CUDA GPUs"):
+    with pytest.raises(EvaluationFailed, match=r"'cuda:2' was requested, but torch .* sees 2 CUDA GPUs"):
         machine.check_device("cuda:2", 1)
 
 

@@ -82,7 +82,7 @@ def test_the_line_comes_first_the_others_run_and_the_exit_code_is_2(tmp_path, mo
     assert evaluate.main(["tiny_textvqa", "tiny", "kvzap,knorm", "0.3", "--limit", "1"]) == 2
     lines = capsys.readouterr().err.splitlines()
     reason = "error: method 'kvzap' is learned: it needs checkpoint=, a local path or a hub id"
-    assert lines[0] == f"{reason} (it is left out, the others go on)"
+    assert lines[0] == f"{reason} (it is left out, the others continue)"
     assert lines[-1] == reason
     assert [path.name for path in tmp_path.glob("results/*/*/*/results.json")] == ["results.json"]
 

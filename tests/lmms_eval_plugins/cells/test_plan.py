@@ -138,7 +138,7 @@ def test_what_does_not_go_with_slots_is_refused_before_anything_is_loaded(argv, 
 def test_a_task_that_does_not_go_with_slots_is_refused_before_its_data_is_loaded():
     check_generation("t", "generate_until_multi_round", {"num_beams": 2})
     check_generation("t", "generate_until", {"num_beams": 1}, slots=4)
-    with pytest.raises(KVCompressError, match="slots=4 goes with tasks of a single round; task 't' has output"):
+    with pytest.raises(KVCompressError, match="slots=4 works only with tasks of a single round; task 't' has output"):
         check_generation("t", "generate_until_multi_round", {}, slots=4)
     with pytest.raises(KVCompressError, match="task 't': slots=4 does not go with num_beams=2"):
         check_generation("t", "generate_until", {"num_beams": 2}, slots=4)

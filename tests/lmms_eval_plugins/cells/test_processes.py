@@ -106,8 +106,8 @@ def test_ranks_are_started_again_without_the_task_that_ended_them(started, monke
     out, err = capfd.readouterr()
     assert out.split("did ")[-2:] == ["a\n", "b\n"], "the last ranks have done all others"
     lines = err.splitlines()
-    assert [line for line in lines if line.endswith("the others go on")] == [
-        "task missing is left out, the others go on", "task broken is left out, the others go on",
+    assert [line for line in lines if line.endswith("the others continue")] == [
+        "task missing is left out, the others continue", "task broken is left out, the others continue",
     ]  # fmt: skip
     assert "error: broken: its scorer is" in lines
     assert lines[-1] == ("error: 2 task(s) without results: missing (missing: no data); broken (broken: its scorer is)")
@@ -141,7 +141,7 @@ def test_a_signal_ends_all_ranks_with_one_line(started, capfd, monkeypatch, numb
     assert exit_code(lambda argv: processes.run_ranks(2, argv), ["wait"], "cells") == 128 + number
     (line,) = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("rank ")]
     assert line.startswith("error: interrupted" if number == signal.SIGINT else f"error: ended by {number.name}")
-    assert line.endswith("finished cells are kept, the same command goes on from there")
+    assert line.endswith("finished cells are kept, the same command continues from there")
     assert all(process.returncode is not None for process in started)
 
 
@@ -212,20 +212,19 @@ def test_an_ignored_signal_stays_ignored():
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\n See documentation"),
             1,
-            "error: memory does not suffice: CUDA out of memory. Tried to allocate 9 GiB. See documentation",
+            "error: not enough memory: CUDA out of memory. Tried to allocate 9 GiB. See documentation",
         ),
         (
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to get 9 bytes."),
             1,
-            "error: memory does not suffice: DefaultCPUAllocator: can't allocate memory: you tried to get 9 bytes.",
+            "error: not enough memory: DefaultCPUAllocator: can't allocate memory: you tried to get 9 bytes.",
         ),
         (
             RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
             1,
-            "error: memory does not suffice: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling "
-            "`cublasCreate(handle)`",
+            "error: not enough memory: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         ),
-        (MemoryError(), 1, "error: memory does not suffice: "),
+        (MemoryError(), 1, "error: not enough memory: "),
     ],
 )
 def test_an_error_is_one_line(error, code, line, capsys):

@@ -171,7 +171,7 @@ def test_wrong_number_of_samples_makes_the_cell_incomplete(tmp_path):
     write(tmp_path / "cell")
     samples = tmp_path / "cell" / results.SAMPLES_FILE
     samples.write_text(samples.read_text().splitlines(keepends=True)[0])
-    assert "1 samples on disk where 2" in results.incomplete_reason(tmp_path / "cell", FINGERPRINT)
+    assert "1 samples on disk, but 2" in results.incomplete_reason(tmp_path / "cell", FINGERPRINT)
 
 
 BROKEN = {
@@ -189,7 +189,7 @@ def test_a_damaged_cell_is_computed_again_and_the_reason_is_one_line(tmp_path, n
     (tmp_path / "cell" / name).write_bytes(data)
     job = Job(CELL, {}, tmp_path / "cell", FINGERPRINT, 2, None, SimpleNamespace(request=parse([])))
     assert len(job.todo.splitlines()) == 1
-    assert name in job.todo or "samples on disk where 2 were evaluated" in job.todo
+    assert name in job.todo or "samples on disk, but 2 were evaluated" in job.todo
     write(tmp_path / "cell")
     assert job.incomplete is None
 
@@ -216,7 +216,7 @@ def test_a_damaged_neighbour_is_left_out_and_named(tmp_path, capsys):
         (tmp_path / name / results.RESULTS_FILE).write_bytes(data)
     assert len(results.load_cells(tmp_path)) == 1
     one, two = capsys.readouterr().err.splitlines()
-    assert one == f"left out: {tmp_path / 'b'}: results.json is damaged: no object, but list"
+    assert one == f"left out: {tmp_path / 'b'}: results.json is damaged: not an object but list"
     assert two.startswith(f"left out: {tmp_path / 'c'}: results.json is damaged: ")
 
 

@@ -46,13 +46,17 @@ def each_measurement(**values):
 
 # What is wrong -> (how results.json is edited, how the first line of samples.jsonl is, what is said)
 EDITS = {
-    "other option": (lambda r: r["protocol"]["options"].update(window_size=16), None, "fingerprint says options="),
+    "other option": (lambda r: r["protocol"]["options"].update(window_size=16), None, "fingerprint has options="),
     "other ratio": (
         lambda r: r["protocol"].update(ratio=0.3),
         None,
-        "fingerprint says ratio=0.2, its protocol ratio=0.3",
+        "fingerprint has ratio=0.2, but its protocol ratio=0.3",
     ),
-    "changed options": (lambda r: r["protocol"].update(changed_options={}), None, "its changed options are {}, by all"),
+    "changed options": (
+        lambda r: r["protocol"].update(changed_options={}),
+        None,
+        "its changed options are {}, but its options",
+    ),
     "unknown option": (
         lambda r: [r[part]["options"].update(colour=1) for part in ("protocol", "fingerprint")],
         None,
@@ -63,16 +67,16 @@ EDITS = {
         None,
         "there is no method 'mine'",
     ),
-    "limit": (lambda r: r["config"].update(limit=8), None, "lmms-eval was given limit=8, its settings say 16"),
+    "limit": (lambda r: r["config"].update(limit=8), None, "lmms-eval was given limit=8, but its settings have 16"),
     "no code": (lambda r: r["fingerprint"].pop("code"), None, "its fingerprint has no code"),
     "no fingerprint": (lambda r: r.pop("fingerprint"), None, "results.json has no fingerprint"),
     "no version": (lambda r: r["environment"]["versions"].pop("torch"), None, "the versions of torch are missing"),
-    "no config": (lambda r: r["environment"].pop("config"), None, "its environment does not say config"),
+    "no config": (lambda r: r["environment"].pop("config"), None, "its environment lacks config"),
     "predicted only": (lambda r: r["results"][TASK].clear(), None, "it has no score"),
     "another score": (
         lambda r: r["results"][TASK].update({"exact_match,none": 0.99}),
         None,
-        "exact_match of tiny_textvqa is 0.99, but the mean of its questions' is ",
+        "exact_match of tiny_textvqa is 0.99, but the mean over its questions is ",
     ),
     "a score is missing": (
         None,
@@ -82,23 +86,23 @@ EDITS = {
     "a question is missing": (
         lambda r: r["n-samples"][TASK].update(effective=40),
         None,
-        "16 of 40 questions of tiny_textvqa are there",
+        "16 of 40 questions of tiny_textvqa are present",
     ),
-    "a question is there twice": (None, lambda s: s.update(doc_id=1), "15 of 16 questions of tiny_textvqa are there"),
+    "a question is there twice": (None, lambda s: s.update(doc_id=1), "15 of 16 questions of tiny_textvqa are present"),
     "another ratio": (
         None,
         each_measurement(realised_ratio=lambda layers: [1.1 * layer for layer in layers]),
-        "1 of 16 realised ratios are not what was asked for: 0.2",
+        "1 of 16 realised ratios do not match the request: 0.2",
     ),
     "more bytes": (
         None,
         each_measurement(kv_held_bytes=lambda held: 2 * held),
-        "1 of 16 KV bytes are not those of 2 KV",
+        "1 of 16 KV bytes do not match 2 KV",
     ),
     "fewer bytes": (
         None,
         each_measurement(kv_held_bytes=lambda held: held // 2),
-        "KV bytes are not those of 2 KV heads",
+        "KV bytes do not match 2 KV heads",
     ),
     "another model's bytes": (lambda r: r["environment"]["config"].update(head_dim=24), None, "16 of 16 KV"),
     "no time": (None, each_measurement(ttft_s=lambda _: 0.0), "1 of 16 times are not above 0: ttft_s=0.0"),
@@ -107,10 +111,10 @@ EDITS = {
     "another median": (
         lambda r: r["efficiency"]["tpot_s"].update(median=1e-5),
         None,
-        "the median of tpot_s is said to be 1e-05, but that of its questions is ",
+        "the median of tpot_s is given as 1e-05, but that of its questions is ",
     ),
-    "odd content": (lambda r: r.update(efficiency={"a": 1}), None, "the median of ttft_s is said to be None"),
-    "odder content": (lambda r: r["protocol"].pop("options"), None, "not as this version writes it"),
+    "odd content": (lambda r: r.update(efficiency={"a": 1}), None, "the median of ttft_s is given as None"),
+    "odder content": (lambda r: r["protocol"].pop("options"), None, "not in this version's format"),
 }
 
 

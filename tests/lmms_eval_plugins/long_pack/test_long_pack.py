@@ -301,8 +301,11 @@ def test_an_image_that_several_questions_show_is_stored_once(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--picture-size", "60x60"], "--picture-size 60x60 holds no card with text of --font-px 20: that needs"),
-        (["--page-size", "300x400"], "--page-size 300x400 is too small for what a page holds in text of --font-px 20"),
+        (
+            ["--picture-size", "60x60"],
+            "--picture-size 60x60 is too small for a card with text of --font-px 20, which needs",
+        ),
+        (["--page-size", "300x400"], "--page-size 300x400 is too small for a page's content at --font-px 20"),
         (["--lengths", "4,700"], "--lengths 700: a document has at most 599 pages"),
         (["--kinds", "countin"], "did you mean 'counting'?"),
         (["--lengths", "1"], "--lengths: '1' is not a whole number of at least 2"),

@@ -106,6 +106,13 @@ def test_an_option_of_another_method_is_an_error_that_names_its_owner():
         ({"batch_size": "auto", "tp_plan": "auto"}, "batch_size='auto' does not go with tp_plan"),
         ({"slots": 0}, "slots=0 is neither a positive number, nor auto"),
         ({"slots": "auto:2"}, "slots='auto:2' is neither a positive number, nor auto"),
+        ({"slots": 4, "prefill_tokens": 0}, "prefill_tokens=0"),
+        ({"slots": 4, "prefill_tokens": "many"}, "prefill_tokens='many'"),
+        ({"prefill_tokens": 64}, "prefill_tokens= goes with a number of slots, not with slots=None"),
+        (
+            {"slots": "auto", "prefill_tokens": 64},
+            "goes with a number of slots, not with slots='auto'",
+        ),
         ({"slots": 4, "batch_size": 2}, "slots=4 does not go with batch_size=2"),
         ({"slots": "auto", "batch_size": "auto"}, "slots='auto' does not go with batch_size='auto'"),
         ({"slots": 4, "on_oom": "offload"}, "on_oom='offload' does not go with slots=4: raise and halve_batch do"),

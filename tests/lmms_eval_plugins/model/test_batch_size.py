@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lmms_eval_plugins.model import batch_size
-from lmms_eval_plugins.model import lm as lm_module
+from lmms_eval_plugins.model import batch_size, sizes
 from lmms_eval_plugins.model.answer_store import AnswerStore
 from lmms_eval_plugins.model.batch_size import PeakOfTensors, free_memory, largest_batch
 from tests.support.checkpoints import image, load_lm, requests
@@ -95,7 +94,7 @@ def in_memory_of(rows: int, monkeypatch, lm) -> list[list[int]]:
         return len(tried[-1])
 
     monkeypatch.setattr(lm.answering, "try_batch", try_batch)
-    monkeypatch.setattr(lm_module, "room_for_a_batch", lambda device: rows)
+    monkeypatch.setattr(sizes, "room_for_a_batch", lambda device: rows)
     return tried
 
 

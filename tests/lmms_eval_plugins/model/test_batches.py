@@ -2,6 +2,7 @@
 
 import functools
 import time
+from dataclasses import replace
 from itertools import chain, product
 from types import SimpleNamespace
 
@@ -143,7 +144,7 @@ def test_a_method_that_watches_the_tower_runs_it(checkpoint, monkeypatch):
     assert answers == expected
 
 
-def test_another_prompt_is_not_taken_for_a_known_one(lm_of_tiny):
+def test_a_picture_is_known_by_what_it_shows(lm_of_tiny):
     lm = lm_of_tiny
     one, other = {"text": "what word?", "images": [image(1)]}, {"text": "what word?", "images": [image(2)]}
     lm.batches.begin([])
@@ -151,7 +152,7 @@ def test_another_prompt_is_not_taken_for_a_known_one(lm_of_tiny):
         grid(lm, [doc], [{}])[1][0][0]["vision_is_known"]
         for doc in (one, other, {**one, "text": "what number?"}, one, other)
     ]
-    assert known == [False, False, False, True, True]
+    assert known == [False, False, True, True, True]
 
 
 @pytest.fixture(scope="module")
@@ -198,13 +199,12 @@ def test_time_to_first_token_holds_the_towers_seconds_where_it_did_not_run(lm_of
     assert known["ttft_s"] > known["vision_s"]
 
 
-def test_peak_memory_is_that_of_the_tower_where_it_would_be_higher(lm_of_tiny):
+def test_peak_memory_is_that_of_the_tower_where_it_would_be_higher(lm_of_tiny, monkeypatch):
     lm, docs = lm_of_tiny, [{"text": "what word?", "images": [image(8)]}]
     grid(lm, docs, [{}])
-    batch = lm.batches.get(lm.prepare(requests(lm, docs)).key)
-    (call,) = batch.encoded
-    found = batch.encoded[call]
-    batch.encoded[call] = Encoded(found.output, found.device, found.seconds, peak_memory=10**15)
+    ((call, found),) = lm.batches.encoded(lm.prepare(requests(lm, docs))).items()
+    high = Encoded(found.output, found.device, found.seconds, peak_memory=10**15)
+    monkeypatch.setattr(lm.batches, "encoded", lambda batch: {call: high})
     _, ((row,),) = grid(lm, docs, [{}])
     assert row["peak_memory_bytes"] == 10**15
 
@@ -282,26 +282,36 @@ def encoded_of(size: int) -> dict:
 
 
 def test_the_store_never_holds_more_than_its_budget_and_keeps_what_came_first():
-    store = BatchStore(100)
-    store.keep(batch_of(b"a", 60), encoded_of(30))
-    store.keep(batch_of(b"b", 20), {})  # does not fit any more
-    store.keep(batch_of(b"c", 5), encoded_of(50))  # its inputs fit
+    store, batches = BatchStore(100), [batch_of(b"a", 60), batch_of(b"b", 20), batch_of(b"c", 5)]
+    for batch, size in zip(batches, (30, 0, 50), strict=True):
+        store.keep_encoded(batch, encoded_of(size))
+        store.keep(batch)  # the second does not fit any more
     assert [store.get(key) is not None for key in (b"a", b"b", b"c")] == [True, False, True]
-    assert store.get(b"a").encoded
-    assert not store.get(b"c").encoded
+    assert store.encoded(batches[0])
+    assert not store.encoded(batches[2])  # 50 do not fit
     assert store.nbytes == 95
-    assert store.nbytes == sum(store.get(key).nbytes for key in (b"a", b"c"))
-    store.keep(store.get(b"a"), encoded_of(30))  # as in the second cell
+    store.keep_encoded(batches[0], encoded_of(30))  # as in the second cell
+    store.keep(batches[0])
     assert store.nbytes == 95
+
+
+def test_questions_about_one_picture_have_its_features_once():
+    store = BatchStore(100)
+    one, other = (replace(batch_of(key, 10), shows=b"picture") for key in (b"a", b"b"))
+    store.keep_encoded(one, encoded_of(30))
+    assert store.encoded(other) == store.encoded(one) != {}
+    store.keep_encoded(other, encoded_of(30))
+    assert store.nbytes == 30
+    assert store.encoded(batch_of(b"c", 10)) == {}
 
 
 def test_prompt_passes_have_a_budget_of_their_own():
     store = BatchStore(100, prompt_budget=50)
     for key, size in ((b"a", 30), (b"b", 30), (b"c", 20)):
-        store.keep(batch_of(key, 1), {}, SimpleNamespace(nbytes=size))
+        store.keep(batch_of(key, 1), SimpleNamespace(nbytes=size))
     assert [store.get(key).prompt_pass is not None for key in (b"a", b"b", b"c")] == [True, False, True]
     assert (store.nbytes, store.prompt_room) == (53, 0)
-    store.keep(store.get(b"a"), {}, SimpleNamespace(nbytes=30))  # as in the second cell
+    store.keep(store.get(b"a"), SimpleNamespace(nbytes=30))  # as in the second cell
     assert store.nbytes == 53
     store.begin(["another"])
     assert (store.nbytes, store.prompt_room) == (0, 50)
@@ -309,7 +319,8 @@ def test_prompt_passes_have_a_budget_of_their_own():
 
 def test_a_budget_of_zero_keeps_nothing():
     store = BatchStore(0)
-    store.keep(batch_of(b"a", 1), encoded_of(1))
+    store.keep(batch_of(b"a", 1))
+    store.keep_encoded(batch_of(b"a", 1), encoded_of(1))
     assert store.get(b"a") is None
     assert store.nbytes == 0
 
@@ -317,7 +328,7 @@ def test_a_budget_of_zero_keeps_nothing():
 def test_another_task_forgets_the_batches():
     store = BatchStore(100)
     store.begin(["a", "a"])
-    store.keep(batch_of(b"a", 60), {})
+    store.keep(batch_of(b"a", 60))
     store.begin(["a"])
     assert store.get(b"a") is not None
     store.begin(["b"])

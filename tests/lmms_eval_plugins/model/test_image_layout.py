@@ -172,7 +172,7 @@ def test_a_family_whose_layout_is_unknown_is_a_strip_that_says_so():
     first, second = layouts(model, None, {"input_ids": ids})
     assert (first.start, first.tokens, first.views) == (0, 2, [])
     assert (second.start, second.tokens, second.views) == (2, 1, [])
-    assert "not known" in first.note
+    assert "is unknown" in first.note
 
 
 def test_a_grid_with_fewer_patches_than_tokens_is_a_strip():

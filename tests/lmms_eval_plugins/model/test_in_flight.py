@@ -6,8 +6,7 @@ import time
 import pytest
 import torch
 
-from lmms_eval_plugins.model import in_flight
-from lmms_eval_plugins.model import lm as lm_module
+from lmms_eval_plugins.model import in_flight, sizes
 from lmms_eval_plugins.model.answer_store import AnswerStore
 from lmms_eval_plugins.model.batch_size import MOST_SLOTS
 from tests.support.checkpoints import image, load_lm, requests, write_video
@@ -48,6 +47,21 @@ def test_answers_and_what_was_kept_are_those_of_one_by_one(checkpoint, alone, sl
         assert row.keys() == other.keys()
 
 
+@pytest.mark.parametrize("more", [{}, {"prefix_cache_gb": 1}])
+def test_in_pieces_answers_and_rows_are_the_same_and_only_prompts_of_one_piece_share_a_prefill(checkpoint, alone, more):
+    expected, rows = alone
+    longest = sorted({row["tokens_in"] for row in rows})[-2]
+    lm = load_lm(checkpoint("qwen2-vl"), slots=3, prefill_tokens=longest, prompt_cache_gb=1, **more)
+    for is_later in (False, True):
+        lm.set_cell(**CELL)
+        lm.reset_rows()
+        assert lm.generate_until(asked(lm)) == expected
+        for row, other in zip(lm.gather_rows(), rows, strict=True):
+            assert (row["kv_held_bytes"], row["tokens_in"]) == (other["kv_held_bytes"], other["tokens_in"])
+            assert (row["ttft_s"] is None) == bool(row["reused_tokens"])
+            assert row["prompt_is_known"] == (is_later and not more and row["tokens_in"] <= longest)
+
+
 def test_rows_say_how_long_each_waited_and_what_all_slots_held(checkpoint):
     lm = load_lm(checkpoint("qwen2-vl"), slots=2, look_ahead=0, **CELL)
     start = time.perf_counter()
@@ -69,8 +83,11 @@ def test_images_and_videos_of_other_families(checkpoint, tmp_path, family):
     video = write_video(tmp_path / "a.mp4")
     docs = [*DOCS[:3], {"text": "which of the two?", "images": [image(1), image(2, 64, 64)]}]
     docs += [{"text": "in either clip?", "videos": [video, video]}]
-    one, many = (load_lm(checkpoint(family), max_new_tokens=4, **CELL, **size) for size in ({}, {"slots": 3}))
-    assert many.generate_until(requests(many, docs)) == one.generate_until(requests(one, docs))
+    sizes = ({}, {"slots": 3}, {"slots": 3, "prefill_tokens": 16})
+    one, *others = (load_lm(checkpoint(family), max_new_tokens=4, **CELL, **size) for size in sizes)
+    expected = one.generate_until(requests(one, docs))
+    for many in others:
+        assert many.generate_until(requests(many, docs)) == expected
 
 
 @pytest.mark.parametrize(
@@ -218,16 +235,16 @@ def test_auto_takes_what_is_left_beside_one_request(checkpoint, monkeypatch):
     made = asked(lm)
     monkeypatch.setattr(lm.answering, "try_batch", lambda batch, kwargs: 1000)
     for room, slots, kv_bytes in ((2**40, len(DOCS), 2**40 - 1000), (1000, 1, None), (999, 1, None)):
-        monkeypatch.setattr(lm_module, "room_for_a_batch", lambda device, room=room: room)
-        limits = lm._limits(made)
+        monkeypatch.setattr(sizes, "room_for_a_batch", lambda device, room=room: room)
+        limits = lm.sizes.limits(made)
         assert (limits.slots, limits.on_oom) == (slots, "halve")
         assert limits.kv_gb == (None if kv_bytes is None else kv_bytes / 2**30)
-    monkeypatch.setattr(lm_module, "room_for_a_batch", lambda device: 2**40)
-    assert lm._limits(made * MOST_SLOTS).slots == MOST_SLOTS
+    monkeypatch.setattr(sizes, "room_for_a_batch", lambda device: 2**40)
+    assert lm.sizes.limits(made * MOST_SLOTS).slots == MOST_SLOTS
     lm.generate_until(made)
     slot = max(row["kv_bytes_end"] for row in lm.rows)
     lm.reset_rows()
-    monkeypatch.setattr(lm_module, "room_for_a_batch", lambda device: 1000 + int(2.5 * slot))
+    monkeypatch.setattr(sizes, "room_for_a_batch", lambda device: 1000 + int(2.5 * slot))
     lm.generate_until(made)
     assert max(row["slots"] for row in lm.rows) == 2
 
@@ -238,5 +255,5 @@ def test_what_does_not_go_with_slots_is_refused_in_one_line(checkpoint):
         lm.generate_until(requests(lm, [{"text": "hello"}], num_beams=3))
     with pytest.raises(Exception, match="slots=2 does not go with cache_implementation='quantized'"):
         lm.set_cell("snapkv", 0.5, cache_implementation="quantized")
-    with pytest.raises(Exception, match="slots=2 goes with tasks of a single round"):
+    with pytest.raises(Exception, match="slots=2 works only with tasks of a single round"):
         lm.generate_until_multi_round(requests(lm, [{"text": "hello"}]))

@@ -238,12 +238,12 @@ def no_memory_for(lm: KVCompressLM, monkeypatch, too_much) -> list[tuple[int, st
     """Make `generate` run out of memory where `too_much(batch_size, cache_implementation)`; returns all attempts."""
     attempts, generate = [], lm.answering.generate
 
-    def limited(inputs, kwargs, *others):
+    def limited(inputs, kwargs, *others, **named):
         attempt = (len(inputs["input_ids"]), lm.compression.options.get("cache_implementation", "dynamic"))
         attempts.append(attempt)
         if too_much(*attempt):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return generate(inputs, kwargs, *others)
+        return generate(inputs, kwargs, *others, **named)
 
     monkeypatch.setattr(lm.answering, "generate", limited)
     return attempts
@@ -344,20 +344,13 @@ def test_other_request_types_are_clear_errors(lm):
 TASKS = Path(__file__).parents[3] / "lmms_eval_plugins" / "tasks"
 
 
-def lmms_eval(tmp_path, *launcher: str) -> tuple[dict, list[dict]]:
+def lmms_eval(tmp_path, *launcher: str, more: str = "") -> tuple[dict, list[dict]]:
     """Runs `python -m lmms_eval` on six bundled questions: its results file, and our measurement rows."""
-    rows, arguments = tmp_path / "rows.jsonl", "pretrained=tiny,method=snapkv,ratio=0.2,window_size=8,dtype=float32"
-    command = [sys.executable, "-m", *launcher, "lmms_eval", "--model", "kvcompress"]
-    command += ["--model_args", f"{arguments},measurements_path={rows}", "--tasks", "tiny_textvqa", "--limit", "6"]
-    command += [
-        "--include_path",
-        str(TASKS),
-        "--device",
-        "cpu",
-        "--output_path",
-        str(tmp_path / "out"),
-        "--log_samples",
-    ]
+    rows = tmp_path / "rows.jsonl"
+    arguments = f"pretrained=tiny,method=snapkv,ratio=0.2,window_size=8,dtype=float32,measurements_path={rows}{more}"
+    command = [sys.executable, "-m", *launcher, "lmms_eval", "--model", "kvcompress", "--model_args", arguments]
+    command += ["--tasks", "tiny_textvqa", "--limit", "6", "--include_path", str(TASKS), "--device", "cpu"]
+    command += ["--output_path", str(tmp_path / "out"), "--log_samples"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf")}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     files = list((tmp_path / "out").rglob("*_results.json"))
@@ -379,10 +372,11 @@ def test_the_plain_lmms_eval_command_writes_scores_averages_and_rows(tmp_path):
 def test_two_ranks_give_the_scores_of_one_and_the_rows_of_both(tmp_path):
     one, _ = lmms_eval(tmp_path / "one")
     launcher = ("torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29641", "-m")
-    two, rows = lmms_eval(tmp_path / "two", *launcher)
-    key = "exact_match,none"
-    assert two["results"]["tiny_textvqa"][key] == one["results"]["tiny_textvqa"][key]
-    assert [row["doc_id"] for row in rows] == list(range(6))
+    for name, more in (("two", ""), ("exchanged", ",prefix_cache_gb=1")):
+        two, rows = lmms_eval(tmp_path / name, *launcher, more=more)
+        key = "exact_match,none"
+        assert two["results"]["tiny_textvqa"][key] == one["results"]["tiny_textvqa"][key]
+        assert [row["doc_id"] for row in rows] == list(range(6))
 
 
 def test_a_seed_of_the_task_makes_sampling_the_same_each_time_and_repetitions_differ(checkpoint):

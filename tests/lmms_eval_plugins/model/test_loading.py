@@ -57,7 +57,7 @@ def test_a_device_that_is_not_there_is_an_error_that_names_it(device, part):
         ({"device": "cuda:2"}, 1, 2, "torch sees 2 CUDA GPUs"),
         ({"device_map": "auto"}, 2, 2, "each has one device"),
         ({"tp_plan": "auto"}, 1, 2, "needs several processes"),
-        ({"tp_plan": "auto", "device": "cpu"}, 2, 2, "takes the GPUs of this machine"),
+        ({"tp_plan": "auto", "device": "cpu"}, 2, 2, "uses the GPUs of this machine"),
     ],
 )
 def test_each_rank_has_the_device_asked_for_or_its_own_gpu(monkeypatch, given, world_size, gpus, place):
@@ -77,7 +77,7 @@ def test_mps_is_taken_where_torch_has_it_and_is_one_line_where_not(monkeypatch):
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
     assert device_of(args, 1) == torch.device("mps")
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
-    with pytest.raises(KVCompressError, match="device='mps': torch has none on this machine"):
+    with pytest.raises(KVCompressError, match="device='mps': torch finds none on this machine"):
         device_of(args, 1)
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from kvcompress import KVCompressError
-from lmms_eval_plugins.model.arguments import LOOK_AHEAD, PROMPT_CACHE_GB, ModelArguments
+from lmms_eval_plugins.model.arguments import CACHE_GB, LOOK_AHEAD, ModelArguments
 from lmms_eval_plugins.model.look_ahead import ahead
 from tests.support.checkpoints import image, load_lm, requests
 
@@ -38,8 +38,8 @@ def test_no_more_than_depth_are_prepared_ahead():
     ("size", "given", "ahead", "gigabytes"),
     [
         ({"batch_size": 1}, None, 0, 0.0),
-        ({"batch_size": 2}, None, LOOK_AHEAD, PROMPT_CACHE_GB),
-        ({"slots": 2}, None, LOOK_AHEAD, PROMPT_CACHE_GB),
+        ({"batch_size": 2}, None, LOOK_AHEAD, CACHE_GB),
+        ({"slots": 2}, None, LOOK_AHEAD, CACHE_GB),
         ({"batch_size": 1}, 3, 3, 3),
         ({"batch_size": 2}, 0, 0, 0),
         ({"slots": 2}, 0, 0, 0),

@@ -32,17 +32,25 @@ def test_a_row_of_a_batch_has_its_own_counts_and_its_share_of_the_bytes():
         kept={},
         seconds=3.0,
         in_slots=None,
-        reused_tokens=11,
+        reused_tokens=None,
     )
-    row = row_of(SimpleNamespace(args=("?", None, {}, 5, "task", "test")), answers, 1, (2, 1))
+    request = SimpleNamespace(args=("?", None, {}, 5, "task", "test"))
+    row = row_of(request, answers, 1, (2, 1))
     expected = {
         "task": "task", "doc_id": 5, "split": "test", "batch_size": 2, "ttft_s": 0.5, "vision_s": 0.25,
         "vision_is_known": True, "prompt_is_known": False, "tpot_s": 0.1, "tokens_in": 8, "tokens_out": 3,
         "vision_tokens": 4, "kv_bytes_prompt": 50, "kv_bytes_end": 60, "kv_room_bytes": 15, "realised_ratio": [0.2],
         "images": 2, "videos": 1, "share_s": 1.5, "slots": None, "waited_s": None, "peak_kv_bytes": 120,
-        "peak_memory_bytes": 999, "reused_tokens": 5,
+        "peak_memory_bytes": 999, "reused_tokens": None,
     }  # fmt: skip
     assert {name: row[name] for name in expected} == expected
+    answers.reused_tokens = 0  # of a prefix cache that knew nothing of it
+    assert row_of(request, answers, 1, (2, 1)) == {**row, "reused_tokens": 0}
+    answers.reused_tokens = 11
+    unknown = dict.fromkeys(("ttft_s", "peak_memory_bytes"))
+    assert row_of(request, answers, 1, (2, 1)) == {**row, "reused_tokens": 5, **unknown}
+    answers.in_slots = SimpleNamespace(slots=4, waited_s=0.5, peak_kv_bytes=120, peak_memory_bytes=None, halved=False)
+    assert row_of(request, answers, 1, (2, 1))["tpot_s"] is None
 
 
 def test_summary_gives_the_spread_of_each_quantity():
@@ -61,6 +69,9 @@ def test_summary_gives_the_spread_of_each_quantity():
     assert summary["realised_ratio"]["mean"] == pytest.approx(0.4)
     assert summary["realised_ratio"]["max"] == pytest.approx(0.65)
     assert summarise([]) == {"samples": 0}
+    assert "reused_share" not in summary
+    rows[0]["reused_tokens"], rows[1]["reused_tokens"] = 0, 4
+    assert summarise(rows)["reused_share"] == pytest.approx(1 / 11)
     json.dumps(summary)
 
 
@@ -71,3 +82,5 @@ def test_the_rate_of_a_run_is_over_the_slowest_ranks_seconds_and_its_peak_that_o
     ]
     assert throughput(rows) == pytest.approx({"answers_per_s": 4 / 3, "tokens_per_s": 4.0, "peak_kv_bytes": 40})
     assert throughput([]) == {}
+    rows[0]["reused_tokens"] = 1  # some of the prefills were spared: such a rate depends on what was asked before
+    assert throughput(rows) == {"peak_kv_bytes": 40}

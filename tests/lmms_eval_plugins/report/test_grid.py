@@ -181,7 +181,10 @@ def test_cells_of_other_settings_are_not_compared_and_what_is_left_out_is_said(t
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--compare", "snapkvv", "knorm"], "'snapkvv' is no series of one; there are: 'full', 'knorm', 'snapkv'"),
+        (
+            ["--compare", "snapkvv", "knorm"],
+            "'snapkvv' is not a series of one; the series are: 'full', 'knorm', 'snapkv'",
+        ),
         (["--from", "1"], "starts at a ratio in (0, 1), not at 1"),
     ],
 )
@@ -215,7 +218,7 @@ def test_other_questions_than_the_full_caches_are_an_error(tmp_path, capsys):
     folder = write(tmp_path, "one", "full", 1.0, "abcd")
     write(tmp_path, "one", "knorm", 0.5, "abc", truth="abc")
     code, _, error = command(capsys, folder)
-    assert (code, "answered other questions than the full cache" in error) == (2, True)
+    assert (code, "answered different questions than the full cache" in error) == (2, True)
 
 
 def test_a_metric_without_a_number_per_question_cannot_be_paired(grid, tmp_path, capsys):
@@ -223,7 +226,7 @@ def test_a_metric_without_a_number_per_question_cannot_be_paired(grid, tmp_path,
     for file in folder.glob("*/samples.jsonl"):
         file.write_text(file.read_text().replace('"acc": 1.0', '"acc": {"question_id": 3}'))
     code, _, error = command(capsys, folder, "--compare", "snapkv", "knorm", *FEW)
-    assert (code, "one: acc is no number per question" in error) == (2, True)
+    assert (code, "one: acc has no score per question" in error) == (2, True)
     assert command(capsys, folder)[0] == 0  # loyalty and the rest need none
 
 

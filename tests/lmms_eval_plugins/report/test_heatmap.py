@@ -45,7 +45,7 @@ def test_each_cell_has_the_mean_of_its_questions_at_each_length_and_depth(folder
     assert scores(table, "snapkv", "0.2")[4, 0.0] == (0.5, 2)
     assert scores(table, "snapkv", "0.2")[16, 0.0] == (0.0, 2)
     out = capsys.readouterr().out
-    assert "3 of 27 answers have no length or no depth: not in the figure" in out
+    assert "3 of 27 answers lack length or depth and are not in the figure" in out
     by_length, by_depth = (out.split(f"acc by {name}")[1].split("└")[0] for name in ("length", "depth"))
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in by_length.splitlines() if "│" in line]
     assert lines == [
@@ -82,7 +82,7 @@ def test_cells_with_other_settings_have_a_figure_of_their_own(folder, drawn):
         (["--x", "lenght"], 2, "the task's questions have no column 'lenght' (did you mean 'length'?)"),
         (["--x", "texts"], 2, "the task's questions have no column 'texts'"),
         (["--where", "kind"], 2, "--where: 'kind' is not COLUMN=VALUE"),
-        (["--where", "kind=video"], 2, "--where kind='video': no question has that"),
+        (["--where", "kind=video"], 2, "--where kind='video': no question has this value"),
         (["--metric", "anls"], 1, "no finished cell with a score per question"),
     ],
 )

@@ -413,7 +413,7 @@ def test_overlays_are_stored_once_asked_for(in_tmp_path, tmp_path, capsys):
     assert evaluate.main([*words]) == 0
     assert list(read_kept_tokens(folder)) == []
     assert evaluate.main([*words, "--overlays", "2"]) == 0
-    assert "computed again" in capsys.readouterr().out
+    assert "computing again" in capsys.readouterr().out
     assert [one["doc_id"] for one in read_kept_tokens(folder)] == [0, 1]
     assert len(list((folder.parent / "images").iterdir())) == 2
     assert evaluate.main([*words, "--overlays", "1"]) == 0

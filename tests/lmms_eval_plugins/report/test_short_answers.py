@@ -19,7 +19,7 @@ PROTOCOL = {"scope": "prompt", "ratio_of": "prompt", "first_token": "full", "opt
 OF_FULL = {**PROTOCOL, "scope": None, "ratio_of": None}
 LINE = (
     "signs: the median answer has 1 token. With first_token=full the first token is computed on the whole cache, so "
-    "such answers cannot see compression; with first_token=compressed they do."
+    "such answers cannot show compression; with first_token=compressed they do."
 )
 
 

@@ -126,8 +126,8 @@ def test_a_page_of_many_prompts_says_how_many_there_are(results):
         ("{", "is not the result of a speech run (JSONDecodeError"),
         ("[]", "is not the result of a speech run (TypeError"),
         ('{"warm": [{}]}', "is not the result of a speech run (KeyError: 'settings')"),
-        ('{"warm": []}', "has no finished warm round: go on with --resume"),
-        ("[" * 100_000, "is not the result of a speech run (ValueError: it is nested too deep)"),
+        ('{"warm": []}', "has no finished warm round: continue it with --resume"),
+        ("[" * 100_000, "is not the result of a speech run (ValueError: it is nested too deeply)"),
     ],
 )
 def test_another_file_is_refused_in_one_line(tmp_path, monkeypatch, capsys, content, message):

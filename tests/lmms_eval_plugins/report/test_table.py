@@ -72,7 +72,7 @@ def test_a_row_names_its_protocol_and_the_note_what_a_row_does_not_name(tmp_path
     _, (file, _) = run(folder)
     text = file.read_text()
     assert "| snapkv first_token=compressed ratio_of=vision scope=context | 0.200 |" in text
-    assert "Where nothing else is named: scope=prompt, ratio_of=prompt, first_token=full" in text
+    assert "Unless stated otherwise: scope=prompt, ratio_of=prompt, first_token=full" in text
 
 
 def test_full_comes_first_then_methods_from_the_largest_ratio(tmp_path):
@@ -298,8 +298,8 @@ def test_no_name_and_no_share_is_cut_in_a_narrow_terminal(long_names, width):
     for share in ("1.000", "0.499(0.1)", "0.500", "0.0125"):
         assert share in shares.replace(" ", "")
     flat = " ".join(text.split())
-    assert "Left out for want of room: room, questions" in flat
-    assert "all is in report.md" in flat
+    assert "Left out to fit the terminal: room, questions" in flat
+    assert "for all columns see report.md" in flat
 
 
 def test_what_is_piped_is_as_wide_as_it_needs(long_names, capsys):

@@ -183,16 +183,16 @@ def test_effivlm_bench_is_the_whole_figure_with_its_variants():
         ({"methods": [{"name": "X", "method": "snapkvv"}]}, "did you mean 'snapkv'?"),
         ({"methods": [{"name": "X", "method": "knorm", "options": {"sinks": 4}}]}, "sinks"),
         ({"methods": [{"name": "X", "method": "knorm", "models": ["N"]}]}, "method X: no model 'N'"),
-        ({"methods": [{"name": "X", "method": "knorm"}] * 2}, "a method stands twice for M: X, X"),
+        ({"methods": [{"name": "X", "method": "knorm"}] * 2}, "duplicate method for M: X, X"),
         (
             {"methods": [{"name": "X", "method": "knorm", "models": ["M"]}, {"name": "X", "method": "tova"}]},
-            "a method stands twice for M: X, X",
+            "duplicate method for M: X, X",
         ),
-        ({"models": [{"name": "M", "pretrained": "m"}] * 2}, "a name stands twice among models: M, M"),
+        ({"models": [{"name": "M", "pretrained": "m"}] * 2}, "duplicate name among models: M, M"),
         ({"models": [{"name": "M", "pretrained": None}]}, "`needs` says why pretrained is null"),
         ({"benchmarks": [{"name": "B", "task": "b", "needs": "x"}]}, "`needs` says why task is null"),
         ({"reference": "paper.csv"}, "reference and source belong together"),
-        ({"reference": "other.csv", "source": "x"}, "is not there"),
+        ({"reference": "other.csv", "source": "x"}, "does not exist"),
     ],
 )
 def test_a_wrong_file_is_one_line_and_code_2(configuration, capsys, changes, message):
@@ -265,11 +265,11 @@ def test_only_takes_names_of_the_paper_and_ours(configuration, executed, only, e
 @pytest.mark.parametrize(
     ("only", "message"),
     [
-        ("task=Two", "--only task=Two: there is no such task; there are: One, Judged"),
-        ("ratio=0.3", "there is no such ratio; there are: 1, 0.5, 0.25"),
+        ("task=Two", "--only task=Two: there is no such task; valid: One, Judged"),
+        ("ratio=0.3", "there is no such ratio; valid: 1, 0.5, 0.25"),
         ("size=3", "give model=, task=, method= or ratio="),
-        ("method=Full,ratio=0.5", "no cell has all of that"),
-        (",", "--only ',' is a list without items"),
+        ("method=Full,ratio=0.5", "no cell matches all of these"),
+        (",", "--only ',' is an empty list"),
     ],
 )
 def test_only_names_what_there_is(configuration, capsys, executed, only, message):
@@ -370,7 +370,7 @@ def test_damaged_results_are_named_in_the_table(configuration, tmp_path):
     (folder / "knorm-0.5" / "results.json").write_text("[]")
     assert main([configuration(), "--report-only"]) == 0
     note = table(tmp_path / "results")[0]["One", "KNorm", 0.5]["note"]
-    assert note == "results.json is damaged: no object, but list"
+    assert note == "results.json is damaged: not an object but list"
 
 
 def test_a_table_that_cannot_be_written_is_found_before_anything_runs(configuration, executed, tmp_path, capsys):

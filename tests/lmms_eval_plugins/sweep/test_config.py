@@ -108,9 +108,9 @@ def test_parameters_mean_what_they_mean_to_wandb(given, expected):
         ),
         ({"values": [1, 2], "probabilities": [0.1, 0.9]}, "categorical takes values, not probabilities, values"),
         ({"parameters": {"y": {"value": 1}}}, "uniform takes min, max, not parameters"),
-        ({"values": []}, r"values \[\] is not a list with something in it"),
+        ({"values": []}, r"values \[\] is not a non-empty list"),
         ({"values": [[1]]}, r"value \[1\] is neither text, a number"),
-        ({"values": [1, 2, True]}, r"values \[1, 2, True\] holds one twice"),
+        ({"values": [1, 2, True]}, r"values \[1, 2, True\] has duplicates"),
         ({"min": "1e-3", "max": 1}, "min '1e-3' is not a number"),
         ({"min": 2, "max": 1}, "min 2 is above max 1"),
         ({"distribution": "int_uniform", "min": 0.5, "max": 1}, "min 0.5 is not a whole number"),
@@ -177,7 +177,7 @@ def test_trials_that_cannot_be_are_found_before_anything_runs(file, tmp_path):
 
     check(limit=4, window_size=8)
     with pytest.raises(
-        KVCompressError, match=r"parameter 'sinks' is an option of .*streamingllm.*, of no method in this sweep"
+        KVCompressError, match=r"parameter 'sinks' is an option of .*streamingllm.*, but of no method in this sweep"
     ):
         check(sinks=4)
     with pytest.raises(

@@ -133,7 +133,7 @@ def test_a_cluster_that_is_not_there_is_an_error_that_names_it(monkeypatch):
 
     monkeypatch.setattr(ray_cluster.ray, "init", init)
     with pytest.raises(
-        EvaluationFailed, match="Ray cluster 'host:1': Failed to connect to Ray; where the cluster asks"
+        EvaluationFailed, match="Ray cluster 'host:1': Failed to connect to Ray; if the cluster requires"
     ):
         ray_cluster.run_on_ray(SimpleNamespace(trials=SimpleNamespace(left=1)), "host:1")
 

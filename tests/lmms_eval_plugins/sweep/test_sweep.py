@@ -102,7 +102,7 @@ def test_a_trial_whose_results_are_damaged_is_evaluated_again(tmp_path, config, 
     (sweep.cell(sweep.trials.drawn()[0]) / "results.json").write_text("null")
     again = Sweep(sweep.config, tmp_path)
     assert again.trials.left == 1
-    assert "evaluated again: results.json is damaged" in capsys.readouterr().out
+    assert "evaluating again: results.json is damaged" in capsys.readouterr().out
 
 
 # -- one trial
@@ -287,7 +287,7 @@ def test_a_grid_that_was_cut_within_a_draw_loses_no_combination(config, tmp_path
 
 
 def test_a_search_without_run_cap_is_an_error_and_a_cap_can_grow(config, tmp_path):
-    with pytest.raises(KVCompressError, match="a random sweep needs run_cap: in its file, or --trials N"):
+    with pytest.raises(KVCompressError, match="a random sweep needs run_cap in its file, or --trials N"):
         Trials(config("random", SEARCH), tmp_path, 0, set())
     assert Trials(config("random", SEARCH), tmp_path, 0, set(), cap=2).left == 2
     assert Trials(config("random", SEARCH), tmp_path, 0, set(), cap=5).left == 5
@@ -449,7 +449,7 @@ def test_wrong_flags_and_commands_are_errors(monkeypatch, capsys):
     assert (
         error("run", "a.yaml", "--trials", "0") == "error: argument --trials: '0' is not a whole number of at least 1"
     )
-    assert error("run", "a.yaml", "--workers", "2") == "error: --workers and --cpus-per-trial are for --ray"
+    assert error("run", "a.yaml", "--workers", "2") == "error: --workers and --cpus-per-trial need --ray"
     assert error("run", "none.yaml").startswith("error: sweep file 'none.yaml' cannot be read")
     assert error("run", "a.yaml", "limit").startswith("error: 'limit' is not --name=value")
     monkeypatch.setenv("NUM_PROCESSES", "2")

@@ -179,8 +179,8 @@ def test_likelihood_tasks_are_refused_before_their_data_and_the_model(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--offset", "2"], "--offset is not for lm-eval's tasks"),
-        (["--repeats", "2"], "--repeats is not for lm-eval's tasks"),
+        (["--offset", "2"], "--offset does not work with lm-eval's tasks"),
+        (["--repeats", "2"], "--repeats does not work with lm-eval's tasks"),
         (["--gen_kwargs", "top_q=1"], "top_q"),
         (["metric=bleu"], "has no metric 'bleu'"),
     ],
@@ -217,21 +217,21 @@ def request(number, prompt, kwargs, repeats=1):
 
 
 def test_new_tokens_are_lm_evals_256_unless_someone_says_otherwise(checkpoint):
-    from lmms_eval_plugins.text.model import AskedByLmEval, generation_kwargs
+    from lmms_eval_plugins.text.model import LmEvalAdapter, generation_kwargs
 
     assert generation_kwargs({}, 256)["max_new_tokens"] == 256
     assert generation_kwargs({"max_gen_toks": 5, "until": "x"}, 256) | {"max_new_tokens": 5, "stop_strings": ["x"]} == (
         generation_kwargs({"max_gen_toks": 5, "until": "x"}, 256)
     )
     lm = load_lm(checkpoint("llama"), max_new_tokens=3)
-    AskedByLmEval(lm).generate_until([request(0, "Question", {"until": []})])
+    LmEvalAdapter(lm).generate_until([request(0, "Question", {"until": []})])
     assert lm.rows[0]["tokens_out"] <= 3
 
 
 def test_a_likelihood_is_no_request_for_this_model():
-    from lmms_eval_plugins.text.model import AskedByLmEval
+    from lmms_eval_plugins.text.model import LmEvalAdapter
 
-    lm = AskedByLmEval(SimpleNamespace(device="cpu", world_size=1))
+    lm = LmEvalAdapter(SimpleNamespace(device="cpu", world_size=1))
     for ask in (lm.loglikelihood, lm.loglikelihood_rolling):
         with pytest.raises(KVCompressError, match="one prefill"):
             ask([])

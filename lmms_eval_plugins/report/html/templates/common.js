@@ -1,14 +1,14 @@
 "use strict";
-// What the pages share: small helpers, a table that is sorted, a plot, a legend. Each page sets `group`, what it shows:
-// `cells`, the names of their `series` with their `labels`, `metric` and its `scale`; and says by `barOf` from where to
-// where the bar of a cell reaches, null for none, and by `errorText` the same in words.
+// Shared by the pages: small helpers, a sortable table, a plot, a legend. Each page sets `group`, the data it shows
+// (`cells`, the names of their `series` with their `labels`, `metric` and its `scale`), and defines `barOf`, which
+// returns both ends of a cell's error bar (null for none), and `errorText`, which returns them as text.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
-const MANY = 12; // of more methods only those on a front are coloured
-const SAME = 0.03; // gains that differ by less do not tell cells apart: report/metrics.py, on_front
+const MANY = 12; // with more methods, only those on a front are coloured
+const SAME = 0.03; // gains that differ by less count as equal: report/metrics.py, on_front
 let group = null;
 let hidden = new Set();
-const furtherPlots = []; // of a page: functions that draw them
+const furtherPlots = []; // functions that draw the plots only one page has
 
 // -- small helpers
 
@@ -35,7 +35,7 @@ function fill(select, options, keep) {
   if (before !== null && options.some(([value]) => String(value) === before)) select.value = before;
 }
 
-// No more digits than it needs: 100 %, 14.7 %.
+// With no more digits than needed: 100 %, 14.7 %.
 const percent = (share, digits = 1) => (share === null ? "-" : Number((100 * share).toFixed(digits)) + " %");
 const milliseconds = (s) => (s === null ? "-" : (1000 * s).toFixed(1) + " ms");
 function bytes(value) {
@@ -47,7 +47,7 @@ function bytes(value) {
   return value.toFixed(2) + " GiB";
 }
 const scoreText = (cell) => (cell.score === null ? "-" : (group.scale * cell.score).toFixed(1));
-// The method alone where that says which series is meant.
+// The method's name alone where it identifies the series.
 const label = (series) => group.labels.get(series);
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 // Colour and marker come with the cells (report/appearance.py): the full cache, however it is run, is black. `all`: the
@@ -69,8 +69,8 @@ function marker(series, attributes) {
 }
 const dot = (series) => svg("svg", { class: "dot", viewBox: "-6 -6 12 12", "aria-hidden": "true" }, marker(series, {}));
 const named = (series) => make("span", { className: "series" }, dot(series), make("span", {}, label(series)));
-// Of the cells, those on the front of score and gain, as report/metrics.py has it; `hindsight`, which knows the answer, is
-// on none.
+// The cells on the Pareto front of score and gain, as in report/metrics.py; `hindsight`, which knows the answer, is on
+// none.
 function onFront(cells, gain) {
   const front = [];
   for (const cell of cells.filter(({ method }) => method !== "hindsight").sort((a, b) => b.score - a.score || gain(b) - gain(a))) {
@@ -101,9 +101,9 @@ const decimal = (value) => (value === null ? "-" : value.toFixed(1));
 
 // -- a table
 
-// Columns are `name`, and `title` where it is called otherwise; `value` of a cell, to sort by, `words` where that is
-// text; `show`, what stands in the table, text or nodes; `rare`: not on a phone. `order` says by what it is sorted;
-// `redraw` is called when that has changed.
+// A column has a `name`, and a `title` if its heading differs; `value`, a cell's sort key, and `words` if text;
+// `show`, the content of the table cell, text or nodes; `rare` if it is hidden on a phone. `order` holds the current
+// sorting; `redraw` is called when it has changed.
 function drawRows(table, columns, cells, order, redraw) {
   const head = columns.map(({ name, title, words, rare }) => {
     const th = make("th", { textContent: title ?? name, className: rare ? "rare" : "", tabIndex: 0, scope: "col" });
@@ -157,7 +157,7 @@ function drawPlot(where, x, log, text, name, moreIsBetter) {
   const points = group.cells.filter((cell) => !hidden.has(cell.series) && cell.score !== null && cell[x] !== null);
   where.replaceChildren();
   if (!points.length) {
-    where.append(make("p", { className: "lead", textContent: "No cell has these numbers." }));
+    where.append(make("p", { className: "lead", textContent: "No cell has these measurements." }));
     return;
   }
   const left = 44, right = 14, top = 12, bottom = 40;
@@ -207,7 +207,7 @@ function drawPlot(where, x, log, text, name, moreIsBetter) {
   where.append(drawing);
 }
 
-// The names of the front's points, each where it covers no other: none where all places are taken.
+// Label the points of the front, each where it covers no other label; leave a label out if every place is taken.
 function nameFront(drawing, front, at, width) {
   const taken = front.map(at).map(([x, y]) => [x - 7, x + 7, y - 7, y + 7]);
   for (const cell of front) {
@@ -232,7 +232,8 @@ function drawPlots() {
   for (const draw of furtherPlots) draw();
 }
 
-// Chips: one click hides or shows a series, two show it alone; above them all, none, and a filter by name.
+// Chips: a click hides or shows a series, a double click leaves only it and the full cache; above them all, none and
+// a filter by name.
 function drawLegend() {
   const choose = (series) => {
     hidden = new Set(group.series.filter((each) => !series.includes(each)));

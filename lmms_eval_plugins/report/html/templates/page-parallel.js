@@ -1,7 +1,7 @@
-// All settings at once: an axis for the method, for each option that varies and for what was measured; a cell is a line
-// through its values. What is drawn along an axis chooses a part of it.
-const MISSING = -0.07; // where lines pass an axis of which their cell has no value
-let parts = new Map(); // name of an axis -> the chosen part, from and to, 0 at the foot of the axis and 1 at its head
+// All settings at once: an axis for the method, for each option that varies and for each measurement; a cell is a line
+// through its values. Dragging along an axis selects a range of it.
+const MISSING = -0.07; // where a line passes an axis on which its cell has no value
+let parts = new Map(); // name of an axis -> the selected range, 0 at the bottom of the axis and 1 at its top
 
 function axes(cells) {
   const plain = (value) => (typeof value === "number" ? String(Number(value.toPrecision(4))) : String(value));
@@ -17,7 +17,7 @@ function axes(cells) {
   return found.map((axis) => placed(axis, cells)).filter((axis) => axis.marks.length);
 }
 
-// The axis with `place`, where a value is between 0 and 1, and `marks`, the values that are written at it.
+// The axis with `place`, which maps a value to 0 to 1, and `marks`, the values written beside it.
 function placed(axis, cells) {
   const values = [...new Set(cells.map(axis.value).filter((value) => value !== null))];
   if (!values.every((value) => typeof value === "number")) {
@@ -28,7 +28,7 @@ function placed(axis, cells) {
   const [least, most] = [Math.min(...values), Math.max(...values)], [low, high] = [bend(least), bend(most)];
   const place = (value) => (value === null ? MISSING : high > low ? (bend(value) - low) / (high - low) : 0.5);
   const marks = values.length <= 6 ? values.sort((a, b) => b - a) : [most, least, ...ticks(least, most, axis.log)];
-  const apart = []; // names that would lie upon each other are left out
+  const apart = []; // names that would overlap are left out
   for (const mark of marks) if (apart.every((other) => Math.abs(place(mark) - place(other)) > 0.05)) apart.push(mark);
   return { ...axis, place, marks: apart };
 }
@@ -78,7 +78,7 @@ function drawAxis(drawing, { name, text, marks, place }, x, up, isFirst, isLast)
     const start = at(event);
     const end = (last) => {
       const ends = [start, at(last)].sort((a, b) => a - b);
-      ends[1] - ends[0] > 0.01 ? parts.set(name, ends) : parts.delete(name); // a click takes the choice back
+      ends[1] - ends[0] > 0.01 ? parts.set(name, ends) : parts.delete(name); // a click clears the selection
       drawParallel();
     };
     addEventListener("pointerup", end, { once: true });

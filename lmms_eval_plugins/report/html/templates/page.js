@@ -25,12 +25,12 @@ const COLUMNS = [
 ];
 
 function drawTable() {
-  // Headroom is known where `random` and `hindsight` are there as well.
+  // Headroom needs the cells of `random` and `hindsight`.
   const columns = COLUMNS.filter(({ name }) => name !== "headroom" || group.cells.some((cell) => cell.headroom));
   drawRows($("cells-table"), columns.map((column) => (column.name === "score" ? { ...column, title: group.metric } : column)), group.cells, order, drawTable);
 }
 
-// A row for each method, a column for each size that was asked: the score, and what was kept where that is not near.
+// A row for each method, a column for each requested size: the score, and the measured share where it is not close.
 function drawMatrix(sizes) {
   const at = (series, size) => group.cells.find((cell) => cell.series === series && (cell.size === size || cell.method === "full"));
   const isAsAsked = (cell) => cell.method !== "full" && !cell.kept.includes("(");
@@ -80,8 +80,8 @@ function drawMaps() {
 const DAMAGED = "the page is damaged: what survives cannot be read";
 const inflated = new Map();
 
-// At once, where the browser's own DecompressionStream would come after the page is loaded: a zlib stream (RFC 1950,
-// 1951) of which it is known how many bytes it holds.
+// Decompress a zlib stream (RFC 1950, 1951) of known decompressed length. Synchronous: the browser's own
+// DecompressionStream would finish only after the page has loaded.
 function inflate(stream, size) {
   const out = new Uint8Array(size);
   let from = 2, written = 0, hold = 0, held = 0;
@@ -125,7 +125,7 @@ function inflate(stream, size) {
     isLast = take(1);
     const kind = take(2);
     if (kind === 0) {
-      const count = stream[(from -= held >> 3)] | (stream[from + 1] << 8); // what is left of a byte is not used
+      const count = stream[(from -= held >> 3)] | (stream[from + 1] << 8); // the rest of a byte is not used
       hold = held = 0;
       if (from + 4 + count > stream.length) throw new Error(DAMAGED);
       out.set(stream.subarray(from + 4, from + 4 + count), written);
@@ -174,7 +174,7 @@ function keptShares(packed, layer, head) {
   return total.map((count) => count / (chosenLayers.length * chosenHeads.length));
 }
 
-// Views that belong in one picture: each that shows the whole image is one, all others are tiles of another.
+// The views grouped into pictures: each view of the whole image is one, and all others are tiles of another.
 function sheets(layout) {
   const whole = ([left, top, right, bottom]) => left < 0.03 && top < 0.03 && right > 0.97 && bottom > 0.97;
   const result = [], tiles = [];
@@ -191,7 +191,7 @@ function sheets(layout) {
 
 const loaded = new Map();
 
-// Calls `draw` with the picture, at once or when it is there: the page's `load` waits for that.
+// Call `draw` with the picture, now or once it has loaded; the page's `load` event waits for that.
 function withPicture(file, draw) {
   if (!loaded.has(file)) {
     const image = new Image();
@@ -375,10 +375,10 @@ function show(index) {
   $("survivors").hidden = !keys.length;
   $("samples").hidden = group.questions.length < 2;
   const options = [...group.labels].filter(([series, name]) => series !== name).map(([series]) => series);
-  $("cells-lead").textContent = `${group.cells.length} cells. Choose a column to sort by it.` + (options.length ? ` Options: ${options.join("; ")}.` : "");
+  $("cells-lead").textContent = `${group.cells.length} cells. Click a column to sort by it.` + (options.length ? ` Options: ${options.join("; ")}.` : "");
   $("cells-warning").textContent = group.warning;
   $("cells-warning").hidden = !group.warning;
-  $("budgets-lead").textContent = heads ? `One row per layer, one column per KV head: the mean over ${keys.length} question${keys.length > 1 ? "s" : ""}.` : "One row per layer, the mean over all questions. (Run with --overlays N to see KV heads apart.)";
+  $("budgets-lead").textContent = heads ? `One row per layer, one column per KV head: the mean over ${keys.length} question${keys.length > 1 ? "s" : ""}.` : "One row per layer, the mean over all questions. (Run with --overlays N to see each KV head.)";
   $("survivors-lead").textContent = "Patches of the image and words of the prompt that are still in the KV cache when the answer is done; what was evicted is dark or pale.";
   const names = keys.map((key) => [key, (group.questions.find((one) => one.key === key)?.q ?? key).split("\n")[0].slice(0, 90)]);
   fill($("question"), names);

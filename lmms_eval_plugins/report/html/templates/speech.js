@@ -25,8 +25,8 @@ function drawTable() {
 
 // -- a waveform
 
-// From the call of `generate` on; all answers of a prompt have the same scales. The sound stands where it is heard by
-// one who listens from the first byte on.
+// Starts when `generate` is called; all answers to a prompt have the same scales. The sound is drawn at the time it is
+// heard by somebody who listens from the first byte on.
 function drawWave(where, answer, end, loudest, audio) {
   const width = where.clientWidth, height = where.clientHeight;
   const along = (time) => SIDE + ((width - 2 * SIDE) * time) / end;
@@ -108,7 +108,7 @@ function drawPrompt(prompt) {
 }
 
 $("speech-lead").textContent = DATA.how;
-$("answers-lead").textContent = "The last warm round. Each picture begins when generate was called: the line marks the first byte of sound, the bar below when the text was written. Within a prompt all have the same scales."
+$("answers-lead").textContent = "The last warm round. Each picture starts when generate was called: the line marks the first byte of sound, the bar below it when the text was written. All pictures of a prompt have the same scales."
   + (DATA.all_prompts > DATA.prompts.length ? ` The first ${DATA.prompts.length} of ${DATA.all_prompts} prompts.` : "");
 drawTable();
 $("prompts").replaceChildren(...DATA.prompts.map(drawPrompt));

@@ -1,0 +1,80 @@
+"""What the benchmarks of this folder share: their parsers, and a run, whose cells are measured and saved one by one."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvcompress.bench.flags import add_flags
+from kvcompress.bench.results import Results, about, page, say, settle
+from kvcompress.command_line import Parser, exit_code
+from kvcompress.files import check_output
+from kvcompress.flag_types import path
+
+FOLDER = Path("benchmarks/results")
+RESULTS = Path(__file__).parent / "results"  # from wherever it is called
+
+
+def new_parser(name: str, doc: str, *flags: str, **defaults: Any) -> argparse.ArgumentParser:
+    """The parser of `python -m benchmarks.NAME`, whose docstring is `doc`; flags and defaults as in `add_flags`."""
+    this = Parser(prog=f"python -m benchmarks.{name}", description=doc.splitlines()[0])
+    add_flags(this, *flags, **defaults)
+    return this
+
+
+def speed_parser(name: str, doc: str, **defaults: Any) -> argparse.ArgumentParser:
+    """One of a benchmark that times: on the CPU in fp32, unless it is told otherwise."""
+    where = {"device": "cpu", "dtype": "float32", "out": FOLDER / name}
+    return new_parser(name, doc, "--threads", "--clock", "--resume", **where, **defaults)
+
+
+def tasks_parser(name: str, doc: str, tasks: Iterable[str]) -> argparse.ArgumentParser:
+    """One of a benchmark that asks tasks questions, and keeps the answers (method_cells.py)."""
+    this = new_parser(name, doc, "--questions")
+    this.add_argument("tasks", nargs="*", choices=[[], *tasks], help="default: all")
+    this.add_argument("--tables-only", action="store_true", help="of the answers that are there")
+    this.add_argument("--out", type=path, default=RESULTS, help="folder")
+    return this
+
+
+def start(main: Callable[[list[str]], int | None]) -> NoReturn:
+    """Run a benchmark and end the process; every error ends with one line on stderr."""
+    sys.exit(exit_code(main))
+
+
+class Run:
+    """A call of a benchmark, and the file of its records.
+
+    Attributes:
+        given: its flags.
+        device: where it runs.
+    """
+
+    def __init__(self, parser: argparse.ArgumentParser, argv: list[str], grid: tuple[str, ...] = ()):
+        """`grid`: flags that say which cells are measured; a run may go on with others."""
+        self.given = given = parser.parse_args(argv)
+        declared = vars(given).keys() - {"out", "resume", *grid}
+        check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
+        self.device = settle(given)
+        words = [parser.prog.removeprefix("python -m "), *argv]
+        head = about(words, {name: getattr(given, name) for name in sorted(declared)}, self.device)
+        resume = getattr(given, "resume", False)
+        self._results = Results(given.out.with_suffix(".json"), head, resume, parts=("records",))
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """All that was measured so far."""
+        return self._results.content["records"]
+
+    def measure(self, cells: Iterable[dict[str, Any]], measured: Callable[..., Iterable[dict[str, Any]]]) -> None:
+        """Add the records of each cell that has none; `measured` takes a cell's fields, which its records have too."""
+        for cell in cells:
+            if not self._results.has("records", **cell):
+                say(", ".join(f"{name} {value}" for name, value in cell.items()) or "measuring")
+                for record in list(measured(**cell)):
+                    self._results.add("records", record)
+
+    def report(self, title: str, *parts: str) -> None:
+        """Write the page beside the file, and print it."""
+        self._results.report(page(self._results.content, title, *parts))

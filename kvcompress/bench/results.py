@@ -1,0 +1,88 @@
+"""What all benchmarks share: where they run, the file of what was measured, from which a cut run goes on, and its page.
+
+The page is Markdown: what it is of, the command, what is to be said with its tables, and where it was made.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..device import default_device
+from ..errors import KVCompressError
+from ..files import parse_json, write_text
+from .timing import environment
+
+
+def settle(given: argparse.Namespace) -> torch.device:
+    """The device to run on. It, the dtype and the threads that are in force are noted in `given`, which need not have
+    these flags."""
+    asked = {name: getattr(given, name, None) for name in ("device", "dtype", "threads")}
+    device = torch.device(asked["device"]) if asked["device"] else default_device()
+    given.device, given.dtype = str(device), asked["dtype"] or ("bfloat16" if device.type == "cuda" else "float32")
+    torch.set_num_threads(asked["threads"] or torch.get_num_threads())
+    given.threads = torch.get_num_threads()
+    return device
+
+
+def about(words: Iterable[str], settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """What stands at the head of results. `words`: of the command, behind `python -m`."""
+    command = shlex.join(["python", "-m", *words])
+    return {"command": command, "settings": settings, "environment": environment(device)}
+
+
+def page(content: dict[str, Any], title: str, *parts: str) -> str:
+    """The Markdown of results whose head `content` has."""
+    place = ", ".join(f"{name} {value}" for name, value in content["environment"].items())
+    blocks = [f"# {title}", f"`{content['command']}`", *(part.rstrip() for part in parts if part), f"Made on {place}."]
+    return "\n\n".join(blocks) + "\n"
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Results:
+    """The file of all results: its cells are saved one by one, so that a run that was stopped can go on.
+
+    Attributes:
+        content: what was given ("settings", "environment", ...) and a list of cells for each of `parts`.
+    """
+
+    def __init__(
+        self, file: Path, content: dict[str, Any], resume: bool, parts: tuple[str, ...] = ("cells", "largest")
+    ):
+        self.file, self.content = file, {**content, **{part: [] for part in parts}}
+        if not (resume and file.exists()):
+            return
+        try:
+            before = parse_json(file.read_bytes())
+            then, now = ({**made["environment"], **made["settings"], "date": None} for made in (before, content))
+            stored = {part: [dict(cell) for cell in before[part]] for part in parts}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise KVCompressError(
+                f"{file} cannot be resumed, it is damaged: {type(error).__name__}: {' '.join(str(error).split())}"
+            ) from None
+        for name, value in now.items():
+            if then.get(name) != value:
+                raise KVCompressError(
+                    f"{file} cannot be resumed: it was made with {name}={then.get(name)!r}, not {value!r}"
+                )
+        self.content |= stored
+
+    def has(self, part: str, **at: object) -> bool:
+        return any(all(cell.get(key) == value for key, value in at.items()) for cell in self.content[part])
+
+    def add(self, part: str, cell: dict[str, Any]) -> None:
+        self.content[part].append(cell)
+        write_text(self.file, json.dumps(self.content, indent=1) + "\n")
+
+    def report(self, text: str) -> None:
+        """Write the page beside the file, and print it."""
+        write_text(self.file.with_suffix(".md"), text)
+        print(text)

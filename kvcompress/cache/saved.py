@@ -1,0 +1,265 @@
+"""A filled cache in a file: safetensors, whose metadata says in JSON what its tensors are. Nothing in it is code.
+
+A cache is a tree: layers, their memories, storages, and what these hold. A tensor of the tree is one of the file; an
+object is its class, one of `KINDS`, and its state; numbers and texts are themselves. What a storage's state is, it says
+itself (`Storage.state`).
+"""
+
+import hashlib
+import json
+import numbers
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from ..errors import KVCompressError, shown
+from ..files import parse_json, replacing
+from ..hooks.model import text_decoder
+from ..hooks.model_identity import model_identity
+from ..policy.policy import Policy
+from ..scoring.rotary import Rotary
+from ..version import __version__
+from .memory import SequenceLog
+from .storage.base import Storage
+from .storage.dense import DenseStorage
+from .storage.offloaded import OffloadedStorage
+from .storage.quantized import QuantizedStorage
+from .storage.ragged import RaggedStorage
+from .storage.static import StaticStorage
+from .storage.think import ThinKStorage
+from .storage.turboquant import TurboQuantStorage
+
+FORMAT = 1  # another one as soon as a tree of this one would be misread
+KEY = "kvcompress_cache"
+STORAGES = (DenseStorage, RaggedStorage, StaticStorage, QuantizedStorage, TurboQuantStorage, ThinKStorage)
+STORAGES += (OffloadedStorage,)
+KINDS = {kind.__name__: kind for storage in STORAGES for kind in (storage, *storage.parts)}
+KINDS |= {kind.__name__: kind for kind in (Rotary, SequenceLog)}
+CPU = torch.device("cpu")
+
+
+def write(path: str | Path, model: PreTrainedModel, policy: Policy, content: dict[str, object]) -> None:
+    """Write a cache of the model into a file, whole or not at all. `content`: what `read` shall give back."""
+    if (model.tp_size or 1) > 1:
+        raise KVCompressError("tensor parallel: each process has a cache of its own KV heads, which is not saved")
+    writer = _Writer()
+    document = {
+        "format": FORMAT,
+        "kvcompress": __version__,
+        "transformers": transformers.__version__,
+        "model": model_identity(model),
+        "policy": writer.tree(in_force(policy), "policy"),
+        "content": {name: writer.tree(value, name) for name, value in content.items()},
+    }
+    document["sha256"] = _checksum(document, writer.tensors)
+    try:
+        with replacing(Path(path)) as draft:
+            save_file(writer.tensors, draft, {KEY: json.dumps(document, sort_keys=True)})
+    except (OSError, ValueError, SafetensorError) as error:
+        raise KVCompressError(f"{shown(str(path))} cannot be written: {_said(error)}") from None
+
+
+@contextmanager
+def read(path: str | Path, model: PreTrainedModel) -> Iterator["Content"]:
+    """What was written of the model's cache. Raises KVCompressError, one line that names the file, also for what goes
+    wrong inside."""
+    try:
+        with safe_open(path, framework="pt") as file, torch.inference_mode(False), torch.no_grad():
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            document = _document(file.metadata(), tensors)
+            _check_origin(document, model)
+            yield Content(document, tensors, model)
+    except KVCompressError as error:
+        raise KVCompressError(f"{shown(str(path))}: {error}") from None
+    except (OSError, SafetensorError) as error:
+        raise KVCompressError(f"{shown(str(path))} cannot be read as a saved cache: {_said(error)}") from None
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise KVCompressError(f"{shown(str(path))} is not what was saved: {_said(error)}") from None
+
+
+class Content:
+    """Of a file, for the model that it is loaded for."""
+
+    def __init__(self, document: dict[str, Any], tensors: dict[str, torch.Tensor], model: PreTrainedModel):
+        self._document, self._reader = document, _Reader(tensors)
+        self._device, self._devices = model.device, _layer_devices(model)
+
+    def value(self, name: str) -> Any:
+        """A value as it was written, its tensors on the model's device."""
+        return self._reader.value(self._document["content"][name], self._device)
+
+    def layers(self, name: str) -> list[tuple[dict[str, object], torch.device]]:
+        """A list with a value for each layer of the model, each on the device of its layer, and which that is."""
+        devices = [
+            self._devices.get(layer_idx, self._device) for layer_idx in range(len(self._document["content"][name]))
+        ]
+        trees = zip(self._document["content"][name], devices, strict=True)
+        return [(self._reader.value(tree, device), device) for tree, device in trees]
+
+    def check(self, policy: Policy) -> None:
+        """Raises KVCompressError unless this is the policy of the cache that was written."""
+        written = self._reader.value(self._document["policy"], CPU)
+        if differing := differences(written, in_force(policy)):
+            raise KVCompressError(f"it was compressed with options that mean something else here: {differing}")
+
+
+def in_force(policy: Policy) -> dict[str, object]:
+    """What tells a policy from another."""
+    return {"method": policy.method, "ratio": policy.budget.ratio, "budget": policy.budget.entries, **policy.options}
+
+
+def differences(ours: dict[str, object], theirs: dict[str, object]) -> str:
+    """`name=ours, not theirs` of all that differs, empty where nothing does."""
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    return "; ".join(f"{name}={shown(ours.get(name))}, not {shown(theirs.get(name))}" for name in names)
+
+
+def _document(metadata: dict[str, str] | None, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What the file's metadata says, once that is known to be what was written."""
+    if KEY not in (metadata or {}):
+        raise KVCompressError("it is a safetensors file, but not one that CompressedCache.save has written")
+    document = parse_json(metadata[KEY])
+    if (found := document.get("format")) != FORMAT:
+        raise KVCompressError(
+            f"it is of format {shown(found)}, written by kvcompress {shown(document.get('kvcompress'))}: this is "
+            f"{__version__}, which reads format {FORMAT}"
+        )
+    if document.pop("sha256", None) != _checksum(document, tensors):
+        raise KVCompressError("it is damaged: its checksum is not that of what it holds")
+    return document
+
+
+def _check_origin(document: dict[str, Any], model: PreTrainedModel) -> None:
+    """Raises KVCompressError unless the cache was saved with this transformers and of this model."""
+    if document["transformers"] != transformers.__version__:
+        raise KVCompressError(
+            f"it was saved with transformers {document['transformers']}, this is {transformers.__version__}, whose "
+            "models may compute other keys: let the prompt be read anew"
+        )
+    if differing := differences(document["model"], model_identity(model)):
+        raise KVCompressError(f"it is of another model than this {type(model).__name__}: {differing}")
+
+
+def _layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
+    """Where the layers compute, where they say which they are."""
+    devices: dict[int, torch.device] = {}
+    for module in text_decoder(model).modules():
+        weight = next(module.parameters(), None)
+        if isinstance(getattr(module, "layer_idx", None), int) and weight is not None and weight.device.type != "meta":
+            devices.setdefault(module.layer_idx, weight.device)
+    return devices
+
+
+class _Writer:
+    """Makes trees for JSON.
+
+    Attributes:
+        tensors: those of all trees so far, in the CPU's memory, each with its own.
+    """
+
+    def __init__(self):
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[int, tuple[str, torch.Tensor]] = {}  # by id; the tensor, so that the id stays its own
+
+    def tree(self, value: object, name: str) -> Any:
+        """What JSON can say of a value: itself, or a dictionary with its kind as the one key. `name`: of its tensors,
+        to begin with."""
+        match value:
+            case None | bool() | str():
+                return value
+            case numbers.Integral():
+                return int(value)
+            case numbers.Real():
+                return float(value)
+            case list():
+                return self._trees(value, name)
+            case torch.Size():
+                return {"size": list(value)}
+            case tuple():
+                return {"tuple": self._trees(value, name)}
+            case dict():
+                return {"dict": [[key, self.tree(each, f"{name}.{key}")] for key, each in value.items()]}
+            case torch.Tensor():
+                return {"tensor": self._named(value, name)}
+            case torch.dtype():
+                return {"dtype": str(value).removeprefix("torch.")}
+            case torch.device():  # that of its layer, wherever this will be
+                return {"device": None}
+        kind = type(value)
+        if KINDS.get(kind.__name__) is not kind:
+            raise KVCompressError(f"what is a {kind.__name__} in the CompressedCache ({name}) cannot be saved")
+        state = value.state() if isinstance(value, Storage) else vars(value)
+        return {"object": [kind.__name__, self.tree(state, name)]}
+
+    def _trees(self, values: list | tuple, name: str) -> list[Any]:
+        return [self.tree(each, f"{name}.{place}") for place, each in enumerate(values)]
+
+    def _named(self, tensor: torch.Tensor, name: str) -> str:
+        """The name in the file, which is the same wherever the tensor is met."""
+        if id(tensor) not in self._names:
+            self._names[id(tensor)] = name, tensor
+            part = tensor.detach().cpu().contiguous()
+            self.tensors[name] = part if part.nbytes == part.untyped_storage().nbytes() else part.clone()
+        return self._names[id(tensor)][0]
+
+
+class _Reader:
+    """Makes values of trees again."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        self._tensors = tensors
+        self._made: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    def value(self, tree: Any, device: torch.device) -> Any:
+        """What the tree is of, with tensors of its own on the device."""
+        if isinstance(tree, list):
+            return [self.value(each, device) for each in tree]
+        if not isinstance(tree, dict):
+            return tree
+        ((tag, content),) = tree.items()
+        match tag:
+            case "size":
+                return torch.Size(content)
+            case "tuple":
+                return tuple(self.value(content, device))
+            case "dict":
+                return {key: self.value(each, device) for key, each in content}
+            case "tensor":
+                return self._tensor(content, device)
+            case "dtype":
+                return getattr(torch, content)
+            case "device":
+                return device
+        name, state = content
+        kind = KINDS[name]
+        if is_dataclass(kind):
+            return kind(**self.value(state, device))
+        if kind is OffloadedStorage:
+            inner, tail = state["dict"]
+            return kind.of_state(dict(inner=self.value(inner[1], CPU), tail=self.value(tail[1], device)), device)
+        return kind.of_state(self.value(state, device), device)
+
+    def _tensor(self, name: str, device: torch.device) -> torch.Tensor:
+        if (name, device) not in self._made:
+            self._made[name, device] = self._tensors[name].to(device, copy=True)
+        return self._made[name, device]
+
+
+def _checksum(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
+    found = hashlib.sha256(json.dumps(document, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        found.update(tensor.flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def _said(error: Exception) -> str:
+    return getattr(error, "strerror", None) or " ".join(str(error).split())[:200] or type(error).__name__

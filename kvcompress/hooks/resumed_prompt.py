@@ -1,0 +1,258 @@
+"""A first prompt of which the beginning is known: only the rest passes through the model, at once or in pieces.
+
+Attention is causal, so that queries, keys and values of a beginning are the same whatever follows. A prompt's
+embeddings, with the images in them, and its positions are made by the model itself; a hook on the way into the text
+decoder lets those columns pass that are next. Each layer attends over all up to them and hands the method the whole
+prompt's states once the last have passed, as a prefill would: it keeps what it keeps without, whatever it looks at.
+
+What is known comes from other prompts that begin alike (see `prefix_cache.PrefixCache`), and, where a prompt is read in
+pieces, from the passes before: its beginning grows.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from ..cache.cache import CompressedCache, say_once
+from ..cache.layer import CompressedLayer, Listener
+from ..cache.prefix_tree import Columns, Path, PrefixTree
+from ..cache.resumed import Beginning
+from ..cache.scope import States
+from ..errors import KVCompressError
+from ..scoring.rotary import Rotary
+from .chunked_prefill import columns_of
+from .rotary import watch_rotary
+
+# Of these the angle of a token's rotation depends on how long its prompt is.
+ROTATED_BY_LENGTH = ("dynamic", "longrope")
+
+
+class ResumedPrompt:
+    """One prompt's way through a text decoder: `attach` before each forward pass, `remove` behind it.
+
+    Attributes:
+        is_through: whether nothing of the prompt was left for a pass after the latest.
+        nbytes: of the states of its pieces, the latest passes' included.
+    """
+
+    def __init__(self, piece: int | None = None):
+        """`piece`: tokens that a pass brings at most; None: all that are not known."""
+        self._piece, self._tokens = piece, None
+        self._kwargs: dict | None = None  # of the text decoder, for the whole prompt
+        self._known = 0  # of the batch's columns
+        self._read: list[Columns] = []  # by pass: each layer's states, then how they are rotated
+        self._states: dict[int, Columns] = {}
+        self._rotation: Columns = []
+        self.is_through, self.nbytes = True, 0
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a pass has gone into the decoder."""
+        return self._kwargs is not None
+
+    def attach(
+        self,
+        decoder: PreTrainedModel,
+        cache: CompressedCache,
+        wanted: object,
+        tree: PrefixTree | None = None,
+        identity: object = None,
+    ) -> "list[ResumedPrompt]":
+        """Let the prefill that `cache` was told of go on behind what is known.
+
+        Args:
+            wanted: for how many of the last tokens logits are asked for, the model's `logits_to_keep`; of a prompt in
+                pieces it is the last one.
+            tree: of other prompts, those of the same `identity` and this one share their beginnings.
+
+        Returns:
+            What undoes it; nothing where the prompt passes as it is.
+        """
+        if self._piece is None and (tree is None or not isinstance(wanted, int) or wanted < 1):
+            return []
+        if (reason := why_whole(decoder, cache)) is not None:
+            if self._piece is not None and cache.announced.columns > self._piece:
+                say_whole(self._piece, reason)
+            return []
+        self._cache, self._tree, self._identity = cache, tree, identity
+        self._wanted = wanted if self._piece is None else 1
+        self._handles = [decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True)]
+        with suppress(KVCompressError):  # not known: then no method that asks for it gets here
+            self._handles += watch_rotary(decoder, self._rotate)
+        return [self]
+
+    def _before_decoder(self, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        self._handles[0].remove()
+        if not self.is_begun:
+            if args:
+                kwargs = {"input_ids": args[0], **kwargs}
+            if not self._begin(kwargs):
+                return None
+        cache, tokens, known = self._cache, self._tokens, self._known
+        stop = tokens.columns if self._piece is None else min(known + self._piece, tokens.columns)
+        self.is_through, self._stop = stop == tokens.columns, stop
+        if self._tree is not None or not self.is_through:
+            self._handles += [layer.listen(self._listener(layer)) for layer in cache.layers]
+        if not known and self.is_through:
+            return None
+        cache.announced, cache.resumed_at = tokens, known
+        so_far = tokens if self.is_through else tokens.columns_from(0, stop)
+        for place, layer in enumerate(cache.layers):
+            layer.resume(so_far, known, self._beginning(place))
+        return (), columns_of(self._kwargs, known, stop, tokens.columns)
+
+    def _begin(self, kwargs: dict) -> bool:
+        """Look up what is known of the prompt. False where it cannot be cut."""
+        tokens = self._cache.announced
+        try:
+            columns_of(kwargs, 0, tokens.columns, tokens.columns)
+        except KVCompressError:
+            if self._piece is not None and tokens.columns > self._piece:
+                say_whole(
+                    self._piece,
+                    "what the model hands to its text decoder cannot be cut, such as a mask for images seen both ways",
+                )
+            return False
+        self._tokens, self._kwargs = tokens, kwargs
+        self._pads = [tokens.columns - length for length in tokens.lengths]
+        if self._tree is not None:
+            self._find()
+        self._first = self._known
+        return True
+
+    def _find(self) -> None:
+        tokens = self._tokens
+        self._given = [_given(self._kwargs, row, pads) for row, pads in enumerate(self._pads)]
+        self._paths: list[Path] = [self._tree.find(self._identity, given) for given in self._given]
+        rest = max(length - path.tokens for length, path in zip(tokens.lengths, self._paths, strict=True))
+        self._known = max(tokens.columns - max(rest, self._wanted), 0)
+        self._tree.reused_tokens += sum(max(self._known - pads, 0) for pads in self._pads)
+
+    def _beginning(self, place: int) -> Beginning:
+        def beginning() -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+            queries = self._computed(3 * place) if self.is_through else None
+            return queries, self._computed(3 * place + 1), self._computed(3 * place + 2)
+
+        return beginning
+
+    def _computed(self, part: int) -> torch.Tensor:
+        """Of the columns that are known, (batch, ..., columns, size); zeros in pads."""
+        read = [each[part] for each in self._read]
+        if not self._first:
+            return torch.cat(read, dim=-2)
+        found = self._found(part)  # where the tree holds it
+        return torch.cat([found.to(read[0].device), *read], dim=-2) if read else found
+
+    def _found(self, part: int) -> torch.Tensor:
+        """Of them, what other prompts brought."""
+        size = next(path.computed(part, 0) for path in self._paths if len(path.nodes) > 1)
+        rows = []
+        for path, pads in zip(self._paths, self._pads, strict=True):
+            tokens = max(self._first - pads, 0)
+            row = path.computed(part, tokens) if tokens else size
+            rows.append(torch.nn.functional.pad(row, (0, 0, self._first - tokens, 0)))
+        return torch.stack(rows)
+
+    def _rotate(self, rotary: Rotary) -> None:
+        """The model rotates the columns that pass through it: say how all are rotated."""
+        names = ["cos", "sin", "positions", *(["least"] if rotary.least is not None else [])]
+        parts = [getattr(rotary, name) for name in names]
+        self._rotation = [part if part.ndim == 3 else part[..., None] for part in parts]
+        if not self._cache.policy.watches_rotary or not self.is_through:
+            return
+        if self._known:
+            first = 3 * len(self._cache.layers)
+            known = [self._computed(first + i).to(new.device) for i, new in enumerate(self._rotation)]
+            whole = [torch.cat([old, new], dim=1) for old, new in zip(known, self._rotation, strict=True)]
+            whole = [part if new.ndim == 3 else part[..., 0] for part, new in zip(whole, parts, strict=True)]
+            rotary = replace(rotary, **dict(zip(names, whole, strict=True)))
+        self._cache.rotate(rotary)
+
+    def _listener(self, layer: CompressedLayer) -> Listener:
+        def note(states: States, compress: Callable[[], None]) -> None:
+            new = self._stop - self._known
+            parts = (states.queries, states.keys, states.values)
+            self._states[layer.layer_idx] = [part[:, :, -new:].clone() for part in parts]
+            if self.is_through:
+                compress()
+            else:
+                layer.restore(layer.memory)  # nothing is stored
+
+        return note
+
+    def remove(self) -> None:
+        """A pass is over: what it computed is known from now on, if all layers have seen it. Doing it again does
+        nothing."""
+        for handle in self._handles:
+            handle.remove()
+        states, self._states = self._states, {}
+        if len(states) == len(self._cache.layers):
+            parts = [part for layer in self._cache.layers for part in states[layer.layer_idx]]
+            self._read.append(parts + self._rotation)
+            self.nbytes += sum(part.nbytes for part in parts)
+            self._known = self._stop
+            if self.is_through:
+                self._remember()
+        if self.is_through:
+            self._read, self._kwargs = [], None
+
+    def _remember(self) -> None:
+        """Let other prompts go on behind this one."""
+        computed = [torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0] for parts in zip(*self._read, strict=True)]
+        for row, (given, pads) in enumerate(zip(self._given, self._pads, strict=True)):
+            first = max(pads - self._first, 0)  # of what passed through, the row's own
+            own = [part[row, ..., first:, :] for part in computed]
+            self._tree.add(self._identity, given, own, self._first + first - pads)
+
+
+def why_whole(decoder: PreTrainedModel, cache: CompressedCache) -> str | None:
+    """What makes a prompt pass through the model as a whole; None where its states depend on nothing but the tokens
+    before each, and all are attended to here, so that it may go on behind what is known of it."""
+    policy = cache.policy
+    if policy.tokens is not None:
+        return f"method {policy.method!r} drops tokens"
+    if policy.cluster.second_pass:
+        return f"method {policy.method!r} reads the prompt twice"
+    if policy.cluster.reads_hidden:
+        return f"method {policy.method!r} sees hidden states"
+    if policy.engine.prefill_chunk is not None:
+        return "prefill_chunk= has chunks of its own"
+    if not all(isinstance(layer, CompressedLayer) for layer in cache.layers):
+        return "the model has layers without full attention (sliding windows and the like) or without keys of their own"
+    if any(getattr(module, "rope_type", None) in ROTATED_BY_LENGTH for module in decoder.modules()):
+        return "the model rotates tokens by the prompt's length (dynamic NTK, LongRoPE)"
+    if not cache.is_empty:
+        return "something is stored before the prompt"
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return "gradients are computed, or the pass is compiled"
+    return None
+
+
+def say_whole(piece: int, reason: str) -> None:
+    say_once(f"prefill_tokens={piece}: prompts are prefilled whole, because {reason}")
+
+
+def _given(kwargs: dict, row: int, pads: int) -> Columns:
+    """What tells a row's real tokens from others, each (tokens, size), from the arguments of the text decoder."""
+    parts, positions = [], kwargs.get("position_ids")
+    for name in ("inputs_embeds", "per_layer_inputs"):
+        if kwargs.get(name) is not None:
+            parts.append(kwargs[name][row].flatten(1))
+    if kwargs.get("input_ids") is not None:
+        parts.append(kwargs["input_ids"][row][:, None])
+    if positions is None:  # the decoder counts columns
+        positions = torch.arange(parts[0].shape[0], device=parts[0].device)[None]
+    rows = positions.shape[-2]
+    parts.append(positions[..., row % rows, :].reshape(-1, parts[0].shape[0]).T)
+    if kwargs.get("deepstack_visual_embeds") is not None:
+        vision = kwargs["visual_pos_masks"]  # packed: one line per True, row by row
+        first = int(vision[:row].sum())
+        for features in kwargs["deepstack_visual_embeds"]:
+            part = features.new_zeros(vision.shape[1], features.shape[1])
+            mine = vision[row].to(features.device)
+            part[mine] = features[first : first + int(mine.sum())]
+            parts.append(part)
+    return [part[pads:] for part in parts]
