@@ -42,7 +42,7 @@ def library(name: str) -> ctypes.CDLL | None:
 def _built(source: Path) -> Path:
     """The shared library, compiled unless that was done before. Raises OSError or SubprocessError."""
     flags = (*FLAGS, *CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ()))
-    told = "\0".join((source.read_text(), *flags))
+    told = "\0".join((source.read_text(), *(each.read_text() for each in sorted(source.parent.glob("*.h"))), *flags))
     target = _folder() / f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
     if target.exists():
         return target

@@ -6,45 +6,23 @@
 // W / 4 rows; shifting it brings one code of each word to the lowest bits, and one permutation of the codebook turns it
 // into numbers, which all queries of the KV head use. Nothing is unpacked to memory.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
-
-#if defined(__AVX512F__) || defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int W = 16;  // numbers of a vector register
-#elif defined(__AVX2__)
-constexpr int W = 8;
-#else
-constexpr int W = 4;
-#endif
 constexpr int BLOCK = 128;      // entries
 constexpr int SLAB = 16;        // bytes
 constexpr int WORDS = 4;        // of a slab
 constexpr int MOST_GROUPS = 4;  // query heads that are multiplied at once: their sums have to fit into registers
 constexpr int AHEAD = 4;        // registers of codes, or codes of a word, at once: a sum is not waited for
-constexpr int LEAST_PART = 256; // entries that are worth a task of their own
 constexpr int TILE = 8;         // vectors that are rotated at once
 constexpr int ALONE = 64;       // so few vectors are packed by one thread
 constexpr float LARGEST_HALF = 65504.0f;
 
-typedef float Floats __attribute__((vector_size(4 * W)));
 typedef uint32_t Words __attribute__((vector_size(4 * W)));
-typedef int32_t Ints __attribute__((vector_size(4 * W)));
-typedef float LooseFloats __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef uint32_t LooseWords __attribute__((vector_size(4 * W), aligned(4), may_alias));
 
-inline Floats floats_at(const float* from) { return *reinterpret_cast<const LooseFloats*>(from); }
 inline Words words_at(const uint8_t* from) { return *reinterpret_cast<const LooseWords*>(from); }
-inline void put(float* to, Floats numbers) { *reinterpret_cast<LooseFloats*>(to) = numbers; }
-inline Floats all(float number) { return Floats{} + number; }
 
 // The numbers of a codebook for the lowest four bits of each word. Fewer numbers than 16 are repeated.
 struct Codebook {
@@ -71,14 +49,6 @@ struct Codebook {
 #endif
 };
 
-inline float from_half(uint16_t half) {
-    if (half >= 0x7c00) return NAN;  // a norm has no sign and is not infinite
-    uint32_t bits = uint32_t(half) << 13;
-    float number;
-    std::memcpy(&number, &bits, 4);
-    return number * 0x1p112f;  // also where it is subnormal
-}
-
 inline uint16_t to_half(float norm) {
     if (std::isnan(norm)) return 0x7e00;
     norm = std::min(norm, LARGEST_HALF);
@@ -87,30 +57,6 @@ inline uint16_t to_half(float norm) {
     std::memcpy(&bits, &norm, 4);
     bits += 0xfff + (bits >> 13 & 1);  // to the nearest, ties to even
     return uint16_t((bits >> 13) - (112 << 10));
-}
-
-// e^x for x <= 0, within two units of the last place; 0 below -87.
-inline Floats exponential(Floats x) {
-    const Floats shift = all(0x1.8p23f);  // adding it rounds
-    Floats rounded = x * 0x1.715476p0f + shift;
-    Ints power = (Ints)rounded - (Ints)shift;
-    Floats whole = rounded - shift;
-    Floats rest = (x - whole * 0x1.62e4p-1f) - whole * 0x1.7f7d1cp-20f;  // ln 2 in two parts
-    Floats sum = all(1.0f / 5040);
-    for (float factor : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = sum * rest + factor;
-    Ints result = (Ints)sum + (power << 23);
-    return (Floats)(result & (x > all(-87.0f)));
-}
-
-inline float largest_of(const float* numbers, int count) {
-    Floats most = floats_at(numbers);
-    for (int at = W; at < count; at += W) {
-        Floats next = floats_at(numbers + at);
-        most = next > most ? next : most;
-    }
-    float largest = most[0];
-    for (int lane = 1; lane < W; ++lane) largest = std::max(largest, most[lane]);
-    return largest;
 }
 
 // How vectors of `dim` numbers are packed. Codes of three bits are two strings, of two bits and of one, and become
@@ -387,14 +333,9 @@ void kvcompress_attend(const float* query, const uint8_t* keys, const uint8_t* v
                        const float* key_rotation, const float* value_rotation, const float* key_codebook,
                        const float* value_codebook, float scaling, int64_t threads, float* output) {
     const Format key_format{key_dim, int(bits)}, value_format{value_dim, int(bits)};
-    int64_t parts = 1;
-    if (threads > 1) {
-        const int64_t wanted = (4 * threads + segments - 1) / segments;
-        parts = std::max<int64_t>(1, std::min(wanted, longest / LEAST_PART));
-    }
+    const int64_t parts = parts_of(segments, longest, threads);
     const int64_t key_columns = (key_dim + 15) / 16 * 16, value_columns = (value_dim + 15) / 16 * 16;
-    const int64_t tasks = segments * parts;
-    std::vector<float> sums(tasks * groups * value_columns), maxima(tasks * groups, -1e30f), totals(tasks * groups);
+    Parts all_parts(segments, parts, groups, value_columns);
 
 #pragma omp parallel num_threads(threads)
     {
@@ -405,7 +346,7 @@ void kvcompress_attend(const float* query, const uint8_t* keys, const uint8_t* v
         float* asked = reinterpret_cast<float*>(queries.data());
         float* found = reinterpret_cast<float*>(held.data());
 #pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < tasks; ++task) {
+        for (int64_t task = 0; task < segments * parts; ++task) {
             const int64_t segment = task / parts, part = task % parts, length = lengths[segment];
             const int64_t size = ((length + parts - 1) / parts + BLOCK - 1) / BLOCK * BLOCK;
             const int64_t first = std::min(part * size, length), last = std::min(first + size, length);
@@ -420,30 +361,19 @@ void kvcompress_attend(const float* query, const uint8_t* keys, const uint8_t* v
             const int64_t row = starts[segment] + first;
             attention.attend(keys + row * key_format.nbytes(), values + row * value_format.nbytes(),
                              visible ? visible + segment * visible_stride + first : nullptr, last - first, groups,
-                             asked, found, &maxima[task * groups],
-                             &totals[task * groups]);
+                             asked, found, &all_parts.maxima[task * groups], &all_parts.totals[task * groups]);
             for (int64_t group = 0; group < groups; ++group)
                 for (int64_t number = 0; number < value_dim; ++number) {
                     const Lanes lanes(value_format, groups, group, number);
                     float sum = 0;
                     for (int64_t lane = lanes.first; lane < lanes.end; lane += WORDS) sum += found[lane];
-                    sums[(task * groups + group) * value_columns + number] = sum;
+                    all_parts.sums[(task * groups + group) * value_columns + number] = sum;
                 }
         }
 #pragma omp for
         for (int64_t head = 0; head < segments * groups; ++head) {
-            const int64_t segment = head / groups, group = head % groups;
-            float maximum = -1e30f, total = 0;
-            for (int64_t part = 0; part < parts; ++part)
-                maximum = std::max(maximum, maxima[(segment * parts + part) * groups + group]);
-            std::vector<float> mean(value_dim);
-            for (int64_t part = 0; part < parts; ++part) {
-                const int64_t place = (segment * parts + part) * groups + group;
-                const float weight = std::exp(maxima[place] - maximum);
-                total += weight * totals[place];
-                for (int64_t dim = 0; dim < value_dim; ++dim) mean[dim] += weight * sums[place * value_columns + dim];
-            }
-            for (float& number : mean) number /= total;
+            std::vector<float> mean(value_columns);
+            all_parts.mean(head, mean.data());
             turn(mean.data(), 1, value_dim, value_rotation, value_columns, turned.data());
             std::copy_n(turned.data(), value_dim, output + head * value_dim);
         }

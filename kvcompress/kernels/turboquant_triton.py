@@ -67,7 +67,7 @@ def rotate_triton(vectors: torch.Tensor, codec: TurboQuant) -> torch.Tensor:
 def combine_back_triton(
     partial: torch.Tensor, maxima: torch.Tensor, sums: torch.Tensor, codec: TurboQuant, output: torch.Tensor
 ) -> None:
-    """What `_combine` of ragged_decode_triton.py does, and `codec.rotate_back`, into `output`, contiguous."""
+    """What `combine` of ragged_decode_triton.py does, and `codec.rotate_back`, into `output`, contiguous."""
     rows, splits, dim = partial.shape
     with torch.cuda.device_of(partial):
         _combine_back[(rows,)](

@@ -14,9 +14,12 @@ from kvcompress.bench.launches import add_events
 from kvcompress.bench.pretended.counts import Counts
 from tests.support.docs import ROOT
 
+pytest.importorskip("optimum.quanto", reason="pip install -e .[quantized]")
+
 EVICTING = ":decode_budget=16:decode_interval=4"
 OFFLOADED = ":cache_implementation=offloaded"
 TURBOQUANT = ":cache_implementation=quantized:kv_backend=turboquant"
+QUANTO = ":cache_implementation=quantized:kv_backend=quanto"
 LAYERS = 4
 
 
@@ -51,6 +54,9 @@ BUDGETS = {
     # made in the first pass of the first cache that asks for them.
     f"snapkv{TURBOQUANT}": Budget(step=4, prefill_waits=3, in_flight=None),
     f"adakv{TURBOQUANT}": Budget(step=3, in_flight=None),
+    # The first step makes a table of the blocks. A head's used slots are waited for where there are others.
+    f"full{QUANTO}": Budget(step=1, eviction=2, in_flight=None),
+    f"adakv{QUANTO}": Budget(step=1, eviction=4, prefill_waits=1 + 4 * LAYERS, in_flight=None),
     f"streamingllm{EVICTING}": Budget(eviction=32),
     f"snapkv{EVICTING}": Budget(eviction=33),
     f"h2o{EVICTING}": Budget(eviction=37),
