@@ -236,6 +236,27 @@ MUTATIONS = {
         "a code of three bits is packed with a wrong high bit",
         (CORE + "kernels/test_packed.py::test_a_packed_token_is_the_references_but_for_rounding",),
     ),
+    "grouped-zero": Mutation(
+        "kernels/grouped.cpp",
+        "const float offset = coding.zero_is_code ? -zero * scale : -zero;",
+        "const float offset = -zero;",
+        "a zero of hqq is taken for one of quanto",
+        (CORE + "kernels/test_grouped.py",),
+    ),
+    "grouped-table": Mutation(
+        "cache/storage/quantized.py",
+        "        self._pieces = None\n",
+        "",
+        "a step does not see a block that was packed after the first",
+        (CORE + "cache/test_quantized.py::test_a_step_attends_to_what_reading_the_entries_gives",),
+    ),
+    "grouped-forgotten": Mutation(
+        "cache/storage/quantized.py",
+        "return not self.has_forgotten and has_kernels",
+        "return has_kernels",
+        "a step attends to what was forgotten",
+        (CORE + "cache/test_quantized.py::test_what_is_forgotten_is_read_under_a_mask",),
+    ),
     "turboquant-repacked": Mutation(
         "cache/memory.py",
         "        if self.storage.is_final:\n            last =",

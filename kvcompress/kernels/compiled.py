@@ -33,9 +33,9 @@ def library(name: str) -> ctypes.CDLL | None:
     """`name`.cpp of this folder, compiled; None where that cannot be done, which is said once."""
     try:
         return ctypes.CDLL(str(_built(Path(__file__).with_name(f"{name}.cpp"))))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # Path.home raises RuntimeError
         said = getattr(error, "stderr", None) or str(error)
-        LOG.warning("kvcompress runs %s in plain torch, slower, as it cannot compile it: %s", name, said.strip())
+        LOG.warning("kvcompress cannot compile %s.cpp, so plain torch does its work, slower: %s", name, said.strip())
         return None
 
 

@@ -1,7 +1,9 @@
 """Packed entries on a CPU: the compiled kernels equal the plain reference, and without a compiler that takes over."""
 
+import ctypes
 import logging
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -197,4 +199,18 @@ def test_kernels_are_compiled_once_and_then_found(kernels, monkeypatch, tmp_path
     assert compiled._built(source) == made
     assert len(caplog.records) == 1
     source.write_text('extern "C" int answer() { return 43; }\n')
-    assert compiled._built(source) != made
+    other = compiled._built(source)
+    assert other != made
+    (tmp_path / "small.h").write_text("// compiled with it\n")
+    assert compiled._built(source) not in (made, other)
+
+
+def test_two_that_compile_at_once_leave_one_whole_library(kernels, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "small.cpp"
+    source.write_text('extern "C" int answer() { return 42; }\n')
+    with ThreadPoolExecutor(4) as pool:
+        made = set(pool.map(compiled._built, [source] * 4))
+    (library,) = made
+    assert ctypes.CDLL(str(library)).answer() == 42
+    assert list(library.parent.iterdir()) == [library]
