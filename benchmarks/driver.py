@@ -1,4 +1,4 @@
-"""What the benchmarks of this folder share: their parsers, and a run, whose cells are measured and saved one by one."""
+"""What the benchmarks of this folder share: parsers, and `Run`, which measures and saves cells one by one."""
 
 import argparse
 import sys
@@ -13,24 +13,25 @@ from kvcompress.files import check_output
 from kvcompress.flag_types import path
 
 FOLDER = Path("benchmarks/results")
-RESULTS = Path(__file__).parent / "results"  # from wherever it is called
+RESULTS = Path(__file__).parent / "results"  # in any working directory
 
 
 def new_parser(name: str, doc: str, *flags: str, **defaults: Any) -> argparse.ArgumentParser:
-    """The parser of `python -m benchmarks.NAME`, whose docstring is `doc`; flags and defaults as in `add_flags`."""
+    """Return the parser of `python -m benchmarks.NAME`, whose docstring is `doc`; flags and defaults as in
+    `add_flags`."""
     this = Parser(prog=f"python -m benchmarks.{name}", description=doc.splitlines()[0])
     add_flags(this, *flags, **defaults)
     return this
 
 
 def speed_parser(name: str, doc: str, **defaults: Any) -> argparse.ArgumentParser:
-    """One of a benchmark that times: on the CPU in fp32, unless it is told otherwise."""
+    """Return the parser of a speed benchmark, which runs on the CPU in fp32 by default."""
     where = {"device": "cpu", "dtype": "float32", "out": FOLDER / name}
     return new_parser(name, doc, "--threads", "--clock", "--resume", **where, **defaults)
 
 
 def tasks_parser(name: str, doc: str, tasks: Iterable[str]) -> argparse.ArgumentParser:
-    """One of a benchmark that asks tasks questions, and keeps the answers (method_cells.py)."""
+    """Return the parser of a benchmark that answers questions of tasks and keeps the answers (method_cells.py)."""
     this = new_parser(name, doc, "--questions")
     this.add_argument("tasks", nargs="*", choices=[[], *tasks], help="default: all")
     this.add_argument("--tables-only", action="store_true", help="of the answers that are there")
@@ -44,15 +45,15 @@ def start(main: Callable[[list[str]], int | None]) -> NoReturn:
 
 
 class Run:
-    """A call of a benchmark, and the file of its records.
+    """A call of a benchmark, and its results file.
 
     Attributes:
-        given: its flags.
-        device: where it runs.
+        given: the parsed flags.
+        device: the device to run on.
     """
 
     def __init__(self, parser: argparse.ArgumentParser, argv: list[str], grid: tuple[str, ...] = ()):
-        """`grid`: flags that say which cells are measured; a run may go on with others."""
+        """`grid` names the flags that select cells; a resumed run may change these."""
         self.given = given = parser.parse_args(argv)
         declared = vars(given).keys() - {"out", "resume", *grid}
         check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
@@ -64,11 +65,13 @@ class Run:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """All that was measured so far."""
+        """All records so far."""
         return self._results.content["records"]
 
     def measure(self, cells: Iterable[dict[str, Any]], measured: Callable[..., Iterable[dict[str, Any]]]) -> None:
-        """Add the records of each cell that has none; `measured` takes a cell's fields, which its records have too."""
+        """Add the records of each cell that has none.
+
+        `measured` takes a cell's fields and returns its records, which contain these fields."""
         for cell in cells:
             if not self._results.has("records", **cell):
                 say(", ".join(f"{name} {value}" for name, value in cell.items()) or "measuring")
@@ -76,5 +79,5 @@ class Run:
                     self._results.add("records", record)
 
     def report(self, title: str, *parts: str) -> None:
-        """Write the page beside the file, and print it."""
+        """Write the page next to the file, and print it."""
         self._results.report(page(self._results.content, title, *parts))

@@ -71,7 +71,7 @@ def ways_to_move(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor
 
 
 def measured(given: argparse.Namespace, model: str, length: int) -> list[dict]:
-    """One prompt's column sums, and the moves of its kept rows at each ratio."""
+    """Time one prompt's column sums, and copying its kept rows at each ratio."""
     device, place = torch.device(given.device), {"dtype": given.dtype, "model": model, "length": length}
     how = given.repeats, device, given.clock
     queries, keys, values = prompt(*MODELS[model], length, device=device, dtype=getattr(torch, given.dtype))

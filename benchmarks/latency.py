@@ -1,13 +1,12 @@
-"""How long requests in flight wait: for their first token, and between two tokens while other prompts are read.
+"""Latency of requests in flight: time to first token, and pauses between tokens while other prompts are prefilled.
 
     python -m benchmarks.latency --threads 1 --clock cpu                 # CPU, fp32
     python -m benchmarks.latency --device cuda --dtype bfloat16 --shape qwen2-0.5b --layers 24
 
-A queue of requests, twice as many as there are slots, is there from the start. In flight, a prompt is read whole
-between two decode steps, or in pieces; transformers' continuous batching reads as many tokens of prompts as fit into
-its `max_batch_tokens` beside a token of each request that is being answered. It has the full cache, and runs as many
-requests at a time as there are slots.
-"""
+All requests, twice as many as slots, are queued at the start. In flight, a prompt is prefilled between two decode
+steps, whole or in pieces. transformers' continuous batching fills each batch, up to `max_batch_tokens`, with prompt
+tokens beside a token of each running request; it has the full cache, and runs as many requests at a time as there are
+slots."""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -26,12 +25,12 @@ from kvcompress.flag_types import whole
 
 from .driver import Run, speed_parser, start
 
-PAGE = 16  # tokens of continuous batching's
-Times = dict[int, list[float]]  # of each request's tokens, from the start
+PAGE = 16  # tokens per page of continuous batching
+Times = dict[int, list[float]]  # by request, when each token came, in seconds from the start
 
 
 class Watch(StoppingCriteria):
-    """Notes when each token of a request is there; ends nothing."""
+    """Records the time of each token of a request; never stops it."""
 
     def __init__(self, now: Callable[[], float]):
         self.now, self.times = now, []
@@ -50,7 +49,7 @@ def in_flight(
     entries: int,
     piece: int | None,
 ) -> Times:
-    """By `Session.generate_many`, with `prefill_tokens=piece`."""
+    """Answer by `Session.generate_many`, with `prefill_tokens=piece`."""
     watches = [Watch(now) for _ in requests]
     prompts = [
         kvcompress.Request(
@@ -68,7 +67,7 @@ def in_flight(
 
 
 def continuous(model: PreTrainedModel, requests: list[Asked], slots: int, now: Callable, batch_tokens: int) -> Times:
-    """By transformers' continuous batching, with `max_batch_tokens=batch_tokens`."""
+    """Answer by transformers' continuous batching, with `max_batch_tokens=batch_tokens`."""
     longest = max(len(asked.prompt) + asked.new for asked in requests)
     config = ContinuousBatchingConfig(
         page_size=PAGE,
@@ -97,7 +96,7 @@ def continuous(model: PreTrainedModel, requests: list[Asked], slots: int, now: C
 
 
 def contenders(asked: argparse.Namespace) -> Iterator[tuple[str, Callable[..., Times], dict]]:
-    """Name, function and its further arguments."""
+    """Yield name, function and its further arguments."""
     for batch_tokens in asked.batch_tokens:
         yield f"continuous batching, {batch_tokens} tokens a batch", continuous, {"batch_tokens": batch_tokens}
     for method in asked.methods:
@@ -107,7 +106,7 @@ def contenders(asked: argparse.Namespace) -> Iterator[tuple[str, Callable[..., T
 
 
 def record(name: str, slots: int, times: Times) -> dict:
-    """What the table shows, in seconds."""
+    """Return a row of the table, in seconds."""
     firsts = sorted(of_request[0] for of_request in times.values())
     pauses = [max(later - earlier for earlier, later in pairwise(each)) for each in times.values()]
     last = max(of_request[-1] for of_request in times.values())
@@ -150,13 +149,13 @@ def main(argv: list[str]) -> None:
     asked = run.given
     config = {**SHAPES[asked.shape], "num_hidden_layers": asked.layers}
     model = load({"config": config}, asked.dtype, run.device)
-    model.generation_config.eos_token_id = None  # every answer is as long as it is asked for
+    model.generation_config.eos_token_id = None  # every answer has the requested length
     for slots in asked.slots:
         requests = workload(model.config.vocab_size, 2 * slots, asked.prompt, *asked.answers, seed=slots)
         for name, serve, how in contenders(asked):
 
             def measured(slots: int, name: str, serve=serve, how=how, requests=requests) -> list[dict]:
-                serve(model, requests[:2], slots, CLOCKS[asked.clock], **how)  # a warm-up
+                serve(model, requests[:2], slots, CLOCKS[asked.clock], **how)  # warm up
                 return [record(name, slots, serve(model, requests, slots, CLOCKS[asked.clock], **how))]
 
             run.measure([{"slots": slots, "name": name}], measured)

@@ -78,7 +78,7 @@ class Task:
     protocols: tuple[Protocol, ...]
     has_images: bool
     window_size: int | None = None
-    kept: str = "the ratio asked"  # what the columns stand for
+    kept: str = "the ratio asked"  # meaning of the columns
     measure: str = "Accuracy"  # the name of the score
     calibrations: Path | None = None
 

@@ -55,7 +55,7 @@ class PeakKV:
 
 @torch.no_grad()
 def measured(way: str, tokens: int, layers: int, budget: int, chunk: int) -> dict:
-    """One prefill, in this process."""
+    """Run one prefill in this process."""
     device = torch.device("cpu")
     model = load({"config": {**SHAPES["qwen2-0.5b"], "num_hidden_layers": layers}}, "float32", device)
     options = dict(WAYS[way])
@@ -85,7 +85,7 @@ def resident() -> int:
 
 
 def apart(argv: list[str], how: dict[str, int], way: str, tokens: int) -> list[dict]:
-    """One prefill, in a process of its own."""
+    """Run one prefill in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.prefill_memory", *argv, "--only", way, str(tokens)]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return [{**how, **json.loads(result.stdout.splitlines()[-1])}]

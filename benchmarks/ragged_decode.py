@@ -121,7 +121,7 @@ def one_layer(given: argparse.Namespace, model: str, batch: int, length: int) ->
 def prefilled(
     dtype: str, device: torch.device, prompt: int, new: int
 ) -> tuple[PreTrainedModel, dict[str, kvcompress.CompressedCache]]:
-    """The whole model, and method -> the cache of one prompt, with room for `new` tokens."""
+    """Return the model, and each method's cache of one prompt with room for `new` tokens."""
     model, caches = load({"config": SHAPES["smollm2-135m"]}, dtype, device), {}
     for method in ("snapkv", "adakv"):
         caches[method] = kvcompress.CompressedCache(model.config, method, RATIO, max_new_tokens=new)
@@ -137,7 +137,7 @@ def whole_model(given: argparse.Namespace, batch: int, prompt: int) -> list[dict
     lengths = [len(head) for layer in layers for head in prompts["adakv"].kept_indices(layer)[0]]
     caches = copy.deepcopy(prompts)
     for held in caches.values():
-        held.batch_repeat_interleave(batch)  # the prefill is not what is measured here
+        held.batch_repeat_interleave(batch)  # the prefill is not measured here
     nbytes = {method: held.nbytes for method, held in caches.items()}
     token = torch.zeros(batch, 1, dtype=torch.long, device=device)
     with torch.no_grad(), kvcompress.attach(model):
@@ -150,7 +150,7 @@ def whole_model(given: argparse.Namespace, batch: int, prompt: int) -> list[dict
 
 
 def decode_gathering(model: PreTrainedModel, token: torch.Tensor, cache: kvcompress.CompressedCache) -> None:
-    """A decode step that copies all entries into a padded tensor, in every layer."""
+    """Run a decode step that copies all entries into a padded tensor, in every layer."""
     with mock.patch.object(attention, "can_decode_in_place", return_value=False):
         model(token, past_key_values=cache)
 

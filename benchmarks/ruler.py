@@ -31,7 +31,7 @@ COMPARED = ("snapkv", "knorm", "keydiff", "tova", "streamingllm")  # methods tha
 
 
 def main(argv: list[str]) -> int:
-    """The exit code of the evaluation command."""
+    """Return the exit code of the evaluation command."""
     parser = new_parser("ruler", __doc__)
     parser.add_argument("--task", type=label, default="niah_single_1", help="one whose haystack needs no download")
     parser.add_argument("--methods", type=label, default="full,snapkv,knorm,streamingllm")

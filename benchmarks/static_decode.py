@@ -66,7 +66,7 @@ def answer(
 
 
 def compare(model: PreTrainedModel, ids: torch.Tensor, new: int, rounds: int, clock: str) -> list[dict]:
-    """Milliseconds per token of each method and way; the ways take turns, an answer each."""
+    """Return milliseconds per token of each method and way, which take turns with an answer each."""
     ways = {"dynamic": ("dynamic", False), "static": ("static", False), "static, compiled": ("static", True)}
     records = []
     for method in METHODS:

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
     """A command's parser; raises KVCompressError where argparse would print the usage and exit."""
 
     def __init__(self, command: str = "", **settings: Any):
-        """`command`: its name, behind `kvcompress`; one of elsewhere has a `prog` in its place."""
+        """`command` is the name after `kvcompress`; other programs pass a `prog` instead."""
         super().__init__(**{"prog": called(command), "allow_abbrev": False, **settings})
         self.add_argument("--version", action="version", version=f"kvcompress {__version__}")
 

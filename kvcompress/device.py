@@ -33,7 +33,7 @@ def fetched(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 
 class Arriving:
-    """Integers of a device on their way to the host, which asks for them later: by then it does not wait."""
+    """Integers that are copied from a device to the host while it does other work."""
 
     def __init__(self, numbers: torch.Tensor):
         on_cuda = numbers.device.type == "cuda"
@@ -41,13 +41,13 @@ class Arriving:
         self._arrived = torch.cuda.current_stream(numbers.device).record_event() if on_cuda else None
 
     def tolist(self) -> list[int]:
-        """All of them, one after the other."""
+        """Return all of them as a flat list, after waiting for the copy."""
         if self._arrived is not None and not self._arrived.query():
             self._arrived.synchronize()
         return self._here.flatten().tolist()
 
     def __reduce__(self) -> tuple:
-        return Arriving, (torch.tensor(self.tolist()),)  # a copy holds no event of the device
+        return Arriving, (torch.tensor(self.tolist()),)  # events cannot be copied
 
 
 def synchronise(device: torch.device) -> None:

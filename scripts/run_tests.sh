@@ -7,4 +7,5 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" dev
 cd "$ROOT"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # tiny models: more threads only slow down the other process
+unset PYTHONDONTWRITEBYTECODE # containers set it, and the tests start many processes that import the same modules
 exec "$PYTHON" -m pytest -n 2 "$@"

@@ -78,7 +78,9 @@ _install() { # ENVIRONMENT IS_OURS EXTRAS...
     local mirror
     mirror="$("$PYTHON" -m pip config get global.index-url 2>/dev/null || true)"
     export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-${PIP_INDEX_URL:-${mirror:-https://pypi.org/simple}}}"
-    if [ -z "$uv" ] || ! _pip_install "$log" "$uv" pip install --python "$PYTHON" $constraints -e ".[$extras]"; then
+    # Compiled like pip does: else the first command pays for it, or, with PYTHONDONTWRITEBYTECODE, every one.
+    if [ -z "$uv" ] ||
+        ! _pip_install "$log" "$uv" pip install --compile-bytecode --python "$PYTHON" $constraints -e ".[$extras]"; then
         echo "  uv failed (see $log); installing with pip, which takes longer" >&2
         if ! _pip_install "$log" "$PYTHON" -m pip install --disable-pip-version-check $constraints -e ".[$extras]"; then
             tail -n 15 "$log" >&2

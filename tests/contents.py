@@ -129,7 +129,7 @@ def resumed() -> int:
 
 
 def reused() -> int:
-    """What a program does with a saved cache."""
+    """Reuse a saved cache as a program does."""
     return exit_code(lambda argv: CompressedCache.load("cache.safetensors", tiny_model()) and None, [], "cache")
 
 
@@ -375,7 +375,7 @@ def make_configurations() -> None:
 
 
 def make_cache() -> None:
-    """Of a prompt without a picture."""
+    """Save the cache of a prompt without a picture."""
     options = {"decode_budget": 9, "cache_implementation": "offloaded"}
     with torch.no_grad(), kvcompress.compress(tiny_model(), "h2o", 0.3, **options) as session:
         tiny_model()(input_ids=torch.arange(20, 60)[None])

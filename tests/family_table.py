@@ -59,7 +59,7 @@ OTHER_METHODS = tuple(
     if issubclass(info.cls, kvcompress.KVCluster)
     and info.cls.__module__.startswith("kvcompress.")
     and name not in ("full", *METHODS)
-    and info.cls.second_pass != "context"  # `kvzip` among EXTRAS stands for them
+    and info.cls.second_pass != "context"  # `kvzip` in EXTRAS represents them
     and not issubclass(info.cls, LearnedKVCluster)  # needs a checkpoint of the family
 )
 HYBRID = ("gemma3", "gemma4", "gemma4-e2b", "mllama", "minicpm-v", "qwen3.5")

@@ -25,7 +25,7 @@ import kvcompress
 from kvcompress.check.promises import History
 from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.layer_budgets import list_layer_budgets
-from kvcompress.policy.policy import make_policy
+from kvcompress.policy.make import make_policy
 from kvcompress.scoring.merging import MERGES
 from kvcompress.scoring.selection import ADAPTIVE
 from tests.support.calibrations import calibration_of

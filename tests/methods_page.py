@@ -166,7 +166,7 @@ def filled(text: str) -> str:
 
 
 def page(name: str, info: MethodInfo) -> str:
-    """The whole page: what is made, and what stands behind the mark."""
+    """Return the whole page: the generated part, and the text after the mark."""
     file = FOLDER / f"{name}.md"
     written = file.read_text(encoding="utf-8").partition(MARK)[2] if file.exists() else ""
     return made(name, info) + written

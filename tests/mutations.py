@@ -535,9 +535,9 @@ MUTATIONS = {
         (CORE + "tokens/test_tokens.py::test_the_last_token_stays_also_where_it_is_a_vision_token",),
     ),
     "option-unchecked": Mutation(
-        "policy/policy.py",
-        'if evicts and engine.cache_implementation not in ("dynamic", "offloaded"):',
-        'if evicts and engine.cache_implementation not in ("dynamic", "offloaded", "static"):',
+        "policy/conflicts.py",
+        'return policy.engine.cache_implementation not in ("dynamic", "offloaded")',
+        'return policy.engine.cache_implementation not in ("dynamic", "offloaded", "static")',
         "eviction while decoding is accepted where entries are stored once and for all",
         (CORE + "cache/test_static.py::test_static_needs_to_know_its_room_and_takes_no_eviction",),
     ),

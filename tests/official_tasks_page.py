@@ -100,7 +100,7 @@ With the reason, and the command's own message. The tests check that this is sti
 
 
 def load() -> dict[str, Any]:
-    """The record: `versions`, and under `runs` what came of each command."""
+    """Return the record: `versions`, and under `runs` the outcome of each command."""
     return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {"versions": {}, "runs": {}}
 
 

@@ -1,4 +1,4 @@
-"""docs/reproduce-a-baseline.md: each command gives the score that stands behind it."""
+"""docs/reproduce-a-baseline.md: each command gives the score stated after it."""
 
 import re
 import shlex

@@ -29,7 +29,7 @@ def command_of(name: str) -> str:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs the command at the head of a script, with `words` behind it: the script's globals, and what it printed."""
+    """Run the command at the head of a script, followed by `words`; return the script's globals and output."""
     monkeypatch.chdir(tmp_path)
     image(0, 128, 128).save("photo.jpg")
     write_video(Path("clip.mp4"), frames=70)

@@ -1,4 +1,4 @@
-"""docs/first-hour.md: what it says, done."""
+"""docs/first-hour.md: its instructions are followed."""
 
 import os
 import subprocess

@@ -70,7 +70,9 @@ def test_makes_a_virtual_environment_once_and_installs_again_only_after_a_change
     assert first.stdout == f"python is {checkout}/.venv/bin/python\n"
     made, installed = log.read_text().splitlines()
     assert made == f"python -m venv {checkout}/.venv"
-    assert installed.startswith(f"uv pip install --python {checkout}/.venv/bin/python --constraint=constraints.txt")
+    assert installed.startswith(
+        f"uv pip install --compile-bytecode --python {checkout}/.venv/bin/python --constraint=constraints.txt"
+    )
     assert installed.endswith("-e .[eval]")
 
     again = source(checkout, tmp_path / "bin")
@@ -140,7 +142,7 @@ def test_takes_the_active_environment_without_the_tested_releases(checkout, tmp_
     result = source(checkout, tmp_path / "bin", VIRTUAL_ENV=str(tmp_path / "active"))
     assert result.stdout == f"python is {tmp_path}/active/bin/python\n"
     assert not (checkout / ".venv").exists()
-    assert log.read_text() == f"uv pip install --python {tmp_path}/active/bin/python -e .[eval]\n"
+    assert log.read_text() == f"uv pip install --compile-bytecode --python {tmp_path}/active/bin/python -e .[eval]\n"
 
 
 def test_a_failed_install_ends_the_script_and_is_tried_again(checkout, tmp_path):

@@ -15,8 +15,8 @@ import kvcompress
 from kvcompress import KVCompressError
 from kvcompress.__main__ import VARIABLES as core_variables
 from kvcompress.__main__ import main as core_main
+from kvcompress.policy.make import make_policy
 from kvcompress.policy.options import Engine
-from kvcompress.policy.policy import make_policy
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import machine
 from lmms_eval_plugins.cells.command_line import BUNDLED_MODEL, literal, parse

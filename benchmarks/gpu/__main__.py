@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu --stage 1|2|3`: what scripts/bench_gpu.sh runs; see docs/bench.md."""
+"""`python -m benchmarks.gpu --stage 1|2|3`, run by scripts/bench_gpu.sh; see docs/bench.md."""
 
 import argparse
 import os
@@ -11,26 +11,28 @@ from .runner import Stage
 from .stages import cells
 
 STAGES = (1, 2, 3)
-WORKERS = 6  # processes that share the device in the tests
+WORKERS = 6  # test processes that share the device
 
 
 def parser() -> argparse.ArgumentParser:
     this = argparse.ArgumentParser(prog="scripts/bench_gpu.sh", description="Measure on a CUDA device, stage by stage.")
-    this.add_argument("--stage", type=int, choices=STAGES, required=True, help="1: right; 2: fast; 3: what it buys")
-    this.add_argument("--smoke", action="store_true", help="the same lines on a CPU, on tiny shapes")
-    this.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu"), help="folder of the results")
-    this.add_argument("--parts", type=Path, default=Path("runs/gpu"), help="folder of what each cell writes")
-    this.add_argument("--minutes", type=float, help="no cell goes on after these: 7.5, with --smoke 30")
-    this.add_argument("--only", nargs="+", metavar="CELL", help="these cells alone")
-    this.add_argument("--force", action="store_true", help="run cells that are done once more")
-    this.add_argument("--summary", action="store_true", help="run nothing, print what is known")
+    this.add_argument("--stage", type=int, choices=STAGES, required=True, help="1: correctness; 2: speed; 3: gains")
+    this.add_argument("--smoke", action="store_true", help="run the same code on a CPU, with tiny shapes")
+    this.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu"), help="folder for the results")
+    this.add_argument("--parts", type=Path, default=Path("runs/gpu"), help="folder for the cells' own output")
+    this.add_argument("--minutes", type=float, help="time limit for all cells (default: 7.5, with --smoke 30)")
+    this.add_argument("--only", nargs="+", metavar="CELL", help="run only these cells")
+    this.add_argument("--force", action="store_true", help="also run finished cells again")
+    this.add_argument("--summary", action="store_true", help="run nothing, print the known results")
     return this
 
 
 def missing(stage: int, smoke: bool) -> list[str]:
-    """Packages without which nothing of a stage works."""
+    """Return the packages that a stage needs and that are not installed."""
     needed = ["torch", "transformers", "pydantic", *(["pytest", "hypothesis", "PIL"] if stage == 1 else [])]
-    on_device = [] if smoke else ["triton", *(["xdist"] if stage == 1 else [])]  # alone, the tests take too long
+    on_device = (
+        [] if smoke else ["triton", *(["xdist"] if stage == 1 else [])]
+    )  # in one process, the tests take too long
     packages = {"PIL": "Pillow", "xdist": "pytest-xdist"}
     return [packages.get(name, name) for name in [*needed, *on_device] if find_spec(name) is None]
 
@@ -53,7 +55,7 @@ def main() -> int:
             stage.run([c for c in chosen if not given.only or c.name in given.only], 60 * minutes, given.force)
         except KeyboardInterrupt:
             return 130
-    from .summary import summarised  # only now: it takes torch
+    from .summary import summarised  # imported late, since it needs torch
 
     text = summarised(given.stage, chosen, stage.records)
     stage.file.with_suffix(".md").write_text(text, encoding="utf-8")

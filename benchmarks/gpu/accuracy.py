@@ -1,8 +1,7 @@
-"""The bundled model's exact match on the device beside that on the CPU: the same questions, methods and ratio.
+"""Exact match of the bundled model on the device and on the CPU, with the same questions, methods and ratio.
 
-The questions are the first of `tiny_textvqa`, drawn again, so that neither lmms-eval nor what reads parquet files is
-needed; and the prompt is put together here, since transformers' processor needs torchvision. Needs Pillow.
-"""
+The questions are the first ones of `tiny_textvqa`, drawn again, so neither lmms-eval nor a parquet reader is needed.
+The prompt is built here, since transformers' processor needs torchvision. Needs Pillow."""
 
 import json
 
@@ -34,8 +33,9 @@ class Reader:
         self.model = AutoModelForImageTextToText.from_pretrained(CHECKPOINT, dtype=dtype).eval().to(device)
 
     def inputs(self, examples: list[Example]) -> dict[str, torch.Tensor]:
-        """What the model takes, a row for each question, as its processor makes it of a picture of the tower's size:
-        the picture stands there twice."""
+        """Return model inputs with one row per question, as the processor makes them of a picture of the tower's size.
+
+        The processor passes such a picture twice."""
         texts = [
             f"<|im_start|>user {'<image>' * IMAGE_TOKENS}\n{example.question.text.capitalize()}{POST_PROMPT}<|im_end|>"
             "<|im_start|>assistant\n"
@@ -49,7 +49,7 @@ class Reader:
 
     @torch.no_grad()
     def right(self, examples: list[Example], method: str) -> list[bool]:
-        """Whether each question is answered as it should be."""
+        """Return whether each question is answered correctly."""
         found = []
         for first in range(0, len(examples), BATCH):
             some = examples[first : first + BATCH]

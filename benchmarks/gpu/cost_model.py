@@ -1,7 +1,6 @@
-"""What a decode step costs a GPU, on paper (kvcompress/bench/cost.py): the limit, and ours beside it.
+"""The modelled cost of a decode step on a GPU (kvcompress/bench/cost.py), compared with the limit.
 
-python -m benchmarks.gpu.cost_model      # writes benchmarks/results/gpu/cost_model.md
-"""
+python -m benchmarks.gpu.cost_model      # writes benchmarks/results/gpu/cost_model.md"""
 
 import re
 from dataclasses import asdict
@@ -18,20 +17,20 @@ RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 OUT = RESULTS / "cost_model.md"
 SHAPE, CONTEXT, KEPT = "qwen2-7b", 32768, 0.1
 BATCHES, DEVICES = (1, 8, 32), (H200, H100)
-MOST = {1: 1.3, 32: 1.2}  # times the limit, of a static step
-CONCATENATING = 3  # kernels over the cache: its keys and its values are copied, then attended to
+MOST = {1: 1.3, 32: 1.2}  # target of a static step, times the limit, by batch
+CONCATENATING = 3  # kernels over the cache: keys and values are copied, then attended to
 STATIC = Way("static, one graph", GRAPH_KERNELS, in_graph=True)
 UNSPLIT = Way("the same, were it not split over the keys", GRAPH_KERNELS, in_graph=True, blocks=1)
 
 
 def counted_kernels() -> dict[str, float]:
-    """Kernels per layer of an eager step, by the cache's name in launches.md."""
+    """Return the kernels per layer of an eager step, by the cache's name in launches.md."""
     page = (RESULTS / "launches.md").read_text()
     return {name: float(kernels) for name, kernels in re.findall(r"^\| (\S+) \| ([\d.]+) \|", page, re.MULTILINE)}
 
 
 def ways() -> dict[float, list[Way]]:
-    """By the share of the context that is kept."""
+    """Return the ways to run a step, by the fraction of the context that is kept."""
     kernels = counted_kernels()
     eager = {name: Way(f"{name.partition('@')[0]}, eager", each) for name, each in kernels.items()}
     full = [Way("DynamicCache, eager", kernels["DynamicCache"], CONCATENATING), eager["full"], STATIC, UNSPLIT]

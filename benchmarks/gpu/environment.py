@@ -1,4 +1,4 @@
-"""Where it runs: versions, the device, what it copies and multiplies at, and which packages are there."""
+"""The environment: versions, the device with its copy and matmul speed, and installed packages."""
 
 import json
 from importlib.metadata import PackageNotFoundError, version

@@ -1,8 +1,7 @@
-"""Every Triton kernel compiled for GPUs that are not here, by the ptxas that Triton ships: registers, stack and shared
-memory of each.
+"""Compile every Triton kernel for absent GPUs with Triton's ptxas: registers, stack and shared memory of each.
 
-    python -m benchmarks.gpu.offline                    # for sm_80, sm_90 and sm_100, into benchmarks/results/gpu/
-    python -m benchmarks.gpu.offline --quick            # the head sizes 64 and 128 in bf16 and fp32, for sm_90
+python -m benchmarks.gpu.offline                    # for sm_80, sm_90 and sm_100, into benchmarks/results/gpu/
+python -m benchmarks.gpu.offline --quick            # head sizes 64 and 128 in bf16 and fp32, for sm_90
 """
 
 import os
@@ -30,8 +29,14 @@ POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel with what Triton is told of its arguments: `types` by name, `fixed` values, launch `options`; `aligned`
-    numbers are multiples of 16."""
+    """A kernel and its launch.
+
+    Attributes:
+        types: Triton types of its arguments, by name.
+        fixed: values of its constexpr arguments.
+        options: launch options.
+        aligned: numeric arguments that are multiples of 16.
+    """
 
     name: str
     function: Any
@@ -43,7 +48,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a program of the kernel takes: registers and bytes of stack per thread, bytes of shared memory."""
+    """Resources of a kernel: registers and bytes of stack per thread, bytes of shared memory."""
 
     kernel: str
     architecture: int
@@ -53,7 +58,7 @@ class Resources:
 
 
 def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
-    """All that run for this head size and dtype."""
+    """Yield all kernels that run for this head size and dtype."""
     import triton
 
     from kvcompress.kernels import (
@@ -124,7 +129,7 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
 
 
 def compiled(kernel: Kernel, architecture: int) -> Resources:
-    """Raises Triton's own error where it does not compile."""
+    """Compile a kernel. Raises Triton's own error if it does not compile."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -173,10 +178,10 @@ def markdown(found: list[Resources], argv: list[str]) -> str:
 
 def main(argv: list[str]) -> None:
     parser = new_parser("gpu.offline", __doc__)
-    parser.add_argument("--quick", action="store_true", help="few of them")
+    parser.add_argument("--quick", action="store_true", help="compile only a few")
     parser.add_argument("--out", type=path, default=RESULTS / "gpu" / "offline.md", help="the page")
     given = parser.parse_args(argv)
-    os.environ.pop("TRITON_INTERPRET", None)  # Triton asks when it is imported
+    os.environ.pop("TRITON_INTERPRET", None)  # Triton reads this on import
     if given.quick:
         found = measured((90,), (64, 128), [torch.bfloat16, torch.float32])
     else:

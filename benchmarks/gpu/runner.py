@@ -1,4 +1,4 @@
-"""Runs cells, a process each, within their time and the stage's; each result is written before the next begins."""
+"""Runs cells, a process each, within the time limits of cell and stage; each result is written before the next cell."""
 
 import json
 import os
@@ -13,18 +13,18 @@ from typing import Any
 
 from .stages import Cell, environment_of
 
-LEAST = 20.0  # seconds: no cell is begun with fewer left
-GRACE = 5.0  # seconds that a process has to end once it is told to
-TAIL = 25  # lines of its output that are kept with a result
+LEAST = 20.0  # seconds that must be left to start a cell
+GRACE = 5.0  # seconds for a process to end after a signal
+TAIL = 25  # lines of output kept with a result
 
 
 @dataclass
 class Stage:
-    """The file of a stage's results: {"stage", "cells": name -> record}.
+    """The results file of a stage: {"stage", "cells": name -> record}.
 
-    A record: `command`; `state`, "done", "failed", "cut" or "left out"; `seconds`; `tail`, the end of its output;
-    `result`, the JSON that it wrote, also of a cell that was cut. Tests write none: they are counted in their output.
-    """
+    A record has `command`; `state`: "done", "failed", "cut" or "left out"; `seconds`; `tail`, the end of its output;
+    and `result`, the JSON that the cell wrote, also if it was cut. Cells of tests write none; theirs is counted from
+    their output."""
 
     number: int
     smoke: bool
@@ -40,7 +40,7 @@ class Stage:
         self.records: dict[str, dict[str, Any]] = known.get("cells", {})
 
     def run(self, cells: list[Cell], seconds: float, force: bool) -> None:
-        """Those that are not done yet, or all; none is begun that could not end in `seconds`."""
+        """Run the cells that are not done yet, or all with `force`, until `seconds` have passed."""
         end = time.monotonic() + seconds
         for cell in cells:
             command, before = shlex.join(cell.arguments), self.records.get(cell.name, {})
@@ -56,11 +56,11 @@ class Stage:
             self.add(cell, {"command": command, **self.measure(cell, min(left, cell.seconds))})
 
     def part(self, cell: Cell) -> Path:
-        """What the cell writes."""
+        """Return the file that a cell writes."""
         return self.parts / f"{self.name}_{cell.name}.json"
 
     def add(self, cell: Cell, record: dict[str, Any], keep: bool = False) -> None:
-        """`keep`: what is known of the cell from an earlier run stays."""
+        """Record a cell's result. With `keep`, a result of an earlier run stays."""
         if not (keep and "result" in self.records.get(cell.name, {})):
             self.records[cell.name] = record
         draft = self.file.with_suffix(".tmp")
@@ -77,7 +77,7 @@ class Stage:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment_of(self.smoke)},
-                start_new_session=True,  # so that what it starts ends with it
+                start_new_session=True,  # so that its children end with it
             )
             try:
                 state = "failed" if process.wait(seconds) else "done"
@@ -95,7 +95,7 @@ class Stage:
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End a process and all that it started, where any of it is left."""
+    """End a process and everything that it started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -109,7 +109,7 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 def counted(output: str) -> dict[str, Any]:
-    """How many tests passed, failed and were skipped, from the lines of `pytest -v`, and the names of the failed."""
+    """Count passed and skipped tests in the output of `pytest -v`, and list the names of failed ones."""
     counts: dict[str, Any] = {"passed": 0, "skipped": 0, "failed": []}
     for line in output.splitlines():
         line_words = line.split()

@@ -1,8 +1,7 @@
-"""How soon a Qwen2.5-Omni of the published size speaks, with transformers' cache and with snapkv's: random weights.
+"""Time to first audio of a full-size Qwen2.5-Omni with random weights, with transformers' cache and with snapkv's.
 
-Thinker, talker and token2wav are transformers' defaults, made on the device. Speech from random weights is noise; how
-long it takes does not depend on that. Every answer has the same length.
-"""
+Thinker, talker and token2wav have transformers' default config and are created on the device. Speech from random
+weights is noise, but takes the same time. All answers have the same length."""
 
 import gc
 import json
@@ -19,11 +18,11 @@ from kvcompress.files import write_text
 
 METHOD, RATIO = "snapkv", 0.1
 REPEATS = 2
-REFERENCE_FRAMES = 200  # of the speaker's voice
+REFERENCE_FRAMES = 200  # frames of the speaker's voice
 
 
 def omni(config: Qwen2_5OmniConfig, device: torch.device, dtype: torch.dtype) -> Qwen2_5OmniForConditionalGeneration:
-    """With one speaker, of noise."""
+    """Create the model, with one speaker of noise."""
     config.enable_audio_output = True
     torch.manual_seed(0)
     with device:
@@ -64,7 +63,7 @@ def main(argv: list[str]) -> None:
 
         config, dtype, prompt, lengths = tiny_config(), torch.float32, 48, (6, 12)
     model = omni(config, torch.device(given.device), dtype)
-    # Of the lower half of the vocabulary, as placeholders have high ids; in the tiny one they have low ids.
+    # From the lower half of the vocabulary, as placeholders have high ids; in the tiny vocabulary they have low ids.
     vocabulary = config.thinker_config.text_config.vocab_size // 2
     ids = torch.randint(16, vocabulary, (1, prompt), generator=torch.Generator().manual_seed(0)).to(given.device)
     answers: dict[str, list[dict]] = {"transformers DynamicCache": [], f"{METHOD}@{RATIO:g}": []}
@@ -72,7 +71,7 @@ def main(argv: list[str]) -> None:
         for name, found in answers.items():
             row = answered(model, ids, lengths, ours=name.startswith(METHOD))
             gc.collect()
-            if repeat:  # the first warms up
+            if repeat:  # the first repeat warms up
                 found.append(row)
         if repeat:
             content = {"prompt": prompt, "text_tokens": lengths[0], "codec_tokens": lengths[1], "answers": answers}

@@ -1,4 +1,4 @@
-"""Which commands each stage runs, the most important first: those for which no time is left are left out."""
+"""The commands of each stage, the most important first, since the last ones are left out if time runs out."""
 
 import os
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from pathlib import Path
 SHAPE = "qwen2-7b"
 METHODS = ("snapkv", "adakv", "knorm")
 STATIC = "cache_implementation=static"
-# Longest prompt first: what they show grows with it.
+# Longest prompt first: differences grow with it.
 SHORT, LONG = 8192, 32768
 BATCHES = (1, 8, 32)
 SMOKE_TIMES = 4
@@ -18,10 +18,10 @@ class Cell:
     """One process.
 
     Attributes:
-        name: of its result.
-        kind: what its result is: of `summary.READERS`.
-        arguments: of Python; `{out}` is the file, without a suffix, that it writes.
-        seconds: the most that it may take.
+        name: name of its result.
+        kind: kind of its result, a key of `summary.READERS`.
+        arguments: arguments of Python; `{out}` is the file that it writes, without a suffix.
+        seconds: its time limit.
     """
 
     name: str
@@ -35,7 +35,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def bench(name: str, seconds: float, arguments: str, smoke: bool, kind: str = "bench", command: str = "bench") -> Cell:
-    """A cell of `python -m kvcompress bench`; it goes on where it was cut."""
+    """Return a cell of `python -m kvcompress bench`, which resumes if it was cut."""
     where = "--shape tiny --device cpu" if smoke else f"--shape {SHAPE} --device cuda --dtype bfloat16"
     return Cell(name, kind, words(f"-m kvcompress {command} {where} --out {{out}} --resume {arguments}"), seconds)
 
@@ -46,7 +46,7 @@ def suite(name: str, seconds: float, files: str, workers: int = 0) -> Cell:
 
 
 def right(smoke: bool, workers: int) -> list[Cell]:
-    """Stage 1."""
+    """Cells of stage 1."""
     device = "cpu --questions 8" if smoke else "cuda --questions 100"
     counted = "--shape tiny --length 32 --new 5 --methods snapkv" if smoke else f"--shape {SHAPE}"
     return [
@@ -60,7 +60,7 @@ def right(smoke: bool, workers: int) -> list[Cell]:
 
 
 def fast(smoke: bool) -> list[Cell]:
-    """Stage 2."""
+    """Cells of stage 2."""
     on = "--device cpu --repeats 2" if smoke else "--device cuda --dtype bfloat16 --repeats 6"
     short, long = (64, 128) if smoke else (SHORT, LONG)
     batches = "1 4" if smoke else " ".join(map(str, BATCHES))
@@ -81,12 +81,12 @@ def fast(smoke: bool) -> list[Cell]:
 
 
 def buys(smoke: bool) -> list[Cell]:
-    """Stage 3."""
+    """Cells of stage 3."""
     steps = "--new 4 --repeats 1" if smoke else "--new 16 --repeats 2"
     long, many = (128, "4") if smoke else (LONG, "8 32")
     largest = "--memory-limit 1" if smoke else "--largest-batch"
     served = "--requests 6 --prompt 16 --answers 4 12 --kv-gb 0.001 --decode-budget 16"
-    if not smoke:  # answers much longer than the budget, as in R-KV's table, and bytes that few full caches fill
+    if not smoke:  # answers much longer than the budget, as in R-KV's table, and memory for few full caches
         served = "--requests 512 --prompt 128 --answers 512 2048 --kv-gb 4 --decode-budget 256 --minutes 0.6"
     omni = "--device cpu --smoke" if smoke else "--device cuda"
     return [
@@ -101,15 +101,15 @@ def buys(smoke: bool) -> list[Cell]:
 
 
 def cells(stage: int, smoke: bool, workers: int = 0) -> list[Cell]:
-    """`workers`: processes that share the tests."""
+    """Return the cells of a stage; `workers` processes share the tests."""
     environment = Cell("environment", "environment", words("-m benchmarks.gpu.environment --out {out}"), 60)
     found = [environment, *(right(smoke, workers) if stage == 1 else fast(smoke) if stage == 2 else buys(smoke))]
-    # The limits are a GPU's; a busy CPU may need longer only to import.
+    # The limits are for a GPU; on a busy CPU, imports alone may take longer.
     return [replace(cell, seconds=SMOKE_TIMES * cell.seconds) for cell in found] if smoke else found
 
 
 def environment_of(smoke: bool) -> dict[str, str]:
-    """Variables of every process."""
+    """Return environment variables for every process."""
     known = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]))
     return {**known, "PYTHONPATH": path, "GPU_TESTS_ON": "cpu" if smoke else "cuda"}

@@ -1,4 +1,4 @@
-"""A stage's results as at most 60 lines: its cells, its targets beside what was measured, what failed."""
+"""A stage's results in at most 60 lines: its cells, measurements compared with targets, failures."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -10,9 +10,9 @@ from kvcompress.bench.timing import short, table
 from .stages import LONG, Cell
 
 MOST_LINES = 60
-# The targets: at most, or at least.
+# The targets: upper or lower limits.
 LIMIT_OF_STATIC, SCORING_SHARE, ADAPTIVE, VL_CACHE_GAIN, THROUGHPUT_GAIN = 1.4, 0.03, 1.15, 7.0, 5.0
-SLACK = 0.04  # of the questions that may be answered otherwise than on the CPU: rounding decides some
+SLACK = 0.04  # fraction of the questions that may differ from the CPU, since rounding decides some
 STATIC = "snapkv:cache_implementation=static@0.1"
 
 Records = dict[str, dict[str, Any]]
@@ -57,7 +57,7 @@ def device_of(results: dict[str, Any]) -> str:
     )
 
 
-# -- one line about each kind of result
+# -- one line per kind of result
 
 
 def of_tests(result: dict[str, Any]) -> str:
@@ -76,7 +76,8 @@ def percent(right: list[bool]) -> float:
 
 
 def of_bench(result: dict[str, Any]) -> str:
-    """Milliseconds per token of each contender, times the limit, in each cell of its grid."""
+    """Return milliseconds per token of each contender, and how many times the limit that is, in each cell of its
+    grid."""
     said = {}
     for row in rows_of(result):
         place = f"{row['length']}x{row['batch']}"
@@ -93,7 +94,7 @@ def of_bench(result: dict[str, Any]) -> str:
 
 
 def of_kernels(result: dict[str, Any]) -> str:
-    """The fastest way at the longest length of each thing, and how many times as fast as the plain way."""
+    """Return, for each measured operation, the fastest way at the longest length, with the next one."""
     last: dict[tuple, dict] = {}
     for record in result["records"]:
         last[record.get("what", ""), record["model"]] = record  # the longest comes last
@@ -101,7 +102,7 @@ def of_kernels(result: dict[str, Any]) -> str:
 
 
 def winner(taken: dict[str, dict[str, float]]) -> str:
-    """Of ways that compute the same; a layer's own attention and plain attention over equal heads do not."""
+    """Return the fastest way. A layer's own attention and plain attention over equal heads compute something else."""
     medians = {name: way["median"] for name, way in taken.items() if name not in ("attention", "uniform")}
     order = sorted(medians, key=medians.get)
     rest = f", {order[1]} {short(medians[order[1]])}" if len(order) > 1 else ""

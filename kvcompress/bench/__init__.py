@@ -1,6 +1,6 @@
 """`kvcompress bench`: the costs and savings of compression compared with other caches; see docs/bench.md.
 
-`command`, `flags`: the command line; `shapes`, `models`: what is measured on; `contenders`: what takes turns; `grid`:
-the turns; `comparison`, `throughput`, `launches`: what is measured; `results`: file and page of every benchmark;
-`report`: what the turns amount to. `speech` is a bench of its own, for models that speak.
-"""
+`command` and `flags` are the command line. `shapes` and `models` define the measured models, `contenders` the caches
+that take turns, `grid` the turns, `comparison`, `throughput` and `launches` the measurements, `results` the file and
+page of every benchmark, and `report` the results of the turns. `kvcompress/speech` has a benchmark of its own, for
+models that speak."""

@@ -20,7 +20,7 @@ PEERS = ("dynamic", "static")
 
 
 def methods_of(names: list[str], ratios: list[float]) -> list[MethodSpec]:
-    """`full`, which all others are compared with, and every other method at every ratio. Raises KVCompressError."""
+    """Return `full`, the baseline, and every other method at every ratio. Raises KVCompressError."""
     methods = [MethodSpec.parse(name, ratio) for name in ["full", *names] for ratio in ratios]
     return list({str(method): method for method in methods}.values())
 

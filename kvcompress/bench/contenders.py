@@ -20,7 +20,7 @@ from ..device import peak_memory, reset_peak_memory
 from ..errors import KVCompressError
 from ..hooks.session import attach
 from ..methods import method_info
-from ..policy.policy import make_policy
+from ..policy.make import make_policy
 from .standalone import CLOCKS, decode, held_bytes, prompt_ids, read_prompt
 
 WARM_STEPS = 4  # uncounted steps of a compiled contender in each turn: the first ones record CUDA graphs
@@ -69,8 +69,9 @@ class MethodSpec:
 
     @classmethod
     def parse(cls, text: str, ratio: float | None) -> "MethodSpec":
-        """`full` has no ratio, whatever is given. Raises KVCompressError for what `make_policy` refuses, and for
-        methods that need images."""
+        """Parse a method; `full` never has a ratio.
+
+        Raises KVCompressError for what `make_policy` rejects, and for methods that need images."""
         name, *given = text.split(":")
         ratio = None if name == "full" else ratio
         options = {}

@@ -1,24 +1,24 @@
-"""What a decode step costs a GPU, on paper: the bytes that it has to read, and the kernels that it has to launch.
+"""A cost model of a decode step on a GPU: the bytes that it must read and the kernels that it must launch.
 
-No number here was measured on a device: `Assumptions` has all that is assumed, of kernels and of devices. Left out:
-activations, which are below a hundredth of the weights up to 32 rows, and all that is not the language model's step.
-"""
+No number here was measured on a device; `Assumptions` lists everything that is assumed about kernels and devices. Not
+counted: activations, which are less than a hundredth of the weights up to 32 rows, and everything outside the language
+model's step."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-# Of a decode step, per layer. Counted by `kvcompress bench launches` (benchmarks/results/gpu/launches.md: `full`,
+# Kernels per layer and decode step. Counted by `kvcompress bench launches` (benchmarks/results/gpu/launches.md: `full`,
 # `snapkv`), and in Inductor's code by tests/kvcompress/cache/test_static_graph.py.
 EAGER_KERNELS = 45
 GRAPH_KERNELS = 14
-NUMBER = 2  # bytes, in 16 bits
+NUMBER = 2  # bytes per number
 
 
 @dataclass(frozen=True)
 class Device:
-    """bandwidth: bytes per second that a kernel which only reads reaches."""
+    """A GPU; `bandwidth` is the bytes per second of a kernel that only reads."""
 
     name: str
     bandwidth: float
@@ -29,12 +29,14 @@ H200, H100 = Device("H200", 4.3e12), Device("H100", 3.0e12)
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Attributes:
-    launch: seconds from one kernel of an eager step to the next, if the kernel is shorter.
-    launch_in_graph: the same inside of a CUDA graph.
-    product_share: of the bandwidth, what a product of few rows with a matrix reaches.
-    block_bandwidth: bytes per second that one thread block reads: few of them do not fill the device.
-    rate_share: of the rate that a device's memory is sold with, what a kernel that only reads reaches.
+    """Assumptions about kernels and devices.
+
+    Attributes:
+        launch: seconds from one kernel of an eager step to the next, if the kernel is shorter.
+        launch_in_graph: the same in a CUDA graph.
+        product_share: fraction of the bandwidth reached by a product of few rows with a matrix.
+        block_bandwidth: bytes per second read by one thread block; a few of them do not saturate the device.
+        rate_share: fraction of the specified memory rate reached by a kernel that only reads.
     """
 
     launch: float = 5e-6
@@ -49,14 +51,14 @@ ASSUMED = Assumptions()
 
 @dataclass(frozen=True)
 class Shape:
-    """Bytes of a model in 16 bits.
+    """Sizes of a model in bytes, in 16 bits.
 
     Attributes:
-        layers: how many.
+        layers: number of layers.
         products: of each matrix of a layer.
-        head: of the matrix of the logits.
+        head: of the matrix that computes logits.
         entry: of a token's keys and values in one layer.
-        kv_heads: of a layer.
+        kv_heads: number of KV heads in a layer.
     """
 
     layers: int
@@ -67,7 +69,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "Shape":
-        """`config`: as in `shapes.SHAPES`."""
+        """Create a shape from a `config` in `shapes.SHAPES`."""
         hidden, mlp, kv_heads = config["hidden_size"], config["intermediate_size"], config["num_key_value_heads"]
         kv = kv_heads * hidden // config["num_attention_heads"]
         products = (hidden * hidden, hidden * kv, hidden * kv, hidden * hidden, *[hidden * mlp] * 3)
@@ -86,13 +88,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Way:
-    """How a step is run.
+    """A way to run a step.
 
     Attributes:
-        kernels: per layer, all of them.
-        kv_kernels: of these, those that move all that the layer's cache holds.
-        in_graph: whether one CUDA graph has them.
-        blocks: thread blocks per row and KV head that read the cache at once; None for enough to fill the device.
+        kernels: all kernels per layer.
+        kv_kernels: how many of them read or write the layer's whole cache.
+        in_graph: whether they run in one CUDA graph.
+        blocks: thread blocks per row and KV head that read the cache at once; None for enough to saturate the device.
     """
 
     name: str
@@ -103,12 +105,12 @@ class Way:
 
 
 def limit(shape: Shape, device: Device, batch: int, entries: int) -> float:
-    """Seconds that reading weights and cache once takes; `entries` per row and layer."""
+    """Return the seconds to read weights and cache once; `entries` are per row and layer."""
     return (shape.weights + batch * entries * shape.layers * shape.entry) / device.bandwidth
 
 
 def step(shape: Shape, device: Device, batch: int, entries: int, way: Way, assumed: Assumptions = ASSUMED) -> float:
-    """Seconds of a decode step: each kernel takes as long as its bytes, and no less than its launch."""
+    """Return the seconds of a decode step, in which each kernel takes as long as its bytes, but at least its launch."""
     least = assumed.launch_in_graph if way.in_graph else assumed.launch
 
     def product(size: int) -> float:
@@ -124,14 +126,15 @@ def step(shape: Shape, device: Device, batch: int, entries: int, way: Way, assum
 
 
 def device_of(properties: Any, assumed: Assumptions = ASSUMED) -> Device:
-    """A device by what `torch.cuda.get_device_properties` says of it: its memory sends twice per clock."""
+    """Return a device from `torch.cuda.get_device_properties`; its memory transfers twice per clock."""
     rate = 2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8
     return Device(properties.name, assumed.rate_share * rate)
 
 
 def launches_bind(layers: int, weights: int, cache: int, device: torch.device, assumed: Assumptions = ASSUMED) -> bool:
-    """Whether an eager step takes longer to launch than the device needs to read `weights` and `cache`, in bytes. One
-    static graph would then be faster. False off CUDA."""
+    """Whether launching an eager step takes longer than reading `weights` and `cache`, in bytes; False off CUDA.
+
+    A static graph is then faster."""
     if device.type != "cuda":
         return False
     reading = (weights + cache) / device_of(torch.cuda.get_device_properties(device), assumed).bandwidth

@@ -1,4 +1,4 @@
-"""Flags that several benchmarks have, each declared once. Imports nothing heavy."""
+"""Flags that several benchmarks share. Imports nothing heavy."""
 
 import argparse
 from typing import Any
@@ -6,32 +6,32 @@ from typing import Any
 from ..flag_types import device_name, label, new_file, positive, threads, whole
 from .shapes import SHAPES
 
-SPEC = "NAME[:OPTION=VALUE...]"  # of a method
+SPEC = "NAME[:OPTION=VALUE...]"  # a method
 
 FLAGS: dict[str, dict[str, Any]] = {
     "model": {"nargs": "?", "type": label, "help": "hub id or local path"},
-    "--shape": {"type": label, "help": f"in place of a model, random weights in the shape of one: {', '.join(SHAPES)}"},
+    "--shape": {"type": label, "help": f"instead of a model, random weights in the shape of one: {', '.join(SHAPES)}"},
     "--methods": {"nargs": "+", "type": label, "metavar": SPEC},
-    "--new": {"type": whole(1), "help": "decode steps of every answer"},
+    "--new": {"type": whole(1), "help": "decode steps per answer"},
     "--lengths": {"nargs": "+", "type": whole(1), "help": "prompt tokens"},
     "--repeats": {"type": whole(1)},
-    "--device": {"type": device_name, "help": "default: cuda where there is one"},
+    "--device": {"type": device_name, "help": "default: cuda if available"},
     "--dtype": {"choices": ["float32", "bfloat16", "float16"], "help": "default: bfloat16 on CUDA"},
-    "--threads": {"type": threads, "help": "of the CPU (default: torch's own)"},
-    "--clock": {"choices": ["wall", "cpu"], "default": "wall", "help": "cpu: the process's own time"},
+    "--threads": {"type": threads, "help": "CPU threads (default: torch's own)"},
+    "--clock": {"choices": ["wall", "cpu"], "default": "wall", "help": "cpu: the process's CPU time"},
     "--minutes": {
         "type": positive,
         "default": float("inf"),
-        "help": "measure nothing further after these",
+        "help": "start no further measurement after this time",
     },
     "--questions": {"type": whole(1), "default": 100, "help": "per task (100)"},
-    "--out": {"type": new_file, "help": "of the files, without a suffix"},
-    "--resume": {"action": "store_true", "help": "keep what is in the .json"},
+    "--out": {"type": new_file, "help": "output files, without a suffix"},
+    "--resume": {"action": "store_true", "help": "keep the results that are already in the .json"},
 }
 
 
 def add_flags(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
-    """Add some of `FLAGS` to a parser; `defaults`: `new=4` adds `--new` with that default."""
+    """Add some of `FLAGS` to a parser; `new=4` in `defaults` adds `--new` with that default."""
     for name in names:
         parser.add_argument(name, **FLAGS[name])
     for name, default in defaults.items():

@@ -17,11 +17,10 @@ COPIES = 10
 
 
 def measure_cell(contenders: dict[str, Contender], workload: Workload, repeats: int) -> dict[str, Any]:
-    """name -> {"turns": a dict of `Turn` each}, or {"error"} where memory ran out.
+    """Return name -> {"turns": a dict of each `Turn`}, or {"error"} if memory ran out.
 
     Each contender takes one turn to warm up and compile. Then all take `repeats` turns, each round starting with
-    another contender, so that other load on the machine and the predecessor's effects hit all of them.
-    """
+    another contender, so that other load on the machine and the predecessor's effects affect all of them."""
     taken: dict[str, Any] = {name: {"turns": []} for name in contenders}
     names = list(contenders)
     for repeat in range(repeats + 1):

@@ -198,7 +198,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def markdown(content: dict[str, Any], rows: list[Row], is_there: bool, lines: int) -> str:
-    """The table, what it is of, and the lines that cost most."""
+    """Return the page: a table with its explanation, and the most expensive lines."""
     settings = content["settings"]
     where = "counted by the profiler" if is_there else "counted on a pretended CUDA device"
     what = (

@@ -1,7 +1,6 @@
-"""What all benchmarks share: where they run, the file of what was measured, from which a cut run goes on, and its page.
+"""The environment, results file and page of every benchmark; an interrupted run continues from its file.
 
-The page is Markdown: what it is of, the command, what is to be said with its tables, and where it was made.
-"""
+The page is Markdown: its subject, the command, tables with explanations, and the environment."""
 
 import argparse
 import json
@@ -20,8 +19,9 @@ from .timing import environment
 
 
 def settle(given: argparse.Namespace) -> torch.device:
-    """The device to run on. It, the dtype and the threads that are in force are noted in `given`, which need not have
-    these flags."""
+    """Return the device to run on, and write the device, dtype and threads in use to `given`.
+
+    `given` need not have these flags."""
     asked = {name: getattr(given, name, None) for name in ("device", "dtype", "threads")}
     device = torch.device(asked["device"]) if asked["device"] else default_device()
     given.device, given.dtype = str(device), asked["dtype"] or ("bfloat16" if device.type == "cuda" else "float32")
@@ -31,13 +31,13 @@ def settle(given: argparse.Namespace) -> torch.device:
 
 
 def about(words: Iterable[str], settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """What stands at the head of results. `words`: of the command, behind `python -m`."""
+    """Return the head of results; `words` are those of the command after `python -m`."""
     command = shlex.join(["python", "-m", *words])
     return {"command": command, "settings": settings, "environment": environment(device)}
 
 
 def page(content: dict[str, Any], title: str, *parts: str) -> str:
-    """The Markdown of results whose head `content` has."""
+    """Return the Markdown page for results with the head `content`."""
     place = ", ".join(f"{name} {value}" for name, value in content["environment"].items())
     blocks = [f"# {title}", f"`{content['command']}`", *(part.rstrip() for part in parts if part), f"Made on {place}."]
     return "\n\n".join(blocks) + "\n"
@@ -48,10 +48,10 @@ def say(line: str) -> None:
 
 
 class Results:
-    """The file of all results: its cells are saved one by one, so that a run that was stopped can go on.
+    """The results file. Its cells are saved one by one, so that a stopped run can continue.
 
     Attributes:
-        content: what was given ("settings", "environment", ...) and a list of cells for each of `parts`.
+        content: the head ("settings", "environment", ...), and a list of cells for each of `parts`.
     """
 
     def __init__(
@@ -83,6 +83,6 @@ class Results:
         write_text(self.file, json.dumps(self.content, indent=1) + "\n")
 
     def report(self, text: str) -> None:
-        """Write the page beside the file, and print it."""
+        """Write the page next to the file, and print it."""
         write_text(self.file.with_suffix(".md"), text)
         print(text)

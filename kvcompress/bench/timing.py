@@ -1,4 +1,4 @@
-"""What the speed benchmarks share: interleaved repeats, their summary, the environment they ran in, their tables."""
+"""Utilities of the speed benchmarks: interleaved repeats, their summary, the environment, tables."""
 
 import datetime
 import platform
@@ -68,7 +68,8 @@ def cpu_name() -> str:
 
 
 def table(header: list[str], rows: list[list], names: int | None = None) -> str:
-    """Markdown. Columns stand to the left; with `names` only that many, and behind them numbers, to the right."""
+    """Return a Markdown table. Columns are left-aligned; with `names`, all after that many are right-aligned
+    numbers."""
     left = len(header) if names is None else names
     lines = [header, ["---"] * left + ["---:"] * (len(header) - left), *rows]
     return "".join(f"| {' | '.join(str(cell) for cell in line)} |\n" for line in lines)

@@ -1,1 +1,1 @@
-"""Where keys and values live between two forward passes."""
+"""The KV cache: how keys and values are compressed and stored between forward passes."""

@@ -1,4 +1,4 @@
-"""`CompressedCache`: a transformers cache whose layers compress each prompt as it is stored."""
+"""`CompressedCache`: a transformers cache that compresses each prompt as it is stored."""
 
 import copy
 import logging
@@ -18,7 +18,8 @@ from ..device import on_device
 from ..errors import KVCompressError
 from ..hooks.model import unwrapped, writing_part
 from ..hooks.model_identity import ModelReference
-from ..policy.policy import Policy, make_policy
+from ..policy.make import make_policy
+from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
 from ..scoring.vision import vision_token_ids
 from . import saved
@@ -28,32 +29,32 @@ from .new_tokens import NewTokens, check_past
 from .scope import evictable
 from .storage.static import StaticStorage
 
-WITHOUT_KEYS = getattr(cache_utils, "DummyLayer", ())  # of a layer that attends to another's
+WITHOUT_KEYS = getattr(cache_utils, "DummyLayer", ())  # for a layer that attends to another layer's keys
 LAYER_NAMES = {DynamicLayer: "cross-attention", DynamicSlidingWindowLayer: "sliding windows"}  # not compressed
 
 
 @cache
 def say_once(message: str) -> None:
-    """Log a warning, the first time."""
+    """Log a warning once per message."""
     logging.getLogger("kvcompress").warning(message)
 
 
 def check_room(policy: Policy, max_new_tokens: object) -> None:
-    """Raises KVCompressError unless `max_new_tokens` counts tokens, or is None where that is allowed."""
+    """Raise KVCompressError unless `max_new_tokens` is a number of tokens, or None if the storage allows it."""
     kind = policy.engine.cache_implementation
     if max_new_tokens is None:
         if "static" in kind:
-            raise KVCompressError(f"cache_implementation={kind!r} needs max_new_tokens=: the room of its fixed shapes")
+            raise KVCompressError(f"cache_implementation={kind!r} needs max_new_tokens=, the room in its fixed shapes")
         return
     is_count = isinstance(max_new_tokens, numbers.Integral) and not isinstance(max_new_tokens, bool)
     if not is_count or max_new_tokens < 0:
         raise KVCompressError(
-            f"max_new_tokens={max_new_tokens!r} is not an integer of at least 0: it counts tokens to come"
+            f"max_new_tokens={max_new_tokens!r} is not an integer of at least 0: it counts new tokens"
         )
 
 
 def _states(layer: object) -> list[torch.Tensor]:
-    """What a cache layer of transformers' own holds, of whatever kind."""
+    """Return the tensors of a cache layer of transformers' own, of any kind."""
     states = []
     for name in ("keys", "values", "conv_states", "recurrent_states"):
         state = getattr(layer, name, None)
@@ -64,15 +65,16 @@ def _states(layer: object) -> list[torch.Tensor]:
 class CompressedCache(DynamicCache):
     """A transformers cache that compresses each prompt as it is stored.
 
-    Give it to `generate` as `past_key_values` inside `kvcompress.compress(...)` or `kvcompress.attach(...)`, or let
-    `compress` make one per generation. Sliding-window and other special layers keep transformers' own storage.
+    Pass it to `generate` as `past_key_values` inside `kvcompress.compress(...)` or `kvcompress.attach(...)`, or let
+    `compress` create one per generation. Layers without full attention, such as those with sliding windows, keep
+    transformers' own storage.
 
     Args:
         config: the model's config.
         method: name of a registered method; None is `full`.
-        ratio: share of the prompt that is kept, see `Budget`; not needed for `full`.
-        budget: or the number of entries.
-        max_new_tokens: tokens to come that get room at once; without it, room grows by an eighth when it is used up.
+        ratio: fraction of the prompt's entries to keep, see `Budget`; not needed for `full`.
+        budget: number of entries to keep, instead of `ratio`.
+        max_new_tokens: new tokens to allocate room for in advance; by default, full buffers grow by an eighth.
         options: the method's options and the engine's, see `kvcompress.policy.Engine`.
     """
 
@@ -94,13 +96,13 @@ class CompressedCache(DynamicCache):
             )
         super().__init__(config=config)
         self.config = config
-        self.announced: NewTokens | None = None  # of the latest prefill
-        self._stage: str | None = None  # of the forward pass under way: "announced", then "begun"
+        self.announced: NewTokens | None = None  # tokens of the latest prefill
+        self._stage: str | None = None  # of the current forward pass: "announced", then "begun"
         self.is_prompt = False  # whether the latest forward pass is a prompt
         self.filled_by = ModelReference()  # the model
-        self.rope_deltas: torch.Tensor | None = None  # of its prompts, in a model that counts images' positions
-        self.resumed_at = 0  # columns of the first prompt that did not pass through the model
-        # Their keys are an image's, not the text's: transformers' cache does not tell them apart (Llama 3.2 Vision).
+        self.rope_deltas: torch.Tensor | None = None  # position offset of its prompts, in a model with M-RoPE
+        self.resumed_at = 0  # columns of the first prompt that were not recomputed
+        # transformers' cache does not distinguish these layers, which hold an image's keys (Llama 3.2 Vision).
         cross_attention = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
         check_learned_for(self.policy.cluster, config)
         full_attention = [
@@ -111,7 +113,7 @@ class CompressedCache(DynamicCache):
         tokens = self.policy.tokens
         first_hidden = None if tokens is None else tokens.hides_from(len(self.layers))
         hiding = None if first_hidden is None else Hiding(tokens, first_hidden)
-        self._hides = hiding is not None  # vision tokens from decode steps
+        self._hides = hiding is not None  # whether decode steps hide vision tokens
         for place, layer_idx in enumerate(full_attention):
             layer = CompressedLayer(layer_idx, place, len(full_attention), self.policy, max_new_tokens, hiding)
             self.layers[layer_idx] = layer
@@ -129,8 +131,7 @@ class CompressedCache(DynamicCache):
         check_calibrated_for(self.policy.cluster, config, compressed)
 
     def _check_other_layers(self, others: set[type]) -> None:
-        """Raises KVCompressError where something is asked for that layers of transformers' own, of these types, cannot
-        do."""
+        """Raise KVCompressError for an option that does not work with uncompressed layers of these types."""
         engine, what = self.policy.engine, None
         if engine.first_token == "compressed":
             what, wanted = "first_token='compressed', which feeds a token twice,", "full attention"
@@ -154,20 +155,22 @@ class CompressedCache(DynamicCache):
         attention_mask: torch.Tensor | None,
         video_grid_thw: torch.Tensor | None = None,
     ) -> bool:
-        """Announce a forward pass over (batch, columns) tokens, until `end`. True for a prompt, which will be
-        compressed; one more token on a filled cache is a decode step, which is only written down."""
+        """Announce a forward pass over (batch, columns) tokens, which lasts until `end`.
+
+        Returns True for a prompt, which will be compressed. A single token on a filled cache is a decode step, which is
+        only stored."""
         memory, is_first = self.compressed_layers[0].memory, self.is_empty
         if self.is_broken:
             raise KVCompressError(
                 "an earlier forward pass on this CompressedCache broke off, so its layers may hold different tokens: "
-                "take a new one, or reset() it"
+                "create a new one, or reset() it"
             )
         if not batch or not columns:
             raise KVCompressError(f"there is no token to process: input_ids have the shape ({batch}, {columns})")
         if not is_first and batch != len(memory.log.lengths):
             raise KVCompressError(f"the CompressedCache holds {len(memory.log.lengths)} rows, the input has {batch}")
         if columns == 1 and not is_first:
-            if self._stage is not None:  # a prompt was announced that never came
+            if self._stage is not None:  # an announced prompt never came
                 for layer in self.compressed_layers:
                     layer.restore(layer.memory)
             self._stage, self.is_prompt = "announced", False
@@ -185,19 +188,19 @@ class CompressedCache(DynamicCache):
         return True
 
     def begin(self, tokens: NewTokens, first_layer: int = 0) -> None:
-        """Say which tokens the pass under way brings to the layers from `first_layer` on."""
+        """Announce the tokens of the current pass to the layers from `first_layer` on."""
         self.announced = tokens
         for layer in self.compressed_layers:
             if layer.layer_idx >= first_layer:
                 layer.begin(tokens)
 
     def rotate(self, rotary: Rotary) -> None:
-        """Say how the forward pass rotates its queries, before its first layer: for methods that undo it."""
+        """Set the rotation of the pass's queries, before its first layer, for methods that undo it."""
         for layer in self.compressed_layers:
             layer.rotate(rotary)
 
     def finish(self) -> None:
-        """A prompt's forward pass is over: where the layers' budgets depend on all layers, compress them now."""
+        """Finish a prompt: if the layers' budgets depend on all layers, compress them now."""
         self._finish_waiting()
         self._count_together()
 
@@ -218,18 +221,18 @@ class CompressedCache(DynamicCache):
             layer.finish(budgets)
 
     def _count_together(self) -> None:
-        """Let one tensor on each device say to all layers of fixed shapes how many tokens were appended."""
+        """Share one counter of appended tokens per device among all layers with fixed shapes."""
         first: dict[torch.device, StaticStorage] = {}
         for layer in self.compressed_layers:
             if isinstance(layer.storage, StaticStorage):
                 layer.storage.count_with(first.setdefault(layer.device, layer.storage))
 
     def end(self) -> None:
-        """The announced forward pass is over. Raises KVCompressError where it went past the cache."""
+        """End the announced forward pass. Raises KVCompressError if it did not use the cache."""
         stage, self._stage = self._stage, None
         if stage == "announced":
             raise KVCompressError(
-                "the forward pass made no use of its KV cache, so that nothing was compressed (gradient checkpointing "
+                "the forward pass made no use of its KV cache, so nothing was compressed (gradient checkpointing "
                 "does this in train mode)"
             )
 
@@ -239,7 +242,7 @@ class CompressedCache(DynamicCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         raise KVCompressError(
-            "tokens cannot be taken back from a compressed cache, so assisted decoding (assistant_model, "
+            "tokens cannot be removed from a compressed cache again, so assisted decoding (assistant_model, "
             "prompt_lookup_num_tokens) does not work with it"
         )
 
@@ -248,14 +251,14 @@ class CompressedCache(DynamicCache):
 
     def __iter__(self) -> Iterator[tuple]:
         raise KVCompressError(
-            "a CompressedCache does not list every token's keys and values: kept_indices(layer_idx) says what it holds"
+            "a CompressedCache does not list every token's keys and values; kept_indices(layer_idx) lists the kept ones"
         )
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         if self._stage is None:
             raise KVCompressError(
                 "a CompressedCache works only where the model itself is called inside kvcompress.compress(...) or "
-                "attach(...): anything else would misread what it holds"
+                "attach(...): any other code would misread its contents"
             )
         self._stage = "begun"
         following = self.layers[(layer_idx + 1) % len(self.layers)]
@@ -264,18 +267,19 @@ class CompressedCache(DynamicCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def save(self, path: str | Path) -> None:
-        """Write what is held into a file, whole or not at all: safetensors with JSON in it, without pickle. A loaded
-        cache goes on as this one would, to the bit.
+        """Write the cache to a file, completely or not at all: safetensors with JSON metadata, no pickle.
+
+        The loaded cache continues bit for bit like this one.
 
         Raises:
-            KVCompressError: for a cache that holds nothing or whose model is gone; where the file cannot be written.
+            KVCompressError: if the cache is empty, its model is gone, or the file cannot be written.
         """
         if self.is_empty or self.is_broken:
             what = "its last forward pass broke off" if self.is_broken else "it has not seen a prompt yet"
             raise KVCompressError(f"there is nothing to save in this CompressedCache: {what}")
         if (model := self.filled_by()) is None:
             raise KVCompressError(
-                "this CompressedCache does not know its model: it is gone, or was never called with it"
+                "this CompressedCache does not know its model, which is gone or was never called with it"
             )
         layers = [layer.state() if isinstance(layer, CompressedLayer) else dict(vars(layer)) for layer in self.layers]
         content = {"asked": self._asked, "rope_deltas": self.rope_deltas, "layers": layers}
@@ -283,12 +287,13 @@ class CompressedCache(DynamicCache):
 
     @classmethod
     def load(cls, path: str | Path, model: torch.nn.Module) -> "CompressedCache":
-        """The cache in a file that `save` has written, for the same model: give it to `Session.reuse`, or to
-        `generate` as `past_key_values`. It has the method and options with which it was compressed.
+        """Load a cache that `save` has written, for the same model.
+
+        Pass it to `Session.reuse`, or to `generate` as `past_key_values`. It has the saved cache's method and options.
 
         Raises:
             KVCompressError: for a damaged or foreign file, another model (architecture, dtype, adapters or weights),
-                another transformers, or a method or option that is not here.
+                another transformers version, or a method or option that does not exist here.
         """
         model = writing_part(unwrapped(model))
         with saved.read(path, model) as content:
@@ -310,7 +315,8 @@ class CompressedCache(DynamicCache):
 
     @contextmanager
     def reuse(self) -> Iterator["CompressedCache"]:
-        """What is generated inside starts from what the cache holds now; afterwards it holds exactly that again."""
+        """Context manager: generations inside start from the cache's current contents, which are restored
+        afterwards."""
         held, stage = [layer.fork() for layer in self.compressed_layers], self._stage
         self._count_together()
         rope_deltas = self.rope_deltas
@@ -324,7 +330,7 @@ class CompressedCache(DynamicCache):
 
     @contextmanager
     def other_layers_unchanged(self) -> Iterator[None]:
-        """Afterwards the layers with transformers' own storage hold what they hold now."""
+        """Context manager that restores the layers with transformers' own storage."""
         others = {
             layer_idx: copy.deepcopy(layer)
             for layer_idx, layer in enumerate(self.layers)
@@ -338,7 +344,7 @@ class CompressedCache(DynamicCache):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no prompt was stored yet."""
+        """Whether no prompt has been stored yet."""
         return self.compressed_layers[0].storage is None
 
     @property
@@ -348,12 +354,12 @@ class CompressedCache(DynamicCache):
 
     @property
     def seen_tokens(self) -> int:
-        """Tokens seen, kept or not, pads included."""
+        """Number of tokens seen, kept or not, pads included."""
         return self.compressed_layers[0].seen
 
     @property
     def nbytes(self) -> int:
-        """Bytes really allocated for keys, values, their index and other layers' states, spare room included."""
+        """Bytes allocated for keys, values, their index and other layers' states, spare room included."""
         return sum(
             layer.nbytes
             if isinstance(layer, CompressedLayer)
@@ -363,29 +369,30 @@ class CompressedCache(DynamicCache):
 
     @property
     def room_nbytes(self) -> int:
-        """Of `nbytes`, those that wait for tokens to come."""
+        """The part of `nbytes` that is reserved for new tokens."""
         storages = [layer.storage for layer in self.compressed_layers]
         return sum(storage.room_nbytes for storage in storages if storage is not None)
 
     def kept_indices(self, layer_idx: int) -> list[list[torch.Tensor]]:
-        """The columns of the sequence whose keys layer `layer_idx` stores: `[row][kv_head]` -> LongTensor, ascending.
+        """Return the sequence columns stored in layer `layer_idx`: `[row][kv_head]` -> LongTensor, ascending.
 
-        Columns count from the left of the padded batch, pads included (a pad is never listed); decoded tokens have
-        the columns behind the prompt.
-        """
+        Columns count from the left of the padded batch, pads included; pads are never listed. Decoded tokens follow the
+        prompt."""
         layer = self.layers[layer_idx]
         if not isinstance(layer, CompressedLayer):
             raise KVCompressError(f"layer {layer_idx} is not compressed: it is a {type(layer).__name__}")
         return [[head[head >= 0].cpu() for head in row] for row in layer.kept_columns()]
 
     def foreseen(self, layer_idx: int) -> torch.Tensor | None:
-        """What each column of the latest prompt is worth to its answer, (batch, kv_heads, columns) in fp32, where the
-        method lets the model answer first (`hindsight`); None for all others."""
+        """Return how much the answer needs each column of the latest prompt: (batch, kv_heads, columns) in fp32.
+
+        Only for a method that lets the model answer first (`hindsight`); otherwise None."""
         layer = self.layers[layer_idx]
         return layer.memory.foreseen if isinstance(layer, CompressedLayer) else None
 
     def realised_ratios(self) -> list[list[float]]:
-        """Fraction of each row's real prompt tokens that was kept, mean over KV heads: `[compressed layer][row]`; NaN
-        for a row of pads only."""
+        """Return the fraction of each row's real prompt tokens that was kept: `[compressed layer][row]`.
+
+        It is averaged over KV heads, and NaN for a row of pads only."""
         logs = [layer.memory.log for layer in self.compressed_layers]
         return [(log.kept.double() / on_device(log.lengths, log.kept.device)).tolist() for log in logs]

@@ -1,4 +1,5 @@
-"""The policy at one layer: how much is kept, what a cluster is shown, and what it keeps. Holds no state."""
+"""`Choice`: applies the policy to one layer. It sets budgets, builds a cluster's view and calls the cluster; no
+state."""
 
 from dataclasses import dataclass, replace
 
@@ -20,9 +21,12 @@ from .scope import Candidates, States, context_of, evictable, fills_all_slots, w
 
 @dataclass(frozen=True)
 class Choice:
-    """Attributes:
-    layer_idx: the model's, for messages.
-    place: among the `num_layers` layers that are compressed.
+    """One layer's policy.
+
+    Attributes:
+        policy: the policy of all layers.
+        layer_idx: the model's index of the layer, for messages.
+        place: index of the layer among the `num_layers` compressed layers.
     """
 
     policy: Policy
@@ -33,7 +37,7 @@ class Choice:
     # -- a prompt
 
     def budgets(self, tokens: NewTokens) -> list[int]:
-        """Entries to keep of each row's context, per KV head."""
+        """Return the entries to keep of each row's context, per KV head."""
         policy = self.policy
         if policy.tokens is not None:
             return tokens.context
@@ -47,7 +51,7 @@ class Choice:
     def view(
         self, tokens: NewTokens, budgets: list[int], states: States, merge_threshold: torch.Tensor | None
     ) -> LayerView:
-        """What a cluster may know of a prompt."""
+        """Return a cluster's view of a prompt."""
         device = states.keys.device
         vision = None if tokens.vision is None else tokens.vision.to(device)
         text = None
@@ -87,11 +91,11 @@ class Choice:
         )
 
     def observe(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:
-        """The sums of a prompt's queries, where they are carried on."""
+        """Return the column sums of a prompt's queries, if the policy carries sums."""
         return self.policy.cluster.observe(queries, keys, view) if self.policy.carries_sums else None
 
     def candidates(self, states: States, view: LayerView, context: list[int], sums: torch.Tensor | None) -> Candidates:
-        """What of a prompt is chosen among; `sums`: of all its queries."""
+        """Return the entries of a prompt to choose among; `sums` are those of all its queries."""
         if context == view.lengths:
             return Candidates(states.queries, states.keys, states.values, replace(view, sums=sums))
         part = context_of(states, view, context)
@@ -103,11 +107,13 @@ class Choice:
     def of_whole(
         self, states: States, view: LayerView, context: list[int], sums: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What a prompt that is kept whole leaves for later choices, as one that is cut does: sums and `Kept.noted`."""
+        """Return what later choices need of a prompt that is kept whole: its sums and `Kept.noted`.
+
+        They are the same as for a prompt that is compressed."""
         if self.policy.decode is None or not max(context):
             return sums, None
         cluster, part = self.policy.cluster, self.candidates(states, view, context, sums)
-        if sums is not None:  # those of a context are of the whole prompt's queries
+        if sums is not None:  # the context's entries have sums over the whole prompt's queries
             is_whole = [of_row == length for of_row, length in zip(context, view.lengths, strict=True)]
             is_whole = on_device(is_whole, sums.device)[:, None, None]
             sums = torch.where(is_whole, cluster.carried(sums, view), sums)
@@ -115,18 +121,20 @@ class Choice:
 
     @property
     def waits(self) -> bool:
-        """Whether the choice needs all layers, or a second reading of the prompt."""
+        """Whether the choice needs all layers or a second pass."""
         return self.policy.layer_budget.is_measured or self.policy.cluster.second_pass
 
     def keep(self, candidates: Candidates) -> Kept:
-        """What lives on of a prompt."""
+        """Choose the entries of a prompt to keep."""
         shares = self.policy.layer_budget.budgets(evictable(candidates.view))
         view = with_budgets(candidates.view, shares[self.place])
         kept = self.policy.cluster.update_kv(self._queries(candidates), candidates.keys, candidates.values, view)
         return self._counted(candidates, kept, view)
 
     def assess(self, candidates: Candidates) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The scores of a prompt that waits, and what the rule for layer budgets wants to know of it."""
+        """Score a prompt that waits, and measure it for the layer budget rule.
+
+        Returns the scores and the measurement, None if the rule measures nothing."""
         rule, view = self.policy.layer_budget, candidates.view
         scores = scores_of(
             self.policy.cluster.score, self._queries(candidates), candidates.keys, candidates.values, view
@@ -137,13 +145,13 @@ class Choice:
         return scores, measured
 
     def keep_scored(self, candidates: Candidates, scores: torch.Tensor, budgets: list[int]) -> Kept:
-        """As `keep`, of a prompt that waited. `budgets`: of each row, for what is evictable."""
+        """Like `keep`, for a prompt that waited. `budgets` holds each row's budget of evictable entries."""
         view = with_budgets(candidates.view, budgets)
         kept = self.policy.cluster.keep(scores, candidates.keys, candidates.values, view)
         return self._counted(candidates, kept, view)
 
     def _counted(self, candidates: Candidates, kept: Kept, view: LayerView) -> Kept:
-        """`kept` in the prompt's columns, with `Kept.total` where the budgets under `view` say it."""
+        """Return `kept` with the prompt's columns, and with `Kept.total` if it follows from the budgets of `view`."""
         kept = candidates.in_prompt(kept)
         if candidates.question is not None:
             return kept
@@ -153,26 +161,27 @@ class Choice:
         return replace(kept, total=self._total(view.budgets, held))
 
     def _total(self, budgets: list[float], held: list[list[int]]) -> int | None:
-        """What is kept of `held` entries, [row][head], by rows of these budgets; None for a method that chooses in its
-        own way, which may keep less."""
-        if self._chooses_in_its_own_way:
+        """Return the number of entries kept of `held`, [row][head], under each row's budget.
+
+        None for a method that overrides the selection, which may keep fewer."""
+        if self._overrides_selection:
             return None
         if self.policy.head_budget in ADAPTIVE:
             return sum(min(round(budget * len(row)), sum(row)) for budget, row in zip(budgets, held, strict=True))
         return sum(map(sum, self._left(budgets, held)))
 
     def _left(self, budgets: list[float], held: list[list[int]]) -> list[list[int]] | None:
-        """As `_total`, of each head, where heads of a row share their budget evenly."""
-        if self._chooses_in_its_own_way or self.policy.head_budget in ADAPTIVE:
+        """Like `_total`, for each head; None for adaptive heads."""
+        if self._overrides_selection or self.policy.head_budget in ADAPTIVE:
             return None
         return [[min(budget, of_head) for of_head in row] for budget, row in zip(budgets, held, strict=True)]
 
     @property
-    def _chooses_in_its_own_way(self) -> bool:
+    def _overrides_selection(self) -> bool:
         own = type(self.policy.cluster)
         return any(getattr(own, name) is not getattr(KVCluster, name) for name in ("update_kv", "keep", "select"))
 
-    # -- what is stored, while decoding or together with a later chunk
+    # -- stored entries, while decoding or with a later chunk
 
     def stored_view(
         self,
@@ -191,14 +200,14 @@ class Choice:
         held: list[list[int]] | None = None,
         **vision: object,
     ) -> LayerView:
-        """What a cluster may know of stored entries.
+        """Return a cluster's view of stored entries.
 
         Args:
             has_no_pads, held: as in `Memory`.
-            lengths: of each row the tokens so far, evicted ones included.
-            budgets: entries to keep of them in the mean over the layers.
+            lengths: tokens of each row so far, evicted ones included.
+            budgets: entries to keep, as a mean over the layers.
             reading: as in `StoredEntries`.
-            vision: what is known of vision tokens, as fields of `LayerView`.
+            vision: fields of `LayerView` about vision tokens.
         """
         padding = None
         if held is not None:
@@ -231,19 +240,19 @@ class Choice:
         shares: list[list[int]] | None,
         held: list[list[int]] | None = None,
     ) -> Kept:
-        """What stays of entries that were stored and of newer ones.
+        """Choose among stored and newer entries.
 
         Args:
-            kept: all of them.
-            queries: what the cluster scores with.
-            new: the latest queries, which no sum has seen.
-            view: of `kept`, see `stored_view`.
-            shares: what the layers kept of the latest prompt, [layer][row], where that was measured.
-            held: as in `Memory`; where the host does not know it, pads are counted, which waits for the device.
+            kept: all of the entries.
+            queries: the queries that the cluster scores with.
+            new: the latest queries, which are not in the sums yet.
+            view: the view of `kept`, see `stored_view`.
+            shares: entries that the layers kept of the latest prompt, [layer][row], if the budgets were measured.
+            held: as in `Memory`; None: pads are counted, which waits for the device.
 
         Returns:
-            What the cluster keeps; where that is everything, the entries of `kept` with their new sums and, of a chunk,
-            its note.
+            The entries that the cluster keeps. If it keeps everything, these are the entries of `kept` with their new
+                sums and, in a later chunk, `Kept.noted`.
         """
         rows, kv_heads, slots = kept.indices.shape
         if view.padding is None:
@@ -254,11 +263,11 @@ class Choice:
         if self.policy.carries_sums:
             view = replace(view, sums=kept.sums + self._added(new, kept.keys, view))
             kept = replace(kept, sums=view.sums)
-        # Layers share a row's budget out by its tokens, which are the same for all, not by what each happens to hold.
+        # Layers share a row's budget by its tokens, which are the same for all, not by the entries that each holds.
         budgets = [min(share, held) for share, held in zip(self._shares(view, shares), entries, strict=True)]
         view = replace(view, lengths=entries, budgets=budgets, mean_budgets=tuple(view.budgets))
         if budgets == entries:
-            if view.stored.reading:  # what decoding will know of the prompt, whether or not its last chunk evicts
+            if view.stored.reading:  # for decoding, even if the last chunk evicts nothing
                 kept = replace(kept, noted=self._note_of_all(kept.keys, kept.values, view))
             kept = replace(kept, total=kept.indices.numel() if view.padding is None else None, held=held)
             return kept if kept.sums is None else replace(kept, sums=self.policy.cluster.carried(kept.sums, view))
@@ -269,7 +278,7 @@ class Choice:
         return replace(result, indices=columns, total=self._total(budgets, held), held=self._left(budgets, held))
 
     def decode_budget(self, length: int, shares: list[list[int]] | None) -> int:
-        """Entries per KV head that this layer keeps of a sequence of `length` tokens while decoding; `shares` as in
+        """Return the entries per KV head that this layer keeps of `length` tokens while decoding; `shares` as in
         `reduce`."""
         view = LayerView(
             self.place, self.num_layers, [length], [self.policy.decode(length)], 1.0, settings=self.settings
@@ -277,51 +286,51 @@ class Choice:
         return self._shares(view, shares)[0]
 
     def foretold(self, foretold: torch.Tensor | None) -> torch.Tensor:
-        """What a pass's hidden states foretell, for a method that reads them."""
+        """Return what the cluster computed from the pass's hidden states, for a method that reads them."""
         if foretold is None:
             raise KVCompressError(
-                f"layer {self.layer_idx} does not know its hidden states: method {self.policy.method!r} works inside "
-                "kvcompress.compress(...) or attach(...) alone"
+                f"layer {self.layer_idx} does not know its hidden states: method {self.policy.method!r} works only "
+                "inside kvcompress.compress(...) or attach(...)"
             )
         return foretold
 
     def voters(self, queries: torch.Tensor) -> torch.Tensor | None:
-        """Those of the latest queries that the cluster scores stored entries with; None where it wants none."""
+        """Return the latest queries that the cluster scores stored entries with; None if it uses none."""
         window = self.policy.cluster.query_window
         return queries[:, :, -window:] if window else None
 
     def latest(
         self, queries: torch.Tensor, rotary: Rotary | None, padding: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """The last of these queries (batch, heads, new, head_dim), as many as later choices score with and as the
-        cluster wants them; None where it wants none."""
+        """Return the last of these queries (batch, heads, new, head_dim), as later choices need them; None if they need
+        none."""
         window = self.policy.query_window
         if not window:
             return None
         recent = self.unrotated(queries[:, :, -window:], rotary)
         if padding is not None:
-            # The pads of a second prompt stand behind stored entries, which they would vote for: NaN has no vote.
+            # Pads of a second prompt follow stored entries and would affect their scores; NaN queries have no effect.
             pads = pad_columns(padding, queries.shape[2])[:, :, -window:]
             recent = recent.masked_fill(pads.unsqueeze(-1), torch.nan)
         return recent
 
     def unrotated(self, queries: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        """Queries as the cluster wants them: rotated, or not."""
+        """Undo the rotation of queries, if the cluster wants them unrotated."""
         if not self.policy.cluster.unrotated_queries:
             return queries
         return self._known(rotary).unrotated(queries)
 
     def rotary_to_move(self, rotary: Rotary | None, first: int) -> Rotary:
-        """What moving a prompt's keys needs to know; `first`: tokens before it."""
+        """Return the rotary embedding for moving a prompt's keys; `first` is the number of tokens before the prompt."""
         if first:
-            raise KVCompressError("keys are moved to their place in the cache in one prompt: it takes no second one")
+            raise KVCompressError("positions='cache' moves the keys of one prompt: the cache takes no second one")
         rotary = self._known(rotary)
         return replace(rotary, cos=rotary.cos[:, :0], sin=rotary.sin[:, :0])
 
     def _known(self, rotary: Rotary | None) -> Rotary:
         if rotary is None:
             raise KVCompressError(
-                f"layer {self.layer_idx} does not know how its queries are rotated: give cache.rotate(...) what "
+                f"layer {self.layer_idx} does not know how its queries are rotated: pass cache.rotate(...) what "
                 "kvcompress.hooks.rotary.watch_rotary receives"
             )
         return rotary
@@ -330,14 +339,14 @@ class Choice:
         return self.unrotated(candidates.queries, candidates.view.rotary)
 
     def _note_of_all(self, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor | None:
-        """`Kept.noted` of a choice that keeps every column."""
+        """Return `Kept.noted` for a choice that keeps every column."""
         columns = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
         if view.padding is not None:
             columns = columns.masked_fill(pad_columns(view.padding, keys.shape[2]), -1)
         return self.policy.cluster.note(Kept(keys, values, columns), keys, view)
 
     def _added(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView, block: int = 128) -> torch.Tensor:
-        """What the latest queries add to each entry, a block of them at a time, so that memory is `block` rows."""
+        """Return what the latest queries add to each entry's sum, `block` queries at a time to save memory."""
         sums = torch.zeros(keys.shape[:3], device=keys.device)
         for start in range(0, queries.shape[2], block):
             some = queries[:, :, start : start + block]
@@ -346,7 +355,7 @@ class Choice:
         return sums
 
     def _shares(self, view: LayerView, shares: list[list[int]] | None) -> list[int]:
-        """This layer's budget of each row. Shares that were measured in the prompt stay as they were."""
+        """Return this layer's budget for each row. Shares measured in the prompt stay the same."""
         if shares is None:
             rule = self.policy.layer_budget
             return view.budgets if rule.is_measured else rule.budgets(view)[self.place]

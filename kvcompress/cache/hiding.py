@@ -1,4 +1,4 @@
-"""What a decode step does not show its later layers, for token methods that choose anew at each step."""
+"""Vision tokens hidden from later layers in a decode step, for token methods that choose again at each step."""
 
 import torch
 import torch.nn.functional as F
@@ -9,12 +9,14 @@ from .memory import Memory
 
 
 class Hiding:
-    """Of one cache: which stored vision tokens the layers from `first_layer` on do not see at the decode step under
-    way, by the attention of the layer before it. All are still stored, in all layers alike, so that any of them may be
-    seen again at the next step.
+    """The stored vision tokens of one cache that the layers from `first_layer` on do not see in the current decode
+    step.
+
+    They are chosen by the attention of the layer before `first_layer`. All tokens stay stored in every layer, so any of
+    them may be visible again in the next step.
 
     Attributes:
-        hidden: bool (batch, slots), True at what is hidden; None where the sequence has no vision token.
+        hidden: bool (batch, slots), True at hidden slots; None if the sequence has no vision token.
     """
 
     def __init__(self, method: TokenMethod, first_layer: int):
@@ -22,7 +24,8 @@ class Hiding:
         self.hidden: torch.Tensor | None = None
 
     def look(self, memory: Memory, queries: torch.Tensor, scaling: float) -> None:
-        """Choose by the token's queries (batch, heads, 1, head_dim) in the layer before, which holds `memory`."""
+        """Choose the hidden tokens from the queries (batch, heads, 1, head_dim) of the layer before, which holds
+        `memory`."""
         self.hidden = None
         if not memory.log.has_vision:
             return

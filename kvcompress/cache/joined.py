@@ -1,4 +1,4 @@
-"""Several sequences' memories as one batch, so that they are evicted from together."""
+"""The memories of several sequences as one batch, for evicting from all of them at once."""
 
 from dataclasses import replace
 
@@ -14,8 +14,8 @@ class JoinedMemory(Memory):
     """The memories of several sequences as one left-padded batch, for one eviction.
 
     Attributes:
-        result: what is held, columns counted from the left of the batch.
-        shift: LongTensor (rows, 1, 1), columns by which each row is moved to the right.
+        result: the entries, with columns counted from the left of the batch.
+        shift: LongTensor (rows, 1, 1), the number of columns by which each row is shifted to the right.
     """
 
     def __init__(
@@ -28,9 +28,15 @@ class JoinedMemory(Memory):
         decoded: int = 0,
         counts: list[list[int]] | None = None,
     ):
-        """`seen`: tokens of each sequence; `held`: a row for each, in its own columns, and `counts`: how many entries,
-        [row][head]; `queries`: the latest of each,
-        (rows, heads, some, head_dim), NaN where it has none; `decoded`: tokens since its latest eviction."""
+        """Join memories.
+
+        Args:
+            seen: tokens of each sequence.
+            held: one row per sequence, with the sequence's own columns.
+            queries: the latest queries of each sequence, (rows, heads, some, head_dim), NaN where there are none.
+            decoded: tokens since the latest eviction.
+            counts: entries of `held`, [row][head].
+        """
         super().__init__(policy, None)
         self._length = max(seen)
         self.shift = on_device([self._length - each for each in seen], held.indices.device)[:, None, None]
@@ -49,9 +55,9 @@ class JoinedMemory(Memory):
 
     @staticmethod
     def kind(memory: Memory) -> tuple:
-        """Memories of one kind can be joined."""
+        """Return a key that is equal for memories that can be joined."""
         noted = None if memory.noted is None else memory.noted.shape[1:]
-        alone = id(memory) if memory.rotary is not None else None  # the positions of a prompt are its own
+        alone = id(memory) if memory.rotary is not None else None  # prompts have different positions
         return memory.log.shares is None, memory.merge_threshold is None, noted, alone
 
     @property
@@ -72,7 +78,7 @@ class JoinedMemory(Memory):
         self.result = kept
 
     def give_back(self, memories: list[Memory]) -> Kept:
-        """Tell each sequence's memory what was noted; returns what is left, in its own columns."""
+        """Copy the notes to each sequence's memory; return the remaining entries with the sequences' own columns."""
         for row, memory in enumerate(memories):
             for name in ("merge_threshold", "noted"):
                 value = getattr(self, name)

@@ -1,4 +1,4 @@
-"""`CompressedLayer`: one layer of the cache, as transformers and the attention function see it."""
+"""`CompressedLayer`: one layer of the cache, as seen by transformers and the attention function."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,21 +21,22 @@ from .resumed import Beginning, ResumedPrefill
 from .scope import States
 from .storage.base import Storage
 
-# Called in place of a prompt's compression with what the layer's attention was handed; calls the second argument, which
+# Called instead of compressing a prompt, with the inputs of the layer's attention; calls the second argument, which
 # compresses.
 Listener = Callable[[States, Callable[[], None]], None]
 
 
 class LayerKeys(torch.Tensor):
-    """Keys on their way from a layer of ours to our attention function, which takes `plain` in their place. An
-    attention that knows nothing of compression would misread them, so that whatever else touches them raises.
+    """Keys on their way from a `CompressedLayer` to our attention function, which uses `plain` instead.
 
-    A model may give them to later layers too, which have no keys of their own (Gemma 3n and 4). These attend as their
-    layer did, which may have compressed them since.
+    Any other operation on them raises, since an attention that knows nothing of compression would misread them.
+
+    A model may also pass them to later layers without keys of their own (Gemma 3n and 4). These attend as this layer
+    did, which may have been compressed since.
 
     Attributes:
-        is_first_prompt, in_place: what their layer said of the pass.
-        mask: what it attended under, see `Pass.mask`, unless one of the two.
+        is_first_prompt, in_place: the layer's `is_first_prompt` and `decodes_in_place` in this pass.
+        mask: the mask that the layer attended under, see `Pass.mask`; None if one of the two is True.
     """
 
     plain: torch.Tensor
@@ -47,7 +48,7 @@ class LayerKeys(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
         is_moved = func is torch.Tensor.to and isinstance(args[0], cls) and not kwargs
-        if is_moved and args[1:] == (args[0].plain.device,):  # some models do this on the way to a layer without keys
+        if is_moved and args[1:] == (args[0].plain.device,):  # some models do this before a layer without keys
             return args[0]
         raise KVCompressError(
             "a layer's compressed keys reached an attention that is not kvcompress's: set_attn_implementation was "
@@ -56,8 +57,8 @@ class LayerKeys(torch.Tensor):
 
 
 def on_their_way(keys: torch.Tensor, layer: CacheLayerMixin) -> torch.Tensor:
-    """Keys as our attention function receives them: it finds their layer as `kv_layer`."""
-    if torch.compiler.is_compiling():  # a graph cannot be left half-way
+    """Wrap keys for our attention function, which finds their layer as `kv_layer`."""
+    if torch.compiler.is_compiling():  # a tensor subclass would break the graph
         keys = keys.view_as(keys)
     else:
         plain, keys = keys, keys.as_subclass(LayerKeys)
@@ -68,13 +69,13 @@ def on_their_way(keys: torch.Tensor, layer: CacheLayerMixin) -> torch.Tensor:
 
 
 class CompressedLayer(CacheLayerMixin):
-    """One layer: lets the cluster choose of each prompt, stores the choice, writes decoded tokens behind it.
+    """One layer: the cluster chooses entries of each prompt, which are stored, and decoded tokens are appended.
+
+    A pass has two steps. `update` takes the new states and returns everything to attend to; after the attention,
+    `after_attention` compresses and stores. Both depend on the kind of the current pass, see passes.py.
 
     Attributes:
-        scaling, module: of the layer's attention, as a prompt's pass gave them.
-
-    A pass has two steps. `update` takes the new states and returns everything that is attended over; after the
-    attention, `after_attention` compresses and stores. What either does depends on the pass under way: passes.py.
+        scaling, module: the factor of q·k and the attention module of the latest prompt's pass.
     """
 
     is_sliding = False
@@ -88,8 +89,8 @@ class CompressedLayer(CacheLayerMixin):
         room: int | None,
         hiding: Hiding | None = None,
     ):
-        """`layer_idx`: the model's; `place`: among the `num_layers` layers that are compressed; `hiding`: the
-        cache's."""
+        """`layer_idx` is the model's index, `place` the index among the `num_layers` compressed layers; `hiding` is
+        shared by all layers of the cache."""
         super().__init__()
         self.hiding = hiding
         self.layer_idx, self.policy, self._room = layer_idx, policy, room
@@ -100,7 +101,7 @@ class CompressedLayer(CacheLayerMixin):
         self.reset()
 
     def __getstate__(self) -> dict[str, object]:
-        """Of copies and pickles, which the model's weights are no part of."""
+        """Leave the model's module out of copies and pickles."""
         return {**vars(self), "module": None}
 
     def reset(self) -> None:
@@ -110,26 +111,26 @@ class CompressedLayer(CacheLayerMixin):
         self._foretold: torch.Tensor | None = None
         self.restore(Memory(self.policy, self._room))
 
-    # -- what is there
+    # -- contents
 
     @property
     def storage(self) -> Storage | None:
-        """What is kept, None before the first prompt."""
+        """The stored entries, None before the first prompt."""
         return self.memory.storage
 
     @property
     def seen(self) -> int:
-        """Tokens seen, per row and including pads: the true position of the next token."""
+        """Number of tokens seen, per row and including pads: the true position of the next token."""
         return int(self.get_seq_length())
 
     @property
     def stored(self) -> int:
-        """Slots in use of the row and head that keeps most."""
+        """Number of slots in use in the row and head that keeps most."""
         return self.memory.stored
 
     @property
     def staged(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values of a prompt that is being processed."""
+        """Keys and values of the prompt being processed."""
         return self._pass.staged
 
     @property
@@ -138,7 +139,7 @@ class CompressedLayer(CacheLayerMixin):
         return self._pass if isinstance(self._pass, Waiting) else None
 
     def kept_columns(self) -> torch.Tensor:
-        """The columns of the sequence that are stored, see `Storage.columns`."""
+        """Return the stored columns of the sequence, see `Storage.columns`."""
         if self.storage is None:
             raise KVCompressError(f"layer {self.layer_idx} has not seen a prompt yet")
         return self.storage.columns(self.seen)
@@ -147,54 +148,54 @@ class CompressedLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         return self.memory.nbytes
 
-    # -- which pass it is
+    # -- the kind of pass
 
     def begin(self, tokens: NewTokens) -> None:
-        """A forward pass over `tokens`, which will be compressed, is about to reach this layer."""
+        """Prepare for a forward pass over `tokens`, which will be compressed."""
         is_later_chunk = self.policy.engine.prefill_chunk is not None and self.storage is not None
         kind = LaterChunk if is_later_chunk else Prefill
         self._pass: Pass = kind(self.choice, self.memory, tokens, self._decoding)
 
     def resume(self, tokens: NewTokens, known: int, beginning: Beginning) -> None:
-        """As `begin`, for a first prompt whose first `known` columns do not pass through the model."""
+        """Like `begin`, for a first prompt whose first `known` columns do not pass through the model."""
         self._pass = ResumedPrefill(self.choice, self.memory, tokens, self._decoding, known, beginning)
 
     def read_again(self, columns: torch.Tensor, missing: torch.Tensor, sinks: int) -> None:
-        """The model is about to read columns of the prompt that waits once more; arguments as in `Rereading`."""
+        """Prepare for reading columns of the waiting prompt again; arguments as in `Rereading`."""
         self._pass = Rereading(self.waiting, columns, missing, sinks)
 
     def look_ahead(self) -> None:
-        """The model is about to answer the prompt that waits, token by token."""
+        """Prepare for an answer to the waiting prompt, token by token."""
         self._pass = LookingAhead(self.waiting)
 
     def foresees(self, pads: torch.Tensor) -> None:
-        """The next token of the answer is about to reach this layer; `pads` as in `LookingAhead`."""
+        """Prepare for the next token of the answer; `pads` as in `LookingAhead`."""
         self._pass.pads = pads
 
     def looked_ahead(self) -> None:
-        """The answer is over."""
+        """Finish the answer."""
         self._pass = self._pass.finish()
 
     def finish(self, budgets: list[list[int]]) -> None:
-        """Make the choice that waited for all layers. `budgets`: entries kept of the evictable ones, [layer][row]."""
+        """Make the choice that waited for all layers. `budgets` holds the evictable entries to keep, [layer][row]."""
         self._pass = self.waiting.finish(budgets)
 
     def rotate(self, rotary: Rotary) -> None:
-        """Say how the pass rotates its queries, for a method that undoes it."""
+        """Set the rotation of the pass's queries, for a method that undoes it."""
         self._rotary = rotary
 
     def foretell(self, foretold: torch.Tensor) -> None:
-        """Say what the pass remembers of its tokens in the place of their queries, for a method that reads hidden
-        states: (batch, heads, new, size)."""
+        """Set what replaces the pass's queries, (batch, heads, new, size), for a method that reads hidden states."""
         self._foretold = foretold
 
     def listen(self, listener: Listener) -> RemovableHandle:
-        """Let `listener` be called at each prompt from now on, around those that listen already."""
+        """Call `listener` at each prompt, around the listeners already registered, until the returned handle is
+        removed."""
         handle = RemovableHandle(self._listeners)
         self._listeners[handle.id] = listener
         return handle
 
-    # -- what transformers asks of a layer
+    # -- transformers' interface of a layer
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -203,11 +204,11 @@ class CompressedLayer(CacheLayerMixin):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether a decode step is the same graph each time; `generate` then compiles it on a GPU."""
+        """Whether every decode step is the same graph; `generate` then compiles it on a GPU."""
         return self.policy.engine.cache_implementation == "static" and self.hiding is None
 
     def get_seq_length(self) -> int | torch.Tensor:
-        """Tokens seen; with static shapes a tensor on the device, so that no step waits for it."""
+        """Return the number of tokens seen; with static shapes a tensor on the device, so that no step waits for it."""
         return self._pass.length
 
     def get_max_length(self) -> int:
@@ -216,12 +217,12 @@ class CompressedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.memory.has_fixed_shapes:  # only the padding of a second prompt is read off it
+        if self.memory.has_fixed_shapes:  # only used for the padding of a second prompt
             return query_length, 0 if query_length == 1 else self.seen
         return self.stored + query_length, self.seen - self.stored
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """New states (batch, kv_heads, new, head_dim) in; the keys and values to attend over out."""
+        """Take new states (batch, kv_heads, new, head_dim); return the keys and values to attend to."""
         keys, values = self._pass.update(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -241,50 +242,50 @@ class CompressedLayer(CacheLayerMixin):
             self.memory.select(indices.to(self.device))
 
     def fork(self) -> Memory:
-        """Go on from a copy of what is held; returns what was held, for `restore`."""
+        """Continue from a copy of the current contents; return the original, for `restore`."""
         before = self.memory
         self.restore(before.fork())
         return before
 
     def restore(self, memory: Memory) -> None:
-        """Hold this, and nothing else."""
+        """Replace the contents."""
         self.memory = memory
         self._decoding = self._pass = Decoding(self.choice, memory, self.layer_idx, self.hiding)
 
     def state(self) -> dict[str, object]:
-        """What a file holds of it."""
+        """Return the contents for saving to a file."""
         return {"dtype": self.dtype, "memory": self.memory.state()}
 
     def restore_state(self, state: dict[str, object], device: torch.device) -> None:
-        """Hold what the layer of this `state` did, on this device."""
+        """Restore a saved `state` on this device."""
         nothing = torch.empty(0, dtype=state["dtype"], device=device)
         self.lazy_initialization(nothing, nothing)
         self.restore(Memory.of_state(self.policy, self._room, state["memory"]))
 
     def forget_last(self) -> None:
-        """Drop the last token of the prompt that was just compressed, so that it can be fed again."""
+        """Drop the last token of the prompt just compressed, so that it can be fed again."""
         self.memory.forget_last()
 
-    # -- what the attention function asks of a layer
+    # -- for the attention function
 
     @property
     def is_first_prompt(self) -> bool:
-        """True while a prompt is processed before which nothing is stored: the model's own mask is right."""
+        """Whether a prompt is being processed on an empty cache, so that the model's own mask is right."""
         return self._pass.is_first_prompt
 
     @property
     def wants_sums(self) -> bool:
-        """Whether the column sums of this pass's attention will be asked for."""
+        """Whether this pass needs the column sums of its attention."""
         return self._pass.wants_sums
 
     @property
     def decodes_in_place(self) -> bool:
-        """True in a decode step over entries that can be attended to where they lie."""
+        """Whether this is a decode step over entries that can be attended to in place."""
         return self._pass is self._decoding and self.storage.decodes_in_place and self._decoding.hidden is None
 
     @property
     def has_fixed_shapes(self) -> bool:
-        """True in a decode step that is the same graph each time."""
+        """Whether this is a decode step that is the same graph each time."""
         return self._pass is self._decoding and self.storage.has_fixed_shapes
 
     def mask(self, query_length: int) -> torch.Tensor | None:
@@ -293,15 +294,16 @@ class CompressedLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def after_attention(self, queries: torch.Tensor, scaling: float, module: torch.nn.Module) -> None:
-        """Compress a staged prompt; while decoding, evict when it is time. `queries`: (batch, heads, new, head_dim);
-        `module`: the model's attention module."""
+        """Compress a staged prompt; while decoding, evict when it is due.
+
+        `queries` are (batch, heads, new, head_dim), and `module` is the model's attention module."""
         rotary, self._rotary = self._rotary, None
         if self.staged is not None:
             queries = self._pass.all_queries(queries)
             self.memory.look_at(queries, self.staged[0].shape[1], self._pass.tokens)
         if self.policy.cluster.reads_hidden and (self._pass is not self._decoding or self.policy.decode is not None):
             queries, self._foretold = self.choice.foretold(self._foretold), None
-        if rotary is not None:  # it is where the first layer is
+        if rotary is not None:  # it is on the first layer's device
             rotary = rotary.to(queries.device)
 
         if self.staged is not None:

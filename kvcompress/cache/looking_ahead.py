@@ -1,4 +1,4 @@
-"""The pass of a prompt that is answered before its choice is made: `hindsight`."""
+"""The pass of a prompt that is answered before its entries are chosen: `hindsight`."""
 
 from dataclasses import replace
 
@@ -11,18 +11,22 @@ from .passes import KeysAndValues, Pass, Waiting
 
 
 class LookingAhead(Pass):
-    """A prompt that waits is answered, token by token, on its full cache. The answer is attended to as if it were
-    stored, and is gone in the end; the cluster says what each entry was worth to it.
+    """The answer to a waiting prompt, token by token, on its full cache.
+
+    The answer is attended to like stored entries and dropped at the end; the cluster then says how much it needed each
+    entry.
 
     Attributes:
-        pads: bool (batch, tokens), of the answers so far, the token under way included: True behind the end of one.
+        pads: bool (batch, tokens) over the answers so far, the current token included: True after the end of an answer.
     """
 
     def __init__(self, waiting: Waiting):
         super().__init__(waiting.choice, waiting.memory)
         self.waiting, states = waiting, waiting.states
         keys, values, batch = states.keys, states.values, len(states.keys)
-        self._before = torch.ones(batch, 1, keys.shape[2], dtype=torch.bool, device=keys.device)  # what all may see
+        self._before = torch.ones(
+            batch, 1, keys.shape[2], dtype=torch.bool, device=keys.device
+        )  # what all queries may see
         if waiting.tokens.padding is not None:
             self._before = ~pad_columns(waiting.tokens.padding.to(keys.device), keys.shape[2])
         if self.memory.storage is not None:  # a prompt on a filled cache
@@ -32,7 +36,7 @@ class LookingAhead(Pass):
             if stored is None:
                 stored = self._before.new_ones(batch, 1, old[0].shape[2])
             self._before = torch.cat([stored, self._before.expand(-1, stored.shape[1], -1)], dim=2)
-        # The answer is written behind a copy of the prompt, so that a token copies nothing but itself.
+        # The answer is written after a copy of the prompt, so that each token only copies itself.
         room = self.choice.policy.cluster.answer_tokens
         self._keys, self._values = (torch.nn.functional.pad(part, (0, 0, 0, room)) for part in (keys, values))
         self._queries = [states.queries]
@@ -48,7 +52,7 @@ class LookingAhead(Pass):
         return self._keys[:, :, :end], self._values[:, :, :end]
 
     def mask(self, query_length: int) -> torch.Tensor:
-        """The latest query's; a pad sees itself, so that its softmax is defined."""
+        """Return the mask of the latest query. A pad sees itself, so that its softmax is defined."""
         answer = ~self.pads[:, None]
         answer[..., -1] = True
         return self._visible(answer)
@@ -60,12 +64,12 @@ class LookingAhead(Pass):
         return self
 
     def finish(self) -> Waiting:
-        """Let the cluster judge; the prompt waits on."""
+        """Let the cluster score the entries; return the prompt, which still waits."""
         states, candidates = self.waiting.states, self.waiting.candidates
         self.waiting.states = None
         tokens = self.pads.shape[1]
         end = self._before.shape[2]
-        # The prompt's last query sees no token of the answer, and each of these those before it and itself.
+        # The prompt's last query sees no token of the answer; an answer token sees itself and those before it.
         causal = self.pads.new_ones(1 + tokens, tokens).tril(-1)
         visible = self._visible(causal & ~self.pads[:, None])
         votes = torch.nn.functional.pad(~self.pads, (1, 0), value=True)
@@ -85,6 +89,7 @@ class LookingAhead(Pass):
         return self.waiting
 
     def _visible(self, answer: torch.Tensor) -> torch.Tensor:
-        """bool (batch, 1 or kv_heads, queries, keys); `answer` (batch, queries, tokens): what each sees of it."""
+        """Return bool (batch, 1 or kv_heads, queries, keys); `answer` (batch, queries, tokens) is the part over the
+        answer."""
         before = self._before[:, :, None].expand(-1, -1, answer.shape[1], -1)
         return torch.cat([before, answer[:, None].expand(-1, before.shape[1], -1, -1)], dim=-1)

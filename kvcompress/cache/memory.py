@@ -1,4 +1,4 @@
-"""What a layer holds between two forward passes: the stored entries, and what later choices need to know of them."""
+"""A layer's contents between two forward passes: the stored entries, and what later choices need to know about them."""
 
 import copy
 from dataclasses import dataclass, field, replace
@@ -18,17 +18,17 @@ from .storage.think import kept_channels, query_power
 
 @dataclass
 class SequenceLog:
-    """What is known of the sequence so far.
+    """Facts about the sequence so far.
 
     Attributes:
-        columns: of all prompts together.
+        columns: columns of all prompts together.
         lengths: real prompt tokens of each row.
-        kept: how many of them were stored, (batch,), in the mean over KV heads.
+        kept: (batch,), how many of them were stored, as a mean over KV heads.
         row_seeds: see `NewTokens`.
-        shares: what the layers kept of the latest prompt, [layer][row], where that was measured.
-        vision: of a prompt in chunks, or where decode steps hide entries, `NewTokens.seen_vision` so far: one tensor,
-            which all layers refer to.
-        has_vision: whether any row of it has a vision token.
+        shares: entries that the layers kept of the latest prompt, [layer][row], if the budgets were measured.
+        vision: `NewTokens.seen_vision` so far, for a prompt in chunks or if decode steps hide entries; all layers refer
+            to one tensor.
+        has_vision: whether any row has a vision token.
     """
 
     columns: int = 0
@@ -40,7 +40,7 @@ class SequenceLog:
     has_vision: bool = False
 
     def add(self, tokens: NewTokens, kept: torch.Tensor) -> None:
-        """Note a prompt of which `kept` entries (batch,) were stored, in the mean over KV heads."""
+        """Record a prompt of which `kept` entries (batch,) were stored, as a mean over KV heads."""
         self.kept = kept if self.kept is None else self.kept + kept
         before = self.lengths or [0] * len(tokens.lengths)
         self.lengths = [a + b for a, b in zip(before, tokens.lengths, strict=True)]
@@ -48,7 +48,7 @@ class SequenceLog:
         self.row_seeds = tokens.row_seeds
 
     def join(self, tokens: NewTokens, first: int) -> None:
-        """Note a later chunk, whose columns begin at `first`; what was decoded before it now belongs to the prompt."""
+        """Record a later chunk that starts at column `first`. Tokens decoded before it now count as prompt."""
         answer = first - self.columns
         self.lengths = [a + answer + b for a, b in zip(self.lengths, tokens.lengths, strict=True)]
         self.columns = first + tokens.columns
@@ -66,24 +66,24 @@ class SequenceLog:
 
 
 class Memory:
-    """One layer's.
+    """The contents of one layer.
 
     Attributes:
-        storage: what is kept, None before the first prompt.
-        sums: where sums are carried on, those of every stored entry, (batch, kv_heads, entries).
-        merge_threshold, noted: of the latest eviction, see `Kept`.
-        rotary: how the prompt is rotated, where keys are moved.
-        decoded: tokens since the latest eviction, where decoding evicts.
-        latest_queries: as many as the cluster scores with, in pieces (batch, heads, some, head_dim).
-        attended: for a method that hides entries at decode steps, the latest token's attention to all that was stored
+        storage: the stored entries, None before the first prompt.
+        sums: if the policy carries sums, those of every stored entry, (batch, kv_heads, entries).
+        merge_threshold, noted: those of the latest eviction, see `Kept`.
+        rotary: the rotation of the prompt, if keys are moved.
+        decoded: tokens since the latest eviction, if decoding evicts.
+        latest_queries: as many queries as the cluster scores with, in pieces (batch, heads, some, head_dim).
+        attended: for a method that hides entries in decode steps, the latest token's attention to all slots stored
             then, (batch, slots).
-        query_power: where keys lose channels, until these are chosen, see `storage.think.query_power`.
-        foreseen: what the latest prompt's columns are worth to its answer, (batch, kv_heads, columns), where the answer
-            is given first; a note about the method, and no part of the cache.
+        query_power: if keys lose channels, until these are chosen, see `storage.think.query_power`.
+        foreseen: how much the answer needs each column of the latest prompt, (batch, kv_heads, columns), if the model
+            answers first. It is not used by the cache itself.
     """
 
     def __init__(self, policy: Policy, room: int | None):
-        """`room`: tokens to come that get room at once."""
+        """`room` is the number of new tokens to allocate room for in advance."""
         self._policy, self._room = policy, room
         self.storage: Storage | None = None
         self.sums: torch.Tensor | None = None
@@ -98,31 +98,32 @@ class Memory:
         self.log = SequenceLog()
         self._seen_when_stored = 0
 
-    # -- what is there
+    # -- contents
 
     @property
     def length(self) -> int | torch.Tensor:
-        """Tokens seen, per row and including pads; with static shapes a tensor, so that no step waits for it."""
+        """Number of tokens seen, per row and including pads; with static shapes a tensor, so that no step waits for
+        it."""
         return self._seen_when_stored + (0 if self.storage is None else self.storage.appended)
 
     @property
     def seen(self) -> int:
-        """As `length`: the true position of the next token."""
+        """`length` as an integer: the true position of the next token."""
         return int(self.length)
 
     @property
     def stored(self) -> int:
-        """Slots in use of the row and head that keeps most."""
+        """Number of slots in use in the row and head that keeps most."""
         return 0 if self.storage is None else self.storage.length
 
     @property
     def is_whole(self) -> bool:
-        """Nothing was dropped so far, and another prompt can be put behind it in one piece."""
+        """Whether nothing was dropped so far and another prompt can be appended in one piece."""
         return self.storage is None or self.storage.is_whole
 
     @property
     def has_no_pads(self) -> bool:
-        """The host knows that every slot holds a token, and that no prompt had pads."""
+        """Whether the host knows that every slot holds a token and that no prompt had pads."""
         full = self.storage is None or self.storage.fills_all_slots
         return full and all(length == self.log.columns for length in self.log.lengths)
 
@@ -131,11 +132,11 @@ class Memory:
         return self.storage is not None and self.storage.has_fixed_shapes
 
     def held(self) -> list[list[int]] | None:
-        """Slots in use of what `kept` returns, [row][head], where the host knows how heads differ."""
+        """Return the slots in use of `kept()`, [row][head], if the host knows them."""
         return self.storage.held()
 
     def kept(self) -> Kept:
-        """All that is stored, with its sums; tokens appended since have none yet."""
+        """Return all stored entries with their sums, which are 0 for tokens appended since."""
         kept = self.storage.kept(self.seen)
         if not self._policy.carries_sums:
             return kept
@@ -145,7 +146,7 @@ class Memory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers: spare room, index and what is remembered for evictions included."""
+        """Bytes of all buffers, including spare room, index and what is kept for later evictions."""
         tensors = [] if self.storage is None else self.storage.tensors()
         known = [part for part in (self.sums, self.noted, self.attended) if part is not None]
         return sum(tensor.untyped_storage().nbytes() for tensor in [*tensors, *self.latest_queries, *known])
@@ -153,19 +154,18 @@ class Memory:
     # -- a prompt
 
     def look_at(self, queries: torch.Tensor, kv_heads: int, tokens: NewTokens) -> None:
-        """Know the queries (batch, heads, new, head_dim) of a prompt, by which channels are chosen; those of a first
-        one stay for all that follows."""
+        """Record the queries (batch, heads, new, head_dim) of a first prompt, by which channels are chosen."""
         if self._policy.engine.cache_implementation == "think" and self.storage is None:
             self.query_power = query_power(queries, kv_heads, tokens.padding)
 
     def begin(self, tokens: NewTokens) -> None:
-        """A prompt was attended to; what was remembered of the answer before it is not needed any more."""
+        """Start a new prompt, after its attention: what was kept for evictions from the previous answer is dropped."""
         self.log.vision = tokens.seen_vision
         self.log.has_vision = self.log.has_vision or any(tokens.vision_lengths)
         self.decoded, self.latest_queries, self.attended = 0, [], None
 
     def settle(self, tokens: NewTokens, kept: Kept) -> None:
-        """Store what is kept of a prompt behind what is stored. `kept.indices`: columns of that prompt."""
+        """Append the kept entries of a prompt to the stored ones. `kept.indices` are columns of that prompt."""
         first = self.seen
         self.merge_threshold, self.noted = kept.merge_threshold, kept.noted
         self.log.add(tokens, (kept.indices >= 0).sum(2).float().mean(1))
@@ -181,7 +181,7 @@ class Memory:
     def settle_whole(
         self, tokens: NewTokens, keys: torch.Tensor, values: torch.Tensor, sums: torch.Tensor | None
     ) -> None:
-        """Put a whole prompt behind what is stored. Pads stay too, so that every shape is that of transformers' own
+        """Append a whole prompt to the stored entries. Pads stay, so that all shapes equal those of transformers' own
         cache."""
         seen, pads = self.seen + tokens.columns, None
         if tokens.padding is not None:
@@ -203,25 +203,28 @@ class Memory:
     # -- an eviction
 
     def put(self, kept: Kept, seen: int) -> None:
-        """Let this be all that is stored of `seen` tokens. Slots that no row and head uses are left out."""
+        """Replace the stored entries; `seen` is the number of tokens so far. Slots that no row and head uses are
+        dropped."""
         self._store(kept.keys, kept.values, kept.indices, None, kept.total)
         self.sums = None if kept.sums is None else kept.sums[..., kept.indices.shape[2] - self.stored :]
         self._seen_when_stored = seen
 
     def reduce_to(self, kept: Kept, reduced: Kept, seen: int) -> None:
-        """Let `reduced` be what is left of the stored entries `kept`. `seen`: tokens so far."""
-        if reduced.indices is kept.indices:  # all of them stay where they are
+        """Replace the stored entries `kept` by `reduced`; `seen` is the number of tokens so far."""
+        if reduced.indices is kept.indices:  # nothing was evicted
             self.sums = reduced.sums
             return
         self.merge_threshold, self.noted = reduced.merge_threshold, reduced.noted
         self.put(reduced, seen)
 
     def remember(self, queries: torch.Tensor | None) -> None:
-        """Keep the latest queries, see `Choice.latest`."""
+        """Record the latest queries, see `Choice.latest`."""
         if queries is None:
             return
         window = self._policy.query_window
-        is_part = queries.untyped_storage().nbytes() > queries.nbytes  # a view would keep all of the prompt's alive
+        is_part = (
+            queries.untyped_storage().nbytes() > queries.nbytes
+        )  # a view would keep the whole prompt's memory alive
         self.latest_queries.append(queries.clone() if is_part else queries)
         if len(self.latest_queries) > 2 * window:
             self.latest_queries = [torch.cat(self.latest_queries, dim=2)[:, :, -window:]]
@@ -229,7 +232,7 @@ class Memory:
     # -- other changes
 
     def forget_last(self) -> None:
-        """Drop the last token of the prompt that was just compressed, so that it can be fed again."""
+        """Drop the last token of the prompt just compressed, so that it can be fed again."""
         seen = self.seen
         if self.storage.is_final:
             last = self.storage.columns(seen) == seen - 1
@@ -258,32 +261,33 @@ class Memory:
         self.rotary = None if self.rotary is None else self.rotary.rows(rows)
 
     def fork(self) -> "Memory":
-        """A memory that shares the present entries and may go on from there; undone by dropping it."""
+        """Return a memory that shares the present entries and can be appended to without changing this one."""
         twin = copy.copy(self)
         twin.storage = None if self.storage is None else self.storage.fork()
         twin.latest_queries, twin.log = list(self.latest_queries), copy.copy(self.log)
         return twin
 
     def state(self) -> dict[str, object]:
-        """What a file holds of it: all but what the cache's options say."""
+        """Return the contents for saving to a file: everything but the cache's options."""
         return {name: value for name, value in vars(self).items() if name not in ("_policy", "_room")}
 
     @classmethod
     def of_state(cls, policy: Policy, room: int | None, state: dict[str, object]) -> "Memory":
-        """The memory that had this `state`; other arguments as at first."""
+        """Create a memory from a saved `state`; other arguments as in the constructor."""
         memory = cls(policy, room)
         vars(memory).update(state)
         return memory
 
     def _store(self, keys, values, indices, pads, total: int | None = None) -> None:
-        """Arguments as in storage.py; `indices` None for a cache that keeps everything, which may hold pads."""
+        """Create a new storage. Arguments as in storage/new.py; `indices` is None for a cache that keeps everything,
+        which may hold pads."""
         evicts = self._policy.decode is not None
         room = self._policy.decode_interval if evicts else self._room
         channels = self._channels(keys, indices, pads)
         self.storage = new_storage(self._policy.engine, keys, values, indices, pads, room, total, channels)
 
     def _channels(self, keys, indices, pads) -> torch.Tensor | None:
-        """Those that keys have, where they lose any: chosen when the first entries are stored."""
+        """Return the channels that keys have, or None for all. They are chosen when the first entries are stored."""
         engine, power = self._policy.engine, self.query_power
         if engine.cache_implementation != "think":
             return None

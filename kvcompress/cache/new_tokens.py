@@ -1,4 +1,4 @@
-"""What is known of a prompt before its forward pass: lengths, padding, vision tokens, where the question begins."""
+"""Facts about a prompt before its forward pass: lengths, padding, vision tokens, the start of the question."""
 
 import zlib
 from dataclasses import dataclass, replace
@@ -21,16 +21,16 @@ class NewTokens:
     Attributes:
         columns: width of the batch.
         lengths: real tokens of each row.
-        padding: LongTensor (batch, 1) of left pad columns per row, or None where no row has any.
-        vision: bool (batch, columns) at vision tokens, or None where only embeddings are known.
-        vision_lengths: vision tokens in each row's context; empty where `vision` is None.
+        padding: LongTensor (batch, 1), the left pad columns of each row; None if no row has any.
+        vision: bool (batch, columns), True at vision tokens; None if only embeddings are known.
+        vision_lengths: vision tokens in each row's context; empty if `vision` is None.
         context: leading real tokens of each row that are compressed; the rest, the question, is kept.
         row_seeds: a checksum of each row's real tokens.
-        frame_tokens: vision tokens per frame of each row, 0 where unknown, see `scoring.vision.frame_tokens`.
-        source: where tokens were dropped on the way to a layer: LongTensor (batch, left), the columns that reach it, -1
+        frame_tokens: vision tokens per frame of each row, 0 if unknown, see `scoring.vision.frame_tokens`.
+        source: if tokens were dropped before a layer, LongTensor (batch, left), the columns that reach the layer, -1
             where a row has fewer (`padding` then counts those).
-        seen_vision: for a prompt in chunks, as `vision` for all columns so far, these included: bool (batch, seen);
-            None where they are unknown.
+        seen_vision: for a prompt in chunks, `vision` for all columns so far, these included: bool (batch, seen); None
+            if unknown.
     """
 
     columns: int
@@ -45,7 +45,7 @@ class NewTokens:
     seen_vision: torch.Tensor | None = None
 
     def columns_from(self, start: int, stop: int) -> "NewTokens":
-        """These columns alone, as a piece of a prompt that is processed in several (`scope` is the prompt)."""
+        """Return these columns alone, as one piece of a prompt that is processed in several (with `scope="prompt"`)."""
         pads = [min(max(self.columns - length - start, 0), stop - start) for length in self.lengths]
         lengths = [stop - start - n for n in pads]
         vision, counts = None, []
@@ -68,7 +68,7 @@ class NewTokens:
         )
 
     def following(self, before: torch.Tensor | None, seen: int) -> "NewTokens":
-        """With `seen_vision`, from that of the `seen` columns before it; decoded ones among them are text."""
+        """Add `seen_vision`, given that of the `seen` columns before; decoded tokens among them count as text."""
         vision = self.vision
         if seen:
             known = before is not None and vision is not None
@@ -76,8 +76,9 @@ class NewTokens:
         return replace(self, seen_vision=vision)
 
     def vision_among(self, columns: torch.Tensor) -> dict[str, object]:
-        """What is known of vision tokens among entries of the prompt so far, as fields of `LayerView`; `columns`
-        (batch, kv_heads, entries) as in `Kept.indices`."""
+        """Return the fields of `LayerView` about vision tokens among entries of the prompt so far.
+
+        `columns` (batch, kv_heads, entries) are as in `Kept.indices`."""
         if self.seen_vision is None:
             return {}
         seen, at = self.seen_vision.to(columns.device), columns.clamp(min=0)
@@ -98,9 +99,14 @@ class NewTokens:
         attention_mask: torch.Tensor | None,
         video_grid_thw: torch.Tensor | None = None,
     ) -> "NewTokens":
-        """From the model's inputs: `input_ids` (batch, columns) or None, the 2-D padding mask (batch, at least columns)
-        or None, and the frames, height and width in patches of its videos (videos, 3) or None. `is_first`: nothing
-        precedes this prompt in the cache. Waits for the device once per prompt."""
+        """Create the facts from the model's inputs. Waits for the device once per prompt.
+
+        Args:
+            is_first: whether the cache is empty before this prompt.
+            input_ids: (batch, columns), or None.
+            attention_mask: the 2-D padding mask (batch, at least columns), or None.
+            video_grid_thw: frames, height and width in patches of the videos, (videos, 3), or None.
+        """
         mask = _padding_mask(attention_mask, columns)
         ids, real, grid = fetched(input_ids, mask, video_grid_thw)
         lengths = [columns] * batch if real is None else real.sum(1).tolist()
@@ -117,7 +123,7 @@ class NewTokens:
             frames = frame_tokens(config, ids, grid)
             seeds = tuple(zlib.crc32(row[columns - n :].tobytes()) for row, n in zip(ids.numpy(), lengths, strict=True))
         elif engine.ratio_of == "vision" or (engine.scope == "context" and engine.context_tokens is None):
-            raise KVCompressError("ratio_of='vision' and scope='context' need input_ids: embeddings do not tell images")
+            raise KVCompressError("ratio_of='vision' and scope='context' need input_ids to find images and videos")
         context = _context_lengths(engine, is_first, lengths, vision)
         if vision is not None:
             ends = torch.tensor([columns - n + m for n, m in zip(lengths, context, strict=True)])
@@ -127,8 +133,9 @@ class NewTokens:
 
 
 def check_past(mask: object, columns: int, seen: int, real: list[int]) -> None:
-    """Raises KVCompressError where the 2-D mask of a later prompt of `columns` shows others of the `seen` columns
-    before it than were shown when they came, `real` of each row: those are what the cache attends to."""
+    """Raise KVCompressError if the 2-D mask of a later prompt disagrees with the mask of the `seen` columns before it.
+
+    The cache attends to those as they came: `real` tokens of each row. The prompt has `columns` columns."""
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.shape[1] == columns:
         return
     if mask.shape[1] != seen + columns:
@@ -138,14 +145,16 @@ def check_past(mask: object, columns: int, seen: int, real: list[int]) -> None:
         )
     if mask[:, :seen].bool().sum(1).tolist() != real:
         raise KVCompressError(
-            "the attention mask hides tokens that are in the cache, or shows pads that are not: what was seen is "
-            "attended to as it came"
+            "the attention mask hides tokens that are in the cache, or shows pads that are not: the cache "
+            "attends to what it has seen"
         )
 
 
 def _padding_mask(mask: torch.Tensor | dict | None, columns: int) -> torch.Tensor | None:
-    """bool (batch, columns), True at real tokens, from what `generate` hands over: the 2-D mask; for a cache with
-    static shapes a 4-D mask (batch, 1, queries, keys), bool or additive, or one per type of layer."""
+    """Return bool (batch, columns), True at real tokens, from the mask that `generate` passes.
+
+    This is a 2-D mask, or for a cache with static shapes a 4-D mask (batch, 1, queries, keys), bool or additive, or one
+    per type of layer."""
     if isinstance(mask, dict):
         mask = mask.get("full_attention")
     if mask is None:
@@ -159,7 +168,7 @@ def _padding_mask(mask: torch.Tensor | dict | None, columns: int) -> torch.Tenso
 
 
 def _context_lengths(engine: Engine, is_first: bool, lengths: list[int], vision: torch.Tensor | None) -> list[int]:
-    """Leading real tokens of each row that are compressed."""
+    """Return the number of leading real tokens of each row that are compressed."""
     if engine.scope == "prompt":
         return lengths
     if engine.context_tokens is not None:
@@ -168,7 +177,7 @@ def _context_lengths(engine: Engine, is_first: bool, lengths: list[int], vision:
         wanted = engine.context_tokens
         return [min(wanted, length) if wanted >= 0 else max(length + wanted, 0) for length in lengths]
     columns = vision.shape[1]
-    behind = vision.flip(1).int().argmax(1).tolist()  # columns behind the last vision token
+    behind = vision.flip(1).int().argmax(1).tolist()  # columns after the last vision token
     found = vision.any(1).tolist()
     if is_first and not all(found):
         raise KVCompressError(

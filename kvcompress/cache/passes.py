@@ -1,12 +1,12 @@
-"""One class for each kind of forward pass that a layer goes through. Which kind it is, `CompressedLayer.begin` says.
+"""One class for each kind of forward pass through a layer. `CompressedLayer.begin` selects the kind.
 
-- `Prefill`: a first prompt, or one that follows on a filled cache. Attended over, compressed, stored.
-- `resumed.ResumedPrefill`: a first prompt whose beginning is known.
-- `LaterChunk`: a later chunk of a prompt in chunks. What is stored and the chunk are chosen from together.
+- `Prefill`: a first prompt, or a later one on a filled cache. It is attended over, compressed and stored.
+- `resumed.ResumedPrefill`: a first prompt whose prefix is known.
+- `LaterChunk`: a later chunk of a prompt in chunks. Entries are chosen from the stored ones and the chunk together.
 - `Waiting`: between two passes, a prompt whose choice needs all layers.
-- `Rereading`: the prompt that waits is read a second time.
-- `looking_ahead.LookingAhead`: the prompt that waits is answered.
-- `Decoding`: a token, written behind what is stored; now and then, an eviction.
+- `Rereading`: the waiting prompt is read a second time.
+- `looking_ahead.LookingAhead`: the waiting prompt is answered.
+- `Decoding`: a token, appended to the stored entries; from time to time, an eviction.
 """
 
 from abc import ABC, abstractmethod
@@ -32,45 +32,46 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 class Pass(ABC):
     """What a layer does with the states of one forward pass."""
 
-    is_first_prompt = False  # nothing is stored before it: the model's own mask is right
-    wants_sums = False  # the column sums of its attention will be asked for
+    is_first_prompt = False  # the cache was empty, so the model's own mask is right
+    wants_sums = False  # whether the column sums of its attention are needed
 
     def __init__(self, choice: Choice, memory: Memory):
         self.choice, self.memory = choice, memory
 
     @property
     def length(self) -> int | torch.Tensor:
-        """Tokens seen, pads included; see `Memory.length`."""
+        """Number of tokens seen, pads included; see `Memory.length`."""
         return self.memory.length
 
     @property
     def staged(self) -> KeysAndValues | None:
-        """Keys and values of a prompt that is being processed."""
+        """Keys and values of the prompt being processed."""
         return None
 
     def all_queries(self, queries: torch.Tensor) -> torch.Tensor:
-        """The queries of all that is staged, from those that the layer has attended with."""
+        """Return the queries of all staged tokens, given those that the layer has attended with."""
         return queries
 
     @abstractmethod
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
-        """New states (batch, kv_heads, new, head_dim) in; the keys and values to attend over out."""
+        """Take new states (batch, kv_heads, new, head_dim); return the keys and values to attend to."""
 
     @abstractmethod
     def mask(self, query_length: int) -> torch.Tensor | None:
-        """What `query_length` new queries may see of the stored entries and of themselves: bool (batch, 1 or kv_heads,
-        query_length, keys), True = attend; None where every query sees every key."""
+        """Return which stored and new entries `query_length` new queries see: bool (batch, 1 or kv_heads, query_length,
+        keys), True = attend; None if every query sees every key."""
 
     @abstractmethod
     def after_attention(
         self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
     ) -> "Pass":
-        """The layer has attended with `queries` (batch, heads, new, head_dim). Returns what the layer does next.
-        Arguments as in `States`."""
+        """Finish the pass and return the next one, after the layer has attended with `queries` (batch, heads, new,
+        head_dim). Arguments as in `States`."""
 
 
 class Decoding(Pass):
-    """A token that is stored before it is attended to. One object serves an answer, so that compiled graphs last."""
+    """A token that is stored before it is attended to. One object serves a whole answer, so that compiled graphs stay
+    valid."""
 
     def __init__(self, choice: Choice, memory: Memory, layer_idx: int, hiding: Hiding | None):
         super().__init__(choice, memory)
@@ -79,7 +80,7 @@ class Decoding(Pass):
 
     @property
     def hidden(self) -> torch.Tensor | None:
-        """What the step hides from this layer: bool (batch, slots), or None."""
+        """The slots that this layer does not see in the current step: bool (batch, slots), or None."""
         if self._hiding is None or self._layer_idx < self._hiding.first_layer:
             return None
         return self._hiding.hidden
@@ -113,7 +114,7 @@ class Decoding(Pass):
 def evict(
     choice: Choice, memory: Memory, scaling: float, module: torch.nn.Module, rotary: Rotary | None = None
 ) -> None:
-    """Bring stored entries, decoded ones included, back to the decode budget. Arguments as in `States`."""
+    """Reduce the stored entries, decoded ones included, to the decode budget. Arguments as in `States`."""
     log, seen = memory.log, memory.seen
     lengths = [length + seen - log.columns for length in log.lengths]
     queries = torch.cat(memory.latest_queries, dim=2) if memory.latest_queries else None
@@ -145,9 +146,9 @@ class Prefill(Pass):
     layer are freed as soon as that layer is done.
 
     Attributes:
-        tokens: what is known of the prompt.
-        first: tokens seen before it.
-        then: what follows once it is stored.
+        tokens: facts about the prompt.
+        first: number of tokens seen before it.
+        then: the pass after the prompt is stored.
     """
 
     def __init__(self, choice: Choice, memory: Memory, tokens: NewTokens, then: Decoding):
@@ -171,8 +172,8 @@ class Prefill(Pass):
 
     @property
     def _keeps_all(self) -> bool:
-        """Whether the prompt is stored as it is, unscored: every shape and bit is then transformers' own."""
-        # Fixed shapes have pads in front only.
+        """Whether the prompt is stored unchanged and unscored, with transformers' own shapes and bits."""
+        # Fixed shapes allow pads only in front.
         is_one_piece = self.memory.is_whole and not (self.memory.has_fixed_shapes and self.tokens.padding is not None)
         return is_one_piece and self.choice.budgets(self.tokens) == self.tokens.context
 
@@ -193,7 +194,7 @@ class Prefill(Pass):
         new = torch.ones(query_length, query_length, dtype=torch.bool, device=device).tril()
         new = new.expand(batch, visible.shape[1], -1, -1)
         if self.tokens.padding is not None:
-            # A pad query sees itself, so that its softmax is defined; nobody reads its output.
+            # A pad query sees itself, so that its softmax is defined; its output is not used.
             itself = torch.eye(query_length, dtype=torch.bool, device=device)
             pads = pad_columns(self.tokens.padding.to(device), query_length)
             new = new & ~pads[:, :, None] | itself
@@ -207,9 +208,9 @@ class Prefill(Pass):
         return self._compress(states)
 
     def _compress(self, states: States) -> Pass:
-        """Store what the cluster keeps; where that depends on all layers, get ready for it."""
+        """Store the entries that the cluster keeps, or let the prompt wait if the choice depends on all layers."""
         choice, memory, tokens = self.choice, self.memory, self.tokens
-        if tokens.source is not None:  # a token method has chosen: all that came so far is stored
+        if tokens.source is not None:  # a token method has chosen: everything that arrives is stored
             columns = tokens.source[:, None].expand(states.keys.shape[:3]).to(states.keys.device)
             total = columns.numel() if tokens.padding is None else None
             memory.settle(tokens, Kept(states.keys, states.values, columns, total=total))
@@ -236,7 +237,7 @@ class Prefill(Pass):
 
 
 class LaterChunk(Prefill):
-    """A later chunk of a prompt: put behind what is stored, and both together brought down to the budget of all the
+    """A later chunk of a prompt: it is appended to the stored entries, which are then reduced to the budget of all
     tokens so far, decoded ones included."""
 
     def _compress(self, states: States) -> Pass:
@@ -254,7 +255,7 @@ class LaterChunk(Prefill):
             return self.then
         indices = torch.arange(self.first, seen, device=keys.device).expand(keys.shape[:3])
         queries = choice.unrotated(queries, rotary)
-        if tokens.padding is not None:  # pads stand behind stored entries, which they would vote for: NaN has no vote
+        if tokens.padding is not None:  # pads follow stored entries: NaN queries do not affect scores
             pads = pad_columns(tokens.padding.to(keys.device), tokens.columns)
             indices, queries = indices.masked_fill(pads, -1), queries.masked_fill(pads.unsqueeze(-1), torch.nan)
             rotary = rotary and rotary.without_pads(tokens.padding)
@@ -276,7 +277,7 @@ class LaterChunk(Prefill):
             has_no_pads=has_no_pads,
             **tokens.vision_among(both.indices),
         )
-        # Of unrotated queries the cluster takes statistics: of all of the chunk's, as in a first chunk.
+        # A cluster takes statistics of unrotated queries: of the whole chunk, as in a first chunk.
         voters = queries if choice.policy.cluster.unrotated_queries else choice.voters(queries)
         reduced = choice.reduce(both, voters, queries, view, log.shares)
         if reduced.indices is not both.indices:
@@ -291,10 +292,10 @@ class Waiting(Pass):
     """A prompt that is kept whole until all layers' budgets are known.
 
     Attributes:
-        candidates: what is chosen among.
-        scores: of their columns, None before a second reading.
-        measured: what the rule for layer budgets wants to know, None where it wants nothing.
-        states: of the whole prompt, with its last query alone; None where it will not be answered.
+        candidates: the entries to choose among.
+        scores: scores of their columns; None before a second pass.
+        measured: the measurement for the layer budget rule, None if it measures nothing.
+        states: of the whole prompt, with its last query alone; None if the prompt will not be answered.
     """
 
     def __init__(self, prompt: Prefill, candidates: Candidates, states: States):
@@ -331,7 +332,7 @@ class Waiting(Pass):
         self.candidates.queries = None
 
     def finish(self, budgets: list[list[int]]) -> Pass:
-        """Make the choice. `budgets`: entries kept of the evictable ones, [layer][row]."""
+        """Make the choice. `budgets` holds the evictable entries to keep, [layer][row]."""
         if self.choice.policy.layer_budget.is_measured:
             self.memory.log.shares = budgets
         of_layer = budgets[self.choice.place]
@@ -340,12 +341,12 @@ class Waiting(Pass):
 
 
 class Rereading(Pass):
-    """A prompt that waits is read again, a chunk at a time. Nothing of it is stored; each layer notes what attention
-    its entries receive.
+    """A waiting prompt is read again, a chunk at a time. Nothing is stored; each layer records the attention that its
+    entries receive.
 
     Attributes:
         waiting: the prompt.
-        columns: LongTensor (batch, sinks + chunk), of the candidates: each row's sinks and the chunk that is fed.
+        columns: LongTensor (batch, sinks + chunk), columns of the candidates: each row's sinks and the chunk.
         missing: bool (batch, sinks + chunk), True where a row has no such column.
     """
 
@@ -363,7 +364,7 @@ class Rereading(Pass):
         return torch.cat([candidates.keys, keys], 2), torch.cat([candidates.values, values], 2)
 
     def mask(self, query_length: int) -> torch.Tensor:
-        """The fed tokens see all candidates, and themselves causally."""
+        """Return a mask under which the tokens of the chunk see all candidates and, causally, themselves."""
         keys, padding = self.waiting.candidates.keys, self.waiting.candidates.view.padding
         old = torch.zeros(len(keys), keys.shape[2], dtype=torch.bool, device=keys.device)
         if padding is not None:
@@ -381,12 +382,12 @@ class Rereading(Pass):
         keys, fed_pads = candidates.keys.gather(2, rows), self._fed_pads(queries.shape[2])
         group_votes = self.choice.policy.cluster.group_votes
         noted = received(queries, keys, self._fed_keys, self.missing, fed_pads, scaling, group_votes)[..., self.sinks :]
-        # What is missing has received nothing, so that it does not matter in which column it is noted.
+        # Missing columns received nothing, so it does not matter where they are recorded.
         candidates.view.received.scatter_reduce_(2, rows[:, :, self.sinks :, 0], noted, "amax")
         return self.waiting
 
     def _fed_pads(self, fed: int) -> torch.Tensor:
-        """bool (batch, fed): the chunk's missing tokens behind an instruction, which every row has."""
+        """Return bool (batch, fed): the chunk's missing tokens, after an instruction that every row has."""
         pads = self.missing[:, self.sinks :]
         return torch.nn.functional.pad(pads, (fed - pads.shape[1], 0))
 

@@ -1,5 +1,5 @@
-"""What prompts that begin alike have in common, in a radix tree: each node holds successive tokens of one or more
-prompts, and what the model computed of them."""
+"""A radix tree of prompt prefixes: each node holds successive tokens of one or more prompts and their computed
+states."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ class Node:
     """Successive tokens.
 
     Attributes:
-        given: what tells a token from another, each (tokens, size): ids or embeddings, positions and the like.
-        computed: what the model made of them: queries, keys and values of each layer, (heads, tokens, head_dim).
-        used: when a prompt last went through it.
+        given: what identifies the tokens, each (tokens, size): ids or embeddings, positions and the like.
+        computed: their queries, keys and values in each layer, (heads, tokens, head_dim).
+        used: when a prompt last passed through the node.
     """
 
     given: Columns
@@ -37,9 +37,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Path:
-    """The tokens that a prompt shares with others: all of `nodes`, which follow one another from a root without tokens
-    on, but of the last one only its first `of_last`. `held`: what they computed when they were found, as other prompts
-    may split them."""
+    """A prefix that a prompt shares with others.
+
+    Attributes:
+        nodes: the nodes of its tokens, in order, after a root without tokens.
+        of_last: how many tokens of the last node belong to it.
+        held: `Node.computed` of the nodes when they were found, since other prompts may split them.
+    """
 
     nodes: tuple[Node, ...]
     of_last: int
@@ -50,26 +54,26 @@ class Path:
         return sum(computed[0].shape[-2] for computed in self.held[:-1]) + self.of_last
 
     def computed(self, part: int, tokens: int) -> torch.Tensor:
-        """The first `tokens` of a part of `Node.computed`."""
+        """Return the first `tokens` of a part of `Node.computed`."""
         return torch.cat([computed[part] for computed in self.held], dim=-2)[..., :tokens, :]
 
 
 class PrefixTree:
-    """Holds at most `room` bytes.
+    """A radix tree of at most `room` bytes.
 
     Attributes:
-        nbytes: of all that is held.
-        reused_tokens: that prompts took from it so far.
+        nbytes: bytes held.
+        reused_tokens: tokens that prompts have taken from it so far.
     """
 
     def __init__(self, room: int, device: str | None = None):
-        """`device`: where everything is held; None: where it is computed."""
+        """`device` holds all tensors; None: the device on which they are computed."""
         self.room, self.device, self.nbytes, self.reused_tokens = room, device, 0, 0
         self._roots: dict[object, Node] = {}
         self._clock = 0
 
     def find(self, identity: object, given: Columns) -> Path:
-        """How much of a prompt is there. Only prompts of the same `identity` share."""
+        """Find the longest known prefix of a prompt. Only prompts with the same `identity` share."""
         given = self._here(given)
         node = self._roots.setdefault(identity, Node([], []))
         nodes, of_last = [node], 0
@@ -84,11 +88,11 @@ class PrefixTree:
         return Path(tuple(nodes), of_last, tuple(node.computed for node in nodes[1:]))
 
     def add(self, identity: object, given: Columns, computed: Columns, first: int) -> None:
-        """Hold a prompt, or of its tokens as many as there is room for once what was used least recently is gone.
+        """Add a prompt, or as many of its tokens as fit after the least recently used ones are dropped.
 
         Args:
-            given: of all its tokens.
-            computed: of those from `first` on; what is needed of them is copied.
+            given: what identifies all of its tokens.
+            computed: states of the tokens from `first` on; the needed part is copied.
         """
         path = self.find(identity, given)
         start, behind = path.tokens, given[0].shape[0] - path.tokens
@@ -116,7 +120,7 @@ class PrefixTree:
         return parts if self.device is None else [part.to(self.device) for part in parts]
 
     def _split(self, node: Node, tokens: int) -> None:
-        """Let a node hold its first tokens only, and a new one behind it the others."""
+        """Split a node after its first `tokens` tokens."""
         rest = Node(_cut(node.given, tokens, None), _cut(node.computed, tokens, None), node, node.children, node.used)
         for child in rest.children.values():
             child.parent = rest
@@ -136,7 +140,7 @@ class PrefixTree:
                 leaves.add(leaf.parent)
 
     def _nodes(self) -> Iterator[Node]:
-        """All but the roots."""
+        """Yield all nodes but the roots."""
         waiting = [child for root in self._roots.values() for child in root.children.values()]
         while waiting:
             node = waiting.pop()
@@ -145,17 +149,17 @@ class PrefixTree:
 
 
 def _cut(parts: Columns, start: int, stop: int | None) -> Columns:
-    """Copies: a view would keep the whole alive."""
+    """Copy a range of tokens: a view would keep the whole tensor alive."""
     return [part[..., start:stop, :].detach().clone(memory_format=torch.contiguous_format) for part in parts]
 
 
 def _first(given: Columns) -> bytes:
-    """What tells the first token from another."""
+    """Return a key that identifies the first token."""
     return torch.cat([part[0].double() for part in given]).cpu().numpy().tobytes()
 
 
 def _equal_tokens(one: Columns, other: Columns) -> int:
-    """How many tokens are the same in both, from the first on."""
+    """Return the length of the common prefix."""
     tokens = min(one[0].shape[0], other[0].shape[0])
     same = torch.stack([(a[:tokens] == b[:tokens]).all(-1).to(one[0].device) for a, b in zip(one, other, strict=True)])
     return int(same.all(0).long().cumprod(0).sum())

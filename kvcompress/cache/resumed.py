@@ -1,4 +1,4 @@
-"""A first prompt of which the beginning was computed before: only the rest passes through the model."""
+"""A first prompt whose prefix was computed before: only the rest passes through the model."""
 
 from collections.abc import Callable
 
@@ -11,16 +11,17 @@ from .new_tokens import NewTokens
 from .passes import Decoding, KeysAndValues, Prefill
 
 # Queries (batch, heads, columns, head_dim), keys and values (batch, kv_heads, columns, head_dim) of a prompt's first
-# columns; made when a layer is reached, so that one layer's are there at a time. Queries are None before a prompt's
-# last piece, as nothing is chosen yet.
+# columns; created when a layer is reached, so that memory holds one layer's. Queries are None before a prompt's last
+# piece, as nothing is chosen yet.
 Beginning = Callable[[], tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]]
 
 
 class ResumedPrefill(Prefill):
-    """A first prompt that goes on behind its first `known` columns, whose states `beginning` returns. What is
-    compressed is the whole prompt, as if all of it had passed through the layer."""
+    """A first prompt whose first `known` columns come from `beginning`; the rest passes through the layer.
 
-    wants_sums = False  # of all queries; they are summed once the layer has attended with the last of them
+    The whole prompt is compressed, as if all of it had passed through the layer."""
+
+    wants_sums = False  # all queries' sums are computed after the attention of the last piece
 
     def __init__(
         self, choice: Choice, memory: Memory, tokens: NewTokens, then: Decoding, known: int, beginning: Beginning
@@ -44,7 +45,7 @@ class ResumedPrefill(Prefill):
         columns, device = self.tokens.columns, self._staged[0].device
         visible = torch.ones(query_length, columns, dtype=torch.bool, device=device).tril(columns - query_length)[None]
         if self.tokens.padding is not None:
-            # A pad query sees itself, so that its softmax is defined; nobody reads its output.
+            # A pad query sees itself, so that its softmax is defined; its output is not used.
             itself = torch.eye(columns, dtype=torch.bool, device=device)[-query_length:]
             visible = visible & ~pad_columns(self.tokens.padding.to(device), columns) | itself
         return visible[:, None]

@@ -1,9 +1,8 @@
-"""A filled cache in a file: safetensors, whose metadata says in JSON what its tensors are. Nothing in it is code.
+"""A filled cache in a file: safetensors tensors, described by JSON in the metadata. The file contains no code.
 
-A cache is a tree: layers, their memories, storages, and what these hold. A tensor of the tree is one of the file; an
-object is its class, one of `KINDS`, and its state; numbers and texts are themselves. What a storage's state is, it says
-itself (`Storage.state`).
-"""
+A cache is a tree of layers, memories, storages and their contents. Tensors of the tree are tensors of the file. An
+object is saved as its class, one of `KINDS`, and its state; numbers and strings are saved as they are. `Storage.state`
+defines the state of a storage."""
 
 import hashlib
 import json
@@ -37,7 +36,7 @@ from .storage.static import StaticStorage
 from .storage.think import ThinKStorage
 from .storage.turboquant import TurboQuantStorage
 
-FORMAT = 1  # another one as soon as a tree of this one would be misread
+FORMAT = 1  # increase when trees of this format would be misread
 KEY = "kvcompress_cache"
 STORAGES = (DenseStorage, RaggedStorage, StaticStorage, QuantizedStorage, TurboQuantStorage, ThinKStorage)
 STORAGES += (OffloadedStorage,)
@@ -47,9 +46,9 @@ CPU = torch.device("cpu")
 
 
 def write(path: str | Path, model: PreTrainedModel, policy: Policy, content: dict[str, object]) -> None:
-    """Write a cache of the model into a file, whole or not at all. `content`: what `read` shall give back."""
+    """Write a cache of the model to a file, completely or not at all. `content` is what `read` returns."""
     if (model.tp_size or 1) > 1:
-        raise KVCompressError("tensor parallel: each process has a cache of its own KV heads, which is not saved")
+        raise KVCompressError("tensor-parallel caches are not saved: each process holds only its own KV heads")
     writer = _Writer()
     document = {
         "format": FORMAT,
@@ -64,40 +63,42 @@ def write(path: str | Path, model: PreTrainedModel, policy: Policy, content: dic
         with replacing(Path(path)) as draft:
             save_file(writer.tensors, draft, {KEY: json.dumps(document, sort_keys=True)})
     except (OSError, ValueError, SafetensorError) as error:
-        raise KVCompressError(f"{shown(str(path))} cannot be written: {_said(error)}") from None
+        raise KVCompressError(f"{shown(str(path))} cannot be written: {_message(error)}") from None
 
 
 @contextmanager
 def read(path: str | Path, model: PreTrainedModel) -> Iterator["Content"]:
-    """What was written of the model's cache. Raises KVCompressError, one line that names the file, also for what goes
-    wrong inside."""
+    """Context manager that reads a cache saved for the model.
+
+    Any error, also inside the context, becomes a KVCompressError of one line that names the file."""
     try:
         with safe_open(path, framework="pt") as file, torch.inference_mode(False), torch.no_grad():
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             document = _document(file.metadata(), tensors)
             _check_origin(document, model)
             yield Content(document, tensors, model)
     except KVCompressError as error:
         raise KVCompressError(f"{shown(str(path))}: {error}") from None
     except (OSError, SafetensorError) as error:
-        raise KVCompressError(f"{shown(str(path))} cannot be read as a saved cache: {_said(error)}") from None
+        raise KVCompressError(f"{shown(str(path))} cannot be read as a saved cache: {_message(error)}") from None
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise KVCompressError(f"{shown(str(path))} is not what was saved: {_said(error)}") from None
+        raise KVCompressError(f"{shown(str(path))} is not a valid saved cache: {_message(error)}") from None
 
 
 class Content:
-    """Of a file, for the model that it is loaded for."""
+    """The contents of a file, for the model that it is loaded for."""
 
     def __init__(self, document: dict[str, Any], tensors: dict[str, torch.Tensor], model: PreTrainedModel):
         self._document, self._reader = document, _Reader(tensors)
         self._device, self._devices = model.device, _layer_devices(model)
 
     def value(self, name: str) -> Any:
-        """A value as it was written, its tensors on the model's device."""
+        """Return a saved value, with its tensors on the model's device."""
         return self._reader.value(self._document["content"][name], self._device)
 
     def layers(self, name: str) -> list[tuple[dict[str, object], torch.device]]:
-        """A list with a value for each layer of the model, each on the device of its layer, and which that is."""
+        """Return a saved list with one value per layer of the model: pairs of the value, on its layer's device, and the
+        device."""
         devices = [
             self._devices.get(layer_idx, self._device) for layer_idx in range(len(self._document["content"][name]))
         ]
@@ -105,51 +106,51 @@ class Content:
         return [(self._reader.value(tree, device), device) for tree, device in trees]
 
     def check(self, policy: Policy) -> None:
-        """Raises KVCompressError unless this is the policy of the cache that was written."""
+        """Raise KVCompressError unless the saved cache had this policy."""
         written = self._reader.value(self._document["policy"], CPU)
         if differing := differences(written, in_force(policy)):
-            raise KVCompressError(f"it was compressed with options that mean something else here: {differing}")
+            raise KVCompressError(f"it was compressed with options that have another meaning here: {differing}")
 
 
 def in_force(policy: Policy) -> dict[str, object]:
-    """What tells a policy from another."""
+    """Return the settings that identify a policy."""
     return {"method": policy.method, "ratio": policy.budget.ratio, "budget": policy.budget.entries, **policy.options}
 
 
 def differences(ours: dict[str, object], theirs: dict[str, object]) -> str:
-    """`name=ours, not theirs` of all that differs, empty where nothing does."""
+    """Return `name=ours, not theirs` for all differences; empty if there are none."""
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     return "; ".join(f"{name}={shown(ours.get(name))}, not {shown(theirs.get(name))}" for name in names)
 
 
 def _document(metadata: dict[str, str] | None, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What the file's metadata says, once that is known to be what was written."""
+    """Return the file's metadata after checking its format and checksum."""
     if KEY not in (metadata or {}):
-        raise KVCompressError("it is a safetensors file, but not one that CompressedCache.save has written")
+        raise KVCompressError("it is a safetensors file, but was not written by CompressedCache.save")
     document = parse_json(metadata[KEY])
     if (found := document.get("format")) != FORMAT:
         raise KVCompressError(
-            f"it is of format {shown(found)}, written by kvcompress {shown(document.get('kvcompress'))}: this is "
+            f"its format is {shown(found)}, written by kvcompress {shown(document.get('kvcompress'))}; this is "
             f"{__version__}, which reads format {FORMAT}"
         )
     if document.pop("sha256", None) != _checksum(document, tensors):
-        raise KVCompressError("it is damaged: its checksum is not that of what it holds")
+        raise KVCompressError("it is damaged: its checksum does not match its contents")
     return document
 
 
 def _check_origin(document: dict[str, Any], model: PreTrainedModel) -> None:
-    """Raises KVCompressError unless the cache was saved with this transformers and of this model."""
+    """Raise KVCompressError unless the cache was saved with this version of transformers and for this model."""
     if document["transformers"] != transformers.__version__:
         raise KVCompressError(
-            f"it was saved with transformers {document['transformers']}, this is {transformers.__version__}, whose "
-            "models may compute other keys: let the prompt be read anew"
+            f"it was saved with transformers {document['transformers']}; this is {transformers.__version__}, whose "
+            "models may compute other keys: prefill the prompt again"
         )
     if differing := differences(document["model"], model_identity(model)):
-        raise KVCompressError(f"it is of another model than this {type(model).__name__}: {differing}")
+        raise KVCompressError(f"it was saved from another model than this {type(model).__name__}: {differing}")
 
 
 def _layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
-    """Where the layers compute, where they say which they are."""
+    """Return the device of each layer whose module has a `layer_idx`."""
     devices: dict[int, torch.device] = {}
     for module in text_decoder(model).modules():
         weight = next(module.parameters(), None)
@@ -159,19 +160,20 @@ def _layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
 
 
 class _Writer:
-    """Makes trees for JSON.
+    """Converts values to trees for JSON.
 
     Attributes:
-        tensors: those of all trees so far, in the CPU's memory, each with its own.
+        tensors: the tensors of all trees so far, in CPU memory, each with its own storage.
     """
 
     def __init__(self):
         self.tensors: dict[str, torch.Tensor] = {}
-        self._names: dict[int, tuple[str, torch.Tensor]] = {}  # by id; the tensor, so that the id stays its own
+        self._names: dict[int, tuple[str, torch.Tensor]] = {}  # by id; the tensor keeps its id from being reused
 
     def tree(self, value: object, name: str) -> Any:
-        """What JSON can say of a value: itself, or a dictionary with its kind as the one key. `name`: of its tensors,
-        to begin with."""
+        """Return a value for JSON: the value itself, or a dictionary with its kind as the only key.
+
+        `name` is the prefix of its tensors' names."""
         match value:
             case None | bool() | str():
                 return value
@@ -191,11 +193,11 @@ class _Writer:
                 return {"tensor": self._named(value, name)}
             case torch.dtype():
                 return {"dtype": str(value).removeprefix("torch.")}
-            case torch.device():  # that of its layer, wherever this will be
+            case torch.device():  # its layer's device, whichever that will be
                 return {"device": None}
         kind = type(value)
         if KINDS.get(kind.__name__) is not kind:
-            raise KVCompressError(f"what is a {kind.__name__} in the CompressedCache ({name}) cannot be saved")
+            raise KVCompressError(f"a {kind.__name__} in the CompressedCache ({name}) cannot be saved")
         state = value.state() if isinstance(value, Storage) else vars(value)
         return {"object": [kind.__name__, self.tree(state, name)]}
 
@@ -203,7 +205,7 @@ class _Writer:
         return [self.tree(each, f"{name}.{place}") for place, each in enumerate(values)]
 
     def _named(self, tensor: torch.Tensor, name: str) -> str:
-        """The name in the file, which is the same wherever the tensor is met."""
+        """Return the tensor's name in the file; the same tensor always has the same name."""
         if id(tensor) not in self._names:
             self._names[id(tensor)] = name, tensor
             part = tensor.detach().cpu().contiguous()
@@ -212,14 +214,14 @@ class _Writer:
 
 
 class _Reader:
-    """Makes values of trees again."""
+    """Converts trees back to values."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self._tensors = tensors
         self._made: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     def value(self, tree: Any, device: torch.device) -> Any:
-        """What the tree is of, with tensors of its own on the device."""
+        """Return the value of a tree, with new tensors on the device."""
         if isinstance(tree, list):
             return [self.value(each, device) for each in tree]
         if not isinstance(tree, dict):
@@ -261,5 +263,5 @@ def _checksum(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str
     return found.hexdigest()
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return getattr(error, "strerror", None) or " ".join(str(error).split())[:200] or type(error).__name__

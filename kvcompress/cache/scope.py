@@ -1,4 +1,5 @@
-"""What of a prompt is chosen among: all of it, or each row's context, with the question kept as it is."""
+"""The part of a prompt to choose among: all of it, or each row's context, in which case the question is kept
+unchanged."""
 
 from dataclasses import dataclass, replace
 
@@ -12,14 +13,14 @@ from ..scoring.selection import ADAPTIVE
 
 @dataclass(frozen=True)
 class States:
-    """What one layer's attention was handed in a forward pass.
+    """The inputs of one layer's attention in a forward pass.
 
     Attributes:
         queries: (batch, heads, new, head_dim), rotated.
-        keys, values: of the new tokens alone, (batch, kv_heads, new, head_dim).
+        keys, values: (batch, kv_heads, new, head_dim), of the new tokens alone.
         scaling: factor of q·k before the softmax.
         module: the model's attention module.
-        rotary: how the pass rotates its queries, where the method wants them unrotated.
+        rotary: the rotation of the pass's queries, if the method wants them unrotated.
     """
 
     queries: torch.Tensor
@@ -32,14 +33,14 @@ class States:
 
 @dataclass
 class Candidates:
-    """The columns that a cluster sees: as in `KVCluster.score`, padded on the left.
+    """The columns that a cluster sees, as in `KVCluster.score`, padded on the left.
 
     Attributes:
-        queries: freed (None) once they are scored.
-        source: LongTensor (batch, columns), the prompt's column that each comes from; None where it is the same.
-        question: what is kept of the prompt beside them; None where they are all of it.
-        sums: where sums are carried on, what all of the prompt's queries add to each of the prompt's columns, (batch,
-            kv_heads, columns). The question's do not steer what is kept of its context, but are remembered.
+        queries: freed (None) once the columns are scored.
+        source: LongTensor (batch, columns), the prompt's column of each candidate; None if they are the same.
+        question: the entries kept of the rest of the prompt; None if the candidates are the whole prompt.
+        sums: if the policy carries sums, what all of the prompt's queries add to each of its columns, (batch, kv_heads,
+            columns). The question's queries do not influence the choice, but later ones.
     """
 
     queries: torch.Tensor | None
@@ -51,36 +52,36 @@ class Candidates:
     sums: torch.Tensor | None = None
 
     def in_prompt(self, kept: Kept) -> Kept:
-        """What was kept of the candidates, in the prompt's columns and with the question behind it."""
+        """Return the kept candidates with the prompt's columns, followed by the question."""
         if self.question is None:
             return kept
         source = self.source[:, None].expand(-1, kept.indices.shape[1], -1)
         indices = source.gather(2, kept.indices.clamp(min=0)).masked_fill(kept.indices < 0, -1)
         whole = right_aligned(joined(replace(kept, indices=indices), self.question))
         sums = whole.sums
-        if self.sums is not None:  # a row that is nothing but context has chosen by all of its queries
+        if self.sums is not None:  # a row without a question has chosen by all of its queries
             asks = (self.question.indices >= 0).any(-1, keepdim=True)
             sums = torch.where(asks, self.with_sums(whole).sums, sums)
         return replace(whole, sums=sums, merge_threshold=kept.merge_threshold, noted=kept.noted)
 
     def with_sums(self, kept: Kept) -> Kept:
-        """`kept`, in the prompt's columns, with the sums of its entries."""
+        """Add the sums of the entries of `kept`, whose indices are the prompt's columns."""
         return kept if self.sums is None else replace(kept, sums=self.sums.gather(2, kept.indices.clamp(min=0)))
 
 
 def fills_all_slots(view: LayerView) -> bool:
-    """Whether every row and head keeps as much under `view`'s budgets, so that no slot is unused."""
+    """Whether every row and head keeps equally many entries under `view`'s budgets, so that no slot is unused."""
     return view.padding is None and len(set(view.budgets)) == 1 and view.settings.head_budget not in ADAPTIVE
 
 
 def context_of(states: States, view: LayerView, context: list[int]) -> Candidates:
-    """Each row's first `context` real tokens as if they were the whole prompt."""
+    """Return each row's first `context` real tokens as if they were the whole prompt."""
     keys = states.keys
     columns = keys.shape[2]
     pads = on_device([columns - length for length in view.lengths], keys.device)
     length = on_device(context, keys.device)
     width = max(context)
-    # Rows end their context at different columns: shift each so that all are aligned to the right.
+    # Rows' contexts end at different columns: shift them so that all are aligned to the right.
     empty = width - length
     source = ((pads - empty)[:, None] + torch.arange(width, device=keys.device)).clamp(min=0)
     whole = (states.queries, states.keys, states.values)
@@ -103,7 +104,8 @@ def context_of(states: States, view: LayerView, context: list[int]) -> Candidate
 
 
 def evictable(view: LayerView) -> LayerView:
-    """Lengths and budgets without what is protected: a layer's or a head's share is one of what can be evicted."""
+    """Subtract the protected columns from lengths and budgets, since layers and heads only share what can be
+    evicted."""
     fixed = view.protected_lengths or (0,) * len(view.lengths)
     return replace(
         view,
@@ -113,14 +115,14 @@ def evictable(view: LayerView) -> LayerView:
 
 
 def with_budgets(view: LayerView, budgets: list[int]) -> LayerView:
-    """The view with these budgets for what is evictable, and all that is protected besides."""
+    """Return the view with these budgets of evictable entries, plus everything protected."""
     fixed = view.protected_lengths or (0,) * len(budgets)
     own = [n + more for n, more in zip(fixed, budgets, strict=True)]
     return replace(view, budgets=own, mean_budgets=tuple(view.budgets))
 
 
 def joined(*parts: Kept) -> Kept:
-    """All slots of the parts, one behind the other."""
+    """Concatenate the slots of the parts."""
     sums = [part.sums for part in parts]
     if any(of_part is not None for of_part in sums):
         sums = [
@@ -136,7 +138,7 @@ def joined(*parts: Kept) -> Kept:
 
 
 def right_aligned(kept: Kept) -> Kept:
-    """The same entries with all unused slots, which may stand anywhere, at the front."""
+    """Move all unused slots, which may be anywhere, to the front."""
     order = kept.indices.argsort(dim=-1, stable=True)
     rows = order.unsqueeze(-1)
     return Kept(
@@ -148,5 +150,5 @@ def right_aligned(kept: Kept) -> Kept:
 
 
 def _columns_of(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """(batch, heads, width, head_dim): the given columns (batch, width) of each row of the states."""
+    """Return the given columns (batch, width) of each row of the states: (batch, heads, width, head_dim)."""
     return states.gather(2, columns[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))

@@ -16,7 +16,8 @@ from ..cache.cache import CompressedCache
 from ..clusters.base import KVCluster
 from ..errors import KVCompressError
 from ..hooks.session import Session, compress
-from ..policy.policy import Policy, make_policy
+from ..policy.make import make_policy
+from ..policy.policy import Policy
 from ..scoring.layer_view import LayerView
 from ..scoring.selection import ADAPTIVE
 from .models import Tried, prompts, text_model, vision_model

@@ -1,15 +1,15 @@
-"""The attention function that compressed models use: the base implementation, and around it what compression needs.
+"""The attention function of compressed models: the base implementation, and what compression adds.
 
-It is registered with transformers under `kvcompress_<base>`, once per base implementation that is asked for. The
-three cases are told apart by the state of the layer that the keys come from:
+It is registered with transformers as `kvcompress_<base>`, once per base implementation used. The state of the keys'
+layer decides between three cases:
 
-- prefill: nothing is stored. Attend over everything with the model's own mask, then compress and store.
-- continuation: a second prompt on a filled cache. Attend over what was kept and, causally, over the new tokens;
-  then compress and store the new ones.
-- decode: one token, already written behind the kept entries. Ragged entries are read where they lie.
+- prefill: nothing is stored. Attend to everything with the model's own mask, then compress and store.
+- continuation: a second prompt on a filled cache. Attend to the kept entries and, causally, to the new tokens; then
+  compress and store the new ones.
+- decode: one token, already appended to the kept entries. Ragged entries are read in place.
 
-After the first prompt the layer owns the mask: layers differ in length, and the model builds one mask for all.
-"""
+After the first prompt the layer builds the mask, since layers differ in length and the model builds one mask for
+all."""
 
 import sys
 from collections.abc import Callable
@@ -27,13 +27,13 @@ from ..kernels.column_sums import Noted
 
 PREFIX = "kvcompress_"
 
-# By the id of a decoder's config, while a session is entered: whether this thread is in a forward pass that came
-# through the session.
+# By the id of a decoder's config, while a session is entered: whether this thread is in a forward pass that started
+# in the session.
 connected: dict[int, Callable[[], bool]] = {}
 
 
 def register_attention(base: str) -> str:
-    """Register the compressed form of the attention implementation `base`; returns its name."""
+    """Register the compressed form of the attention implementation `base` and return its name."""
     name = PREFIX + base
     AttentionInterface.register(name, partial(compressed_attention, base))
     if base in ALL_MASK_ATTENTION_FUNCTIONS:
@@ -42,7 +42,8 @@ def register_attention(base: str) -> str:
 
 
 def prompt_mask(base_mask: Callable, batch_size, q_length, kv_length, q_offset=0, local_size=None, **kwargs):
-    """The base's mask for a prefill; none afterwards, where the layer makes it (sliding layers keep theirs)."""
+    """Return the base's mask for a prefill, otherwise None, as the layer then builds it (sliding layers keep the
+    base's)."""
     # With static shapes the offset is on the device; one query then is a decode step.
     is_later = q_length == 1 if isinstance(q_offset, torch.Tensor) else q_offset > 0
     if local_size is None and is_later:
@@ -60,8 +61,10 @@ def compressed_attention(
     scaling: float | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """transformers' attention contract: query (batch, heads, queries, head_dim), key and value
-    (batch, kv_heads, keys, head_dim); returns the output (batch, queries, heads, head_dim) and weights or None."""
+    """transformers' attention contract.
+
+    `query` is (batch, heads, queries, head_dim), `key` and `value` are (batch, kv_heads, keys, head_dim). Returns the
+    output (batch, queries, heads, head_dim), and weights or None."""
     attend = base_attention(base, module)
     layer = getattr(key, "kv_layer", None)
     if layer is None:  # a layer that keeps transformers' own storage
@@ -73,7 +76,7 @@ def compressed_attention(
         return attend_to_others(base, attend, module, query, given, value, attention_mask, scaling=scaling, **kwargs)
     if not layer.is_first_prompt:
         result = attend_to_kept(base, attend, module, query, key, value, layer, given, scaling=scaling, **kwargs)
-    elif layer.wants_sums and can_sum_on_the_way(base, module, query, attention_mask, kwargs):
+    elif layer.wants_sums and can_compute_sums(base, module, query, attention_mask, kwargs):
         output, sums = attention_with_sums(query, key, value, scaling)
         query.column_sums = Noted(key, scaling, sums)
         result = output, None
@@ -84,20 +87,21 @@ def compressed_attention(
 
 
 def check_came_through(module: torch.nn.Module) -> None:
-    """Raises KVCompressError in a forward pass that went around the session, without a cache of ours."""
+    """Raise KVCompressError in a forward pass that bypassed the session, without one of our caches."""
     if torch.compiler.is_compiling():
         return
     is_in_pass = connected.get(id(module.config))
     if is_in_pass is not None and not is_in_pass():
         raise KVCompressError(
-            "a forward pass went around kvcompress: inside compress(...) or attach(...), call the model itself "
-            "(model(...) or model.generate(...)), not its forward nor a part of it"
+            "a forward pass bypassed kvcompress: inside compress(...) or attach(...), call the model itself "
+            "(model(...) or model.generate(...)), not its forward or a part of it"
         )
 
 
-def can_sum_on_the_way(base: str, module: torch.nn.Module, query, mask, kwargs: dict) -> bool:
-    """Whether a prompt's attention can be computed here, with its column sums: where plain torch makes them, on a CPU
-    in fp32, and the attention is causal and nothing else."""
+def can_compute_sums(base: str, module: torch.nn.Module, query, mask, kwargs: dict) -> bool:
+    """Whether a prompt's attention can be computed here together with its column sums.
+
+    That is so where plain PyTorch computes the sums, on a CPU in fp32, for plain causal attention."""
     if base != "sdpa" or mask is not None or query.shape[2] == 1:
         return False
     is_causal = kwargs.get("is_causal")
@@ -107,8 +111,10 @@ def can_sum_on_the_way(base: str, module: torch.nn.Module, query, mask, kwargs: 
 
 
 def attend_to_others(base: str, attend: Callable, module: torch.nn.Module, query, given, value, mask, **kwargs):
-    """The base implementation in a layer without keys of its own, which is `given` those of a layer before it; a model
-    may leave out queries of a prompt that nobody reads. `mask`: the model's; else as above."""
+    """Run the base implementation in a layer without its own keys, which gets those of an earlier layer in `given`.
+
+    A model may leave out queries of a prompt whose outputs are not needed. `mask` is the model's; other arguments are
+    as in `compressed_attention`."""
     if not isinstance(given, LayerKeys):
         raise KVCompressError("a model whose layers share keys cannot be compiled while its cache is compressed")
     key, queries = given.plain, query.shape[2]
@@ -117,14 +123,16 @@ def attend_to_others(base: str, attend: Callable, module: torch.nn.Module, query
             mask = torch.ones(queries, key.shape[2], dtype=torch.bool, device=key.device)
             mask = base_mask_format(base, mask.tril(key.shape[2] - queries)[None, None], query.dtype)
         return attend(module, query, key, value, mask, **kwargs)
-    if given.in_place:  # over what there is now
+    if given.in_place:  # over the entries now stored
         return attend_to_kept(base, attend, module, query, key, value, given.kv_layer, given, **kwargs)
     mask = None if given.mask is None else given.mask[:, :, -queries:]
     return attend_under(base, attend, module, query, key, value, mask, **kwargs)
 
 
 def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, key, value, layer, given, **kwargs):
-    """The base implementation over what a layer kept, under the layer's mask, which `given` then has; else as above."""
+    """Run the base implementation over a layer's kept entries, under the layer's mask, which is then stored in `given`.
+
+    Other arguments are as in `compressed_attention`."""
     if layer.decodes_in_place:
         if can_decode_in_place(base, kwargs):
             return layer.storage.decode(query, kwargs["scaling"]).transpose(1, 2), None
@@ -140,15 +148,16 @@ def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, 
 
 
 def attend_under(base: str, attend: Callable, module: torch.nn.Module, query, key, value, mask, **kwargs):
-    """The base implementation under a mask of one or all KV heads, bool (batch, 1 or kv_heads, queries, keys) or None;
-    else as above."""
+    """Run the base implementation under a mask for one or all KV heads.
+
+    The mask is bool (batch, 1 or kv_heads, queries, keys) or None; other arguments are as in `compressed_attention`."""
     if mask is None or mask.shape[1] == 1:
         return attend(module, query, key, value, base_mask_format(base, mask, query.dtype), **kwargs)
     batch, kv_heads = key.shape[:2]
     if "flash" not in base:
         mask = mask.repeat_interleave(query.shape[1] // kv_heads, dim=1)
         return attend(module, query, key, value, base_mask_format(base, mask, query.dtype), **kwargs)
-    # Flash attention takes the padding of a sequence, not of a head: each KV head becomes a sequence of its own.
+    # Flash attention supports padding per sequence, not per head, so each KV head becomes its own sequence.
     query = query.reshape(batch * kv_heads, -1, *query.shape[2:])
     key, value = key.flatten(0, 1).unsqueeze(1), value.flatten(0, 1).unsqueeze(1)
     mask = base_mask_format(base, mask.flatten(0, 1).unsqueeze(1), query.dtype)
@@ -157,26 +166,28 @@ def attend_under(base: str, attend: Callable, module: torch.nn.Module, query, ke
 
 
 def can_decode_in_place(base: str, kwargs: dict) -> bool:
-    """Whether ragged entries can be attended to where they lie: plain attention, without dropout, and nobody asks for
-    the weights, for which `eager` is there."""
+    """Whether ragged entries can be attended to in place: plain attention without dropout.
+
+    `eager` never does that, since it also returns the weights."""
     return base != "eager" and has_plain_weights(kwargs) and not kwargs.get("dropout")
 
 
 def has_plain_weights(kwargs: dict) -> bool:
-    """Whether the attention weights are the softmax of the products and nothing else."""
+    """Whether the attention weights are the plain softmax of the products."""
     return all(kwargs.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
 
 
 def one_query_per_head(query, key, value, mask, scaling: float) -> torch.Tensor:
-    """A decode step with the query heads of each KV head as its queries: unlike transformers' masked path under
-    `torch.compile`, it does not repeat keys and values. mask (batch, 1 or kv_heads, 1, keys)."""
+    """Run a decode step with the query heads of each KV head as its queries; `mask` is (batch, 1 or kv_heads, 1, keys).
+
+    Unlike transformers' masked path under `torch.compile`, this does not repeat keys and values."""
     packed = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])  # (batch, kv_heads, groups, head_dim)
     output = torch.nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     return output.reshape(query.shape[0], 1, -1, value.shape[3])
 
 
 def base_attention(base: str, module: torch.nn.Module) -> Callable:
-    """The base implementation. `eager` is not registered: each modelling file has its own."""
+    """Return the base implementation. `eager` is not registered, since each modelling file has its own."""
     if base == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward
     attend = ALL_ATTENTION_FUNCTIONS[base]
@@ -184,7 +195,7 @@ def base_attention(base: str, module: torch.nn.Module) -> Callable:
 
 
 def call_as(base: str, attend: Callable, module: torch.nn.Module, *args, **kwargs):
-    """Flash attention reads which of its kernels to use from the module's config, where our name stands."""
+    """Call flash attention with `base` in the module's config, from which it reads which kernels to use."""
     config = module.config
     ours = config._attn_implementation
     config._attn_implementation = base
@@ -195,10 +206,10 @@ def call_as(base: str, attend: Callable, module: torch.nn.Module, *args, **kwarg
 
 
 def base_mask_format(base: str, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """The layer's bool mask (batch, 1 or heads, queries, keys) as `base` wants it."""
+    """Convert the layer's bool mask (batch, 1 or heads, queries, keys) to the format of `base`."""
     if mask is None or base == "sdpa":
         return mask
-    if "flash" in base:  # causal by itself, aligned to the right; takes the padding of keys only
+    if "flash" in base:  # causal by itself, aligned to the right; only takes the padding of keys
         visible = mask[:, 0, -1]
         return None if visible.all() else visible
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)

@@ -7,7 +7,8 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from ..calibration.files import config_field
 from ..errors import KVCompressError
-from ..policy.policy import Policy, check_tensor_parallel
+from ..policy.conflicts import TENSOR_PARALLEL, check_conflicts
+from ..policy.policy import Policy
 from ..scoring.vision import vision_token_ids
 
 
@@ -18,7 +19,7 @@ def check_heads(model: PreTrainedModel, config: Any, policy: Policy) -> None:
     if (processes := model.tp_size or 1) > 1:
         if config.num_key_value_heads % processes:
             raise KVCompressError(f"{config.num_key_value_heads} KV heads are not divisible by {processes} processes")
-        check_tensor_parallel(policy)
+        check_conflicts(policy, TENSOR_PARALLEL)
 
 
 def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
@@ -76,14 +77,14 @@ def check_cache(model: PreTrainedModel, config: PreTrainedConfig) -> None:
 
 
 def what_a_cache_needs(config: PreTrainedConfig) -> tuple:
-    """What a config says about the layers of a cache, and about what they hold."""
+    """Return a config's values about cache layers and their contents."""
     text = config.get_text_config(decoder=True)
     names = ("num_hidden_layers", "layer_types", "sliding_window", "num_key_value_heads", "cross_attention_layers")
     return config.model_type, vision_token_ids(config), *(config_field(text, name) for name in names)
 
 
 def adapters_at_work(decoder: PreTrainedModel) -> list[tuple[str, ...]]:
-    """Which adapters (LoRA and the like) are at work in which modules."""
+    """Return the state of the adapters (LoRA and the like) in each module that has any."""
     names = ("active_adapters", "disable_adapters", "merged_adapters")
     return [
         (key, *(str(getattr(module, name)) for name in names if hasattr(module, name)))

@@ -1,4 +1,4 @@
-"""Which model a saved cache is of: what tells it from every other, also in another process."""
+"""The identity of a saved cache's model, which distinguishes it from all others, also in another process."""
 
 import hashlib
 import json
@@ -12,19 +12,18 @@ from transformers import PreTrainedModel
 from ..calibration.files import config_field, fingerprint
 from .model import adapters_at_work, text_decoder, what_a_cache_needs
 
-SAMPLES = 64  # numbers of each weight that the fingerprint looks at
+SAMPLES = 64  # numbers of each weight in the fingerprint
 ROTATION = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
 class ModelReference:
-    """A cache's way to its model, which it does not keep alive. A copy of the cache has the same; in a pickle there is
-    none."""
+    """A weak reference from a cache to its model. Copies of the cache share it; a pickle has none."""
 
     def __init__(self, model: PreTrainedModel | None = None):
         self._model = None if model is None else weakref.ref(model)
 
     def __call__(self) -> PreTrainedModel | None:
-        """The model, None where it is not known or gone."""
+        """Return the model; None if it is unknown or gone."""
         return None if self._model is None else self._model()
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ModelReference":
@@ -35,11 +34,10 @@ class ModelReference:
 
 
 def model_identity(model: PreTrainedModel) -> dict[str, str]:
-    """What two models must have in common for a cache of one to be right in the other, as short texts.
+    """Return what two models must have in common for a cache of one to be right in the other, as short strings.
 
-    Of each weight some numbers are looked at, spread over it: training and merging change them, but a change of few
-    numbers of one weight may go unseen.
-    """
+    Some numbers of each weight are sampled, spread over it. Training and merging change them, but a change to a few
+    numbers of one weight may go unnoticed."""
     decoder, config = text_decoder(model), model.config
     rotation = {name: config_field(decoder.config, name) for name in ROTATION}
     return {
@@ -60,7 +58,7 @@ def _weights_fingerprint(model: PreTrainedModel) -> str:
 
 
 def _weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """All that a checkpoint would hold, quantized weights as they lie."""
+    """Yield everything that a checkpoint would hold, quantized weights as they are."""
     for name, module in model.named_modules():
         buffers = {key: part for key, part in module._buffers.items() if key not in module._non_persistent_buffers_set}
         for key, weight in {**module._parameters, **buffers}.items():
@@ -70,10 +68,10 @@ def _weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def _sample(weight: torch.Tensor) -> bytes:
-    if is_traceable_wrapper_subclass(weight):  # torchao's and the like: tensors in a tensor
+    if is_traceable_wrapper_subclass(weight):  # such as torchao's: tensors in a tensor
         return b"".join(_sample(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
     numbers = weight.numel()
-    if weight.device.type == "meta" or not numbers:  # meta: accelerate has it elsewhere
+    if weight.device.type == "meta" or not numbers:  # meta: offloaded by accelerate
         return b""
     count = min(numbers, SAMPLES)
     places = torch.arange(count, device=weight.device) * (numbers - 1) // max(count - 1, 1)

@@ -16,13 +16,15 @@ def note_positions(decoder: PreTrainedModel, position_ids: torch.Tensor | None) 
 
 
 def rope_deltas(model: PreTrainedModel) -> torch.Tensor | None:
-    """By how much the next position differs from the number of tokens, (batch, 1), where a model counts an image's
-    positions in its own way (Qwen2-VL): it keeps that of its latest prompt to itself. Else None."""
+    """Return the next position minus the number of tokens, (batch, 1), in a model with its own image positions
+    (Qwen2-VL).
+
+    The model stores that of its latest prompt. None for other models."""
     return getattr(model.base_model, "rope_deltas", None)
 
 
 def go_on_from(model: PreTrainedModel, deltas: torch.Tensor | None) -> None:
-    """Let the model count on behind another prompt than its latest, whose `rope_deltas` are these."""
+    """Let the model continue positions after another prompt than its latest, given that prompt's `rope_deltas`."""
     if hasattr(model.base_model, "rope_deltas"):
         model.base_model.rope_deltas = deltas
 

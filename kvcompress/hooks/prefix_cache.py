@@ -1,5 +1,6 @@
-"""Prompts that begin alike: what the model computes of their common beginning is kept in a radix tree (see
-`cache.prefix_tree`), and computed once. How a prompt goes on behind it: see `resumed_prompt`."""
+"""`PrefixCache`: the model's states for common prefixes of prompts, computed once and kept in a radix tree.
+
+The tree is in `cache.prefix_tree`; `resumed_prompt` continues a prompt after its prefix."""
 
 import sys
 import weakref
@@ -14,7 +15,8 @@ from .resumed_prompt import ResumedPrompt
 
 
 class PrefixCache:
-    """Keeps prompts' states for other prompts that begin alike: several questions about one image, video or document.
+    """Keeps prompts' states for other prompts with the same prefix, such as several questions about one image or
+    document.
 
     ```python
     prefixes = kvcompress.PrefixCache(gb=4)
@@ -24,23 +26,23 @@ class PrefixCache:
     prefixes.reused_tokens
     ```
 
-    It serves any number of methods, generations and models one after the other; only prompts of the same model in the
-    same state (adapters, attention implementation, dtype) share. Where a method changes the prefill (token methods,
-    methods that read the prompt twice or see hidden states, `prefill_chunk=`), and in models with sliding windows,
-    nothing is shared; nor while gradients are computed, or where logits of more than the last tokens are asked for.
+    It serves any number of methods, generations and models, one after the other; only prompts of the same model in the
+    same state (adapters, attention implementation, dtype) share. Nothing is shared if a method changes the prefill
+    (token methods, methods that read the prompt twice or use hidden states, `prefill_chunk=`), in models with sliding
+    windows, while gradients are computed, or if logits of more than the last tokens are requested.
 
     Attributes:
         prompt_tokens: real tokens of all prompts so far.
-        reused_tokens: those of them that did not pass through the model again.
+        reused_tokens: how many of them did not pass through the model again.
     """
 
     def __init__(self, gb: float, device: str | None = None):
-        """Hold nothing yet.
+        """Create an empty cache.
 
         Args:
-            gb: gigabytes (2**30 bytes) to hold; 0 keeps nothing. A prompt that passes through the model needs memory of
-                its own besides. What was used least recently leaves first.
-            device: where it is held, such as "cpu" for a model on a GPU; None: where the model is.
+            gb: size in gigabytes (2**30 bytes); 0 keeps nothing. The least recently used states are dropped first. A
+                prompt that passes through the model needs memory of its own in addition.
+            device: where the states are kept, such as "cpu" for a model on a GPU; None: on the model's device.
 
         Raises:
             KVCompressError: for a negative size.
@@ -61,18 +63,19 @@ class PrefixCache:
         return self._tree.reused_tokens
 
     def clear(self) -> None:
-        """Forget everything: after a model's weights were changed."""
+        """Drop everything; needed after a model's weights have changed."""
         self._tree.clear()
 
     def attach(
         self, prompt: ResumedPrompt, decoder: PreTrainedModel, attention: str, cache: CompressedCache, wanted: object
     ) -> list[ResumedPrompt]:
-        """As `ResumedPrompt.attach`, behind what other prompts of this decoder began with, which attends by the
-        implementation `attention`."""
+        """Like `ResumedPrompt.attach`, starting after a prefix that other prompts of this decoder have in common.
+
+        `attention` is the decoder's attention implementation."""
         if not prompt.is_begun:
             self.prompt_tokens += sum(cache.announced.lengths)
         if not self._tree.room:
             return prompt.attach(decoder, cache, wanted)
-        model = self._models.setdefault(decoder, object())  # unlike an id, it is nobody else's afterwards
+        model = self._models.setdefault(decoder, object())  # unlike an id, it is never reused
         identity = (model, attention, decoder.dtype, *adapters_at_work(decoder))
         return prompt.attach(decoder, cache, wanted, self._tree, identity)

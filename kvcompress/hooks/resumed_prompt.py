@@ -1,13 +1,12 @@
-"""A first prompt of which the beginning is known: only the rest passes through the model, at once or in pieces.
+"""A first prompt whose prefix is already computed: only the rest passes through the model, at once or in pieces.
 
-Attention is causal, so that queries, keys and values of a beginning are the same whatever follows. A prompt's
-embeddings, with the images in them, and its positions are made by the model itself; a hook on the way into the text
-decoder lets those columns pass that are next. Each layer attends over all up to them and hands the method the whole
-prompt's states once the last have passed, as a prefill would: it keeps what it keeps without, whatever it looks at.
+Attention is causal, so a prefix has the same queries, keys and values whatever follows. The model itself computes a
+prompt's embeddings, images included, and positions; a pre-forward hook on the text decoder then only passes on the next
+columns. Each layer attends to all columns up to them, and after the last ones the method gets the whole prompt's
+states, as in a prefill. It therefore keeps the same entries.
 
-What is known comes from other prompts that begin alike (see `prefix_cache.PrefixCache`), and, where a prompt is read in
-pieces, from the passes before: its beginning grows.
-"""
+The prefix comes from other prompts (see `prefix_cache.PrefixCache`) and, if a prompt is read in pieces, from the passes
+before, so it grows."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,31 +25,31 @@ from ..scoring.rotary import Rotary
 from .chunked_prefill import columns_of
 from .rotary import watch_rotary
 
-# Of these the angle of a token's rotation depends on how long its prompt is.
+# Types of RoPE whose angles depend on the prompt's length.
 ROTATED_BY_LENGTH = ("dynamic", "longrope")
 
 
 class ResumedPrompt:
-    """One prompt's way through a text decoder: `attach` before each forward pass, `remove` behind it.
+    """One prompt on its way through a text decoder: call `attach` before each forward pass and `remove` after it.
 
     Attributes:
-        is_through: whether nothing of the prompt was left for a pass after the latest.
-        nbytes: of the states of its pieces, the latest passes' included.
+        is_through: whether the latest pass read the last of the prompt.
+        nbytes: bytes of the states of its pieces so far.
     """
 
     def __init__(self, piece: int | None = None):
-        """`piece`: tokens that a pass brings at most; None: all that are not known."""
+        """`piece` is the most tokens in one pass; None: everything after the prefix."""
         self._piece, self._tokens = piece, None
-        self._kwargs: dict | None = None  # of the text decoder, for the whole prompt
-        self._known = 0  # of the batch's columns
-        self._read: list[Columns] = []  # by pass: each layer's states, then how they are rotated
+        self._kwargs: dict | None = None  # the text decoder's arguments, for the whole prompt
+        self._known = 0  # columns of the batch in the prefix
+        self._read: list[Columns] = []  # by pass: each layer's states, then their rotation
         self._states: dict[int, Columns] = {}
         self._rotation: Columns = []
         self.is_through, self.nbytes = True, 0
 
     @property
     def is_begun(self) -> bool:
-        """Whether a pass has gone into the decoder."""
+        """Whether a pass has reached the decoder."""
         return self._kwargs is not None
 
     def attach(
@@ -61,15 +60,15 @@ class ResumedPrompt:
         tree: PrefixTree | None = None,
         identity: object = None,
     ) -> "list[ResumedPrompt]":
-        """Let the prefill that `cache` was told of go on behind what is known.
+        """Let the prefill announced to `cache` start after the known prefix.
 
         Args:
-            wanted: for how many of the last tokens logits are asked for, the model's `logits_to_keep`; of a prompt in
-                pieces it is the last one.
-            tree: of other prompts, those of the same `identity` and this one share their beginnings.
+            wanted: the model's `logits_to_keep`, the number of last tokens whose logits are requested; 1 for a prompt
+                in pieces.
+            tree: prefixes of other prompts; only prompts with the same `identity` share.
 
         Returns:
-            What undoes it; nothing where the prompt passes as it is.
+            The objects that undo this; none if the whole prompt passes through the model.
         """
         if self._piece is None and (tree is None or not isinstance(wanted, int) or wanted < 1):
             return []
@@ -80,7 +79,7 @@ class ResumedPrompt:
         self._cache, self._tree, self._identity = cache, tree, identity
         self._wanted = wanted if self._piece is None else 1
         self._handles = [decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True)]
-        with suppress(KVCompressError):  # not known: then no method that asks for it gets here
+        with suppress(KVCompressError):  # unknown rotation: methods that need it were rejected before
             self._handles += watch_rotary(decoder, self._rotate)
         return [self]
 
@@ -105,7 +104,7 @@ class ResumedPrompt:
         return (), columns_of(self._kwargs, known, stop, tokens.columns)
 
     def _begin(self, kwargs: dict) -> bool:
-        """Look up what is known of the prompt. False where it cannot be cut."""
+        """Look up the prompt's prefix. Returns False if the prompt cannot be cut."""
         tokens = self._cache.announced
         try:
             columns_of(kwargs, 0, tokens.columns, tokens.columns)
@@ -113,7 +112,7 @@ class ResumedPrompt:
             if self._piece is not None and tokens.columns > self._piece:
                 say_whole(
                     self._piece,
-                    "what the model hands to its text decoder cannot be cut, such as a mask for images seen both ways",
+                    "the text decoder's arguments cannot be cut, such as a mask of image tokens that see each other",
                 )
             return False
         self._tokens, self._kwargs = tokens, kwargs
@@ -139,15 +138,15 @@ class ResumedPrompt:
         return beginning
 
     def _computed(self, part: int) -> torch.Tensor:
-        """Of the columns that are known, (batch, ..., columns, size); zeros in pads."""
+        """Return a part of the known columns' states, (batch, ..., columns, size); zeros at pads."""
         read = [each[part] for each in self._read]
         if not self._first:
             return torch.cat(read, dim=-2)
-        found = self._found(part)  # where the tree holds it
+        found = self._found(part)  # on the tree's device
         return torch.cat([found.to(read[0].device), *read], dim=-2) if read else found
 
     def _found(self, part: int) -> torch.Tensor:
-        """Of them, what other prompts brought."""
+        """Return a part of the states that other prompts have computed."""
         size = next(path.computed(part, 0) for path in self._paths if len(path.nodes) > 1)
         rows = []
         for path, pads in zip(self._paths, self._pads, strict=True):
@@ -157,7 +156,7 @@ class ResumedPrompt:
         return torch.stack(rows)
 
     def _rotate(self, rotary: Rotary) -> None:
-        """The model rotates the columns that pass through it: say how all are rotated."""
+        """Set the rotation of all columns, given that of the columns that pass through the model."""
         names = ["cos", "sin", "positions", *(["least"] if rotary.least is not None else [])]
         parts = [getattr(rotary, name) for name in names]
         self._rotation = [part if part.ndim == 3 else part[..., None] for part in parts]
@@ -184,7 +183,7 @@ class ResumedPrompt:
         return note
 
     def remove(self) -> None:
-        """A pass is over: what it computed is known from now on, if all layers have seen it. Doing it again does
+        """Finish a pass: its states become part of the prefix if all layers have seen it. Calling this again does
         nothing."""
         for handle in self._handles:
             handle.remove()
@@ -200,24 +199,25 @@ class ResumedPrompt:
             self._read, self._kwargs = [], None
 
     def _remember(self) -> None:
-        """Let other prompts go on behind this one."""
+        """Add the prompt to the tree, for other prompts."""
         computed = [torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0] for parts in zip(*self._read, strict=True)]
         for row, (given, pads) in enumerate(zip(self._given, self._pads, strict=True)):
-            first = max(pads - self._first, 0)  # of what passed through, the row's own
+            first = max(pads - self._first, 0)  # the row's own columns among those computed
             own = [part[row, ..., first:, :] for part in computed]
             self._tree.add(self._identity, given, own, self._first + first - pads)
 
 
 def why_whole(decoder: PreTrainedModel, cache: CompressedCache) -> str | None:
-    """What makes a prompt pass through the model as a whole; None where its states depend on nothing but the tokens
-    before each, and all are attended to here, so that it may go on behind what is known of it."""
+    """Return why a prompt has to pass through the model as a whole; None if it can start after a prefix.
+
+    For that, each token's states may depend only on the tokens before it, and all must be attended to here."""
     policy = cache.policy
     if policy.tokens is not None:
         return f"method {policy.method!r} drops tokens"
     if policy.cluster.second_pass:
         return f"method {policy.method!r} reads the prompt twice"
     if policy.cluster.reads_hidden:
-        return f"method {policy.method!r} sees hidden states"
+        return f"method {policy.method!r} reads hidden states"
     if policy.engine.prefill_chunk is not None:
         return "prefill_chunk= has chunks of its own"
     if not all(isinstance(layer, CompressedLayer) for layer in cache.layers):
@@ -225,7 +225,7 @@ def why_whole(decoder: PreTrainedModel, cache: CompressedCache) -> str | None:
     if any(getattr(module, "rope_type", None) in ROTATED_BY_LENGTH for module in decoder.modules()):
         return "the model rotates tokens by the prompt's length (dynamic NTK, LongRoPE)"
     if not cache.is_empty:
-        return "something is stored before the prompt"
+        return "the cache is not empty"
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return "gradients are computed, or the pass is compiled"
     return None
@@ -236,7 +236,7 @@ def say_whole(piece: int, reason: str) -> None:
 
 
 def _given(kwargs: dict, row: int, pads: int) -> Columns:
-    """What tells a row's real tokens from others, each (tokens, size), from the arguments of the text decoder."""
+    """Return what identifies a row's real tokens, each (tokens, size), from the text decoder's arguments."""
     parts, positions = [], kwargs.get("position_ids")
     for name in ("inputs_embeds", "per_layer_inputs"):
         if kwargs.get(name) is not None:
@@ -248,7 +248,7 @@ def _given(kwargs: dict, row: int, pads: int) -> Columns:
     rows = positions.shape[-2]
     parts.append(positions[..., row % rows, :].reshape(-1, parts[0].shape[0]).T)
     if kwargs.get("deepstack_visual_embeds") is not None:
-        vision = kwargs["visual_pos_masks"]  # packed: one line per True, row by row
+        vision = kwargs["visual_pos_masks"]  # packed: one row of features per True
         first = int(vision[:row].sum())
         for features in kwargs["deepstack_visual_embeds"]:
             part = features.new_zeros(vision.shape[1], features.shape[1])

@@ -1,4 +1,4 @@
-"""Whether a filled cache, such as a loaded one, may be reused in a session."""
+"""Checks whether a filled cache, such as a loaded one, can be reused in a session."""
 
 from typing import Any
 
@@ -7,20 +7,22 @@ from transformers import PreTrainedModel
 from ..cache.cache import CompressedCache
 from ..cache.saved import differences, in_force
 from ..errors import KVCompressError
-from ..policy.policy import make_policy
+from ..policy.make import make_policy
 from .model import check_cache
 
 
 def check_reused(cache: object, model: PreTrainedModel, new_cache: dict[str, Any] | None) -> None:
-    """Raises KVCompressError unless this is a cache that the model has filled, under the policy of the caches that the
-    session makes with the arguments `new_cache`; None where it makes none."""
+    """Raise KVCompressError unless the model has filled this cache under the session's policy.
+
+    `new_cache` holds the arguments with which the session creates caches; None if it creates none, which allows any
+    policy."""
     if not isinstance(cache, CompressedCache):
-        raise KVCompressError(f"a {type(cache).__name__} is not a CompressedCache: there is nothing to reuse in it")
+        raise KVCompressError(f"a {type(cache).__name__} is not a CompressedCache, so it cannot be reused")
     if cache.is_empty:
         raise KVCompressError("there is nothing to reuse in this CompressedCache: it has not seen a prompt yet")
     check_cache(model, cache.config)
     if cache.filled_by() not in (None, model):
-        raise KVCompressError("the CompressedCache is of another model than this session's")
+        raise KVCompressError("the CompressedCache was filled by another model than this session's")
     if new_cache is None:
         return
     given = {name: value for name, value in new_cache.items() if name != "max_new_tokens"}

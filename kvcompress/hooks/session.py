@@ -23,7 +23,7 @@ from ..inflight.cache import SlotCache
 from ..inflight.loop import InFlight, Limits
 from ..inflight.request import Request
 from ..inflight.under_way import Writer
-from ..policy.policy import make_policy
+from ..policy.make import make_policy
 from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
 from .hidden_states import watch_hidden_states
@@ -170,7 +170,7 @@ class Session:
         return generate(*args, **kwargs)
 
     def _count_on(self, cache: object) -> None:
-        """Let the model count positions behind what the cache holds."""
+        """Let the model continue positions after the tokens in the cache."""
         if isinstance(cache, CompressedCache) and not cache.is_empty and not torch.compiler.is_compiling():
             go_on_from(self.model, cache.rope_deltas)
 
@@ -216,7 +216,7 @@ class Session:
         return (), kwargs
 
     def _resumed(self, cache: CompressedCache, wanted: object) -> list[ResumedPrompt]:
-        """Let a prompt's forward pass start behind its known prefix, if it can."""
+        """Let a prompt's forward pass start after its known prefix, if it can."""
         prompt = self._pieces or ResumedPrompt()
         if self._prefixes is None:
             return prompt.attach(self._decoder, cache, wanted)

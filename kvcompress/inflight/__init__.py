@@ -1,10 +1,10 @@
-"""Requests in flight: many sequences on compressed caches, one decode step for all of them.
+"""Requests in flight: many sequences on compressed caches that decode together.
 
-- `loop.py`: the requests' way, from a prefill to an answer. Begin here.
-- `request.py`: what is asked, and how its tokens are chosen.
-- `under_way.py`: where a request stands.
+- `loop.py`: the loop from prompts to answers. Start here.
+- `request.py`: a request, and how its tokens are chosen.
+- `under_way.py`: the state of a request while it is prefilled and decoded.
 - `cache.py`, `layer.py`, `sliding.py`: the cache of a decode step over all slots, and its layers.
-- `pool.py`: where a layer's entries lie.
+- `pool.py`: storage of a layer's entries.
 """
 
 from .loop import InFlight

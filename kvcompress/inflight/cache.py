@@ -1,4 +1,4 @@
-"""`SlotCache`: what many sequences hold after their prompts, as the cache of one decode step over all of them."""
+"""`SlotCache`: the compressed contents of many sequences, as the cache of one decode step over all of them."""
 
 import torch
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
@@ -10,25 +10,27 @@ from ..scoring.rotary import Rotary
 from .layer import DecodingLayer, SlotLayer, Slots
 from .sliding import SlidingSlotLayer
 
-Sizes = list[int]  # rows of a slot, in each layer
+Sizes = list[int]  # rows of a slot in each layer
 
 
 class SlotCache(Cache):
-    """Slots for sequences whose prompts were compressed alone. Begins with none: see `resize`.
+    """A cache with a slot for each sequence; prompts are compressed in their own caches. Starts without slots, see
+    `resize`.
 
     Attributes:
-        policy: of all sequences.
-        sizes: of every slot.
+        policy: the policy of all sequences.
+        sizes: rows of each slot, by layer.
     """
 
     is_prompt = False
 
     def __init__(self, like: CompressedCache, is_fixed: bool = False):
-        """`like`: the filled cache of any of the sequences; `is_fixed`: whether every step has the same shapes."""
+        """`like` is the filled cache of any of the sequences; `is_fixed` says whether every step has the same
+        shapes."""
         if getattr(like.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
             raise KVCompressError(
-                f"requests in flight need layers with keys of their own: some of {like.config.model_type} attend to "
-                "those of others"
+                f"requests in flight need layers with their own keys: some of {like.config.model_type} attend to "
+                "the keys of others"
             )
         self.policy, self.config, self.sizes = like.policy, like.config, [0] * len(like.layers)
         self._device = like.compressed_layers[0].device
@@ -56,19 +58,21 @@ class SlotCache(Cache):
 
     @property
     def held(self) -> dict[int, int]:
-        """Tokens so far of the sequence in each slot in use."""
+        """Number of tokens so far of the sequence in each slot in use."""
         return self._slots.held
 
     def sizes_for(self, cache: CompressedCache, room: int) -> Sizes:
-        """What a slot needs for a compressed prompt with `room` tokens to come."""
+        """Return the slot size for a compressed prompt with `room` new tokens."""
         return [ours.rows_for(theirs, room) for ours, theirs in zip(self.layers, cache.layers, strict=True)]
 
     def nbytes_for(self, sizes: Sizes) -> int:
-        """Bytes of a slot of that size."""
+        """Return the bytes of a slot of this size."""
         return sum(layer.nbytes_for(size) for layer, size in zip(self.layers, sizes, strict=True))
 
     def resize(self, slots: int, sizes: Sizes) -> None:
-        """Have so many slots of that size. There must be one for each sequence; those in use come first then."""
+        """Change the number and size of the slots.
+
+        There must be one for each sequence; slots in use move to the front."""
         moves = {old: new for new, old in enumerate(self.held)}
         for layer, rows in zip(self.layers, sizes, strict=True):
             layer.resize(slots, rows, moves)
@@ -79,7 +83,7 @@ class SlotCache(Cache):
         self._slots.active = torch.arange(slots, device=self._device) < len(moves)
 
     def fill(self, slot: int, cache: CompressedCache, room: int) -> None:
-        """Take over a compressed prompt, with `room` tokens to come, of which there are enough in `sizes`."""
+        """Move a compressed prompt into a slot. `sizes` must allow `room` new tokens."""
         seen = cache.seen_tokens
         for layer, theirs, rows in zip(self.layers, cache.layers, self.sizes, strict=True):
             layer.fill(slot, theirs, rows, room)
@@ -87,7 +91,7 @@ class SlotCache(Cache):
         self._slots.seen[slot], self._slots.active[slot] = seen, True
 
     def free(self, slot: int) -> None:
-        """Forget the sequence in a slot."""
+        """Drop the sequence in a slot."""
         del self.held[slot]
         self._slots.active[slot] = False
         for layer in self.layers:
@@ -101,7 +105,7 @@ class SlotCache(Cache):
     # -- a decode step
 
     def end_step(self) -> None:
-        """A token was fed to every slot in use."""
+        """Finish a step, in which every slot in use got a token."""
         slots, window = self._slots, self.policy.query_window
         slots.seen += slots.active
         slots.steps += 1
@@ -117,20 +121,20 @@ class SlotCache(Cache):
             layer.take_back()
 
     def evict(self) -> None:
-        """Bring the sequences whose turn it is back to the decode budget. May be called again where it broke off."""
+        """Reduce the sequences that are due to the decode budget. Can be called again after it broke off."""
         if self.policy.decode is not None:
             for layer in self.layers:
                 layer.evict()
 
-    # -- what a session asks of a cache
+    # -- for the session
 
     def start(self, *announced: object) -> bool:
-        """A forward pass begins; it is no prompt."""
+        """Announce a forward pass, which is never a prompt."""
         return False
 
     def rotate(self, rotary: Rotary) -> None:
-        """Say how the step rotates its queries, before the first layer."""
+        """Set the rotation of the step's queries, before the first layer."""
         self._slots.rotary = rotary
 
     def end(self) -> None:
-        """The forward pass is over."""
+        """End the forward pass."""

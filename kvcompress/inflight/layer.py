@@ -1,4 +1,4 @@
-"""One layer of a `SlotCache`: what many sequences hold, a slot for each, and their evictions while decoding."""
+"""One layer of a `SlotCache`: the sequences' entries, a slot for each, and evictions while decoding."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -14,21 +14,21 @@ from ..device import on_device
 from ..scoring.rotary import Rotary
 from .pool import RaggedSlotPool, SlotPool
 
-SPARE = 16  # tokens that a slot has room for besides, once it had to grow: the next steps may need more, too
+SPARE = 16  # further tokens to make room for when a slot has to grow
 
 
 @dataclass
 class Slots:
-    """What all layers of a cache know of its slots.
+    """State of the slots that all layers share.
 
     Attributes:
         seen: LongTensor (slots,), tokens of each sequence so far: the column of the next.
-        active: bool (slots,), False where a slot is free.
-        cursor: LongTensor (1,), where in their rings the layers write the next queries.
+        active: bool (slots,), False if a slot is free.
+        cursor: LongTensor (1,), where the layers write the next queries in their ring buffers.
         steps: decode steps so far.
         held: `seen` of each slot in use, on the host.
-        rotary: how the step under way rotates its queries, where the method wants to know.
-        hidden: bool (slots, entries), what the step hides from later layers, for a method that hides.
+        rotary: the rotation of the current step's queries, if the method needs it.
+        hidden: bool (slots, entries), the entries that the step hides from later layers, for a method that hides.
     """
 
     seen: torch.Tensor
@@ -41,18 +41,19 @@ class Slots:
 
 
 class DecodingLayer(CacheLayerMixin):
-    """What transformers and our attention function ask of any layer of a `SlotCache`, where each step is a token of
-    every slot. Speaks with the latter as a `CompressedLayer` does while decoding."""
+    """Interface of a `SlotCache` layer for transformers and our attention function. Each step feeds one token per slot.
+
+    For the attention function it looks like a `CompressedLayer` while decoding."""
 
     is_sliding = is_first_prompt = wants_sums = decodes_in_place = False
-    has_fixed_shapes = True  # as the attention function means it: one query under a mask
+    has_fixed_shapes = True  # for the attention function: one query under a mask
     is_initialized = is_compileable = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """There is nothing to do: a slot is filled before a step."""
+        """Do nothing: slots are filled before a step."""
 
     def get_seq_length(self) -> int:
-        return 1  # positions are given with every step; this only says that it is not the first
+        return 1  # positions are passed with every step; this only says that the cache is not empty
 
     def get_max_length(self) -> int:
         return -1
@@ -63,26 +64,27 @@ class DecodingLayer(CacheLayerMixin):
         return query_length + 1, 0
 
     def count(self) -> None:
-        """A step is over."""
+        """Finish a step."""
 
     def evict(self) -> None:
-        """Bring the sequences whose turn it is back to the decode budget."""
+        """Reduce the sequences that are due to the decode budget."""
 
 
 class SlotLayer(DecodingLayer):
     """A layer with full attention."""
 
     def __init__(self, like: CompressedLayer, slots: Slots, is_fixed: bool):
-        """`like`: the layer in any filled cache of this policy; `is_fixed`: whether every step has the same shapes."""
+        """`like` is this layer in any filled cache of the policy; `is_fixed` says whether every step has the same
+        shapes."""
         self.keys = self.values = None  # transformers' names; the entries are in `storage`
         self.layer_idx, self.policy, self.choice = like.layer_idx, like.policy, like.choice
         self._slots, self._is_fixed, self._hiding = slots, is_fixed, like.hiding
         is_even = is_fixed or self.policy.head_budget == "uniform"
         self._pool_type = SlotPool if is_even else RaggedSlotPool
         self.storage: SlotPool | None = None
-        self._memories: dict[int, Memory] = {}  # of the sequences in the slots, without their entries
-        self._decoded: dict[int, int] = {}  # tokens of each since its latest eviction
-        self._latest: torch.Tensor | None = None  # queries (slots, heads, window, head_dim), a ring
+        self._memories: dict[int, Memory] = {}  # by slot, without the entries
+        self._decoded: dict[int, int] = {}  # by slot, tokens since the latest eviction
+        self._latest: torch.Tensor | None = None  # queries (slots, heads, window, head_dim), a ring buffer
         self._scaling, self._module = like.scaling, like.module
         self._foretold: torch.Tensor | None = None
         kept, latest = like.memory.kept(), like.memory.latest_queries[:1]
@@ -93,7 +95,7 @@ class SlotLayer(DecodingLayer):
     # -- slots
 
     def rows_for(self, layer: CompressedLayer, room: int) -> int:
-        """Rows of a slot for what `layer` holds of a prompt, with `room` tokens to come."""
+        """Return the rows of a slot for a prompt's entries in `layer`, with `room` new tokens."""
         counts = (layer.kept_columns()[0] >= 0).sum(-1).tolist()
         if self.policy.decode is not None:
             length, held = layer.seen + room, sum(counts) // len(counts)
@@ -102,7 +104,7 @@ class SlotLayer(DecodingLayer):
         return self._pool_type.rows_for(counts, room)
 
     def nbytes_for(self, rows: int) -> int:
-        """Bytes of a slot with so many rows."""
+        """Return the bytes of a slot with this many rows."""
         return self._fixed_nbytes + rows * self._row_nbytes
 
     @property
@@ -110,7 +112,7 @@ class SlotLayer(DecodingLayer):
         return self.policy.decode is not None or self._hiding is not None
 
     def fill(self, slot: int, layer: CompressedLayer, rows: int, room: int) -> None:
-        """Take over what `layer` holds of a prompt. `rows`: of every slot, where this is the first."""
+        """Move a prompt's entries from `layer`. `rows` is the size of every slot, used for the first prompt."""
         memory = layer.memory
         kept = memory.kept()
         if self.storage is None:
@@ -118,7 +120,7 @@ class SlotLayer(DecodingLayer):
             self.storage = self._pool_type(kept, slots, rows, self._is_fixed, self._knows_columns)
             self.storage.steps = self._slots.steps
         if self.policy.decode is not None:
-            room = 0  # evictions make their own
+            room = 0  # evictions make room
         self.storage.place([slot], kept, (kept.indices >= 0).sum(-1).tolist(), room)
         self._remember(slot, memory.latest_queries)
         memory.storage, memory.sums, memory.latest_queries = None, None, []
@@ -129,7 +131,7 @@ class SlotLayer(DecodingLayer):
         del self._memories[slot], self._decoded[slot]
 
     def resize(self, slots: int, rows: int, moves: dict[int, int]) -> None:
-        """Have so many slots of so many rows; what `slot` held is in `moves[slot]`."""
+        """Change the number of slots and their rows; the contents of `slot` move to `moves[slot]`."""
         if not moves:
             self.storage = self._latest = None
             return
@@ -142,7 +144,7 @@ class SlotLayer(DecodingLayer):
             self._latest[list(moves.values())] = before[list(moves)]
 
     def _remember(self, slot: int, pieces: list[torch.Tensor]) -> None:
-        """Note the latest queries of a prompt as if the steps before the next had brought them."""
+        """Write the latest queries of a prompt to the ring buffer, as if decode steps had."""
         if not pieces:
             return
         window = self.policy.query_window
@@ -155,7 +157,7 @@ class SlotLayer(DecodingLayer):
 
     @property
     def _order(self) -> torch.Tensor:
-        """The places of the ring from the oldest query to the latest."""
+        """The places of the ring buffer, from the oldest query to the latest."""
         window = self.policy.query_window
         return (torch.arange(window, device=self._latest.device) + self._slots.steps) % window
 
@@ -171,7 +173,7 @@ class SlotLayer(DecodingLayer):
         self._foretold = foretold
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """New states (slots, kv_heads, 1, head_dim) in; the keys and values to attend over out."""
+        """Take new states (slots, kv_heads, 1, head_dim); return the keys and values to attend to."""
         slots, device = self._slots, key_states.device
         with torch.no_grad():
             self.storage.append(key_states, value_states, slots.seen.to(device), slots.active.to(device))
@@ -179,7 +181,7 @@ class SlotLayer(DecodingLayer):
         return on_their_way(keys, self), values
 
     def mask(self, query_length: int) -> torch.Tensor:
-        """What the queries see: bool (slots, kv_heads, 1, keys)."""
+        """Return the entries that the queries see: bool (slots, kv_heads, 1, keys)."""
         visible = self.storage.visible()
         if self._is_hiding:
             visible = visible & ~self._slots.hidden[:, None, : visible.shape[2]].to(visible.device)
@@ -199,7 +201,7 @@ class SlotLayer(DecodingLayer):
 
     @torch.no_grad()
     def after_attention(self, queries: torch.Tensor, scaling: float, module: torch.nn.Module) -> None:
-        """Remember what evictions will want to know. Arguments as in `CompressedLayer.after_attention`."""
+        """Record what later evictions need. Arguments as in `CompressedLayer.after_attention`."""
         if self._hiding is not None and self.layer_idx == self._hiding.first_layer - 1:
             self._hide(queries, scaling)
         if self._latest is not None:
@@ -219,11 +221,11 @@ class SlotLayer(DecodingLayer):
                 slots.hidden[slot, : self._hiding.hidden.shape[1]] = self._hiding.hidden[0]
 
     def take_back(self) -> None:
-        """Undo the step under way, where this layer came to it."""
+        """Undo the current step, if it reached this layer."""
         self.storage.take_back(self._slots.steps)
 
     def count(self) -> None:
-        self.storage.steps = self._slots.steps  # which a compiled graph does not count
+        self.storage.steps = self._slots.steps  # compiled graphs do not count steps
         for slot in self._decoded:
             self._decoded[slot] += 1
 
@@ -255,7 +257,7 @@ class SlotLayer(DecodingLayer):
             left, stay = joined.give_back(memories), joined.result.indices is before.indices
             counts = held if stay else left.held or (left.indices >= 0).sum(-1).tolist()
         rows = max(self._pool_type.rows_for(of_heads, self.policy.decode_interval) for of_heads in counts)
-        if rows > self.storage.rows:  # heads, or layers, shared out their budget in another way than so far
+        if rows > self.storage.rows:  # heads or layers now share their budget differently
             rows += SPARE * self.storage.heads
             self.storage = self.storage.resized(self.storage.slots, rows, {slot: slot for slot in self._memories})
         if not is_same:

@@ -1,10 +1,8 @@
-"""Many requests at a time on compressed caches: each prompt is prefilled and compressed alone, all decode together.
+"""Decode many requests together on compressed caches; each prompt is prefilled and compressed alone.
 
-A slot that becomes free is filled at once, so that no request waits for a longer one's last token. Prompts and decode
-steps take turns: after each prompt, or each piece of one, all requests that have a slot get a token. What a request's
-tokens are does not depend on the others: its prompt has its own forward passes, and its evictions come at its own
-steps.
-"""
+A slot that becomes free is filled immediately, so no request waits for a longer one to finish. Prompts and decode steps
+take turns: after each prompt, or each piece of one, all running requests decode a token. A request's tokens do not
+depend on the others, since its prompt has its own forward passes and its evictions depend on its own steps."""
 
 import gc
 import math
@@ -26,8 +24,9 @@ from .under_way import Reading, Running, Writer
 
 @dataclass(frozen=True)
 class Limits:
-    """How many requests decode together, and how much of a prompt is read between two steps, see
-    `Session.generate_many`. Raises KVCompressError for a wrong value."""
+    """How many requests decode together, and how much of a prompt is prefilled between two steps.
+
+    See `Session.generate_many`. Raises KVCompressError for a wrong value."""
 
     slots: int | None = None
     kv_gb: float | None = None
@@ -48,13 +47,13 @@ class Limits:
 
 
 class InFlight:
-    """An iterator over the answers, in the order in which they are done. See `Session.generate_many`.
+    """An iterator over the answers, in the order in which they finish. See `Session.generate_many`.
 
     Attributes:
-        slots: sequences that decode together at most; 0 before that is known.
+        slots: the most sequences that decode together; 0 before this is known.
         steps: decode steps so far.
-        tokens: of all answers so far, those under way included.
-        halved: how often memory did not suffice, so that slots were given up.
+        tokens: tokens of all answers so far, unfinished ones included.
+        halved: how often the slots were halved because memory ran out.
     """
 
     def __init__(
@@ -66,19 +65,19 @@ class InFlight:
         after_prompt: Callable[[int, CompressedCache], None] | None,
         options: Mapping[str, Any],
     ):
-        """`is_fixed`: every step has the same shapes. Others as in `Session.generate_many`."""
+        """`is_fixed` says whether every step has the same shapes; other arguments are as in `Session.generate_many`."""
         self._writer, self._options = writer, options
         self._limits, self._most = limits, limits.slots
         self._is_fixed, self._after_prompt = is_fixed, after_prompt
         self.steps = self.tokens = self.halved = self._peak_kv_bytes = 0
         self._new = enumerate(requests)
-        self._again: deque[tuple[int, Request]] = deque()  # those that lost their slot
+        self._again: deque[tuple[int, Request]] = deque()  # requests that lost their slot
         self._running: dict[int, Running] = {}  # by slot
-        self._reading: Reading | None = None  # its prompt is on its way
-        self._next: Running | None = None  # its prompt is compressed, and it waits for a slot
+        self._reading: Reading | None = None  # the request being prefilled
+        self._next: Running | None = None  # the request that waits for a slot, its prompt compressed
         self._cache: SlotCache | None = None
         self._call: Callable = writer.model
-        self._axes = 0  # of a position
+        self._axes = 0  # axes of a position; 0 for a single position
         self._answers = self._generate()
 
     def __iter__(self) -> Iterator[Answer]:
@@ -90,7 +89,7 @@ class InFlight:
         return answer
 
     def by_step(self) -> Iterator[list[Answer]]:
-        """After each decode step the answers that were done since the one before."""
+        """Yield, after each decode step, the answers that have finished since the previous one."""
         done = []
         for answer in self._answers:
             if answer is not None:
@@ -112,20 +111,20 @@ class InFlight:
 
     @property
     def peak_kv_bytes(self) -> int:
-        """Most bytes held for keys and values at one time: all slots, and the prompt that is being stored."""
+        """The most bytes held for keys and values at one time: all slots, and the prompt being prefilled."""
         return max(self._peak_kv_bytes, self.kv_bytes)
 
     # -- the loop
 
     def _generate(self) -> Iterator[Answer | None]:
-        """The answers, and None after each step."""
+        """Yield the answers, and None after each step."""
         self._began = time.perf_counter()
         while True:
             if not self._writer.is_connected():
                 raise KVCompressError("kvcompress.compress(...) was left while requests were in flight")
             is_free = self._next is None and len(self._running) < max(self.slots, 1)
             if self._reading is None and is_free:
-                self._reading = self._asked_for()
+                self._reading = self._next_request()
             is_reading = self._reading is not None
             if is_reading:
                 yield from self._read()
@@ -138,8 +137,8 @@ class InFlight:
             elif not is_reading:
                 return
 
-    def _asked_for(self) -> Reading | None:
-        """The next request, None where there is none."""
+    def _next_request(self) -> Reading | None:
+        """Return the next request, None if there is none."""
         following = self._again.popleft() if self._again else next(self._new, None)
         if following is None:
             return None
@@ -147,8 +146,9 @@ class InFlight:
         return Reading(*following, started, started - self._began, self._limits.prefill_tokens)
 
     def _read(self) -> Iterator[Answer]:
-        """Read the next piece of the prompt that is on its way, and choose its first token behind the last. Yields an
-        answer where that is all of it."""
+        """Prefill the next piece of the current prompt; after the last piece, choose the first token.
+
+        Yields an answer if that token is the only one, or if the request failed."""
         reading, is_out_of_memory = self._reading, False
         try:
             logits = reading.read_on(self._writer, self._options)
@@ -172,14 +172,14 @@ class InFlight:
         except Exception as error:
             answer = failed(reading.index, error, reading.waited_s)
         self._reading = None
-        # Behind the `except`, whose traceback would keep what did not fit alive.
+        # After the `except`, whose traceback keeps the failed pass's memory alive.
         if is_out_of_memory and self._make_room():
             self._again.appendleft((reading.index, reading.request))
             return
         yield answer
 
     def _admit(self) -> None:
-        """Give the request that waits a slot, where there is one of its size."""
+        """Move the waiting request into a slot of its size, if there is one."""
         if self._next is None:
             return
         running, cache = self._next, self._next.cache
@@ -192,7 +192,7 @@ class InFlight:
             running.sizes = self._cache.sizes_for(cache, room)
         sizes = [max(pair) for pair in zip(running.sizes, self._cache.sizes, strict=True)]
         slots = self._slots_of(sizes)
-        if not slots and not self._running:  # nobody needs the size that slots have
+        if not slots and not self._running:  # no running request needs the current size
             sizes, slots = running.sizes, self._slots_of(running.sizes)
         if len(self._running) >= slots:
             return
@@ -204,7 +204,7 @@ class InFlight:
         self._running[slot] = running
 
     def _slots_of(self, sizes: list[int]) -> int:
-        """How many slots of that size there may be."""
+        """Return how many slots of this size are allowed."""
         if self._limits.kv_gb is None:
             return self._most
         fit = int(self._limits.kv_gb * 2**30 // self._cache.nbytes_for(sizes))
@@ -217,10 +217,10 @@ class InFlight:
 
     @torch.no_grad()
     def _step(self) -> Iterator[Answer]:
-        """Feed every running request's latest token; yields the answers that are done."""
+        """Feed every running request's latest token; yield the finished answers."""
         chosen = None
         try:
-            chosen, logits = self._fed()
+            chosen, logits = self._feed()
         except torch.OutOfMemoryError:
             if self._limits.on_oom == "raise":
                 raise
@@ -245,8 +245,9 @@ class InFlight:
         yield from self._evict()
         yield from done
 
-    def _fed(self) -> tuple[list[int], torch.Tensor]:
-        """The most likely next token of each slot, and the logits (slots, vocabulary)."""
+    def _feed(self) -> tuple[list[int], torch.Tensor]:
+        """Feed the slots' latest tokens. Returns the most likely next token of each slot, and the logits (slots,
+        vocabulary)."""
         ids, positions = [0] * self.slots, [0] * self.slots
         for slot, running in self._running.items():
             ids[slot], positions[slot] = running.choice.tokens[-1], running.position
@@ -282,10 +283,10 @@ class InFlight:
         self._cache.free(slot)
         del self._running[slot]
 
-    # -- where memory does not suffice
+    # -- out of memory
 
     def _too_large(self) -> Answer:
-        """Of the request that waits: no slot of its size fits."""
+        """Return the waiting request's answer if no slot of its size fits."""
         running, self._next = self._next, None
         size = self._cache.nbytes_for(running.sizes)
         error = KVCompressError(
@@ -295,17 +296,19 @@ class InFlight:
         return failed(running.index, error, running.waited_s)
 
     def _shrink(self) -> Iterator[Answer]:
-        """Have fewer slots, behind the `except`, whose traceback would keep what did not fit alive. Where there is one
-        only, its request is given up."""
+        """Reduce the number of slots; if there is only one, give up its request.
+
+        This must run after the `except` block, whose traceback keeps the failed step's memory alive."""
         if not self._make_room():
             ((slot, running),) = self._running.items()
             self._free(slot)
-            error = torch.OutOfMemoryError("memory does not suffice for this request alone")
+            error = torch.OutOfMemoryError("not enough memory for this request alone")
             yield failed(running.index, error, running.waited_s)
 
     def _make_room(self) -> bool:
-        """Halve the slots. Requests that lose theirs, the newest, and the one that is being read begin anew later.
-        False where nothing is left to give up."""
+        """Halve the slots; return False if there is nothing left to give up.
+
+        The newest requests lose their slots. They and the prompt being prefilled start again later."""
         was_reading = self._reading is not None
         if was_reading:
             self._again.appendleft((self._reading.index, self._reading.request))
@@ -326,5 +329,5 @@ class InFlight:
 
 
 def failed(index: int, error: Exception, waited_s: float) -> Answer:
-    """Of a request that ended with an error."""
+    """Return the answer of a request that ended with an error."""
     return Answer(index, torch.tensor([], dtype=torch.long), error, waited_s)

@@ -1,11 +1,12 @@
-"""Where one layer keeps the entries of many sequences at once: a slot for each.
+"""Storage of one layer's entries of many sequences, with a slot for each sequence.
 
-Each KV head of a slot is a segment of one flat buffer: entry i of head h in slot s lies in row `starts[s, h] + i`, and
-spare rows behind it wait for tokens to come. A decode step writes `slots * kv_heads` rows, wherever the segments end.
+Each KV head of a slot is a segment of one flat buffer: entry i of head h in slot s is row `starts[s, h] + i`. Spare
+rows after each segment are reserved for new tokens. A decode step writes `slots * kv_heads` rows, one at the end of
+each segment.
 
-- `SlotPool`: all segments are equally long, so that one masked attention call reads the buffer as it is.
-- `RaggedSlotPool`: heads differ in length (adaptive budgets), and share the rows of their slot; a decoded token attends
-  to the segments where they lie.
+- `SlotPool`: all segments have the same length, so one masked attention call reads the buffer unchanged.
+- `RaggedSlotPool`: heads differ in length (adaptive budgets) and share the rows of their slot; a decoded token attends
+  to the segments in place.
 """
 
 from collections.abc import Iterable
@@ -19,12 +20,14 @@ from ..scoring.layer_view import Kept
 
 
 class SlotPool:
-    """Args:
-    like: entries of one sequence, for shapes and types: `Kept` with a batch of one.
-    slots: sequences that fit.
-    rows: of the buffer for each slot, see `rows_for`.
-    is_fixed: whether every step has the same shapes; else attention is as long as the longest sequence.
-    knows_columns: whether the columns of the entries are kept too, for who chooses among them again.
+    """Entries in segments of equal length.
+
+    Args:
+        like: entries of one sequence, for shapes and dtypes: `Kept` with a batch of one.
+        slots: number of sequences.
+        rows: rows of the buffer for each slot, see `rows_for`.
+        is_fixed: whether every step has the same shapes; otherwise attention is as long as the longest sequence.
+        knows_columns: whether the entries' columns are kept, for later evictions.
     """
 
     decodes_in_place = False
@@ -32,7 +35,7 @@ class SlotPool:
     def __init__(self, like: Kept, slots: int, rows: int, is_fixed: bool = False, knows_columns: bool = False):
         self.slots, self.rows, self.is_fixed = slots, rows, is_fixed
         self.heads, device = like.keys.shape[1], like.keys.device
-        # Attention multiplies by zero what no query may see: it must be finite.
+        # Attention multiplies invisible values by zero, so they must be finite.
         self.keys = like.keys.new_zeros(slots * rows, like.keys.shape[3])
         self.values = like.values.new_zeros(slots * rows, like.values.shape[3])
         self.columns = torch.zeros(slots * rows, dtype=torch.int32, device=device) if knows_columns else None
@@ -41,25 +44,26 @@ class SlotPool:
         self.starts = of_slot[:, None] + of_head * (rows // self.heads)
         self.lengths = torch.zeros(slots, self.heads, dtype=torch.long, device=device)
         self._places = torch.arange(rows, device=device)
-        self._new: tuple[torch.Tensor, ...] | None = None  # rows, keys and values that are not written yet
+        self._new: tuple[torch.Tensor, ...] | None = None  # rows, keys and values that have not been written yet
         if is_fixed:
             self.decodes_in_place = device.type == "cuda" and has_triton()
             self._nothing = torch.zeros(1, dtype=torch.long, device=device)
-            # What the graph writes into, and what stays in its place: see `StaticStorage`.
+            # Tensors that the graph writes to or that keep their address, see `StaticStorage`.
             for buffer in (self.keys, self.values, self.columns, self.sums, self.lengths, self.starts, self._nothing):
                 if buffer is not None:
                     torch._dynamo.mark_static_address(buffer, guard=False)
         self.steps = 0
-        self._placed: dict[int, list[int]] = {}  # of each slot in use: its heads' entries, less `steps` at that time
+        self._placed: dict[int, list[int]] = {}  # by slot in use: its heads' entries minus `steps` at that time
 
     @staticmethod
     def rows_for(counts: list[int], room: int) -> int:
-        """The rows that a slot needs for so many entries of each head and `room` tokens more."""
+        """Return the rows of a slot with this many entries in each head and `room` more tokens."""
         return len(counts) * (max(counts) + room)
 
     def place(self, slots: list[int], kept: Kept, counts: list[list[int]], room: int) -> None:
-        """Let these slots hold a row of `kept` each, right-aligned and with -1 in unused places, and nothing else, with
-        room for `room` tokens. `counts`: of each row, its heads' entries."""
+        """Replace the contents of these slots by one row of `kept` each, with room for `room` tokens.
+
+        `kept` is right-aligned, with -1 in unused places. `counts` holds each row's entries by head."""
         at = on_device(slots, self.starts.device)
         for slot, of_heads in zip(slots, counts, strict=True):
             self._placed[slot] = [count - self.steps for count in of_heads]
@@ -69,7 +73,7 @@ class SlotPool:
         most = kept.indices.shape[2]
         rows = self.starts[at][..., None] + self._places[:most] - (most - lengths)[..., None]
         used = slice(None)
-        if min(map(min, counts)) < most:  # which slots, the host knows: a mask of the device would be waited for
+        if min(map(min, counts)) < most:  # selected on the host: a mask on the device would cause a wait
             unused = most - torch.tensor(counts)[..., None]
             used = on_device((torch.arange(most) >= unused).flatten().nonzero()[:, 0], rows.device)
         rows = rows.flatten()[used]
@@ -81,16 +85,18 @@ class SlotPool:
             self.sums.index_copy_(0, rows, kept.sums.flatten()[used])
 
     def _lay_out(self, slot: int, counts: list[int], room: int) -> None:
-        """Decide where the segments of a slot begin."""
+        """Set the starts of a slot's segments."""
 
     def free(self, slot: int) -> None:
-        """Forget what a slot holds."""
+        """Drop the contents of a slot."""
         self.lengths[slot] = 0
         del self._placed[slot]
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, columns: torch.Tensor, active: torch.Tensor) -> None:
-        """Write a token's states (slots, kv_heads, 1, head_dim) behind each sequence. `columns`: LongTensor (slots,);
-        `active`: bool (slots,), False where a slot is free: what is written there does not count."""
+        """Append a token's states (slots, kv_heads, 1, head_dim) to each sequence.
+
+        `columns` is a LongTensor (slots,); `active` is bool (slots,), False if a slot is free, where the write has no
+        effect."""
         rows = (self.starts + self.lengths).flatten()
         self._new = rows, keys, values
         if not (self.is_fixed and self.decodes_in_place):
@@ -104,7 +110,7 @@ class SlotPool:
             self.steps += 1
 
     def _write(self) -> None:
-        """Put the latest token in its rows, where that was not done on the way."""
+        """Write the latest token to its rows, unless attention has done so."""
         if self._new is not None:
             rows, keys, values = self._new
             self._new = None
@@ -112,36 +118,38 @@ class SlotPool:
             self.values.index_copy_(0, rows, values.reshape(-1, values.shape[3]))
 
     def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Attention of one token's queries (slots, heads, 1, head_dim), which writes its key and value on the way; the
-        result has the same shape."""
+        """Attend with one token's queries (slots, heads, 1, head_dim), and write its key and value.
+
+        The result has the same shape as the queries."""
         (_, *new), self._new = self._new or (None, None, None), None
         segments = self.keys, self.values, self.starts, self.lengths.clamp(min=1), self._nothing
         return static_decode(query, *new, *segments, self.rows // self.heads, scaling)
 
     def take_back(self, steps: int) -> None:
-        """Be as after so many steps."""
+        """Restore the state after this many steps."""
         self.steps, self._new = steps, None
         for slot, placed in self._placed.items():
             self.lengths[slot] = on_device(placed, self.lengths.device) + steps
 
     def counts(self, slots: Iterable[int]) -> list[list[int]]:
-        """Entries of each head of these slots."""
+        """Return the entries of each head of these slots."""
         return [[placed + self.steps for placed in self._placed[slot]] for slot in slots]
 
     @property
     def longest(self) -> int:
-        """Entries of the head that holds most."""
+        """Number of entries of the longest head."""
         most = max((max(counts) for counts in self._placed.values()), default=1 - self.steps)
         return max(most + self.steps, 1)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (slots, kv_heads, length, head_dim), aligned to the left."""
+        """Return keys and values (slots, kv_heads, length, head_dim), aligned to the left."""
         self._write()
         keys, values = (part.view(self.slots, self.heads, -1, part.shape[1]) for part in (self.keys, self.values))
         return keys[:, :, : self._shown], values[:, :, : self._shown]
 
     def visible(self) -> torch.Tensor:
-        """bool (slots, kv_heads, length), False where `read` has no entry. A free slot shows one, for its softmax."""
+        """Return bool (slots, kv_heads, length), False where `read` has no entry. A free slot shows one, for its
+        softmax."""
         return self._places[: self._shown] < self.lengths.clamp(min=1)[..., None]
 
     @property
@@ -149,7 +157,7 @@ class SlotPool:
         return self.rows // self.heads if self.is_fixed else self.longest
 
     def kept(self, slots: list[int]) -> Kept:
-        """What these slots hold, a row each, aligned to the right; columns only where they are known."""
+        """Return the entries of these slots, one row each, aligned to the right; columns only if they are kept."""
         at = on_device(slots, self.starts.device)
         lengths = self.lengths[at]
         most = max(max(self._placed[slot]) for slot in slots) + self.steps
@@ -160,7 +168,7 @@ class SlotPool:
         return Kept(self.keys[rows], self.values[rows], columns.masked_fill(place < 0, -1), sums)
 
     def resized(self, slots: int, rows: int, moves: dict[int, int]) -> "SlotPool":
-        """Another pool of this kind: its slot `moves[slot]` holds what `slot` does."""
+        """Return a pool of the same kind whose slot `moves[slot]` has the contents of `slot`."""
         held = self.kept(list(moves))
         pool = type(self)(held, slots, rows, self.is_fixed, self.columns is not None)
         pool.steps = self.steps
@@ -174,7 +182,7 @@ class SlotPool:
 
 
 class RaggedSlotPool(SlotPool):
-    """As `SlotPool`, for heads that differ in length."""
+    """A `SlotPool` for heads that differ in length."""
 
     decodes_in_place = True
 
@@ -208,12 +216,12 @@ class RaggedSlotPool(SlotPool):
         return self.longest
 
     def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Attention of one token's queries (slots, heads, 1, head_dim); the result has the same shape."""
+        """Attend with one token's queries (slots, heads, 1, head_dim); the result has the same shape."""
         segments = self.keys, self.values, self.starts, self.lengths.clamp(min=1), self.longest
         return ragged_decode(query, *segments, self._sizes, scaling)
 
     def _sizes(self) -> list[int]:
-        """Rows of the buffer, used and spare in turn, for every head of every slot."""
+        """Return the used and spare rows of the buffer, in turn, for every head of every slot."""
         sizes = []
         for slot in range(self.slots):
             placed, first = self._placed.get(slot), 0

@@ -1,4 +1,4 @@
-"""A request of many: what is asked, how its tokens are chosen, and what came of it."""
+"""A request, the choice of its tokens, and its answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,13 +26,13 @@ ONE_SEQUENCE = ("num_beams", "num_return_sequences", "num_beam_groups")
 
 @dataclass
 class Request:
-    """One prompt with its own way of generating.
+    """One prompt with its own generation options.
 
     Attributes:
-        inputs: of the model, as a processor returns them for a batch of one.
-        options: of `generate`, in place of those that all requests have: `max_new_tokens`, `do_sample`, `temperature`,
-            `stop_strings`, ...
-        seed: of this request's draws where it samples; None draws from torch's own generator.
+        inputs: model inputs, as a processor returns them for a batch of one.
+        options: options of `generate` that override those of all requests: `max_new_tokens`, `do_sample`,
+            `temperature`, `stop_strings`, ...
+        seed: seed for sampling this request; None uses torch's global generator.
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -42,18 +42,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a request. Seconds and bytes are its own, as far as they can be told apart.
+    """The result of a request. Seconds and bytes are the request's own, as far as they can be separated.
 
     Attributes:
-        index: the request's place among all, from 0.
-        tokens: LongTensor (new,) on the CPU, the end-of-sequence token included; empty where there is an error.
-        error: what ended the request, or None.
-        waited_s: from the first request's start to this one's.
-        ttft_s: from its start to its first token.
-        tpot_s: per further token, other requests' prefills included; None where there was none.
-        pause_s: the longest between two of its tokens; None where there is one only.
-        tokens_in: of the prompt.
-        kv_bytes_prompt: held for it after the prompt, without room for what comes.
+        index: the request's index, from 0.
+        tokens: LongTensor (new,) on the CPU, the end-of-sequence token included; empty if there is an error.
+        error: the error that ended the request, or None.
+        waited_s: seconds from the first request's start to this one's.
+        ttft_s: seconds from its start to its first token.
+        tpot_s: seconds per further token, other requests' prefills included; None if there is only one token.
+        pause_s: the longest time between two of its tokens; None if there is only one.
+        tokens_in: tokens of the prompt.
+        kv_bytes_prompt: bytes held after the prompt, without room for new tokens.
         realised_ratios: fraction of the prompt's entries that was kept, by compressed layer.
     """
 
@@ -70,11 +70,11 @@ class Answer:
 
 
 class TokenChoice:
-    """How one request's tokens are chosen, and when it is over: transformers' own processors and criteria.
+    """Chooses one request's tokens and decides when it ends, with transformers' own processors and criteria.
 
     Attributes:
-        room: tokens that may come at most.
-        is_greedy: whether the token is the most likely, whatever came before.
+        room: the most tokens that can be generated.
+        is_greedy: whether each token is the most likely one, whatever came before.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class TokenChoice:
         config: GenerationConfig,
         seed: int | None,
     ):
-        """Arguments as `generate` hands them to its loop; `input_ids` (1, columns)."""
+        """Arguments are as `generate` passes them to its loop; `input_ids` are (1, columns)."""
         for name in ONE_SEQUENCE:
             if (getattr(config, name, None) or 1) > 1:
                 raise KVCompressError(
-                    f"{name}={getattr(config, name)}: a request in flight is one sequence; it takes 1"
+                    f"{name}={getattr(config, name)}: a request in flight is one sequence, so it must be 1"
                 )
         self._ids, self._processors, self._samples = input_ids, processors, config.do_sample
-        # Lengths and ends are counted on the host, so that the device is asked once per step.
+        # Lengths and end tokens are checked on the host, so that each step waits for the device only once.
         self._ends, self._criteria, longest = set(), StoppingCriteriaList(), None
         for each in criteria:
             if type(each) is MaxLengthCriteria:
@@ -107,14 +107,14 @@ class TokenChoice:
         self._generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token, from logits (vocabulary,)."""
+        """Choose the next token from logits (vocabulary,)."""
         scores = self._processors(self._ids, logits[None].to(torch.float32, copy=True))
         if not self._samples:
             return int(scores.argmax(-1))
         return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
 
     def add(self, token: int) -> bool:
-        """Note a token; True where it is the last."""
+        """Append a token; return True if it is the last."""
         self.tokens.append(token)
         if not self.is_greedy or self._criteria:
             new = on_device([[token]], self._ids.device)
@@ -128,10 +128,10 @@ class Prompt:
     """A prompt that is ready for the model.
 
     Attributes:
-        inputs: of its forward pass.
-        choice: how it goes on.
-        config: what `generate` made of its options.
-        tokens_in: its tokens.
+        inputs: inputs of its forward pass.
+        choice: how its tokens are chosen.
+        config: the generation config that `generate` made of its options.
+        tokens_in: number of its tokens.
     """
 
     inputs: dict[str, Any]
@@ -140,16 +140,16 @@ class Prompt:
     tokens_in: int
 
     def leave_media(self) -> None:
-        """A first pass has made the embeddings, with which others go on: no image is encoded again."""
+        """Drop images and the like: later passes use the embeddings of the first, so no image is encoded again."""
         self.inputs = {name: value for name, value in self.inputs.items() if name in WITHOUT_MEDIA}
 
 
 def prepare(model: PreTrainedModel, request: Request, options: Mapping[str, Any], cache: CompressedCache) -> Prompt:
-    """As `generate` prepares a prompt for its first forward pass.
+    """Prepare a prompt for its first forward pass, as `generate` does.
 
     Args:
-        options: of `generate`, for all requests.
-        cache: an empty one, which will hold it.
+        options: options of `generate` for all requests.
+        cache: an empty cache for the prompt.
     """
     found: list[Prompt] = []
 
@@ -157,11 +157,11 @@ def prepare(model: PreTrainedModel, request: Request, options: Mapping[str, Any]
         choice = TokenChoice(input_ids, logits_processor, stopping_criteria, generation_config, request.seed)
         if len(input_ids) != 1:
             raise KVCompressError(
-                f"a request has a batch of {len(input_ids)}: give each sequence as a request of its own"
+                f"a request has a batch of {len(input_ids)}: pass each sequence as a request of its own"
             )
         mask = kwargs.get("attention_mask")
         if mask is not None and not mask.all():
-            raise KVCompressError("a request has pads: give each as it is alone, without any")
+            raise KVCompressError("a request has pads: pass each prompt without padding")
         if choice.room < 1:
             raise KVCompressError(f"there is no room for a new token: max_new_tokens={choice.room}")
         inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
@@ -176,7 +176,8 @@ def prepare(model: PreTrainedModel, request: Request, options: Mapping[str, Any]
 
 
 def with_stop_strings(options: dict[str, Any]) -> dict[str, Any]:
-    """`stop_strings` and `tokenizer` as a criterion: beside `custom_generate`, transformers loses the tokenizer."""
+    """Convert `stop_strings` and `tokenizer` to a criterion, since transformers drops the tokenizer with
+    `custom_generate`."""
     strings, tokenizer = options.pop("stop_strings", None), options.pop("tokenizer", None)
     if strings is None:
         return options

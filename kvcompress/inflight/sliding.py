@@ -1,4 +1,4 @@
-"""Layers with sliding windows in a `SlotCache`: nothing of them is compressed."""
+"""Layers with sliding windows in a `SlotCache`; they are not compressed."""
 
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -8,14 +8,14 @@ from .layer import DecodingLayer, Slots
 
 
 class SlidingSlotLayer(DecodingLayer):
-    """A layer with sliding windows: each slot is a ring of as many entries as the window has."""
+    """A layer with sliding windows: each slot is a ring buffer with the window's length."""
 
     def __init__(self, like: DynamicSlidingWindowLayer, layer_idx: int, slots: Slots):
         self.keys = self.values = None
         self.layer_idx, self.window, self._slots = layer_idx, like.sliding_window, slots
         self._row_nbytes = like.keys[:, :, :1].nbytes + like.values[:, :, :1].nbytes
-        self.counts: torch.Tensor | None = None  # tokens of each slot so far
-        self._placed: dict[int, int] = {}  # the same of each slot in use, less the steps at that time
+        self.counts: torch.Tensor | None = None  # by slot, tokens so far
+        self._placed: dict[int, int] = {}  # by slot in use, tokens minus the steps at that time
 
     is_sliding = True
 
@@ -69,7 +69,7 @@ class SlidingSlotLayer(DecodingLayer):
         return (places < self.counts.clamp(min=1)[:, None])[:, None, None]
 
     def after_attention(self, queries: torch.Tensor, scaling: float, module: torch.nn.Module) -> None:
-        """There is nothing to choose."""
+        """Do nothing: no entries are chosen."""
 
     def take_back(self) -> None:
         for slot, placed in self._placed.items():

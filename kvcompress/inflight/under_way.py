@@ -1,5 +1,4 @@
-"""A request under way: while its prompt is read, whole or in pieces between the others' decode steps, and while it is
-answered."""
+"""The state of a request while its prompt is prefilled, at once or in pieces, and while it decodes."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -22,10 +21,10 @@ class Writer:
     """A model with compression connected.
 
     Attributes:
-        decoder: the text decoder inside it.
-        is_connected: whether it still is.
-        new_cache: makes the cache of one prompt.
-        read: the forward pass over a prompt with these inputs, or over the next of its pieces.
+        decoder: the model's text decoder.
+        is_connected: whether compression is still connected.
+        new_cache: creates the cache of one prompt.
+        read: runs the forward pass over a prompt with these inputs, or over its next piece.
     """
 
     model: PreTrainedModel
@@ -36,13 +35,15 @@ class Writer:
 
 
 class Reading:
-    """A request whose prompt is on its way through the model.
+    """A request whose prompt is being prefilled.
 
     Attributes:
-        started: when it began; `waited_s`: what the run had taken until then.
-        cache: which will hold the prompt.
+        started: when its prefill began.
+        waited_s: seconds from the start of the run until then.
+        cache: the cache that will hold the prompt.
         prompt: None before the first piece.
-        position: of the token that follows, and `axes` of a position; once all was read.
+        position: after the last piece, the position of the next token.
+        axes: after the last piece, the number of axes of a position.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Reading:
         waited_s: float,
         prefill_tokens: int | None,
     ):
-        """`prefill_tokens`: of a piece at most; None: the prompt is one."""
+        """`prefill_tokens` is the most tokens of a piece; None: the prompt is one piece."""
         self.index, self.started, self.waited_s = index, started, waited_s
         self.request = Request(request) if isinstance(request, Mapping) else request
         self.prompt: Prompt | None = None
@@ -61,10 +62,11 @@ class Reading:
 
     @torch.no_grad()
     def read_on(self, writer: Writer, options: Mapping[str, Any]) -> torch.Tensor | None:
-        """Read the next piece. Returns the logits (vocabulary,) of what comes next once all was read, else None.
+        """Prefill the next piece. After the last one, return the logits (vocabulary,) of the next token, otherwise
+        None.
 
         Args:
-            options: of `generate`, for all requests.
+            options: options of `generate` for all requests.
         """
         if self.prompt is None:
             if not isinstance(self.request, Request):
@@ -91,12 +93,12 @@ class Reading:
 
 @dataclass
 class Running:
-    """A request whose prompt is stored: where it stands.
+    """A request whose prompt is stored.
 
     Attributes:
-        position: of the token that is fed next.
-        started, first_at, latest_at: when its prefill began, and its first and latest token was there.
-        pause_s: the longest between two tokens so far.
+        position: position of the token to feed next.
+        started, first_at, latest_at: times of the prefill's start, the first and the latest token.
+        pause_s: the longest time between two tokens so far.
     """
 
     index: int
@@ -107,17 +109,17 @@ class Running:
     position: int
     started: float
     waited_s: float
-    cache: CompressedCache | None  # until it has a slot
+    cache: CompressedCache | None  # None once it has a slot
     kv_bytes_prompt: int
     realised_ratios: list[float]
-    sizes: list[int] = field(default_factory=list)  # of the slot that it needs
+    sizes: list[int] = field(default_factory=list)  # size of the slot that it needs
     first_at: float = 0.0
     latest_at: float = 0.0
     pause_s: float = 0.0
 
     @classmethod
     def of(cls, read: Reading) -> "Running":
-        """From one whose prompt was read."""
+        """Create the state from a request whose prompt has been prefilled."""
         cache, prompt = read.cache, read.prompt
         return cls(
             read.index,
@@ -134,7 +136,7 @@ class Running:
         )
 
     def add(self, token: int) -> bool:
-        """Note a token; True where it is the last."""
+        """Append a token; return True if it is the last."""
         now = time.perf_counter()
         if self.first_at:
             self.pause_s = max(self.pause_s, now - self.latest_at)

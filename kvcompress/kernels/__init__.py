@@ -1,1 +1,1 @@
-"""Kernels, each beside its plain torch reference."""
+"""Kernels, each with a plain PyTorch reference."""

@@ -1,14 +1,14 @@
-"""A prompt's causal attention and, on the way, what each key receives: for scores that need all queries.
+"""A prompt's causal attention together with its column sums, for scores that use all queries.
 
-Column sums that are made afterwards need the attention matrix a second time. Here its weights are summed while they are
-there, which costs next to nothing beyond the attention. A block of queries at a time: memory is linear in the prompt.
-"""
+Computing column sums afterwards needs the attention matrix a second time. Here the weights are summed as they are
+computed, which costs next to nothing beyond the attention. Queries are processed in blocks, so memory is linear in the
+prompt."""
 
 import torch
 
 from .column_sums import attention_of_heads
 
-ROWS = 384  # of a block, all query heads of a KV head counted: the matrix products are fast, the weights stay in cache
+ROWS = 384  # per block, over all query heads of a KV head: matrix products are fast and the weights stay in cache
 
 
 def attention_with_sums(
@@ -17,11 +17,12 @@ def attention_with_sums(
     """Causal attention of a prompt without padding, in fp32 on a CPU.
 
     Args:
-        query: (batch, heads, columns, head_dim); key, value: (batch, kv_heads, columns, head_dim).
+        query: (batch, heads, columns, head_dim).
+        key, value: (batch, kv_heads, columns, head_dim).
 
     Returns:
-        the output (batch, columns, heads, head_dim), as transformers' attention functions return it; and
-        `column_sums(query, key, scaling)`, (batch, kv_heads, columns).
+        The output (batch, columns, heads, head_dim), as from transformers' attention functions, and `column_sums(query,
+            key, scaling)`, (batch, kv_heads, columns).
     """
     batch, kv_heads, columns, _ = key.shape
     groups = query.shape[1] // kv_heads

@@ -1,11 +1,9 @@
-"""What each key of a prompt receives from its queries: column sums of the causal attention, in memory linear in the
-prompt.
+"""Column sums of a prompt's causal attention: what each key receives from all queries, in memory linear in the prompt.
 
-Everywhere: queries (batch, heads, columns, head_dim) and keys (batch, kv_heads, columns, head_dim) of one prompt;
-`padding` None or a LongTensor (batch, 1 or kv_heads) with the number of leading columns that hold nothing; `weights`
-None for one per query, or what each query counts, bool or float (batch, columns), none negative; the result fp32
-(batch, kv_heads, columns), averaged over the query heads of a KV head. Pads give and receive nothing.
-"""
+Throughout, queries are (batch, heads, columns, head_dim) and keys (batch, kv_heads, columns, head_dim) of one prompt.
+`padding` is a LongTensor (batch, 1 or kv_heads), the number of leading columns that hold nothing, or None. `weights`
+are the queries' weights, bool or float (batch, columns), not negative; None: 1 for each query. The result is (batch,
+kv_heads, columns) in fp32, averaged over the query heads of a KV head. Pads give and receive nothing."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ import torch
 
 from .ragged_decode import has_triton
 
-BLOCK = 128  # queries of each head at a time; 64 and 32 took as long at 8192 tokens, and longer below 1000
+BLOCK = 128  # queries per head at a time; 64 and 32 took as long at 8192 tokens, and longer below 1000
 
 
 def column_sums(
@@ -25,7 +23,8 @@ def column_sums(
     padding: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What the attention has noted on its way, our Triton kernel on CUDA, and plain torch elsewhere."""
+    """Return the column sums that the attention has stored, or compute them: on CUDA in Triton, otherwise in plain
+    PyTorch."""
     noted: Noted | None = getattr(queries, "column_sums", None)
     if noted is not None and padding is None and weights is None and noted.is_of(keys, scaling):
         return noted.sums
@@ -38,7 +37,7 @@ def column_sums(
 
 @dataclass(frozen=True)
 class Noted:
-    """The column sums of queries, attached to their tensor as `column_sums`, for these keys and this scaling."""
+    """Column sums for these keys and this scaling, attached to the tensor of queries as its `column_sums`."""
 
     keys: torch.Tensor
     scaling: float
@@ -56,7 +55,7 @@ def column_sums_reference(
     padding: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What all of them compute, from the whole attention in fp64."""
+    """The reference: computed from the whole attention matrix in fp64."""
     _, kv_heads, columns, _ = keys.shape
     grouped = queries.double().unflatten(1, (kv_heads, -1))  # (batch, kv_heads, groups, columns, head_dim)
     logits = grouped @ keys.double().unsqueeze(2).transpose(3, 4) * scaling
@@ -78,7 +77,7 @@ def column_sums_blocked(
     weights: torch.Tensor | None = None,
     block: int = BLOCK,
 ) -> torch.Tensor:
-    """A block of the attention at a time; queries before the first that counts are left out."""
+    """Compute one block of the attention at a time, from the first query with a nonzero weight on."""
     groups = queries.shape[1] // keys.shape[1]
     sums = torch.zeros(keys.shape[:3], device=keys.device)
     counts = torch.ones(len(keys), keys.shape[2], device=keys.device) if weights is None else weights.float()
@@ -107,11 +106,12 @@ def attention_of_heads(
     padding: torch.Tensor | None = None,
     starts: list[int] | None = None,
 ) -> Iterator[tuple[Block, torch.Tensor]]:
-    """A prompt's causal attention head by head, `block` queries at a time and only the keys up to them, so that what is
-    written is read again while it is in the cache. `starts`: the first query of each row that is wanted.
+    """Yield a prompt's causal attention head by head, `block` queries at a time, over the keys up to them.
+
+    What is written is thus read again while it is in the CPU cache. `starts` holds each row's first query of interest.
 
     Yields:
-        the block, and its weights (groups * queries, keys from `pad` to `end`) in fp32, overwritten by the next.
+        The block, and its weights (groups * queries, keys from `pad` to `end`) in fp32, overwritten by the next block.
     """
     batch, kv_heads, columns, head_dim = keys.shape
     groups = queries.shape[1] // kv_heads

@@ -1,9 +1,8 @@
-"""The Triton kernels of the column sums. Import it only where triton is installed.
+"""Triton kernels for column sums. Import this module only if Triton is installed.
 
-The first finds each query's log-sum-exp over the keys it sees, a block of queries per program. The second sums
-exp(logit - log-sum-exp) over the queries, a block of keys per program. Neither writes the attention. Blocks of keys
-behind all queries of a block, queries before the first that counts, and pads are not visited.
-"""
+The first kernel computes each query's log-sum-exp over the keys it sees, a block of queries per program. The second
+sums exp(logit - log-sum-exp) over the queries, a block of keys per program. Neither writes the attention matrix. Both
+skip blocks of keys after all queries of a block, queries before the first nonzero weight, and pads."""
 
 import math
 
@@ -11,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_BYTES = 16384  # of the block that a loop loads
-MOST_ROWS = 64  # of the block that a loop loads
+BLOCK_BYTES = 16384  # of a block loaded in the loop
+MOST_ROWS = 64  # of a block loaded in the loop
 
 
 def column_sums_triton(
@@ -22,7 +21,9 @@ def column_sums_triton(
     padding: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Arguments and result as in column_sums.py; fp16, bf16 or fp32, products summed in fp32. Waits for nothing."""
+    """Compute column sums; arguments and result are as in column_sums.py.
+
+    Inputs are fp16, bf16 or fp32, and products are summed in fp32. The host does not wait."""
     batch, heads, columns, head_dim = queries.shape
     kv_heads, device = keys.shape[1], keys.device
     queries, keys = (states if states.stride(3) == 1 else states.contiguous() for states in (queries, keys))
@@ -48,8 +49,10 @@ def column_sums_triton(
 
 
 def blocks_of(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """The sizes of the kernels' blocks, and their warps, with which no register spills (`python -m
-    benchmarks.gpu.offline`): in fp32, whose products no tensor core makes, smaller ones."""
+    """Return the kernels' block sizes and warps, chosen so that no register spills (`python -m
+    benchmarks.gpu.offline`).
+
+    Blocks are smaller in fp32, whose products do not use tensor cores."""
     block_dim = max(16, triton.next_power_of_2(head_dim))
     moving = min(MOST_ROWS, max(16, BLOCK_BYTES // (block_dim * dtype.itemsize)))
     if dtype != torch.float32:
@@ -62,8 +65,8 @@ def _sum_rows(
     queries,  # (batch, heads, columns, HEAD_DIM)
     keys,  # (batch, kv_heads, columns, HEAD_DIM)
     padding,  # (batch, kv_heads)
-    first,  # (batch,), the first query that counts
-    log_sums,  # out: (batch, heads, columns), to base 2; nothing of use where a query does not count
+    first,  # (batch,), the first query with a nonzero weight
+    log_sums,  # out: (batch, heads, columns), to base 2; undefined for queries of weight 0
     query_row,
     query_head,
     query_column,
@@ -90,7 +93,7 @@ def _sum_rows(
     asking = block * STAYING + tl.arange(0, STAYING)
     q_at = queries + row * query_row + head * query_head + asking[:, None].to(tl.int64) * query_column + dim
     q = tl.load(q_at, mask=(asking < columns)[:, None] & is_dim, other=0.0)
-    # Not -inf: where a query has seen nothing yet, differences have to be numbers.
+    # Not -inf: the differences must be numbers before a query has seen a key.
     maximum = tl.full((STAYING,), -1e30, tl.float32)
     total = tl.zeros((STAYING,), tl.float32)
     end = tl.minimum(block * STAYING + STAYING, columns)
@@ -112,7 +115,7 @@ def _sum_columns(
     queries,  # (batch, heads, columns, HEAD_DIM)
     keys,  # (batch, kv_heads, columns, HEAD_DIM)
     padding,  # (batch, kv_heads)
-    first,  # (batch,), the first query that counts
+    first,  # (batch,), the first query with a nonzero weight
     weights,  # (batch, columns)
     log_sums,  # (batch, heads, columns)
     sums,  # out: (batch, heads, columns)

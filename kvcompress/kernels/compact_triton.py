@@ -1,4 +1,4 @@
-"""The Triton kernel that moves kept rows. Import it only where triton is installed."""
+"""Triton kernel that copies kept rows. Import this module only if Triton is installed."""
 
 import torch
 import triton
@@ -10,7 +10,8 @@ BLOCK = 32  # kept rows per program
 def compact_triton(
     keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments and results as in compact.py; both in one launch, each kept row read and written once."""
+    """Copy keys and values in one launch, reading and writing each kept row once; arguments and results as in
+    compact.py."""
     keys, values = (states if states.stride(3) == 1 else states.contiguous() for states in (keys, values))
     batch, kv_heads, kept = indices.shape
     kept_keys, kept_values = (states.new_empty(*indices.shape, states.shape[3]) for states in (keys, values))

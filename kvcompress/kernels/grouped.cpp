@@ -1,4 +1,4 @@
-// Attention of one token over entries whose numbers share a scale and a zero in groups, as quantization.py says, and over
+// Attention of one token over entries whose numbers share a scale and a zero in groups, as pieces.py says, and over
 // those that wait in full precision. Compiled by compiled.py; called by grouped_cpu.py with plain pointers.
 //
 // A task goes over entries of one KV head of one row in blocks that stay in the first two caches. Both keys (channel by

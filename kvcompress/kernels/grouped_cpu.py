@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from .compiled import library
-from .grouped import Pieces
+from .pieces import Pieces
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

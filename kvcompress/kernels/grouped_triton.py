@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .grouped import Pieces
+from .pieces import Pieces
 from .ragged_decode_triton import attended, blocks_of, combine, splits_of
 
 FIELDS = tl.constexpr(9)  # of a row's piece in the table
@@ -69,7 +69,7 @@ def grouped_decode_triton(
 
 @triton.jit
 def _numbers(fields, scale, at, is_there, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, IS_HQQ: tl.constexpr):
-    """The numbers `at` these places of what the `fields` tell of (grouped.py has the layout), fp32."""
+    """The numbers `at` these places of what the `fields` tell of (pieces.py has the layout), fp32."""
     codes = tl.load(fields).to(tl.pointer_type(tl.uint8))
     scales, zeros = tl.load(fields + 1).to(scale.dtype), tl.load(fields + 2).to(scale.dtype)
     rows = tl.load(fields + 3).to(tl.int32)

@@ -1,9 +1,8 @@
-"""Attention of one new token over ragged segments, read where they lie.
+"""Attention of one new token over ragged segments, without copying them.
 
-Everywhere: query (batch, heads, 1, head_dim); keys and values flat (rows, head_dim), where KV head h of batch row b is
-the segment of `lengths[b, h]` (at least 1) rows from `starts[b, h]` on; the result (batch, heads, 1, head_dim).
-Between segments lie spare rows, which nobody may read: they are not initialised.
-"""
+Throughout, `query` is (batch, heads, 1, head_dim). Keys and values are flat, (rows, head_dim), where KV head h of batch
+row b is the segment of `lengths[b, h]` (at least 1) rows from `starts[b, h]` on. The result is (batch, heads, 1,
+head_dim). Spare rows between segments are uninitialised and must not be read."""
 
 from collections.abc import Callable
 from functools import cache
@@ -23,14 +22,15 @@ def ragged_decode(
     sizes: Callable[[], list[int]],
     scaling: float,
 ) -> torch.Tensor:
-    """The fastest way of the query's device: one call per segment on a CPU, where it was measured to win
-    (benchmarks/results/ragged_decode.md); on CUDA our Triton kernel, and elsewhere a gather, which was not yet
-    measured.
+    """Attend by the best way on the query's device.
+
+    On a CPU this is one call per segment, measured to be the fastest (benchmarks/results/ragged_decode.md), on CUDA the
+    Triton kernel, and elsewhere a gather, which has not been measured yet.
 
     Args:
         starts, lengths: LongTensors (batch, kv_heads).
-        longest: at least as many rows as the longest segment has.
-        sizes: asked on a CPU: rows of the flat buffer, used and spare in turn, one pair per segment.
+        longest: at least the length of the longest segment.
+        sizes: called on a CPU: rows of the flat buffer, used and spare in turn, one pair per segment.
     """
     if query.device.type == "cpu":
         return decode_by_segment(query, keys, values, sizes(), scaling)
@@ -54,7 +54,7 @@ def ragged_decode_reference(
     lengths: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """What all of them compute, in plain torch with an fp32 softmax."""
+    """The reference in plain PyTorch, with an fp32 softmax."""
     batch, kv_heads = starts.shape
     groups = query.shape[1] // kv_heads
     output = query.new_empty(batch, query.shape[1], 1, values.shape[1])
@@ -69,8 +69,9 @@ def ragged_decode_reference(
 def decode_by_segment(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sizes: list[int], scaling: float
 ) -> torch.Tensor:
-    """One attention call per segment, with the query heads of its KV head as queries; `sizes` as `ragged_decode` asks.
-    Copies nothing."""
+    """Attend with one call per segment, in which the query heads of its KV head are the queries. Copies nothing.
+
+    `sizes` are as in `ragged_decode`."""
     packed = query.reshape(1, len(sizes) // 2, -1, query.shape[3])  # (1, segments, groups, head_dim)
     segments = zip(
         packed.split(1, dim=1),
@@ -91,7 +92,7 @@ def decode_gathered(
     longest: int,
     scaling: float,
 ) -> torch.Tensor:
-    """One attention call under a mask, over a copy that is padded to the longest segment."""
+    """Attend with one masked call over a copy that is padded to the longest segment."""
     slots = torch.arange(longest, device=query.device)
     used = slots < lengths[..., None]
     rows = starts[..., None] + slots.where(used, 0)

@@ -1,9 +1,7 @@
-"""Attention of one new token over segments of a fixed place, as an operator of PyTorch's: a compiled decode step is one
-graph with it, and how many entries a segment holds is known on the device alone.
+"""Attention of one new token over segments at fixed addresses, as a PyTorch operator, so a compiled step is one graph.
 
-On CUDA it is the Triton kernel of ragged decoding, which splits each segment over its keys, reads only what the segment
-holds, and writes the new token's key and value on its way.
-"""
+Only the device knows how many entries a segment holds. On CUDA the operator runs the Triton kernel of ragged decoding,
+which splits each segment over its keys, reads only its entries, and also writes the new token's key and value."""
 
 import torch
 
@@ -23,19 +21,18 @@ def static_decode(
     longest: int,
     scaling: float,
 ) -> torch.Tensor:
-    """Write a token behind its segments and attend to them.
+    """Write a token after its segments and attend to them.
 
     Args:
         query: (batch, heads, 1, head_dim).
-        new_keys, new_values: of the token, (batch, kv_heads, 1, head_dim); None where they are already written.
+        new_keys, new_values: the token's states (batch, kv_heads, 1, head_dim); None if they are already written.
         keys, values: contiguous buffers (..., head_dim), whose rows are counted from the front.
-        starts: LongTensor (batch, kv_heads), the row where KV head h of batch row b begins.
-        lengths: LongTensor (batch, kv_heads), entries of each segment without what was appended.
-        appended: LongTensor (1,), tokens behind these in every segment, the new one included.
-        longest: at least as many rows as the longest segment may have.
+        starts: LongTensor (batch, kv_heads), the first row of KV head h of batch row b.
+        lengths: LongTensor (batch, kv_heads), entries of each segment without appended tokens.
+        appended: LongTensor (1,), tokens appended to every segment, the new one included.
+        longest: at least the length that the longest segment may have.
 
-    Returns the output (batch, heads, 1, head_dim).
-    """
+    Returns the output (batch, heads, 1, head_dim)."""
     keys, values = keys.flatten(0, -2), values.flatten(0, -2)
     lengths = lengths + appended
     if new_keys is not None:

@@ -1,5 +1,5 @@
-"""The attention function of a model whose continuous batching is compressed: the base implementation, then the word
-that a layer is done."""
+"""The attention function of compressed continuous batching: the base implementation, then the compression of the
+layer."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OwnEntries:
-    """A batch of decoded tokens, and which of the entries that are read belong to the request of each.
+    """For a batch of decoded tokens, which of the entries that are read belong to each request.
 
     Attributes:
-        places: among those entries, LongTensor (requests, most).
+        places: LongTensor (requests, most), places among those entries.
         visible: bool (requests, 1, 1, most), False where a request has fewer.
     """
 
@@ -28,7 +28,7 @@ class OwnEntries:
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "OwnEntries":
-        """Of requests with so many entries each, one behind the other."""
+        """Create it for requests with these numbers of entries, one after the other."""
         first = on_device([0, *accumulate(lengths)][:-1], device)[:, None]
         place, length = torch.arange(max(lengths), device=device), on_device(lengths, device)[:, None]
         return cls(first + place.minimum(length - 1), (place < length)[:, None, None])
@@ -45,7 +45,8 @@ def paged_attention(
     cache: "PagedAttentionCache | None" = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """transformers' attention contract; query (1, heads, tokens, head_dim), those of all requests of the batch."""
+    """transformers' attention contract; `query` is (1, heads, tokens, head_dim), with the tokens of all requests of the
+    batch."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     listener = getattr(cache, "listener", None)
     own = None if listener is None or base != "sdpa" or not has_plain_weights(kwargs) else listener.own_entries(module)
@@ -69,8 +70,10 @@ def attend_to_own(
     own: OwnEntries,
     kwargs: dict,
 ) -> torch.Tensor:
-    """A decode step in which each token meets its own request's entries alone, (1, tokens, heads, head_dim). (Under
-    transformers' mask each meets those of all requests: the work grows with their square.)"""
+    """Run a decode step in which each token attends only to its own request's entries: (1, tokens, heads, head_dim).
+
+    Under transformers' mask, each token is multiplied with the entries of all requests, so the work grows with their
+    square."""
     requests, index = len(own.places), cache.pages.index
     read = list(kwargs["read_index"])
     read[index] = read[index][own.places].flatten()

@@ -1,8 +1,7 @@
-"""Compression of what the pages hold: of a prompt when it is through, of an answer at every `decode_interval` tokens.
+"""Compression of requests in pages: of a prompt after its last chunk, and of an answer every `decode_interval` tokens.
 
-All that is kept moves to the front of a request's pages. How many entries that is follows from lengths alone, so the
-pages are planned before the forward pass; which ones, each layer decides right after its attention.
-"""
+Kept entries move to the front of a request's pages. Their number depends only on lengths, so the pages are planned
+before the forward pass. Each layer chooses the entries right after its attention."""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -28,8 +27,12 @@ from .request import LayerState, PagedRequest
 
 @dataclass
 class Reading:
-    """A prompt, or a chunk of one, at `tokens` of the batch; `slots`: where all of the prompt lies in the pages, None
-    where more of it is to come."""
+    """A prompt, or a chunk of one.
+
+    Attributes:
+        tokens: its tokens in the batch.
+        slots: the whole prompt's slots in the pages; None if more chunks follow.
+    """
 
     request: PagedRequest
     tokens: slice
@@ -38,13 +41,14 @@ class Reading:
 
 @dataclass
 class Evicting:
-    """Requests that are due at once, with as many entries each.
+    """Requests that evict in the same step, with equally many entries each.
 
     Attributes:
-        rows: places of their tokens in the batch, LongTensor (requests, 1).
-        slots: where their entries lie in the pages, LongTensor (requests, entries).
-        seen: tokens of each so far, evicted ones included; `ends`: the same, LongTensor (requests, 1, 1).
-        kept: entries that stay of each.
+        rows: LongTensor (requests, 1), places of their tokens in the batch.
+        slots: LongTensor (requests, entries), slots of their entries in the pages.
+        seen: tokens of each so far, evicted ones included.
+        ends: the same as a LongTensor (requests, 1, 1).
+        kept: number of entries that each keeps.
     """
 
     requests: list[PagedRequest]
@@ -57,8 +61,12 @@ class Evicting:
 
 @dataclass
 class Step:
-    """What one forward pass does to its requests. `rows`: places of the decoded tokens in the batch; `own`: their
-    requests' entries, where all tokens are decoded ones."""
+    """The compression in one forward pass.
+
+    Attributes:
+        rows: LongTensor, places of the decoded tokens in the batch.
+        own: the entries of their requests, if all tokens of the batch are decoded ones.
+    """
 
     reading: list[Reading]
     decoding: list[PagedRequest]
@@ -68,10 +76,10 @@ class Step:
 
 
 class Eviction:
-    """Of one manager's requests: listens to its pages, and to the attention of the layers.
+    """Compresses one manager's requests; it listens to the pages and to the attention of the layers.
 
     Attributes:
-        peak_pages: most pages per layer that requests had at once.
+        peak_pages: the most pages per layer that requests had at once.
     """
 
     def __init__(self, policy: Policy, config: PreTrainedConfig):
@@ -81,7 +89,7 @@ class Eviction:
         self._step: Step | None = None
         self.peak_pages = 0
 
-    # -- what the pages say
+    # -- for the pages
 
     def meet(self, state: RequestState) -> PagedRequest:
         prompt, policy = state.initial_tokens, self.policy
@@ -114,7 +122,7 @@ class Eviction:
             request.stored += future.query_length
             if request.is_reading and future.has_new_token:
                 request.stored, request.is_reading = self.policy.budget(request.stored), False
-                self.pages.free_rest(request_id)  # nobody gets them before this pass is over
+                self.pages.free_rest(request_id)  # no request gets them before this pass ends
             start = stop
         own = None if reading else OwnEntries.of(read, self.pages.cache_tensor.device)
         self._step = Step(reading, decoding, self._tensor(rows), self._grouped(due), own)
@@ -126,10 +134,11 @@ class Eviction:
         return on_device(numbers, self.pages.cache_tensor.device, torch.long)
 
     def _grouped(self, due: list[tuple[PagedRequest, int, list[int], int]]) -> list[Evicting]:
-        """Those that are due, in groups of equal shapes; each request's counts as they are after its eviction."""
+        """Return the requests that are due, in groups of equal shapes, and set their counts to those after the
+        eviction."""
         groups = defaultdict(list)
         for request, row, slots, seen in due:
-            # Equal numbers of entries and of queries, and whether anything was evicted before.
+            # By the number of entries and of queries, and by whether anything was evicted before.
             groups[len(slots), min(seen, self.policy.query_window), seen > len(slots)].append(
                 (request, row, slots, seen)
             )
@@ -144,17 +153,18 @@ class Eviction:
         return evicting
 
     def rotate(self, rotary: Rotary) -> None:
-        """Say how the pass rotates its queries, for a method that undoes it."""
+        """Set the rotation of the pass's queries, for a method that undoes it."""
         self._rotary = rotary
 
-    # -- what a layer says
+    # -- for the attention function
 
     def own_entries(self, module: torch.nn.Module) -> OwnEntries | None:
-        """Of the pass under way, at a layer that is compressed and where all tokens are decoded ones; else None."""
+        """Return `OwnEntries` of the current pass if this layer is compressed and all tokens are decoded ones,
+        otherwise None."""
         return self._step.own if module.layer_idx in self.pages.layer_indices else None
 
     def after_attention(self, module: torch.nn.Module, queries: torch.Tensor, scaling: float) -> None:
-        """A layer has attended with the queries of all requests, (1, heads, tokens, head_dim)."""
+        """Compress a layer after its attention with the queries of all requests, (1, heads, tokens, head_dim)."""
         if module.layer_idx not in self.pages.layer_indices:
             return
         place = self.pages.layer_indices.index(module.layer_idx)
@@ -172,14 +182,16 @@ class Eviction:
     def _read(
         self, reading: Reading, choice: Choice, queries: torch.Tensor, scaling: float, module: torch.nn.Module
     ) -> None:
-        """Of a prompt that is through keep what is to be kept, of an earlier chunk the queries."""
+        """Compress a prompt after its last chunk; store the queries of an earlier chunk."""
         request, layer = reading.request, reading.request.layers[choice.place]
         if self._rotary is not None and choice.place == 0:
             tokens = torch.arange(reading.tokens.start, reading.tokens.stop, device=queries.device)
             request.rotary.append(self._rotary_at(tokens[None]))
         if self.policy.query_window or self.policy.needs_sums:
             own = queries[:, :, reading.tokens]
-            layer.queries.append(own.clone() if reading.slots is None else own)  # a view would keep all requests' alive
+            layer.queries.append(
+                own.clone() if reading.slots is None else own
+            )  # a view would keep all requests' queries alive
         if reading.slots is None:
             return
         if request.tokens is None:
@@ -196,7 +208,7 @@ class Eviction:
         layer.columns = kept.indices[0]
 
     def _evict(self, evicting: Evicting, choice: Choice, scaling: float, module: torch.nn.Module) -> None:
-        """Bring the requests' entries back to the decode budget, as `Decoding` does."""
+        """Reduce the requests' entries to the decode budget, as `Decoding` does."""
         layers = [request.layers[choice.place] for request in evicting.requests]
         memories = [layer.memory for layer in layers]
         keys, values = self._read_pages(choice, evicting.slots)
@@ -221,16 +233,16 @@ class Eviction:
     # -- the pages of a layer
 
     def _read_pages(self, choice: Choice, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (requests, kv_heads, entries, head_dim) at `slots` (requests, entries)."""
+        """Return keys and values (requests, kv_heads, entries, head_dim) at `slots` (requests, entries)."""
         keys, values = self.pages._kv_token_views[choice.layer_idx]
         return keys[slots].transpose(1, 2), values[slots].transpose(1, 2)
 
     def _put(self, choice: Choice, slots: torch.Tensor, kept: Kept, entries: list[int]) -> None:
-        """Write the `entries` of each request that are kept to its first slots."""
+        """Write the kept entries of each request, `entries` of them, to its first slots."""
         wanted = on_device(entries, slots.device)[:, None]
         if not ((kept.indices >= 0).sum(-1) == wanted).all():
             raise KVCompressError(
-                f"method {self.policy.method!r} keeps another number of entries in one KV head than in another, which "
+                f"method {self.policy.method!r} keeps different numbers of entries in its KV heads, which "
                 "pages cannot hold"
             )
         for states, pages in zip((kept.keys, kept.values), self.pages._kv_token_views[choice.layer_idx], strict=True):
@@ -244,7 +256,7 @@ class Eviction:
     # -- rotary embeddings
 
     def _rotary_at(self, tokens: torch.Tensor) -> Rotary | None:
-        """Of these tokens of the batch, LongTensor (rows, columns)."""
+        """Return the rotary embedding of these tokens of the batch, LongTensor (rows, columns)."""
         if self._rotary is None:
             return None
         names = ("cos", "sin", "positions", "least")

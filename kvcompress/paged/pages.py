@@ -1,8 +1,7 @@
-"""transformers' pages, holding what compression leaves of each request: three of its classes, with what differs.
+"""transformers' pages for compressed requests: subclasses of three of its classes.
 
-Its continuous batching has one number for a request's position and for its entries in the pages, and asks for a
-request's pages by that number. Here a request's entries are counted on their own; the scheduler stays transformers'.
-"""
+transformers uses one number for a request's position and for its entries in the pages, and looks up a request's pages
+by it. Here a request's entries are counted separately; the scheduler stays transformers'."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -15,7 +14,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 
 from .request import PagedRequest
 
-# What is overridden here, or called, with the parameters that it must have.
+# The functions overridden or called here, with the parameters that they must have.
 CONTRACT = {
     FullAttentionCacheAllocator.allocate_cache_to_request: ("self", "request_id", "past_length", "query_length"),
     FullAttentionCacheAllocator.fork_blocks: ("self", "source_request_id", "dest_request_id", "past_length"),
@@ -34,27 +33,28 @@ ENDLESS = 2**31
 
 
 class Listener(Protocol):
-    """Who compresses what the pages hold."""
+    """Compresses the entries in the pages."""
 
     def meet(self, state: RequestState) -> PagedRequest:
-        """The request that is about to get its first pages."""
+        """Return the request that is about to get its first pages."""
 
     def plan(self, batch: list[FutureRequestState]) -> None:
-        """The forward pass over `batch` is about to begin, and its tokens have their places in the pages."""
+        """Plan the forward pass over `batch`, whose tokens already have their places in the pages."""
 
 
 class CompressedPages(FullAttentionCacheAllocator):
-    """The allocator of all full attention layers.
+    """The allocator of all full-attention layers.
 
     Attributes:
-        requests: by request id, those that have met the pages and have not left.
+        requests: by request id, from a request's first pages until it is freed.
     """
 
     requests: dict[str, PagedRequest]
     _stored: Iterator[int]
 
     def announce(self, batch: list[FutureRequestState]) -> None:
-        """Which requests `get_seqlen_k`, which is not told, will be asked for, in this order and once each."""
+        """Set the requests of the next calls of `get_seqlen_k`, which gets no request id: in this order and once
+        each."""
         self._stored = iter([self.requests[future.state.request_id].stored for future in batch])
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
@@ -67,8 +67,10 @@ class CompressedPages(FullAttentionCacheAllocator):
         super().allocate_cache_to_request(request_id, 0, self._entries(request_id, past_length + query_length))
 
     def _entries(self, request_id: str, length: int) -> int:
-        """Entries that a request of so many tokens must have pages for: all that it will ever hold at once, so that no
-        admitted request waits for pages. (transformers restarts one that does, its answer so far as a prompt.)"""
+        """Return the number of entries to reserve pages for: the most that a request will hold at once.
+
+        An admitted request then never waits for pages. transformers would restart one that does, with its answer so far
+        as part of the prompt."""
         request = self.requests.get(request_id)
         return length if request is None else request.reserved
 
@@ -83,7 +85,7 @@ class CompressedPages(FullAttentionCacheAllocator):
         self.requests.pop(request_id, None)
 
     def free_rest(self, request_id: str) -> None:
-        """Give back the pages beyond those that are reserved."""
+        """Free the pages beyond the reserved ones."""
         table = self.block_table[request_id]
         needed = -(-self.requests[request_id].reserved // self.tokens_per_page)
         self.pool.free_blocks(self.index, table[needed:])
@@ -102,17 +104,17 @@ class CompressedPages(FullAttentionCacheAllocator):
 
 
 class CompressedPagedCache(PagedAttentionCache):
-    """The cache: meets each request before its first pages."""
+    """A paged cache that registers each request before its first pages."""
 
     listener: Listener
     pages: CompressedPages
 
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
         known = self.pages.requests.get(state.request_id)
-        is_new = known is None or known.prompt is not state.initial_tokens  # ids may come again
+        is_new = known is None or known.prompt is not state.initial_tokens  # ids may be reused
         if is_new and state.request_id not in self.pages.block_table:
             self.pages.requests[state.request_id] = self.listener.meet(state)
-        # All tokens that may come: layers with a sliding window reserve their pages for these, up to the window.
+        # All tokens that may follow: layers with a sliding window reserve pages for them, up to the window.
         answer = ENDLESS if state.max_new_tokens is None else state.max_new_tokens
         to_come = len(state.initial_tokens) + answer - state.current_len()
         return super().can_store_request_tokens(state, max(request_len, to_come), dry_run)
@@ -122,7 +124,7 @@ class CompressedIOs(ContinuousBatchingIOs):
     """The inputs of a forward pass."""
 
     def prepare_batch_tensors(self, requests_in_batch: list[FutureRequestState], **kwargs) -> None:
-        # Entries that are read, of the type of layer that reads most; the scheduler has counted none.
+        # Entries that are read by the type of layer that reads most; the scheduler has not counted them.
         pages, reads = self.cache.pages, []
         pages.announce(requests_in_batch)
         for allocator in self.cache.cache_allocators.values():
@@ -135,11 +137,11 @@ class CompressedIOs(ContinuousBatchingIOs):
 
 
 def adopt(cache: PagedAttentionCache, inputs: ContinuousBatchingIOs, listener: Listener) -> CompressedPages:
-    """Let a cache that is still empty, and the inputs that are made for it, hold compressed requests."""
+    """Convert an empty cache and its inputs to the classes for compressed requests."""
     pages = cache.cache_allocators[FULL_ATTENTION]
     pages.__class__, cache.__class__, inputs.__class__ = CompressedPages, CompressedPagedCache, CompressedIOs
     pages.requests, cache.pages, cache.listener = {}, pages, listener
-    # The scheduler would count tokens as entries that are read, and hold requests back. What is read lies in the
-    # requests' own pages, so their number bounds it.
+    # The scheduler would count tokens as entries that are read, and hold requests back. The entries read are in the
+    # requests' own pages, whose number bounds them.
     cache.read_cache_limit = 0
     return pages

@@ -1,4 +1,4 @@
-"""What is known of one request between two forward passes, beside its pages."""
+"""The state of one request between two forward passes, apart from its pages."""
 
 import copy
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from ..scoring.rotary import Rotary
 
 @dataclass
 class LayerState:
-    """One layer of it.
+    """A request's state in one layer.
 
     Attributes:
-        memory: what later choices need to know; its entries lie in the pages.
-        columns: LongTensor (kv_heads, entries), where in the sequence each entry came from, at the latest choice.
-        queries: of the prompt's chunks so far, each (1, heads, tokens, head_dim).
+        memory: what later choices need; the entries themselves are in the pages.
+        columns: LongTensor (kv_heads, entries), each entry's column in the sequence, at the latest choice.
+        queries: queries of the prompt's chunks so far, each (1, heads, tokens, head_dim).
     """
 
     memory: Memory
@@ -31,13 +31,13 @@ class PagedRequest:
 
     Attributes:
         prompt: its token ids.
-        most: entries that it may hold at once behind its prompt, in each layer and head.
-        layers: of the compressed layers, in their order.
-        stored: entries that the pages hold.
-        is_reading: whether the prompt is not all through; it is held whole until then.
+        most: the most entries that it may hold at once after its prompt, in each layer and head.
+        layers: the state in each compressed layer, in order.
+        stored: number of entries in the pages.
+        is_reading: whether chunks of the prompt are missing; until then the prompt is kept whole.
         decoded: tokens since the latest eviction.
-        tokens: what is known of the prompt, once it is through.
-        rotary: how the prompt's chunks so far are rotated, where the method wants to know.
+        tokens: facts about the prompt, after its last chunk.
+        rotary: the rotation of the prompt's chunks so far, if the method needs it.
     """
 
     prompt: list[int]
@@ -51,11 +51,11 @@ class PagedRequest:
 
     @property
     def reserved(self) -> int:
-        """Entries that it may still come to hold at once."""
+        """The most entries that it may still hold at once."""
         return max(self.most, len(self.prompt)) if self.is_reading else self.most
 
     def fork(self) -> "PagedRequest":
-        """For a request that goes on from the same prompt, which is not yet all through."""
+        """Return a copy for a request that continues from the same prompt before its last chunk."""
         twin = copy.copy(self)
         twin.layers = [LayerState(layer.memory.fork(), None, list(layer.queries)) for layer in self.layers]
         twin.rotary = list(self.rotary)

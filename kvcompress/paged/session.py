@@ -1,4 +1,4 @@
-"""Connect compression to transformers' continuous batching, for the managers that a model makes meanwhile."""
+"""Connects compression to transformers' continuous batching, for the managers that a model creates inside a context."""
 
 import copy
 import inspect
@@ -17,21 +17,22 @@ from ..hooks.attention import PREFIX
 from ..hooks.model import text_decoder, unwrapped
 from ..hooks.replacement import Replacement
 from ..hooks.rotary import rotary_embeddings, watch_rotary
-from ..policy.policy import Policy, make_policy
-from ..scoring.selection import ADAPTIVE
+from ..policy.conflicts import PAGES, check_conflicts
+from ..policy.make import make_policy
+from ..policy.policy import Policy
 from .attention import paged_attention
 
 PAGED_PREFIX = f"{PREFIX}paged_"
 
-# Options of `ContinuousBatchingConfig` that are not for compressed pages: what they must be, and why.
+# Options of `ContinuousBatchingConfig` that compressed pages do not support: the value they must have, and why.
 FIXED = {
-    "use_async_batching": (False, "the next batch is planned once this one is compressed"),
-    "use_cuda_graph": (False, "what is evicted is decided between the layers, outside of any graph"),
-    "varlen_compile_config": (None, "what is evicted is decided between the layers, outside of any graph"),
-    "decode_compile_config": (None, "what is evicted is decided between the layers, outside of any graph"),
-    "default_compile_level": (0, "what is evicted is decided between the layers, outside of any graph"),
+    "use_async_batching": (False, "the next batch is planned after this one is compressed"),
+    "use_cuda_graph": (False, "entries are chosen between the layers, outside of any graph"),
+    "varlen_compile_config": (None, "entries are chosen between the layers, outside of any graph"),
+    "decode_compile_config": (None, "entries are chosen between the layers, outside of any graph"),
+    "default_compile_level": (0, "entries are chosen between the layers, outside of any graph"),
     "max_blocks_per_request": (0, "its kernel reads and writes pages by the number of tokens"),
-    "cpu_offload_space": (0.0, "an admitted request has its pages to the end, so none is offloaded"),
+    "cpu_offload_space": (0.0, "an admitted request keeps its pages to the end, so none is offloaded"),
 }
 
 
@@ -42,7 +43,7 @@ def compress(
     budget: int | None = None,
     **options: object,
 ) -> "PagedSession":
-    """Compress all requests of the continuous batching managers that `model` makes inside the returned context.
+    """Compress all requests of the continuous batching managers that `model` creates inside the returned context.
 
     ```python
     with kvcompress.paged.compress(model, "keydiff", budget=128, decode_budget=128) as session:
@@ -50,27 +51,26 @@ def compress(
     session.peak_pages
     ```
 
-    So do `model.continuous_batching_context_manager` and `model.init_continuous_batching`. A request is compressed as
-    it is alone with `kvcompress.compress` and the same arguments.
+    It also works with `model.continuous_batching_context_manager` and `model.init_continuous_batching`. A request is
+    compressed as it would be alone with `kvcompress.compress` and the same arguments.
 
     Args:
-        model: a transformers model that writes text.
-        method: a name of `list_methods()`, of those that keep as much in each layer and KV head.
-        ratio: fraction of each prompt's KV entries that is kept, in (0, 1].
-        budget: in place of `ratio`, the entries kept per layer and KV head.
-        options: the method's own options and the engine's, `decode_budget=` first of all, see
-            `kvcompress.policy.Engine`.
+        model: a transformers model that generates text.
+        method: a name in `list_methods()`, of a method that keeps equally many entries in each layer and KV head.
+        ratio: fraction of each prompt's KV entries to keep, in (0, 1].
+        budget: entries kept per layer and KV head, instead of `ratio`.
+        options: the method's own options and the engine's, `decode_budget=` above all, see `kvcompress.policy.Engine`.
 
     Raises:
-        KVCompressError: for what cannot live in pages, and for a transformers whose continuous batching is another
-            one.
+        KVCompressError: for a method or option that does not work in pages, and for a version of transformers with a
+            different continuous batching.
     """
     if "prefix_cache" in options:
         raise KVCompressError(
             "compressed pages do not go with prefix_cache=: the scheduler feeds every token of a prompt to the model"
         )
     policy = make_policy(method, ratio, budget, **options)
-    check_policy(policy)
+    check_conflicts(policy, PAGES)
     inner = unwrapped(model)
     if (inner.tp_size or 1) > 1:
         raise KVCompressError("compressed pages do not go with tensor parallel: KV heads are in other processes")
@@ -85,33 +85,8 @@ def compress(
     return PagedSession(inner, decoder, policy, pages)
 
 
-def check_policy(policy: Policy) -> None:
-    """Raises KVCompressError for what cannot live in pages, with the reason."""
-    engine = policy.engine
-    equal = "all layers and KV heads share a request's page table, so each keeps as much"
-    conflicts = {
-        "method 'full': it compresses nothing": policy.method == "full",
-        f"method {policy.method!r}: it drops vision tokens, and requests are text": policy.tokens is not None,
-        f"head_budget={policy.head_budget!r}: {equal}": policy.head_budget in ADAPTIVE,
-        f"layer_budget={policy.chosen('layer_budget')!r}: {equal}": policy.chosen("layer_budget") != "uniform",
-        f"method {policy.method!r}: a prompt is read once": policy.cluster.second_pass,
-        f"method {policy.method!r}: it reads hidden states": policy.cluster.reads_hidden,
-        "positions='cache': keys stay as they are rotated": policy.moves_keys,
-        "scope='context': a request does not say where its question begins": engine.scope != "prompt",
-        "ratio_of='vision': requests are text": engine.ratio_of != "prompt",
-        "first_token='compressed': the scheduler feeds no token twice": engine.first_token != "full",
-        "prefill_chunk=: the scheduler cuts prompts itself": engine.prefill_chunk is not None,
-        f"cache_implementation={engine.cache_implementation!r}: pages are the storage": (
-            engine.cache_implementation != "dynamic"
-        ),
-    }
-    for conflict, is_there in conflicts.items():
-        if is_there:
-            raise KVCompressError(f"compressed pages do not go with {conflict}")
-
-
 def _pages() -> ModuleType:
-    """The module that knows transformers' pages. Raises KVCompressError where they are others."""
+    """Import the module for transformers' pages. Raises KVCompressError if transformers' classes have changed."""
     problem = (
         f"transformers {transformers.__version__} has another continuous batching than kvcompress.paged knows (5.23)"
     )
@@ -126,11 +101,11 @@ def _pages() -> ModuleType:
 
 
 class PagedSession:
-    """A model whose continuous batching is compressed, as a context manager; any number of managers, one at a time.
+    """Context manager for a model with compressed continuous batching; for any number of managers, one at a time.
 
     Attributes:
-        model: without wrappers.
-        policy: what was asked for.
+        model: the model without wrappers.
+        policy: the requested policy.
     """
 
     def __init__(self, model: PreTrainedModel, decoder: PreTrainedModel, policy: Policy, pages: ModuleType):
@@ -139,16 +114,16 @@ class PagedSession:
         self._evictions: list[Any] = []
         self._managers: list[Any] = []
         self._hooks: list[RemovableHandle] = []
-        self._undo = ExitStack()  # what leaving the context does
+        self._undo = ExitStack()  # undone on leaving the context
 
     @property
     def peak_pages(self) -> int:
-        """Most pages per layer that requests had at once, in the latest manager; 0 before the first step."""
+        """The most pages per layer that requests had at once in the latest manager; 0 before the first step."""
         return self._evictions[-1].peak_pages if self._evictions else 0
 
     @property
     def pages_in_use(self) -> int:
-        """Pages per layer that requests have now, in the latest manager."""
+        """Pages per layer that requests have now in the latest manager."""
         return self._evictions[-1].pages.pages_in_use if self._evictions else 0
 
     def __enter__(self) -> "PagedSession":
@@ -167,7 +142,7 @@ class PagedSession:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Leave the model as it was, its managers ended. Doing it again does nothing."""
+        """Restore the model and stop its managers. Calling this again does nothing."""
         self._undo.close()
 
     def _stop(self) -> None:
@@ -185,7 +160,7 @@ class PagedSession:
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: Any = None,
     ) -> Any:
-        """In the place of the model's own `init_continuous_batching`."""
+        """Replaces the model's own `init_continuous_batching`."""
         if any(manager.is_running() for manager in self._managers):
             raise KVCompressError("a manager of this context is still running: stop it before the next one")
         cached = getattr(self.model, "_cached_continuous_batching_manager", None)
@@ -200,7 +175,7 @@ class PagedSession:
         return manager
 
     def _check_bound(self, generation_config: Any, workload_hints: Any) -> None:
-        """Raises KVCompressError where nothing bounds what a request will hold."""
+        """Raise KVCompressError if nothing bounds the entries of a request."""
         config = self.model.generation_config if generation_config is None else generation_config
         limits = (
             self.policy.engine.decode_budget,
@@ -213,7 +188,7 @@ class PagedSession:
             )
 
     def _processor(self, create: Any) -> Any:
-        """In the place of the manager's own `_create_batch_processor`, in whatever thread it is called."""
+        """Replaces the manager's own `_create_batch_processor`, in any thread."""
         processor = create()
         cache = processor.cache
         if not isinstance(cache, self._pages.CompressedPagedCache):
@@ -228,7 +203,7 @@ class PagedSession:
         return processor
 
     def _connect(self) -> None:
-        """Let the compressed pages hear of each layer's attention."""
+        """Report each layer's attention to the compressed pages."""
         base = self._config._attn_implementation
         if base.startswith(PAGED_PREFIX):
             return
@@ -244,14 +219,16 @@ class PagedSession:
 
 
 def _fixed(given: ContinuousBatchingConfig | None) -> ContinuousBatchingConfig:
-    """The config with what compressed pages need. Raises KVCompressError where the user asked for something else."""
+    """Return the config with the values that compressed pages need.
+
+    Raises KVCompressError if the user asked for others."""
     config, default = copy.copy(given or ContinuousBatchingConfig()), ContinuousBatchingConfig()
     for name, (value, reason) in FIXED.items():
         asked = getattr(config, name)
         if asked != getattr(default, name) and asked and asked != (False, False):
             raise KVCompressError(f"compressed pages do not go with {name}={asked!r}: {reason}")
         setattr(config, name, value)
-    config.allow_block_sharing = False  # an evicted prefix is not that of another request
+    config.allow_block_sharing = False  # requests with the same prefix keep different entries of it
     if config.safety_margin is None:
-        config.safety_margin = 0.0  # free pages for those that run are not needed: they have theirs
+        config.safety_margin = 0.0  # running requests already have their pages
     return config

@@ -12,9 +12,7 @@ from importlib import import_module
 from typing import Any
 
 _LATER = {
-    **dict.fromkeys(
-        ("Answer", "PARTS", "SAMPLING_RATE", "answer", "check_policy", "load", "weight_bytes"), "answering"
-    ),
+    **dict.fromkeys(("Answer", "PARTS", "SAMPLING_RATE", "answer", "load", "weight_bytes"), "answering"),
     "generate_overlapped": "overlapped",
     **dict.fromkeys(("Window", "stream"), "streaming"),
 }

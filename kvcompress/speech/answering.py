@@ -25,7 +25,6 @@ from transformers import (
 from ..device import peak_memory, reset_peak_memory, synchronise
 from ..errors import KVCompressError, loading, unknown_name
 from ..measure import TokenTimes
-from ..policy.policy import Policy
 from .overlapped import FEWEST_TEXT_TOKENS, generate_overlapped
 from .streaming import Window, stream
 
@@ -101,21 +100,6 @@ def weight_bytes(model: Qwen2_5OmniForConditionalGeneration) -> dict[str, int]:
         inside = "vision" if ".visual." in name else "audio" if ".audio_tower." in name else "language model"
         found[top if top in found else inside] += weight.numel() * weight.element_size()
     return found
-
-
-def check_policy(policy: Policy) -> None:
-    """Raise KVCompressError for options that a talker cannot work with.
-
-    It reads the thinker's hidden states of every prompt token, from one prefill."""
-    engine = policy.engine
-    if policy.tokens is not None:
-        raise KVCompressError(f"method {policy.method!r} drops tokens of the prompt, but the talker reads all of them")
-    if engine.first_token != "full":
-        raise KVCompressError("first_token='compressed' hides the prefill from the talker: use 'full'")
-    if engine.prefill_chunk is not None:
-        raise KVCompressError(
-            f"prefill_chunk={engine.prefill_chunk} hides all but the last chunk from the talker: leave it out"
-        )
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from ..bench.results import Results, about
 from ..device import default_device
 from ..errors import KVCompressError, unknown_name
 from ..files import check_output
-from ..policy.policy import make_policy
-from .answering import FEWEST_TEXT_TOKENS, PARTS, check_policy
+from ..policy.conflicts import SPEECH, check_conflicts
+from ..policy.make import make_policy
+from .answering import FEWEST_TEXT_TOKENS, PARTS
 from .kinds import STRATEGIES
 from .prompts import read_lines
 from .report import markdown
@@ -70,7 +71,7 @@ def check(given: argparse.Namespace) -> None:
         method = method_of(kind, given)
         policy = make_policy(method.name, method.ratio, **method.options)
         if speaks:
-            check_policy(policy)
+            check_conflicts(policy, SPEECH)
     method = talker_method(given) if speaks else None
     if method is not None:
         policy = make_policy(method.name, method.ratio, **method.options)

@@ -289,8 +289,9 @@ def _policy(
     Raises KVCompressError if it cannot run with these options and arguments.
     """
     from kvcompress.methods import method_info
+    from kvcompress.policy.conflicts import TENSOR_PARALLEL, check_conflicts
+    from kvcompress.policy.make import make_policy
     from kvcompress.policy.options import all_options
-    from kvcompress.policy.policy import check_tensor_parallel, make_policy
 
     from ..model.arguments import check_slots
 
@@ -298,7 +299,7 @@ def _policy(
     own = {name: value for name, value in options.items() if name in defaults}
     policy = make_policy(method, 1.0 if request.ratios or request.budgets else None, **own)
     if arguments.tp_plan is not None:
-        check_tensor_parallel(policy)
+        check_conflicts(policy, TENSOR_PARALLEL)
     check_slots(arguments.slots, policy.options)
     return policy, defaults
 

@@ -1,4 +1,4 @@
-"""What the first answer of a cell says about how the next would come faster."""
+"""Advice after a cell's first answer on how to make the next ones faster."""
 
 from transformers import PreTrainedModel
 
@@ -13,8 +13,10 @@ STATIC = {"cache_implementation": "static"}
 
 
 def static_advice(model: PreTrainedModel, compression: Compression, measured: Measurement) -> str | None:
-    """A line that recommends fixed shapes, where they go with the compression and a decode step as it was measured is
-    bound by its launches (kvcompress/bench/cost.py); else None."""
+    """Return a line that recommends fixed shapes, or None.
+
+    They are recommended if they work with the compression and the measured decode step is bound by launches
+    (kvcompress/bench/cost.py)."""
     if compression.options.get("cache_implementation", "dynamic") != "dynamic" or measured.tpot_s is None:
         return None
     try:
@@ -34,8 +36,9 @@ def static_advice(model: PreTrainedModel, compression: Compression, measured: Me
 
 
 def decoded_with(model: PreTrainedModel) -> tuple[int, int]:
-    """The decoder's layers, and the bytes of weights that a decode step reads: theirs, and those of the logits. Of a
-    mixture of experts all are counted."""
+    """Return the decoder's number of layers, and the bytes of weights that a decode step reads.
+
+    These include the weights of the logits and, in a mixture of experts, all experts."""
     decoder, head = text_decoder(model), writing_part(model).get_output_embeddings()
     looked_up = {id(parameter) for parameter in decoder.get_input_embeddings().parameters()}
     read = [parameter for parameter in decoder.parameters() if id(parameter) not in looked_up]

@@ -28,8 +28,9 @@ from kvcompress import KVCompressError
 from kvcompress.calibration.files import BUNDLED as BUNDLED_CALIBRATIONS
 from kvcompress.errors import plain_number, shown, unknown_name
 from kvcompress.methods import method_info
+from kvcompress.policy.make import make_policy
 from kvcompress.policy.options import all_options
-from kvcompress.policy.policy import Policy, make_policy
+from kvcompress.policy.policy import Policy
 
 from .batch_size import number_of_slots, number_or_auto
 
@@ -81,10 +82,10 @@ class Arguments(BaseModel):
 class Compression(Arguments):
     """A method, its options and its budget; checking them needs no model."""
 
-    method: str = Field("full", description="Compression method; `full` compresses nothing.")
-    ratio: float | None = Field(None, description="Fraction of the prompt's KV entries that is kept, in (0, 1].")
-    budget: int | None = Field(None, description="KV entries kept per layer and head, in place of `ratio`.")
-    options: dict[str, Any] = Field(default_factory=dict, description="Options of the method.")
+    method: str = "full"
+    ratio: float | None = None
+    budget: int | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
 
     def policy(self) -> Policy:
         """Return the compression as the core's policy. Raises KVCompressError."""
@@ -101,82 +102,39 @@ class ModelArguments(Arguments):
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
-    pretrained: str = Field(description="Hub id or local folder of the model; `tiny` is the bundled one.")
-    revision: str = Field("main", max_length=200, description="Branch, tag or commit on the hub.")
-    trust_remote_code: bool = Field(False, description="Run the Python code that comes with the checkpoint.")
-    device: str | None = Field(None, description="`cuda`, `cuda:0`, `mps`, `cpu`; default: a CUDA GPU if there is one.")
-    device_map: str | None = Field(None, description="transformers' device map, e.g. `auto` to spread over GPUs.")
-    tp_plan: Literal["auto"] | None = Field(
-        None, description="Tensor parallel: all processes share one model, each holding a part of every layer."
-    )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="Precision of the weights; `auto`: the checkpoint's."
-    )
+    pretrained: str
+    revision: str = Field("main", max_length=200)
+    trust_remote_code: bool = False
+    device: str | None = None
+    device_map: str | None = None
+    tp_plan: Literal["auto"] | None = None
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     quantization: (
         Literal["quanto-int8", "quanto-int4", "torchao-int8", "torchao-int4", "bnb-int8", "bnb-int4"] | None
-    ) = Field(None, description="Quantize the weights while loading; default: as the checkpoint stores them.")
-    attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] | None = Field(
-        None, description="Attention kernel; default: transformers' choice."
-    )
-    batch_size: Annotated[int | str, BeforeValidator(number_or_auto)] = Field(
-        1,
-        description="Prompts per generate call; `auto`: as many as fit; `auto:N` searches N times, longest first.",
-    )
-    max_batch_size: PositiveInt | None = Field(
-        None, description="With `batch_size=auto`: the most prompts per generate call; default: 64."
-    )
-    slots: Annotated[int | str | None, BeforeValidator(number_of_slots)] = Field(
-        None, description="Requests that decode together; `auto`: as many as fit; default: batches of `batch_size`."
-    )
-    prefill_tokens: PositiveInt | None = Field(None, description="With `slots`: prompt tokens between two steps.")
-    use_cache: Literal[True] = Field(True, description="Without a KV cache there is nothing to compress.")
-    on_oom: Literal["raise", "halve_batch", "offload"] = Field(
-        "raise",
-        description="When a batch does not fit in GPU memory: stop; answer it in two halves; or keep its KV cache in "
-        "CPU memory.",
-    )
-    look_ahead: NonNegativeInt | None = Field(
-        None,
-        description="Batches prepared while the model answers; default: 2, or 0 at `batch_size=1` without `slots`, so "
-        "that nothing disturbs the timing of a question.",
-    )
-    vision_cache_gb: NonNegativeFloat = Field(
-        4.0, description="Memory for prepared inputs and vision features, which other cells reuse."
-    )
-    prompt_cache_gb: NonNegativeFloat | None = Field(
-        None,
-        description="Memory for prefills, which other cells compress again; default: 4, or 0 at `batch_size=1` "
-        "without `slots`, where each question's time and memory are measured end to end.",
-    )
-    prefix_cache_gb: NonNegativeFloat | None = Field(
-        None,
-        description="CPU memory for prefixes that prompts share, such as an image's; default: 4 or 0, by the task.",
-    )
-    max_new_tokens: PositiveInt = Field(128, description="Longest answer if the task sets no limit.")
-    max_frames_num: PositiveInt = Field(32, description="Most frames taken from a video, evenly spread.")
-    video_fps: PositiveFloat | None = Field(
-        None, description="Frames per second taken from a video, up to `max_frames_num`."
-    )
-    video_min_pixels: PositiveInt | None = Field(
-        None, description="Smallest area of a video, if the processor scales by area."
-    )
-    video_max_pixels: PositiveInt | None = Field(
-        None, description="Largest area of a video, if the processor scales by area."
-    )
-    min_pixels: PositiveInt | None = Field(None, description="Smallest image area, if the processor scales by area.")
-    max_pixels: PositiveInt | None = Field(None, description="Largest image area, if the processor scales by area.")
-    image_resize: Literal["qwen_vl_utils"] | None = Field(
-        None, description="Resize images with the package qwen-vl-utils first, as lmms-eval's Qwen wrappers do."
-    )
-    tile_every_image: bool = Field(
-        False,
-        description="LLaVA-OneVision: tile images even if a question has several, as lmms-eval's llava_hf does.",
-    )
-    chat_template: str | None = Field(
-        None, description="Jinja file that replaces the checkpoint's chat template; `plain`: the unchanged text."
-    )
-    system_prompt: str | None = Field(None, description="Text of a system message, or a file with that text.")
-    measurements_path: Path | None = Field(None, description="JSONL file for one measurement row per sample.")
+    ) = None
+    attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] | None = None
+    batch_size: Annotated[int | str, BeforeValidator(number_or_auto)] = 1
+    max_batch_size: PositiveInt | None = None
+    slots: Annotated[int | str | None, BeforeValidator(number_of_slots)] = None
+    prefill_tokens: PositiveInt | None = None
+    use_cache: Literal[True] = True
+    on_oom: Literal["raise", "halve_batch", "offload"] = "raise"
+    look_ahead: NonNegativeInt | None = None
+    vision_cache_gb: NonNegativeFloat = 4.0
+    prompt_cache_gb: NonNegativeFloat | None = None
+    prefix_cache_gb: NonNegativeFloat | None = None
+    max_new_tokens: PositiveInt = 128
+    max_frames_num: PositiveInt = 32
+    video_fps: PositiveFloat | None = None
+    video_min_pixels: PositiveInt | None = None
+    video_max_pixels: PositiveInt | None = None
+    min_pixels: PositiveInt | None = None
+    max_pixels: PositiveInt | None = None
+    image_resize: Literal["qwen_vl_utils"] | None = None
+    tile_every_image: bool = False
+    chat_template: str | None = None
+    system_prompt: str | None = None
+    measurements_path: Path | None = None
     legacy: dict[str, Any] = Field(default_factory=dict, exclude=True)
 
     @property

@@ -1,9 +1,8 @@
-"""What every method shares: a batch's model inputs, its vision features and its prefill.
+"""Model inputs, vision features and prefills of batches, which all methods share.
 
-Each is computed once and stored for the other cells of a grid, vision features also for other questions about the same
-images and videos, within a memory budget. A time to first token always
-includes the vision tower and the prefill; where they are reused, it includes the seconds they took when they ran.
-"""
+Each is computed once and stored for the other cells of a grid, within a memory budget; vision features also for other
+questions about the same images and videos. A time to first token always includes the vision tower and the prefill; if
+they are reused, it includes the seconds that they took when they ran."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace

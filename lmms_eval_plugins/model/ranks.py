@@ -1,4 +1,4 @@
-"""Several processes, each with the model: what all of them hold, and which of them answers a question."""
+"""Distributed evaluation with the model in each process: exchange of values, and of requests among ranks."""
 
 from collections import Counter
 from collections.abc import Hashable
@@ -10,7 +10,7 @@ from lmms_eval.api.instance import GenerationResult, Instance
 
 
 def of_each_rank(value: Any) -> list[Any]:
-    """The value of every rank, in their order; the same list on each. All ranks must call it."""
+    """Return the value of every rank, in rank order; the same list on each. All ranks must call it."""
     if not torch.distributed.is_initialized():
         return [value]
     values = [None] * torch.distributed.get_world_size()
@@ -19,21 +19,25 @@ def of_each_rank(value: Any) -> list[Any]:
 
 
 class Dealt:
-    """Requests that the ranks exchange before they answer them, so that each group is answered by one rank.
+    """Requests exchanged among ranks so that each group is answered by one rank.
 
-    lmms-eval deals out question by question, and wants each answer from the rank that it gave the question to.
+    lmms-eval distributes single questions, and expects each answer from the rank that it gave the question to.
 
     Attributes:
-        requests: those that this rank answers.
+        requests: the requests that this rank answers.
     """
 
     def __init__(self, requests: list[Instance], groups: list[Hashable], rank: int):
-        """`groups`: of each request. All ranks must call this, and then `returned`."""
-        self._rank, self._places, self.requests = rank, [], []  # of each, the rank that it comes from and where there
-        messages_of = {request.args[4]: request.args[1] for request in requests}  # functions, which do not travel
+        """`groups` holds the group of each request. All ranks must call this, and then `returned`."""
+        self._rank, self._places, self.requests = (
+            rank,
+            [],
+            [],
+        )  # of each request, the rank that it comes from and its index there
+        messages_of = {request.args[4]: request.args[1] for request in requests}  # functions, which cannot be sent
         plain = [(request.args[:1] + request.args[2:], request.metadata) for request in requests]
         ranks = of_each_rank((set(messages_of), list(zip(groups, plain, strict=True))))
-        if any(tasks != messages_of.keys() for tasks, _ in ranks):  # a rank cannot ask what it has no function for
+        if any(tasks != messages_of.keys() for tasks, _ in ranks):  # a rank lacks a task's function: keep the requests
             self.requests, self._places = requests, [(rank, place) for place in range(len(requests))]
             return
         owners = _owners(Counter(group for _, theirs in ranks for group, _ in theirs), len(ranks))
@@ -45,14 +49,14 @@ class Dealt:
                     self._places.append((origin, place))
 
     def returned(self, results: list[GenerationResult]) -> list[GenerationResult]:
-        """The answers to the rank's own requests in their order, from those to `requests`."""
+        """Return the answers to the rank's own requests, in their order, given the answers to `requests`."""
         answered = chain.from_iterable(of_each_rank(list(zip(self._places, results, strict=True))))
         own = {place: result for (origin, place), result in answered if origin == self._rank}
         return [own[place] for place in range(len(own))]
 
 
 def _owners(sizes: Counter[Hashable], ranks: int) -> dict[Hashable, int]:
-    """A rank for each group: the largest first, each to the rank that has least so far."""
+    """Assign each group to a rank: the largest group first, each to the rank with the fewest requests so far."""
     loads, owners = [0] * ranks, {}
     for group, size in sizes.most_common():
         owners[group] = loads.index(min(loads))

@@ -1,4 +1,4 @@
-"""Which questions show the same images and videos: asked one after the other, they share most of their prefill."""
+"""Groups of questions about the same images and videos; asked one after the other, they share most of their prefill."""
 
 import contextlib
 import hashlib
@@ -14,10 +14,10 @@ from .media import digest
 
 
 class SharedMedia:
-    """Requests in groups, each of which shows the same images and videos."""
+    """Requests grouped by the images and videos that they show."""
 
     def __init__(self, requests: Iterable[Instance], task_dict: dict[str, dict[str, Any]]):
-        """`task_dict`: task -> split -> documents, as lmms-eval gives it to a model."""
+        """`task_dict` maps task -> split -> documents, as lmms-eval passes it to a model."""
         self._groups: dict[tuple[str, int], Hashable] = {}
         stored: dict[tuple[str, str], Dataset | None] = {}
         for request in requests:
@@ -30,12 +30,12 @@ class SharedMedia:
             if (media := stored[task, split]) is not None:
                 shown = stored_media(media, doc_id)
             else:
-                with contextlib.suppress(Exception, SystemExit):  # which ends the run when the question is asked
+                with contextlib.suppress(Exception, SystemExit):  # raised again when the question is asked
                     shown = media_of(messages(documents[doc_id]))
             self._groups[question(request)] = (task, shown) if shown else question(request)
 
     def groups(self, requests: list[Instance]) -> list[Hashable]:
-        """Return the group of each request: equal if they show the same."""
+        """Return the group of each request; requests with the same images and videos have equal groups."""
         return [self._groups[question(request)] for request in requests]
 
     def together(self, requests: list[Instance], shortness: Callable[[Instance], int]) -> Callable[[Instance], tuple]:
@@ -67,8 +67,9 @@ def media_columns(features: Features | None) -> list[str]:
 
 
 def stored_media(documents: Dataset, doc_id: int) -> bytes:
-    """Return a digest of a document's images and videos as they are stored, which need no decoding; empty if it has
-    none. `documents` has nothing but these, in Arrow's format."""
+    """Return a digest of a document's stored images and videos, without decoding them; empty if there are none.
+
+    `documents` has only these columns, in Arrow's format."""
     parts = list(_parts(documents[doc_id].to_pylist()))
     found = hashlib.blake2b(digest_size=16)
     for part in parts:

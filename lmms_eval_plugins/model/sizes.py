@@ -19,7 +19,7 @@ class Sizes:
     """Finds the sizes for one loaded model.
 
     Attributes:
-        found: the sizes found for `batch_size=auto` in the last evaluation, by the number of their first batch.
+        found: the sizes found for `batch_size=auto` in the last evaluation, by the index of their first batch.
     """
 
     def __init__(
@@ -29,9 +29,9 @@ class Sizes:
         prepare: Callable[..., Batch],
         wanted: Callable[[Instance], Generation],
     ):
-        """`prepare` makes the model's inputs of requests; `wanted` says how a request is answered."""
+        """`prepare` creates the model inputs of requests; `wanted` returns the generation arguments of a request."""
         self._args, self._answering, self._prepare, self._wanted = args, answering, prepare, wanted
-        self._tokens: dict[tuple[str, int], int] = {}  # of each question's prompt
+        self._tokens: dict[tuple[str, int], int] = {}  # tokens of each question's prompt
         self.found: dict[int, int] = {}
 
     def shortness(self, request: Instance) -> int:
@@ -45,7 +45,7 @@ class Sizes:
         return -self._tokens[task, doc_id]
 
     def batches(self, order: Collator, store: AnswerStore | None) -> Iterable[list[Instance]]:
-        """Cut sorted requests into batches. `store`: remembers the sizes for later runs."""
+        """Split sorted requests into batches. `store` keeps the sizes for later runs."""
         size = self._args.batch_size
         if isinstance(size, int):
             return order.get_batched(n=size)
@@ -60,8 +60,9 @@ class Sizes:
         return batches
 
     def _largest_batch(self, requests: list[Instance], store: AnswerStore | None) -> int:
-        """Return how many of these requests, longest first, go into a batch. An earlier run's size is reused: its
-        stored answers are those of whole batches."""
+        """Return how many of these requests, longest first, fit into a batch.
+
+        An earlier run's size is reused, since its stored answers are those of whole batches."""
         key, device = key_of(requests, b"batch size"), self._answering.model.device
         if store is not None and store.knows(key):
             return store.get(key)

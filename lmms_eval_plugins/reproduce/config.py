@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationErro
 
 from kvcompress.errors import MOST, nearest, shown
 from kvcompress.methods import method_info
-from kvcompress.policy.policy import make_policy
+from kvcompress.policy.make import make_policy
 
 from ..cells.errors import UsageError
 from ..cells.results import exact

@@ -1,4 +1,4 @@
-"""The cost of a decode step on paper: its arithmetic, where its counts are from, and what its page promises."""
+"""The cost model of a decode step: its arithmetic, the origin of its counts, and the claims of its page."""
 
 from dataclasses import replace
 from types import SimpleNamespace

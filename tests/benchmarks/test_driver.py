@@ -1,4 +1,4 @@
-"""What benchmarks share: their flags are checked, and a run that was cut goes on."""
+"""What benchmarks share: their flags are checked, and an interrupted run continues."""
 
 import importlib
 import json
@@ -20,13 +20,13 @@ def source(module):
 
 
 MODULES = [info.name for info in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.") if not info.ispkg]
-# benchmarks.gpu's own begins where kvcompress cannot be imported yet; the script is for the Python of a peer.
+# benchmarks.gpu parses before kvcompress can be imported; the script runs in a peer's Python.
 ELSEWHERE = {"benchmarks.gpu.__main__", "benchmarks.ruler_kvpress"}
 BENCHMARKS = [name for name in MODULES if name not in ELSEWHERE and "def main(" in source(name)]
 
 
 class Declared(BaseException):
-    """The parser that a benchmark made: not an Exception, so that nothing takes it for a failure."""
+    """A benchmark's parser; not an Exception, so that nothing handles it as a failure."""
 
 
 def told(cell):

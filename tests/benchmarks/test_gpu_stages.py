@@ -138,7 +138,7 @@ def test_a_missing_package_is_one_line_and_a_wrong_cell_another(monkeypatch, tmp
     ("number", "name"), [(number, one.name) for number in command.STAGES for one in cells(number, True)]
 )
 def test_a_cell_of_a_device_runs_on_a_pretended_one_with_the_named_packages_alone(number, name, tmp_path):
-    """Tiny shapes, some of the tests, few questions, and nothing compiled: there is no device to compile for."""
+    """With tiny shapes, some of the tests and few questions, uncompiled: there is no device to compile for."""
     (one,) = (one for one in cells(number, True) if one.name == name)
     words = [word.replace("{out}", str(tmp_path / "part")) for word in one.arguments if word != "--compile"]
     words = ["cuda" if word == "cpu" else word for word in words]

@@ -85,7 +85,7 @@ def test_an_interrupted_run_goes_on_where_it_was(task, tmp_path, monkeypatch):
     answer, left = method_cells.answer, iter(range(5))
 
     def interrupted(*given):
-        next(left)  # StopIteration stands for the cut
+        next(left)  # StopIteration simulates the interruption
         return answer(*given)
 
     with monkeypatch.context() as patch:

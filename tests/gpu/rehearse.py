@@ -1,6 +1,6 @@
-"""`python -m tests.gpu.rehearse MODULE ARGUMENT...` runs a module as on the machine of a CUDA device. It is pretended,
-and of the packages that are installed here only those of `NEEDED`, and what these need, can be imported.
-"""
+"""`python -m tests.gpu.rehearse MODULE ARGUMENT...` runs a module as on a machine with a CUDA device.
+
+The device is pretended, and of the installed packages only those in `NEEDED` and their requirements can be imported."""
 
 import os
 import re
@@ -9,7 +9,7 @@ import sys
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 
-os.environ["TRITON_INTERPRET"] = "1"  # Triton asks when it is imported
+os.environ["TRITON_INTERPRET"] = "1"  # Triton reads this on import
 
 NEEDED = ("torch", "triton", "transformers", "pydantic", "pytest", "pytest-xdist", "hypothesis", "pillow")
 OWN = {"kvcompress", "lmms_eval_plugins", "tiny_vlm", "tests", "benchmarks"}
@@ -20,7 +20,7 @@ def plain(name: str) -> str:
 
 
 def with_what_they_need(packages: tuple[str, ...]) -> set[str]:
-    """The packages, and all that they require without extras."""
+    """Return the packages and everything that they require without extras."""
     found, new = set(), {plain(package) for package in packages}
     while new:
         package = new.pop()
@@ -35,14 +35,14 @@ def with_what_they_need(packages: tuple[str, ...]) -> set[str]:
 
 
 def hidden() -> set[str]:
-    """Top-level modules that a machine with `NEEDED` alone would not have."""
+    """Return the installed top-level modules that a machine with only `NEEDED` would not have."""
     there = with_what_they_need(NEEDED)
     found = packages_distributions()
     return {name for name in found if not {plain(owner) for owner in found[name]} & there} - OWN
 
 
 class Named:
-    """Finds modules as `PathFinder` does, but for those that are hidden."""
+    """Finds modules like `PathFinder`, except hidden ones."""
 
     gone = hidden()
 

@@ -1,4 +1,4 @@
-"""The omni model that speech is tested with, loaded once; fixed shapes as on CUDA."""
+"""The omni model for tests of speech, loaded once; fixed shapes as on CUDA."""
 
 from collections.abc import Callable
 from functools import partial
@@ -39,7 +39,7 @@ def omni_inputs(omni) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def as_on_cuda(monkeypatch) -> None:
-    """Static storages, and slots of fixed shapes, attend where their entries lie, by the operator's plain form."""
+    """Let static storages and slots of fixed shapes attend in place, by the operator's plain form."""
 
     def patch(kind: type, is_fixed: Callable[..., bool]) -> None:
         make = kind.__init__

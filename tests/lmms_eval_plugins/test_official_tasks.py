@@ -285,7 +285,7 @@ def test_the_other_tasks_of_a_list_run_and_the_failed_one_is_named_at_the_end(ju
 
 @pytest.mark.slow
 def test_two_processes_evaluate_the_other_tasks_of_a_list_and_name_the_failed_one(judged, monkeypatch):
-    """Its scorer breaks, behind the answers, in which both had a part."""
+    """Its scorer fails after the answers, in which both took part."""
     monkeypatch.setenv("SCORER", "broken")
     environment = {**os.environ, "NUM_PROCESSES": "2", "PYTHONPATH": str(Path(tasks.__file__).parents[2])}
     argv = ["judged,tiny_textvqa_color", *JUDGED]

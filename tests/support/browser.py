@@ -1,12 +1,14 @@
-"""A page of ours in Chromium, and what it says and asks for."""
+"""A page in Chromium, with its console output and requests."""
 
 from pathlib import Path
 from typing import Any
 
 
 def opened(browser: Any, file: Path, **options: object) -> tuple[Any, list[str], list[str]]:
-    """The page of a file, and two lists that grow with it: what it writes on its console, errors among it, and the
-    addresses that it loads from. `options`: of `browser.new_page`."""
+    """Open a file as a page. Returns the page and two growing lists: console messages, errors included, and requested
+    URLs.
+
+    `options` are those of `browser.new_page`."""
     page = browser.new_page(**options)
     said, asked = [], []
     page.on("console", lambda message: said.append(message.text))

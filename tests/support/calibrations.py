@@ -1,7 +1,6 @@
-"""Calibrations of the tiny models, made when they are asked for, so that a calibrated method is tested as all others.
+"""Calibrations of the tiny models, created on demand, so that calibrated methods are tested like all others.
 
-kvcompress.compress(model, method, 0.3, **calibration_of(method, model))
-"""
+kvcompress.compress(model, method, 0.3, **calibration_of(method, model))"""
 
 import inspect
 import tempfile
@@ -16,21 +15,21 @@ from kvcompress.methods import method_info
 from tests.support.families import FIRST_TEXT, VOCAB_SIZE
 
 PROMPTS, LENGTH = 3, 24
-SMALL = {"sinks": 2, "recent": 4}  # where a calibration looks beyond them: shorter than the prompts
+SMALL = {"sinks": 2, "recent": 4}  # for calibrations that exclude them: shorter than the prompts
 
 _folder = tempfile.TemporaryDirectory(prefix="calibrations-")
 _made: dict[tuple[str, str], str] = {}
 
 
 def calibration_of(method: str | None, model: torch.nn.Module) -> dict[str, str]:
-    """The option `calibration` of a method that needs it; of any other method nothing."""
+    """Return the option `calibration` for a method that needs it; empty for any other method."""
     cls = method_info(method).cls
     needs_it = issubclass(cls, CalibratedKVCluster) and cls.needs_calibration
     return {"calibration": calibration_file(method, model)} if needs_it else {}
 
 
 def calibration_file(method: str, model: torch.nn.Module) -> str:
-    """A method's file for a model, made of random text, once for all models of a shape."""
+    """Create a method's calibration file from random text, once for all models of the same shape."""
     key = method, files.fingerprint(model.config)
     if key not in _made:
         _made[key] = str(Path(_folder.name) / f"{'-'.join(key)}.safetensors")
@@ -45,7 +44,7 @@ def _gathered(method: str, model: torch.nn.Module) -> files.Calibration:
 
 
 def _drawn(model: torch.nn.Module) -> files.Calibration:
-    """Visual scores, which no text tells."""
+    """Return random visual scores, which text cannot provide."""
     layers = len(kvcompress.CompressedCache(model.config).compressed_layers)
     identity = files.ModelIdentity.of(model.config, layers)
     scores = torch.rand(layers, identity.heads, generator=torch.Generator().manual_seed(0))
@@ -53,7 +52,7 @@ def _drawn(model: torch.nn.Module) -> files.Calibration:
 
 
 def text_prompts(model: torch.nn.Module, prompts: int = PROMPTS, length: int = LENGTH) -> list[dict[str, torch.Tensor]]:
-    """Random text, as the model takes it."""
+    """Return random text as model inputs."""
     generator = torch.Generator().manual_seed(0)
     typed = "mm_token_type_ids" in inspect.signature(model.forward).parameters
     found = []

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints with tokenizer and processor, and requests as lmms-eval makes them."""
+"""Tiny random checkpoints with tokenizer and processor, and requests as lmms-eval creates them."""
 
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,10 @@ INTERNVL_SPECIALS = ["<pad>", "<IMG_CONTEXT>", "<video>", "<img>", "</img>", "<e
 
 
 def save_checkpoint(family: str, folder: Path) -> str:
-    """Saves the tiny random model of a family (tests/support/families.py) with a tokenizer of single characters and the
-    family's own processor; returns the folder's name. LLaVA-OneVision is the bundled model with noise on its weights,
-    so that it does not answer in one word."""
+    """Save the tiny random model of a family (tests/support/families.py) with its tokenizer and processor.
+
+    The tokenizer has one token per character; the processor is the family's own. Returns the folder's name.
+    LLaVA-OneVision is the bundled model with noise on its weights, so that answers are longer than one word."""
     if family == "llava-onevision":
         return _save_noisy_bundled_model(folder)
     (FAMILIES | MORE_FAMILIES)[family].build().save_pretrained(folder)
@@ -168,15 +169,17 @@ def _save_noisy_bundled_model(folder: Path) -> str:
     with torch.no_grad():
         for weight in model.parameters():
             weight += torch.randn(weight.shape, generator=generator) * weight.std()
-        embeddings[model.generation_config.eos_token_id] = 0  # tied: it is never the most likely
+        embeddings[model.generation_config.eos_token_id] = 0  # tied weights: it is never the most likely token
     model.save_pretrained(folder)
     AutoProcessor.from_pretrained(TINY_CHECKPOINT).save_pretrained(folder)
     return str(folder)
 
 
 def character_tokenizer(specials: list[str], **named: str) -> PreTrainedTokenizerFast:
-    """One token per character of printable ASCII, behind the special tokens that families.py has at 0 to 7; `named`
-    tokens become attributes of the tokenizer."""
+    """Create a tokenizer with one token per character of printable ASCII, after the special tokens of families.py (0 to
+    7).
+
+    `named` tokens become attributes of the tokenizer."""
     characters = ["\n", *map(chr, range(32, 127)), *"äöüéèàçñøåßœ"]
     vocabulary = [*specials[:FIRST_TEXT], *characters]
     vocabulary += [f"<{i}>" for i in range(len(vocabulary), VOCAB_SIZE)]
@@ -193,13 +196,14 @@ def character_tokenizer(specials: list[str], **named: str) -> PreTrainedTokenize
 
 
 def image(seed: int, width: int = 96, height: int = 64) -> Image.Image:
-    """A picture of smooth noise."""
+    """Return a picture of smooth noise."""
     pixels = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), dtype=np.uint8)
     return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def write_video(path: Path, frames: int = 12, fps: int = 4, width: int = 64, height: int = 48) -> str:
-    """A video whose frame i is grey of brightness 20 * i (modulo 240); the container follows from the file name."""
+    """Write a video whose frame i is grey with brightness 20 * i (modulo 240), in the container of the file's
+    extension."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libvpx" if path.suffix == ".webm" else "mpeg4", rate=fps)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
@@ -211,7 +215,7 @@ def write_video(path: Path, frames: int = 12, fps: int = 4, width: int = 64, hei
 
 
 def messages(doc: dict[str, Any]) -> list[dict[str, Any]]:
-    """A document's chat messages, in the shape that lmms-eval's chat tasks build: media first, then the text."""
+    """Return a document's chat messages as lmms-eval's chat tasks build them: media first, then the text."""
     media = [{"type": "image", "url": url} for url in doc.get("images", [])]
     media += [{"type": "video", "url": url} for url in doc.get("videos", [])]
     return [{"role": "user", "content": [*media, {"type": "text", "text": doc["text"]}]}]
@@ -220,7 +224,7 @@ def messages(doc: dict[str, Any]) -> list[dict[str, Any]]:
 def requests(
     lm: Any, docs: list[dict[str, Any]], task: str = "task", padding: int = 0, **generation_kwargs: Any
 ) -> list[Instance]:
-    """The requests of a chat generate_until task over `docs`; the last `padding` of them only even out the ranks."""
+    """Return the requests of a chat generate_until task over `docs`; the last `padding` only balance the ranks."""
     lm.task_dict[task] = {"test": docs}
     generation_kwargs = {"until": ["\n\n"], **generation_kwargs}
     made = []
@@ -233,7 +237,7 @@ def requests(
     return made
 
 
-# Model arguments of which the loaded model and processor know nothing.
+# Model arguments that do not affect the loaded model and processor.
 NOT_LOADED = (
     "batch_size", "look_ahead", "max_frames_num", "max_new_tokens", "measurements_path", "on_oom", "prefix_cache_gb",
     "prefill_tokens", "prompt_cache_gb", "slots", "system_prompt", "vision_cache_gb",
@@ -242,10 +246,10 @@ _loaded: dict[str, tuple[Any, Any]] = {}
 
 
 def load_lm(pretrained: str = "tiny", fresh: bool = False, **arguments: Any) -> KVCompressLM:
-    """The lmms-eval model on the CPU, in float32, with short answers.
+    """Load the lmms-eval model on the CPU, in float32, with short answers.
 
-    Each is new, but several share the model and the processor: `fresh` for a test that changes one of the two.
-    """
+    Each call returns a new object, but several share the model and the processor; use `fresh` if a test changes
+    these."""
 
     def load(args: ModelArguments, device: torch.device, needs_template: bool) -> tuple[Any, Any]:
         key = repr(args.model_copy(update=dict.fromkeys(NOT_LOADED)))

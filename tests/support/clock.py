@@ -1,4 +1,4 @@
-"""A clock that may only be read when the device is known to be idle."""
+"""A check that a clock is only read while the device is idle."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ from kvcompress.bench import standalone
 
 
 class Work(TorchDispatchMode):
-    """Notes that the device was given something to do since the last wait for it."""
+    """Records whether the device was given work since the last wait for it."""
 
     is_pending = False
 
@@ -25,8 +25,9 @@ class Work(TorchDispatchMode):
 
 @contextmanager
 def synchronised_reads(*modules: ModuleType) -> Iterator[list[str]]:
-    """Inside, gives where code of ours read `time.perf_counter`. Raises AssertionError where the device may have been
-    working. In `modules` the function `synchronise` waits for it."""
+    """Context manager that yields the places in our code that read `time.perf_counter`.
+
+    Raises AssertionError if the device may have been working. In `modules` the function `synchronise` waits for it."""
     work, reads, read = Work(), [], time.perf_counter
 
     def synchronise(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The pages of the documentation, and the code in them."""
+"""The pages of the documentation, and their code."""
 
 import re
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-# What a page means by a name that stands for something of the reader's; the bundled task and model.
+# Values for a page's placeholder names: the bundled task and model.
 MEANT = {
     "TASK": "tiny_textvqa", "<task>": "tiny_textvqa", "MODEL": "tiny", "<model>": "tiny", "METHOD": "snapkv",
     "RATIO": "0.2", "FOLDER": "results", "PATH": "python", "DIR": "data", "HOST": "127.0.0.1", "WORD": "textvqa",
@@ -16,7 +16,7 @@ MEANT = {
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a page: `text` in one line, without its comment."""
+    """A command on a page: `text` in one line, without its comment."""
 
     page: Path
     line: int
@@ -27,7 +27,7 @@ class Command:
 
     @property
     def concrete(self) -> str:
-        """`text` with what its names stand for, flags out of their brackets, the first of several choices."""
+        """`text` with placeholders replaced, flags without brackets, and the first of several choices."""
         text = re.sub(r" \[(?:flags|key=value \.\.\.)\]", "", self.text)
         text = re.sub(r" \[(--[^]]+|[A-Z]+)\]", r" \1", text)
         text = re.sub(r" ?\.\.\.", "", re.sub(r"\b([a-z]+)(?:\|[a-z]+)+", r"\1", text))
@@ -43,7 +43,7 @@ def python_blocks(page: Path) -> list[str]:
 
 
 def shell_commands(page: Path) -> list[Command]:
-    """The commands of a page's blocks of bash, in their order."""
+    """Return the commands in a page's bash blocks, in order."""
     commands, parts, start, is_shell = [], [], 0, False
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         if line.startswith("```"):

@@ -1,5 +1,7 @@
-"""How much the property tests draw. `EXAMPLES=10 ./scripts/run_tests.sh` draws ten times as many examples, and crosses
-what an ordinary run only pairs: every method with every family, for instance."""
+"""How many examples the property tests draw.
+
+`EXAMPLES=10 ./scripts/run_tests.sh` draws ten times as many, and tests all combinations of what an ordinary run only
+pairs, such as every method with every family."""
 
 import itertools
 import os
@@ -12,13 +14,12 @@ TIMES = int(os.environ.get("EXAMPLES", "1"))
 
 
 def examples(count: int) -> settings:
-    """Decorator of a property test: so many examples in an ordinary run."""
+    """Decorator of a property test: the number of examples in an ordinary run."""
     return settings(max_examples=count * TIMES, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def some(cases: Iterable[str | tuple], few: Sequence[str]) -> list:
-    """For `parametrize`: all cases; in an ordinary run those are slow whose name, of a tuple the first, is not among
-    the `few`."""
+    """For `parametrize`: all cases; in an ordinary run, those whose name (or first item) is not in `few` are slow."""
     found = []
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
@@ -28,7 +29,7 @@ def some(cases: Iterable[str | tuple], few: Sequence[str]) -> list:
 
 
 def paired(*lists: Sequence) -> list[tuple]:
-    """For `parametrize`: every element of every list at least once, beside others of the other lists in turn."""
+    """For `parametrize`: every element of every list at least once, paired with elements of the other lists in turn."""
     if TIMES > 1:
         return list(itertools.product(*lists))
     most = max(map(len, lists))

@@ -1,14 +1,13 @@
-"""Tiny random models of the supported families, and inputs for them: no hub, tokenizer or processor needed.
+"""Tiny random models of the supported families, and inputs for them, without hub, tokenizer or processor.
 
 family = FAMILIES["qwen2-vl"]
 model = family.build()                                         # fp32, eval, the same weights at each call
-inputs = family.inputs(model, lengths=[17, 30], images=[1, 0])  # left-padded, as a processor would
+inputs = family.inputs(model, lengths=[17, 30], images=[1, 0])  # left-padded, as from a processor
 model.generate(**inputs)
 model(**family.solo(inputs, row=0))                            # row 0 alone, without its padding
 
-FAMILIES are those that the property tests draw from; MORE_FAMILIES have the same interface and tests of their own
-(tests/test_family_table.py), those of LISTED_FAMILIES that this transformers has.
-"""
+The property tests draw from FAMILIES. MORE_FAMILIES have the same interface and their own tests
+(tests/test_family_table.py), for those of LISTED_FAMILIES that the installed transformers has."""
 
 from __future__ import annotations
 
@@ -143,12 +142,12 @@ class Family:
         num_key_value_heads: int = 2,
         seed: int = 0,
     ) -> PreTrainedModel:
-        """The model, cached by these arguments: callers leave it as they found it."""
+        """Return the model, cached by these arguments: callers must leave it unchanged."""
         layers = self.layers if num_hidden_layers is None else num_hidden_layers
         return _build(self.name, layers, num_attention_heads, num_key_value_heads, seed)
 
     def image_tokens(self, images: int) -> int:
-        """Number of image tokens that each image takes in a row that holds `images` images."""
+        """Return the number of image tokens per image in a row with `images` images."""
         if self.image_format == "llava":
             return LLAVA_ANYRES_TOKENS if images == 1 else LLAVA_PLAIN_TOKENS
         return TOKENS_PER_IMAGE[self.image_format]
@@ -190,7 +189,7 @@ class Family:
         return {name: tensor.to(model.device) for name, tensor in inputs.items()}
 
     def video_inputs(self) -> dict[str, torch.Tensor]:
-        """One prompt with a video of FRAMES frames between text."""
+        """Return one prompt with a video of FRAMES frames between text."""
         generator = torch.Generator().manual_seed(0)
         order = torch.randperm(VOCAB_SIZE - FIRST_TEXT, generator=torch.Generator().manual_seed(1))
         words = (order[:20] + FIRST_TEXT).tolist()
@@ -199,7 +198,7 @@ class Family:
         if self.image_format == "qwen3":  # a time stamp before each frame
             frames = [[stamp, VISION_START, *[VIDEO] * 4] for stamp in words[6 : 6 + FRAMES]]
             video, after = [token for frame in frames for token in frame], words[6 + FRAMES :]
-        elif self.image_format == "glm4v":  # the tokens of its images, and a time stamp behind each frame
+        elif self.image_format == "glm4v":  # the tokens of its images, and a time stamp after each frame
             frames = [[VISION_START, *[IMAGE] * 4, VISION_END, stamp] for stamp in words[6 : 6 + FRAMES]]
             video, after = [token for frame in frames for token in frame], words[6 + FRAMES :]
         elif self.image_format in ("qwen", "qwen3-omni"):
@@ -215,7 +214,7 @@ class Family:
             height, width = MINICPM_GRID
             pixels = (1, 3, MINICPM_PATCH, FRAMES * height * width * MINICPM_PATCH)
             size = {"target_sizes_videos": torch.tensor([MINICPM_GRID] * FRAMES)}
-        else:  # LLaVA: one token per frame after pooling; LLaVA-OneVision puts a newline behind the last
+        else:  # LLaVA: one token per frame after pooling; LLaVA-OneVision puts a newline after the last
             video, after = [VIDEO] * (FRAMES + int(self.image_format == "llava")), words[6:]
             pixels, size = (1, FRAMES, 3, LLAVA_TILE, LLAVA_TILE), {}
         ids = torch.tensor([[*words[:6], *video, *after]])
@@ -228,7 +227,7 @@ class Family:
         return inputs | {"pixel_values_videos": torch.randn(pixels, generator=generator)} | size
 
     def solo(self, inputs: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
-        """Row `row` of what `inputs` returned, as a batch of one without padding."""
+        """Return row `row` of the result of `inputs` as a batch of one without padding."""
         real = inputs["attention_mask"][row].bool()
         images = (inputs["input_ids"] == VISION_START).sum(-1)
         first, last = int(images[:row].sum()), int(images[: row + 1].sum())
@@ -244,18 +243,18 @@ class Family:
                 solo[name] = tensor[row : row + 1]
             elif self.image_format == "idefics":
                 solo[name] = tensor[row : row + 1, : last - first]
-            elif self.image_format == "minicpm" and name == "pixel_values":  # all patches lie in one row
+            elif self.image_format == "minicpm" and name == "pixel_values":  # all patches are in one row
                 per_image = tensor.shape[-1] // int(images.sum())
                 solo[name] = tensor[..., first * per_image : last * per_image]
             else:
                 per_image = tensor.shape[0] // int(images.sum())  # Qwen-VL has one row of pixels per patch
                 solo[name] = tensor[first * per_image : last * per_image]
-                if name == "image_token_pooling":  # says which patches of the batch's
+                if name == "image_token_pooling":  # says which of the batch's patches
                     solo[name] = solo[name] - solo[name].min()
         return solo
 
     def _row(self, length: int, images: int, generator: torch.Generator) -> torch.Tensor:
-        """Token ids (length,): text, then each image between start and end marks, then text."""
+        """Return token ids (length,): text, then each image between start and end marks, then text."""
 
         # All tokens differ, as far as the vocabulary reaches: equal tokens have keys of equal norm in the first layer,
         # and which of them a method keeps would be decided by rounding.
@@ -275,13 +274,13 @@ class Family:
         return torch.cat([*parts, text(max(length - taken, MIN_TRAILING_TEXT - 1))])
 
     def _image(self, images: int) -> list[int]:
-        """Token ids of one of a row's `images` images, without its marks."""
+        """Return token ids of one of a row's `images` images, without its marks."""
         if self.image_format in ("pixtral", "mistral3"):  # two lines
             return [IMAGE, IMAGE, LINE_BREAK, IMAGE, IMAGE]
         return [IMAGE] * self.image_tokens(images)
 
     def _pixels(self, images: Sequence[int], generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """The tensors that the family's processor would make of all the batch's images."""
+        """Return the tensors that the family's processor would create for all the batch's images."""
         count = sum(images)
 
         def noise(*shape: int) -> torch.Tensor:
@@ -332,7 +331,7 @@ class Family:
         }
 
     def _patches(self, count: int, generator: torch.Generator, is_video: bool = False) -> dict[str, torch.Tensor]:
-        """`count` images, or one video of as many frames, of 4 x 4 patches that are pooled 2 x 2."""
+        """Return `count` images, or one video of as many frames, of 4 x 4 patches that are pooled 2 x 2."""
         pixels = torch.randn(count, 16, 3 * (SMALL_IMAGE // 4) ** 2, generator=generator)
         places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(1)  # (x, y)
         if self.image_format == "gemma4":
@@ -353,7 +352,7 @@ class Family:
 
 
 def _cross_attention_mask(input_ids: torch.Tensor, attention_mask: torch.Tensor, images: int) -> torch.Tensor:
-    """Mllama's (batch, columns, images, 1 tile): a token sees the images whose marks stand before it, or are it."""
+    """Return Mllama's mask (batch, columns, images, 1 tile): a token sees the images whose marks it follows or is."""
     seen = (input_ids == IMAGE).cumsum(1)[..., None] > torch.arange(images)
     return (seen & attention_mask[..., None].bool()).long()[..., None]
 
@@ -391,11 +390,10 @@ def _build(name: str, layers: int, heads: int, kv_heads: int, seed: int) -> PreT
 
 @torch.no_grad()
 def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Weights under which each layer's output has order 1 and attention is peaked.
+    """Set weights under which each layer's output has order 1 and attention is peaked.
 
-    The usual init (std 0.02) makes attention flat, so that dropping any entry hardly changes the logits, and
-    a test would not notice that the wrong one was dropped.
-    """
+    The usual init (std 0.02) makes attention flat, so dropping any entry hardly changes the logits, and a test would
+    not notice that the wrong one was dropped."""
     for name, weight in model.named_parameters():
         if "embed_tokens" in name or name.endswith("image_newline"):
             weight.normal_(std=0.25, generator=generator)  # small: else greedy decoding repeats its last token
@@ -449,7 +447,7 @@ def _qwen_vl_ids() -> dict:
 
 
 def _mrope(*section: int, **extra: object) -> dict:
-    """M-RoPE over HEAD_DIM // 2 frequencies; section: frequencies of time, height, width."""
+    """M-RoPE over HEAD_DIM // 2 frequencies; `section` holds the frequencies of time, height and width."""
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(section), **extra}
 
 
@@ -529,7 +527,7 @@ def _mistral(text: dict) -> MistralConfig:
 
 
 def _small_tower(model_type: str, **extra: object) -> dict:
-    """A vision tower that makes 2 x 2 patches of an image of 8 x 8 pixels."""
+    """A vision tower that turns an image of 8 x 8 pixels into 2 x 2 patches."""
     return {
         "model_type": model_type,
         "hidden_size": VISION_HIDDEN,
@@ -601,7 +599,7 @@ def _idefics3(text: dict) -> Idefics3Config:
 
 
 def _gemma3(text: dict) -> Gemma3Config:
-    """Every other layer sees the last 12 tokens only."""
+    """Every other layer only sees the last 12 tokens."""
     kinds = ["sliding_attention", "full_attention"]
     return Gemma3Config(
         text_config={
@@ -692,7 +690,7 @@ def _qwen3_5_text(text: dict) -> dict:
 
 
 def _glm4v(text: dict) -> Glm4vConfig:
-    """Rotates neighbouring channels, half of them."""
+    """Rotates neighbouring channels, and only half of them."""
     return Glm4vConfig(
         text_config={**text, "rope_parameters": _mrope(2, 1, 1, partial_rotary_factor=0.5)},
         vision_config={
@@ -731,8 +729,10 @@ def _mistral3(text: dict) -> Mistral3Config:
 
 
 def _gemma4(text: dict, **more: object) -> Gemma4Config:
-    """Every other layer sees the last 12 tokens only; the others have longer and fewer KV heads, whose values are their
-    keys before rotation; each layer has embeddings of its own."""
+    """Every other layer only sees the last 12 tokens.
+
+    The others have longer and fewer KV heads, whose values are their keys before rotation. Each layer has its own
+    embeddings."""
     kinds = ["sliding_attention", "full_attention"]
     return Gemma4Config(
         text_config={
@@ -770,12 +770,12 @@ def _gemma4(text: dict, **more: object) -> Gemma4Config:
 
 
 def _gemma4_e2b(text: dict) -> Gemma4Config:
-    """The last two layers have no keys of their own, and an image is seen causally."""
+    """The last two layers have no keys of their own, and images are seen causally."""
     return _gemma4(text, num_kv_shared_layers=2, use_bidirectional_attention=None, attention_k_eq_v=False)
 
 
 def _molmo2(text: dict) -> PreTrainedConfig:
-    """Vision tokens, of one image or several, see each other both ways."""
+    """Vision tokens, of one image or several, attend to each other in both directions."""
     return transformers.Molmo2Config(
         text_config={**text, "head_dim": HEAD_DIM, "additional_vocab_size": 0},
         vision_config={
@@ -804,7 +804,7 @@ def _molmo2(text: dict) -> PreTrainedConfig:
 
 
 def _qwen3_omni(text: dict) -> Qwen3OmniMoeThinkerConfig:
-    """The thinker, which writes the text."""
+    """The thinker, which generates the text."""
     return Qwen3OmniMoeThinkerConfig(
         text_config={
             **text,
@@ -886,7 +886,7 @@ LISTED_FAMILIES: dict[str, Family] = {
         Family("gemma3", _gemma3, "gemma3", layers=4),
         Family("mllama", _mllama, "mllama", layers=4),
         Family("minicpm-v", _minicpm_v, "minicpm", layers=4, video=True),
-        # Its linear attention solves a system of equations per chunk, and padding moves the chunks.
+        # Its linear attention solves a system of equations per chunk, and padding shifts the chunks.
         Family("qwen3.5", _qwen3_5, "qwen3", layers=4, video=True, rounding=1e-3),
         Family("glm4v", _glm4v, "glm4v", video=True),
         Family("pixtral", _pixtral, "pixtral"),

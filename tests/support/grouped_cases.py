@@ -2,7 +2,7 @@
 
 import torch
 
-from kvcompress.kernels.grouped import Pieces, pieces
+from kvcompress.kernels.pieces import Pieces, pieces
 from kvcompress.kernels.quantization import ROWS_PER_BYTE, Quantized, Quantizer
 from tests.support.ragged_cases import TOLERANCE
 

@@ -1,4 +1,4 @@
-"""The same requests alone, through `generate`, and in flight: their tokens and logits."""
+"""Tokens and logits of the same requests alone, through `generate`, and in flight."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ Outcome = list[tuple[torch.Tensor, torch.Tensor]]  # of each request: tokens (ne
 
 
 def with_end(inputs, tokens, seed=1):
-    """The same prompts with other text as their last `tokens` tokens, where they end with so much."""
+    """Replace the last `tokens` tokens, as far as they are text, by other text."""
     ids = inputs["input_ids"].clone()
     end = ids[:, -tokens:]
     drawn = torch.randint(FIRST_TEXT, VOCAB_SIZE, end.shape, generator=torch.Generator().manual_seed(seed))
@@ -25,7 +25,7 @@ def with_end(inputs, tokens, seed=1):
 
 
 class Recorder(LogitsProcessor):
-    """Notes the logits."""
+    """Records the logits."""
 
     def __init__(self) -> None:
         self.noted: list[torch.Tensor] = []
@@ -38,7 +38,7 @@ class Recorder(LogitsProcessor):
 def alone(
     model: torch.nn.Module, requests: Sequence[dict], new: Sequence[int], method: str, **options: object
 ) -> Outcome:
-    """Each request by itself, greedy, with `new[i]` tokens."""
+    """Answer each request by itself, greedily, with `new[i]` tokens."""
     outcome = []
     for inputs, count in zip(requests, new, strict=True):
         with kvcompress.compress(model, method, max_new_tokens=count + 1, **options):
@@ -56,7 +56,7 @@ def in_flight(
     prefill_tokens: int | None = None,
     **options: object,
 ) -> Outcome:
-    """All of them, `slots` at a time, each made to write the tokens that are expected of it."""
+    """Answer all requests, `slots` at a time, forcing each to generate its expected tokens."""
     recorders, asked = [Recorder() for _ in requests], []
     for inputs, recorder, (tokens, _) in zip(requests, recorders, expected, strict=True):
         force = Force(inputs["input_ids"].shape[1], tokens[None])
@@ -85,8 +85,9 @@ def check_in_flight(
     prefix_cache: kvcompress.PrefixCache | None = None,
     **options: object,
 ) -> None:
-    """Raises AssertionError where a request's logits are others in flight than alone. `prefill_tokens`, `prefix_cache`:
-    in flight."""
+    """Raise AssertionError if a request's logits in flight differ from those alone.
+
+    `prefill_tokens` and `prefix_cache` apply in flight."""
     options = calibration_of(options.get("scorer", method), model) | options
     expected = alone(model, requests, new, method, **options)
     options |= {"prefix_cache": prefix_cache}

@@ -1,9 +1,9 @@
-"""`python -m tests.support.inductor_code METHOD...`: a decode step of each method in fixed shapes, compiled by Inductor
-as if for an H100, without one: the step is captured on a CPU with the operator that CUDA takes, and compiled from
-inputs that have a shape and a device and no numbers. Prints, per method, what the compiled code launches.
+"""`python -m tests.support.inductor_code METHOD...`: compile decode steps in fixed shapes for an H100, without one.
 
-What it replaces of PyTorch stays replaced, so this needs a process of its own.
-"""
+Each step is captured on a CPU with the operator for CUDA, and compiled by Inductor from inputs that have a shape and a
+device but no numbers. Prints, per method, what the compiled code launches.
+
+Parts of PyTorch stay replaced, so this needs a process of its own."""
 
 import inspect
 import json
@@ -47,7 +47,7 @@ def config(layers: int) -> Qwen2Config:
 
 
 class AsOnCuda(StaticStorage):
-    """On a CPU, what CUDA does."""
+    """Does on a CPU what CUDA does."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -55,7 +55,7 @@ class AsOnCuda(StaticStorage):
 
 
 def captured(method: str, layers: int) -> tuple[list[tuple[torch.fx.GraphModule, list]], int]:
-    """The graphs of the steps behind two prompts, with their inputs, and how often one broke."""
+    """Return the graphs of the steps after two prompts, with their inputs, and the number of graph breaks."""
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config(layers)).eval().to(torch.bfloat16)
     graphs: list = []
@@ -81,7 +81,7 @@ def captured(method: str, layers: int) -> tuple[list[tuple[torch.fx.GraphModule,
 
 
 def moved_to_cuda(graph: torch.fx.GraphModule, inputs: list) -> list:
-    """Let the graph be one of a CUDA device; returns its inputs there, without numbers."""
+    """Move the graph to a CUDA device; return its inputs there, without numbers."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def tensor(given: Any) -> Any:
@@ -105,7 +105,7 @@ def moved_to_cuda(graph: torch.fx.GraphModule, inputs: list) -> list:
 
 
 def pretend_an_h100() -> None:
-    """Let PyTorch and Triton answer what the compiler asks of a device."""
+    """Make PyTorch and Triton answer the compiler's questions about a device."""
     for name, stand_in in _torch_cuda(PretendedCuda()).items():
         setattr(torch.cuda, name, stand_in)
     known = {"type": "cuda", "index": 0, "cc": 90, "major": 9, **vars(H200)}
@@ -138,11 +138,11 @@ def pretend_an_h100() -> None:
 
 
 class Stop(Exception):
-    """The code is there; nothing is compiled from it."""
+    """Raised once the code is generated, before it is compiled."""
 
 
 def inductor_code(graph: torch.fx.GraphModule, inputs: list) -> str:
-    """What Inductor writes for CUDA."""
+    """Return the code that Inductor generates for CUDA."""
     code = []
 
     def stop(lowering: GraphLowering) -> None:
@@ -168,7 +168,7 @@ def inductor_code(graph: torch.fx.GraphModule, inputs: list) -> str:
 
 
 def launched(code: str) -> Counter:
-    """Kernels by kind."""
+    """Count kernels by kind."""
     code = "\n".join(line for line in code.splitlines() if not line.strip().startswith("#"))
     found = Counter({"triton": len(re.findall(r"triton_\w+\.run\(", code))})
     found.update(re.findall(r"(extern_kernels\.\w+)\(", code))

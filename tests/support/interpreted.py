@@ -1,5 +1,6 @@
-"""`TRITON_INTERPRET=1 python -m tests.support.interpreted` checks the Triton kernels against their plain references on
-a CPU. Triton looks at that variable when a kernel is defined, so this needs a process of its own."""
+"""`TRITON_INTERPRET=1 python -m tests.support.interpreted` checks the Triton kernels against their references on a CPU.
+
+Triton reads that variable when a kernel is defined, so this needs a process of its own."""
 
 import sys
 import types
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-# The kernels need nothing else of the package, and importing it all, with transformers, takes most of the time.
+# The kernels need nothing else of the package, and importing all of it, with transformers, takes most of the time.
 package = types.ModuleType("kvcompress")
 package.__path__ = [str(Path(__file__).parents[2] / "kvcompress")]
 sys.modules["kvcompress"] = package

@@ -1,4 +1,4 @@
-"""What a cache kept, and what it should have kept."""
+"""The entries that a cache kept, and those that it should have kept."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Prompts for the tests of kernels, and the Triton kernels against the plain references."""
+"""Prompts for kernel tests, and checks of the Triton kernels against the plain references."""
 
 import torch
 
@@ -22,7 +22,7 @@ SHAPES = [
 def prompt_case(
     batch, kv_heads, groups, head_dim, columns, pads=None, counting=None, dtype=torch.float32, seed=0, device="cpu"
 ) -> tuple:
-    """Arguments of `column_sums`, queries and keys laid out as a model's projections leave them; NaN at pads."""
+    """Return arguments of `column_sums`, with queries and keys laid out as by a model's projections; NaN at pads."""
     generator = torch.Generator().manual_seed(seed)
     queries = torch.randn(batch, columns, kv_heads * groups, head_dim, generator=generator).transpose(1, 2) * 2
     keys = torch.randn(batch, columns, kv_heads, head_dim, generator=generator).transpose(1, 2)
@@ -52,13 +52,13 @@ def check_column_sums(dtype: torch.dtype, shapes: list[tuple], device: str) -> N
         case = prompt_case(*shape, dtype=dtype, device=device)
         close = {"atol": TOLERANCE, "rtol": TOLERANCE}
         torch.testing.assert_close(column_sums_triton(*case), column_sums_reference(*case), **close)
-    queries, keys, *rest = case  # states whose numbers do not lie side by side
+    queries, keys, *rest = case  # states with non-contiguous channels
     case = (queries.mT.contiguous().mT, keys.mT.contiguous().mT, *rest)
     torch.testing.assert_close(column_sums_triton(*case), column_sums_reference(*case), **close)
 
 
 def kept_case(batch, kv_heads, key_dim, value_dim, columns, kept, dtype=torch.float32, seed=0, device="cpu") -> tuple:
-    """Arguments of `compact`: keys contiguous, values as a projection leaves them; some leading slots unused."""
+    """Return arguments of `compact`: contiguous keys, values laid out as by a projection, some leading slots unused."""
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(batch, kv_heads, columns, key_dim, generator=generator)
     values = torch.randn(batch, columns, kv_heads, value_dim, generator=generator).transpose(1, 2)

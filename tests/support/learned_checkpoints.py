@@ -13,7 +13,7 @@ SINKS, SIZE = 3, 4  # of a gate
 
 
 def checkpoint_for(method: str, model: torch.nn.Module) -> str:
-    """The path of one that fits the model."""
+    """Return the path of a checkpoint that fits the model."""
     text = model.config.get_text_config(decoder=True)
     groups = text.num_attention_heads // text.num_key_value_heads
     return _made(method, text.num_hidden_layers, text.hidden_size, text.num_key_value_heads, groups)
@@ -47,7 +47,7 @@ def _made(method: str, layers: int, hidden: int, heads: int, groups: int) -> str
 
 
 def write_kvzap(path: Path, layers: int, hidden: int, heads: int, inner: int | None) -> None:
-    """A KVzap surrogate: an MLP of `inner` channels, or a linear map."""
+    """Write a KVzap surrogate: an MLP of `inner` channels, or a linear map."""
     draw = torch.Generator().manual_seed(1)
     linears = {"": (hidden, heads)} if inner is None else {"0.": (hidden, inner), "2.": (inner, heads)}
     tensors = {}

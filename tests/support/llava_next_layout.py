@@ -1,4 +1,4 @@
-"""A transformers LLaVA-OneVision written as the original LLaVA-NeXT code writes it: names, settings, two shards."""
+"""A transformers LLaVA-OneVision saved in the original LLaVA-NeXT layout: names, settings, two shards."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from transformers import LlavaOnevisionForConditionalGeneration, PreTrainedToken
 
 from lmms_eval_plugins.model import llava_next
 
-TOWER = "tiny-siglip"  # in place of a tower on the hub
+TOWER = "tiny-siglip"  # instead of a tower on the hub
 TOWER_SETTINGS = (
     "hidden_size",
     "intermediate_size",
@@ -37,7 +37,7 @@ TEXT_SETTINGS = (
 
 
 def original_name(name: str) -> str:
-    """transformers' name of a weight -> its name in the original code."""
+    """Return the original code's name of a weight, given transformers'."""
     name = re.sub(r"^model\.vision_tower\.(vision_model\.)?", "model.vision_tower.vision_tower.vision_model.", name)
     name = name.replace("model.multi_modal_projector.linear_1.", "model.mm_projector.0.")
     name = name.replace("model.multi_modal_projector.linear_2.", "model.mm_projector.2.")
@@ -81,7 +81,7 @@ def save(model: LlavaOnevisionForConditionalGeneration, folder: Path) -> None:
 
 
 def knows_the_tower(model: LlavaOnevisionForConditionalGeneration) -> mock.patch.dict:
-    """Inside, TOWER is the model's vision tower, as if it were one of the hub's."""
+    """Context manager in which TOWER is the model's vision tower, as if it were on the hub."""
     tower = {name: getattr(model.config.vision_config, name) for name in TOWER_SETTINGS}
     return mock.patch.dict(llava_next.VISION_TOWERS, {TOWER: tower})
 
@@ -89,7 +89,7 @@ def knows_the_tower(model: LlavaOnevisionForConditionalGeneration) -> mock.patch
 def reloaded(
     model: LlavaOnevisionForConditionalGeneration, tokenizer: PreTrainedTokenizerBase
 ) -> LlavaOnevisionForConditionalGeneration:
-    """What the loader makes of what `save` writes."""
+    """Return the model that the loader creates from what `save` wrote."""
     with TemporaryDirectory() as folder, knows_the_tower(model):
         save(model, Path(folder))
         config = json.loads((Path(folder) / "config.json").read_text())

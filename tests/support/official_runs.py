@@ -1,8 +1,7 @@
-"""One of lmms-eval's own tasks through the evaluation command, on data made for it: alone and in a padded batch.
+"""One of lmms-eval's own tasks in the evaluation command, on data made for it: alone and in a padded batch.
 
-Each run is a process of its own, forked from this one: what a task's code keeps between two runs, or an exit in it,
-does not reach the next.
-"""
+Each run is a process of its own, forked from this one, so that a task's global state or an exit does not affect the
+next."""
 
 import contextlib
 import importlib
@@ -20,7 +19,7 @@ from lmms_eval_plugins.model.prompts import ChatProcessor
 from lmms_eval_plugins.report.headline import headline
 from tests.support.official_tasks import leaves, local_data
 
-# Each answer has six tokens: one that ends at once would say little.
+# Each answer has six tokens: a shorter one would test little.
 GENERATION = "max_new_tokens=6,min_new_tokens=6,do_sample=false"
 CELLS = ["tiny", "full,snapkv", "0.5", "--data-root", "data", "--gen_kwargs", GENERATION]
 BATCH, ROWS = 3, 4
@@ -32,14 +31,14 @@ PRELOADED = (
 
 
 def preload() -> None:
-    """Import here what every run needs, so that none has to."""
+    """Import what every run needs, so that no run has to."""
     for name in PRELOADED:
         importlib.import_module(name)
     own_code(Path(evaluate.__file__).parents[1])
 
 
 def run(command: str, root: Path) -> dict[str, Any]:
-    """What came of a task, as JSON holds it.
+    """Run a task; return the outcome as JSON.
 
     Args:
         command: a task or a group, then flags of the evaluation command.
@@ -47,8 +46,8 @@ def run(command: str, root: Path) -> dict[str, Any]:
 
     Returns:
         `error`, the last line of a run that failed; or `tasks` (of a group), `questions`, `images`, `videos` and
-        `rounds` (each least and most of a question), `shots`, `metric`, `batch` (the largest batch), `padded` (whether
-        rows of one had prompts of different lengths), `equal_answers`, `equal_scores`.
+            `rounds` (least and most per question), `shots`, `metric`, `batch` (the largest batch), `padded` (whether a
+            batch had prompts of different lengths), `equal_answers`, `equal_scores`.
     """
     task, *flags = command.split()
     with local_data(root, *leaves(task), rows=ROWS):
@@ -74,7 +73,7 @@ def _forked(arguments: list[str], noted: Path) -> int | None:
 
 
 def _evaluate(arguments: list[str], noted: Path) -> None:
-    """Run the command, and write down how many images and videos its prompts have."""
+    """Run the command, and record how many images and videos its prompts have."""
     images, videos, read = [], [], ChatProcessor.read
 
     def counting(chat: ChatProcessor, *given: Any) -> Any:
@@ -102,7 +101,7 @@ def _range(values: list[int]) -> list[int]:
 
 
 def _cells(folder: Path) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """method -> its results and samples."""
+    """Return each method's results and samples."""
     cells = [read_cell(path.parent) for path in sorted(folder.glob("*/results.json"))]
     return {results["protocol"]["method"]: (results, samples) for results, samples in cells}
 

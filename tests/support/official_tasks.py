@@ -1,6 +1,7 @@
-"""Local data for lmms-eval's own tasks, untouched: datasets in folders named as on the hub, videos as lmms-eval unpacks
-them. A row has every field that a task's code reads, filled by the field's name; FIELDS says where that is not enough.
-"""
+"""Local data for lmms-eval's own tasks: datasets in folders named as on the hub, videos as lmms-eval unpacks them.
+
+The tasks are unmodified. A row has every field that a task's code reads, with a value by the field's name; FIELDS has
+the exceptions."""
 
 import base64
 import contextlib
@@ -38,7 +39,7 @@ def in_base64(image: Image.Image) -> str:
         return base64.b64encode(file.getvalue()).decode()
 
 
-# The first pattern that a field's name contains gives its value in row number n.
+# The first pattern in a field's name gives its value in row n.
 VALUES: list[tuple[str, Callable[[int], Any]]] = [
     (r"^images?_list$|^images$|^image_list$", lambda n: [picture(n), picture(n + 1)]),
     (r"^(question_)?image(_\d+)?$|_image$|^img$", picture),
@@ -52,9 +53,9 @@ VALUES: list[tuple[str, Callable[[int], Any]]] = [
     (r"question|query|problem|instruction|prompt|text", lambda n: f"Which colour has sign {n}?" + n * " Look again."),
 ]
 
-ABSENT = object()  # in place of a value: a row does not have the field
+ABSENT = object()  # instead of a value: the row does not have the field
 
-# Pattern of task names -> fields of row number n that differ from what their names say, or that the code reads under
+# Pattern of task names -> fields of row n whose values do not follow from their names, or that the code reads under
 # another name.
 FIELDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "seedbench": lambda n: {"data_type": "video" if n < 2 else "image", "image": [picture(n)] * (2 if n < 2 else 1)},
@@ -76,7 +77,7 @@ FIELDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "mmmu_pro_standard": lambda n: {
         "question": f"Is <image 1> a sign{n * ' or not'}?", "options": "['red', 'green']", "image_1": picture(n),
     },
-    # Question and options stand in the picture.
+    # Question and options are in the picture.
     "mmmu_pro_vision": lambda n: {"question": ABSENT, "options": ABSENT},
     "mmmu_val": lambda n: {
         "question": "Which of <image 1> is a sign?", "options": "['red', 'green']", "question_type": "multiple-choice",
@@ -106,7 +107,7 @@ FIELDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "aime24_nofigures_agg8": lambda n: {"problem": f"What is {n} + 1?", "answer": str(n + 1)},
 }  # fmt: skip
 # Pattern of task names -> folder below HF_HOME, and the names of its videos
-# Task -> a further part of its dataset, with its split and what row number n of it holds.
+# Task -> a further part of its dataset, with its split and row n.
 PARTS: dict[str, tuple[str, str, Callable[[int], dict[str, Any]]]] = {
     "gqa": ("testdev_balanced_images", "testdev", lambda n: {"id": f"image{n}", "image": picture(n)}),
 }
@@ -124,7 +125,7 @@ VIDEOS = {
 
 
 def leaves(name: str) -> list[str]:
-    """The tasks of lmms-eval's that a group or a tag stands for; a task is its own."""
+    """Return the lmms-eval tasks of a group or a tag; a task is its own."""
     if name in task_names(TASKS):
         return [name]
     line = re.compile(rf"^(group|tag): *[\"']?{re.escape(name)}[\"']? *$", re.MULTILINE)
@@ -137,12 +138,12 @@ def leaves(name: str) -> list[str]:
 
 
 def config_of(task: str) -> dict[str, Any]:
-    """The task's YAML with what it includes; functions are left out."""
+    """Return the task's YAML with its includes, without functions."""
     return load_yaml_config(str(task_names(TASKS)[task]), mode="simple")
 
 
 def row(task: str, number: int) -> dict[str, Any]:
-    """A document of a task."""
+    """Return a document of a task."""
     path = task_names(TASKS)[task]
     yamls = [path, *(file for file in path.parent.iterdir() if file.name.startswith("_default"))]
     text = "".join(file.read_text(encoding="utf-8") for file in yamls)
@@ -159,7 +160,7 @@ def row(task: str, number: int) -> dict[str, Any]:
 
 
 def _of(task: str, table: dict[str, Any]) -> Any:
-    """What a table of patterns has for a task; None where it has nothing."""
+    """Return a pattern table's value for a task; None if there is none."""
     return next((value for pattern, value in table.items() if fnmatch(task, pattern)), None)
 
 
@@ -171,7 +172,7 @@ def _value(name: str, number: int) -> Any:
 
 
 def write_data(names: list[str], data_root: Path, hf_home: Path, rows: int = 3) -> None:
-    """Write the data of tasks: what `--data-root` takes, and below `hf_home` the videos."""
+    """Write the data of tasks: datasets for `--data-root`, and videos below `hf_home`."""
     splits: dict[tuple[str, str | None], dict[str, list[dict[str, Any]]]] = {}
     for task in names:
         config = config_of(task)
@@ -203,14 +204,14 @@ def write_data(names: list[str], data_root: Path, hf_home: Path, rows: int = 3) 
 
 
 def index_of(*names: str) -> lmms_eval.tasks.TaskManager:
-    """A task manager that has indexed the folders of these tasks only: 1900 YAMLs take seconds."""
+    """Return a task manager that has indexed only the folders of these tasks, as all 1900 YAMLs take seconds."""
     folders = sorted({str(task_names(TASKS)[name].parent) for name in names})
     return lmms_eval.tasks.TaskManager(include_defaults=False, include_path=[*folders, str(tasks.BUNDLED_TASKS)])
 
 
 @contextlib.contextmanager
 def local_data(root: Path, *names: str, rows: int = 3) -> Iterator[None]:
-    """Inside, the tasks and the groups beside them are known, and their data lies below `root`."""
+    """Context manager in which the tasks and the groups next to them are known, with their data below `root`."""
     if not (root / "data").exists():
         write_data(names, root / "data", root / "hf", rows)
     with pytest.MonkeyPatch.context() as patch:

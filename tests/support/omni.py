@@ -38,12 +38,12 @@ MEDIA_IDS = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 CODE_S = 480 / 24_000  # a codec token is two frames of 240 samples
-# transformers 5.14 never speaks the last codec token, whichever it is.
+# transformers 5.14 never speaks the last codec token.
 UNHEARD = int("talker_input_ids.shape[1] : -1]" in inspect.getsource(Qwen2_5OmniForConditionalGeneration.generate))
 
 
 def save_checkpoint(folder: Path) -> str:
-    """Saves the model with its processor and two speakers; returns the folder's name."""
+    """Save the model with its processor and two speakers; return the folder's name."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Qwen2_5OmniForConditionalGeneration(tiny_config())
@@ -164,7 +164,7 @@ def tiny_processor() -> Qwen2_5OmniProcessor:
 
 @torch.no_grad()
 def randomize(model: torch.nn.Module) -> None:
-    """Peaked attention, as in families.py: what is dropped then makes a difference."""
+    """Make attention peaked, as in families.py, so that dropped entries make a difference."""
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
         if weight.ndim >= 2 and not name.startswith("token2wav"):
@@ -176,7 +176,8 @@ def randomize(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def randomize_sound(token2wav: torch.nn.Module) -> None:
-    """Weights so large that each block of the spectrogram depends on its neighbours, and that something is heard."""
+    """Make weights so large that each block of the spectrogram depends on its neighbours, and that the sound is
+    audible."""
     generator = torch.Generator().manual_seed(0)
     for name, weight in token2wav.named_parameters():
         if weight.ndim >= 2:

@@ -1,4 +1,4 @@
-"""A command line is read by its own parser, and then nothing more happens."""
+"""Checks command lines with their own parsers, without running anything."""
 
 import argparse
 import re
@@ -21,19 +21,19 @@ from lmms_eval_plugins.reproduce.config import load_config
 from tests.support.docs import ROOT
 
 FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]
-# Programs that are not this project's, whose arguments are not looked at.
+# Programs of other projects, whose arguments are not checked.
 OTHERS = ("pip", ".venv/bin/pip", "git", "hf", "tar", "python3", ".", "cd", "export")
 WITHOUT_FLAGS = ("tests.methods_page", "tests.family_table", "tests.oracle.authors.kvcache_factory", "build")
 READ_WHOLE = ("parse_args", "parse_known_args", "parse_intermixed_args", "parse_known_intermixed_args")
 
 
 class Parsed(BaseException):
-    """What a parser made of the words: not an Exception, so that no command takes it for a failure."""
+    """A parser's result; not an Exception, so that no command handles it as a failure."""
 
 
 @contextmanager
 def parsers_alone() -> Iterator[None]:
-    """argparse's parsers raise Parsed when they have read all words."""
+    """Context manager in which argparse's parsers raise Parsed after parsing."""
     depth = 0
 
     def ending(method):
@@ -57,14 +57,14 @@ def parsers_alone() -> Iterator[None]:
 
 
 def script_module(script: str) -> list[str]:
-    """`python -m` what a file of scripts/ ends with: a module and its first arguments; nothing where it is other."""
+    """Return the module and first arguments of the `python -m` at the end of a script; empty if it ends otherwise."""
     text = (ROOT / "scripts" / script).read_text(encoding="utf-8")
     found = re.search(r'^exec "\$\{?PYTHON\S*" -m (.+) "\$@"$', text, re.MULTILINE)
     return shlex.split(found[1]) if found else []
 
 
 def module_words(words: list[str]) -> list[str] | None:
-    """What a command runs by `python -m`: a module and its arguments; None for a program of others."""
+    """Return the module and arguments that a command runs by `python -m`; None for other programs."""
     program, *arguments = words
     if program.startswith("./scripts/"):
         module = script_module(program.rpartition("/")[2])
@@ -78,10 +78,9 @@ def module_words(words: list[str]) -> list[str] | None:
 
 
 def check(text: str, config: pytest.Config) -> None:
-    """Read a line of shell, whose commands may be joined by `&&`, with the parsers of what it would start.
+    """Check a line of shell, which may join commands by `&&`, with the parsers of the programs that it would start.
 
-    Raises AssertionError, SystemExit or what the command itself says of a wrong word.
-    """
+    Raises AssertionError, SystemExit, or a command's own error for a wrong word."""
     for part in text.split(" && "):
         words = shlex.split(part)
         while re.match(r"\w+=", words[0]):
@@ -109,7 +108,7 @@ def _check_module(module: str, *arguments: str, config: pytest.Config) -> None:
         assert find_spec(module)
         assert module == "lmms_eval_plugins.text" or not any(word.startswith("--") for word in words)
     elif module == "lmms_eval_plugins.reproduce":
-        flags, rest = _parsed(module, words)  # what it does not know goes to the evaluation
+        flags, rest = _parsed(module, words)  # unknown arguments go to the evaluation
         load_config(flags.name, None)
         Plan.of(parse([*FOUR, *rest]))
     else:
@@ -120,7 +119,7 @@ def _check_module(module: str, *arguments: str, config: pytest.Config) -> None:
 
 
 def _parsed(module: str, words: list[str]) -> Any:
-    """What the module's parser returns."""
+    """Return the result of the module's parser."""
     assert find_spec(module), f"there is no module {module}"
     with parsers_alone(), warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [module, *words])
@@ -128,7 +127,7 @@ def _parsed(module: str, words: list[str]) -> Any:
             if module == "kvcompress":
                 kvcompress_main(words)
             else:
-                warnings.simplefilter("ignore", RuntimeWarning)  # the module has been imported before
+                warnings.simplefilter("ignore", RuntimeWarning)  # the module is already imported
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
         except Parsed as parsed:
             return parsed.args[0]

@@ -1,4 +1,4 @@
-"""Layers to score, and what plain references of several methods share: float64, loops, one row at a time."""
+"""Layers to score, and utilities for plain references of methods: float64, loops, one row at a time."""
 
 import math
 
@@ -12,7 +12,7 @@ SCALING = 0.25
 
 @st.composite
 def layers(draw: st.DrawFn) -> tuple:
-    """queries, keys, values of a left-padded batch, and its prompt facts."""
+    """Draw queries, keys and values of a left-padded batch, and its view."""
     kv_heads, groups = draw(st.sampled_from([(1, 1), (2, 2), (2, 3), (1, 4)]))
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
     columns = max(lengths)
@@ -34,8 +34,9 @@ def layers(draw: st.DrawFn) -> tuple:
 
 
 def check(cluster: kvcompress.KVCluster, layer: tuple, reference) -> None:
-    """`reference(queries, keys, values, budget)` of one row's real tokens, one KV head and its query heads gives the
-    kept columns of that row."""
+    """Check a method against `reference(queries, keys, values, budget)`, which returns the kept columns of a row.
+
+    It gets one row's real tokens in one KV head with its query heads."""
     queries, keys, values, prompt = layer
     kept = cluster.update_kv(queries, keys, values, prompt)
     groups = queries.shape[1] // keys.shape[1]
@@ -53,8 +54,9 @@ def check(cluster: kvcompress.KVCluster, layer: tuple, reference) -> None:
 
 
 def best(scores: list[float], budget: int, sinks: int = 0) -> list[int]:
-    """Columns of the highest scores; the later one of two equals. Of those that must stay first the last, then the
-    sinks from the first on."""
+    """Return the columns of the highest scores; the later of two equal ones.
+
+    Among columns that must stay, the last one has priority, then the sinks from the first on."""
 
     def place(column: int) -> tuple[float, int]:
         if scores[column] == math.inf and column < len(scores) - 1 and column < sinks:
@@ -65,7 +67,7 @@ def best(scores: list[float], budget: int, sinks: int = 0) -> list[int]:
 
 
 def snapkv_scores(q, k, window: int, kernel: int, pooling: str) -> list[float]:
-    """SnapKV's score of every key of one KV head, from the full rows of attention; +inf in the window."""
+    """Return SnapKV's score of every key of one KV head, from full rows of attention; +inf in the window."""
     length = len(k)
     w = min(window, length)
     prefix, half = length - w, kernel // 2
@@ -78,12 +80,14 @@ def snapkv_scores(q, k, window: int, kernel: int, pooling: str) -> list[float]:
     for column in range(prefix):
         around = [votes[j] if 0 <= j < prefix else 0.0 for j in range(column - half, column + half + 1)]
         scores[column] = sum(around) / kernel if pooling == "avg" else max(around)
-    # The library scores in fp32: let what is equal there be equal here.
+    # The library scores in fp32: values equal there must be equal here.
     return [*scores.float().tolist(), *[float("inf")] * w]
 
 
 def merged_by_hand(keys, values, kept: list[int], merge: str, kind: list[bool] | None) -> tuple:
-    """One head: keys and values (tokens, head_dim) of all real tokens; what the kept ones become."""
+    """Merge in one head; return the kept entries after merging.
+
+    Keys and values are (tokens, head_dim), of all real tokens."""
     groups = {column: [(1.0, keys[column], values[column])] for column in kept}
     likest = {}
     for column in set(range(len(keys))) - set(kept):
@@ -93,7 +97,7 @@ def merged_by_hand(keys, values, kept: list[int], merge: str, kind: list[bool] |
             if kind is None or kind[c] == kind[column]
         }
         if alike:
-            # Of two that are equally like it the later, and rounding does not tell which two are.
+            # The later of two equally similar ones, regardless of rounding.
             target = max(c for c in alike if alike[c] >= max(alike.values()) - 1e-6)
             likest[column] = target, alike[target]
     mean = sum(likeness for _, likeness in likest.values()) / max(len(likest), 1)

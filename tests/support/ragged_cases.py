@@ -1,4 +1,4 @@
-"""Ragged entries for tests, and the Triton kernel against the plain reference."""
+"""Ragged entries for tests, and checks of the Triton kernel against the plain reference."""
 
 import random
 from collections.abc import Callable
@@ -20,7 +20,8 @@ SHAPES = [
 
 
 def ragged_case(batch, kv_heads, groups, head_dim, most, spare, dtype, seed=0, device="cpu") -> tuple:
-    """Arguments of `ragged_decode` up to `sizes`: segments of 1 to `most` entries, one of each; NaN in spare rows."""
+    """Return arguments of `ragged_decode` up to `sizes`: segments of 1 to `most` entries, one of each; NaN in spare
+    rows."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, most + 1, (batch, kv_heads), generator=generator)
     lengths[0, 0], lengths[-1, -1] = most, 1
@@ -48,7 +49,7 @@ def check_triton(dtype: torch.dtype, device: str, shapes: list[tuple] = SHAPES) 
 
 
 def check_turboquant_triton(dtype: torch.dtype, device: str, shapes: list[tuple] = SHAPES) -> None:
-    """Packed entries attended to where they lie, against attention over the same entries unpacked."""
+    """Check attention to packed entries in place against attention to the same entries unpacked."""
     from kvcompress.kernels.ragged_decode_triton import ragged_decode_triton
 
     for bits in BITS:
@@ -62,7 +63,7 @@ def check_turboquant_triton(dtype: torch.dtype, device: str, shapes: list[tuple]
             expected = ragged_decode_reference(query, *unpacked, starts, lengths, head_dim**-0.5)
             longest, scaling = max(sizes[::2]), head_dim**-0.5
             output = ragged_decode_triton(query, *packed, starts, lengths, longest, scaling, splits, (codec, codec))
-            tolerance = 4 * TOLERANCE[dtype]  # the rotation of the query is rounded too
+            tolerance = 4 * TOLERANCE[dtype]  # the rotated query is rounded too
             torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
 
 
@@ -95,8 +96,10 @@ def check_turboquant_pack_triton(dtype: torch.dtype, device: str, shapes: list[t
 
 
 def static_case(batch, kv_heads, groups, head_dim, capacity, dtype, seed=0, device="cpu") -> list:
-    """Arguments of `static_decode` up to `appended`: segments that hold nothing yet or more, appended tokens behind
-    them, NaN wherever nobody may read."""
+    """Return arguments of `static_decode` up to `appended`: segments with 0 or more entries, followed by appended
+    tokens.
+
+    Everything that must not be read is NaN."""
     generator = torch.Generator().manual_seed(seed)
     appended = int(torch.randint(1, capacity + 1, (1,), generator=generator))
     entries = int(torch.randint(0, capacity - appended + 1, (1,), generator=generator))
@@ -113,8 +116,9 @@ def static_case(batch, kv_heads, groups, head_dim, capacity, dtype, seed=0, devi
 
 
 def check_static(attend: Callable[..., torch.Tensor], case: list) -> None:
-    """`attend(*case, longest, scaling)` is what the reference says, with a token and, once it is written, without; and
-    writes that token and nothing else."""
+    """Check `attend(*case, longest, scaling)` against the reference, with a new token and with a token already written.
+
+    It must write that token and nothing else."""
     query, new_keys, new_values, keys, values, starts, lengths, appended = case
     longest, scaling, close = keys.shape[2], query.shape[3] ** -0.5, TOLERANCE[query.dtype]
     written, rows = [], (starts + lengths + appended - 1).flatten()
@@ -129,7 +133,7 @@ def check_static(attend: Callable[..., torch.Tensor], case: list) -> None:
 
 
 def check_static_triton(dtype: torch.dtype, device: str, count: int, splits: int | None = None) -> None:
-    """The Triton kernel that writes a token on its way, over `count` drawn shapes."""
+    """Check the Triton kernel that also writes a token, over `count` drawn shapes."""
     from kvcompress.kernels.ragged_decode_triton import ragged_decode_triton
 
     def attend(query, new_keys, new_values, keys, values, starts, lengths, appended, longest, scaling):

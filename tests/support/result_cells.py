@@ -26,13 +26,12 @@ def write_answers(
     docs: Sequence[dict[str, Any]] | None = None,
     realised: float | None = None,
 ) -> Path:
-    """Write a cell whose answers are the letters of `answers`, each right where `truth` has the same.
+    """Write a cell whose answers are the letters of `answers`, each correct if `truth` has the same letter.
 
-    The first token of an answer takes `seconds`, each further one half of that. `nested`: the score of a question lies
-    among other things, as video tasks return it. `protocol`: more of it. `docs`: what the task's documents hold.
-    `realised`: the share that was kept, where it is not the ratio.
-    Returns the folder of the cell's model.
-    """
+    The first token of an answer takes `seconds`, each further one half of that. With `nested`, a question's score is
+    inside other data, as video tasks return it. `protocol` adds settings, `docs` is the content of the task's
+    documents, and `realised` is the share that was kept, if it is not the ratio. Returns the folder of the cell's
+    model."""
     cell = Cell(task, model, method, ratio, budget, options or {}, settings or {})
     scores = [float(answer == right) for answer, right in zip(answers, truth, strict=True)]
     whole = {

@@ -1,10 +1,10 @@
-"""What compression could leave behind on a model."""
+"""Everything that compression could leave behind on a model."""
 
 import torch
 
 
 def snapshot(model: torch.nn.Module) -> list:
-    """Every attribute name and hook of every module, and the attention implementations."""
+    """Return every attribute name and hook of every module, and the attention implementations."""
     modules = [
         (name, sorted(module.__dict__), len(module._forward_pre_hooks), len(module._forward_hooks))
         for name, module in model.named_modules()

@@ -10,21 +10,22 @@ from hypothesis import strategies as st
 import kvcompress
 from kvcompress.clusters.learned import LearnedKVCluster
 from kvcompress.layer_budgets import list_layer_budgets
-from kvcompress.policy.policy import Policy, make_policy
+from kvcompress.policy.make import make_policy
+from kvcompress.policy.policy import Policy
 from kvcompress.scoring.merging import MERGES
 from kvcompress.scoring.selection import ADAPTIVE
 from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES, Family
 
-# Of a method that is calibrated, `calibration` is no option to draw: the file of `Case.calibration` is given.
-# Token methods have tests of their own. `METHODS=mine,snapkv pytest tests/kvcompress` draws only these.
+# `calibration` of a calibrated method is not drawn: `Case.calibration` provides the file.
+# Token methods have their own tests. `METHODS=mine,snapkv pytest tests/kvcompress` draws only these.
 LEARNED = sorted(name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, LearnedKVCluster))
 METHODS = sorted(filter(None, os.environ.get("METHODS", "").split(","))) or sorted(
     {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.KVCluster)}
     - {"full", *LEARNED}  # these need a checkpoint: tests/kvcompress/learned/
 )
-# Between them they take every way through the engine: position, window, layers that differ, adaptive heads, sums,
-# measured budgets, merging, queries before RoPE, a second reading. For tests of what is the same for every method.
+# Together they cover every path through the engine: position, window, layers that differ, adaptive heads, sums,
+# measured budgets, merging, queries before RoPE, a second pass. For tests of what is the same for every method.
 SOME_METHODS = ["adakv", "d2o", "expected-attention", "full", "h2o", "kvzip", "pyramidkv", "snapkv", "streamingllm"]
 SOME_METHODS += ["vl-cache"]
 OPTIONS: dict[str, dict[str, list]] = {
@@ -168,8 +169,10 @@ class Case:
 
     @property
     def may_tie(self) -> bool:
-        """Two keys are equally far from their mean, and have scores of 1 and -1 where these are standardised: rounding
-        decides which one is kept, for triattention where two query heads disagree."""
+        """Whether rounding decides which of two entries is kept.
+
+        Two keys are always equally far from their mean, and have scores of 1 and -1 after standardising. For
+        triattention it takes two query heads that disagree."""
         return self.method in ("keydiff", "leverage", "compactor", "triattention") and min(self.lengths) < 3
 
     @property
@@ -178,7 +181,7 @@ class Case:
 
     @property
     def calibration(self) -> dict[str, str]:
-        """The option, where the method needs it."""
+        """The option `calibration`, if the method needs it."""
         return calibration_of(self.method, self.model)
 
     @property
@@ -199,7 +202,8 @@ class Case:
 
     @property
     def unmerged(self) -> dict[str, str]:
-        """Changes that let entries be dropped, never merged: only then is the full cache under a mask the same."""
+        """Options that drop entries instead of merging them: only then does the result equal the full cache under a
+        mask."""
         return {} if self.method == "full" else {"merge": "none", "merge_modality": "any"}
 
     def compress(self, **changes: object) -> kvcompress.Session:
@@ -209,7 +213,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, family: str, method: str | None = None, max_batch: int = 3) -> Case:
-    """Any batch with left padding, with and without images, any method and its options, any ratio."""
+    """Draw any batch with left padding, with and without images, any method with options, and any ratio."""
     chosen = FAMILIES[family]
     method = method or draw(st.sampled_from(METHODS))
     lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=max_batch))

@@ -1,4 +1,4 @@
-"""The CPU stand-in for flash-attn computes what sdpa computes, in every family."""
+"""The CPU stand-in for flash-attn computes the same as sdpa, in every family."""
 
 import copy
 import importlib.util

@@ -1,4 +1,4 @@
-"""The tiny models and their inputs are right by themselves: without any compression."""
+"""The tiny models and their inputs are correct by themselves, without compression."""
 
 from importlib.metadata import version
 
@@ -9,7 +9,7 @@ from tests.support.families import FAMILIES, FIRST_TEXT, IMAGE, MORE_FAMILIES, P
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-# Their model asks for the frames of each video, and does not hand them on to where they are asked for.
+# Their model requires the frames of each video, but does not pass them on to where they are required.
 GEMMA4_VIDEOS_FAIL = ("5.20.2",)
 vlm_families = pytest.mark.parametrize("family", VLM_FAMILIES.values(), ids=VLM_FAMILIES)
 NEW = 12
@@ -133,7 +133,7 @@ def test_lengths_count_image_tokens_and_grow_where_the_images_need_more(family):
 
 @pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
 def test_m_rope_counts_an_image_as_its_longer_side(name):
-    """An image of 12 tokens (3 x 4) advances the position by 4 only."""
+    """An image of 12 tokens (3 x 4) advances the position by only 4."""
     family = FAMILIES[name]
     model = family.build()
     inputs = family.inputs(model, [50, 50, 20], [1, 2, 0])

@@ -1,4 +1,5 @@
-"""The faults that `tests.mutate` makes: each is Python, changes one thing, and spares what no answer depends on."""
+"""The faults that `tests.mutate` makes: each is valid Python, changes one thing, and spares what no answer depends
+on."""
 
 import ast
 import textwrap

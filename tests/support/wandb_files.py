@@ -10,16 +10,17 @@ from wandb.sdk.internal.datastore import DataStore
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The only run under a folder; see `read_runs`."""
+    """Read the only run under a folder; see `read_runs`."""
     (run,) = read_runs(folder)
     return run
 
 
 def read_runs(folder: Path) -> list[dict[str, Any]]:
-    """What the offline runs under a folder hold, in the order in which they began: `project`, `group`, `id`, `sweep`,
-    `exit`, `config`, `summary`, `history` (one dict per step), `artifacts` (`name`, `type`, and `files`: path in the
-    artifact -> path on this machine)."""
-    wandb.teardown()  # its writing process has then written all
+    """Read the offline runs under a folder, in the order of their start.
+
+    Each has `project`, `group`, `id`, `sweep`, `exit`, `config`, `summary`, `history` (one dict per step) and
+    `artifacts` (`name`, `type`, and `files`: path in the artifact -> path on this machine)."""
+    wandb.teardown()  # waits for its writing process
     return [_read(file) for file in sorted(folder.rglob("*.wandb"), key=lambda file: file.parent.name)]
 
 

@@ -1,7 +1,6 @@
-"""Wrong contents for the files that commands read: damage that strikes any file, and wrong values in what it says.
+"""Wrong contents for the files that commands read: damage to any file, and wrong values inside.
 
-Each function takes a random source and the right content, and gives (what was done to it, the wrong content).
-"""
+Each function takes a random source and the correct content, and returns (a description, the wrong content)."""
 
 import copy
 import io
@@ -18,7 +17,7 @@ import yaml
 
 Wrong = Callable[[random.Random, bytes], tuple[str, bytes]]
 DEPTH = 10_000  # levels of nesting
-DEEP = "@deep@"  # in a tree: so many lists, one in the other, which no encoder writes
+DEEP = "@deep@"  # in a tree: this many nested lists, which no encoder writes
 VALUES = [
     None, True, False, -1, 0, 1, 1.5, 10**9, 2**70, 10**400, 1e308, float("nan"), float("inf"), "", " ", "wide",
     "../..",    "a" * 5000, "a\x00b", "\x1b[31m", "é\n\u2028", [], {}, [[]], [None], {"": None}, ["x", {}], DEEP,
@@ -26,7 +25,7 @@ VALUES = [
 
 
 def damaged(rng: random.Random, content: bytes) -> tuple[str, bytes]:
-    """What happens to files of any kind: cut, written over, in another encoding, empty, of another kind."""
+    """Damage a file of any kind: cut, overwritten, in another encoding, empty, of another kind."""
     place = rng.randrange(len(content) + 1)
     text = content.decode(errors="replace")
     return rng.choice(
@@ -58,10 +57,10 @@ def damaged(rng: random.Random, content: bytes) -> tuple[str, bytes]:
 
 
 def wrong_tree(rng: random.Random, tree: Any) -> tuple[str, Any]:
-    """Lists and dictionaries with one change somewhere: a part less, renamed, or of another value."""
+    """Change one place in nested lists and dictionaries: a part missing, renamed, or with another value."""
     tree = copy.deepcopy(tree)
     holder, key, where, below = None, None, "", tree
-    while isinstance(below, dict | list) and below and (holder is None or rng.random() < 0.7):  # as often near the top
+    while isinstance(below, dict | list) and below and (holder is None or rng.random() < 0.7):  # often near the top
         holder, key = below, rng.choice(list(below) if isinstance(below, dict) else range(len(below)))
         where, below = f"{where}/{key}", holder[key]
     if holder is None:
@@ -88,7 +87,7 @@ def _json(tree: Any) -> bytes:
 
 
 def wrong_lines(rng: random.Random, content: bytes) -> tuple[str, bytes]:
-    """JSON on every line: one line of it."""
+    """Change one line of a file with JSON on every line."""
     lines = content.splitlines()
     number = rng.randrange(len(lines))
     if rng.random() < 0.2:
@@ -117,7 +116,7 @@ def wrong_yaml(rng: random.Random, content: bytes) -> tuple[str, bytes]:
         return f"line {number}: {lines[number]!r:.40}", "".join(lines).encode()
     if kind == "twice":
         return f"line {number} twice", "".join([*lines[: number + 1], *lines[number:]]).encode()
-    if "!function" in text:  # which only lmms-eval reads
+    if "!function" in text:  # only lmms-eval reads these
         name, _, _ = lines[number].partition(":")
         value = rng.choice(VALUES)
         return f"{name}: {value!r:.30}", "".join(
@@ -162,7 +161,7 @@ def wrong_template(rng: random.Random, content: bytes) -> tuple[str, bytes]:
 
 
 def wrong_tensors(rng: random.Random, content: bytes) -> tuple[str, bytes]:
-    """A safetensors file: a tensor of it, its header, or what its metadata says."""
+    """Change a safetensors file: a tensor, its header, or its metadata."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     metadata = header.get("__metadata__") or {}
@@ -213,7 +212,7 @@ def _wrong_tensor(rng: random.Random, tensors: dict[str, torch.Tensor]) -> tuple
 
 
 def wrong_pickle(rng: random.Random, content: bytes) -> tuple[str, bytes]:
-    """A file of torch.save."""
+    """Change a file of torch.save."""
     what, tree = wrong_tree(rng, torch.load(io.BytesIO(content), weights_only=True))
     made = io.BytesIO()
     torch.save(tree, made)
@@ -243,7 +242,7 @@ def wrong_parquet(rng: random.Random, content: bytes) -> tuple[str, bytes]:
 
 
 def wrong_table(rng: random.Random, content: bytes) -> tuple[str, bytes]:
-    """A table in text, commas or tabs between the cells."""
+    """Change a text table, with commas or tabs between the cells."""
     mark = "\t" if b"\t" in content else ","
     rows = [line.split(mark) for line in content.decode().splitlines()]
     row = rng.randrange(len(rows))

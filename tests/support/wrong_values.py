@@ -1,4 +1,4 @@
-"""Wrong values for whatever is declared: flags of a parser, fields of a pydantic model or a dataclass."""
+"""Wrong values for anything declared: flags of a parser, fields of a pydantic model or a dataclass."""
 
 import argparse
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 LONG = "a" * 5000
-# None of these is a number, a name out of a list, or a folder that exists.
+# None of these is a number, a valid name, or an existing folder.
 NOTHING = [
     "",
     " ",
@@ -29,7 +29,7 @@ UNPRINTABLE = ["", " ", "a\x00b", "\x1b[31m", "a\nb"]
 
 
 def wrong_for_flag(action: argparse.Action) -> list[str]:
-    """Texts that the flag must refuse: what can be nothing at all, and for a number also those beyond every bound."""
+    """Return texts that the flag must reject: values of no valid type, and for a number also those out of bounds."""
     if action.choices is not None:
         return NOTHING
     kind = getattr(action.type, "__name__", "")
@@ -56,7 +56,7 @@ def flags_with_values(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def wrong_for_kind(kind: Any) -> list[Any]:
-    """Values that a field declared as `kind` must refuse, as YAML or Python would give them."""
+    """Return values that a field declared as `kind` must reject, as YAML or Python would pass them."""
     wrong: list[Any] = [{}, ["x", {}], object]
     kinds = _alternatives(kind)
     numbers = [inner for inner in kinds if _plain(inner) in (int, float)]
@@ -83,7 +83,7 @@ def wrong_for_kind(kind: Any) -> list[Any]:
 
 
 def _alternatives(kind: Any) -> list[Any]:
-    """`Annotated[int, ...] | None` -> [Annotated[int, ...]]."""
+    """Split a union: `Annotated[int, ...] | None` -> [Annotated[int, ...]]."""
     if get_origin(kind) in (Union, UnionType):
         return [inner for each in get_args(kind) for inner in _alternatives(each) if inner is not type(None)]
     if get_origin(kind) is Annotated and get_origin(get_args(kind)[0]) in (Union, UnionType):
@@ -96,7 +96,7 @@ def _plain(kind: Any) -> Any:
 
 
 def _beyond(kind: Any) -> list[Any]:
-    """Just beyond the bounds of an annotated number."""
+    """Return values just outside the bounds of an annotated number."""
     found = []
     for bound in _constraints(kind):
         for name, step in (("gt", 0), ("ge", -1), ("lt", 0), ("le", 1)):
@@ -111,5 +111,5 @@ def _constraints(kind: Any) -> Iterator[Any]:
 
 
 def spelt(value: Any) -> str:
-    """A value as one would type it behind `name=`."""
+    """Return a value as typed after `name=`."""
     return str(value).lower() if isinstance(value, bool) else str(value)

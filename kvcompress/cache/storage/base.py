@@ -1,4 +1,4 @@
-"""What every storage offers, and how buffers with spare room are made."""
+"""`Storage`, the interface of all storages, and buffers with spare room."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,104 +11,109 @@ LEAST_ROOM = 32
 
 
 class Storage(ABC):
-    """Entries of one layer. Seen from outside, all is aligned to the right: the newest entry of every row and KV
-    head is in the last slot, and a row or head that keeps fewer begins with unused slots."""
+    """The entries of one layer.
 
-    length: int  # slots, of the row and head that keeps most
+    Seen from outside, slots are right-aligned: the last slot holds the newest entry of every row and KV head, and rows
+    or heads with fewer entries begin with unused slots."""
+
+    length: int  # slots of the row and head that keeps most
     appended: int | torch.Tensor  # decoded tokens among them; with fixed shapes on the device
-    is_whole: bool = False  # nothing was ever dropped (column = slot), and a prompt can be put behind it in one piece
-    is_final: bool = False  # an entry is stored once and for all: another prompt goes behind it by `extend`
+    is_whole: bool = False  # nothing was ever dropped (column = slot), and a prompt can be appended in one piece
+    is_final: bool = False  # entries are never stored again: another prompt is appended by `extend`
     has_fixed_shapes: bool = False  # a decode step is the same graph each time
-    decodes_in_place: bool = False  # has `decode`, which attends to the entries where they lie
+    decodes_in_place: bool = False  # has `decode`, which attends to the entries in place
     fills_all_slots: bool = False  # the host knows that no slot is unused
     parts: tuple[type, ...] = ()  # dataclasses that `state` may hold
 
     @abstractmethod
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write decoded states (batch, kv_heads, new, head_dim) behind the stored ones of every row and head."""
+        """Append decoded states (batch, kv_heads, new, head_dim) to every row and head."""
 
     @abstractmethod
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (batch, kv_heads, length, head_dim)."""
+        """Return keys and values (batch, kv_heads, length, head_dim)."""
 
     @abstractmethod
     def visible(self) -> torch.Tensor | None:
-        """bool (batch, 1 or kv_heads, length), False at unused slots; None where there are none."""
+        """Return bool (batch, 1 or kv_heads, length), False at unused slots; None if there are none."""
 
     @abstractmethod
     def columns(self, seen: int) -> torch.Tensor:
-        """The column that each slot holds: LongTensor (batch, kv_heads, length), -1 where unused. Appended tokens
-        have the columns that end with `seen`."""
+        """Return the sequence column in each slot: LongTensor (batch, kv_heads, length), -1 if unused.
+
+        The columns of appended tokens end with `seen`."""
 
     @abstractmethod
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order: LongTensor (rows,)."""
 
     def prefetch(self) -> None:  # noqa: B027, most storages have nothing to do
-        """The entries will soon be read."""
+        """Prepare for a `read` soon."""
 
     @abstractmethod
     def tensors(self) -> list[torch.Tensor]:
-        """All buffers, for counting bytes."""
+        """Return all buffers, for counting bytes."""
 
     @property
     @abstractmethod
     def room_nbytes(self) -> int:
-        """Bytes of the buffers that wait for tokens to come."""
+        """Bytes of the buffers that are reserved for new tokens."""
 
     def extend(self, kept: Kept, first: int) -> None:
-        """Put another compressed prompt, whose columns begin at `first`, behind what is stored (`is_final`)."""
-        raise TypeError(f"a {type(self).__name__} is not extended but made anew")
+        """Append another compressed prompt, whose columns start at `first` (if `is_final`)."""
+        raise TypeError(f"a {type(self).__name__} is not extended but created again")
 
     def forget(self, column: int, seen: int) -> None:
-        """Drop what is stored of this column (`is_final`); other arguments as in `columns`."""
-        raise TypeError(f"a {type(self).__name__} is not changed but made anew")
+        """Drop what is stored of this column (if `is_final`); `seen` as in `columns`."""
+        raise TypeError(f"a {type(self).__name__} is not changed but created again")
 
     def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Attention of one token's queries (batch, heads, 1, head_dim), which stand behind all that is stored, without
-        gathering (`decodes_in_place`); the result has the same shape."""
-        raise TypeError(f"the entries of a {type(self).__name__} are read, not attended to where they lie")
+        """Attend to all entries with a new token's queries (batch, heads, 1, head_dim); the result has the same shape.
+
+        It does not gather the entries (if `decodes_in_place`)."""
+        raise TypeError(f"the entries of a {type(self).__name__} are read, not attended to in place")
 
     def held(self) -> list[list[int]] | None:
-        """Slots in use, [row][head], where the host knows how heads differ."""
+        """Return the slots in use, [row][head], if the host knows them."""
         return None
 
     def kept(self, seen: int) -> Kept:
-        """Everything as one dense, right-aligned piece."""
+        """Return everything as one dense, right-aligned piece."""
         return Kept(*self.read(), self.columns(seen))
 
     def state(self) -> dict[str, object]:
-        """What a file holds of it, by the names of its attributes: plain values, tensors, storages, and objects of the
-        classes `parts`. Not the room for tokens to come, where anything may lie."""
+        """Return the attributes to save to a file: plain values, tensors, storages, and objects of the classes `parts`.
+
+        The room for new tokens is not included, since its contents are arbitrary."""
         return dict(vars(self))
 
     @classmethod
     def of_state(cls, state: dict[str, object], device: torch.device) -> "Storage":
-        """The storage that had this `state`, of a layer on `device`."""
+        """Create a storage from a saved `state`, for a layer on `device`."""
         made = object.__new__(cls)
         vars(made).update(state)
         return made
 
     def fork(self) -> "Storage":
-        """A storage that shares the present entries and may be appended to; undone by dropping it."""
+        """Return a storage that shares the present entries and can be appended to without changing this one."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         return twin
 
 
 def spare(length: int) -> int:
-    """Room without a known answer length: an eighth more, so that a token costs a constant number of copies."""
+    """Return the spare room for an answer of unknown length: an eighth, so that copies per token stay constant."""
     return max(LEAST_ROOM, length // 8)
 
 
 def roomy(states: torch.Tensor, capacity: int) -> torch.Tensor:
-    """A copy of (batch, kv_heads, entries, head_dim) at the front of a buffer for `capacity` entries."""
+    """Copy (batch, kv_heads, entries, head_dim) to the front of a buffer for `capacity` entries."""
     buffer = lasting(states.new_empty, (*states.shape[:2], capacity, states.shape[3]))
     buffer[:, :, : states.shape[2]] = states
     return buffer
 
 
 def lasting(make: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
-    """`make(*args)`, which can be written in place also outside of a `torch.inference_mode` in which it is made."""
+    """Return `make(*args)`, which can be written in place outside of a `torch.inference_mode` that it is created in."""
     with torch.inference_mode(False), torch.no_grad():
         return make(*args)

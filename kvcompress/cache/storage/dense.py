@@ -1,4 +1,4 @@
-"""Entries of which every row and KV head keeps as many."""
+"""Dense storage: every row and KV head keeps equally many entries."""
 
 import torch
 
@@ -11,8 +11,9 @@ class DenseStorage(Storage):
     Args:
         keys, values: (batch, kv_heads, entries, head_dim).
         indices: LongTensor (batch, kv_heads, entries), or None for column = slot.
-        pads: bool (batch, entries), True at pads that are stored although nobody may see them, or None. Only a cache
-            that keeps everything stores pads, so that all shapes are those of transformers' own cache.
+        pads: bool (batch, entries), True at pads, which are stored but never attended to; or None. Only a cache that
+            keeps everything stores pads, so that all shapes equal those of transformers' own cache.
+        room: new tokens to allocate room for; None: an eighth more.
     """
 
     def __init__(self, keys, values, indices, pads, room: int | None):
@@ -70,8 +71,9 @@ class DenseStorage(Storage):
         )
 
     def segments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """Keys and values (rows, head_dim); where each KV head of each row of the batch begins in them and how many
-        rows it has, LongTensors (batch, kv_heads); the most of them."""
+        """Return keys and values (rows, head_dim), each segment's first row and length, and the longest length.
+
+        A segment is one KV head of one row of the batch; first rows and lengths are LongTensors (batch, kv_heads)."""
         batch, kv_heads, capacity = self.keys.shape[:3]
         starts = torch.arange(0, batch * kv_heads * capacity, capacity, device=self.keys.device).view(batch, kv_heads)
         flat = self.keys.flatten(0, 2), self.values.flatten(0, 2)

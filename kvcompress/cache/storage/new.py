@@ -1,4 +1,4 @@
-"""Which storage a layer gets. All have room for the tokens to come, so that a decoded token is written in place."""
+"""Creates a layer's storage. Every storage has room for new tokens, so that a decoded token is written in place."""
 
 import torch
 
@@ -22,12 +22,13 @@ def new_storage(
     total: int | None,
     channels: torch.Tensor | None = None,
 ) -> Storage:
-    """The storage that `cache_implementation` names, with room for `room` tokens (None: an eighth more). `indices` is
-    None for a cache that keeps everything, which may hold `pads`; `channels` as in `ThinKStorage`, for `think`; other
-    arguments as in `DenseStorage` and `store`."""
+    """Create the storage that `cache_implementation` names, with room for `room` tokens (None: an eighth more).
+
+    `indices` is None for a cache that keeps everything, which may hold `pads`; `channels` is as in `ThinKStorage`, for
+    `think`; other arguments are as in `DenseStorage` and `store`."""
     kind, device = engine.cache_implementation, keys.device
     is_dense = indices is None or total == indices.numel()
-    if kind.startswith("offloaded") and not (kind == "offloaded" and is_dense):  # dense ones leave without a wait
+    if kind.startswith("offloaded") and not (kind == "offloaded" and is_dense):  # dense ones move without a wait
         keys, values, indices, pads = (None if t is None else t.cpu() for t in (keys, values, indices, pads))
     if kind in ("static", "offloaded_static"):
         storage = StaticStorage(keys, values, indices, pads, room)

@@ -1,4 +1,4 @@
-"""Entries in the CPU's memory."""
+"""Offloaded storage: entries in CPU memory."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,17 @@ from ...device import on_device
 from .base import Storage
 from .dense import DenseStorage
 
-TAIL = 64  # decoded tokens of a layer that wait on the device before they leave it together
+TAIL = 64  # decoded tokens of a layer that are copied from the device together
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """Decoded tokens on their way to the CPU's memory.
+    """Decoded tokens being copied to CPU memory.
 
     Attributes:
-        tokens: how many.
-        there: their keys and values on the device, which stay until `here` has them.
-        here: the same in pinned memory, once `arrived` has happened.
+        tokens: their number.
+        there: their keys and values on the device, which stay until `here` is complete.
+        here: the same in pinned memory, complete after `arrived`.
     """
 
     tokens: int
@@ -29,18 +29,19 @@ class Leaving:
 
 
 class OffloadedStorage(Storage):
-    """Another storage in the CPU's memory: its entries come to the device for the one layer that attends, and the next
-    layer's are on their way meanwhile. On CUDA no step waits: what is copied is pinned, and decoded tokens stay on the
-    device until there are `TAIL` of them and their copy has arrived.
+    """Another storage in CPU memory, whose entries are copied to the device for each attention.
+
+    The next layer's entries are copied meanwhile. On CUDA no step waits: copies use pinned memory, and decoded tokens
+    stay on the device until there are `TAIL` of them and their copy has arrived.
 
     Args:
-        inner: a storage on the CPU, or a dense one on the device, which leaves it.
-        device: where the model computes.
+        inner: a storage on the CPU, or a dense one on the device, which is moved.
+        device: the device on which the model computes.
     """
 
     def __init__(self, inner: Storage, device: torch.device):
         self._inner, self.device = inner, device
-        self._left: torch.cuda.Event | None = None  # once it happened, the inner storage is in the CPU's memory
+        self._left: torch.cuda.Event | None = None  # after this event the inner storage is in CPU memory
         self.fetched: tuple[torch.Tensor, ...] | None = None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.tail: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -55,14 +56,14 @@ class OffloadedStorage(Storage):
 
     @property
     def inner(self) -> Storage:
-        """The storage in the CPU's memory, all of it there."""
+        """The inner storage, after its copy to CPU memory is complete."""
         if self._left is not None and not self._left.query():
             self._left.synchronize()
         self._left = None
         return self._inner
 
     def _pin(self) -> None:
-        """What is read as it lies is copied as it lies."""
+        """Pin buffers that are copied as they are."""
         if self.stream is not None and isinstance(self.inner, DenseStorage) and not self.inner.keys.is_pinned():
             self.inner.keys, self.inner.values = self.inner.keys.pin_memory(), self.inner.values.pin_memory()
 
@@ -87,18 +88,18 @@ class OffloadedStorage(Storage):
         return int(self._inner.appended) + self._tail_length
 
     def prefetch(self) -> None:
-        """Start bringing the entries to the device, beside what it is computing."""
+        """Start copying the entries to the device while it computes."""
         if self.stream is not None and self.fetched is None:
             with torch.cuda.stream(self.stream):
                 if self._left is not None:
                     self.stream.wait_event(self._left)
-                self.fetched = self._on_the_way()
+                self.fetched = self._start_copy()
 
-    def _on_the_way(self) -> tuple[torch.Tensor, ...]:
-        """The inner storage's keys and values, being copied to the device."""
+    def _start_copy(self) -> tuple[torch.Tensor, ...]:
+        """Start copying the inner storage's keys and values to the device, and return them."""
         if not isinstance(self._inner, DenseStorage):
             return tuple(part.pin_memory().to(self.device, non_blocking=True) for part in self.inner.read())
-        buffers = (self._inner.keys, self._inner.values)  # as they lie, the spare room too
+        buffers = (self._inner.keys, self._inner.values)  # unchanged, including the spare room
         return tuple(part.to(self.device, non_blocking=True)[:, :, : self._inner.length] for part in buffers)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -108,24 +109,24 @@ class OffloadedStorage(Storage):
         self.inner.append(keys.cpu(), values.cpu())
         if self.fetched is not None:  # the buffers have room
             first = self.inner.entries + int(self.inner.appended) - keys.shape[2]
-            for buffer, part in zip(self._arrived(), (keys, values), strict=True):
+            for buffer, part in zip(self._wait_for_fetched(), (keys, values), strict=True):
                 buffer[:, :, first : first + keys.shape[2]] = part
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.stream is None:
             return tuple(part.to(self.device) for part in self.inner.read())
-        own = self._on_the_way() if self.fetched is None else self._arrived()
+        own = self._start_copy() if self.fetched is None else self._wait_for_fetched()
         self.fetched = None  # the device holds one layer's entries at a time
         if not self.tail:
             return own
         parts = tuple(
             torch.cat([part, *new], dim=2) for part, new in zip(own, zip(*self.tail, strict=True), strict=True)
         )
-        self._hand_over()
+        self._move_tail()
         return parts
 
-    def _hand_over(self) -> None:
-        """Send a long tail to the CPU's memory; what has arrived there is stored."""
+    def _move_tail(self) -> None:
+        """Start copying a long tail to CPU memory, or store the copy that has arrived."""
         leaving = self._leaving
         if leaving is None and self._tail_length >= TAIL:
             there = tuple(torch.cat(parts, dim=2) for parts in zip(*self.tail, strict=True))
@@ -139,9 +140,11 @@ class OffloadedStorage(Storage):
             self._pin()
             self.tail, self._leaving = self.tail[1:], None
 
-    def _arrived(self) -> tuple[torch.Tensor, ...]:
-        """What was fetched, once it is there. Its memory, which is the copying stream's, is not given to the next copy
-        before the stream that computes has read it."""
+    def _wait_for_fetched(self) -> tuple[torch.Tensor, ...]:
+        """Return the fetched entries, after waiting for their copy on the device.
+
+        Their memory belongs to the copying stream; it is not reused for the next copy before the computing stream has
+        read it."""
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
         for part in self.fetched:
@@ -179,7 +182,7 @@ class OffloadedStorage(Storage):
         made = cls(state["inner"], device)
         if made.stream is not None:
             made.tail = state["tail"]
-        else:  # saved on CUDA, and here all is in the CPU's memory anyway
+        else:  # saved on CUDA; without it, everything is in CPU memory
             for keys, values in state["tail"]:
                 made.append(keys, values)
         return made

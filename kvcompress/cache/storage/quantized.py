@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...kernels.grouped import Pieces, grouped_decode, has_kernels, pieces
+from ...kernels.grouped import grouped_decode, has_kernels
+from ...kernels.pieces import Pieces, pieces
 from ...kernels.quantization import Quantized, Quantizer
 from ...scoring.layer_view import Kept
 from .base import Storage

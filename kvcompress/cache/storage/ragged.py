@@ -1,4 +1,4 @@
-"""Entries of which rows and KV heads keep different numbers, without padding."""
+"""Ragged storage: rows and KV heads keep different numbers of entries, without padding."""
 
 import torch
 
@@ -9,14 +9,16 @@ from .base import Storage, lasting, spare
 
 
 class RaggedStorage(Storage):
-    """One flat buffer (entries, head_dim) for keys and one for values; each row and KV head is a segment of it, with
-    spare rows at its end. A decode write is one `index_copy_` of batch * kv_heads rows, and a decoded token attends
-    to the segments where they lie.
+    """One flat buffer (entries, head_dim) for keys and one for values, with a segment per row and KV head.
+
+    Spare rows follow each segment. A decode step writes batch * kv_heads rows with one `index_copy_` and attends to the
+    segments in place.
 
     Args:
         kept: right-aligned, with -1 in unused slots, and with `total`.
         counts: LongTensor (batch, kv_heads), entries in use.
-        flat: the same as a list, for a host that asks; None: not known yet, and on its way from the device.
+        flat: the same as a list; None: copied from the device when the host needs it.
+        room: as in `DenseStorage`.
     """
 
     decodes_in_place = True
@@ -25,7 +27,7 @@ class RaggedStorage(Storage):
         self.entries = self.length = kept.indices.shape[2] if flat is None else max(flat)
         self.appended = 0
         self._flat = Arriving(counts) if flat is None else flat
-        # Stable: those in use come first, row by row and head by head.
+        # Stable: slots in use come first, row by row and head by head.
         used = (kept.indices < 0).flatten().argsort(stable=True)[: kept.total]
         self.indices = kept.indices.flatten()[used].to(torch.int32)
         segments = counts.numel()
@@ -35,17 +37,17 @@ class RaggedStorage(Storage):
 
     @property
     def sizes(self) -> torch.Tensor:
-        """Rows of each segment: LongTensor (batch, kv_heads). They lie from `starts` to `ends`."""
+        """Rows of each segment, from `starts` to `ends`: LongTensor (batch, kv_heads)."""
         return self.ends - self.starts
 
     @property
     def counts(self) -> torch.Tensor:
-        """The same without those that were appended."""
+        """`sizes` without appended tokens."""
         return self.sizes - self.appended
 
     @property
     def flat(self) -> list[int]:
-        """`counts` for the host, row by row and head by head."""
+        """`counts` on the host, row by row and head by head."""
         if isinstance(self._flat, Arriving):
             self._flat = self._flat.tolist()
         return self._flat
@@ -57,8 +59,9 @@ class RaggedStorage(Storage):
     def _place(
         self, sizes: torch.Tensor, segment: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, room: int
     ) -> None:
-        """Write segments of these `sizes`, (entries in use, head_dim), with `room` behind each. `segment`: of each
-        entry."""
+        """Write segments of these `sizes`, (entries in use, head_dim), each followed by `room` rows.
+
+        `segment` holds each entry's segment."""
         self.room = room
         self.ends = (sizes.flatten() + room).cumsum(0).view_as(sizes) - room
         self.starts = self.ends - sizes
@@ -68,8 +71,9 @@ class RaggedStorage(Storage):
         self.values = lasting(values.new_zeros, (capacity, values.shape[1])).index_copy_(0, rows, values)
 
     def _packed_rows(self, segment: torch.Tensor) -> torch.Tensor:
-        """The buffer row of each entry, row by row and head by head, from the `segment` of each: entry i of that order
-        lies behind the room of all segments before its own."""
+        """Return the buffer row of each entry, row by row and head by head, given each entry's `segment`.
+
+        Entry i in this order follows the room of all segments before its own."""
         return torch.arange(len(segment), device=segment.device).add_(segment, alpha=self.room)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -85,7 +89,7 @@ class RaggedStorage(Storage):
         if new > self.room:
             self._grow(spare(self.length) + new)
         rows = self.ends.flatten()
-        self.ends = self.ends + new  # a fork has the others
+        self.ends = self.ends + new  # not in place: forks share the tensor
         self.appended += new
         self.length += new
         self.room -= new
@@ -95,7 +99,8 @@ class RaggedStorage(Storage):
         self._place(self.sizes, *self._packed(), room)
 
     def _packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The segment, key and value of each entry in use: (entries in use,), and twice (entries in use, head_dim)."""
+        """Return the segment, key and value of each entry in use: (entries in use,), and twice (entries in use,
+        head_dim)."""
         total = len(self.indices) + self.appended * self.starts.numel()
         segment = torch.repeat_interleave(self.sizes.flatten(), output_size=total)
         rows = self._packed_rows(segment)
@@ -113,7 +118,7 @@ class RaggedStorage(Storage):
         return made
 
     def _rows(self) -> torch.Tensor:
-        """The buffer row of each slot, (batch, kv_heads, length): before `starts` for one that is not in use."""
+        """Return the buffer row of each slot, (batch, kv_heads, length); it is less than `starts` for unused slots."""
         return (self.ends - self.length)[..., None] + torch.arange(self.length, device=self.keys.device)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,7 +145,7 @@ class RaggedStorage(Storage):
         return torch.cat([kept, new], dim=2)
 
     def _kept_columns(self) -> torch.Tensor:
-        """The columns of the slots without those that were appended: LongTensor (batch, kv_heads, entries)."""
+        """Return the columns of the slots without appended tokens: LongTensor (batch, kv_heads, entries)."""
         counts = self.counts
         if not len(self.indices):
             return counts.new_full((*counts.shape, self.entries), -1)

@@ -1,4 +1,4 @@
-"""Entries in buffers of a fixed shape, where decoding is to run as one compiled graph."""
+"""Static storage: buffers of fixed shape, so that decoding can run as one compiled graph."""
 
 import torch
 import torch.nn.functional as F
@@ -10,14 +10,16 @@ from .base import Storage, lasting, roomy
 
 
 class StaticStorage(Storage):
-    """Buffers of a fixed shape (batch, kv_heads, capacity, head_dim) and a count on the device, so that every decode
-    step is the same graph. Rows and heads that keep fewer are padded, which costs memory. On a CPU it costs time too: a
-    query attends to all slots, under a mask. On CUDA it attends to the slots in use, where they lie.
+    """Buffers of fixed shape (batch, kv_heads, capacity, head_dim), with the number of appended tokens on the device.
+
+    Every decode step is then the same graph. Rows and heads that keep fewer entries are padded, which costs memory. On
+    a CPU it also costs time, since a query attends to all slots under a mask. On CUDA it attends to the slots in use,
+    in place.
 
     Args:
         kept: right-aligned, with -1 in unused slots; None in place of its indices for column = slot.
-        pads: as in `DenseStorage`, all of them in front.
-        room: tokens that can be appended.
+        pads: as in `DenseStorage`, all in front.
+        room: number of tokens that can be appended.
     """
 
     has_fixed_shapes = True
@@ -26,7 +28,7 @@ class StaticStorage(Storage):
         self.entries, self.capacity = keys.shape[2], keys.shape[2] + room
         self.indices = None if indices is None else indices.to(torch.int32)
         self.keys, self.values = roomy(keys, self.capacity), roomy(values, self.capacity)
-        # Attention multiplies by zero what no query may see: it must be finite.
+        # Attention multiplies invisible values by zero, so they must be finite.
         self.keys[:, :, self.entries :] = 0
         self.values[:, :, self.entries :] = 0
         self.slots = torch.arange(self.capacity, device=keys.device)
@@ -35,16 +37,17 @@ class StaticStorage(Storage):
         else:
             self.unused = self.slots.new_zeros(keys.shape[0], 1) if pads is None else pads.sum(1, keepdim=True)
         self.appended = lasting(self.slots.new_zeros, (1,))
-        self._counts = True  # the tokens that are appended; else another storage does
-        self._left = room  # the same on the host, as far as no compiled graph has written
+        self._counts = True  # whether this storage counts appended tokens itself
+        self._left = room  # room left, on the host; compiled graphs do not update it
         self.decodes_in_place = keys.device.type == "cuda" and has_triton()
-        self._new: tuple[torch.Tensor, torch.Tensor] | None = None  # a token that is not written yet
+        self._new: tuple[torch.Tensor, torch.Tensor] | None = None  # a token that has not been written yet
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Note where the segments lie, one of each row and KV head, and that all this stays in its place: CUDA graphs
-        copy what may move, and are given up where it is written. Without a guard, other tensors (the next prompt's) are
-        recorded anew and not compiled anew."""
+        """Compute the segments, one per row and KV head, and mark all tensors as static.
+
+        CUDA graphs copy other tensors, and are skipped if those are written to. Without a guard, new tensors (the next
+        prompt's) are recorded again but not compiled again."""
         shape = self.keys.shape[:2]
         unused = self.unused.expand(shape)
         segments = torch.arange(unused.numel(), device=unused.device).view(shape)
@@ -53,7 +56,7 @@ class StaticStorage(Storage):
             torch._dynamo.mark_static_address(tensor, guard=False)
 
     def count_with(self, other: "StaticStorage") -> None:
-        """Let `other`, of another layer with as many appended tokens, count for both: it is appended to first."""
+        """Let `other` count appended tokens for both; it belongs to a layer that is appended to first."""
         if other is not self:
             self.appended, self._counts = other.appended, False
             torch._dynamo.mark_static_address(self.appended, guard=False)
@@ -72,7 +75,7 @@ class StaticStorage(Storage):
             if new > self._left:
                 raise KVCompressError(
                     f"the static cache is full: it has room for max_new_tokens={self.capacity - self.entries} tokens "
-                    "behind a prompt"
+                    "after a prompt"
                 )
             self._left -= new
         if self._counts:
@@ -83,14 +86,14 @@ class StaticStorage(Storage):
             self._write(keys, values)
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put the latest appended tokens in their slots."""
+        """Write the latest appended tokens to their slots."""
         new = keys.shape[2]
         rows = self.slots[:new] + (self.appended + (self.entries - new))
         self.keys.index_copy_(2, rows, keys)
         self.values.index_copy_(2, rows, values)
 
     def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """As `Storage.decode`; a token that was just appended is written on the way."""
+        """As `Storage.decode`; also writes a token that was just appended."""
         new, self._new = self._new or (None, None), None
         segments = self.keys, self.values, self.starts, self.lengths, self.appended, self.capacity
         return static_decode(query, *new, *segments, scaling)
@@ -124,7 +127,7 @@ class StaticStorage(Storage):
         return twin
 
     def state(self) -> dict[str, object]:
-        keys, values = self.read()  # a token that waits is written
+        keys, values = self.read()  # writes the latest token
         end = self.entries + int(self.appended)
         return {**super().state(), "keys": keys[:, :, :end], "values": values[:, :, :end]}
 

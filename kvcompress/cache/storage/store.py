@@ -1,4 +1,4 @@
-"""Entries as they are: dense where every row and KV head keeps as many, else ragged."""
+"""Uncompressed storage: dense if every row and KV head keeps equally many entries, otherwise ragged."""
 
 import torch
 
@@ -16,8 +16,10 @@ def store(
     room: int | None,
     total: int | None = None,
 ) -> Storage:
-    """Store what was kept, with room for `room` tokens; arguments as in `DenseStorage`. `total`: the slots in use of
-    all rows and heads; where the caller does not know it they are counted, which waits for the device."""
+    """Store the kept entries, with room for `room` tokens; arguments as in `DenseStorage`.
+
+    `total` is the number of slots in use over all rows and heads. If it is None they are counted, which waits for the
+    device."""
     if indices is None or total == indices.numel():
         return DenseStorage(keys, values, indices, pads, room)
     counts = (indices >= 0).sum(-1)

@@ -1,4 +1,4 @@
-"""Entries whose keys have fewer channels (ThinK). https://arxiv.org/abs/2407.21018"""
+"""Storage of keys with fewer channels (ThinK). https://arxiv.org/abs/2407.21018"""
 
 import math
 
@@ -8,13 +8,14 @@ from ...scoring.windows import pad_columns
 from .base import Storage
 from .store import store
 
-WINDOW = 32  # of the prompt's last queries, by which channels are chosen
+WINDOW = 32  # number of the prompt's last queries, by which channels are chosen
 
 
 def query_power(queries: torch.Tensor, kv_heads: int, padding: torch.Tensor | None) -> torch.Tensor:
-    """How large a prompt's last queries are in each channel, (batch, kv_heads, head_dim) in fp32: the sum of squares
-    over the window and the query heads of a KV head. `queries`: (batch, heads, queries, head_dim), rotated; `padding`
-    as in `LayerView`."""
+    """Return the magnitude of a prompt's last queries in each channel: (batch, kv_heads, head_dim) in fp32.
+
+    It is the sum of squares over the window and the query heads of a KV head. `queries` are (batch, heads, queries,
+    head_dim), rotated; `padding` is as in `LayerView`."""
     squares = queries[:, :, -WINDOW:].float().square()
     if padding is not None:
         pads = pad_columns(padding.to(queries.device), queries.shape[2])[:, :, -WINDOW:]
@@ -23,22 +24,29 @@ def query_power(queries: torch.Tensor, kv_heads: int, padding: torch.Tensor | No
 
 
 def kept_channels(power: torch.Tensor, keys: torch.Tensor, unused: torch.Tensor | None, part: float) -> torch.Tensor:
-    """The channels of each row and KV head in which queries and kept keys together are largest, ascending: LongTensor
-    (batch, kv_heads, channels). `part` of them stay, rounded up; `keys`: (batch, kv_heads, entries, head_dim);
-    `unused`: bool (batch, 1 or kv_heads, entries), or None where there are no unused slots."""
+    """Return the channels in which queries and kept keys together are largest: LongTensor (batch, kv_heads, channels),
+    ascending.
+
+    The fraction `part` of the channels is kept, rounded up. `keys` are (batch, kv_heads, entries, head_dim); `unused`
+    is bool (batch, 1 or kv_heads, entries), or None if there are no unused slots."""
     squares = keys.float().square()
     if unused is not None:
         squares = squares.masked_fill(unused[..., None], 0.0)
-    count = math.ceil(round(part * keys.shape[3], 6))  # 0.07 * 100 is a little more than 7
+    count = math.ceil(round(part * keys.shape[3], 6))  # 0.07 * 100 is slightly more than 7
     return (power * squares.sum(2)).topk(count).indices.sort().values
 
 
 class ThinKStorage(Storage):
-    """Two dense or ragged storages: of the latest entries and what is decoded, with all channels, and of those before,
-    whose keys have only `channels`. These stay the same as long as the cache lives: an entry that is stored anew loses
-    no others.
+    """Two dense or ragged storages: recent and decoded entries with all channels, and older ones whose keys have
+    `channels` only.
 
-    Args: as in `store`; `channels` as `kept_channels` gives them; `recent`: entries of each head that stay whole.
+    The channels stay the same for the life of the cache: an entry that is stored again loses no others.
+
+    Args:
+        channels: as returned by `kept_channels`.
+        recent: entries of each head that keep all channels.
+        uniform: whether every row and head keeps equally many entries.
+        Others: as in `store`.
     """
 
     def __init__(self, keys, values, indices, pads, channels: torch.Tensor, recent: int, room: int | None, uniform):

@@ -1,13 +1,13 @@
-"""`python -m tests.kvcompress.bench.in_flight_waits METHOD...`: how often each step of requests in flight waits for a
-pretended device, as JSON: method -> [waits of each step]. A process of its own: Triton is told of its interpreter at
-the start.
-"""
+"""`python -m tests.kvcompress.bench.in_flight_waits METHOD...`: waits of each step of requests in flight, as JSON.
+
+The output maps method -> [waits of each step] on a pretended device. It needs a process of its own, since Triton reads
+the interpreter's variable on import."""
 
 import json
 import os
 import sys
 
-os.environ["TRITON_INTERPRET"] = "1"  # Triton asks when it is imported
+os.environ["TRITON_INTERPRET"] = "1"  # Triton reads this on import
 
 import torch
 
@@ -20,7 +20,7 @@ SLOTS, NEW = 2, 9
 
 
 def waits_of_steps(gpu: PretendedCuda, model: torch.nn.Module, method: MethodSpec) -> list[int]:
-    """Of those steps that answer no request and begin none."""
+    """Return the waits of steps in which no request ends or begins."""
     requests = [FAMILIES["llama"].inputs(model, [length]) for length in (80, 21)]
     waits = []
     with kvcompress.compress(model, method.name, method.ratio, **method.options) as session:

@@ -22,7 +22,7 @@ from kvcompress.bench import comparison, contenders, grid, report, standalone, t
 from kvcompress.bench.contenders import KVPress, KVPressProcess, MethodSpec, Ours, Transformers, Turn, Workload
 from kvcompress.bench.models import SHAPES, source, weight_bytes_read
 from kvcompress.bench.timing import summary
-from kvcompress.policy.policy import make_policy
+from kvcompress.policy.make import make_policy
 from tests.support.clock import synchronised_reads
 
 MODEL = standalone.load({"config": SHAPES["tiny"]}, "float32", torch.device("cpu"))
@@ -385,7 +385,7 @@ def test_turns_are_timed_when_the_device_is_done():
     with synchronised_reads(standalone) as reads:
         Transformers(MODEL, "DynamicCache").turn(Workload(16, 1, 2, "wall"))
     assert {read.rpartition(":")[0] for read in reads} == {standalone.__name__}
-    assert len(reads) == 2 + 1 + 2  # around the prompt, before the first step, behind every step
+    assert len(reads) == 2 + 1 + 2  # around the prompt, before the first step, after every step
 
 
 def test_when_the_time_is_over_no_further_cell_is_begun(tmp_path, monkeypatch, capsys):

@@ -23,14 +23,14 @@ LAYERS = 4
 
 
 class Budget(NamedTuple):
-    """What a cache may cost. Its decode steps wait for nothing.
+    """Limits on the cost of a cache. Its decode steps wait for nothing.
 
     Attributes:
         step: kernels per layer and step above DynamicCache's.
-        eviction: kernels per layer that an eviction adds; None where nothing is evicted. It waits for nothing.
-        prefill_waits: of all layers; 1: a prompt's ids and mask come to the host in one copy.
-        in_flight: waits of a step of `generate_many`, the evicting ones included; None where that is not possible. 1:
-            the tokens are chosen on the host.
+        eviction: kernels per layer that an eviction adds; None if nothing is evicted. It waits for nothing.
+        prefill_waits: waits of all layers; 1: a prompt's ids and mask are copied to the host together.
+        in_flight: waits of a step of `generate_many`, evicting steps included; None if that is not supported. 1: the
+            tokens are chosen on the host.
     """
 
     step: int = 0
@@ -39,7 +39,7 @@ class Budget(NamedTuple):
     in_flight: int | None = 1
 
 
-# The aim is 0 for dense entries and 4 for ragged ones, 40, 1 and 1. Where it is missed, the reason stands beside.
+# The targets are 0 for dense entries and 4 for ragged ones, 40, 1 and 1; comments say why some are missed.
 BUDGETS = {
     "full": Budget(),
     "snapkv": Budget(),
@@ -47,45 +47,45 @@ BUDGETS = {
     "adakv": Budget(step=4),
     f"full{OFFLOADED}": Budget(in_flight=None),
     f"snapkv{OFFLOADED}": Budget(in_flight=None),
-    # Ragged entries are laid out on the host: four tensors of a layer are waited for.
+    # Ragged entries are laid out on the host, which waits for four tensors per layer.
     f"adakv{OFFLOADED}": Budget(prefill_waits=1 + 3 * LAYERS, in_flight=None),
-    # A token is packed in one kernel; queries are rotated in one, and outputs where parts are combined. Two tables are
-    # made in the first pass of the first cache that asks for them.
+    # One kernel packs a token, one rotates queries; outputs are rotated where parts are combined. The first pass of the
+    # first of these caches creates two tables.
     f"snapkv{TURBOQUANT}": Budget(step=4, prefill_waits=3, in_flight=None),
     f"adakv{TURBOQUANT}": Budget(step=3, in_flight=None),
     f"streamingllm{EVICTING}": Budget(eviction=32),
     f"snapkv{EVICTING}": Budget(eviction=33),
     f"h2o{EVICTING}": Budget(eviction=37),
     f"snapkv{OFFLOADED}{EVICTING}": Budget(eviction=34, in_flight=None),
-    # Of 55, 18 say how like each other the keys are, 9 are the mean of NaN rows and what is pooled.
+    # Of 55, 18 compute the similarity of keys, 9 the mean of NaN rows and the pooling.
     f"r-kv{EVICTING}": Budget(eviction=55),
-    # Of 125, 52 are the choice (a sort of all heads, 25 for the shares of a few numbers, a sort of what is kept), 45
-    # gather ragged entries and lay them out again: kernels of our own would be fewer. In flight a slot is laid out on
-    # the host, which asks each layer what its heads keep.
+    # Of 125, 52 are the choice (a sort of all heads, 25 for the shares of a few numbers, a sort of kept entries), 45
+    # gather ragged entries and lay them out again; custom kernels would be fewer. In flight a slot is laid out on
+    # the host, which waits for each layer's counts.
     f"adakv{EVICTING}": Budget(step=4, eviction=125, in_flight=1 + 3),
 }
 if find_spec("optimum"):  # pip install -e .[quantized]
     BUDGETS |= {
-        # The first step makes a table of the blocks. A head's used slots are waited for where there are others.
+        # The first step creates a table of the blocks. Each layer waits for the used slots of uneven heads.
         f"full{QUANTO}": Budget(step=1, eviction=2, in_flight=None),
         f"adakv{QUANTO}": Budget(step=1, eviction=4, prefill_waits=1 + 4 * LAYERS, in_flight=None),
     }
 
 
 def counted(*command: str) -> subprocess.CompletedProcess:
-    """In a process of its own: Triton is told of its interpreter at the start."""
+    """Count in a process of its own, since Triton reads the interpreter's variable on import."""
     return subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True, text=True, cwd=ROOT)
 
 
 @pytest.fixture(autouse=True)
 def triton_as_before(monkeypatch):
-    """The command tells Triton of its interpreter, which later tests of this process must not see."""
+    """Restore `TRITON_INTERPRET`, which the command sets, after each test."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> dict[str, dict]:
-    """By cache, what the command counted."""
+    """By cache, the counts of the command."""
     out = tmp_path_factory.mktemp("launches") / "launches"
     sizes = ["--length", "96", "--new", "9", "--ratio", "0.25"]
     counted("kvcompress", "bench", "launches", "--shape", "tiny", "--out", str(out), *sizes, "--methods", *BUDGETS)

@@ -77,7 +77,7 @@ def test_numbers_go_there_without_a_wait_and_come_back_with_one(gpu):
 
 
 def on_the_device(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """tests/gpu in a process of its own: Triton is told of its interpreter at the start."""
+    """tests/gpu in a process of its own, since Triton reads the interpreter's variable on import."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.pretended", "-p", "no:cacheprovider", "-m", "gpu"]
     return subprocess.run(
         [*command, "tests/gpu", *arguments], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True

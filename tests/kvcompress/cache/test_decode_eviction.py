@@ -11,7 +11,7 @@ from kvcompress.cache.choice import Choice
 from kvcompress.cache.memory import Memory
 from kvcompress.check.promises import History
 from kvcompress.check.reference import generate, only_attending_to
-from kvcompress.policy.policy import make_policy
+from kvcompress.policy.make import make_policy
 from kvcompress.scoring.layer_view import StoredEntries
 from tests import fuzz
 from tests.support.calibrations import calibration_of

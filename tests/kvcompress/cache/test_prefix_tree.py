@@ -49,7 +49,7 @@ def test_it_never_holds_more_than_its_room_and_what_it_holds_is_right(prompts, r
         held = list(tree._nodes())
         assert tree.nbytes == sum(node.nbytes for node in held) <= room
         storages = {part.untyped_storage() for node in held for part in [*node.given, *node.computed]}
-        assert sum(storage.nbytes() for storage in storages) == tree.nbytes  # nothing is alive behind a view
+        assert sum(storage.nbytes() for storage in storages) == tree.nbytes  # no view keeps a larger tensor alive
         path = tree.find("model", ids)
         assert path.tokens == min(len(prompt), room // PER_TOKEN)
         for part, whole in enumerate(computed if path.tokens else []):

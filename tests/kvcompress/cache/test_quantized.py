@@ -245,7 +245,7 @@ def test_without_a_compiler_entries_are_read_and_one_line_says_so(monkeypatch, t
     [
         ({"cache_implementation": "quantized", "kv_bits": 3}, "kv_bits=3 is not offered by kv_backend='quanto': 2, 4"),
         ({"kv_bits": 2}, "kv_bits= needs cache_implementation='quantized'"),
-        ({"cache_implementation": "quantized", "decode_budget": 9}, "do not go with cache_implementation="),
+        ({"cache_implementation": "quantized", "decode_budget": 9}, "does not go with decode_budget="),
     ],
 )
 def test_what_does_not_go_together_is_an_error(options, message):

@@ -1,4 +1,4 @@
-"""A filled cache can be saved, or copied, and goes on as the one that was kept."""
+"""A filled cache can be saved or copied, and continues like the original."""
 
 import copy
 import io
@@ -49,7 +49,7 @@ def test_a_cache_that_was_saved_goes_on_as_the_one_that_was_kept(stored, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_has_no_part_of_the_model(way):
-    """Nor what was hooked to it, which may be no pickle's matter."""
+    """Nor its hooks, which may not be picklable."""
     model = copy.deepcopy(FAMILIES["qwen2"].build())
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(lambda *hooked: None)

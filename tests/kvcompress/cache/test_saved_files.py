@@ -1,4 +1,4 @@
-"""`CompressedCache.save` and `load`: what is loaded goes on as what was saved, and nothing wrong is taken for it."""
+"""`CompressedCache.save` and `load`: a loaded cache continues like the saved one, and wrong files are rejected."""
 
 import copy
 import functools
@@ -50,7 +50,7 @@ MODEL = QWEN2.build()
 
 
 def filled(model=MODEL, method="h2o", ratio=0.3, **options):
-    """A cache after a prompt, and the prompt."""
+    """Return a cache after a prompt, and the prompt."""
     inputs = QWEN2.inputs(MODEL, [40])
     with kvcompress.compress(model, method, ratio, **options) as session:
         generate(model, inputs, 1)
@@ -58,7 +58,7 @@ def filled(model=MODEL, method="h2o", ratio=0.3, **options):
 
 
 def saved(cache, path):
-    """The bytes of a file with the cache in it."""
+    """Return the bytes of a file with the cache in it."""
     cache.save(path)
     return path.read_bytes()
 
@@ -68,19 +68,19 @@ def text(batch, tokens, seed=0):
 
 
 def behind(inputs, new):
-    """A prompt and what follows it."""
+    """Return a prompt and what follows it."""
     ids = torch.cat([inputs["input_ids"], new], 1)
     return {"input_ids": ids, "attention_mask": torch.cat([inputs["attention_mask"], torch.ones_like(new)], 1)}
 
 
 def forget_positions(model):
-    """As if the model had just been loaded; a wrong number where it would be guessed."""
+    """Reset positions as if the model had just been loaded, with a wrong number where it would be guessed."""
     if hasattr(model.base_model, "rope_deltas"):
         model.base_model.rope_deltas = torch.full((1, 1), 13)
 
 
 def assert_goes_on_alike(session, loaded, prompts):
-    """Both answer prompts that begin with what they hold, in the same tokens and logits, and keep the same."""
+    """Assert that both answer prompts with the same tokens and logits, and keep the same entries."""
     kept_one = session.cache
     for prompt in prompts:
         answers = []
@@ -103,7 +103,7 @@ def assert_goes_on_alike(session, loaded, prompts):
 @examples(6)
 @given(data=st.data())
 def test_a_loaded_cache_goes_on_as_the_one_that_was_saved(family, data, tmp_path_factory):
-    """Whatever the method, the storage and the batch, after a prompt, a second one, and tokens decoded behind it."""
+    """For any method, storage and batch, after a prompt, a second one, and decoded tokens."""
     case, storage = data.draw(cases(family)), data.draw(st.sampled_from(STORAGES))
     model, inputs, folder = case.model, case.inputs, tmp_path_factory.mktemp("saved")
     room = ROOM if "static" in storage.get("cache_implementation", "") else None
@@ -115,7 +115,7 @@ def test_a_loaded_cache_goes_on_as_the_one_that_was_saved(family, data, tmp_path
     with session, torch.no_grad():
         first, _ = generate(model, inputs, data.draw(st.integers(1, 7)))
         inputs = behind(inputs, first[:, :-1])  # the last token has not been fed yet
-        may_follow = "positions" not in storage  # those keys take no second prompt
+        may_follow = "positions" not in storage  # such a cache takes no second prompt
         if may_follow and data.draw(st.booleans()):
             inputs = behind(inputs, text(len(first), data.draw(st.integers(1, 9))))
             generate(model, inputs, 1, past_key_values=session.cache)
@@ -126,11 +126,11 @@ def test_a_loaded_cache_goes_on_as_the_one_that_was_saved(family, data, tmp_path
         assert loaded.seen_tokens == inputs["input_ids"].shape[1]
         questions = [text(len(first), 1, seed=1), *([text(len(first), 10, seed=2)] if may_follow else [])]
         assert_goes_on_alike(session, loaded, [behind(inputs, question) for question in questions])
-        assert saved(loaded, folder / "c") == content  # the questions have left nothing
+        assert saved(loaded, folder / "c") == content  # the questions have changed nothing
 
 
 def test_a_file_has_no_room_for_tokens_to_come(tmp_path):
-    """Nor what lay in that memory before."""
+    """Nor that memory's previous contents."""
     sizes = []
     for room in (0, 4000):
         cache, _ = filled(max_new_tokens=room)
@@ -178,7 +178,7 @@ def test_what_was_loaded_in_inference_mode_goes_on_outside_of_it(tmp_path):
 
 
 def test_contexts_of_one_model_are_reused_in_any_order(tmp_path):
-    """Also where the model itself remembers how its latest prompt's positions are counted."""
+    """Also if the model itself stores the position offset of its latest prompt."""
     family = FAMILIES["qwen2-vl"]
     model, question = family.build(), text(1, 7)
     contexts = [family.inputs(model, [length], [images]) for length, images in ((60, 2), (40, 0), (50, 1))]
@@ -199,7 +199,7 @@ def test_contexts_of_one_model_are_reused_in_any_order(tmp_path):
             with session.reuse(caches[i]) as cache:
                 answer = generate(model, behind(contexts[i % 3], question), 4, past_key_values=cache)[1]
             torch.testing.assert_close(answer, expected[i % 3], atol=1e-4, rtol=0)
-        # A token at a time, whose position the model counts in its forward pass.
+        # One token at a time, whose position the model computes in its forward pass.
         for i in (0, 1, 2, 3, 4, 5):
             with session.reuse(caches[i]) as cache:
                 for token in question.split(1, dim=1):
@@ -207,19 +207,19 @@ def test_contexts_of_one_model_are_reused_in_any_order(tmp_path):
             torch.testing.assert_close(logits, expected[i % 3][:, 0], atol=1e-4, rtol=0)
 
 
-# -- what is wrong
+# -- wrong files
 
 
 @functools.cache
 def right():
-    """The content of a right file, of MODEL."""
+    """Return the content of a correct file for MODEL."""
     cache, _ = filled()
     with tempfile.TemporaryDirectory() as folder:
         return saved(cache, Path(folder) / "x")
 
 
 def refused(path, content=None, model=MODEL):
-    """The one line of the error."""
+    """Return the one line of the error."""
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(KVCompressError) as error:
@@ -248,14 +248,14 @@ def test_a_file_that_was_cut_or_changed_is_refused(data, tmp_path_factory):
 def test_no_wrong_tensor_or_header_is_taken_for_a_cache(seed, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wrong")
     _, wrong = wrong_tensors(random.Random(seed), right())
-    if parts(folder / "wrong", wrong) == parts(folder / "right", right()):  # what was drawn is no fault
+    if parts(folder / "wrong", wrong) == parts(folder / "right", right()):  # the drawn change has no effect
         CompressedCache.load(folder / "wrong", MODEL)
     else:
         refused(folder / "wrong")
 
 
 def parts(path, content):
-    """All that safetensors finds in it, None where that is nothing."""
+    """Return everything that safetensors finds in the file; None if that is nothing."""
     path.write_bytes(content)
     try:
         with safe_open(path, framework="pt") as file:
@@ -267,7 +267,7 @@ def parts(path, content):
 
 
 def with_document(content, **changes):
-    """The file with other metadata, as another version would write it."""
+    """Return the file with other metadata, as another version would write it."""
     tensors = safetensors.torch.load(content)
     length = int.from_bytes(content[:8], "little")
     document = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["kvcompress_cache"])
@@ -280,9 +280,9 @@ def test_files_of_other_kinds_are_named(tmp_path):
     assert "cannot be read" in refused(tmp_path)
     assert "cannot be read" in refused(tmp_path / "x", b"PK\x03\x04 a pickle of torch.save, say")
     foreign = safetensors.torch.save({"weight": torch.ones(3)})
-    assert "not one that CompressedCache.save has written" in refused(tmp_path / "x", foreign)
+    assert "was not written by CompressedCache.save" in refused(tmp_path / "x", foreign)
     newer = refused(tmp_path / "x", with_document(right(), format=2, kvcompress="9.0"))
-    assert "of format 2, written by kvcompress '9.0'" in newer
+    assert "its format is 2, written by kvcompress '9.0'" in newer
     assert "checksum" in refused(tmp_path / "x", with_document(right(), sha256="0"))
 
 
@@ -290,7 +290,7 @@ def test_a_file_of_another_transformers_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "x"
     path.write_bytes(right())
     monkeypatch.setattr(saved_module.transformers, "__version__", "9.9.9")
-    assert f"with transformers {VERSION}, this is 9.9.9" in refused(path)
+    assert f"with transformers {VERSION}; this is 9.9.9" in refused(path)
 
 
 def changed(name):
@@ -314,7 +314,7 @@ def changed(name):
 )
 def test_a_file_of_another_model_is_refused(other, what, tmp_path):
     line = refused(tmp_path / "x", right(), other())
-    assert "it is of another model than this" in line
+    assert "it was saved from another model than this" in line
     assert what in line
 
 
@@ -378,7 +378,7 @@ def test_a_cache_is_reused_in_its_own_session_alone(tmp_path):
 
     assert "ratio=0.3, not 0.5" in error(kvcompress.compress(MODEL, "knorm", 0.5), cache)
     assert "method='knorm', not 'keydiff'" in error(kvcompress.compress(MODEL, "keydiff", 0.3), cache)
-    assert "of another model" in error(kvcompress.attach(copy.deepcopy(MODEL)), cache)
+    assert "filled by another model" in error(kvcompress.attach(copy.deepcopy(MODEL)), cache)
     assert "made for another model" in error(kvcompress.attach(FAMILIES["llama"].build()), cache)
     assert "not seen a prompt" in error(kvcompress.attach(MODEL), CompressedCache(MODEL.config, "knorm", 0.3))
     assert "DynamicCache" in error(kvcompress.attach(MODEL), transformers.DynamicCache())

@@ -137,7 +137,7 @@ def test_all_layers_count_with_one_tensor_which_a_fork_and_a_later_prompt_have_o
 
 @pytest.mark.parametrize("method", ["full", "snapkv"])
 def test_a_second_prompt_with_pads_on_static_shapes(method):
-    """Behind a first one without: a row's slots in use lie together all the same."""
+    """After a first prompt without pads: a row's slots in use stay contiguous."""
     model = FAMILIES["qwen2"].build()
     first, more = torch.arange(10, 70).view(2, 30), torch.arange(50, 70).view(2, 10)
     mask = torch.ones(2, 40, dtype=torch.long)
@@ -190,5 +190,5 @@ def test_static_needs_to_know_its_room_and_takes_no_eviction():
     config = FAMILIES["qwen2"].build().config
     with pytest.raises(kvcompress.KVCompressError, match="needs max_new_tokens"):
         kvcompress.CompressedCache(config, "snapkv", 0.3, **STATIC)
-    with pytest.raises(kvcompress.KVCompressError, match="do not go with cache_implementation="):
+    with pytest.raises(kvcompress.KVCompressError, match="does not go with decode_budget="):
         kvcompress.CompressedCache(config, "snapkv", 0.3, decode_budget=5, max_new_tokens=5, **STATIC)

@@ -1,4 +1,4 @@
-"""A decode step in fixed shapes as Inductor compiles it for CUDA: one graph, of few kernels."""
+"""A decode step in fixed shapes as Inductor compiles it for CUDA: one graph with few kernels."""
 
 import json
 import os
@@ -15,7 +15,7 @@ MOST_BESIDE_LAYERS = 3  # the last norm, the logits, the count of tokens
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple[str, int], dict]:
-    """By method and number of layers."""
+    """By method and number of layers, the compiled steps."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "tests.support.inductor_code", *METHODS]
@@ -35,8 +35,9 @@ def test_two_prompts_are_answered_by_one_graph(compiled, method):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_layer_of_the_graph_has_so_many_kernels(compiled, method):
-    """Seven products, two norms, the rotation of queries and of keys, the MLP's gate, and the operator's two: the
-    number that the cost model takes."""
+    """Seven products, two norms, the rotation of queries and of keys, the MLP's gate, and the operator's two.
+
+    This is the cost model's number."""
     few, more = (compiled[method, layers]["kernels"] for layers in (2, 3))
     assert more - few == GRAPH_KERNELS
     assert few - 2 * GRAPH_KERNELS <= MOST_BESIDE_LAYERS

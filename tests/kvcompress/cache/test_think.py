@@ -18,7 +18,7 @@ THINK = {"cache_implementation": "think"}
 
 @pytest.mark.parametrize(("method", "family"), some(paired([*METHODS, "full"], list(FAMILIES)), SOME_METHODS))
 def test_with_all_channels_the_answer_is_that_of_entries_as_they_are(method, family):
-    """Two storages behind each other hold what one does, also where rows and heads keep different numbers."""
+    """Two storages in sequence hold the same as one, also if rows and heads keep different numbers."""
     model = FAMILIES[family].build()
     inputs = FAMILIES[family].inputs(model, [45, 29], [1, 0] if FAMILIES[family].is_vlm else None)
     ratio = None if method == "full" else 0.4
@@ -144,8 +144,8 @@ def test_beams_and_an_answer_longer_than_its_room():
         ({"kv_bits": 2}, "kv_bits= needs cache_implementation='quantized'"),
         ({"cache_implementation": "dynamic", "key_channels": 0.5}, "key_channels= needs cache_implementation='think'"),
         ({"cache_implementation": "static", "key_recent": 3}, "key_recent= needs cache_implementation='think'"),
-        ({"decode_budget": 9}, "do not go with cache_implementation='think'"),
-        ({"prefill_chunk": 9}, "prefill_chunk=9 does not go with cache_implementation='think'"),
+        ({"decode_budget": 9}, "cache_implementation='think' does not go with decode_budget="),
+        ({"prefill_chunk": 9}, "cache_implementation='think' does not go with prefill_chunk="),
     ],
 )
 def test_what_does_not_go_together_is_one_line(options, message):

@@ -227,7 +227,7 @@ def test_layer_sizes_are_means_over_prompts_in_between_they_are_interpolated(tmp
 def test_known_layer_sizes_go_with_no_other_layer_budget():
     model = FAMILIES["qwen2"].build()
     file = {"calibration": calibration_file("prefixkv", model)}
-    message = "layer_budget='{}' does not go with calibration=, which says what each layer keeps"
+    message = "layer_budget='{}' does not go with calibration=: the file says what each layer keeps"
     with pytest.raises(kvcompress.KVCompressError, match=message.format("uniform")):
         kvcompress.compress(model, "prefixkv", 0.3, layer_budget="uniform", **file)
     with pytest.raises(kvcompress.KVCompressError, match=message.format("pyramid")):

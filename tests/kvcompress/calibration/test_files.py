@@ -1,4 +1,4 @@
-"""The file of a calibration: what it says, and what is refused."""
+"""Calibration files: their contents, and which are rejected."""
 
 import dataclasses
 import json

@@ -209,8 +209,8 @@ def test_a_promise_that_a_method_does_not_make_is_named_with_the_reason(capsys):
     assert main(["check", "cake"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if not line.startswith("ok "))
     assert line == (
-        "-       cake: a row gives the same result in a batch as alone in chunks: prefill_chunk=16 does not go with "
-        "layer_budget='cake', which depends on the whole prompt"
+        "-       cake: a row gives the same result in a batch as alone in chunks: layer_budget='cake' does not go with "
+        "prefill_chunk=: it is measured in the whole prompt"
     )
 
 

@@ -151,7 +151,7 @@ def test_adaptive_heads_share_one_budget(head_budget, reference, layer, safeguar
 
 @pytest.mark.parametrize("method", METHODS)
 def test_scores_are_fp32_also_for_bf16_states(method):
-    """What is kept of bf16 states is what is kept of the same numbers in fp32: no sum or softmax is rounded."""
+    """The same entries are kept in bf16 as of the same numbers in fp32: no sum or softmax is rounded."""
     generator = torch.Generator().manual_seed(0)
     given = calibration_of(method, FAMILIES["qwen2"].build(2))
     queries, keys, values = (torch.randn(2, h, 60, 16, generator=generator).bfloat16() for h in (4, 2, 2))

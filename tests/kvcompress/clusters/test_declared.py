@@ -6,7 +6,7 @@ import torch
 
 from kvcompress import list_methods
 from kvcompress.cache.choice import Choice
-from kvcompress.policy.policy import make_policy
+from kvcompress.policy.make import make_policy
 
 PAGE = Path(__file__).parents[3] / "docs" / "methods.md"
 

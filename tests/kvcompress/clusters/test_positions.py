@@ -5,7 +5,7 @@ import torch
 
 import kvcompress
 from kvcompress.check.reference import generate
-from kvcompress.policy.policy import make_policy
+from kvcompress.policy.make import make_policy
 from tests.support.families import FAMILIES
 from tests.support.in_flight import check_in_flight
 
@@ -64,7 +64,7 @@ def test_sinks_move_up_to_the_recent_tokens_by_what_was_evicted_between_them(fam
 
 
 def test_while_decoding_the_sinks_stay_right_before_the_window():
-    """Moved anew from where they came from at each eviction, and as one long move would have brought them there."""
+    """Keys are moved again at each eviction, and end where one long move would have brought them."""
     model = FAMILIES["llama"].build()
     inputs = FAMILIES["llama"].inputs(model, [40])
     kept, options = {}, {"decode_budget": 12, "decode_interval": 1}
@@ -83,8 +83,10 @@ def test_while_decoding_the_sinks_stay_right_before_the_window():
 
 @pytest.mark.parametrize("options", [{}, {"head_budget": "adaptive"}], ids=["even", "adaptive"])
 def test_whatever_is_evicted_while_decoding_the_others_close_ranks(options):
-    """Entries go from the middle at each eviction: in the first layer every key is that of its token, moved by what is
-    missing behind it. The norm of keys, by which they are kept, is that of any place."""
+    """Entries are evicted from the middle: in the first layer each key is its token's, moved by the number of missing
+    entries.
+
+    Entries are kept by the norm of keys, which does not depend on the position."""
     model = FAMILIES["llama"].build()
     inputs = FAMILIES["llama"].inputs(model, [40, 33])
     evicting = {"decode_budget": 9, "decode_interval": 2, **options}
@@ -119,7 +121,7 @@ def test_keys_that_move_are_refused_where_what_is_known_of_them_would_not_hold()
         {"method": "tgv-kv"},
         {"method": "expected-attention"},
     ):
-        with pytest.raises(kvcompress.KVCompressError, match="positions='cache' does not go with"):
+        with pytest.raises(kvcompress.KVCompressError, match="does not go with positions='cache'"):
             make_policy(**options, budget=9, positions="cache", decode_budget=9)
 
 
@@ -130,5 +132,5 @@ def test_what_cannot_be_moved_is_refused():
         kvcompress.compress(model, "streamingllm", 0.5, positions="cache", prefill_chunk=8)
     with kvcompress.compress(model, "streamingllm", 0.5, positions="cache"):
         cache = model(**inputs).past_key_values
-        with pytest.raises(kvcompress.KVCompressError, match="it takes no second one"):
+        with pytest.raises(kvcompress.KVCompressError, match="the cache takes no second one"):
             model(input_ids=inputs["input_ids"], past_key_values=cache)

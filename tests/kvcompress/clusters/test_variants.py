@@ -9,8 +9,8 @@ import torch
 
 import kvcompress
 from kvcompress import KVCompressError, methods
+from kvcompress.policy.make import make_policy
 from kvcompress.policy.options import PRESCRIBED, all_options
-from kvcompress.policy.policy import make_policy
 from kvcompress.tokens import TokenMethod
 from tests.oracle.authors.ours import Held, ours
 from tests.oracle.authors.states import states

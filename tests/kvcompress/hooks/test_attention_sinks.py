@@ -52,7 +52,7 @@ def model() -> GptOssForCausalLM:
     "options", [{}, {"cache_implementation": "static", "max_new_tokens": 4}], ids=["ragged", "static"]
 )
 def test_sinks_keep_their_part_of_the_attention_while_ragged_heads_decode(model, options, as_on_cuda):
-    """Entries are attended to where they lie only by plain attention; `eager` never does that."""
+    """Only plain attention attends to entries in place; `eager` never does."""
     AttentionInterface.register("with_sinks", with_sinks)
     AttentionMaskInterface.register("with_sinks", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     ids = torch.randint(8, 128, (2, 40), generator=torch.Generator().manual_seed(0))

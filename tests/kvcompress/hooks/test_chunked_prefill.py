@@ -18,7 +18,7 @@ from kvcompress.cache.new_tokens import NewTokens
 from kvcompress.check.promises import LargestTensor
 from kvcompress.check.reference import generate
 from kvcompress.errors import KVCompressError
-from kvcompress.policy.policy import make_policy
+from kvcompress.policy.make import make_policy
 from tests.support.calibrations import calibration_of
 from tests.support.docs import DOCS, python_blocks
 from tests.support.examples import examples, some
@@ -99,7 +99,7 @@ def attending_pass_by_pass(model: torch.nn.Module, history: dict[int, list]) -> 
 
 
 def with_tokens(inputs: dict, tokens: torch.Tensor) -> dict:
-    """The prompt with text behind it."""
+    """Append text to the prompt."""
     longer = {**inputs, "input_ids": torch.cat([inputs["input_ids"], tokens], 1)}
     longer["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(tokens)], 1)
     if "mm_token_type_ids" in inputs:
@@ -188,7 +188,7 @@ def test_a_row_that_begins_in_a_later_chunk_of_its_batch_is_as_alone(method):
 
 @pytest.mark.parametrize("method", ["h2o", "snapkv"])  # with sums that are carried on, and without
 def test_decoding_knows_of_the_last_chunk_of_a_row_that_is_kept_whole(method, monkeypatch):
-    """Alone no chunk of it evicts; beside a longer row its layer chooses anew."""
+    """Alone no chunk of it evicts; next to a longer row its layer chooses again."""
     cluster = make_policy(method, budget=31).cluster
     monkeypatch.setattr(type(cluster), "note", lambda self, kept, keys, view: (kept.indices >= 0).sum(2))
     family = FAMILIES["qwen2"]

@@ -25,7 +25,7 @@ def prepare_inputs_for_generation(
 
 class MiniCPMOStandIn(Qwen2PreTrainedModel):
     """The structure of MiniCPM-o 2.6: one config with the language model, whose method is replaced; towers and speech
-    beside it; a `generate` that gives embeddings to the language model's, and a forward that nobody calls."""
+    beside it; a `generate` that gives embeddings to the language model's, and a forward that is never called."""
 
     config_class = Qwen2Config
 

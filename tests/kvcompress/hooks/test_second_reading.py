@@ -20,7 +20,7 @@ SINKS = 4  # stay, and are not read again
 def weights_of_reading_twice(
     model, inputs: dict, instruction: tuple[int, ...] = (), sinks: int = SINKS
 ) -> list[torch.Tensor]:
-    """One pass over the prompt, the instruction and the prompt behind its sinks again: for each layer the largest
+    """One pass over the prompt, the instruction and the prompt after its sinks again: for each layer the largest
     weight from any of the later tokens to each prompt token, (kv_heads, groups, prompt)."""
     ids = inputs["input_ids"]
     twice = {"input_ids": torch.cat([ids, torch.tensor([instruction], dtype=torch.long), ids[:, sinks:]], 1)}
@@ -130,7 +130,7 @@ def test_chunks_begin_behind_a_rows_sinks_and_are_scored_beside_them():
 
 
 def test_what_is_read_again_goes_on_behind_the_largest_position_of_any_axis():
-    """As text behind an image does; pads are not counted."""
+    """As text after an image does; pads are not counted."""
     positions = torch.tensor([[0, 1, 1, 1, 2], [0, 1, 1, 4, 5], [0, 1, 3, 7, 2]])[:, None]  # time, height, width
     pads = torch.tensor([[True, False, False]])
     following = DecoderInputs(torch.zeros(1, 5, 4), positions).following(5, pads)

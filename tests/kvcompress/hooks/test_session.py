@@ -34,14 +34,14 @@ def new_cache(**options) -> CompressedCache:
 
 
 def step(call: Callable, cache: CompressedCache, count: int = 0) -> torch.Tensor:
-    """Logits (batch, vocabulary) of TOKEN as the `count`-th behind INPUTS."""
+    """Logits (batch, vocabulary) of TOKEN as the `count`-th after INPUTS."""
     positions = torch.tensor([[40 + count], [31 + count]])
     return call(input_ids=TOKEN, past_key_values=cache, position_ids=positions).logits[:, -1]
 
 
 @torch.no_grad()
 def answer(model: torch.nn.Module, steps: int = 3, **options) -> torch.Tensor:
-    """Logits (steps + 1, batch, vocabulary) of INPUTS and of TOKEN behind it, again and again."""
+    """Logits (steps + 1, batch, vocabulary) of INPUTS followed by TOKEN, repeatedly."""
     with compress(model, **options) as session:
         logits = [model(**INPUTS).logits[:, -1]]
         return torch.stack([*logits, *(step(model, session.cache, count) for count in range(steps))])
@@ -126,9 +126,9 @@ def test_a_pass_that_goes_around_the_hooks_is_no_silent_full_cache(family):
     model = (FAMILIES | MORE_FAMILIES)[family].build()
     inputs = (FAMILIES | MORE_FAMILIES)[family].inputs(model, [20])
     with torch.no_grad(), kvcompress.compress(model, "snapkv", 0.3) as session:
-        with pytest.raises(KVCompressError, match="went around kvcompress"):
+        with pytest.raises(KVCompressError, match="bypassed kvcompress"):
             model.forward(**inputs)
-        with pytest.raises(KVCompressError, match="went around kvcompress"):
+        with pytest.raises(KVCompressError, match="bypassed kvcompress"):
             kvcompress.hooks.model.text_decoder(model)(input_ids=inputs["input_ids"])
         model(**inputs)
         with pytest.raises(KVCompressError, match="only where the model itself is called"):

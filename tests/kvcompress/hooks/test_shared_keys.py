@@ -65,7 +65,7 @@ def test_layers_without_keys_see_what_the_layer_whose_keys_they_get_kept(model, 
 
 
 def test_layers_without_keys_attend_where_entries_lie(model, as_on_cuda):
-    """The layer whose keys they get has written the token by then."""
+    """The layer that provides their keys has already written the token."""
     test_layers_without_keys_see_what_the_layer_whose_keys_they_get_kept(model, (30, 19), OPTIONS["static"])
 
 

@@ -130,7 +130,7 @@ def test_a_pass_is_not_taken_for_that_of_another_batch():
 
 
 def test_positions_are_those_of_the_prompt_not_of_the_model_s_latest():
-    """Qwen2-VL remembers how far the images of its latest prompt moved the positions; `generate` counts them anew."""
+    """Qwen2-VL stores the position offset of its latest prompt's images; `generate` computes it again."""
     model = QWEN2_VL.build()
     inputs, other = QWEN2_VL.inputs(model, [40], [2]), QWEN2_VL.inputs(model, [30])
 

@@ -10,7 +10,8 @@ import torch
 
 import kvcompress
 from kvcompress.check.reference import generate
-from kvcompress.policy.policy import check_tensor_parallel, make_policy
+from kvcompress.policy.conflicts import TENSOR_PARALLEL, check_conflicts
+from kvcompress.policy.make import make_policy
 from kvcompress.scoring.layer_view import Settings
 from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES
@@ -93,7 +94,7 @@ def test_every_other_method_is_refused():
     refused = set()
     for name in kvcompress.list_methods():
         try:
-            check_tensor_parallel(make_policy(name, 1.0))
+            check_conflicts(make_policy(name, 1.0), TENSOR_PARALLEL)
         except kvcompress.KVCompressError:
             refused.add(name)
     shared = {"tova", "chunkkv", "entropy-gated-chunkkv", "tgv-kv", "prefixkv"}
@@ -106,7 +107,7 @@ def test_every_other_method_is_refused():
 @pytest.mark.parametrize("scorer", ["aircache", "tgv-kv", "random"])
 def test_a_scorer_that_needs_the_other_heads_is_refused(scorer):
     with pytest.raises(kvcompress.KVCompressError, match="chooses for all heads together"):
-        check_tensor_parallel(make_policy("snapkv", 0.3, scorer=scorer))
+        check_conflicts(make_policy("snapkv", 0.3, scorer=scorer), TENSOR_PARALLEL)
 
 
 def test_heads_that_would_be_split_are_refused(monkeypatch):
@@ -118,8 +119,8 @@ def test_heads_that_would_be_split_are_refused(monkeypatch):
 
 def test_a_calibration_is_refused_as_it_is_of_all_heads():
     policy = make_policy("q-filters", 0.3, **calibration_of("q-filters", FAMILIES["qwen2"].build()))
-    with pytest.raises(kvcompress.KVCompressError, match="with calibration=, which covers all heads"):
-        check_tensor_parallel(policy)
+    with pytest.raises(kvcompress.KVCompressError, match="calibration= does not go with tensor parallelism"):
+        check_conflicts(policy, TENSOR_PARALLEL)
 
 
 @dataclasses.dataclass(frozen=True)

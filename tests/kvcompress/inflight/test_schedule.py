@@ -1,4 +1,4 @@
-"""When requests in flight are read and answered: prompts, or pieces of them, and decode steps take turns."""
+"""The schedule of requests in flight: prompts, or pieces of them, and decode steps take turns."""
 
 import logging
 from contextlib import contextmanager
@@ -23,8 +23,8 @@ QWEN2, QWEN2_VL, ONEVISION = (FAMILIES[name] for name in ("qwen2", "qwen2-vl", "
 
 
 class Passes:
-    """What happened, in its order: a decode step as "step", a pass over a prompt as the number of its tokens, and a
-    request's token as (index,)."""
+    """The events in order: "step" for a decode step, the number of tokens for a pass over a prompt, (index,) for a
+    request's token."""
 
     def __init__(self):
         self.events = []
@@ -56,7 +56,7 @@ class Passes:
         return [event for event in self.events if isinstance(event, int)]
 
     def pauses(self):
-        """What lies between two tokens of a request: steps, and the tokens of each pass over a prompt."""
+        """Return what happens between two tokens of a request: steps, and the tokens of each pass over a prompt."""
         for index in {event for event in self.events if isinstance(event, tuple)}:
             places = [place for place, event in enumerate(self.events) if event == index]
             for start, stop in pairwise(places):
@@ -142,7 +142,7 @@ def test_pieces_begin_behind_what_a_prefix_cache_knows_and_are_known_to_the_next
 
 
 def test_what_is_known_may_be_split_while_a_prompt_is_read():
-    """Another generation of the session comes between two pieces, and shares less of the beginning."""
+    """Another generation of the session runs between two pieces, and shares a shorter prefix."""
     model, prefixes = QWEN2.build(), PrefixCache(gb=1)
     inputs = QWEN2.inputs(model, [60])
     prompts = [with_end(inputs, 30, 1), with_end(inputs, 29, 2), with_end(inputs, 50, 3)]
@@ -181,7 +181,7 @@ def test_a_prompt_that_cannot_be_cut_is_read_whole_which_is_said_once(method, op
 
 def test_the_models_with_windows_and_with_images_seen_both_ways_are_read_whole(caplog):
     say_once.cache_clear()
-    for family, said in (("gemma4", "sliding windows"), ("molmo2", "images seen both ways")):
+    for family, said in (("gemma4", "sliding windows"), ("molmo2", "image tokens that see each other")):
         made = MORE_FAMILIES[family]
         model = made.build()
         inputs = made.inputs(model, [60], [1])

@@ -1,4 +1,4 @@
-"""Slots of fixed shapes as on CUDA, where one operator writes a token and attends: the same answers, one graph."""
+"""Slots of fixed shapes as on CUDA, where one operator writes a token and attends: equal answers, one graph."""
 
 import pytest
 

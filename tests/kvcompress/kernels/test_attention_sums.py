@@ -49,7 +49,7 @@ def spied(monkeypatch, on: bool) -> list[str]:
         column_sums, "column_sums_blocked", lambda *given: made.append("afterwards") or afterwards(*given)
     )
     if not on:
-        monkeypatch.setattr(attention, "can_sum_on_the_way", lambda *given: False)
+        monkeypatch.setattr(attention, "can_compute_sums", lambda *given: False)
     return made
 
 

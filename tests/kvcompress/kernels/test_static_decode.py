@@ -1,4 +1,4 @@
-"""One token over segments of a fixed place: the operator is right, and is one that PyTorch's compiler may trust."""
+"""One token over segments at fixed addresses: the operator is correct, and can be trusted by PyTorch's compiler."""
 
 import torch
 from hypothesis import given
@@ -20,7 +20,7 @@ from tests.support.ragged_cases import TOLERANCE, check_static, static_case
     seed=st.integers(0, 1000),
 )
 def test_the_operator_on_a_cpu_equals_the_reference(batch, kv_heads, groups, head_dim, capacity, dtype, seed):
-    # Without entries that are no numbers: a copy reads a row that is not in use where a segment is short.
+    # Without NaN entries: for short segments, a copy reads rows that are not in use.
     case = static_case(batch, kv_heads, groups, head_dim, capacity, dtype, seed)
     check_static(static_decode, [*case[:3], *(part.nan_to_num() for part in case[3:5]), *case[5:]])
 

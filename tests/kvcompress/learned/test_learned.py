@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import kvcompress
 from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.learned import checkpoints
-from kvcompress.paged.session import check_policy
-from kvcompress.policy.policy import check_tensor_parallel, make_policy
+from kvcompress.policy.conflicts import PAGES, TENSOR_PARALLEL, check_conflicts
+from kvcompress.policy.make import make_policy
 from tests.kvcompress.test_invariants import check_two_turns
 from tests.support.examples import examples
 from tests.support.families import FAMILIES
@@ -269,12 +269,12 @@ def test_without_a_checkpoint_that_fits_there_is_one_line(method, tmp_path):
 def test_what_looks_at_queries_and_pages_are_refused(method):
     options = {"checkpoint": checkpoint_for(method, FAMILIES["qwen2"].build())}
     for rule in ("cake", "sparsity", "variance"):
-        with pytest.raises(kvcompress.KVCompressError, match="which looks at queries"):
+        with pytest.raises(kvcompress.KVCompressError, match="it looks at queries"):
             make_policy(method, 0.3, layer_budget=rule, **options)
     with pytest.raises(kvcompress.KVCompressError, match="chooses for all heads together"):
-        check_tensor_parallel(make_policy(method, 0.3, **options))
+        check_conflicts(make_policy(method, 0.3, **options), TENSOR_PARALLEL)
     with pytest.raises(kvcompress.KVCompressError, match="it reads hidden states"):
-        check_policy(make_policy(method, 0.3, **options, **EVEN))
+        check_conflicts(make_policy(method, 0.3, **options, **EVEN), PAGES)
 
 
 def test_a_cache_outside_a_session_does_not_know_hidden_states():

@@ -20,8 +20,9 @@ from kvcompress import paged
 from kvcompress.errors import KVCompressError
 from kvcompress.hooks.attention import one_query_per_head
 from kvcompress.paged import attention
-from kvcompress.paged.session import check_policy
-from kvcompress.policy.policy import Policy, make_policy
+from kvcompress.policy.conflicts import PAGES, check_conflicts
+from kvcompress.policy.make import make_policy
+from kvcompress.policy.policy import Policy
 from kvcompress.scoring.merging import MERGES
 from tests.support.calibrations import calibration_of
 from tests.support.docs import DOCS, python_blocks
@@ -43,7 +44,7 @@ def policy_of(method: str, **arguments: object) -> Policy:
 
 def lives_in_pages(method: str, **options: object) -> bool:
     try:
-        check_policy(policy_of(method, ratio=0.5, **options))
+        check_conflicts(policy_of(method, ratio=0.5, **options), PAGES)
     except KVCompressError:
         return False
     return True
@@ -300,15 +301,23 @@ def test_a_manager_may_last_as_long_as_the_context():
 
 
 REFUSED = {
-    "adaptive": ("adakv", {}, "head_budget='adaptive': all layers and KV heads share"),
-    "layers": ("pyramidkv", {}, "layer_budget='pyramid': all layers and KV heads share"),
-    "second reading": ("kvzip", {"layer_budget": "uniform", "head_budget": "uniform"}, "a prompt is read once"),
-    "tokens": ("fastv", {}, "drops vision tokens, and requests are text"),
+    "adaptive": (
+        "adakv",
+        {},
+        "head_budget='adaptive' does not go with continuous batching: all layers",
+    ),
+    "layers": (
+        "pyramidkv",
+        {},
+        "layer_budget='pyramid' does not go with continuous batching: all layers",
+    ),
+    "second reading": ("kvzip", {"layer_budget": "uniform", "head_budget": "uniform"}, "reads the prompt twice"),
+    "tokens": ("fastv", {}, "drops vision tokens, but requests are text"),
     "vision": ("snapkv", {"ratio_of": "vision"}, "requests are text"),
     "scope": ("snapkv", {"scope": "context"}, "where its question begins"),
-    "moved": ("streamingllm", {"positions": "cache"}, "keys stay as they are rotated"),
+    "moved": ("streamingllm", {"positions": "cache"}, "keys would have to be rotated again"),
     "fed again": ("snapkv", {"first_token": "compressed"}, "feeds no token twice"),
-    "chunks": ("snapkv", {"prefill_chunk": 8}, "the scheduler cuts prompts itself"),
+    "chunks": ("snapkv", {"prefill_chunk": 8}, "the scheduler chooses the chunks"),
     "prefixes": ("snapkv", {"prefix_cache": kvcompress.PrefixCache(gb=1)}, "feeds every token of a prompt"),
     "storage": ("snapkv", {"cache_implementation": "offloaded"}, "pages are the storage"),
 }
@@ -397,4 +406,4 @@ def test_heads_that_keep_unequal_numbers_are_noticed(monkeypatch):
     monkeypatch.setattr(keydiff, "select", select)
     with paged.compress(model, "keydiff", budget=8):
         found = model.generate_batch(prompts_of(20), GREEDY, continuous_batching_config=pages_config(4, 20))
-    assert "another number of entries" in next(iter(found.values())).error
+    assert "different numbers of entries" in next(iter(found.values())).error

@@ -10,8 +10,8 @@ import kvcompress
 from kvcompress.check.reference import generate
 from kvcompress.layer_budgets import LayerBudget, base, list_layer_budgets, register_layer_budget
 from kvcompress.methods import method_info
+from kvcompress.policy.make import make_policy
 from kvcompress.policy.options import all_options
-from kvcompress.policy.policy import make_policy
 from kvcompress.scoring.layer_view import LayerView, Settings
 from kvcompress.scoring.selection import adaptive_indices
 from tests.support.calibrations import calibration_of
@@ -114,7 +114,10 @@ def test_a_rule_of_ones_own_is_a_layer_budget_everywhere(monkeypatch):
         ({"method": "snapkv", "merge": "sum"}, "no merge 'sum'; valid: average"),
         ({"method": "snapkv", "scorer": "snapvk"}, "no method 'snapvk' .did you mean 'snapkv'"),
         ({"method": "adakv", "scorer": "full"}, "'full' cannot be a scorer"),
-        ({"method": "criticalkv", "scorer": "knorm"}, "'criticalkv' chooses by more than scores"),
+        (
+            {"method": "criticalkv", "scorer": "knorm"},
+            "'criticalkv' does not go with scorer=",
+        ),
         ({"method": "snapkv", "merge_modality": "same"}, "merge_modality='same' needs merge="),
         (
             {"method": "snapkv", "head_budget": "even"},

@@ -202,7 +202,7 @@ def test_each_question_about_a_reused_context_is_as_if_it_were_the_first(method,
 @pytest.mark.parametrize("kind", ["static", "offloaded", "offloaded_static", "quantized", "think"])
 @pytest.mark.parametrize("count", [1, 6])
 def test_reuse_leaves_every_storage_as_it_was(kind, count):
-    """A question of one token is written behind the kept entries, a longer one is a prompt of its own."""
+    """A question of one token is appended to the kept entries, a longer one is a prompt of its own."""
     family = FAMILIES["llava-onevision"]
     model = family.build()
     context = family.inputs(model, [40], [1])

@@ -96,7 +96,7 @@ def test_allocations_worked_by_hand():
     assert allocate([1, 1, 2], 8, most=10) == [2, 2, 4]
     assert allocate([1, 1, 2], 8, most=3) == [3, 2, 3]  # what the third cannot take goes to the others
     assert allocate([3, 2, 2], 10, most=10) == [4, 3, 3]  # 4.29, 2.86, 2.86
-    assert allocate([0, 1], 5, most=9) == [1, 4]  # nobody is left with nothing
+    assert allocate([0, 1], 5, most=9) == [1, 4]  # every layer keeps something
     assert allocate([0, 0, 0], 4, most=9) == [2, 1, 1]
 
 

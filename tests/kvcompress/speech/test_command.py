@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def eager_compile(monkeypatch):
-    """The compiled path without a compiler behind it, which takes half a minute."""
+    """The compiled path without a compiler, which would take half a minute."""
 
     def config(device: torch.device) -> CompileConfig:
         config = CompileConfig(fullgraph=True, backend="eager")
@@ -155,7 +155,7 @@ def test_a_cold_start_is_the_first_answer_after_loading(run, monkeypatch, capsys
     assert [(taken["strategy"], taken["prompt"]) for taken in content["cold"]] == [
         *(("dynamic", 0), ("compressed", 0), ("dynamic", 1), ("compressed", 1))
     ]
-    assert loads == [0, 1, 2, 3, 4]  # each cold start loads anew, and answers once
+    assert loads == [0, 1, 2, 3, 4]  # each cold start loads again, and answers once
     assert disabled == [True] * 4 + [False] * 4
     assert "| cold | snapkv:window_size=4@0.3 | 2 |" in capsys.readouterr().out
 
@@ -197,14 +197,14 @@ def test_saved_audio_is_what_was_measured_and_is_heard(run, tmp_path):
         ({"ratio": "1.5"}, "1.5"),
         ({"method": "fastv"}, "talker reads all of them"),
         ({"method": "snapkv:first_token=compressed"}, "first_token"),
-        ({"method": "snapkv:prefill_chunk=8"}, "all but the last chunk"),
+        ({"method": "snapkv:prefill_chunk=8"}, "hidden states of all chunks"),
         ({"flags": ["--strategies", "statik"]}, "no strategy 'statik' (did you mean 'static'?)"),
         ({"flags": ["--without", "ears"]}, "no part 'ears'"),
         ({"flags": ["--speaker", "Nobody"]}, "no speaker 'Nobody'"),
         ({"flags": ["--window", "0", "1", "1"]}, "chunk must be at least 1"),
         ({"flags": ["--text-tokens", "1"]}, "--text-tokens 1: at least 2"),
         ({"flags": ["--strategies", "static-overlap", "--without", "speech"]}, "overlaps text and speech"),
-        ({"flags": ["--decode-budget", "9"]}, "do not go with cache_implementation='static'"),
+        ({"flags": ["--decode-budget", "9"]}, "cache_implementation='static' does not go with decode_budget="),
         ({"method": "full", "ratio": "1", "flags": ["--talker-decode-budget", "9"]}, "decode_budget"),
         ({"method": "kvzip", "flags": ["--compress-talker"]}, "a talker cannot"),
         ({"method": "snapkv:cache_implementation=static", "flags": ["--compress-talker"]}, "takes no static cache"),

@@ -120,7 +120,7 @@ def test_every_text_token_reaches_the_talker(overlapped, given, answered, monkey
 
 
 def test_the_talker_begins_before_the_text_ends_and_waits_for_it(omni, overlapped, given, answered):
-    """The thinker's tenth token waits for the talker's eighth, for ever if speech came behind the text."""
+    """The thinker's tenth token waits for the talker's eighth, for ever if speech came after the text."""
     eighth, met = threading.Event(), []
 
     def wait(count: int) -> None:

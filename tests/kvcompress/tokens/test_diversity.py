@@ -78,7 +78,7 @@ def test_they_keep_what_a_plain_reference_chooses_and_hide_the_rest(family, rati
 
 
 def drawn(budgets: list[int], behind: int = 5, size: int = 24) -> Tokens:
-    """Rows of text, 20 vision tokens and `behind` text tokens."""
+    """Rows of text, 20 vision tokens and `behind` more text tokens."""
     vision = torch.zeros(len(budgets), 25 + behind, dtype=torch.bool)
     vision[:, 5:25] = True
     hidden = torch.randn(*vision.shape, size, generator=torch.Generator().manual_seed(0))

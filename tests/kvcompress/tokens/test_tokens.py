@@ -20,8 +20,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 import kvcompress
 from kvcompress.check.reference import generate
 from kvcompress.hooks.video_frames import FrameRecorder
+from kvcompress.policy.make import make_policy
 from kvcompress.policy.options import all_options
-from kvcompress.policy.policy import make_policy
 from kvcompress.scoring.vision import vision_token_mask
 from kvcompress.tokens import Tokens
 from tests.support.families import FAMILIES, MORE_FAMILIES, VLM_FAMILIES
@@ -1000,7 +1000,7 @@ def test_dycoke_s_layer_must_be_in_the_model():
 
 def test_the_frames_of_two_videos_in_a_row_leave_out_the_newlines_between_them():
     recorder = FrameRecorder(FAMILIES["llava-onevision"].build())
-    recorder.videos = [(2, 3, 1), (2, 3, 1)]  # frames, tokens of each, a newline behind the last
+    recorder.videos = [(2, 3, 1), (2, 3, 1)]  # frames, tokens of each, a newline after the last
     video = recorder.model.config.video_token_id
     ids = torch.tensor([[9, *[video] * 7, 9, 9, *[video] * 7, 9]])
     (videos,) = recorder.take(ids)["frames"]
@@ -1080,7 +1080,7 @@ def test_a_tower_with_a_class_token_is_asked_through_it(method, next_too):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
-    patches = 16 + 20 if next_too else 16  # base tile; one tile with a newline behind each line
+    patches = 16 + 20 if next_too else 16  # base tile; one tile with a newline after each line
     ids = torch.tensor([[0] * 3 + [9, *[1] * patches, 10, 11], [20, 21, 22, 9, *[1] * patches, 10, 12]])
     pixels = torch.randn(2, *((2,) if next_too else ()), 3, 16, 16, generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "attention_mask": (ids != 0).long(), "pixel_values": pixels}

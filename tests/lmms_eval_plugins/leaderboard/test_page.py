@@ -110,7 +110,7 @@ def test_the_page_works_in_a_browser(browser, page_file, data, width, scheme):
     names = [text.split()[0] for text in rows(page)]
     assert names == sorted(names)
 
-    # Filters: the full cache stands beside every size; names in part.
+    # Filters: the full cache is shown next to every size; partial names work.
     page.select_option("#size", "0.2")
     assert {text.strip() for text in rows(page, 2)} == {"0.201", "1.000"}
     page.fill("#search", "SNAP ada")

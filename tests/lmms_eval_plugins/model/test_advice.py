@@ -1,4 +1,4 @@
-"""Where a decode step is bound by launches on CUDA, one line recommends fixed shapes; nowhere else any."""
+"""One line recommends fixed shapes if a decode step is bound by launches on CUDA, and only then."""
 
 import copy
 from dataclasses import replace

@@ -112,7 +112,7 @@ def test_frames_and_area_of_a_video_are_bounded(checkpoint, tmp_path, family):
 
 
 def test_clips_of_different_lengths_go_into_a_batch_or_into_one_for_each_length(checkpoint, tmp_path):
-    """Qwen2-VL's processor lays patches one behind the other; LLaVA-OneVision's stacks clips."""
+    """Qwen2-VL's processor concatenates patches; LLaVA-OneVision's stacks clips."""
     clips = [{"text": "?", "videos": [write_video(tmp_path / f"{n}.mp4", frames=n, fps=4)]} for n in (3, 5)]
     lm = load_lm(checkpoint("qwen2-vl"), max_frames_num=8)
     assert len(lm.prepare(requests(lm, clips)).inputs["input_ids"]) == 2
@@ -131,7 +131,7 @@ def test_area_of_a_video_is_no_argument_where_nothing_scales_by_it(checkpoint):
 
 @pytest.mark.parametrize("family", ["llava-onevision", "qwen2-vl"])
 def test_a_placeholder_in_a_tasks_text_is_text(checkpoint, family):
-    """It stands for no image, whether the question has one or none."""
+    """It represents no image, whether the question has one or none."""
     lm = load_lm(checkpoint(family))
     token = lm.processor.image_token
     for images in ([image(0)], []):

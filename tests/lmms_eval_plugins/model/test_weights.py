@@ -147,8 +147,10 @@ def packed(numbers: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range
 
 
 def quantize_files(folder: Path, method: str) -> dict[str, torch.Tensor]:
-    """Rewrites a checkpoint's linear layers in the layout of GPTQ or AWQ, rounded to nearest; returns the weights that
-    they stand for. A weight (out, in) is (number - zero) * scale, with a scale and a zero per group of inputs."""
+    """Rewrite a checkpoint's linear layers in the layout of GPTQ or AWQ, rounded to nearest; return the dequantized
+    weights.
+
+    A weight (out, in) is (number - zero) * scale, with a scale and a zero per group of inputs."""
     tensors, written, meant = load_file(folder / "model.safetensors"), {}, {}
     for name, tensor in tensors.items():
         if not name.endswith("proj.weight"):
@@ -177,7 +179,7 @@ def quantize_files(folder: Path, method: str) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", CHECKPOINTS)
 def test_a_quantized_checkpoint_keeps_and_answers_what_its_weights_say(tmp_path, method):
-    """The reference is the same model with the weights that the file's numbers stand for, in float32."""
+    """The reference is the same model with the file's weights dequantized to float32."""
     pytest.importorskip("gptqmodel")
     cell = {"method": "snapkv", "ratio": RATIO, "window_size": 4, "device": "cpu", "dtype": "float32"}
     folder = Path(save_checkpoint("llama", tmp_path))
@@ -195,7 +197,7 @@ def test_a_quantized_checkpoint_keeps_and_answers_what_its_weights_say(tmp_path,
     (ours, our_logits, our_kept), (expected, expected_logits, expected_kept) = results
     assert ours == expected
     assert our_kept == expected_kept
-    torch.testing.assert_close(our_logits, expected_logits, atol=0.05, rtol=0)  # its kernel rounds in its own way
+    torch.testing.assert_close(our_logits, expected_logits, atol=0.05, rtol=0)  # its kernel rounds differently
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):

@@ -1,4 +1,4 @@
-"""Which number stands for a cell, and which questions it is over."""
+"""Which number represents a cell, and over which questions."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Sweeps: trials, what they log, and that a sweep which was cut goes on as if it had not been."""
+"""Sweeps: trials, what they log, and that an interrupted sweep continues as if it had not been."""
 
 import contextlib
 import json
@@ -482,7 +482,7 @@ def test_a_sweep_that_is_killed_ends_with_the_table_of_one_that_is_not(tmp_path,
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert start(whole).wait() == 0
     killed = start(cut)
-    while not list(cut.glob("tiny_textvqa/tiny/snapkv-*/results.json")):  # then the next trial is under way
+    while not list(cut.glob("tiny_textvqa/tiny/snapkv-*/results.json")):  # then the next trial is running
         time.sleep(0.05)
         assert killed.poll() is None
     time.sleep(0.2)

@@ -1,0 +1,124 @@
+"""Make a policy of what a user asks for: check and combine the method's options and the engine's."""
+
+from dataclasses import replace
+
+from ..clusters.base import KVCluster, make_cluster
+from ..clusters.calibrated import check_calibration
+from ..clusters.learned import check_checkpoint
+from ..errors import KVCompressError, unknown_name, validated
+from ..kernels.quantization import check_bits
+from ..methods import MethodInfo, list_methods, make_method, method_info, method_name
+from ..scoring.budget import Budget
+from ..scoring.merging import MERGES
+from ..tokens.base import TokenMethod
+from .conflicts import (
+    CALIBRATION,
+    DECODE_EVICTION,
+    HIDDEN_STATES,
+    MEASURED,
+    MOVED_KEYS,
+    PREFILL_CHUNK,
+    SCORER,
+    check_conflicts,
+)
+from .options import STORAGE_OPTIONS, Engine, all_options
+from .policy import Policy
+
+
+def make_policy(
+    method: str | None = None, ratio: float | None = None, budget: int | None = None, **options: object
+) -> Policy:
+    """Check and combine the user's options, the method's and the engine's. Raises KVCompressError."""
+    info, scorer = method_info(method), options.get("scorer")
+    if scorer is not None and method_name(scorer) not in list_methods():
+        raise unknown_name("scorer: there is no method", scorer, list_methods())
+    valid = all_options(info, scorer)
+    for name in options:
+        if name not in valid:
+            raise unknown_name(f"method {info.name!r} has no option", name, valid)
+    preset = options.pop("preset", None)
+    if preset is not None:
+        preset = str(preset)  # a command line reads 192 as a number
+        if preset not in info.presets:
+            raise unknown_name(f"method {info.name!r} has no preset", preset, info.presets)
+        published = dict(info.presets[preset])
+        size = {name: published.pop(name) for name in ("ratio", "budget") if name in published}
+        is_resized = bool(size) and not (ratio is None and budget is None)
+        if size and not is_resized:
+            ratio, budget = size.get("ratio"), size.get("budget")
+        if is_resized or "decode_ratio" in options:  # the preset's decode budget goes with its own size
+            published.pop("decode_budget", None)
+        options = {**published, **options}
+    scored_by = info if scorer is None else method_info(scorer)
+    if scored_by is not info and issubclass(scored_by.cls, TokenMethod):
+        raise KVCompressError(f"method {scored_by.name!r} cannot be a scorer: it drops tokens before they are cached")
+    own = {name: value for name, value in options.items() if name in scored_by.options}
+    of_engine = {name: value for name, value in options.items() if name not in own}
+    tokens = None
+    if issubclass(info.cls, TokenMethod):
+        tokens, cluster = make_method(info.name, **own), make_cluster("full")
+        of_engine = {"ratio_of": "vision", **of_engine}
+    else:
+        cluster = make_cluster(scored_by.name, **own)
+        check_checkpoint(cluster, scored_by.name)
+        check_calibration(cluster, scored_by.name)
+    engine = validated(Engine, "option", of_engine)
+    wanted = method_budget(info.name, ratio, budget)
+    if cluster.of_variant("sinks_on_top") and engine.ratio_of == "prompt":  # otherwise `ratio` counts no sinks anyway
+        wanted = replace(wanted, on_top=cluster.sinks)
+    policy = Policy(info.name, cluster, wanted, engine, tokens)
+    if tokens is not None and engine.ratio_of != "vision":
+        raise KVCompressError(f"method {info.name!r} drops vision tokens only: ratio_of='vision', not 'prompt'")
+    _check_parts(policy, info, scored_by)
+    if engine.context_tokens is not None and engine.scope != "context":
+        raise KVCompressError(f"context_tokens={engine.context_tokens} needs scope='context'")
+    if engine.decode_budget is not None and engine.decode_ratio is not None:
+        raise KVCompressError("give either decode_budget= or decode_ratio=, not both")
+    _check_storage(engine, [name for name in STORAGE_OPTIONS if getattr(engine, name) != getattr(Engine, name)])
+    return policy
+
+
+def _check_storage(engine: Engine, given: list[str]) -> None:
+    """Check that the storage options that were `given` fit together and their packages are installed."""
+    for name in given:
+        kind = {"kv": "quantized", "key": "think"}.get(name.partition("_")[0], engine.cache_implementation)
+        if kind != engine.cache_implementation:
+            raise KVCompressError(f"{name}= needs cache_implementation={kind!r}")
+    if engine.cache_implementation != "quantized":
+        return
+    if engine.kv_backend != "turboquant":
+        engine.quantizer.check()
+    else:
+        check_bits(engine.kv_backend, engine.kv_bits)
+        if of_groups := {"kv_group_size", "kv_residual"} & set(given):
+            raise KVCompressError(f"{min(of_groups)}= is not for kv_backend='turboquant', which packs each entry alone")
+
+
+def _check_parts(policy: Policy, info: MethodInfo, scored_by: MethodInfo) -> None:
+    """Check that the method, the scorer, the layer budget, the merge and the passes fit together."""
+    if scored_by is not info:
+        check_conflicts(policy, SCORER)
+        if scored_by.name == "full" or scored_by.cls.update_kv is not KVCluster.update_kv:
+            raise KVCompressError(f"method {scored_by.name!r} cannot be a scorer: it does not choose by scores")
+    merges = ["none", *MERGES]
+    if policy.chosen("merge") not in merges:
+        raise unknown_name("there is no merge", policy.chosen("merge"), merges)
+    if policy.engine.merge_modality != "any" and policy.chosen("merge") == "none":
+        raise KVCompressError(f"merge_modality={policy.engine.merge_modality!r} needs merge=")
+    check_conflicts(policy, CALIBRATION, MEASURED, HIDDEN_STATES)
+    if policy.decode is not None:
+        check_conflicts(policy, DECODE_EVICTION, *([MOVED_KEYS] if policy.moves_keys else []))
+    if policy.engine.prefill_chunk is not None:
+        check_conflicts(policy, PREFILL_CHUNK)
+
+
+def method_budget(method: str | None, ratio: float | None, budget: int | None) -> Budget:
+    """Return the budget of a method. `full` keeps everything and takes no other budget; all other methods need one."""
+    name = method_info(method).name
+    if name != "full":
+        if ratio is None and budget is None:
+            raise KVCompressError(f"method {name!r} needs ratio= (fraction kept, in (0, 1]) or budget= (entries kept)")
+        return Budget(ratio, budget)
+    if budget is not None or ratio not in (None, 1):
+        raise KVCompressError(f"method 'full' compresses nothing: ratio={ratio}, budget={budget} cannot be honoured")
+    return Budget(ratio=1.0)
