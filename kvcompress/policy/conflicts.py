@@ -11,7 +11,7 @@ from .options import PRESCRIBED, Engine
 from .policy import Policy
 
 SCORER, CALIBRATION, MEASURED = "scorer=", "calibration=", "a measured layer_budget="
-HIDDEN_STATES = "scores from hidden states"
+HIDDEN_STATES = "a method that reads hidden states"
 DECODE_EVICTION, PREFILL_CHUNK = "decode_budget= or decode_ratio=", "prefill_chunk="
 MOVED_KEYS = "positions='cache' while decoding evicts"
 TENSOR_PARALLEL, PAGES, SPEECH = "tensor parallelism", "continuous batching", "spoken answers"

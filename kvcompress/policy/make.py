@@ -69,11 +69,11 @@ def make_policy(
     policy = Policy(info.name, cluster, wanted, engine, tokens)
     if tokens is not None and engine.ratio_of != "vision":
         raise KVCompressError(f"method {info.name!r} drops vision tokens only: ratio_of='vision', not 'prompt'")
+    if engine.decode_budget is not None and engine.decode_ratio is not None:
+        raise KVCompressError("give either decode_budget= or decode_ratio=, not both")
     _check_parts(policy, info, scored_by)
     if engine.context_tokens is not None and engine.scope != "context":
         raise KVCompressError(f"context_tokens={engine.context_tokens} needs scope='context'")
-    if engine.decode_budget is not None and engine.decode_ratio is not None:
-        raise KVCompressError("give either decode_budget= or decode_ratio=, not both")
     _check_storage(engine, [name for name in STORAGE_OPTIONS if getattr(engine, name) != getattr(Engine, name)])
     return policy
 

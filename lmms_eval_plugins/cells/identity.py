@@ -125,8 +125,9 @@ def _content(value: Any) -> Any:
     value = getattr(value, "__func__", value)
     code = getattr(value, "__code__", value)
     if isinstance(code, CodeType):
-        constants = [constant for constant in code.co_consts if constant != getattr(value, "__doc__", None)]
-        return [code.co_code, code.co_names, [_content(constant) for constant in constants]]
+        doc = getattr(value, "__doc__", None)
+        constants = [None if constant == doc else _content(constant) for constant in code.co_consts]
+        return [code.co_code, code.co_names, constants]
     return value if isinstance(value, bool | int | float | str | tuple | None) else type(value).__name__
 
 

@@ -61,7 +61,7 @@ def error_line(capsys):
         ([*FOUR, "window_size=wide"], ["window_size", "'wide'"]),
         ([*FOUR, "dtype=bf16"], ["dtype", "'bf16'", "bfloat16"]),
         ([*FOUR, "tp_plan=auto", "device_map=auto"], ["device_map='auto'", "tp_plan='auto'"]),
-        ([*FOUR[:2], "full,adakv", "0.2", "tp_plan=auto"], ["no head_budget='adaptive'"]),
+        ([*FOUR[:2], "full,adakv", "0.2", "tp_plan=auto"], ["head_budget='adaptive' does not go with"]),
         ([*FOUR, "conv_template=qwen"], ["conv_template", "chat template"]),
         (["tiny_textvqa", "./nowhere", *FOUR[2:]], ["'./nowhere'", "neither a folder"]),
         (["no_such_task", *FOUR[1:]], ["'no_such_task'"]),

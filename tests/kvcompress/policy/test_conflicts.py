@@ -4,7 +4,7 @@ import pytest
 
 from kvcompress.errors import KVCompressError
 from kvcompress.policy import conflicts
-from kvcompress.policy.conflicts import CONFLICTS, Conflict, check_conflicts
+from kvcompress.policy.conflicts import Conflict, check_conflicts
 from kvcompress.policy.make import make_policy
 from tests import conflicts_list
 
@@ -13,11 +13,6 @@ def test_the_docs_list_them_all():
     page = conflicts_list.PAGE.read_text(encoding="utf-8")
     listed = page.partition(conflicts_list.BEGIN)[2].partition(conflicts_list.END)[0]
     assert listed == conflicts_list.rendered(), "python -m tests.conflicts_list"
-
-
-def test_each_is_of_a_feature_that_is_checked_somewhere():
-    features = {value for name, value in vars(conflicts).items() if name.isupper() and isinstance(value, str)}
-    assert {conflict.feature for conflict in CONFLICTS} <= features
 
 
 @pytest.mark.parametrize(
