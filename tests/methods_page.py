@@ -22,7 +22,7 @@ FOLDER = ROOT / "docs" / "methods"
 TABLES = ROOT / "benchmarks" / "results"
 MARK = "<!-- end of the part made by `python -m tests.methods_page`; the part below is written by hand -->\n"
 
-AUTHORS, KVPRESS, FORMULA, PARTS = "authors' code", "kvpress", "formula", "its parts"
+AUTHORS, KVPRESS, FORMULA, PARTS, DRAWS = "authors' code", "kvpress", "formula", "its parts", "its draws"
 CHECKED_BY = {
     **dict.fromkeys(("adakv", "cake", "cam", "chunkkv", "criticalkv", "csp", "d2o", "h2o", "infinipot-v"), AUTHORS),
     **dict.fromkeys(("knorm", "kvzip", "lagkv", "look-m", "meda", "mixkv", "prefixkv", "pyramidkv", "r-kv"), AUTHORS),
@@ -34,6 +34,7 @@ CHECKED_BY = {
     **dict.fromkeys(("entropy-gated-chunkkv", "kvzap"), KVPRESS),
     **dict.fromkeys(("capkv", "cur", "expected-attention", "finch", "keydiff", "kvcompose"), KVPRESS),
     "adamixkv": PARTS,
+    "random-tokens": DRAWS,
     **dict.fromkeys(("aircache", "full", "hindsight", "random", "sagekv", "simlayerkv", "vl-cache", "vnorm"), FORMULA),
 }
 
@@ -45,6 +46,7 @@ CHECKS = {
     AUTHORS: "the authors' code: the entries that it keeps and merges, recorded in `tests/oracle/authors/`",
     KVPRESS: "[kvpress](https://github.com/NVIDIA/kvpress), which implements the method, in the same way",
     FORMULA: "a plain float64 reference, written from the paper, in `tests/oracle/`",
+    DRAWS: "its draws: every token, and every pair, stays equally often",
     PARTS: "its parts: it keeps the same entries as `adakv` with the scores and options of its recipe",
 }
 
@@ -77,7 +79,8 @@ row does not depend on its batch. The column *checked by* names what also checks
   the default: `simlayerkv`'s published rule is `variant="code"`, which its authors' code checks; `full` has the logits
   of the plain model bit for bit, `random` its distribution, and `hindsight` the model's own attention weights;
 - *its parts*: it keeps the same entries as `adakv` with the scores and options of its recipe, whose parts are checked
-  as above.
+  as above;
+- *its draws*: every token, and every pair of tokens, stays equally often.
 
 Differences that all methods share: [differences.md](differences.md). Vision-language methods on any prompt:
 [vision-methods.md](vision-methods.md).

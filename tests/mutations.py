@@ -146,8 +146,8 @@ MUTATIONS = {
     ),
     "noise-follows-the-batch": Mutation(
         "scoring/layer_view.py",
-        "{view.row_seeds[row]}",
-        "{row}",
+        "view.place, view.row_seeds[row], tokens",
+        "view.place, row, tokens",
         "random's draw follows the row's place in the batch",
         (INVARIANTS + "::test_every_method_by_name_decodes_as_the_full_cache_under_that_mask_and_a_row_as_alone",),
     ),

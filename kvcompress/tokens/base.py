@@ -67,6 +67,7 @@ class Tokens:
         prepared: what `TokenMethod.prepare` returned, for the remaining tokens.
         counts: for each row, the number of vision tokens in the prompt and after each choice so far.
         num_layers: the model's decoder layers.
+        row_seeds: one integer per row, a checksum of its tokens, for randomness that depends on the row, not the batch.
     """
 
     vision: torch.Tensor
@@ -79,6 +80,7 @@ class Tokens:
     prepared: torch.Tensor | None = None
     counts: list[list[int]] | None = None
     num_layers: int = 0
+    row_seeds: tuple[int, ...] = ()
 
     @property
     def real(self) -> torch.Tensor:
