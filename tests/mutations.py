@@ -578,6 +578,13 @@ MUTATIONS = {
         "DivPrune keeps what is far from the latest token that was chosen, not from all",
         (CORE + "tokens/test_diversity.py", "tests/oracle/authors/test_token_methods.py"),
     ),
+    "most-like-the-pivots": Mutation(
+        "tokens/dart.py",
+        "likeness.argsort(stable=True)",
+        "likeness.masked_fill(~is_left, -1).argsort(stable=True, descending=True)",
+        "DART's pivots keep what is most like them",
+        (CORE + "tokens/test_dart.py", "tests/oracle/authors/test_token_methods.py"),
+    ),
     "kernel-of-one-side": Mutation(
         "tokens/cdpruner.py",
         "chosen = most_diverse(relevance[:, None] * states[columns], budget)",

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
+from ..errors import KVCompressError
 from ..methods import Method
 from ..scoring.selection import top_indices
 from ..scoring.windows import pad_columns
@@ -175,3 +176,10 @@ def received_attention(queries: torch.Tensor, keys: torch.Tensor, has_class: boo
     asking = queries[:1] if has_class else queries
     logits = torch.einsum("qhd,khd->hqk", asking.float(), keys.float()) * queries.shape[-1] ** -0.5
     return logits.softmax(-1).mean((0, 1))[int(has_class) :]
+
+
+def checked_layer(method: str, layer: int, num_layers: int) -> int:
+    """Return `layer`, an option of `method`; KVCompressError if the model has no such layer."""
+    if layer >= num_layers:
+        raise KVCompressError(f"{method}: layer={layer} is not below the model's {num_layers} layers")
+    return layer

@@ -30,7 +30,7 @@ WAYS = [
     *((method, EVICTING) for method in ("snapkv", "adakv", "r-kv", "h2o", "tova", "expected-attention", "morphkv")),
     ("hindsight", {"answer_tokens": 3}),
 ]
-TOKEN_METHODS = ["cdpruner", "divprune", "fastv", "framefusion", "prumerge+", "random-tokens"]
+TOKEN_METHODS = ["cdpruner", "dart", "divprune", "fastv", "framefusion", "prumerge+", "random-tokens"]
 TOKEN_METHODS += ["sparsevlm", "visionzip", "vispruner"]
 
 
