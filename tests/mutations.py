@@ -552,6 +552,13 @@ MUTATIONS = {
         "FrameFusion's mean does not count the token that stays",
         (CORE + "tokens/test_tokens.py::test_framefusion_merges_runs_of_like_tokens_at_a_place_into_their_mean",),
     ),
+    "unusual-by-the-frame-alone": Mutation(
+        "tokens/vidcom2.py",
+        "place = (to_video + to_frame)",
+        "place = to_frame",
+        "VidCom2 keeps what is unlike its frame, whatever the video is like",
+        (CORE + "tokens/test_vidcom2.py", "tests/oracle/authors/test_token_methods.py"),
+    ),
     "fused-without-a-look-back": Mutation(
         "tokens/framefusion.py",
         "return [(budget * num_layers - held) / (num_layers - layer) for layer, held in enumerate(before)]",
