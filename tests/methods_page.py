@@ -29,7 +29,7 @@ CHECKED_BY = {
     **dict.fromkeys(("knorm", "kvzip", "lagkv", "look-m", "meda", "mixkv", "prefixkv", "pyramidkv", "r-kv"), AUTHORS),
     **dict.fromkeys(("snapkv", "streamingllm", "tgv-kv", "tova"), AUTHORS),
     **dict.fromkeys(("cdpruner", "divprune", "dycoke", "evs", "fastv", "framefusion"), AUTHORS),
-    **dict.fromkeys(("prumerge+", "sparsevlm", "vidcom2", "visionzip", "vispruner"), AUTHORS),
+    **dict.fromkeys(("prumerge+", "pyramiddrop", "sparsevlm", "vidcom2", "visionzip", "vispruner"), AUTHORS),
     **dict.fromkeys(("compactor", "lava", "leverage", "morphkv", "non-causal-attention"), AUTHORS),
     **dict.fromkeys(("duoattention", "fastkvzip", "q-filters", "sparsemm", "triattention"), AUTHORS),
     **dict.fromkeys(("entropy-gated-chunkkv", "kvzap"), KVPRESS),

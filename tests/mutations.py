@@ -585,6 +585,13 @@ MUTATIONS = {
         "DivPrune keeps what is far from the latest token that was chosen, not from all",
         (CORE + "tokens/test_diversity.py", "tests/oracle/authors/test_token_methods.py"),
     ),
+    "one-step-is-lost": Mutation(
+        "tokens/pyramiddrop.py",
+        "enumerate(sorted(self.steps), 1)",
+        "enumerate(sorted(self.steps), 2)",
+        "PyramidDrop's first step takes two steps' share",
+        (CORE + "tokens/test_pyramiddrop.py", "tests/oracle/authors/test_token_methods.py"),
+    ),
     "most-like-the-pivots": Mutation(
         "tokens/dart.py",
         "likeness.argsort(stable=True)",

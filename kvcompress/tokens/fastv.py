@@ -7,7 +7,6 @@ import torch
 from pydantic import PositiveInt
 
 from ..methods import register_method
-from ..scoring.windows import window_attention
 from .base import TokenMethod, Tokens, checked_layer
 
 
@@ -30,6 +29,4 @@ class FastV(TokenMethod):
         return [checked_layer("fastv", self.layer, num_layers)]
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        attention = tokens.attention
-        weights = window_attention(attention.queries, attention.keys, 1, attention.scaling, tokens.padding)
-        return weights[..., 0, :].mean((1, 2))
+        return tokens.last_attention()
