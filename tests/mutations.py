@@ -146,8 +146,8 @@ MUTATIONS = {
     ),
     "noise-follows-the-batch": Mutation(
         "scoring/layer_view.py",
-        "{view.row_seeds[row]}",
-        "{row}",
+        "view.place, view.row_seeds[row], tokens",
+        "view.place, row, tokens",
         "random's draw follows the row's place in the batch",
         (INVARIANTS + "::test_every_method_by_name_decodes_as_the_full_cache_under_that_mask_and_a_row_as_alone",),
     ),
@@ -587,6 +587,13 @@ MUTATIONS = {
         "FrameFusion's mean does not count the token that stays",
         (CORE + "tokens/test_tokens.py::test_framefusion_merges_runs_of_like_tokens_at_a_place_into_their_mean",),
     ),
+    "unusual-by-the-frame-alone": Mutation(
+        "tokens/vidcom2.py",
+        "place = (to_video + to_frame)",
+        "place = to_frame",
+        "VidCom2 keeps what is unlike its frame, whatever the video is like",
+        (CORE + "tokens/test_vidcom2.py", "tests/oracle/authors/test_token_methods.py"),
+    ),
     "fused-without-a-look-back": Mutation(
         "tokens/framefusion.py",
         "return [(budget * num_layers - held) / (num_layers - layer) for layer, held in enumerate(before)]",
@@ -612,6 +619,20 @@ MUTATIONS = {
         "apart = distances",
         "DivPrune keeps what is far from the latest token that was chosen, not from all",
         (CORE + "tokens/test_diversity.py", "tests/oracle/authors/test_token_methods.py"),
+    ),
+    "one-step-is-lost": Mutation(
+        "tokens/pyramiddrop.py",
+        "enumerate(sorted(self.steps), 1)",
+        "enumerate(sorted(self.steps), 2)",
+        "PyramidDrop's first step takes two steps' share",
+        (CORE + "tokens/test_pyramiddrop.py", "tests/oracle/authors/test_token_methods.py"),
+    ),
+    "most-like-the-pivots": Mutation(
+        "tokens/dart.py",
+        "likeness.argsort(stable=True)",
+        "likeness.masked_fill(~is_left, -1).argsort(stable=True, descending=True)",
+        "DART's pivots keep what is most like them",
+        (CORE + "tokens/test_dart.py", "tests/oracle/authors/test_token_methods.py"),
     ),
     "kernel-of-one-side": Mutation(
         "tokens/cdpruner.py",

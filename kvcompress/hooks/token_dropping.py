@@ -113,8 +113,9 @@ class Pruning:
         return handles
 
     def _tokens(self, **known: Any) -> Tokens:
-        so_far = {"prepared": self.prepared, "counts": self.left, "num_layers": len(self.cache.layers)}
-        return Tokens(self.vision, self.padding, **so_far, **self.sight, **known)
+        so_far = {"prepared": self.prepared, "counts": self.left}
+        prompt = {"num_layers": len(self.cache.layers), "row_seeds": self.whole.row_seeds}
+        return Tokens(self.vision, self.padding, **so_far, **prompt, **self.sight, **known)
 
     def _prepare(self, layer: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]

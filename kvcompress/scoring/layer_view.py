@@ -286,7 +286,11 @@ def uniform_noise(view: LayerView, kv_heads: int, columns: int, seed: int | str)
     differs at each eviction."""
     noise = torch.zeros(len(view.lengths), kv_heads, columns)
     for row, (length, tokens) in enumerate(zip(view.lengths, view.tokens, strict=True)):
-        key = f"{seed} {view.place} {view.row_seeds[row]} {tokens}"
-        generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+        generator = generator_of(seed, view.place, view.row_seeds[row], tokens)
         noise[row, :, columns - length :] = torch.rand(kv_heads, length, generator=generator)
     return noise
+
+
+def generator_of(*parts: int | str) -> torch.Generator:
+    """Return a generator on the host whose draws depend on these parts alone, so on no device and no earlier draw."""
+    return torch.Generator().manual_seed(zlib.crc32(" ".join(map(str, parts)).encode()))

@@ -1,5 +1,6 @@
 """`TokenMethod`, the base class of methods that choose which vision tokens the language model processes."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,9 +9,10 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
+from ..errors import KVCompressError
 from ..methods import Method
 from ..scoring.selection import top_indices
-from ..scoring.windows import pad_columns
+from ..scoring.windows import pad_columns, window_attention
 
 Sees = Literal["embeddings", "attention", "tower", "frames"]
 
@@ -67,6 +69,7 @@ class Tokens:
         prepared: what `TokenMethod.prepare` returned, for the remaining tokens.
         counts: for each row, the number of vision tokens in the prompt and after each choice so far.
         num_layers: the model's decoder layers.
+        row_seeds: one integer per row, a checksum of its tokens, for randomness that depends on the row, not the batch.
     """
 
     vision: torch.Tensor
@@ -79,6 +82,7 @@ class Tokens:
     prepared: torch.Tensor | None = None
     counts: list[list[int]] | None = None
     num_layers: int = 0
+    row_seeds: tuple[int, ...] = ()
 
     @property
     def real(self) -> torch.Tensor:
@@ -86,6 +90,13 @@ class Tokens:
         if self.padding is None:
             return torch.ones_like(self.vision)
         return ~pad_columns(self.padding, self.vision.shape[1])[:, 0]
+
+    def last_attention(self) -> torch.Tensor:
+        """For `sees="attention"`: return the attention of the prompt's last token in the previous layer, averaged over
+        its heads: (batch, tokens) in fp32."""
+        seen = self.attention
+        weights = window_attention(seen.queries, seen.keys, 1, seen.scaling, self.padding)
+        return weights[..., 0, :].mean((1, 2))
 
     def best(self, scores: torch.Tensor, budgets: list[int] | None = None) -> torch.Tensor:
         """Return the vision tokens with the highest scores (batch, tokens), as bool (batch, tokens).
@@ -173,3 +184,15 @@ def received_attention(queries: torch.Tensor, keys: torch.Tensor, has_class: boo
     asking = queries[:1] if has_class else queries
     logits = torch.einsum("qhd,khd->hqk", asking.float(), keys.float()) * queries.shape[-1] ** -0.5
     return logits.softmax(-1).mean((0, 1))[int(has_class) :]
+
+
+def at_depth(layer: int, num_layers: int) -> int:
+    """Return the decoder layer at the depth that `layer` has among 32, rounded half up; not the first."""
+    return min(max(math.floor(layer * num_layers / 32 + 0.5), 1), num_layers - 1)
+
+
+def checked_layer(method: str, layer: int, num_layers: int) -> int:
+    """Return `layer`, an option of `method`; KVCompressError if the model has no such layer."""
+    if layer >= num_layers:
+        raise KVCompressError(f"{method}: layer={layer} is not below the model's {num_layers} layers")
+    return layer

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt
 from ..errors import KVCompressError
 from ..kernels.column_sums import column_sums
 from ..methods import register_method
-from .base import TokenMethod, Tokens
+from .base import TokenMethod, Tokens, at_depth
 
 # The layers (of 32) before which the released code drops tokens, by the attention of the previous layer.
 PUBLISHED_LAYERS = (3, 7, 16)
@@ -89,7 +89,7 @@ class SparseVLM(TokenMethod):
         """Map each decoder layer before which tokens are dropped to the share that is kept from there on."""
         steps = {}
         for layer, count in zip(PUBLISHED_LAYERS, self.counts, strict=True):
-            steps[min(max(math.floor(layer * num_layers / 32 + 0.5), 1), num_layers - 1)] = count
+            steps[at_depth(layer, num_layers)] = count
         return steps
 
     def _recycled(self, dropped: int) -> int:

@@ -30,7 +30,8 @@ WAYS = [
     *((method, EVICTING) for method in ("snapkv", "adakv", "r-kv", "h2o", "tova", "expected-attention", "morphkv")),
     ("hindsight", {"answer_tokens": 3}),
 ]
-TOKEN_METHODS = ["cdpruner", "divprune", "fastv", "framefusion", "prumerge+", "sparsevlm", "visionzip", "vispruner"]
+TOKEN_METHODS = ["cdpruner", "dart", "divprune", "fastv", "framefusion", "prumerge+", "pyramiddrop"]
+TOKEN_METHODS += ["random-tokens", "sparsevlm", "visionzip", "vispruner"]
 
 
 def named(value: object) -> str | None:
