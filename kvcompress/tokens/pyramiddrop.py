@@ -17,7 +17,7 @@ from .base import TokenMethod, Tokens, at_depth
 class PyramidDrop(TokenMethod):
     """Drops, in three steps, the vision tokens that the prompt's last token attends to least.
 
-    At each step a share λ of the tokens stays, so that stages of the model hold 1, λ, λ² and λ³ of them (section 3.2).
+    At each step a share λ of the tokens stays, so that stages of the model hold 1, λ, λ² and λ³ of them.
     Attention is that of the previous layer, averaged over its heads. The steps come before the layers `steps` of 32,
     and at the same depth in other models (in a short one some coincide).
 
