@@ -28,7 +28,7 @@ CHECKED_BY = {
     **dict.fromkeys(("adakv", "cake", "cam", "chunkkv", "criticalkv", "csp", "d2o", "h2o", "infinipot-v"), AUTHORS),
     **dict.fromkeys(("knorm", "kvzip", "lagkv", "look-m", "meda", "mixkv", "prefixkv", "pyramidkv", "r-kv"), AUTHORS),
     **dict.fromkeys(("snapkv", "streamingllm", "tgv-kv", "tova"), AUTHORS),
-    **dict.fromkeys(("cdpruner", "divprune", "dycoke", "evs", "fastv", "framefusion"), AUTHORS),
+    **dict.fromkeys(("cdpruner", "divprune", "dycoke", "evs", "fastv", "fastvid", "framefusion", "holitom"), AUTHORS),
     **dict.fromkeys(("prumerge+", "pyramiddrop", "sparsevlm", "vidcom2", "visionzip", "vispruner"), AUTHORS),
     **dict.fromkeys(("compactor", "lava", "leverage", "morphkv", "non-causal-attention"), AUTHORS),
     **dict.fromkeys(("duoattention", "fastkvzip", "q-filters", "sparsemm", "triattention"), AUTHORS),

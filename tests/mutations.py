@@ -580,6 +580,13 @@ MUTATIONS = {
         "EVS compares each frame with the first, not with the one before",
         (CORE + "tokens/test_tokens.py::test_evs_keeps_the_first_frame_and_what_has_changed_since_the_frame_before",),
     ),
+    "tower-sees-videos-unpooled": Mutation(
+        "hooks/vision_tower.py",
+        "tokens = self.model.apply_pooling(numbers).reshape(videos, -1, numbers.shape[-1])",
+        "tokens = numbers[:, ::4].reshape(videos, -1, numbers.shape[-1])",
+        "of a video the tower's attention is that of every fourth patch, where a token is the mean of four",
+        (CORE + "tokens/test_videos.py::test_what_is_not_merged_is_what_the_tower_attends_to_most_in_each_frame",),
+    ),
     "fused-without-the-first": Mutation(
         "tokens/framefusion.py",
         "hidden[columns[~goes]] = (sums / into.bincount()[:, None]).to(hidden.dtype)",

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 
 from ..errors import KVCompressError
 from ..methods import Method
+from ..scoring.budget import allocate
 from ..scoring.selection import top_indices
 from ..scoring.windows import pad_columns, window_attention
 
-Sees = Literal["embeddings", "attention", "tower", "frames"]
+Sees = Literal["embeddings", "attention", "tower", "frames", "video"]
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Tokens:
         hidden: hidden states (batch, tokens, hidden_size) that enter the decoder layer before which tokens are dropped;
             None while the previous layer attends.
         attention: for `sees="attention"`, the queries and keys of the previous decoder layer.
-        tower: for `sees="tower"`, the states of the vision tower.
-        frames: for `sees="frames"`, [row][video]: the columns of the frames' tokens (frames, tokens).
+        tower: for `sees="tower"` and `"video"`, the states of the vision tower.
+        frames: for `sees="frames"` and `"video"`, [row][video]: the columns of the frames' tokens (frames, tokens).
         prepared: what `TokenMethod.prepare` returned, for the remaining tokens.
         counts: for each row, the number of vision tokens in the prompt and after each choice so far.
         num_layers: the model's decoder layers.
@@ -98,6 +99,22 @@ class Tokens:
         weights = window_attention(seen.queries, seen.keys, 1, seen.scaling, self.padding)
         return weights[..., 0, :].mean((1, 2))
 
+    def videos(self, method: str) -> list[list[tuple[torch.Tensor, int]]]:
+        """Return each row's videos: the columns of the frames' tokens (frames, tokens), and how many of them may stay.
+
+        Images and newlines stay and count. Raises KVCompressError, in the name of `method`, if they exceed a budget."""
+        rows = []
+        for row, (of_row, budget) in enumerate(zip(self.frames, self.budgets, strict=True)):
+            sizes, vision = [columns.numel() for columns in of_row], int(self.vision[row].sum())
+            left = budget - (vision - sum(sizes))
+            if left < 0:
+                raise KVCompressError(
+                    f"{method}: row {row} cannot keep {budget} of its {vision} vision tokens: images and the newlines "
+                    f"of videos stay, {vision - sum(sizes)} tokens"
+                )
+            rows.append(list(zip(of_row, allocate(sizes, left, max(sizes)) if sizes else [], strict=True)))
+        return rows
+
     def best(self, scores: torch.Tensor, budgets: list[int] | None = None) -> torch.Tensor:
         """Return the vision tokens with the highest scores (batch, tokens), as bool (batch, tokens).
 
@@ -119,7 +136,7 @@ class TokenMethod(Method, ABC):
 
     Attributes:
         sees: what the method chooses by: the prompt's `embeddings`, the `attention` of the previous decoder layer, the
-            attention of the vision `tower`, or the embeddings of a video's `frames`.
+            attention of the vision `tower`, the embeddings of a video's `frames`, or both of a `video`.
     """
 
     sees: ClassVar[Sees] = "attention"
@@ -128,6 +145,11 @@ class TokenMethod(Method, ABC):
     def sets_budgets(self) -> bool:
         """Whether the method decides how many tokens stay; the budget is then an upper bound."""
         return False
+
+    @property
+    def watches_tower(self) -> bool:
+        """Whether the method reads the vision tower."""
+        return self.sees in ("tower", "video")
 
     @abstractmethod
     def layers(self, num_layers: int) -> list[int]:
@@ -156,7 +178,7 @@ class TokenMethod(Method, ABC):
         return None
 
     def received(self, queries: torch.Tensor, keys: torch.Tensor, has_class: bool) -> torch.Tensor:
-        """For `sees="tower"`: return the attention that each patch of a tile receives, (patches,) in fp32.
+        """Return the attention that each patch of a tile receives, (patches,) in fp32, if the method `watches_tower`.
 
         `queries` and `keys` are those of the tower's layer `tower_layer`, (tokens, heads, head_dim)."""
         return received_attention(queries, keys, has_class)

@@ -11,5 +11,5 @@ table of the docs.
 
 Methods that drop tokens have a harness of their own: `token_recording.py`, `fixtures/tokens/`, `test_token_methods.py`;
 their scripts are fastv, sparsevlms, visionzip, vispruner, llava_prumerge, divprune, cdpruner, dycoke, evs,
-framefusion, lightcompress, pyramiddrop and vidcom2.
+framefusion, fastvid, holitom, lightcompress, pyramiddrop and vidcom2.
 """
